@@ -1,0 +1,81 @@
+"""Every error that Fedveil raises on purpose.
+
+FedveilError
+├── BadArgument          a value that no call of this kind accepts (also a ValueError)
+├── AnalysisError        the model cannot be veiled
+│   ├── NotTraceable     torch.fx cannot follow its forward
+│   ├── HeadNotLinear    its last operation is not a Linear, so no additive noise can be lifted again
+│   └── NothingToVeil    every axis is pinned: a veil would change nothing
+├── ModelMismatch        a model is not the one that was analysed or broadcast
+├── SecretReused         a secret covers one broadcast, and this one has covered its own
+└── UpdateRefused        an update that must not be aggregated; says which client and which tensor
+    ├── StaleUpdate      made for another round
+    ├── ForeignUpdate    made for another model
+    ├── IncompleteUpdate a tensor is missing
+    ├── MisshapenUpdate  a tensor has the wrong shape or dtype
+    └── NonFiniteUpdate  a tensor holds NaN or infinity
+
+Messages read *where: what: why. Fix: how.* No message ever holds a secret value.
+"""
+
+
+class FedveilError(Exception):
+    """The root of the tree."""
+
+    def __init__(self, where: str, what: str, fix: str | None = None) -> None:
+        self.where = where
+        self.what = what
+        self.fix = fix
+        super().__init__(f"{where}: {what}." + (f"\n  Fix: {fix}" if fix else ""))
+
+
+class BadArgument(FedveilError, ValueError):
+    """A value that no call of this kind accepts."""
+
+
+class AnalysisError(FedveilError):
+    """The model cannot be veiled."""
+
+
+class NotTraceable(AnalysisError):
+    """torch.fx cannot follow the model's forward."""
+
+
+class HeadNotLinear(AnalysisError):
+    """The model's last operation is not a Linear."""
+
+
+class NothingToVeil(AnalysisError):
+    """Every axis of the model is pinned."""
+
+
+class ModelMismatch(FedveilError):
+    """A model is not the one that was analysed or broadcast."""
+
+
+class SecretReused(FedveilError):
+    """A secret covers one broadcast only."""
+
+
+class UpdateRefused(FedveilError):
+    """An update that must not be aggregated."""
+
+
+class StaleUpdate(UpdateRefused):
+    """Made for another round."""
+
+
+class ForeignUpdate(UpdateRefused):
+    """Made for another model."""
+
+
+class IncompleteUpdate(UpdateRefused):
+    """A tensor is missing."""
+
+
+class MisshapenUpdate(UpdateRefused):
+    """A tensor has the wrong shape or dtype."""
+
+
+class NonFiniteUpdate(UpdateRefused):
+    """A tensor holds NaN or infinity."""
