@@ -1,0 +1,79 @@
+"""A plan in words."""
+
+from collections import Counter
+from typing import Any
+
+from fedveil.graph.plan import Plan
+
+
+def _count(plan: Plan) -> dict[str, int]:
+    layout = plan.layout
+    return {
+        "parameters": layout.parameters,
+        "trainable": layout.weights,
+        "buffers": layout.total - layout.parameters,
+    }
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan in plain values, as `fedveil inspect --json` prints it."""
+    return {
+        "model": plan.model_name,
+        **_count(plan),
+        "coverage": plan.coverage,
+        "moved": plan.moved,
+        "head": plan.head.path if plan.head else None,
+        "outputs": plan.head.outputs if plan.head else None,
+        "axes": [
+            {
+                "written_by": list(axis.written_by),
+                "size": axis.size,
+                "symmetry": axis.symmetry.words,
+                "limited_by": [{"where": where, "why": why} for where, why in axis.limited_by],
+            }
+            for axis in plan.axes
+        ],
+        "pinned": [{"where": where, "why": why} for where, why in plan.pinned],
+        "unused": list(plan.layout.unused),
+    }
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return names[0] + (f" (+{len(names) - 1})" if len(names) > 1 else "")
+
+
+def describe(plan: Plan) -> str:
+    """The plan as a table: axes, their factors, what limits them; then what is pinned and why."""
+    head = (
+        f"head {plan.head.path} with {plan.head.outputs} outputs takes the additive noise"
+        if plan.head
+        else "HEAD EXPOSED: no additive noise, clients read the true predictions"
+    )
+    lines = [
+        f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters, "
+        f"{plan.coverage:.1%} of them changed by a veil, {plan.moved:.1%} moved by a permutation",
+        head,
+        "",
+    ]
+    rows = [("axis written by", "units", "factors", "limited by")]
+    for axis in plan.axes:
+        limits = Counter(why for _, why in axis.limited_by)
+        first = next((f"{where}: {why}" for where, why in axis.limited_by), "")
+        more = sum(limits.values()) - 1
+        rows.append(
+            (
+                _names(axis.written_by),
+                str(axis.size),
+                axis.symmetry.words,
+                first + (f" (+{more} more)" if more > 0 else ""),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for name, units, factors, why in rows:
+        lines.append(f"  {name:<{widths[0]}}  {units:>{widths[1]}}  {factors:<{widths[2]}}  {why}".rstrip())
+    if plan.pinned:
+        lines += ["", "pinned, because"]
+        lines += [f"  {where}: {why}" for where, why in plan.pinned]
+    if plan.layout.unused:
+        lines += ["", "never read by forward, so neither sent nor trained: " + ", ".join(plan.layout.unused)]
+    return "\n".join(lines)

@@ -1,0 +1,162 @@
+"""A model's tensors, and their order in one flat vector."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from fedveil.errors import AnalysisError
+
+Home = tuple[dict[str, Tensor | None], str]
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A model's tensors by name, where each is kept, and the training mode of every module, read in one walk."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    homes: dict[str, list[Home]]
+    modes: tuple[tuple[str, bool], ...]
+
+
+def look_inside(model: nn.Module) -> Inside:
+    """Read a model; a tensor with several names is there under the first, with several homes."""
+    parameters: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    homes: dict[int, list[Home]] = {}
+    named: dict[str, list[Home]] = {}
+    modes = []
+    for path, module in model.named_modules():
+        modes.append((path, module.training))
+        for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
+            for name, tensor in own.items():
+                if tensor is None:
+                    continue
+                known = homes.get(id(tensor))
+                if known is None:
+                    full = f"{path}.{name}" if path else name
+                    found[full] = tensor
+                    known = homes[id(tensor)] = named[full] = []
+                known.append((own, name))
+    return Inside(parameters, buffers, named, tuple(modes))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in the flat vector; `like` is a meta tensor of its shape."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    like: Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The order of tensors in the flat vector.
+
+    Attributes:
+        trainable: parameters that want gradients.
+        frozen: parameters that do not.
+        buffers: floating buffers.
+        counters: other buffers, which travel beside the vector.
+        unused: parameters that forward never reads, which do not travel.
+    """
+
+    trainable: tuple[Entry, ...]
+    frozen: tuple[Entry, ...]
+    buffers: tuple[Entry, ...]
+    counters: tuple[str, ...]
+    unused: tuple[str, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """All tensors of the vector in order."""
+        return self.trainable + self.frozen + self.buffers
+
+    @cached_property
+    def total(self) -> int:
+        """The length of the vector."""
+        return _length(self.entries)
+
+    @cached_property
+    def weights(self) -> int:
+        """The length of its trainable part."""
+        return _length(self.trainable)
+
+    @cached_property
+    def parameters(self) -> int:
+        """The length of its trainable and frozen part."""
+        return _length(self.trainable + self.frozen)
+
+    @cached_property
+    def wanted(self) -> list[tuple[str, torch.Size, torch.dtype]]:
+        """Name, shape and dtype of each gradient."""
+        return [(entry.name, entry.shape, self.dtype) for entry in self.trainable]
+
+    @cached_property
+    def name(self) -> str:
+        """A short name for the architecture: equal for equal names, shapes and dtype of the tensors that travel."""
+        text = repr((sorted((entry.name, tuple(entry.shape)) for entry in self.entries), str(self.dtype)))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _length(entries: tuple[Entry, ...]) -> int:
+    return sum(entry.shape.numel() for entry in entries)
+
+
+def flatten(tensors: Mapping[str, Tensor], entries: tuple[Entry, ...]) -> Tensor:
+    """The entries' tensors as one vector."""
+    return flatten_all([tensors], entries)
+
+
+def flatten_all(dicts: Sequence[Mapping[str, Tensor]], entries: tuple[Entry, ...]) -> Tensor:
+    """The entries' tensors of each dict after the other as one vector."""
+    found = [tensors[entry.name] for tensors in dicts for entry in entries]
+    flat: Tensor = _flatten_dense_tensors(found)  # type: ignore[no-untyped-call]
+    return flat
+
+
+def unflatten(flat: Tensor, entries: tuple[Entry, ...]) -> dict[str, Tensor]:
+    """The inverse of `flatten`, as views."""
+    likes = [entry.like for entry in entries]
+    pieces = _unflatten_dense_tensors(flat, likes)  # type: ignore[no-untyped-call]
+    return {entry.name: piece for entry, piece in zip(entries, pieces, strict=True)}
+
+
+def lay_out(model: nn.Module, used: frozenset[str]) -> Layout:
+    """The order of the model's tensors in the flat vector."""
+    inside = look_inside(model)
+    parameters, buffers = inside.parameters, inside.buffers
+    floating = {name: b for name, b in buffers.items() if b.is_floating_point()}
+    kinds = (
+        [(name, p) for name, p in parameters.items() if name in used and p.requires_grad],
+        [(name, p) for name, p in parameters.items() if name in used and not p.requires_grad],
+        list(floating.items()),
+    )
+    dtypes = {(tensor.dtype, tensor.device) for kind in kinds for _, tensor in kind}
+    if len(dtypes) != 1:
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in dtypes)) or "no parameters"
+        fix = "model.to(device, torch.float32) before analyse"
+        raise AnalysisError(type(model).__name__, f"its tensors must share one dtype and device, found {found}", fix)
+    entries: list[tuple[Entry, ...]] = []
+    start = 0
+    for kind in kinds:
+        row = []
+        for name, tensor in kind:
+            row.append(Entry(name, tensor.shape, start, start + tensor.numel(), tensor.detach().to("meta")))
+            start += tensor.numel()
+        entries.append(tuple(row))
+    dtype, device = dtypes.pop()
+    counters = tuple(name for name in buffers if name not in floating)
+    unused = tuple(name for name in parameters if name not in used)
+    trainable, frozen, floats = entries
+    return Layout(trainable, frozen, floats, counters, unused, dtype, device)

@@ -1,0 +1,20 @@
+"""Which factors an axis lets through."""
+
+from enum import IntFlag
+
+
+class Symmetry(IntFlag):
+    """The factors that an operation commutes with; ``a & b`` is what both let through.
+
+    NOTHING leaves only 1, SIGN is {+1, -1}, POSITIVE is every positive number, EVERYTHING is every number but 0.
+    """
+
+    NOTHING = 0
+    SIGN = 1
+    POSITIVE = 2
+    EVERYTHING = 3
+
+    @property
+    def words(self) -> str:
+        """The symmetry in a user's words."""
+        return {0: "pinned", 1: "signs", 2: "positive", 3: "any"}[int(self)]
