@@ -1,0 +1,25 @@
+"""A small convolutional network."""
+
+from torch import nn
+
+
+def cnn(channels: int = 3, outputs: int = 10, *, width: int = 16, size: int = 32) -> nn.Sequential:
+    """Three convolutions with ReLU, two of them followed by max-pooling, and two linear layers.
+
+    For square images of `size` pixels a side, at least 4.
+    """
+    side = size // 4
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(2 * width * side * side, 4 * width),
+        nn.ReLU(),
+        nn.Linear(4 * width, outputs),
+    )
