@@ -1,0 +1,33 @@
+"""Fedveil: federated learning on a model that no client is ever sent."""
+
+from fedveil.errors import FedveilError
+from fedveil.graph import Plan, Symmetry, analyse
+from fedveil.scheme import (
+    Broadcast,
+    Entropy,
+    Recovered,
+    Secret,
+    Update,
+    client_step,
+    client_view,
+    draw_secret,
+    perturb,
+    recover,
+)
+
+__all__ = [
+    "Broadcast",
+    "Entropy",
+    "FedveilError",
+    "Plan",
+    "Recovered",
+    "Secret",
+    "Symmetry",
+    "Update",
+    "analyse",
+    "client_step",
+    "client_view",
+    "draw_secret",
+    "perturb",
+    "recover",
+]

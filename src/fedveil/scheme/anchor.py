@@ -1,0 +1,40 @@
+"""The head as it is sent: centred, with the size of the noise beside it (docs/maths.md, "Anchoring")."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Reals = NDArray[np.float64]
+MOST_ROUNDS = 16
+QUANTILE = 0.1
+SETTLED = 0.01  # of the square of a small column
+TINY = np.finfo(np.float64).tiny
+
+
+def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: int) -> Reals:
+    """A(head): m numbers that follow the head when multiples of r_a are added to its rows.
+
+    A(head + (g o r_a) 1^T) = A(head) + g, for any g with one number a group. Each column votes for g: the multiple of
+    r_a, within each group, that fits it best. A is the votes' median, then their weighted mean, again and again until
+    it settles. A column weighs 1 / (its square + that of the column at the lowest tenth) once A is subtracted: columns
+    that a large factor made small decide, because they are those through which alpha is large.
+
+    Differs from the paper, which sends the sum of head and noise. benchmarks/anchor.py measures what is left.
+    """
+    rows = direction[None] if groups == 1 else (partition == np.arange(groups)[:, None]) * direction
+    energy = rows @ direction
+    votes = (rows @ head) / energy[:, None]
+    misfit = head - rows.T @ votes
+    beside = (misfit * misfit).sum(0) + TINY
+    columns = head.shape[1]
+    tenth = min(max(1, int(QUANTILE * columns)), columns - 1)
+    total = np.partition(votes, columns // 2, axis=1)[:, columns // 2]
+    for _ in range(MOST_ROUNDS):
+        away = votes - total[:, None]
+        squares = energy @ (away * away) + beside
+        small = np.partition(squares, tenth)[tenth]
+        weights = 1 / (squares + small)
+        step = away @ weights / weights.sum()
+        total = total + step
+        if energy @ (step * step) <= SETTLED * small:
+            break
+    return total

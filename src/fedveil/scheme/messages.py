@@ -1,0 +1,206 @@
+"""What travels: a Broadcast from the server to clients, an Update back.
+
+Both turn into a flat dict of arrays and a dict of plain values (`pack`) and back (`unpack`); nothing is pickled.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedveil.errors import BadArgument
+
+Arrays = dict[str, NDArray[Any]]
+Tensors = dict[str, Tensor]
+
+
+def _pack(prefix: str, tensors: Mapping[str, Tensor]) -> Arrays:
+    return {f"{prefix}/{name}": tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+
+
+def _unpack(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> Tensors:
+    start = prefix + "/"
+    found = {name[len(start) :]: array for name, array in arrays.items() if name.startswith(start)}
+    return {name: torch.from_numpy(np.array(array)) for name, array in found.items()}
+
+
+def _field(kind: str, metadata: Mapping[str, Any], name: str, wanted: type) -> Any:
+    value = metadata.get(name)
+    if not isinstance(value, wanted) or isinstance(value, bool):
+        raise BadArgument(kind, f"metadata field {name!r} must be {wanted.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _tensor(kind: str, tensors: Tensors, name: str) -> Tensor:
+    if name not in tensors:
+        raise BadArgument(kind, f"the head's array {name!r} is missing")
+    return tensors[name]
+
+
+def _strings(kind: str, metadata: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    values = _field(kind, metadata, name, list)
+    if not all(isinstance(value, str) for value in values):
+        raise BadArgument(kind, f"metadata field {name!r} must be a list of str")
+    return tuple(values)
+
+
+@dataclass(frozen=True, eq=False)
+class PublicHead:
+    """The head's public part: the model as the paper sends it has weight base + (offset o direction) 1^T.
+
+    Attributes:
+        path: the head's module.
+        weight: name of its weight.
+        bias: name of its bias, if it has one: it carries the same noise, as the weight of an input that is always 1.
+        direction: r_a, one number an output.
+        partition: the group of each output.
+        offset: gamma minus the anchor's share, one number a group.
+        last: whether the head's output is the model's, with no reshaping between.
+    """
+
+    path: str
+    weight: str
+    bias: str | None
+    direction: Tensor
+    partition: Tensor
+    offset: Tensor
+    last: bool
+
+    @property
+    def groups(self) -> int:
+        """The paper's m."""
+        return len(self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast:
+    """All that leaves the server in a round.
+
+    Attributes:
+        round: its name, for the update to quote.
+        model: name of the architecture.
+        loss: what clients minimise.
+        parameters: the veiled parameters; the head's centred (anchored).
+        buffers: the veiled buffers, counters among them.
+        trainable: names of the parameters whose gradients are wanted.
+        training: paths of the modules that must be in training mode; all others in evaluation mode.
+        head: None if the head is exposed.
+    """
+
+    round: str
+    model: str
+    loss: str
+    parameters: Tensors
+    buffers: Tensors
+    trainable: tuple[str, ...]
+    training: tuple[str, ...]
+    head: PublicHead | None
+
+    def pack(self) -> tuple[Arrays, dict[str, Any]]:
+        """Arrays and plain values."""
+        arrays = _pack("parameter", self.parameters) | _pack("buffer", self.buffers)
+        metadata: dict[str, Any] = {
+            "kind": "broadcast",
+            "round": self.round,
+            "model": self.model,
+            "loss": self.loss,
+            "trainable": list(self.trainable),
+            "training": list(self.training),
+            "head": None,
+        }
+        if self.head:
+            head = {
+                "direction": self.head.direction,
+                "partition": self.head.partition,
+                "offset": self.head.offset,
+            }
+            arrays |= _pack("head", head)
+            metadata["head"] = {"path": self.head.path, "weight": self.head.weight, "bias": self.head.bias}
+            metadata["head"]["last"] = self.head.last
+        return arrays, metadata
+
+    @classmethod
+    def unpack(cls, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> "Broadcast":
+        """The inverse of `pack`."""
+        kind = "Broadcast.unpack"
+        _expect(kind, metadata, "broadcast")
+        names = metadata.get("head")
+        head = None
+        if names:
+            public = _unpack("head", arrays)
+            head = PublicHead(
+                path=_field(kind, names, "path", str),
+                weight=_field(kind, names, "weight", str),
+                bias=names.get("bias"),
+                direction=_tensor(kind, public, "direction"),
+                partition=_tensor(kind, public, "partition"),
+                offset=_tensor(kind, public, "offset"),
+                last=bool(names.get("last")),
+            )
+        return cls(
+            round=_field(kind, metadata, "round", str),
+            model=_field(kind, metadata, "model", str),
+            loss=_field(kind, metadata, "loss", str),
+            parameters=_unpack("parameter", arrays),
+            buffers=_unpack("buffer", arrays),
+            trainable=_strings(kind, metadata, "trainable"),
+            training=_strings(kind, metadata, "training"),
+            head=head,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """A client's answer.
+
+    Attributes:
+        round: the broadcast's.
+        model: the broadcast's.
+        samples: how many samples the passes are averages over.
+        passes: gradients by name, one dict a pass: G^, sigma~_1 ... sigma~_m, beta.
+        buffers: the client's buffers after its forward pass, still veiled.
+    """
+
+    round: str
+    model: str
+    samples: int
+    passes: tuple[Tensors, ...]
+    buffers: Tensors
+
+    def pack(self) -> tuple[Arrays, dict[str, Any]]:
+        """Arrays and plain values."""
+        arrays = _pack("buffer", self.buffers)
+        for number, gradients in enumerate(self.passes):
+            arrays |= _pack(f"pass{number}", gradients)
+        metadata = {
+            "kind": "update",
+            "round": self.round,
+            "model": self.model,
+            "samples": self.samples,
+            "passes": len(self.passes),
+        }
+        return arrays, metadata
+
+    @classmethod
+    def unpack(cls, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> "Update":
+        """The inverse of `pack`."""
+        kind = "Update.unpack"
+        _expect(kind, metadata, "update")
+        count = _field(kind, metadata, "passes", int)
+        return cls(
+            _field(kind, metadata, "round", str),
+            _field(kind, metadata, "model", str),
+            _field(kind, metadata, "samples", int),
+            tuple(_unpack(f"pass{number}", arrays) for number in range(count)),
+            _unpack("buffer", arrays),
+        )
+
+
+def _expect(where: str, metadata: Mapping[str, Any], kind: str) -> None:
+    found = metadata.get("kind")
+    if found != kind:
+        raise BadArgument(where, f"this message is {found!r}, not {kind!r}")

@@ -1,0 +1,108 @@
+"""Covering a model (paper, Sec. 4.1, "Parameter perturbation")."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.errors import SecretReused
+from fedveil.graph.layout import flatten, unflatten
+from fedveil.graph.plan import check_model
+from fedveil.scheme.anchor import anchor
+from fedveil.scheme.losses import squared_error_coefficients
+from fedveil.scheme.messages import Broadcast, PublicHead, Tensors
+from fedveil.scheme.secret import Secret, Sent
+
+
+def veil_of(secret: Secret) -> tuple[Tensor, Tensor]:
+    """R and the permutation along the flat vector, from those of the slots."""
+    plan, layout = secret.plan, secret.plan.layout
+    f = torch.from_numpy(secret._noise.factors).to(layout.device, layout.dtype)
+    shift = torch.from_numpy(secret._noise.shifts).to(layout.device)
+    factors = f.index_select(0, plan.rows) * f.index_select(0, plan.columns)
+    sources = plan.arange + shift.index_select(0, plan.rows) + shift.index_select(0, plan.columns)
+    return factors, sources
+
+
+def _cover_head(secret: Secret, veiled: Tensors) -> tuple[PublicHead | None, list[float]]:
+    """Put the anchored head in place of the scaled one; returns its public part and the coefficients of the passes.
+
+    base = V + (d o r_a) 1^T with d = -A(V), and offset = gamma - d: base + (offset o r_a) 1^T is the paper's head.
+    A bias is one more column of V.
+    """
+    plan, noise = secret.plan, secret._head
+    if plan.head is None or noise is None:
+        return None, [1.0]
+    weight, bias = veiled[plan.head.weight], veiled[plan.head.bias] if plan.head.bias else None
+    V = (weight if bias is None else torch.cat([weight, bias.unsqueeze(1)], 1)).cpu().double().numpy()
+    direction, partition = noise.direction.double().numpy(), noise.partition.numpy()
+    d = -anchor(V, direction, partition, len(noise.gamma))
+    base = torch.from_numpy(V + (d[partition] * direction)[:, None])
+    weight.copy_(base[:, : weight.shape[1]])
+    if bias is not None:
+        bias.copy_(base[:, -1])
+    device = plan.layout.device
+    public = PublicHead(
+        plan.head.path,
+        plan.head.weight,
+        plan.head.bias,
+        noise.direction.to(device),
+        noise.partition.to(device),
+        torch.from_numpy(noise.gamma - d).to(device),
+        plan.head.last,
+    )
+    return public, squared_error_coefficients(d, direction, partition)
+
+
+def perturb(model: nn.Module, secret: Secret) -> Broadcast:
+    """Cover a model with a secret: all that leaves the server, and nothing else.
+
+    Paper, Eq. (7)-(9): W^(l) = R(l) o W(l) with R(l)_ij = r(l)_i / r(l-1)_j, for every parameter and buffer; and
+    W^(L) = R(L) o W(L) + R_a with R_a_ij = gamma_i r_a_i for the head.
+
+    Differs from the paper: the head is sent as a centred matrix and a public offset of the same information, so that
+    no precision is lost to the size of gamma; the head's bias is hidden with it.
+
+    Guarantees: the model is not changed; a secret covers one broadcast (SecretReused otherwise).
+    """
+    plan = secret.plan
+    if secret._sent is not None:
+        raise SecretReused("perturb", "this secret has covered a broadcast already", "draw_secret(plan) for each round")
+    inside = check_model(plan, model)
+    layout = plan.layout
+    tensors = inside.parameters | inside.buffers
+    with torch.no_grad():
+        factors, sources = veil_of(secret)
+        veiled = factors * flatten(tensors, layout.entries).index_select(0, sources)
+        by_name = unflatten(veiled, layout.entries)
+        head, coefficients = _cover_head(secret, by_name)
+    secret._sent = Sent(factors, sources, coefficients)
+    buffers = {entry.name: by_name.pop(entry.name) for entry in layout.buffers}
+    return Broadcast(
+        secret.round,
+        layout.name,
+        secret.loss,
+        by_name,
+        buffers | {name: tensors[name].clone() for name in layout.counters},
+        tuple(entry.name for entry in layout.trainable),
+        tuple(path for path, training in plan.modes if training),
+        head,
+    )
+
+
+def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False) -> nn.Module:
+    """The model as a client has it: a copy of `model` with the broadcast's values.
+
+    As the paper sends it, base + offset, unless `centred`: then the head without the public offset, which any client
+    can form and which predicts far better (docs/maths.md, "What a veil hides").
+    """
+    view = copy.deepcopy(model)
+    values = dict(broadcast.parameters) | dict(broadcast.buffers)
+    head = broadcast.head
+    if head and not centred:
+        noise = (head.offset[head.partition] * head.direction.double()).to(head.direction.dtype)
+        values[head.weight] = values[head.weight] + noise.unsqueeze(1)
+        if head.bias:
+            values[head.bias] = values[head.bias] + noise
+    view.load_state_dict(values, strict=False)
+    return view

@@ -1,0 +1,155 @@
+"""Lifting the noise from what clients sent (paper, Sec. 4.3)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedveil.errors import (
+    BadArgument,
+    ForeignUpdate,
+    IncompleteUpdate,
+    MisshapenUpdate,
+    NonFiniteUpdate,
+    StaleUpdate,
+)
+from fedveil.graph.layout import Layout, flatten, flatten_all, unflatten
+from fedveil.scheme.messages import Tensors, Update
+from fedveil.scheme.secret import Secret, Sent
+
+
+@dataclass(frozen=True, eq=False)
+class Recovered:
+    """What plain training would have had.
+
+    Attributes:
+        gradients: by parameter name.
+        buffers: by name: floating ones averaged over clients as plain FedAvg does, counters the largest.
+        error: estimated relative error of the whole gradient.
+    """
+
+    gradients: Tensors
+    buffers: Tensors
+    error: float
+
+
+def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] | None = None) -> Recovered:
+    """Return the weighted mean of the gradients that clients would have sent for the model without its veil.
+
+    Paper, Sec. 4.3:   G(l) = R(l) o (sum_k w_k G^_k - sum_s gamma_s sum_k w_k sigma~_k,s + v sum_k w_k beta_k)
+
+    Differs from the paper: gamma is replaced by the anchor's d, because clients worked on the centred head.
+
+    Args:
+        secret: the round's.
+        updates: one a client.
+        weights: |D_k| of each client; by default the number of samples that each update was made of.
+
+    Guarantees: equal to plain autograd up to rounding (tests/scheme/test_exactness.py); updates are not changed; if
+      any update is refused, nothing is.
+
+    Raises:
+        UpdateRefused: an update of another round or model, incomplete, misshapen or not finite; says which.
+    """
+    sent = secret._sent
+    if sent is None:
+        raise BadArgument("recover", "this secret has covered no broadcast yet", "perturb(model, secret) first")
+    layout = secret.plan.layout
+    for position, update in enumerate(updates):
+        check_update(secret, position, update, len(sent.coefficients))
+    shares = client_shares(updates, weights)
+    passes = _mean(layout, updates, shares).mul_(sent.factors[: layout.weights])
+    combined, *others = passes.unbind()
+    for coefficient, row in zip(sent.coefficients[1:], others, strict=True):
+        combined = torch.add(combined, row, alpha=coefficient)
+    sizes = torch.linalg.vector_norm(passes, dim=1).tolist()
+    total = float(torch.linalg.vector_norm(combined))
+    if not math.isfinite(total):
+        refuse_non_finite(updates)
+    terms = sum(abs(c) * size for c, size in zip(sent.coefficients, sizes, strict=True))
+    error = torch.finfo(layout.dtype).eps * (terms / total if total else 1.0)
+    gradients = torch.empty_like(combined).scatter_(0, sent.sources[: layout.weights], combined)
+    return Recovered(unflatten(gradients, layout.trainable), _buffers(layout, sent, updates, shares), error)
+
+
+def client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
+    """w_k = |D_k| / |D|."""
+    sizes = [float(u.samples) for u in updates] if weights is None else [float(w) for w in weights]
+    if len(sizes) != len(updates) or not sizes:
+        raise BadArgument("recover", f"{len(updates)} updates and {len(sizes)} weights: want one each, at least one")
+    if not all(math.isfinite(size) and size >= 0 for size in sizes) or not sum(sizes) > 0:
+        raise BadArgument("recover", "weights must be finite, none below 0, not all 0")
+    return [size / sum(sizes) for size in sizes]
+
+
+def _mean(layout: Layout, updates: Sequence[Update], shares: Sequence[float]) -> Tensor:
+    """sum_k w_k times client k's passes, one a row."""
+    total: Tensor | None = None
+    for update, share in zip(updates, shares, strict=True):
+        flat = flatten_all(update.passes, layout.trainable)
+        if len(updates) > 1:
+            flat.mul_(share)
+        total = flat if total is None else total.add_(flat)
+    assert total is not None
+    return total.view(-1, layout.weights)
+
+
+def _buffers(layout: Layout, sent: Sent, updates: Sequence[Update], shares: Sequence[float]) -> Tensors:
+    out: Tensors = {name: torch.stack([u.buffers[name] for u in updates]).amax(0) for name in layout.counters}
+    if layout.buffers:
+        first = layout.parameters
+        veiled = torch.stack([flatten(u.buffers, layout.buffers) for u in updates])
+        if not torch.isfinite(veiled).all():
+            refuse_non_finite(updates)
+        mean = torch.tensor(shares, dtype=layout.dtype, device=layout.device) @ veiled
+        plain = torch.empty_like(mean).scatter_(0, sent.sources[first:] - first, mean / sent.factors[first:])
+        out |= unflatten(plain, layout.buffers)
+    return out
+
+
+def check_update(secret: Secret, position: int, update: Update, passes: int) -> None:
+    """Refuse an update that cannot belong to this round."""
+    client = f"client {position}"
+    layout = secret.plan.layout
+    if update.model != layout.name:
+        fix = "clients and server must build the same architecture"
+        raise ForeignUpdate(client, f"its update is for model {update.model}, not {layout.name}", fix)
+    if update.round != secret.round:
+        what = f"its update is for round {update.round[:8]}, not {secret.round[:8]}"
+        raise StaleUpdate(client, what, "aggregate only answers to this round's broadcast")
+    if not isinstance(update.samples, int) or update.samples < 1:
+        raise IncompleteUpdate(client, f"its update counts {update.samples!r} samples, not 1 or more")
+    if len(update.passes) != passes:
+        raise IncompleteUpdate(client, f"its update has {len(update.passes)} passes, not {passes}")
+    for number, gradients in enumerate(update.passes):
+        if [(name, t.shape, t.dtype) for name, t in gradients.items()] == layout.wanted:
+            continue
+        for entry in layout.trainable:
+            _check_tensor(client, f"pass {number}, {entry.name}", gradients.get(entry.name), entry.shape, layout.dtype)
+    for entry in layout.buffers:
+        _check_tensor(client, f"buffer {entry.name}", update.buffers.get(entry.name), entry.shape, layout.dtype)
+    for name in layout.counters:
+        if name not in update.buffers:
+            raise IncompleteUpdate(client, f"buffer {name} is missing")
+
+
+def _check_tensor(client: str, what: str, tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
+    if tensor is None:
+        raise IncompleteUpdate(client, f"{what} is missing")
+    if tensor.shape != shape or tensor.dtype != dtype:
+        found = f"{tuple(tensor.shape)} {tensor.dtype}"
+        raise MisshapenUpdate(client, f"{what} is {found}, not {tuple(shape)} {dtype}")
+
+
+def refuse_non_finite(updates: Sequence[Update]) -> None:
+    """Name the first tensor with NaN or infinity."""
+    for position, update in enumerate(updates):
+        named = [(f"pass {i}, {name}", t) for i, p in enumerate(update.passes) for name, t in p.items()]
+        named += [(f"buffer {name}", t) for name, t in update.buffers.items()]
+        for what, tensor in named:
+            if not torch.isfinite(tensor).all():
+                fix = "leave this client out of the round; lower the learning rate if all clients are affected"
+                raise NonFiniteUpdate(f"client {position}", f"{what} holds NaN or infinity", fix)
+    raise NonFiniteUpdate("all clients", "the sum of finite updates overflows", "lower the learning rate")

@@ -1,0 +1,226 @@
+"""The server's secret of one round (paper, Sec. 4.1, "Random noises selection")."""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedveil.errors import BadArgument
+from fedveil.graph.ledger import Integers
+from fedveil.graph.plan import Plan
+from fedveil.scheme.entropy import Entropy
+from fedveil.scheme.losses import check_loss
+
+SMALLEST_SIZE, LARGEST_SIZE = 1e-30, 1e30  # of gamma
+LARGEST_FACTOR = 1e6  # beyond it, products of a few factors leave the exponents of float32
+
+
+@dataclass(frozen=True)
+class HeadNoise:
+    """The additive noise: gamma is secret, direction (r_a) and partition are public."""
+
+    gamma: NDArray[np.float64]
+    direction: Tensor
+    partition: Tensor
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What `perturb` did with the secret, for `recover` to undo.
+
+    Attributes:
+        factors: R along the flat vector: the veiled vector is factors o flat[sources].
+        sources: see factors.
+        coefficients: of the passes.
+    """
+
+    factors: Tensor
+    sources: Tensor
+    coefficients: list[float]
+
+
+class Secret:
+    """One-time noise for one broadcast. It prints nothing, cannot be pickled or copied, and is never reused."""
+
+    __slots__ = ("_head", "_noise", "_sent", "for_tests_only", "loss", "plan", "round")
+
+    def __init__(
+        self,
+        plan: Plan,
+        loss: str,
+        round_name: str,
+        noise: "Noise",
+        head: HeadNoise | None,
+        for_tests_only: bool,
+    ) -> None:
+        self.plan = plan
+        self.loss = loss
+        self.round = round_name
+        self.for_tests_only = for_tests_only
+        self._noise = noise
+        self._head = head
+        self._sent: Sent | None = None
+
+    @property
+    def groups(self) -> int:
+        """The paper's m; 0 if the head is exposed."""
+        return len(self._head.gamma) if self._head else 0
+
+    def __repr__(self) -> str:
+        return f"<Secret of round {self.round[:8]}, redacted>"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a Secret is neither pickled nor copied: it never leaves the server's memory")
+
+    __reduce__ = __reduce_ex__  # type: ignore[assignment]
+
+
+def _positive(where: str, name: str, value: float, least: float, most: float) -> None:
+    if not (isinstance(value, int | float) and least <= value <= most):
+        raise BadArgument(where, f"{name} must be a number from {least:g} to {most:g}, got {value!r}")
+
+
+def draw_numbers(plan: Plan, bound: float, extra: int, count: int, entropy: Entropy) -> NDArray[np.float64]:
+    """A row a secret: r, one a scale class, then `extra` numbers. All are log-uniform.
+
+    r is in [1/bound, bound] and of random sign as far as its symmetry allows; the others are in [1/2, 2], of either
+    sign.
+    """
+    width, signed = plan.freedoms
+    widths = np.concatenate([width * math.log(bound), np.full(extra, math.log(2))])
+    return entropy.log_uniform(count, widths, np.concatenate([signed, np.ones(extra, np.uint64)]))
+
+
+def draw_members(plan: Plan, count: int, entropy: Entropy | None) -> Integers:
+    """A row a secret: for each order class its new place in its cell, uniformly; the identity without entropy."""
+    classes, cells, starts = plan.cell_order
+    keys = cells.astype(np.uint64) << np.uint64(40)
+    random = entropy.words(count * len(classes)) if entropy else np.zeros(count * len(classes), np.uint64)
+    by_cell = np.argsort(keys + (random.reshape(count, -1) >> np.uint64(24)), axis=1, kind="stable")
+    members = np.zeros((count, len(plan.cells)), dtype=np.int64)
+    np.put_along_axis(members, classes[by_cell], np.broadcast_to(np.arange(len(classes)) - starts, by_cell.shape), 1)
+    return members
+
+
+class Noise(NamedTuple):
+    """Numbers for one secret.
+
+    Attributes:
+        scale: r, one a scale class.
+        members: each order class's new place in its cell.
+        factors: what r does to each slot of the plan.
+        shifts: what the permutation does to each slot of the plan.
+        others: log-uniform numbers for the head.
+    """
+
+    scale: NDArray[np.float64]
+    members: Integers
+    factors: NDArray[np.float64]
+    shifts: Integers
+    others: NDArray[np.float64]
+
+
+Kind = tuple[float, int, bool]  # multiplicative, how many other numbers, permute
+
+
+def draw_noise(plan: Plan, kind: Kind, count: int, entropy: Entropy) -> list[Noise]:
+    """Noise for `count` secrets."""
+    bound, extra, permute = kind
+    classes = len(plan.symmetries)
+    numbers = draw_numbers(plan, bound, extra, count, entropy)
+    members = draw_members(plan, count, entropy if permute else None)
+    factors, shifts = plan.slots.factors(numbers[:, :classes]), plan.slots.shifts(members)
+    rows = numbers[:, :classes], members, factors, shifts, numbers[:, classes:]
+    return [Noise(*row) for row in zip(*rows, strict=True)]
+
+
+# Drawing a few secrets at a time costs little more than drawing one, which matters for small models. Each is dealt
+# once (list.pop is atomic), and a forked process starts with none, so that no two processes deal the same.
+_AHEAD: WeakKeyDictionary[Plan, dict[Kind, list[Noise]]] = WeakKeyDictionary()
+_AHEAD_SLOTS = 2**15
+os.register_at_fork(after_in_child=_AHEAD.clear)
+
+
+def deal_noise(plan: Plan, kind: Kind, entropy: Entropy) -> Noise:
+    """Noise that nobody had before."""
+    if entropy.for_tests_only:
+        return draw_noise(plan, kind, 1, entropy)[0]
+    ahead = _AHEAD.setdefault(plan, {}).setdefault(kind, [])
+    try:
+        return ahead.pop()
+    except IndexError:
+        count = max(1, min(16, _AHEAD_SLOTS // len(plan.slots.unit)))
+        first, *others = draw_noise(plan, kind, count, entropy)
+        ahead.extend(others)
+        return first
+
+
+def draw_partition(outputs: int, groups: int, entropy: Entropy) -> Integers:
+    """The group of each output: a random partition into `groups` parts, none of them empty."""
+    if groups == 1:
+        return np.zeros(outputs, dtype=np.int64)
+    extra = entropy.words(outputs - groups) % np.uint64(groups)  # uniform but for 2^-64 x groups
+    partition = np.concatenate([np.arange(groups), extra.astype(np.int64)])
+    return partition[np.argsort(entropy.words(outputs))]
+
+
+def draw_secret(
+    plan: Plan,
+    loss: str = "squared_error",
+    groups: int = 1,
+    additive: float = 1.0,
+    multiplicative: float = 4.0,
+    *,
+    permute: bool = True,
+    entropy: Entropy | None = None,
+) -> Secret:
+    """Draw the noise of one round.
+
+    Paper, Sec. 4.1: positive factors r(l) for every hidden unit, a partition of the outputs into m groups, one
+    gamma a group, r_a with pairwise different components. All of it is new in every call.
+
+    Differs from the paper: factors follow the symmetry of each axis (signs before BatchNorm, for example); units
+    also trade places where the network allows it; gamma is never near 0, where it would hide nothing.
+
+    Args:
+        plan: what `analyse` found.
+        loss: the loss that clients will use.
+        groups: the paper's m, from 1 to the number of outputs.
+        additive: the size of gamma. Any size is recovered with the same precision.
+        multiplicative: bound x of the factors, which are log-uniform in [1/x, x].
+        permute: also permute units secretly.
+        entropy: `Entropy.for_tests(seed)` for repeatable tests; the operating system's otherwise.
+
+    >>> import torch, fedveil
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> secret = fedveil.draw_secret(fedveil.analyse(net, torch.zeros(1, 4)), groups=2)
+    >>> "redacted" in repr(secret)
+    True
+    """
+    where = "draw_secret"
+    check_loss(loss)
+    _positive(where, "additive", additive, SMALLEST_SIZE, LARGEST_SIZE)
+    _positive(where, "multiplicative", multiplicative, 1.0, LARGEST_FACTOR)
+    outputs = plan.head.outputs if plan.head else 1
+    if isinstance(groups, bool) or not isinstance(groups, int) or not 1 <= groups <= outputs:
+        fix = f"groups=1 hides as much on average and costs least; the most is groups={outputs}"
+        raise BadArgument(where, f"groups must be from 1 to the model's {outputs} outputs, got {groups!r}", fix)
+    entropy = entropy or Entropy()
+    kind = (float(multiplicative), groups + outputs if plan.head else 0, permute)
+    head = None
+    while True:
+        noise = deal_noise(plan, kind, entropy)
+        if plan.head is None:
+            break
+        direction = torch.from_numpy(noise.others[groups:]).to(plan.layout.dtype)
+        if len(set(direction.tolist())) == outputs:
+            partition = torch.from_numpy(draw_partition(outputs, groups, entropy))
+            head = HeadNoise(noise.others[:groups] * additive, direction, partition)
+            break
+    return Secret(plan, loss, entropy.token(), noise, head, entropy.for_tests_only)
