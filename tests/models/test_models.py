@@ -1,0 +1,55 @@
+"""The paper's networks have their shapes, and a veil covers them whole."""
+
+import pytest
+import torch
+
+import fedveil
+from fedveil.errors import BadArgument
+from fedveil.models import cnn, densenet, mlp, resnet
+
+IMAGE = torch.zeros(2, 3, 32, 32)
+
+
+@pytest.mark.parametrize("layers", [3, 5, 7])
+def test_an_mlp_has_its_layers_and_is_covered_whole(layers):
+    net = mlp(48, 1, layers=layers, hidden=50, bias=False)
+    assert sum(p.numel() for p in net.parameters()) == 48 * 50 + (layers - 1) * 2500 + 50
+    plan = fedveil.analyse(net, torch.zeros(2, 48))
+    assert plan.coverage == 1
+    assert [(a.size, a.symmetry.words) for a in plan.axes] == [(50, "positive")] * layers
+
+
+@pytest.mark.parametrize(
+    ("depth", "parameters"), [(8, 75_290), (20, 269_722), (32, 464_154), (44, 658_586), (56, 853_018)]
+)
+def test_resnets_have_the_papers_sizes_and_are_covered_whole(depth, parameters):
+    net = resnet(depth)
+    assert sum(p.numel() for p in net.parameters()) == parameters
+    assert net(IMAGE).shape == (2, 10)
+    plan = fedveil.analyse(net, IMAGE)
+    assert plan.coverage == 1
+    assert not plan.pinned
+
+
+@pytest.mark.parametrize("shortcut", ["A", "B"])
+def test_resnets_without_norm_take_positive_factors_everywhere(shortcut):
+    plan = fedveil.analyse(resnet(20, norm="none", shortcut=shortcut), IMAGE)
+    assert plan.coverage == 1
+    assert {axis.symmetry.words for axis in plan.axes} == {"positive"}
+
+
+@pytest.mark.parametrize("net", [cnn(), densenet()])
+def test_other_networks_are_covered_whole(net):
+    assert net(IMAGE).shape == (2, 10)
+    plan = fedveil.analyse(net, IMAGE)
+    assert plan.coverage == 1
+    assert not plan.pinned
+
+
+def test_what_cannot_be_built_is_refused():
+    with pytest.raises(BadArgument, match="depth must be one of 8, 20, 32, 44, 56, got 18"):
+        resnet(18)
+    with pytest.raises(BadArgument, match='norm is "batch" or "none"'):
+        resnet(20, norm="layer")
+    with pytest.raises(BadArgument, match="layers must be at least 1, got 0"):
+        mlp(3, 1, layers=0)

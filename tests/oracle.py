@@ -1,0 +1,69 @@
+"""The slow, obvious truth: plain autograd on the true model; and how far a recovered gradient is from it."""
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import fedveil
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Half the squared distance, summed over outputs, averaged over samples."""
+    return 0.5 * (outputs - targets).pow(2).flatten(1).sum(1).mean()
+
+
+def plain(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients and buffers after one pass, of a copy of the model."""
+    model = copy.deepcopy(model)
+    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(squared_error(model(inputs), targets), list(wanted.values()))
+    return dict(zip(wanted, gradients, strict=True)), {k: b.clone() for k, b in model.named_buffers()}
+
+
+def errors(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> dict[str, float]:
+    """|found - true| / max(|true|, 1e-6 |all true|) of each parameter, in float64."""
+    assert set(found) == set(true)
+    total = torch.stack([g.double().norm() for g in true.values()]).norm()
+    return {
+        name: float((found[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), 1e-6 * total))
+        for name, g in true.items()
+    }
+
+
+def worst(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> float:
+    """The largest error of a parameter."""
+    return max(errors(found, true).values())
+
+
+def batch(
+    shape: Sequence[int],
+    outputs: int = 10,
+    *,
+    samples: int = 6,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Normal inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+    targets = torch.randn(samples, outputs, generator=generator, dtype=torch.float64)
+    return inputs.to(dtype), targets.to(dtype)
+
+
+def built(build, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:  # type: ignore[no-untyped-def]
+    """A network with repeatable values, in float64 unless said; the global seed stays as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build().to(dtype)  # type: ignore[no-any-return]
+
+
+def veiled_round(  # type: ignore[no-untyped-def]
+    model: nn.Module, inputs: Tensor, targets: Tensor, *, seed: int | None = None, **noise
+) -> fedveil.Recovered:
+    """analyse, draw_secret, perturb, client_step, recover."""
+    entropy = None if seed is None else fedveil.Entropy.for_tests(seed)
+    secret = fedveil.draw_secret(fedveil.analyse(model, inputs), entropy=entropy, **noise)
+    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
+    return fedveil.recover(secret, [update])

@@ -1,0 +1,209 @@
+"""Recovered gradients equal plain autograd on the true model."""
+
+import itertools
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.networks import networks
+from tests.oracle import batch, built, errors, plain, veiled_round, worst
+from tests.zoo import ZOO
+from torch import nn
+
+import fedveil
+
+FLOAT64 = 1e-9  # the project's promise, with room for the 1e-6 floor of a parameter whose true gradient is 0
+TIMES_PLAIN = 10  # float32: recovered against plain float32 autograd, both measured from float64
+NOISES = list(itertools.product((1e-3, 1.0, 1e3, 1e6), (2.0, 10.0, 100.0)))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_float64_gradients_and_buffers_are_the_plain_ones_at_every_noise(name):
+    build, shape = ZOO[name]
+    model = built(build)
+    inputs, targets = batch(shape)
+    gradients, buffers = plain(model, inputs, targets)
+    for groups, (additive, multiplicative) in itertools.product((1, 3, 10), NOISES):
+        noise = {"groups": groups, "additive": additive, "multiplicative": multiplicative}
+        recovered = veiled_round(model, inputs, targets, **noise)
+        wrong = {k: e for k, e in errors(recovered.gradients, gradients).items() if e > FLOAT64}
+        assert not wrong, (noise, wrong)
+        assert set(recovered.buffers) == set(buffers)
+        for key, value in buffers.items():
+            torch.testing.assert_close(recovered.buffers[key], value, rtol=1e-12, atol=1e-12)
+
+
+def float32_ratio(build, shape, seed, **noise):
+    """Error of the veiled round over that of plain autograd, both in float32 against float64."""
+    model = built(build, seed, torch.float32)
+    inputs, targets = batch(shape, seed=seed, dtype=torch.float32)
+    truth, _ = plain(built(lambda: model, dtype=torch.float64), inputs.double(), targets.double())
+    model = model.float()
+    own, _ = plain(model, inputs, targets)
+    return worst(veiled_round(model, inputs, targets, seed=seed, **noise).gradients, truth) / worst(own, truth)
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    ("groups", "additive", "multiplicative"),
+    [(1, 1.0, 10.0), (10, 1e3, 2.0), (3, 1e6, 100.0)],
+)
+def test_float32_is_as_exact_as_plain_autograd(name, groups, additive, multiplicative):
+    noise = {"groups": groups, "additive": additive, "multiplicative": multiplicative}
+    ratios = [float32_ratio(*ZOO[name], seed, **noise) for seed in range(5)]
+    assert statistics.median(ratios) <= TIMES_PLAIN, ratios
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("groups", [1, 3, 10])
+def test_float32_is_as_exact_as_plain_autograd_at_every_noise(name, groups):
+    for additive, multiplicative in NOISES:
+        noise = {"groups": groups, "additive": additive, "multiplicative": multiplicative}
+        ratios = [float32_ratio(*ZOO[name], seed, **noise) for seed in range(5)]
+        assert statistics.median(ratios) <= TIMES_PLAIN, (noise, ratios)
+
+
+@given(
+    network=networks(),
+    groups=st.integers(1, 4),
+    additive=st.sampled_from([1e-3, 1.0, 1e3, 1e6]),
+    multiplicative=st.sampled_from([1.0, 2.0, 10.0, 100.0]),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_any_network_recovers_the_plain_gradient(network, groups, additive, multiplicative, seed):
+    model, shape = network
+    inputs, targets = batch(shape, outputs=4, samples=5, seed=seed % 2**32)
+    gradients, buffers = plain(model, inputs, targets)
+    noise = {"groups": groups, "additive": additive, "multiplicative": multiplicative}
+    recovered = veiled_round(model, inputs, targets, seed=seed, **noise)
+    total = torch.stack([g.norm() for g in gradients.values()]).norm()
+    for key, g in gradients.items():
+        # rounding is relative to the terms that are summed: where they cancel (a bias before a norm) to all of them
+        assert (recovered.gradients[key] - g).norm() <= FLOAT64 * g.norm() + 1e-12 * total, (key, model)
+    for key, value in buffers.items():
+        torch.testing.assert_close(recovered.buffers[key], value, rtol=1e-9, atol=1e-12)
+
+
+def test_clients_are_weighted_by_their_samples_or_by_given_weights():
+    model = built(ZOO["CNN"][0])
+    data = [batch(ZOO["CNN"][1], samples=n, seed=n) for n in (3, 7, 13)]
+    secret = fedveil.draw_secret(fedveil.analyse(model, data[0][0]), groups=2)
+    broadcast = fedveil.perturb(model, secret)
+    updates = [fedveil.client_step(model, broadcast, *part) for part in data]
+    together = tuple(torch.cat(parts) for parts in zip(*data, strict=True))
+    assert worst(fedveil.recover(secret, updates).gradients, plain(model, *together)[0]) < FLOAT64
+    parts = [plain(model, *part)[0] for part in data]
+    mean = {name: (parts[0][name] + 5 * parts[1][name]) / 6 for name in parts[0]}
+    assert worst(fedveil.recover(secret, updates, weights=[10, 50, 0]).gradients, mean) < FLOAT64
+
+
+def test_batch_norm_statistics_are_averaged_over_clients_as_plain_fedavg_does():
+    model = built(ZOO["Bottleneck ResNet"][0])
+    data = [batch((3, 8, 8), samples=n, seed=n) for n in (4, 8)]
+    secret = fedveil.draw_secret(fedveil.analyse(model, data[0][0]))
+    broadcast = fedveil.perturb(model, secret)
+    recovered = fedveil.recover(secret, [fedveil.client_step(model, broadcast, *part) for part in data])
+    first, second = (plain(model, *part)[1] for part in data)
+    for name, value in recovered.buffers.items():
+        if name.endswith("num_batches_tracked"):
+            assert value == first[name] == second[name]
+        else:
+            torch.testing.assert_close(value, (first[name] + 2 * second[name]) / 3)
+
+
+def test_eval_mode_uses_and_keeps_the_stored_statistics():
+    model = built(ZOO["ResNet20, BatchNorm"][0])
+    inputs, targets = batch((3, 8, 8))
+    for _ in range(3):
+        model(inputs)
+    model.eval()
+    plan = fedveil.analyse(model, inputs)
+    assert {axis.symmetry.words for axis in plan.axes} == {"any", "positive"}
+    gradients, buffers = plain(model, inputs, targets)
+    recovered = veiled_round(model, inputs, targets, multiplicative=100.0)
+    assert worst(recovered.gradients, gradients) < FLOAT64
+    for name, value in buffers.items():
+        torch.testing.assert_close(recovered.buffers[name], value)
+
+
+def test_frozen_parameters_are_veiled_but_get_no_gradient():
+    model = built(ZOO["CNN"][0])
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    inputs, targets = batch((3, 8, 8))
+    secret = fedveil.draw_secret(fedveil.analyse(model, inputs))
+    broadcast = fedveil.perturb(model, secret)
+    assert not torch.allclose(broadcast.parameters["0.weight"], model[0].weight)
+    recovered = fedveil.recover(secret, [fedveil.client_step(model, broadcast, inputs, targets)])
+    assert set(recovered.gradients) == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert worst(recovered.gradients, plain(model, inputs, targets)[0]) < FLOAT64
+
+
+@pytest.mark.parametrize("kept", ["11.weight", "0.weight"])
+def test_a_single_trainable_parameter_is_enough(kept):
+    model = built(ZOO["CNN"][0])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == kept)
+    inputs, targets = batch((3, 8, 8))
+    recovered = veiled_round(model, inputs, targets, groups=3)
+    assert worst(recovered.gradients, plain(model, inputs, targets)[0]) < FLOAT64
+
+
+def test_one_output_squeezed_away_is_a_linear_head_too():
+    class Regression(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(5, 8)
+            self.head = nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.head(self.body(x).relu()).squeeze(1)
+
+    model = built(Regression)
+    inputs, targets = batch((5,), 1)
+    with torch.no_grad():
+        assert model(inputs).shape == (6,)
+    outputs = model(inputs).unsqueeze(1)
+    truth = torch.autograd.grad(0.5 * (outputs - targets).pow(2).sum(1).mean(), list(model.parameters()))
+    names = [name for name, _ in model.named_parameters()]
+    for given_targets in (targets, targets[:, 0]):
+        recovered = veiled_round(model, inputs, given_targets)
+        assert worst(recovered.gradients, dict(zip(names, truth, strict=True))) < FLOAT64
+
+
+def test_a_head_on_every_token_is_summed_over_tokens():
+    model = built(lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)))
+    tokens = torch.randint(0, 11, (5, 7), generator=torch.Generator().manual_seed(0))
+    targets = torch.randn(5, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    recovered = veiled_round(model, tokens, targets, groups=4)
+    assert worst(recovered.gradients, plain(model, tokens, targets)[0]) < FLOAT64
+
+
+def test_an_exposed_head_is_exact_too():
+    model = built(lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3), nn.Sigmoid()))
+    inputs, targets = batch((5,), 3)
+    secret = fedveil.draw_secret(fedveil.analyse(model, inputs, head="exposed"))
+    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
+    assert len(update.passes) == 1
+    assert worst(fedveil.recover(secret, [update]).gradients, plain(model, inputs, targets)[0]) < FLOAT64
+
+
+def test_the_callers_models_are_left_as_they_were():
+    model = built(ZOO["Bottleneck ResNet"][0])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    same = {name: id(p) for name, p in model.named_parameters()}
+    inputs, targets = batch((3, 8, 8))
+    veiled_round(model, inputs, targets)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {name: id(p) for name, p in model.named_parameters()} == same
+    assert all(p.grad is None and isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+def test_the_estimate_of_the_error_is_at_rounding_level():
+    for name in ("MLP L=3", "ResNet20, BatchNorm"):
+        build, shape = ZOO[name]
+        recovered = veiled_round(built(build), *batch(shape), groups=3, additive=1e6)
+        assert torch.finfo(torch.float64).eps <= recovered.error < 1e-12

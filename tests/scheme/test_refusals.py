@@ -1,0 +1,302 @@
+"""Every error is raised once, and says where, what and how to mend it."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+from tests.oracle import batch, built
+from tests.zoo import ZOO
+from torch import nn
+
+import fedveil
+from fedveil import errors
+
+
+def refused(kind, *texts):
+    """The error's class, and its text with everything in `texts` in order."""
+    return pytest.raises(kind, match="(?s)" + ".*".join(re.escape(text) for text in texts))
+
+
+@pytest.fixture
+def model():
+    return built(lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)))
+
+
+@pytest.fixture
+def plan(model):
+    return fedveil.analyse(model, torch.zeros(1, 5))
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+class WithBranch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Branching()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
+def test_a_model_that_cannot_be_traced_is_named():
+    with refused(errors.NotTraceable, "inner: torch.fx cannot trace its forward", "Fix: let no `if`"):
+        fedveil.analyse(WithBranch(), torch.zeros(1, 3))
+
+
+def test_a_root_with_hooks_is_refused(model):
+    model.register_forward_hook(lambda *_: None)
+    with refused(errors.NotTraceable, "Sequential: it has forward hooks", "Fix: remove the hooks"):
+        fedveil.analyse(model, torch.zeros(1, 5))
+
+
+def test_an_example_of_the_wrong_shape_is_refused(model):
+    with refused(errors.NotTraceable, "0 (Linear): it fails on the example", "Fix: check that example_inputs"):
+        fedveil.analyse(model, torch.zeros(1, 7))
+
+
+def test_an_example_without_a_batch_is_refused(model):
+    with refused(errors.BadArgument, "analyse: example input 0 is Tensor, not a tensor with a batch dimension"):
+        fedveil.analyse(model, torch.tensor(1.0))
+
+
+def test_too_few_examples_are_refused():
+    class Two(nn.Module):
+        def forward(self, x, other):
+            return x + other
+
+    with refused(errors.BadArgument, "forward wants an argument 'other' that example_inputs lacks"):
+        fedveil.analyse(Two(), torch.zeros(1, 5), head="exposed")
+
+
+@pytest.mark.parametrize(
+    ("tail", "where"),
+    [(nn.Sigmoid(), "3: the model ends in Sigmoid"), (nn.ReLU(), "3: the model ends in ReLU")],
+)
+def test_a_head_that_is_not_linear_is_refused_with_the_way_out(tail, where):
+    net = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3), tail)
+    way_out = 'analyse(model, inputs, head="exposed"): then clients read the true predictions'
+    with refused(errors.HeadNotLinear, where, "not in a Linear", way_out):
+        fedveil.analyse(net, torch.zeros(1, 5))
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.fc(x), x
+
+
+class HeadTwice(TwoOutputs):
+    def forward(self, x):
+        return self.fc(self.fc(x))
+
+
+def test_two_outputs_are_refused():
+    with refused(errors.HeadNotLinear, "TwoOutputs: the model returns tuple, not one tensor"):
+        fedveil.analyse(TwoOutputs(), torch.zeros(1, 5))
+
+
+def test_a_head_that_is_used_twice_is_refused():
+    net = HeadTwice()
+    net.fc = nn.Linear(5, 5)
+    with refused(errors.HeadNotLinear, "fc: the last Linear, or its weight, is used in more than one"):
+        fedveil.analyse(net, torch.zeros(1, 5))
+
+
+def test_a_head_with_hooks_is_refused(model):
+    model[2].register_forward_hook(lambda *_: None)
+    with refused(errors.HeadNotLinear, "2: the last Linear has forward hooks"):
+        fedveil.analyse(model, torch.zeros(1, 5))
+
+
+def test_a_model_of_which_nothing_would_be_perturbed_is_refused():
+    net = nn.Sequential(nn.Linear(5, 6), nn.Softmax(1))
+    with refused(errors.NothingToVeil, "Sequential: a veil would change nothing, because 1 (Softmax)", "Fix:"):
+        fedveil.analyse(net, torch.zeros(1, 5), head="exposed")
+
+
+def test_an_unknown_kind_of_head_is_refused(model):
+    with refused(errors.BadArgument, 'analyse: head is \'open\', not one of "linear", "exposed"'):
+        fedveil.analyse(model, torch.zeros(1, 5), head="open")
+
+
+def test_mixed_dtypes_are_refused(model):
+    model[0].float()
+    with refused(errors.AnalysisError, "must share one dtype and device, found torch.float32 on cpu, torch.float64"):
+        fedveil.analyse(model, torch.zeros(1, 5))
+
+
+@pytest.mark.parametrize("groups", [0, 4, 1.0, True, -1])
+def test_m_beyond_the_outputs_is_refused(plan, groups):
+    with refused(
+        errors.BadArgument, f"groups must be from 1 to the model's 3 outputs, got {groups!r}", "Fix: groups=1"
+    ):
+        fedveil.draw_secret(plan, groups=groups)
+
+
+@pytest.mark.parametrize("size", [0, -1.0, math.inf, math.nan, "much"])
+def test_noise_of_no_size_is_refused(plan, size):
+    with refused(errors.BadArgument, "additive must be a number from 1e-30 to 1e+30, got"):
+        fedveil.draw_secret(plan, additive=size)
+    with refused(errors.BadArgument, "multiplicative must be a number from 1 to 1e+06, got"):
+        fedveil.draw_secret(plan, multiplicative=size)
+
+
+def test_an_unknown_loss_is_refused(plan):
+    with refused(errors.BadArgument, "there is no loss 'hinge'", 'Fix: use one of "squared_error"'):
+        fedveil.draw_secret(plan, loss="hinge")
+
+
+def test_a_secret_is_used_once(model, plan):
+    secret = fedveil.draw_secret(plan)
+    fedveil.perturb(model, secret)
+    with refused(errors.SecretReused, "perturb: this secret has covered a broadcast already", "Fix: draw_secret"):
+        fedveil.perturb(model, secret)
+
+
+def test_a_secret_that_covered_nothing_recovers_nothing(plan):
+    with refused(errors.BadArgument, "recover: this secret has covered no broadcast yet", "Fix: perturb"):
+        fedveil.recover(fedveil.draw_secret(plan), [])
+
+
+def test_another_model_than_the_one_analysed_is_refused(plan):
+    other = built(lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)))
+    with refused(errors.ModelMismatch, "0.weight: the plan wants (6, 5) torch.float64, the model has (7, 5)", "Fix:"):
+        fedveil.perturb(other, fedveil.draw_secret(plan))
+
+
+def test_another_mode_than_the_one_analysed_is_refused(model, plan):
+    model[1].eval()
+    with refused(errors.ModelMismatch, "1: its mode (train or eval) is not the one analysed", "Fix: analyse"):
+        fedveil.perturb(model, fedveil.draw_secret(plan))
+
+
+def test_a_clients_model_must_match_the_broadcast(model, plan):
+    broadcast = fedveil.perturb(model, fedveil.draw_secret(plan))
+    inputs, targets = batch((5,), 3)
+    other = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    with refused(errors.ModelMismatch, "0.weight: the broadcast has (6, 5), the model (7, 5)", "Fix: build"):
+        fedveil.client_step(other, broadcast, inputs, targets)
+    with refused(errors.ModelMismatch, "Sequential: the broadcast is for a model in train mode", "Fix: model.train()"):
+        fedveil.client_step(model.eval(), broadcast, inputs, targets)
+
+
+def test_empty_and_mismatched_batches_are_refused(model, plan):
+    broadcast = fedveil.perturb(model, fedveil.draw_secret(plan))
+    inputs, targets = batch((5,), 3)
+    with refused(errors.BadArgument, "0 inputs and 0 targets: want the same number above 0"):
+        fedveil.client_step(model, broadcast, inputs[:0], targets[:0])
+    with refused(errors.BadArgument, "6 inputs and 5 targets"):
+        fedveil.client_step(model, broadcast, inputs, targets[:5])
+    with refused(errors.BadArgument, "shape is (6,), the model's outputs have (6, 3)", "one_hot(targets, 3)"):
+        fedveil.client_step(model, broadcast, inputs, torch.zeros(6).long())
+    with refused(errors.BadArgument, "shape is (6, 2)", "Fix: targets of shape (6, 3)"):
+        fedveil.client_step(model, broadcast, inputs, targets[:, :2])
+
+
+def test_inference_mode_is_refused(model, plan):
+    broadcast = fedveil.perturb(model, fedveil.draw_secret(plan))
+    with torch.inference_mode(), refused(errors.BadArgument, "client_step: torch.inference_mode()", "Fix: call it"):
+        fedveil.client_step(model, broadcast, *batch((5,), 3))
+
+
+@pytest.fixture
+def answered():
+    model = built(ZOO["Bottleneck ResNet"][0])
+    data = batch((3, 8, 8))
+    plan = fedveil.analyse(model, data[0])
+    secret = fedveil.draw_secret(plan, groups=2)
+    broadcast = fedveil.perturb(model, secret)
+    return model, plan, secret, [fedveil.client_step(model, broadcast, *data) for _ in range(3)]
+
+
+def changed(update, number, name, value):
+    passes = [dict(p) for p in update.passes]
+    passes[number][name] = value
+    return dataclasses.replace(update, passes=tuple(passes))
+
+
+def without(update, number, name):
+    passes = [dict(p) for p in update.passes]
+    del passes[number][name]
+    return dataclasses.replace(update, passes=tuple(passes))
+
+
+HEAD, MEAN = "5.weight", "0.1.running_mean"
+NAN = torch.full((10, 16), math.nan, dtype=torch.float64)
+BAD = {
+    "stale": (lambda u: dataclasses.replace(u, round="ffff"), errors.StaleUpdate, "its update is for round ffff, not"),
+    "foreign": (lambda u: dataclasses.replace(u, model="abcd"), errors.ForeignUpdate, "its update is for model abcd"),
+    "no samples": (lambda u: dataclasses.replace(u, samples=0), errors.IncompleteUpdate, "counts 0 samples"),
+    "few passes": (lambda u: dataclasses.replace(u, passes=u.passes[:3]), errors.IncompleteUpdate, "3 passes, not 4"),
+    "incomplete": (lambda u: without(u, 1, HEAD), errors.IncompleteUpdate, f"pass 1, {HEAD} is missing"),
+    "no buffer": (lambda u: dataclasses.replace(u, buffers={}), errors.IncompleteUpdate, f"buffer {MEAN} is missing"),
+    "misshapen": (
+        lambda u: changed(u, 2, HEAD, NAN[:, :3]), errors.MisshapenUpdate,
+        f"pass 2, {HEAD} is (10, 3) torch.float64, not (10, 16) torch.float64",
+    ),
+    "float32": (
+        lambda u: changed(u, 2, HEAD, NAN.float()), errors.MisshapenUpdate, f"pass 2, {HEAD} is (10, 16) torch.float32",
+    ),
+    "nan": (lambda u: changed(u, 3, HEAD, NAN), errors.NonFiniteUpdate, f"pass 3, {HEAD} holds NaN or infinity"),
+    "infinite": (lambda u: changed(u, 0, HEAD, NAN.nan_to_num(math.inf)), errors.NonFiniteUpdate, f"pass 0, {HEAD}"),
+    "nan in a buffer": (
+        lambda u: dataclasses.replace(u, buffers=u.buffers | {MEAN: u.buffers[MEAN] * math.nan}),
+        errors.NonFiniteUpdate, f"buffer {MEAN} holds NaN or infinity",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_update_is_refused_by_position_and_tensor_and_changes_nothing(answered, name):
+    _, _, secret, updates = answered
+    spoil, kind, text = BAD[name]
+    expected = fedveil.recover(secret, updates).gradients
+    copies = [[{k: v.clone() for k, v in p.items()} for p in u.passes] for u in updates]
+    with refused(kind, "client 1: ", text):
+        fedveil.recover(secret, [updates[0], spoil(updates[1]), updates[2]])
+    for update, copied in zip(updates, copies, strict=True):
+        for gradients, old in zip(update.passes, copied, strict=True):
+            assert all(torch.equal(gradients[key], old[key]) for key in old)
+    again = fedveil.recover(secret, updates).gradients
+    assert all(torch.equal(again[key], expected[key]) for key in expected)
+
+
+def test_an_update_of_the_last_round_is_stale(answered):
+    model, plan, _, updates = answered
+    secret = fedveil.draw_secret(plan, groups=2)
+    fedveil.perturb(model, secret)
+    with refused(errors.StaleUpdate, "client 0: its update is for round", "Fix: aggregate only answers"):
+        fedveil.recover(secret, updates)
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [([1, 2], "3 updates and 2 weights"), ([1, -1, 1], "none below 0"), ([0, 0, 0], "not all 0")],
+)
+def test_bad_weights_are_refused(answered, weights, text):
+    _, _, secret, updates = answered
+    with refused(errors.BadArgument, "recover: ", text):
+        fedveil.recover(secret, updates, weights=weights)
+
+
+def test_no_updates_are_refused(answered):
+    with refused(errors.BadArgument, "0 updates and 0 weights"):
+        fedveil.recover(answered[2], [])
+
+
+def test_no_error_shows_a_secret(answered):
+    _, _, secret, updates = answered
+    numbers = {f"{value:.6g}" for value in [*secret._noise.scale, *secret._head.gamma] if abs(value) != 1}
+    for spoil, _, _ in BAD.values():
+        with pytest.raises(errors.UpdateRefused) as caught:
+            fedveil.recover(secret, [spoil(updates[0])])
+        assert not any(number in str(caught.value) for number in numbers)

@@ -1,0 +1,43 @@
+"""The house keeps its order: arrows between folders point one way, public names are those written down."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import fedveil
+
+SOURCE = Path(fedveil.__file__).parent
+BELOW = {"graph": set(), "models": set(), "scheme": {"graph"}, "cli": {"graph", "scheme", "models"}}
+
+
+def imported(layer):
+    """Folders and files of the package that a layer imports."""
+    home = SOURCE / layer
+    files = home.rglob("*.py") if home.is_dir() else [home.with_suffix(".py")]
+    found = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            found |= {name.split(".")[1] for name in names if name.startswith("fedveil.")}
+    return found
+
+
+@pytest.mark.parametrize("layer", BELOW)
+def test_a_layer_imports_only_what_is_below_it(layer):
+    assert imported(layer) <= {layer, "errors", *BELOW[layer]}
+
+
+def test_every_layer_has_its_place():
+    ours = {path.stem for path in SOURCE.iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")}
+    assert ours == {*BELOW, "errors"}
+
+
+def test_public_names_are_those_written_down():
+    assert sorted(fedveil.__all__) == fedveil.__all__
+    modules = {"graph", "scheme", "errors", "models", "cli"}
+    assert {name for name in vars(fedveil) if not name.startswith("_")} - modules == set(fedveil.__all__)

@@ -1,0 +1,44 @@
+"""What the README shows runs, and prints what it claims."""
+
+import contextlib
+import doctest
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedveil
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_first_python_block_ends_in_a_float32_rounding_error():
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    assert len([line for line in code.splitlines() if line]) == 12
+    printed = io.StringIO()
+    with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
+        torch.manual_seed(0)
+        exec(code, {})
+    error = float(re.fullmatch(r"relative error (\S+)\n", printed.getvalue()).group(1))
+    assert torch.finfo(torch.float32).eps / 100 < error < 1e-5
+
+
+def test_links_and_names_in_the_readme_exist():
+    for link in re.findall(r"\]\((docs/[^)#]+)", README):
+        assert (ROOT / link).exists(), link
+    for name in re.findall(r"fedveil\.(\w+)\(", README):
+        assert name in fedveil.__all__
+
+
+@pytest.mark.parametrize("module", ["fedveil.graph.analyse", "fedveil.scheme.secret"])
+def test_doctests(module):
+    import importlib
+    import sys
+
+    importlib.import_module(module)
+    result = doctest.testmod(sys.modules[module])
+    assert result.attempted
+    assert not result.failed
