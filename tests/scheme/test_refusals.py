@@ -295,7 +295,7 @@ def test_no_updates_are_refused(answered):
 
 def test_no_error_shows_a_secret(answered):
     _, _, secret, updates = answered
-    numbers = {f"{value:.6g}" for value in [*secret._noise.scale, *secret._head.gamma] if abs(value) != 1}
+    numbers = {f"{value:.12g}" for value in [*secret._noise.scale, *secret._head.gamma] if abs(value) != 1}
     for spoil, _, _ in BAD.values():
         with pytest.raises(errors.UpdateRefused) as caught:
             fedveil.recover(secret, [spoil(updates[0])])

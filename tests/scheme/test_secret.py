@@ -114,7 +114,7 @@ def test_a_secret_shows_nothing(plan, caplog):
         logging.getLogger("test").warning("%s %r", secret, secret)
     shown = f"{secret} {secret!r} {secret:} {caplog.text}"
     assert "redacted" in shown
-    assert not any(f"{number:.4g}" in shown for number in secret._noise.scale if abs(number) != 1)
+    assert not any(f"{number:.12g}" in shown for number in secret._noise.scale if abs(number) != 1)
     assert not hasattr(secret, "__dict__")
 
 
