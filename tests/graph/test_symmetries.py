@@ -107,7 +107,7 @@ def test_the_first_axis_allows_what_its_reader_lets_through(name):
     plan = fedveil.analyse(model, inputs)
     axis = next(axis for axis in plan.axes if "first.weight" in axis.written_by)
     assert axis.symmetry.words == expected, plan
-    recovered = veiled_round(model, inputs, targets, groups=2, multiplicative=10.0)
+    recovered = veiled_round(model, inputs, targets, seed=0, groups=2, multiplicative=10.0)
     assert worst(recovered.gradients, plain(model, inputs, targets)[0]) < 1e-9
 
 
@@ -142,7 +142,7 @@ def test_channels_that_move_or_mix_stay_exact(name):
     operation, after = CHANNELS[name]
     model = built(lambda: Net(operation, after=after))
     inputs, targets = batch((3, 6, 6), 3)
-    recovered = veiled_round(model, inputs, targets, groups=3, multiplicative=10.0)
+    recovered = veiled_round(model, inputs, targets, seed=0, groups=3, multiplicative=10.0)
     assert worst(recovered.gradients, plain(model, inputs, targets)[0]) < 1e-8  # first.bias before a norm: g = 0
 
 
@@ -178,7 +178,7 @@ def test_layers_of_every_kind_stay_exact(name):
     build, shape = SEQUENCES[name]
     model = built(build)
     inputs, targets = batch(shape, 3)
-    recovered = veiled_round(model, inputs, targets, groups=2, multiplicative=10.0)
+    recovered = veiled_round(model, inputs, targets, seed=0, groups=2, multiplicative=10.0)
     assert worst(recovered.gradients, plain(model, inputs, targets)[0]) < 1e-9
 
 
@@ -239,7 +239,7 @@ class MyLinear(nn.Linear):
 def test_tied_weights_stay_exact(build):
     model = built(build)
     inputs, targets = batch((5,), 3)
-    recovered = veiled_round(model, inputs, targets, multiplicative=10.0)
+    recovered = veiled_round(model, inputs, targets, seed=0, multiplicative=10.0)
     assert worst(recovered.gradients, plain(model, inputs, targets)[0]) < 1e-9
 
 
@@ -266,7 +266,7 @@ def test_a_subclass_of_linear_is_followed_into_its_functional_form():
     model = built(stack(MyLinear(5, 6), nn.ReLU(), nn.Linear(6, 3)))
     inputs, targets = batch((5,), 3)
     assert fedveil.analyse(model, inputs).axes[0].symmetry.words == "positive"
-    assert worst(veiled_round(model, inputs, targets).gradients, plain(model, inputs, targets)[0]) < 1e-9
+    assert worst(veiled_round(model, inputs, targets, seed=0).gradients, plain(model, inputs, targets)[0]) < 1e-9
 
 
 @pytest.mark.parametrize("embedding", [nn.Embedding(9, 6, max_norm=1.0), nn.Embedding(9, 6, sparse=True)])
