@@ -1,0 +1,11 @@
+"""Data sets by name, and their division among clients. A leaf: nothing here knows of models or veils."""
+
+from fedveil.data import bank, cifar, embedded, images, lesion, tabular  # noqa: F401  (each enters its loaders)
+from fedveil.data.catalogue import Entry, available, get
+from fedveil.data.datasets import from_datasets
+from fedveil.data.places import data_folder
+from fedveil.data.records import Data, Part
+from fedveil.data.registry import load
+from fedveil.data.splits import split
+
+__all__ = ["Data", "Entry", "Part", "available", "data_folder", "from_datasets", "get", "load", "split"]

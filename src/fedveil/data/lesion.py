@@ -1,0 +1,94 @@
+"""HAM10000 (Tschandl, Rosendahl, Kittler 2018): dermatoscopic images of seven kinds of skin lesion, at 64 x 64."""
+
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from fedveil.data.archives import Archive, open_archive
+from fedveil.data.divide import group_parts, stratified
+from fedveil.data.pixels import decoded, image_part
+from fedveil.data.places import source_of
+from fedveil.data.records import Data, Progress
+from fedveil.data.registry import dataset
+from fedveil.data.tables import Table, codes, need_columns, parse_table, read_table
+from fedveil.errors import BadArgument
+
+SIDE = 64
+CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
+METADATA = "HAM10000_metadata.csv"
+MEAN = (0.7630, 0.5456, 0.5700)
+DEVIATION = (0.1409, 0.1526, 0.1700)
+COLUMNS = ("dx_type", "sex", "localization")
+_SUFFIXES = {".jpg", ".jpeg", ".png"}
+
+
+@dataset("lesion")
+def lesion(
+    *,
+    path: Path | None = None,
+    train_size: int | None = None,
+    test_size: int | None = None,
+    progress: Progress | None = None,
+) -> Data:
+    """HAM10000: up to 10,015 images of skin lesions, seven classes, 80:20; no lesion is in both parts.
+
+    Images that the metadata lists and the archive lacks are left out.
+
+    Args:
+        path: a folder or zip with the images; HAM10000_metadata.csv is in it or beside it.
+        train_size: how many training records, each class with its share; all by default.
+        test_size: how many test records.
+        progress: called with (done, total) while images are decoded.
+    """
+    archive = open_archive(source_of("lesion", path))
+    table = _metadata(archive)
+    names, rows = _matched(archive, table)
+    targets = codes(table, "dx", CLASSES)[rows]
+    _, lesions = np.unique(np.array(table.columns["lesion_id"])[rows], return_inverse=True)
+    train, test = group_parts(lesions, 0.8)
+    if not (len(train) and len(test)):
+        raise BadArgument(str(archive.path), f"{len(rows)} images leave a part empty", "more images")
+    train = train[stratified("load('lesion')", "train_size", targets[train], train_size)]
+    test = test[stratified("load('lesion')", "test_size", targets[test], test_size)]
+    pixels = decoded(archive, names, SIDE, progress)
+    return Data(
+        "lesion",
+        image_part(pixels[train], targets[train], MEAN, DEVIATION),
+        image_part(pixels[test], targets[test], MEAN, DEVIATION),
+        classes=CLASSES,
+        columns={column: np.array(table.columns[column])[rows][train] for column in COLUMNS},
+    )
+
+
+def _metadata(archive: Archive) -> Table:
+    """The table of images, from inside the archive or from beside it."""
+    inside = [name for name in archive.names if PurePosixPath(name).name == METADATA]
+    beside = archive.path.parent / METADATA
+    if inside:
+        with archive.reader() as read:
+            table = parse_table(archive.where(inside[0]), read(inside[0]))
+    elif beside.is_file():
+        table = read_table(beside)
+    else:
+        raise BadArgument(str(archive.path), f"there is no {METADATA} in it or beside it", f"put {METADATA} beside it")
+    need_columns(table, ["lesion_id", "image_id", "dx", *COLUMNS])
+    return table
+
+
+def _matched(archive: Archive, table: Table) -> tuple[list[str], list[int]]:
+    """Image files, and for each the row of the metadata that describes it."""
+    row_of: dict[str, int] = {}
+    for row, image in enumerate(table.columns["image_id"]):
+        if image in row_of:
+            table.refuse(row, "image_id", f"{image!r} is listed twice", "one row an image")
+        row_of[image] = row
+    names = [name for name in archive.names if PurePosixPath(name).suffix.lower() in _SUFFIXES]
+    if not names:
+        raise BadArgument(str(archive.path), "there are no images in it", "the images of HAM10000, as .jpg")
+    rows = []
+    for name in names:
+        image = PurePosixPath(name).stem
+        if image not in row_of:
+            raise BadArgument(archive.where(name), f"{METADATA} has no image {image!r}", "remove it, or mend the table")
+        rows.append(row_of[image])
+    return names, rows

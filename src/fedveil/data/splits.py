@@ -1,0 +1,135 @@
+"""Division of the training records among clients."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedveil.data.choices import choose, whole
+from fedveil.data.records import Data
+from fedveil.errors import BadArgument
+
+Indices = NDArray[np.int64]
+DRAWS = 100
+"""How often a Dirichlet division is drawn before a client without records is an error."""
+
+
+class _Request(NamedTuple):
+    """What was asked of a division."""
+
+    data: Data
+    clients: int
+    alpha: float
+    column: str | None
+
+
+def _iid(request: _Request, rng: Generator) -> list[Indices]:
+    """Equal shares, give or take one record, at random."""
+    records = rng.permutation(len(request.data.train.targets))
+    return list(np.array_split(records, request.clients))
+
+
+def _draw_dirichlet(groups: list[Indices], request: _Request, rng: Generator) -> list[Indices]:
+    """One draw: each class is cut in proportions of its own; [] if numpy could not draw for so extreme an alpha."""
+    shares: list[list[Indices]] = [[] for _ in range(request.clients)]
+    for records in groups:
+        proportions = rng.dirichlet(np.full(request.clients, request.alpha))
+        if not math.isclose(proportions.sum(), 1.0, rel_tol=1e-6):
+            return []
+        cuts = np.rint(np.cumsum(proportions)[:-1] * len(records)).astype(np.int64)
+        for share, piece in zip(shares, np.split(rng.permutation(records), cuts), strict=True):
+            share.append(piece)
+    return [np.concatenate(share) for share in shares]
+
+
+def _dirichlet(request: _Request, rng: Generator) -> list[Indices]:
+    """Clients with classes of different frequency: the smaller alpha, the more different."""
+    data, alpha, clients = request.data, request.alpha, request.clients
+    if not data.classes:
+        what = f"a Dirichlet split needs classes, and {data.name!r} is a regression"
+        raise BadArgument("split", what, 'how="iid" or how="column"')
+    if not (isinstance(alpha, int | float) and math.isfinite(alpha) and alpha > 0):
+        raise BadArgument("split", f"alpha is {alpha!r}", "a positive number; 0.5 is usual, 100 is nearly iid")
+    targets = data.train.targets.numpy()
+    groups = [np.flatnonzero(targets == label) for label in range(len(data.classes))]
+    for _ in range(DRAWS):
+        shares = _draw_dirichlet(groups, request, rng)
+        if shares and all(len(share) for share in shares):
+            return shares
+    what = f"in {DRAWS} draws with alpha={alpha} some of {clients} clients always got no record"
+    raise BadArgument("split", what, "a larger alpha or fewer clients")
+
+
+def _column(request: _Request, rng: Generator) -> list[Indices]:
+    """Records with one value stay with one client; the largest group goes to the smallest client so far."""
+    data, clients = request.data, request.clients
+    if request.column is None:
+        named = ", ".join(repr(name) for name in sorted(data.columns))
+        raise BadArgument("split", 'how="column" needs a column', f"column= one of {named}" if named else None)
+    column = choose(f"split of {data.name!r}", "column", request.column, data.columns)
+    values, group_of = np.unique(np.asarray(data.columns[column]), return_inverse=True)
+    if clients > len(values):
+        what = f"{clients} clients, but column {column!r} has {len(values)} values and none is divided"
+        raise BadArgument("split", what, f"at most {len(values)} clients")
+    groups = sorted((np.flatnonzero(group_of == g) for g in range(len(values))), key=len, reverse=True)
+    shares: list[list[Indices]] = [[] for _ in range(clients)]
+    for records in groups:
+        min(shares, key=lambda share: sum(map(len, share))).append(records)
+    return [np.concatenate(share) for share in shares]
+
+
+_WAYS: dict[str, Callable[[_Request, Generator], list[Indices]]] = {
+    "iid": _iid,
+    "dirichlet": _dirichlet,
+    "column": _column,
+}
+
+
+def split(
+    data: Data, clients: int, *, how: str = "iid", seed: int = 0, alpha: float = 0.5, column: str | None = None
+) -> list[Tensor]:
+    """Divide the training records of a data set among clients.
+
+    Args:
+        data: the data set.
+        clients: how many clients.
+        how: "iid" (equal shares at random), "dirichlet" (each class is cut in proportions drawn from a symmetric
+            Dirichlet distribution) or "column" (records with the same value stay together).
+        seed: the same seed gives the same division.
+        alpha: of the Dirichlet distribution; the smaller, the less alike the clients.
+        column: one of `data.columns`, for how="column".
+
+    Returns:
+        For each client an int64 tensor of indices into `data.train`, in random order.
+
+    Raises:
+        BadArgument: the division asked for does not exist.
+
+    Guarantees: every record belongs to one client, and no client is empty
+      (test_every_record_belongs_to_one_client_and_no_client_is_empty).
+
+    Example:
+        >>> from fedveil.data import load
+        >>> [len(share) for share in split(load("digits"), 4)]
+        [360, 360, 359, 359]
+    """
+    way = _WAYS[choose("split", "way to split, how =", how, _WAYS)]
+    records = len(data.train.targets)
+    whole("split", "seed", seed, 0)
+    if whole("split", "clients", clients, 1) > records:
+        raise BadArgument("split", f"{clients} clients for {records} records", f"at most {records} clients")
+    if column is not None and how != "column":
+        raise BadArgument("split", f'column={column!r} means nothing to how="{how}"', 'how="column"')
+    rng = np.random.default_rng(seed)
+    shares = way(_Request(data, clients, alpha, column), rng)
+    return [_shuffled(share, rng) for share in shares]
+
+
+def _shuffled(share: NDArray[Any], rng: Generator) -> Tensor:
+    """Indices in random order, so that batches cut from them are mixed."""
+    return torch.from_numpy(rng.permutation(share).astype(np.int64))

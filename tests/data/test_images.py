@@ -1,0 +1,189 @@
+"""Image folders and zips: classes, sizes, the cache, and errors that name the file."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.data.making import class_folders, picture, refused, write_folder, write_zip
+
+from fedveil.data import load, pixels
+
+
+@pytest.fixture(params=["folder", "zip", "zip with a top folder"])
+def source(request, tmp_path):
+    files = class_folders() | {"README.txt": b"not an image", "train/.DS_Store": b"", "__MACOSX/train/cat/x": b"?"}
+    if request.param == "folder":
+        return write_folder(tmp_path / "pets", files)
+    top = "pets-master/" if "top" in request.param else ""
+    return write_zip(tmp_path / "pets.zip", {top + name: content for name, content in files.items()})
+
+
+def test_folders_are_classes(source):
+    found = load("images", path=source, size=8)
+    assert (found.name, found.classes, found.outputs) == ("pets", ("cat", "dog"), 2)
+    assert (found.train.inputs.shape, found.test.inputs.shape) == ((6, 3, 8, 8), (4, 3, 8, 8))
+    assert found.train.targets.bincount().tolist() == [3, 3]
+
+
+def test_channels_are_standardised_on_the_training_part(source):
+    inputs = load("images", path=source, size=8).train.inputs
+    torch.testing.assert_close(inputs.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    deviations = inputs.std((0, 2, 3), correction=0)
+    torch.testing.assert_close(deviations, torch.tensor([1.0, 1.0, 0.0]))  # blue is the same in all, and stays 0
+
+
+def test_each_image_keeps_its_class(source):
+    found = load("images", path=source, size=8)
+    red = found.train.inputs[:, 0, 0, 0]
+    assert torch.equal(red > 0, found.train.targets == 1)
+
+
+def test_images_stand_upright(tmp_path):
+    home = write_folder(tmp_path / "pets", class_folders(train=1))
+    drawing = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    Image.fromarray(drawing).save(home / "train/cat/0.png")
+    found = load("images", path=home, size=8)
+    image = found.train.inputs[found.train.targets == 0][0]
+    ranks = image.flatten(1).argsort(dim=1, stable=True)
+    assert torch.equal(ranks, torch.from_numpy(drawing).permute(2, 0, 1).flatten(1).argsort(dim=1, stable=True))
+
+
+def test_images_of_another_size_are_resized(source):
+    for size in (8, 5, 9):
+        assert load("images", path=source, size=size).train.inputs.shape == (6, 3, size, size)
+
+
+def test_grey_and_transparent_images_become_colour(tmp_path):
+    home = write_folder(tmp_path / "pets", class_folders())
+    Image.new("L", (8, 8), 7).save(home / "train/cat/grey.png")
+    Image.new("RGBA", (8, 8), (1, 2, 3, 4)).save(home / "train/cat/clear.png")
+    assert len(load("images", path=home, size=8).train.inputs) == 8
+
+
+def test_subsets_keep_the_shares_of_classes_and_grow(tmp_path):
+    home = write_folder(tmp_path / "pets", class_folders(train=20))
+    small, large = (load("images", path=home, size=8, train_size=size, test_size=2) for size in (10, 21))
+    assert small.train.targets.bincount().tolist() == [5, 5]
+    assert sorted(large.train.targets.bincount().tolist()) == [10, 11]
+    assert small.test.targets.bincount().tolist() == [1, 1]
+    assert sorted(load("images", path=home, size=8, train_size=1).train.targets.tolist()) == [0]
+
+
+def test_progress_is_told_to_the_end(source):
+    told = []
+    load("images", path=source, size=8, progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (10, 10)
+
+
+def test_a_second_load_decodes_nothing(source, monkeypatch):
+    first = load("images", path=source, size=8)
+    monkeypatch.setattr(pixels, "_decode_all", None)
+    assert torch.equal(first.train.inputs, load("images", path=source, size=8).train.inputs)
+
+
+def test_a_changed_folder_is_decoded_again(tmp_path):
+    home = write_folder(tmp_path / "pets", class_folders())
+    load("images", path=home, size=8)
+    (home / "train/cat/0.png").write_bytes(picture((255, 255, 255), 9))
+    assert load("images", path=home, size=8).train.inputs[:, 1].max() > 2
+
+
+def test_a_changed_zip_is_decoded_again(tmp_path):
+    path = write_zip(tmp_path / "pets.zip", class_folders())
+    load("images", path=path, size=8)
+    write_zip(path, class_folders() | {"train/cat/0.png": picture((255, 255, 255), 9)})
+    assert load("images", path=path, size=8).train.inputs[:, 1].max() > 2
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b"", lambda b: b[:600] + b"\x7f" * 40 + b[640:]])
+def test_a_damaged_cache_is_built_again(damage, source, cache):
+    first = load("images", path=source, size=8)
+    (path,) = cache.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert torch.equal(first.train.inputs, load("images", path=source, size=8).train.inputs)
+    with np.load(path) as stored:
+        assert stored["images"].shape == (10, 3, 8, 8)
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(source, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "file" / "below"))
+    assert len(load("images", path=source, size=8).train.inputs) == 6
+
+
+def test_a_cache_is_written_whole_or_not_at_all(source, cache, monkeypatch):
+    def full(file, **_):
+        file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez", full)
+    load("images", path=source, size=8)
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ({"train/cat/9.png": b"not an image"}, ["member train/cat/9.png: not a readable image", "Fix: replace it"]),
+        ({"train/cat/9.png": b""}, ["member train/cat/9.png: the file is empty"]),
+        ({"train/cat/9.png": picture((1, 2, 3), 30, "JPEG")[:300]}, ["member train/cat/9.png: not a readable"]),
+        ({"train/9.png": picture((1, 2, 3))}, ["member train/9.png: an image must lie in the folder of its class"]),
+        ({"test/cat/more/9.png": picture((1, 2, 3))}, ["member test/cat/more/9.png: an image must lie"]),
+        ({"test/fish/9.png": picture((1, 2, 3))}, ["test/ has folders that are no class: fish", "cat, dog"]),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_bad_files_are_named(changes, texts, packed, tmp_path):
+    files = class_folders() | changes
+    path = write_zip(tmp_path / "pets.zip", files) if packed else write_folder(tmp_path / "pets", files)
+    with refused(path, *texts):
+        load("images", path=path, size=8)
+
+
+@pytest.mark.parametrize("purpose", ["train", "test"])
+def test_a_part_without_images_is_refused(purpose, tmp_path):
+    files = {name: content for name, content in class_folders().items() if not name.startswith(purpose)}
+    with refused(f"there are no images in {purpose}/", "train/<class>/<image>"):
+        load("images", path=write_folder(tmp_path / "pets", files))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [(lambda b: b"", "the file is empty"), (lambda b: b[:-200], "not a readable zip file")],
+)
+def test_a_damaged_zip_is_named(damage, text, tmp_path):
+    path = write_zip(tmp_path / "pets.zip", class_folders())
+    path.write_bytes(damage(path.read_bytes()))
+    with refused(path, text, "fetch it again"):
+        load("images", path=path)
+
+
+def test_a_damaged_member_of_a_zip_is_named(tmp_path):
+    path = write_zip(tmp_path / "pets.zip", class_folders())
+    content = bytearray(path.read_bytes())
+    content[80] ^= 255
+    path.write_bytes(content)
+    with refused(path, "member train/cat/0.png: cannot be read: Bad CRC-32"):
+        load("images", path=path)
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"size": 0}, ["load('images'): size is 0"]),
+        ({"train_size": 7}, ["load of 'pets': train_size is 7, there are 6 records"]),
+        ({"test_size": 0}, ["test_size is 0"]),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(options, texts, source):
+    with refused(*texts):
+        load("images", path=source, **options)
+
+
+def test_without_pillow_the_extra_is_named(source, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with refused("reading image files needs Pillow", "pip install 'fedveil[images]'"):
+        load("images", path=source)

@@ -1,0 +1,179 @@
+"""Bank Marketing and other CSV files: encoding, parts, and errors that name the line."""
+
+import numpy as np
+import pytest
+import torch
+from tests.data.making import BANK_HEADER, bank_row, bank_text, refused
+
+from fedveil.data import bank, load, split
+
+
+@pytest.fixture
+def bank_file(tmp_path):
+    path = tmp_path / "bank-additional-full.csv"
+    path.write_text(bank_text(bank_row(number) for number in range(100)))
+    return path
+
+
+def test_bank_has_parts_of_eight_one_and_one_tenth(bank_file):
+    found = load("bank", path=bank_file)
+    assert [len(part.inputs) for part in (found.train, found.validation, found.test)] == [80, 10, 10]
+    assert (found.train.inputs.shape[1], found.outputs, found.classes) == (63, 1, ())
+    assert set(found.train.targets.flatten().tolist()) == {0.0, 1.0}
+
+
+def test_bank_is_found_in_its_folder(bank_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path / "data"))
+    (tmp_path / "data" / "bank").mkdir(parents=True)
+    bank_file.rename(tmp_path / "data" / "bank" / bank_file.name)
+    assert len(load("bank").train.inputs) == 80
+
+
+def test_numbers_of_the_bank_are_standardised_on_the_training_part(bank_file):
+    numeric = load("bank", path=bank_file).train.inputs[:, : len(bank.NUMBERS)]
+    torch.testing.assert_close(numeric.mean(0), torch.zeros(10), atol=1e-5, rtol=0)
+    torch.testing.assert_close(numeric.std(0, correction=0), torch.ones(10))
+
+
+def test_categories_of_the_bank_are_one_hot(bank_file):
+    found = load("bank", path=bank_file)
+    hot = found.train.inputs[:, len(bank.NUMBERS) :]
+    assert hot.unique().tolist() == [0, 1]
+    assert (hot.sum(1) == len(bank.CATEGORIES)).all()
+    jobs = [bank.CATEGORIES["job"][index] for index in hot[:, :12].argmax(1)]
+    assert jobs == found.columns["job"].tolist()
+
+
+def test_the_width_of_the_bank_does_not_depend_on_its_rows(tmp_path):
+    path = tmp_path / "few.csv"
+    path.write_text(bank_text([bank_row(0)] * 10))
+    found = load("bank", path=path)
+    assert found.train.inputs.shape == (8, 63)
+    assert found.train.inputs.isfinite().all()
+
+
+def test_the_bank_as_classes_and_without_the_length_of_the_call(bank_file):
+    found = load("bank", path=bank_file, task="classification", duration=False)
+    assert (found.classes, found.outputs, found.train.inputs.shape[1]) == (("no", "yes"), 2, 62)
+    assert found.train.targets.dtype == torch.int64
+
+
+def test_the_bank_splits_by_job(bank_file):
+    found = load("bank", path=bank_file)
+    shares = split(found, 12, how="column", column="job")
+    assert all(len(set(found.columns["job"][share.numpy()])) == 1 for share in shares)
+
+
+GOOD = [bank_row(number) for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (b"", ["the file is empty"]),
+        (bank_text([]).encode(), ["there is a header and no row"]),
+        (bank_text([*GOOD, bank_row(0, job="pirate")]).encode(), ["line 7, column 'job': 'pirate' is not a known"]),
+        (bank_text([GOOD[0], bank_row(0, age="old")]).encode(), ["line 3, column 'age': 'old' is not a number"]),
+        (bank_text([GOOD[0], bank_row(0, age="nan")]).encode(), ["line 3, column 'age': 'nan' is not a number"]),
+        (bank_text([bank_row(0, y="maybe")]).encode(), ["line 2, column 'y': 'maybe'", "one of no, yes"]),
+        (
+            bank_text(GOOD).encode().rsplit(b";", 3)[0],
+            ["line 6: 18 fields, the header has 21", "the line is damaged or cut off"],
+        ),
+        (bank_text(GOOD).encode()[:-3], ["line 6: not CSV", "unclosed quote"]),
+        (bank_text(GOOD).replace(";", ",").encode(), ["line 1: not CSV", "a delimiter that is not ';'"]),
+        (bank_text(GOOD).replace('"job"', '"work"').encode(), ["line 1: no column job; found age", "delimiter"]),
+        (bank_text(GOOD).replace("housemaid", "h\0").encode(), ["line 5: it holds a NUL character"]),
+        (bank_text(GOOD).encode() + b"\xff\xfe", ["line 7: it is not UTF-8 text"]),
+        (bank_text(GOOD).replace('"job"', '"age"').encode(), ["line 1: columns are named twice: age"]),
+    ],
+)
+def test_damage_to_the_bank_is_named_by_file_and_line(content, texts, tmp_path):
+    path = tmp_path / "bank-additional-full.csv"
+    path.write_bytes(content)
+    with refused(path, *texts):
+        load("bank", path=path)
+
+
+def test_an_unknown_task_is_refused(bank_file):
+    with refused("load('bank'): there is no task 'classify'", "'classification' is the nearest"):
+        load("bank", path=bank_file, task="classify")
+
+
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path):
+    (tmp_path / "bank-additional-full.csv").mkdir()
+    with refused("bank-additional-full.csv: cannot be read"):
+        load("bank", path=tmp_path)
+
+
+def write_rows(tmp_path, *rows):
+    path = tmp_path / "mine.csv"
+    path.write_text("\n".join(rows))
+    return path
+
+
+def flowers(tmp_path):
+    rows = (f"{n}.5,{'red' if n % 3 else 'blue'},{'a' if n % 2 else 'b'}" for n in range(20))
+    return write_rows(tmp_path, "size,colour,kind", *rows)
+
+
+def test_any_csv_file_is_a_classification(tmp_path):
+    found = load("csv", path=flowers(tmp_path), target="kind")
+    assert (found.name, found.classes, found.train.inputs.shape) == ("mine", ("a", "b"), (16, 3))
+    assert abs(found.train.inputs[:, 0].mean()) < 1e-6
+    assert set(found.columns) == {"size", "colour"}
+    assert np.array_equal(found.columns["colour"] == "red", found.train.inputs[:, 2].bool().numpy())
+
+
+def test_any_csv_file_is_a_regression(tmp_path):
+    found = load("csv", path=flowers(tmp_path), target="size", task="regression", test_share=0.5, ignore=["kind"])
+    assert (found.classes, found.train.inputs.shape, found.train.targets.shape) == ((), (10, 2), (10, 1))
+    assert abs(found.train.targets.mean()) < 1e-6
+
+
+def test_numbers_may_be_categories(tmp_path):
+    path = write_rows(tmp_path, "code,y", *(f"{n % 3},{n % 2}" for n in range(20)))
+    assert load("csv", path=path, target="y", categorical=["code"]).train.inputs.shape == (16, 3)
+
+
+def test_the_seed_decides_which_records_test(tmp_path):
+    path = flowers(tmp_path)
+    tests = [load("csv", path=path, target="kind", seed=seed).test.inputs for seed in (0, 0, 1)]
+    assert torch.equal(tests[0], tests[1])
+    assert not torch.equal(tests[0], tests[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"target": None}, ["load('csv'): it needs the column to predict", "target= one of size, colour, kind"]),
+        ({"target": "kin"}, ["mine.csv: there is no column 'kin'", "'kind' is the nearest"]),
+        ({"ignore": ["size", "colour"]}, ["no column is left for the inputs"]),
+        ({"task": "guess"}, ["there is no task 'guess'"]),
+        ({"test_share": 1.0}, ["test_share is 1.0", "between 0 and 1"]),
+        ({"test_share": 0.001}, ["20 records leave a part empty"]),
+        ({"delimiter": ";;"}, ["delimiter is ';;'"]),
+        ({"seed": -1}, ["seed is -1"]),
+        ({"task": "regression"}, ["column 'kind': 'b' is not a number"]),
+    ],
+)
+def test_what_a_csv_file_cannot_give_is_refused(options, texts, tmp_path):
+    with refused(*texts):
+        load("csv", **({"path": flowers(tmp_path), "target": "kind"} | options))
+
+
+@pytest.mark.parametrize(
+    ("rows", "texts"),
+    [
+        ([*(f"{n},{n % 2}" for n in range(9)), "NA,1"], ["line 11, column 'x': 'NA'", 'categorical=["x"]']),
+        ([f"id{n},{n % 2}" for n in range(1001)], ["column 'x': 1001 different values", 'ignore=["x"]']),
+        ([f"{n},1" for n in range(9)], ["column 'y': every record has the value '1'"]),
+    ],
+)
+def test_columns_that_cannot_be_encoded_are_named(rows, texts, tmp_path):
+    with refused(*texts):
+        load("csv", path=write_rows(tmp_path, "x,y", *rows), target="y")
+
+
+def test_the_header_of_the_bank_has_twenty_inputs():
+    assert len(BANK_HEADER) == 21
