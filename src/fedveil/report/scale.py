@@ -1,0 +1,81 @@
+"""Axes: where a value stands between the ends, and where the ticks are."""
+
+import math
+from dataclasses import dataclass
+
+from fedveil.report.numbers import short, stepped
+
+FLAT = 1e-9  # a span this small beside its values is drawn as one level
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis from `low` to `high` with ticks (value, label)."""
+
+    low: float
+    high: float
+    log: bool
+    ticks: tuple[tuple[float, str], ...]
+
+    def place(self, value: float) -> float:
+        """Where the value stands, from 0 at the low end to 1 at the high end."""
+        if self.log:
+            return (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
+        return (value - self.low) / (self.high - self.low)
+
+
+def nice_step(span: float, wanted: int) -> float:
+    """The step of 1, 2, 2.5 or 5 times a power of ten that cuts `span` into at most `wanted` pieces."""
+    power = 10.0 ** math.floor(math.log10(span / wanted))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if span / (factor * power) <= wanted * 1.001)
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """Ends with room between them, also around one value."""
+    size = max(abs(low), abs(high))
+    if high - low > FLAT * size and high - low > 1e-290:
+        return low, high
+    around = 0.1 * size if size > 1e-290 else 1.0
+    return low - around, high + around
+
+
+def _linear_ticks(low: float, high: float, step: float) -> tuple[tuple[float, str], ...]:
+    """The multiples of `step` between the ends."""
+    first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
+    return tuple((number * step, stepped(number * step, step)) for number in range(first, last + 1))
+
+
+def linear(low: float, high: float, *, wanted: int, outward: bool) -> Scale:
+    """A linear axis. `outward` moves its ends to ticks, else they stay where the data ends."""
+    low, high = _widened(low, high)
+    step = nice_step(high - low, wanted)
+    if outward:
+        low, high = math.floor(low / step + 1e-6) * step, math.ceil(high / step - 1e-6) * step
+    return Scale(low, high, False, _linear_ticks(low, high, step))
+
+
+def _decades(low: float, high: float, wanted: int) -> tuple[tuple[float, str], ...]:
+    """Powers of ten between the ends, every few if there are many."""
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    every = max(1, math.ceil((last - first) / wanted))
+    return tuple(
+        (10.0**power, f"1e{power}" if power else "1") for power in range(first, last + 1) if power % every == 0
+    )
+
+
+def _within_decades(low: float, high: float) -> tuple[tuple[float, str], ...]:
+    """Ticks at 1, 2 and 5 times a power of ten, for an axis of less than two decades."""
+    powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+    values = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    return tuple((value, short(value)) for value in values if low <= value <= high)
+
+
+def logarithmic(low: float, high: float, *, wanted: int) -> Scale:
+    """A logarithmic axis with some air at both ends; `low` is above zero."""
+    around = max(0.05 * (math.log10(high) - math.log10(low)), 0.02 if high > low * (1 + FLAT) else 0.3)
+    low, high = 10 ** max(-305.0, math.log10(low) - around), 10 ** min(305.0, math.log10(high) + around)
+    for ticks in (_decades(low, high, wanted), _within_decades(low, high)):
+        if len(ticks) >= 2:
+            return Scale(low, high, True, ticks)
+    step = nice_step(high - low, wanted)
+    return Scale(low, high, True, tuple((value, short(value)) for value, _ in _linear_ticks(low, high, step)))

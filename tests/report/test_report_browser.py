@@ -1,0 +1,93 @@
+"""The page in a browser: it fits, complains of nothing, shows values to pointer and keyboard, changes its theme."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+from tests.report import demo
+from tests.report.tree import read
+
+from fedveil.report import render
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
+    *("--virtual-time-budget=4000", "--hide-scrollbars"),
+]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+# A frame is as narrow as a phone; a window of headless Chromium is not. The page inside is untouched but for its theme.
+WRAPPER = """<!doctype html><meta charset="utf-8"><body style="margin:0"><pre id="found"></pre><script>
+const frame = document.createElement("iframe");
+frame.style.cssText = "width:%(width)spx;height:2000px;border:0";
+frame.srcdoc = %(page)s;
+frame.onload = () => {
+  const page = frame.contentDocument, root = page.documentElement, view = frame.contentWindow, found = {};
+  found.width = view.innerWidth;
+  found.content = root.scrollWidth;
+  found.colour = view.getComputedStyle(page.body).backgroundColor;
+  const cursor = page.querySelector(".cursor"), legend = () => page.querySelector(".legend").textContent;
+  found.resting = legend();
+  cursor.focus();
+  cursor.dispatchEvent(new view.KeyboardEvent("keydown", { key: "Home", cancelable: true }));
+  found.first = legend();
+  found.said = cursor.getAttribute("aria-valuetext");
+  cursor.blur();
+  found.after = legend();
+  const box = cursor.getBoundingClientRect();
+  cursor.dispatchEvent(new view.PointerEvent("pointermove", { clientX: box.right, clientY: box.top + 9 }));
+  found.hair = page.querySelector(".plot").classList.contains("shown");
+  cursor.dispatchEvent(new view.PointerEvent("pointerleave"));
+  const button = page.querySelector(".theme");
+  found.button = button.hidden ? null : button.textContent;
+  button.click();
+  found.changed = root.dataset.theme;
+  button.click();
+  document.getElementById("found").textContent = JSON.stringify(found);
+};
+document.body.prepend(frame);
+</script>"""
+
+
+def chromium(profile, page, width, *more):
+    """Run the browser on a file; what it printed and what it complained of."""
+    flags = [*FLAGS, f"--user-data-dir={profile}", f"--window-size={max(width, 500)},2000"]
+    command = [CHROMIUM, *flags, *more, page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, encoding="utf-8")
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def wrapped(folder, width, theme):
+    """A test-only page that holds the report in a frame `width` pixels wide and asks it some questions."""
+    page = render(demo.TITLE, demo.LEAD, demo.sections(), demo.COMMAND)
+    page = page.replace('<html lang="en">', f'<html lang="en" data-theme="{theme}">')
+    path = folder / "wrapper.html"
+    path.write_text(WRAPPER % {"width": width, "page": json.dumps(page).replace("<", "\\u003c")}, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_works_in_a_browser(tmp_path, width, theme):
+    page, picture = wrapped(tmp_path, width, theme), tmp_path / "page.png"
+    dom, complaints = chromium(tmp_path / "profile", page, width, f"--screenshot={picture}", "--dump-dom")
+    assert not complaints
+    assert picture.stat().st_size > 10_000
+    found = json.loads(next(node.text for node in read_pre(dom)))
+    assert found["width"] == width
+    assert found["content"] <= width
+    assert found["colour"] == {"light": "rgb(251, 251, 250)", "dark": "rgb(20, 23, 27)"}[theme]
+    assert "round = 20" in found["resting"]
+    assert "round = 1" in found["first"]
+    assert found["said"].startswith("round = 1: plain 0.")
+    assert found["after"] == found["resting"]
+    assert found["hair"]
+    assert (found["button"], found["changed"]) == {"light": ("Dark", "dark"), "dark": ("Light", "light")}[theme]
+
+
+def read_pre(dom):
+    """The element in which the wrapper wrote its answers."""
+    start = dom.index('<pre id="found">')
+    return read(dom[start : dom.index("</pre>", start) + len("</pre>")]).all("pre")

@@ -1,0 +1,154 @@
+"""Charts: odd values, ticks, thinning, lines on one another."""
+
+import doctest
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.report.tree import read
+
+from fedveil import report
+from fedveil.report import Curves, markup, numbers, render, series
+from fedveil.report.chart import chart
+from fedveil.report.scale import linear, logarithmic
+from fedveil.report.series import clean, thin
+
+NAN, INF = math.nan, math.inf
+
+
+def drawn(lines, log=False, limit=500):
+    """The chart of these lines as a tree."""
+    return read(chart(Curves("t", "round", "loss", lines, log_y=log), limit))
+
+
+def notes(tree):
+    return " ".join(node.text for node in tree.all("p", "note"))
+
+
+@pytest.mark.parametrize("module", [report, markup, numbers, series], ids=lambda module: module.__name__)
+def test_the_examples_in_docstrings_run(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("lines", [{}, {"a": []}, {"a": [(1, NAN)]}, {"a": [(INF, 1)], "b": []}])
+@pytest.mark.parametrize("log", [False, True])
+def test_a_chart_without_values_says_so(lines, log):
+    assert drawn(lines, log).all("p", "empty")[0].text == "No values to draw."
+
+
+def test_missing_values_leave_a_gap_and_are_counted():
+    tree = drawn({"a": [(1, 1), (2, NAN), (3, 2), (4, 3), (5, -INF)], "b": []})
+    assert tree.all("path", "curve")[-1].attributes["d"].count("M") == 2
+    assert notes(tree) == "b: no values. a: 2 values not finite, left out."
+
+
+def test_one_point_is_drawn():
+    path = drawn({"a": [(3, 0.5)]}).all("div", "frame")[0].all("path", "curve")[0]
+    assert path.attributes["d"] == "M500.0 500.0h0"
+
+
+def test_a_logarithmic_axis_leaves_out_what_is_not_positive_and_says_so():
+    tree = drawn({"a": [(1, 0.0), (2, -1.0), (3, 1e-6), (4, 1e-3)]}, log=True)
+    assert "a: 2 values at or below zero, left out of the logarithmic axis." in notes(tree)
+    assert "1e-6" in [node.text for node in tree.all("text", "up")]
+
+
+def test_lines_on_one_another_are_told_apart():
+    line = [(float(k), k / 7) for k in range(30)]
+    tree = drawn({"plain": line, "veil": [(x, y + 1e-7) for x, y in line], "far": [(x, y + 2) for x, y in line]})
+    plain, veil, far = tree.all("div", "frame")[0].all("path", "curve")
+    assert "stroke-dasharray" not in plain.attributes
+    assert "under" in plain.attributes["class"]
+    assert veil.attributes["stroke-dasharray"] != far.attributes["stroke-dasharray"]
+    assert notes(tree) == "plain and veil coincide: largest difference 1e-7."
+
+
+def test_a_noisy_line_is_dashed_only_over_another():
+    draw = random.Random(2)
+    noise = [(float(k), draw.random()) for k in range(300)]
+    tree = drawn({"plain": noise, "veil": noise[:-1], "alone": [(x, y + 5) for x, y in noise]})
+    dashes = [path.attributes.get("stroke-dasharray") for path in tree.all("div", "frame")[0].all("path", "curve")]
+    assert dashes[0] is dashes[2] is None
+    assert float(dashes[1].split()[0]) > 20
+
+
+def test_lines_that_share_a_colour_differ_in_dash():
+    tree = drawn({f"run {number}": [(0, number), (1, number)] for number in range(20)})
+    looks = [
+        (path.attributes["class"], path.attributes.get("stroke-dasharray"))
+        for path in tree.all("div", "frame")[0].all("path", "curve")
+    ]
+    assert len(set(looks)) == len(looks) == 20
+
+
+def test_thinning_keeps_ends_and_extremes():
+    draw = random.Random(3)
+    points = [(float(k), draw.random()) for k in range(20_000)]
+    points[777], points[15_123] = (777.0, 40.0), (15_123.0, -40.0)
+    kept = thin(points, 500)
+    assert len(kept) <= 502
+    assert {points[0], points[-1], points[777], points[15_123]} <= set(kept)
+    assert list(kept) == sorted(kept)
+    for start in range(0, 20_000, 80):
+        run = [y for _, y in points[start : start + 80]]
+        assert {min(run), max(run)} <= {y for x, y in kept if start <= x < start + 80}
+
+
+def test_thinning_keeps_gaps():
+    points = [(float(k), NAN if k == 5_000 else 1.0) for k in range(20_000)]
+    assert any(math.isnan(y) for _, y in thin(points, 500))
+
+
+def test_a_line_of_gaps_is_thinned_too():
+    line = clean("a", [(k, NAN if k % 2 else k) for k in range(20_000)], log=False)
+    assert len(thin(line.points, 500)) <= 760
+
+
+def test_a_thinned_chart_says_so_and_names_its_rows():
+    tree = drawn({"a": [(k, k) for k in range(1000)]})
+    assert "thinned" in notes(tree)
+    assert tree.all("summary")[0].text == "Data100 of 1,000 rows"
+    assert len(tree.all("tbody")[0].all("tr")) == 100
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.1, 0.97, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        (0, 20_000, ["0", "5,000", "10,000", "15,000", "20,000"]),
+        (-1, 1, ["-1.0", "-0.5", "0.0", "0.5", "1.0"]),
+        (0.9, 0.98, ["0.90", "0.92", "0.94", "0.96", "0.98"]),
+        (1e-7, 4e-7, ["1e-7", "2e-7", "3e-7", "4e-7"]),
+    ],
+)
+def test_ticks_are_round(low, high, labels):
+    assert [label for _, label in linear(low, high, wanted=5, outward=True).ticks] == labels
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (1e-7, 1e-2, ["1e-7", "1e-6", "1e-5", "1e-4", "1e-3", "1e-2"]),
+        (2e-6, 7e-6, ["2e-6", "5e-6"]),
+        (1e-15, 1e-5, ["1e-14", "1e-12", "1e-10", "1e-8", "1e-6"]),
+    ],
+)
+def test_logarithmic_ticks_are_powers_of_ten(low, high, labels):
+    assert [label for _, label in logarithmic(low, high, wanted=6).ticks] == labels
+
+
+values = st.floats() | st.sampled_from([0.0, 1.0, 1.0 + 2**-52, 5e-324, 1e-300, 1e299, NAN, INF])
+
+
+@given(points=st.lists(st.tuples(values, values), max_size=40), log=st.booleans())
+def test_any_values_make_a_chart_whose_lines_stay_inside(points, log):
+    tree = read(render("t", "l", [Curves("c", "x", "y", {"a": points}, log_y=log)], "c"))
+    for frame in tree.all("div", "frame"):
+        assert frame.all("text", "up")
+        for mark in frame.all("use"):
+            assert all(-0.01 <= float(mark.attributes[key].rstrip("%")) <= 100.01 for key in ("x", "y"))
+        assert not {"nan", "inf"} & set(frame.all("path")[0].attributes["d"].replace("L", " ").split())

@@ -1,0 +1,177 @@
+"""The page: its structure, what it refuses, what it never lets through, how it is written."""
+
+import os
+import stat
+
+import pytest
+from tests.report import demo
+from tests.report.tree import read
+
+from fedveil.errors import BadArgument
+from fedveil.report import Beside, Curves, Facts, Matrix, Table, Text, page, render, write
+from fedveil.report.palette import DARK, LIGHT
+
+EVIL = "<script>alert('x')</script>\"&' onload=\"x"
+
+
+@pytest.fixture(scope="module")
+def text():
+    return render(demo.TITLE, demo.LEAD, demo.sections(), demo.COMMAND)
+
+
+@pytest.fixture(scope="module")
+def tree(text):
+    return read(text)
+
+
+def test_the_page_has_one_first_heading_and_a_heading_a_section(tree):
+    assert [node.text for node in tree.all("h1")] == [demo.TITLE]
+    assert [node.text for node in tree.all("h2")] == [section.title for section in demo.sections()]
+
+
+def test_every_link_inside_the_page_leads_somewhere(tree):
+    ids = [node.attributes["id"] for node in tree.walk() if "id" in node.attributes]
+    assert len(ids) == len(set(ids))
+    links = [node.attributes["href"] for node in tree.walk() if node.attributes.get("href", "").startswith("#")]
+    assert len([*tree.all("nav")[0].all("a")]) == len(demo.sections())
+    assert {link[1:] for link in links} <= set(ids)
+    named = {name for node in tree.walk() for name in node.attributes.get("aria-labelledby", "").split()}
+    assert named <= set(ids)
+
+
+def policy(tree):
+    return next(node for node in tree.all("meta") if "http-equiv" in node.attributes).attributes["content"]
+
+
+def test_the_page_loads_nothing(tree):
+    for node in tree.walk():
+        assert "src" not in node.attributes
+        assert node.attributes.get("href", "#").startswith(("#", "data:"))
+    style = tree.all("style")[0].text
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "default-src 'none'" in policy(tree)
+
+
+def test_the_page_states_result_and_command(tree):
+    assert tree.all("p", "lead")[0].text == demo.LEAD
+    assert tree.all("code")[0].text == demo.COMMAND
+
+
+def test_sections_of_one_title_have_ids_of_their_own():
+    tree = read(render("t", "l", [Text("Same", ["a"]), Text("Same", ["b"]), Text("日本", ["c"])], "c"))
+    assert len({node.attributes["id"] for node in tree.all("section")}) == 3
+
+
+def test_whatever_can_scroll_can_be_reached_by_keyboard_and_has_a_name(tree):
+    boxes = tree.all("div", "scroll")
+    assert boxes
+    assert all(box.attributes["tabindex"] == "0" and box.attributes["aria-label"] for box in boxes)
+
+
+def test_every_chart_has_words_and_a_table(tree):
+    charts = tree.all("figure", "chart")
+    assert len(charts) == 4
+    for chart in charts:
+        assert "Line chart" in chart.all("svg", "plot")[0].attributes["aria-label"]
+        assert chart.all("details")[0].all("table")
+
+
+def test_nothing_a_caller_supplies_becomes_markup():
+    matrix = Matrix(EVIL, [EVIL, "b"], [[1, 2], [3, 4]], note=EVIL)
+    curves = Curves(EVIL, EVIL, EVIL, {EVIL: [(1, 1), (2, 2)], "empty" + EVIL: []}, note=EVIL)
+    table = Table(EVIL, [EVIL, "b"], [[EVIL, EVIL]], note=EVIL)
+    text = Text(EVIL, [EVIL])
+    tree = read(
+        render(EVIL, EVIL, [matrix, curves, table, text, Facts(EVIL, {EVIL: EVIL}), Beside(EVIL, [matrix])], EVIL)
+    )
+    assert len(tree.all("script")) == 1
+    assert not any("onload" in node.attributes for node in tree.walk())
+    assert tree.all("h1")[0].text == EVIL
+    assert tree.all("dd")[0].text == EVIL
+
+
+def test_the_policy_runs_no_script_but_our_own(tree):
+    scripts = next(rule for rule in policy(tree).split("; ") if rule.startswith("script-src"))
+    assert scripts.startswith("script-src 'sha256-")
+    assert "unsafe" not in scripts
+
+
+def test_columns_of_numbers_are_aligned_and_failures_marked(tree):
+    results = next(node for node in tree.all("section") if node.attributes["id"].endswith("results"))
+    numeric = ["number" in node.attributes.get("class", "") for node in results.all("thead")[0].all("th")]
+    assert numeric == [False, True, True, True, True, True, False]
+    assert [node.text for node in results.all("td", "failed")] == ["failed: out of memory"]
+
+
+def test_a_matrix_marks_its_diagonal_and_says_what_it_shows():
+    tree = read(render("t", "l", [Matrix("m", ["cat", "dog"], [[9, 1], [0, 0]])], "c"))
+    assert [node.text for node in tree.all("td", "hit")] == ["9", "0"]
+    assert (
+        tree.all("p", "summary")[0].text
+        == "90.00% right: 9 of 10 answers. Commonest mistake: cat answered as dog, 1 time."
+    )
+
+
+@pytest.mark.parametrize(
+    "section", [Matrix("m", [], []), Table("t", [], []), Facts("f", {}), Beside("b", []), Text("t", [])]
+)
+def test_an_empty_section_is_no_reason_to_fail(section):
+    assert len(read(render("t", "l", [section], "c")).all("section")) == 1
+
+
+def test_sections_that_do_not_add_up_are_refused():
+    with pytest.raises(BadArgument, match="Table 't': row 2 has 1 cells, the header has 2"):
+        Table("t", ["a", "b"], [["1", "2"], ["3"]])
+    with pytest.raises(BadArgument, match="Matrix 'm': 2 labels need 2 rows of 2 counts"):
+        Matrix("m", ["a", "b"], [[1, 2]])
+    with pytest.raises(BadArgument, match="Matrix 'm': a count is below zero"):
+        Matrix("m", ["a"], [[-1]])
+
+
+def test_writing_replaces_a_page_whole(tmp_path):
+    path = tmp_path / "runs" / "report.html"
+    assert write(path, "one", "l", [], "c") == path
+    write(path, "two", "l", [], "c")
+    assert "<h1>two</h1>" in path.read_text(encoding="utf-8")
+    assert [entry.name for entry in path.parent.iterdir()] == ["report.html"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_write_that_fails_leaves_the_older_page_and_no_rubbish(tmp_path, monkeypatch):
+    path = write(tmp_path / "report.html", "one", "l", [], "c")
+    before = path.read_bytes()
+    monkeypatch.setattr(page.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write(path, "two", "l", [], "c")
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_a_page_of_a_dozen_long_charts_stays_below_a_megabyte():
+    series = {
+        name: [(k / 7, (k * 7919 % 1013) / 997 + k) for k in range(20_000)] for name in ("plain", "veil", "control")
+    }
+    charts = [Curves(f"chart {number}", "step", "loss", series) for number in range(12)]
+    assert len(render("t", "l", charts, "c").encode()) < 1_000_000
+
+
+def _luminance(colour):
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _contrast(one, other):
+    high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_text_and_lines_stand_out_in_both_themes(theme):
+    for ink, ground in [("ink", "page"), ("quiet", "page"), ("accent", "page"), ("bad", "page"), ("quiet", "surface")]:
+        assert _contrast(theme[ink], theme[ground]) >= 4.5, (ink, ground)
+    for ground in ("hit", "miss"):
+        assert _contrast(theme["ink"], theme[ground]) >= 4.5, ground
+    for number in range(8):
+        assert _contrast(theme[f"s{number}"], theme["page"]) >= 3, number
