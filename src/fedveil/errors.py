@@ -8,6 +8,7 @@ FedveilError
 │   └── NothingToVeil    every axis is pinned: a veil would change nothing
 ├── ModelMismatch        a model is not the one that was analysed or broadcast
 ├── SecretReused         a secret covers one broadcast, and this one has covered its own
+├── Diverged             training left the finite numbers
 └── UpdateRefused        an update that must not be aggregated; says which client and which tensor
     ├── StaleUpdate      made for another round
     ├── ForeignUpdate    made for another model
@@ -55,6 +56,10 @@ class ModelMismatch(FedveilError):
 
 class SecretReused(FedveilError):
     """A secret covers one broadcast only."""
+
+
+class Diverged(FedveilError):
+    """Training left the finite numbers."""
 
 
 class UpdateRefused(FedveilError):

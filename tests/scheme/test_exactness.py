@@ -207,3 +207,17 @@ def test_the_estimate_of_the_error_is_at_rounding_level():
         build, shape = ZOO[name]
         recovered = veiled_round(built(build), *batch(shape), seed=0, groups=3, additive=1e6)
         assert torch.finfo(torch.float64).eps <= recovered.error < 1e-12
+
+
+@pytest.mark.parametrize("name", ["MLP L=3", "CNN", "tanh"])
+def test_batches_of_several_clients_go_through_one_weighted_step(name):
+    build, shape = ZOO[name]
+    model = built(build)
+    data = [batch(shape, samples=n, seed=n) for n in (3, 7)]
+    secret = fedveil.draw_secret(fedveil.analyse(model, data[0][0]), groups=2, entropy=fedveil.Entropy.for_tests(0))
+    broadcast = fedveil.perturb(model, secret)
+    apart = fedveil.recover(secret, [fedveil.client_step(model, broadcast, *part) for part in data], weights=[10, 30])
+    weights = torch.tensor([0.25 / 3] * 3 + [0.75 / 7] * 7, dtype=torch.float64)
+    together = (torch.cat(parts) for parts in zip(*data, strict=True))
+    fused = fedveil.recover(secret, [fedveil.client_step(model, broadcast, *together, weights=weights)])
+    assert worst(fused.gradients, apart.gradients) < FLOAT64

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.layout import Inside, look_inside
 from fedveil.scheme.chain import backward, forward, links_of
-from fedveil.scheme.losses import match_targets, squared_error_passes
+from fedveil.scheme.losses import match_targets, per_sample, squared_error_passes
 from fedveil.scheme.messages import Broadcast, PublicHead, Tensors, Update
 
 
@@ -84,7 +84,13 @@ def _forward(model: nn.Module, head: PublicHead | None, inputs: Tensor | Sequenc
     return seen[0]
 
 
-def client_step(model: nn.Module, broadcast: Broadcast, inputs: Tensor | Sequence[Tensor], targets: Tensor) -> Update:
+def client_step(
+    model: nn.Module,
+    broadcast: Broadcast,
+    inputs: Tensor | Sequence[Tensor],
+    targets: Tensor,
+    weights: Tensor | None = None,
+) -> Update:
     """Compute what a client uploads for a batch.
 
     Paper, Sec. 4.2: the perturbed gradient, sigma~_1 ... sigma~_m and beta, each averaged over the samples. Every one
@@ -95,6 +101,8 @@ def client_step(model: nn.Module, broadcast: Broadcast, inputs: Tensor | Sequenc
         broadcast: what the server sent.
         inputs: a batch, or a tuple of them for a forward with several arguments; on the model's device.
         targets: in the shape of the model's outputs.
+        weights: of the samples, in place of 1 / samples: with weights |D_k| / (|D| samples_k) the batches of several
+            clients that share a broadcast go through one step, to the same sum.
 
     Raises:
         ModelMismatch: the model has other tensors, or another mode, than the one that was veiled.
@@ -111,10 +119,10 @@ def client_step(model: nn.Module, broadcast: Broadcast, inputs: Tensor | Sequenc
     values = _with_alpha(head, broadcast.parameters) if head else broadcast.parameters
     links = links_of(model, inputs)
     if head and links and isinstance(inputs, Tensor):
-        passes, buffers = _passes_of_chain(head, links, values, inputs, targets, trainable), {}
+        passes, buffers = _passes_of_chain(head, links, values, inputs, targets, weights, trainable), {}
     else:
         buffers = {name: value.clone() for name, value in broadcast.buffers.items()}
-        passes = _passes(model, inside, broadcast, values | buffers, inputs, targets)
+        passes = _passes(model, inside, broadcast, values | buffers, inputs, targets, weights)
     if head:
         for gradients in passes:
             for name in gradients.keys() & {head.weight, head.bias}:
@@ -128,12 +136,13 @@ def _passes_of_chain(
     values: Tensors,
     inputs: Tensor,
     targets: Tensor,
+    weights: Tensor | None,
     trainable: Sequence[str],
 ) -> list[Tensors]:
     """Forward, and all backward passes at once."""
     with torch.no_grad():
         seen = forward(links, values, inputs)
-        cotangents = squared_error_passes(seen[-1], targets, head.direction, head.partition, head.groups)
+        cotangents = squared_error_passes(seen[-1], targets, head.direction, head.partition, head.groups, weights)
         return backward(links, values, seen, cotangents, trainable)
 
 
@@ -144,6 +153,7 @@ def _passes(
     values: Tensors,
     inputs: Tensor | Sequence[Tensor],
     targets: Tensor,
+    weights: Tensor | None,
 ) -> list[Tensors]:
     """Forward by the model's own code, and one backward pass of autograd for each cotangent."""
     head, names = broadcast.head, broadcast.trainable
@@ -153,9 +163,9 @@ def _passes(
         outputs = _forward(model, head, inputs)
     with torch.no_grad():
         if head:
-            cotangents = squared_error_passes(outputs, targets, head.direction, head.partition, head.groups)
+            cotangents = squared_error_passes(outputs, targets, head.direction, head.partition, head.groups, weights)
         else:
-            cotangents = [(outputs - match_targets(outputs, targets)) / outputs.shape[0]]
+            cotangents = [(outputs - match_targets(outputs, targets)) * per_sample(outputs, weights)]
     passes = []
     for number, cotangent in enumerate(cotangents, 1):
         again = number < len(cotangents)

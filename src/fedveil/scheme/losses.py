@@ -39,8 +39,20 @@ def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     raise BadArgument("targets", f"shape is {tuple(targets.shape)}, the model's outputs have {wanted}", fix)
 
 
+def per_sample(outputs: Tensor, weights: Tensor | None) -> Tensor | float:
+    """The weight of each sample, to multiply outputs with: 1 / samples unless given."""
+    if weights is None:
+        return 1 / outputs.shape[0]
+    return weights.to(outputs).reshape(-1, *[1] * (outputs.dim() - 1))
+
+
 def squared_error_passes(
-    outputs: Tensor, targets: Tensor, direction: Tensor, partition: Tensor, groups: int
+    outputs: Tensor,
+    targets: Tensor,
+    direction: Tensor,
+    partition: Tensor,
+    groups: int,
+    weights: Tensor | None = None,
 ) -> list[Tensor]:
     """Cotangents for (y, alpha) of the m + 2 passes: G^, sigma~_1 ... sigma~_m, beta (paper, Theorem 2).
 
@@ -49,9 +61,12 @@ def squared_error_passes(
         G^        (delta, 0)                                delta = (y - target) / samples
         sigma~_s  (alpha r_a|I_s, r_a|I_s . delta)
         beta      (0, alpha)
+
+    `weights` are the samples' weights in place of 1 / samples.
     """
-    y, alpha = torch.split_with_sizes(outputs.detach() / outputs.shape[0], [direction.shape[0], 1], -1)
-    delta = y - match_targets(y, targets) / outputs.shape[0]
+    share = per_sample(outputs, weights)
+    y, alpha = torch.split_with_sizes(outputs.detach() * share, [direction.shape[0], 1], -1)
+    delta = y - match_targets(y, targets) * share
     rows = [direction] if groups == 1 else [direction * (partition == s) for s in range(groups)]
     sigmas = [torch.cat([alpha * row, delta @ row.unsqueeze(1)], -1) for row in rows]
     return [
