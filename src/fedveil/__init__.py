@@ -1,6 +1,7 @@
 """Fedveil: federated learning on a model that no client is ever sent."""
 
 from fedveil.errors import FedveilError
+from fedveil.federation import Federation, History
 from fedveil.graph import Plan, Symmetry, analyse
 from fedveil.scheme import (
     Broadcast,
@@ -18,7 +19,9 @@ from fedveil.scheme import (
 __all__ = [
     "Broadcast",
     "Entropy",
+    "Federation",
     "FedveilError",
+    "History",
     "Plan",
     "Recovered",
     "Secret",

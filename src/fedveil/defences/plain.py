@@ -1,0 +1,105 @@
+"""No defence: clients get the model and send gradients (the paper's FedAvg)."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.defences.interface import Aggregate
+from fedveil.errors import NonFiniteUpdate
+from fedveil.scheme.losses import match_targets, per_sample
+
+
+@dataclass(frozen=True, eq=False)
+class PlainUpdate:
+    """Gradients and buffers, as they are."""
+
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+class Plain:
+    """Weighted mean of plain gradients.
+
+    Args:
+        rounding: a seed makes it a rounding control (docs/maths.md, 'What "equal" means'): every gradient tensor gets
+            noise of one unit in the last place, to show what floating point alone does to a run.
+    """
+
+    def __init__(self, rounding: int | None = None) -> None:
+        self.name = "plain" if rounding is None else "rounding control"
+        self._noise = None if rounding is None else torch.Generator().manual_seed(rounding)
+
+    def prepare(self, model: nn.Module, example: Tensor, loss: str) -> None:
+        """Nothing to prepare."""
+
+    def broadcast(self, model: nn.Module) -> nn.Module:
+        """The model itself: in one process nothing needs to be copied."""
+        return model
+
+    def client_step(
+        self, model: nn.Module, broadcast: nn.Module, inputs: Tensor, targets: Tensor, weights: Tensor | None
+    ) -> PlainUpdate:
+        """Gradients of half the squared distance; buffers are the client's own copies."""
+        trainable = {name: p for name, p in broadcast.named_parameters() if p.requires_grad}
+        own = {name: buffer.clone() for name, buffer in broadcast.named_buffers()}
+        outputs = torch.func.functional_call(broadcast, own, (inputs,)) if own else broadcast(inputs)
+        delta = (outputs.detach() - match_targets(outputs, targets)) * per_sample(outputs, weights)
+        found = torch.autograd.grad(outputs, list(trainable.values()), delta)
+        return PlainUpdate(dict(zip(trainable, found, strict=True)), own)
+
+    def accumulate(
+        self, broadcast: nn.Module, total: PlainUpdate | None, update: PlainUpdate
+    ) -> tuple[nn.Module, PlainUpdate]:
+        """Sum of gradients; statistics go on from where the last batch left them."""
+        if update.buffers:
+            broadcast = copy.deepcopy(broadcast)
+            broadcast.load_state_dict(update.buffers, strict=False)
+        if total is not None:
+            summed = {name: total.gradients[name] + g for name, g in update.gradients.items()}
+            update = PlainUpdate(summed, update.buffers)
+        return broadcast, update
+
+    def aggregate(self, updates: Sequence[PlainUpdate], weights: Sequence[float]) -> Aggregate:
+        """sum_k |D_k| / |D| times client k's gradients and floating buffers."""
+        shares = [weight / sum(weights) for weight in weights]
+        gradients = _mean([update.gradients for update in updates], shares)
+        if not math.isfinite(float(torch.stack(torch._foreach_norm(list(gradients.values()))).sum())):
+            for position, update in enumerate(updates):
+                _refuse_non_finite(position, update.gradients)
+        if self._noise is not None:
+            gradients = {name: self._rounded(g) for name, g in gradients.items()}
+        buffers = _mean([update.buffers for update in updates], shares)
+        return Aggregate(gradients, buffers, 0.0)
+
+    def _rounded(self, gradient: Tensor) -> Tensor:
+        draw = torch.randn(gradient.shape, generator=self._noise, dtype=gradient.dtype).to(gradient.device)
+        return gradient + torch.finfo(gradient.dtype).eps * gradient.pow(2).mean().sqrt() * draw
+
+    def client_view(self, model: nn.Module, broadcast: nn.Module) -> nn.Module:
+        """The true model."""
+        return copy.deepcopy(broadcast)
+
+
+def _mean(dicts: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> dict[str, Tensor]:
+    """Weighted mean by name; of counters the largest."""
+    if len(dicts) == 1:
+        return dict(dicts[0])
+    mean = {}
+    for name, first in dicts[0].items():
+        tensors = [tensors[name] for tensors in dicts]
+        if first.is_floating_point():
+            mean[name] = torch.stack([t * share for t, share in zip(tensors, shares, strict=True)]).sum(0)
+        else:
+            mean[name] = torch.stack(tensors).amax(0)
+    return mean
+
+
+def _refuse_non_finite(position: int, own: Mapping[str, Tensor]) -> None:
+    """Name the client and its first gradient that is not finite."""
+    for name, gradient in own.items():
+        if not torch.isfinite(gradient).all():
+            raise NonFiniteUpdate(f"client {position}", f"gradient {name} holds NaN or infinity")

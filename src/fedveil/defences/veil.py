@@ -1,0 +1,90 @@
+"""The paper's defence: one-time noise on the model, lifted from what clients send."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.defences.interface import Aggregate
+from fedveil.errors import BadArgument
+from fedveil.graph import Plan, analyse
+from fedveil.scheme import Broadcast, Entropy, Secret, Update, client_step, client_view, draw_secret, perturb, recover
+
+
+class Veil:
+    """A new secret in every round.
+
+    Args:
+        groups: the paper's m.
+        additive: size of the noise on the head.
+        multiplicative: bound of the factors on hidden units.
+        permute: also permute units secretly.
+        head: "exposed" for models that do not end in a Linear; then clients read true predictions.
+        entropy: `Entropy.for_tests(seed)` for repeatable tests.
+    """
+
+    name = "veil"
+
+    def __init__(
+        self,
+        groups: int = 1,
+        additive: float = 1.0,
+        multiplicative: float = 4.0,
+        *,
+        permute: bool = True,
+        head: str = "linear",
+        entropy: Entropy | None = None,
+    ) -> None:
+        self.groups, self.additive, self.multiplicative, self.permute = groups, additive, multiplicative, permute
+        self._head, self._entropy = head, entropy
+        self._plan: Plan | None = None
+        self._secret: Secret | None = None
+        self._loss = "squared_error"
+
+    def prepare(self, model: nn.Module, example: Tensor, loss: str) -> None:
+        """Analyse the model."""
+        self._plan = analyse(model, example, head=self._head)  # type: ignore[arg-type]
+        self._loss = loss
+
+    @property
+    def plan(self) -> Plan:
+        """What may be covered."""
+        if self._plan is None:
+            raise BadArgument("veil", "no model was prepared yet", "prepare(model, example, loss) first")
+        return self._plan
+
+    def broadcast(self, model: nn.Module) -> Broadcast:
+        """Cover the model with a new secret; the last one is forgotten."""
+        noise = self.groups, self.additive, self.multiplicative
+        self._secret = draw_secret(self.plan, self._loss, *noise, permute=self.permute, entropy=self._entropy)
+        return perturb(model, self._secret)
+
+    def client_step(
+        self, model: nn.Module, broadcast: Broadcast, inputs: Tensor, targets: Tensor, weights: Tensor | None
+    ) -> Update:
+        """The perturbed gradient and its correction terms."""
+        return client_step(model, broadcast, inputs, targets, weights)
+
+    def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:
+        """Sum of passes; statistics go on, still veiled, from where the last batch left them."""
+        if update.buffers:
+            broadcast = dataclasses.replace(broadcast, buffers=update.buffers)
+        if total is not None:
+            passes = [{k: a[k] + g for k, g in b.items()} for a, b in zip(total.passes, update.passes, strict=True)]
+            samples = total.samples + update.samples
+            update = dataclasses.replace(update, passes=tuple(passes), samples=samples)
+        return broadcast, update
+
+    def aggregate(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
+        """Lift the noise from the weighted sum, and forget the secret."""
+        if self._secret is None:
+            raise BadArgument("veil", "there is no broadcast to answer", "broadcast(model) first")
+        recovered = recover(self._secret, updates, weights)
+        self._secret = None
+        return Aggregate(recovered.gradients, recovered.buffers, recovered.error)
+
+    def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
+        """The model as the paper sends it: base plus offset."""
+        with torch.no_grad():
+            return client_view(model, broadcast)

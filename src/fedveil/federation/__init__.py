@@ -1,0 +1,5 @@
+"""Who says what, round by round: server, clients, engine, checkpoints."""
+
+from fedveil.federation.engine import Federation, History
+
+__all__ = ["Federation", "History"]

@@ -1,0 +1,213 @@
+"""A run as plain values: from flags, from a TOML file, into objects."""
+
+import dataclasses
+import difflib
+import importlib
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from fedveil import data as datasets
+from fedveil.data import Data
+from fedveil.defences import Defence, Plain, Veil
+from fedveil.errors import BadArgument
+from fedveil.models import cnn, densenet, mlp, resnet
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "defence": ("plain", "veil"),
+    "loss": ("squared_error",),
+    "optimizer": ("adam", "adamw", "sgd"),
+    "schedule": ("constant", "cosine"),
+    "split": ("iid", "dirichlet", "column"),
+    "norm": ("batch", "none"),
+    "shortcut": ("A", "B"),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run, but for the secrets."""
+
+    data: str = "digits"
+    path: str | None = None
+    train_size: int | None = None
+    test_size: int | None = None
+    duration: bool = True
+    task: str | None = None
+    target: str | None = None
+    size: int | None = None
+    clients: int = 5
+    split: str = "iid"
+    alpha: float = 0.5
+    column: str | None = None
+    model: str = "mlp"
+    layers: int = 3
+    hidden: int = 50
+    bias: bool = True
+    width: int = 16
+    norm: str = "batch"
+    shortcut: str = "A"
+    defence: str = "veil"
+    groups: int = 1
+    additive: float = 1.0
+    multiplicative: float = 4.0
+    permute: bool = True
+    loss: str = "squared_error"
+    optimizer: str = "adam"
+    lr: float = 1e-3
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    epochs: int = 20
+    batch_size: int = 32
+    whole_shard: bool = False
+    participation: float = 1.0
+    fuse: bool = True
+    seed: int = 0
+    device: str = "cpu"
+    checkpoint_every: int = 0
+
+    def changes(self) -> dict[str, Any]:
+        """The values that are not the default."""
+        own, default = dataclasses.asdict(self), dataclasses.asdict(Config())
+        return {name: value for name, value in own.items() if value != default[name]}
+
+    def flags(self) -> str:
+        """The values that are not the default, as flags of `fedveil train`."""
+        words = []
+        for name, value in self.changes().items():
+            flag = name.replace("_", "-")
+            words.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}")
+        return " ".join(words)
+
+
+def kinds() -> dict[str, type]:
+    """The type of each value."""
+    hints = get_type_hints(Config)
+    return {name: next((t for t in get_args(hint) if t is not type(None)), hint) for name, hint in hints.items()}
+
+
+def configure(values: Mapping[str, Any], where: str = "configuration") -> Config:
+    """A checked configuration; an unknown key is an error with the nearest valid one."""
+    known = kinds()
+    clean: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            fix = f"did you mean {near[0]!r}?" if near else "valid keys: " + ", ".join(known)
+            raise BadArgument(where, f"there is no key {key!r}", fix)
+        wanted = known[name]
+        number = wanted is float and isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not number and type(value) is not wanted:
+            raise BadArgument(where, f"{key} must be {wanted.__name__}, got {value!r}")
+        if name in CHOICES and value not in CHOICES[name]:
+            raise BadArgument(where, f"{key} must be one of {', '.join(CHOICES[name])}, got {value!r}")
+        clean[name] = float(value) if number else value
+    for name in ("clients", "epochs", "batch_size", "layers", "hidden", "width"):
+        if clean.get(name, 1) < 1:
+            raise BadArgument(where, f"{name} must be at least 1, got {clean[name]}")
+    return Config(**clean)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The keys of a TOML file; tables only group them."""
+    try:
+        found = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise BadArgument(str(path), f"cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise BadArgument(str(path), f"is not TOML: {error}") from error
+    flat: dict[str, Any] = {}
+    for key, value in found.items():
+        flat |= value if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def load_data(config: Config) -> Data:
+    """The data set, with the options that it takes."""
+    names = ("train_size", "test_size", "task", "target", "size")
+    options = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    if not config.duration:
+        options["duration"] = False
+    if config.data == "digits" and not config.model.startswith("mlp"):
+        options["flat"] = False
+    return datasets.load(config.data, path=config.path, **options)
+
+
+def build_model(config: Config, data: Data) -> nn.Module:
+    """The named network for the data's shape, or what package.module:factory builds; repeatable by the seed."""
+    shape = data.train.inputs.shape[1:]
+    channels, outputs = (shape[0], data.outputs) if len(shape) == 3 else (1, data.outputs)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        if config.model == "mlp":
+            inputs = shape.numel()
+            net = mlp(inputs, outputs, layers=config.layers, hidden=config.hidden, bias=config.bias)
+            return net if len(shape) == 1 else nn.Sequential(nn.Flatten(), net)
+        if len(shape) == 1 and ":" not in config.model:
+            raise BadArgument(
+                "model", f"{config.model} takes images, {data.name} has rows of {shape[0]} numbers", "mlp"
+            )
+        if config.model == "cnn":
+            return cnn(channels, outputs, width=config.width, size=shape[-1])
+        if config.model == "densenet":
+            return densenet(channels, outputs)
+        if config.model.startswith("resnet") and config.model[6:].isdigit():
+            norm, shortcut = config.norm, config.shortcut
+            depth = int(config.model[6:])
+            return resnet(depth, channels, outputs, width=config.width, norm=norm, shortcut=shortcut)  # type: ignore[arg-type]
+        if ":" in config.model:
+            return load_factory(config.model)
+    fix = "mlp, cnn, resnet8, resnet20, resnet32, resnet44, resnet56, densenet or package.module:factory"
+    raise BadArgument("model", f"there is no model {config.model!r}", fix)
+
+
+def load_factory(spec: str) -> nn.Module:
+    """The model that `package.module:factory` builds, or names."""
+    path, _, name = spec.partition(":")
+    if not path or not name:
+        raise BadArgument(spec, "a model is named as package.module:factory", "fedveil inspect my_package.models:net")
+    try:
+        found = getattr(importlib.import_module(path), name)
+    except ImportError as error:
+        raise BadArgument(spec, f"cannot import {path}: {error}", "run where `import " + path + "` works") from error
+    except AttributeError as error:
+        raise BadArgument(spec, f"module {path} has no {name!r}") from error
+    try:
+        model = found if isinstance(found, nn.Module) else found()
+    except TypeError as error:
+        raise BadArgument(spec, f"cannot be called without arguments: {error}", "name a factory that can") from error
+    if not isinstance(model, nn.Module):
+        raise BadArgument(spec, f"gave {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def build_defence(config: Config) -> Defence:
+    """The named defence with its noise."""
+    if config.defence == "plain":
+        return Plain()
+    return Veil(config.groups, config.additive, config.multiplicative, permute=config.permute)
+
+
+def build_optimizer(config: Config) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
+    """The named optimiser with its settings."""
+    lr, decay = config.lr, config.weight_decay
+    if config.optimizer == "sgd":
+        return lambda p: torch.optim.SGD(p, lr, momentum=config.momentum, weight_decay=decay)
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return lambda p: kind(p, lr, weight_decay=decay)
+
+
+def build_schedule(
+    config: Config,
+) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None:
+    """The named learning-rate schedule, which steps once an epoch."""
+    if config.schedule == "constant":
+        return None
+    return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.epochs)

@@ -1,0 +1,109 @@
+"""The report page of a run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.data import Data
+from fedveil.defences import Veil
+from fedveil.federation.engine import Federation, History
+from fedveil.federation.evaluate import answers, metrics
+from fedveil.report import Beside, Curves, Facts, Matrix, Section, Table, Text, write
+from fedveil.scheme import client_view
+
+MOST_CLASSES = 20
+
+PROTECTION = (
+    "The veil stops attacks that use the model as it is sent. It is no guarantee against a participant that thinks: "
+    "the centred model is what any client can form without data, by removing the public offset from the head.",
+)
+
+
+def confusion(outputs: Tensor, targets: Tensor, classes: int) -> list[list[int]]:
+    """Counts: a row a true class, a column an answer."""
+    cells = torch.bincount(targets * classes + outputs.argmax(1), minlength=classes * classes)
+    return [[int(count) for count in row] for row in cells.reshape(classes, classes)]
+
+
+def client_models(federation: Federation) -> dict[str, nn.Module]:
+    """The model as the server has it, as a client is sent it, and centred."""
+    defence, model = federation.defence, federation.model
+    broadcast = defence.broadcast(model)
+    views = {"the server's model": model, "as a client is sent it": defence.client_view(model, broadcast)}
+    if isinstance(defence, Veil):
+        views["centred by a client that thinks"] = client_view(model, broadcast, centred=True)
+    return views
+
+
+def scores(views: Mapping[str, nn.Module], data: Data) -> dict[str, dict[str, float]]:
+    """Test metrics of each view."""
+    device = next(next(iter(views.values())).parameters()).device
+    inputs, targets = data.test.inputs.to(device), data.test.targets.to(device)
+    return {name: metrics(answers(view, inputs), targets) for name, view in views.items()}
+
+
+def view_sections(views: Mapping[str, nn.Module], data: Data) -> list[Section]:
+    """What the server has against what a client sees."""
+    found = scores(views, data)
+    name = next(iter(next(iter(found.values()))))
+    rows = [[view, f"{values[name]:.4f}"] for view, values in found.items()]
+    sections: list[Section] = [Table("What the server has, and what a client sees", ["model", f"test {name}"], rows)]
+    if data.classes and len(data.classes) <= MOST_CLASSES:
+        device = next(next(iter(views.values())).parameters()).device
+        parts = [
+            Matrix(
+                view,
+                data.classes,
+                confusion(answers(m, data.test.inputs.to(device)).cpu(), data.test.targets, data.outputs),
+            )
+            for view, m in list(views.items())[:2]
+        ]
+        sections.append(Beside("Answers on the test data", parts, "Rows are true classes, columns answers."))
+    return sections
+
+
+ESTIMATED = "Estimated by the server from the sizes of the terms it adds up."
+
+
+def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> list[Section]:
+    """Metrics and errors over rounds."""
+    sections: list[Section] = []
+    for name in ("accuracy", "mse"):
+        series = {run: history.curve(name) for run, history in histories.items() if history.curve(name)}
+        if series:
+            sections.append(Curves(f"Test {name}", "round", name, series))
+    errors = {run: [(r, e) for r, e in h.curve("error") if e > 0] for run, h in histories.items()}
+    errors = {run: points for run, points in errors.items() if points}
+    if errors:
+        sections.append(Curves("Relative error of the recovered gradient", "round", "error", errors, True, note))
+    return sections
+
+
+def cost_section(histories: Mapping[str, History]) -> Section:
+    """Seconds of each run."""
+    rows = []
+    for run, history in histories.items():
+        seconds, rounds = history.records[-1]["seconds"], len(history.records)
+        rows.append([run, str(rounds), f"{seconds:.1f}", f"{1e3 * seconds / rounds:.2f}"])
+    return Table("Cost", ["run", "rounds", "seconds", "ms a round"], rows, "Evaluation included.")
+
+
+def run_page(
+    path: Path, federation: Federation, data: Data, config: Mapping[str, Any], summary: Mapping[str, Any]
+) -> Path:
+    """Write the page of one run."""
+    name = federation.defence.name
+    histories = {name: federation.history}
+    sections = [
+        *curve_sections(histories),
+        *view_sections(client_models(federation), data),
+        *([Text("What is and is not protected", PROTECTION)] if isinstance(federation.defence, Veil) else []),
+        cost_section(histories),
+        Facts("Configuration", {key: str(value) for key, value in config.items()}),
+    ]
+    metric = next((f"test {key} {summary[key]:.4f}" for key in ("accuracy", "mse") if key in summary), "no evaluation")
+    lead = f"{name}: {metric} after {summary['rounds']} rounds with {config['clients']} clients."
+    return write(path, f"{data.name}, {config['model']}, {name}", lead, sections, str(summary["repeat"]))

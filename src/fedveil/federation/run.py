@@ -1,0 +1,127 @@
+"""A run and its folder: config.json, metrics.jsonl, model.safetensors, report.html, and a checkpoint to go on from."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fedveil.data import Data, split
+from fedveil.errors import BadArgument
+from fedveil.federation.config import (
+    Config,
+    build_defence,
+    build_model,
+    build_optimizer,
+    build_schedule,
+    load_data,
+)
+from fedveil.federation.engine import Federation, Record
+from fedveil.federation.page import run_page
+
+
+def client_parts(config: Config, data: Data) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each client's records."""
+    rows = split(data, config.clients, how=config.split, seed=config.seed, alpha=config.alpha, column=config.column)
+    return [(data.train.inputs[r], data.train.targets[r]) for r in rows]
+
+
+def federation_of(config: Config, data: Data) -> Federation:
+    """The federation that a configuration describes, before its first round."""
+    try:
+        model = build_model(config, data).to(config.device)
+    except RuntimeError as error:
+        raise BadArgument("device", f"cannot use {config.device!r}: {error}", "--device cpu") from error
+    return Federation(
+        model,
+        client_parts(config, data),
+        build_defence(config),
+        build_optimizer(config),
+        schedule=build_schedule(config),
+        batch_size=config.batch_size,
+        loss=config.loss,
+        whole_shard=config.whole_shard,
+        participation=config.participation,
+        fuse=config.fuse,
+        seed=config.seed,
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    half = path.with_name(path.name + ".part")
+    half.write_text(text)
+    os.replace(half, path)
+
+
+def save_model(path: Path, model: nn.Module) -> None:
+    """The model's values as safetensors."""
+    half = path.with_name(path.name + ".part")
+    save_file({name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}, half)
+    os.replace(half, path)
+
+
+def prepare_folder(folder: Path, config: Config, resume: bool) -> None:
+    """Make the folder; one that holds a run is only gone on with, and only with the same configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    known = folder / "config.json"
+    own = dataclasses.asdict(config)
+    if known.exists() and not resume:
+        raise BadArgument(str(folder), "there is a run in this folder", "--resume to go on with it, or another --out")
+    if known.exists():
+        old = json.loads(known.read_text())
+        other = [name for name, value in own.items() if name != "epochs" and old.get(name) != value]
+        if other:
+            what = f"the run here has {other[0]} = {old.get(other[0])!r}, not {own[other[0]]!r}"
+            raise BadArgument(str(folder), what, "resume with the same configuration (only epochs may grow)")
+    write_text(known, json.dumps(own, indent=2) + "\n")
+
+
+def train(
+    config: Config,
+    folder: Path,
+    *,
+    resume: bool = False,
+    on_round: Callable[[Record], None] | None = None,
+    data: Data | None = None,
+) -> dict[str, Any]:
+    """Run a configuration to its end; returns the summary that `fedveil train` prints."""
+    prepare_folder(folder, config, resume)
+    data = data or load_data(config)
+    federation = federation_of(config, data)
+    if resume and (folder / "checkpoint.pt").exists():
+        federation.resume(folder)
+    lines = [json.dumps(record) for record in federation.history.records]
+    write_text(folder / "metrics.jsonl", "".join(line + "\n" for line in lines))
+    with (folder / "metrics.jsonl").open("a", buffering=1) as metrics:
+
+        def log(record: Record) -> None:
+            metrics.write(json.dumps(record) + "\n")
+            if on_round:
+                on_round(record)
+
+        history = federation.fit(
+            config.epochs,
+            test=(data.test.inputs, data.test.targets),
+            folder=folder,
+            checkpoint_every=config.checkpoint_every or federation.rounds_per_epoch,
+            on_round=log,
+        )
+    save_model(folder / "model.safetensors", federation.model)
+    summary: dict[str, Any] = {
+        "folder": str(folder),
+        "rounds": federation.round,
+        **{name: history.last[name] for name in ("accuracy", "mse") if name in history.last},
+        "best": federation.best[0] if federation.best else None,
+        "largest_error": max((record["error"] for record in history.records), default=0.0),
+        "seconds": history.records[-1]["seconds"] if history.records else 0.0,
+        "repeat": f"fedveil train {config.flags()} --out {folder}",
+    }
+    write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    run_page(folder / "report.html", federation, data, dataclasses.asdict(config), summary)
+    return summary
