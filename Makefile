@@ -14,7 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: venv
-	$(BIN)/python examples/lossless_round.py
+	$(BIN)/fedveil demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 -m "not slow"

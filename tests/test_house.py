@@ -8,7 +8,16 @@ import pytest
 import fedveil
 
 SOURCE = Path(fedveil.__file__).parent
-BELOW = {"graph": set(), "models": set(), "scheme": {"graph"}, "cli": {"graph", "scheme", "models"}}
+LEAVES = ("data", "models", "report")
+BELOW = {
+    **{leaf: set() for leaf in LEAVES},
+    "graph": set(),
+    "scheme": {"graph"},
+    "defences": {"graph", "scheme"},
+    "federation": {"graph", "scheme", "defences", *LEAVES},
+    "experiments": {"graph", "scheme", "defences", "federation", *LEAVES},
+    "cli": {"graph", "scheme", "defences", "federation", "experiments", *LEAVES},
+}
 
 
 def imported(layer):
@@ -39,5 +48,5 @@ def test_every_layer_has_its_place():
 
 def test_public_names_are_those_written_down():
     assert sorted(fedveil.__all__) == fedveil.__all__
-    modules = {"graph", "scheme", "errors", "models", "cli"}
+    modules = {*BELOW, "errors"}
     assert {name for name in vars(fedveil) if not name.startswith("_")} - modules == set(fedveil.__all__)

@@ -1,41 +1,23 @@
 """The command line: results to stdout, messages to stderr; exit 0 as asked, 2 for misuse."""
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from tqdm import tqdm
 
+from fedveil.data import available, data_folder, get
 from fedveil.errors import BadArgument, FedveilError
+from fedveil.experiments.demo import run_comparison
+from fedveil.federation.config import CHOICES, configure, kinds, load_factory, read_toml
+from fedveil.federation.run import train
 from fedveil.graph import analyse, as_dict
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
-
-
-def load_factory(spec: str) -> nn.Module:
-    """The model that `package.module:factory` builds, or names; modules of the working directory are found too."""
-    path, _, name = spec.partition(":")
-    if not path or not name:
-        raise BadArgument(spec, "a model is named as package.module:factory", "fedveil inspect my_package.models:net")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(path), name)
-    except ImportError as error:
-        raise BadArgument(spec, f"cannot import {path}: {error}", "run where `import " + path + "` works") from error
-    except AttributeError as error:
-        raise BadArgument(spec, f"module {path} has no {name!r}") from error
-    try:
-        model = found if isinstance(found, nn.Module) else found()
-    except TypeError as error:
-        raise BadArgument(spec, f"cannot be called without arguments: {error}", "name a factory that can") from error
-    if not isinstance(model, nn.Module):
-        raise BadArgument(spec, f"gave {type(model).__name__}, not a torch.nn.Module")
-    return model
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -57,12 +39,8 @@ def inspect(options: argparse.Namespace) -> None:
     print(json.dumps(as_dict(plan), indent=2) if options.json else plan)
 
 
-def parser() -> argparse.ArgumentParser:
-    """All commands and options."""
-    top = argparse.ArgumentParser(
-        prog="fedveil", description="Federated learning on a model that no client is ever sent."
-    )
-    commands = top.add_subparsers(dest="command", required=True)
+def add_inspect(commands: Any) -> None:
+    """`fedveil inspect`."""
     show = commands.add_parser("inspect", help="show which noise each part of a model lets through")
     show.add_argument("model", help="package.module:factory, called without arguments, or a module there")
     help_input = "sizes of one input without the batch, such as 3,32,32; once for each argument of forward"
@@ -73,11 +51,119 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--head", choices=("linear", "exposed"), default="linear", help=help_head)
     show.add_argument("--json", action="store_true", help="for machines")
     show.set_defaults(run=inspect)
+
+
+def add_train(commands: Any) -> None:
+    """`fedveil train`: a flag for each value of a configuration."""
+    command = commands.add_parser("train", help="train together, from flags or a TOML file")
+    command.add_argument("file", nargs="?", type=Path, help="run.toml; flags override it")
+    for name, kind in kinds().items():
+        flag, options = "--" + name.replace("_", "-"), {"default": None, "dest": name}
+        if kind is bool:
+            command.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        else:
+            command.add_argument(flag, type=kind, choices=CHOICES.get(name), **options)
+    command.add_argument("--out", type=Path, help="run folder (default runs/DATA-MODEL-DEFENCE-SEED)")
+    command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+    command.add_argument("--json", action="store_true", help="print the summary for machines")
+    command.set_defaults(run=run_train)
+
+
+def run_train(options: argparse.Namespace) -> None:
+    """Train, with a live line on a terminal."""
+    values = read_toml(options.file) if options.file else {}
+    values |= {name: value for name in kinds() if (value := getattr(options, name)) is not None}
+    config = configure(values, str(options.file or "fedveil train"))
+    folder = options.out or Path("runs") / f"{config.data}-{config.model}-{config.defence}-{config.seed}".replace(
+        ":", "."
+    )
+    with Progress(config.epochs) as progress:
+        summary = train(config, folder, resume=options.resume, on_round=progress.show)
+    if options.json:
+        print(json.dumps(summary))
+        return
+    for name, value in summary.items():
+        print(f"{name:<14} {value:.6g}" if isinstance(value, float) else f"{name:<14} {value}")
+    print(f"{'report':<14} {folder / 'report.html'}")
+
+
+class Progress:
+    """A live line on stderr: epochs, the metric, time left. Nothing where stderr is not a terminal."""
+
+    def __init__(self, epochs: int, label: str = "") -> None:
+        form = "{desc} {percentage:3.0f}% |{bar}| epoch {n:.1f}/{total} [{elapsed}<{remaining}]{postfix}"
+        self._bar = tqdm(total=epochs, desc=label, disable=None, bar_format=form, leave=True, file=sys.stderr)
+        self._found: dict[str, str] = {}
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Take a round's record in."""
+        self._bar.update(record["epoch"] - self._bar.n)
+        found = {name: f"{record[name]:.4f}" for name in ("accuracy", "mse") if name in record}
+        if found:
+            self._bar.set_postfix(found, refresh=False)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and options."""
+    top = argparse.ArgumentParser(
+        prog="fedveil", description="Federated learning on a model that no client is ever sent."
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    add_inspect(commands)
+    add_train(commands)
+    add_data(commands)
+    demo = commands.add_parser("demo", help="train digits with five clients, plain and veiled, and compare")
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report (default runs/demo)")
+    demo.set_defaults(run=run_demo)
     return top
+
+
+def add_data(commands: Any) -> None:
+    """`fedveil data`."""
+    data = commands.add_parser("data", help="list data sets, or download one").add_subparsers(
+        dest="what", required=True
+    )
+    listing = data.add_parser("list", help="what there is and where it was found")
+    listing.set_defaults(run=run_data_list)
+    fetch = data.add_parser("get", help="download a data set; an interrupted download goes on")
+    fetch.add_argument("name")
+    fetch.add_argument("--to", type=Path, help="folder (default: FEDVEIL_DATA, or the cache)")
+    fetch.set_defaults(run=run_data_get)
+
+
+def run_data_list(options: argparse.Namespace) -> None:
+    """A line a data set."""
+    for entry in available():
+        print(f"{entry.name:<10} {entry.state:<9} {entry.description}" + (f"  [{entry.where}]" if entry.where else ""))
+
+
+def run_data_get(options: argparse.Namespace) -> None:
+    """Download with a bar."""
+    with tqdm(unit="B", unit_scale=True, disable=None, desc=options.name, file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        print(get(options.name, options.to or data_folder(), show))
+
+
+def run_demo(options: argparse.Namespace) -> None:
+    """The product's first impression."""
+    for line in run_comparison(options.out, lambda epochs, label: Progress(epochs, label)):
+        print(line, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # models of the working directory are found too
     options = parser().parse_args(arguments)
     try:
         options.run(options)

@@ -1,0 +1,1 @@
+"""Comparisons and, later, the paper's tables and figures."""

@@ -1,0 +1,50 @@
+"""The product's first impression keeps its word."""
+
+import contextlib
+import re
+
+import torch
+from tests.oracle import built
+
+from fedveil.experiments import demo
+from fedveil.models import mlp
+
+
+class Silent:
+    def show(self, record):
+        pass
+
+
+def test_the_demo_shows_equal_accuracy_a_small_error_and_a_client_near_chance(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "EPOCHS", 12)
+    text = "\n".join(demo.run_comparison(tmp_path, lambda epochs, label: contextlib.nullcontext(Silent())))
+    share = {
+        name.strip(): float(value) / 100 for name, value in re.findall(r"^  (\D+?) +([\d.]+)%", text, re.MULTILINE)
+    }
+    control = abs(share["plain"] - share["rounding control"])
+    assert abs(share["plain"] - share["veiled"]) <= max(control, 1 / 359) + 1e-3  # printed to a tenth of a percent
+    assert share["plain"] > 0.8
+    assert share["as a client is sent it"] < 0.35
+    assert share["centred by a client that thinks"] > 0.6
+    error = float(re.search(r"largest relative error of a recovered gradient: (\S+)", text).group(1))
+    assert error < 1e-5
+    assert "no guarantee" in text
+    page = (tmp_path / "report.html").read_text()
+    assert "Test accuracy" in page
+    assert "What is and is not protected" in page
+
+
+def test_a_relu_that_rounding_moves_is_counted_apart():
+    watched = demo.Watched(1.0)
+    model = built(lambda: mlp(20, 10, layers=1, hidden=8), dtype=torch.float32)
+    inputs = torch.randn(2, 20, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():  # the first sample stands on the edge of one unit
+        model[0].bias[0] = -(model[0].weight[0].double() @ inputs[0].double())
+    targets = torch.zeros(2, 10)
+    watched.prepare(model, inputs, "squared_error")
+    for _ in range(30):
+        update = watched.client_step(model, watched.broadcast(model), inputs, targets, None)
+        watched.aggregate([update], [1.0])
+    assert watched.flips + len(watched.errors) == 30
+    assert watched.flips > 0
+    assert max(watched.errors, default=0.0) < 1e-5
