@@ -1,0 +1,105 @@
+"""Is a veiled run the plain run? Each beside three rounding controls (docs/maths.md, 'What "equal" means').
+
+    FEDVEIL_DATA=folder python -m benchmarks.equality bank|cifar10|lesion [--clients 5] [--quick]
+
+bank: the paper's setting (MLP, L in {3, 5, 7}, K in {1, 5, 10}, Adam 1e-3, batch 512, weight decay 5e-4, 20 epochs);
+|MSE(veil) - MSE(plain)| at the end against twice the largest control, and 1e-3. cifar10, lesion: subsets, ResNet8 and
+ResNet20, both norms, 3 epochs; the largest distance between the curves against three times the largest control's.
+Floors as in the maths: 1e-4 for an error, one test sample for an accuracy.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+from benchmarks.timing import table
+from fedveil.data import Data
+from fedveil.defences import Defence, Plain, Veil
+from fedveil.federation import Federation
+from fedveil.federation.config import Config, build_model, build_optimizer, load_data
+from fedveil.federation.run import client_parts
+
+CONTROLS = 3
+RUNS: dict[str, Callable[[], Defence]] = {
+    "plain": Plain,
+    "veil": lambda: Veil(groups=1, additive=100.0),
+    **{f"control {seed}": lambda seed=seed: Plain(rounding=seed) for seed in range(1, CONTROLS + 1)},  # type: ignore[misc]
+}
+
+
+def curve(config: Config, data: Data, defence: Defence) -> list[float]:
+    """The test metric after each epoch."""
+    run = Federation(
+        build_model(config, data),
+        client_parts(config, data),
+        defence,
+        build_optimizer(config),
+        batch_size=config.batch_size,
+        seed=config.seed,
+    )
+    history = run.fit(config.epochs, test=(data.test.inputs, data.test.targets))
+    return [value for name in ("accuracy", "mse") for _, value in history.curve(name)]
+
+
+def cell(config: Config) -> dict[str, list[float]]:
+    """Curves of all runs of a configuration."""
+    torch.set_num_threads(1)
+    data = load_data(config)
+    return {name: curve(config, data, make()) for name, make in RUNS.items()}
+
+
+def bank_cells(quick: bool) -> list[Config]:
+    """Table 1's cells."""
+    base = Config(data="bank", lr=1e-3, batch_size=512, weight_decay=5e-4, bias=False, epochs=2 if quick else 20)
+    return [dataclasses.replace(base, layers=layers, clients=k) for layers in (3, 5, 7) for k in (1, 5, 10)]
+
+
+def image_cells(name: str, clients: int, quick: bool) -> list[Config]:
+    """Small and full ResNets with and without norm."""
+    sizes = {"cifar10": (5000, 1000), "lesion": (1000, 300)}[name]
+    train, test = (sizes[0] // 20, sizes[1] // 10) if quick else sizes
+    base = Config(data=name, train_size=train, test_size=test, clients=clients, lr=1e-3, epochs=3)
+    nets = [(f"resnet{depth}", norm) for depth in (8, 20) for norm in ("none", "batch")]
+    return [dataclasses.replace(base, model=model, norm=norm) for model, norm in nets]
+
+
+def judge(config: Config, curves: dict[str, list[float]]) -> tuple[list[str], bool]:
+    """A row of the table, and whether the bound holds."""
+    plain = curves["plain"]
+    ends = config.data == "bank"
+    floor = 1e-4 if ends else 1 / (config.test_size or 1)
+
+    def apart(name: str) -> float:
+        return max(abs(a - b) for a, b in list(zip(curves[name], plain, strict=True))[-1 if ends else 0 :])
+
+    control = max(apart(f"control {seed}") for seed in range(1, CONTROLS + 1))
+    found, bound = apart("veil"), (2 if ends else 3) * max(control, floor)
+    kept = found <= bound and (not ends or found < 1e-3)
+    net = f"L={config.layers}" if ends else f"{config.model}, norm {config.norm}"
+    figures = [f"{plain[-1]:.5f}", f"{curves['veil'][-1]:.5f}", f"{found:.1e}", f"{control:.1e}", f"{bound:.1e}"]
+    return [net, str(config.clients), *figures, "ok" if kept else "OVER"], kept
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a table; 1 if a bound is exceeded."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.equality", description="Veiled against plain runs.")
+    parser.add_argument("data", choices=("bank", "cifar10", "lesion"))
+    parser.add_argument("--clients", type=int, default=5, help="for images")
+    parser.add_argument("--quick", action="store_true", help="small data, few epochs")
+    options = parser.parse_args(argv)
+    bank = options.data == "bank"
+    cells = bank_cells(options.quick) if bank else image_cells(options.data, options.clients, options.quick)
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        found = [judge(config, curves) for config, curves in zip(cells, pool.map(cell, cells), strict=True)]
+    header = ["network", "K", "plain", "veil", "apart", "controls apart", "bound", ""]
+    print(table(header, [row for row, _ in found]))
+    return int(not all(kept for _, kept in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
