@@ -156,6 +156,7 @@ def run_data_get(options: argparse.Namespace) -> None:
 
 def run_demo(options: argparse.Namespace) -> None:
     """The product's first impression."""
+    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
     for line in run_comparison(options.out, lambda epochs, label: Progress(epochs, label)):
         print(line, flush=True)
 
