@@ -26,6 +26,15 @@ def test_the_first_python_block_ends_in_a_float32_rounding_error():
     assert torch.finfo(torch.float32).eps / 100 < error < 1e-5
 
 
+def test_the_second_python_block_trains():
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    printed = io.StringIO()
+    with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
+        torch.manual_seed(0)
+        exec(code, {})
+    assert float(printed.getvalue()) > 0.8
+
+
 def test_links_and_names_in_the_readme_exist():
     for link in re.findall(r"\]\((docs/[^)#]+)", README):
         assert (ROOT / link).exists(), link

@@ -64,7 +64,7 @@ def sections():
         "model": "MLP 64-128-10",
         "clients": "10",
         "additive": "1.0",
-        "folder": "/work/runs/2025-11-02T10-22-31" * 3,
+        "folder": "runs/2025-11-02T10-22-31/" * 3,
     }
     return [
         *_curves(draw),
