@@ -221,3 +221,22 @@ def test_batches_of_several_clients_go_through_one_weighted_step(name):
     together = (torch.cat(parts) for parts in zip(*data, strict=True))
     fused = fedveil.recover(secret, [fedveil.client_step(model, broadcast, *together, weights=weights)])
     assert worst(fused.gradients, apart.gradients) < FLOAT64
+
+
+def test_a_forward_with_two_arguments_takes_a_tuple():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left = nn.Linear(5, 8)
+            self.right = nn.Linear(3, 8)
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, x, other):
+            return self.head((self.left(x) + self.right(other)).relu())
+
+    model = built(Two)
+    (x, targets), (other, _) = batch((5,), 4), batch((3,), 4, seed=1)
+    gradients = torch.autograd.grad(0.5 * (model(x, other) - targets).pow(2).sum(1).mean(), list(model.parameters()))
+    truth = dict(zip((name for name, _ in model.named_parameters()), gradients, strict=True))
+    recovered = veiled_round(model, (x, other), targets, seed=0, groups=2, multiplicative=10.0)
+    assert worst(recovered.gradients, truth) < FLOAT64

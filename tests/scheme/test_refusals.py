@@ -134,6 +134,13 @@ def test_mixed_dtypes_are_refused(model):
         fedveil.analyse(model, torch.zeros(1, 5))
 
 
+def test_a_model_without_anything_to_train_is_refused(model):
+    with refused(
+        errors.AnalysisError, "Sequential: no parameter that forward reads wants a gradient", "Fix: model.req"
+    ):
+        fedveil.analyse(model.requires_grad_(False), torch.zeros(1, 5))
+
+
 @pytest.mark.parametrize("groups", [0, 4, 1.0, True, -1])
 def test_m_beyond_the_outputs_is_refused(plan, groups):
     with refused(

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fedveil.errors import BadArgument, NothingToVeil
+from fedveil.errors import AnalysisError, BadArgument, NothingToVeil
 from fedveil.graph.plan import Plan, build_plan
 from fedveil.graph.trace import trace
 
@@ -35,6 +35,7 @@ def analyse(
         NotTraceable: torch.fx cannot follow forward.
         HeadNotLinear: the model does not end in nn.Linear, and `head` is not "exposed".
         NothingToVeil: every axis is pinned.
+        AnalysisError: no parameter wants a gradient, or tensors differ in dtype or device.
 
     >>> import torch, fedveil
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -44,6 +45,9 @@ def analyse(
     if head not in ("linear", "exposed"):
         raise BadArgument("analyse", f'head is {head!r}, not one of "linear", "exposed"')
     plan = build_plan(model, trace(model, example_inputs, exposed=head == "exposed"))
+    if not plan.layout.trainable:
+        fix = "model.requires_grad_(True) for what is to be trained"
+        raise AnalysisError(plan.model_name, "no parameter that forward reads wants a gradient", fix)
     hidden = bool((plan.symmetries > 0).any() or (plan.cells > 0).any())
     if not hidden and plan.head is None:
         reasons = "; ".join(f"{where}: {why}" for where, why in plan.pinned[:3]) or "it has no hidden axis"
