@@ -1,6 +1,7 @@
 """The command line: results to stdout, messages to stderr; exit 0 as asked, 2 for misuse."""
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ def add_inspect(commands: Any) -> None:
 
 def add_train(commands: Any) -> None:
     """`fedveil train`: a flag for each value of a configuration."""
-    command = commands.add_parser("train", help="train together, from flags or a TOML file")
+    command = commands.add_parser("train", allow_abbrev=False, help="train together, from flags or a TOML file")
     command.add_argument("file", nargs="?", type=Path, help="run.toml; flags override it")
     for name, kind in kinds().items():
         flag, options = "--" + name.replace("_", "-"), {"default": None, "dest": name}
@@ -161,12 +162,20 @@ def run_demo(options: argparse.Namespace) -> None:
         print(line, flush=True)
 
 
+def nearest(flag: str) -> str:
+    """The option of `fedveil train` that a user may have meant."""
+    near = difflib.get_close_matches(flag.lstrip("-").replace("-", "_"), kinds(), 1)
+    return f"did you mean --{near[0].replace('_', '-')}?" if near else "fedveil COMMAND --help lists them"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # models of the working directory are found too
-    options = parser().parse_args(arguments)
+    options, unknown = parser().parse_known_args(arguments)
     try:
+        if unknown:
+            raise BadArgument(f"fedveil {options.command}", f"there is no option {unknown[0]!r}", nearest(unknown[0]))
         options.run(options)
     except FedveilError as error:
         print(f"fedveil: {error}", file=sys.stderr)

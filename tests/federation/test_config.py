@@ -51,6 +51,16 @@ def test_bad_values_are_refused_with_the_nearest_good_one(values, text):
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [("--epoch", "did you mean --epochs?"), ("--batchsize", "did you mean --batch-size?"), ("--zz", "--help")],
+)
+def test_an_unknown_flag_is_refused_with_the_nearest_one(capsys, flag, text):
+    assert main(["train", flag, "3"]) == 2
+    assert f"there is no option '{flag}'" in (message := capsys.readouterr().err)
+    assert text in message
+
+
 def test_bad_files_are_refused(tmp_path):
     with pytest.raises(BadArgument, match="cannot be read: No such file"):
         read_toml(tmp_path / "none.toml")
