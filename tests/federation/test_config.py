@@ -82,6 +82,7 @@ def test_models_are_built_for_the_data_and_the_same_seed_gives_the_same_start(mo
     config = Config(model=model)
     data = load_data(config)
     first, second = build_model(config, data), build_model(config, data)
+    assert type(first) is type(second)
     if outputs:
         assert first(data.test.inputs[:2]).shape == (2, outputs)
         assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

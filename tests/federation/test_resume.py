@@ -51,7 +51,7 @@ def work(folder, make, pause=0.0):
 @pytest.mark.parametrize("make", [Plain, lambda: Veil(groups=2)], ids=["plain", "veil"])
 def test_killed_twenty_times_at_random_moments_a_run_ends_the_same(tmp_path, make):
     expected = work(tmp_path / "whole", make)
-    folder, chance, kills = tmp_path / "killed", random.Random(0), 0
+    folder, chance, kills, reached = tmp_path / "killed", random.Random(0), 0, []
     for _ in range(20):
         child = os.fork()
         if not child:
@@ -61,8 +61,12 @@ def test_killed_twenty_times_at_random_moments_a_run_ends_the_same(tmp_path, mak
         os.kill(child, signal.SIGKILL)
         kills += os.WIFSIGNALED(os.waitpid(child, 0)[1])
         if (folder / "checkpoint.pt").exists():
-            federation(make()).resume(folder)  # readable whenever it is there
+            again = federation(make())
+            again.resume(folder)  # readable whenever it is there
+            reached.append(again.round)
     assert kills == 20
+    assert reached == sorted(reached)
+    assert len(set(reached)) > 3  # the kills fell into the run, not before or behind it
     found = work(folder, make)
     if make is Plain:
         assert all(torch.equal(found[name], value) for name, value in expected.items())

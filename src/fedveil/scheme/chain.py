@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fedveil.scheme.messages import Tensors
 
 
-def links_of(model: nn.Module, inputs: object) -> list[str | None] | None:
+def links_of(model: nn.Module, inputs: object, values: Collection[str]) -> list[str | None] | None:
     """The path of each Linear and None for each ReLU, in order; or None if the model is anything else than a stack."""
     if type(model) is not nn.Sequential or not isinstance(inputs, Tensor) or inputs.dim() != 2:
         return None
@@ -23,6 +23,8 @@ def links_of(model: nn.Module, inputs: object) -> list[str | None] | None:
     for path, module in model._modules.items():
         if type(module) not in (nn.Linear, nn.ReLU) or module._forward_hooks or module._forward_pre_hooks:
             return None
+        if any(f"{path}.{name}" not in values for name, own in module._parameters.items() if own is not None):
+            return None  # a module or tensor that is used twice is known under its first name only
         links.append(path if type(module) is nn.Linear else None)
     return None if model._forward_hooks or model._forward_pre_hooks else links
 

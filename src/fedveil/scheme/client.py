@@ -117,7 +117,7 @@ def client_step(
         raise BadArgument("client_step", what)
     head, trainable = broadcast.head, broadcast.trainable
     values = _with_alpha(head, broadcast.parameters) if head else broadcast.parameters
-    links = links_of(model, inputs)
+    links = links_of(model, inputs, values)
     if head and links and isinstance(inputs, Tensor):
         passes, buffers = _passes_of_chain(head, links, values, inputs, targets, weights, trainable), {}
     else:
