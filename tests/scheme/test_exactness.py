@@ -187,7 +187,7 @@ def test_an_exposed_head_is_exact_too():
     inputs, targets = batch((5,), 3)
     secret = fedveil.draw_secret(fedveil.analyse(model, inputs, head="exposed"))
     update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
-    assert len(update.passes) == 1
+    assert all(len(stack) == 1 for stack in update.passes.values())
     assert worst(fedveil.recover(secret, [update]).gradients, plain(model, inputs, targets)[0]) < FLOAT64
 
 

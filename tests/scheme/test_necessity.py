@@ -25,8 +25,9 @@ def round_():
 
 
 def dropped(update, number):
-    zeros = {name: torch.zeros_like(g) for name, g in update.passes[number].items()}
-    passes = tuple(zeros if i == number else p for i, p in enumerate(update.passes))
+    passes = {name: stack.clone() for name, stack in update.passes.items()}
+    for stack in passes.values():
+        stack[number] = 0
     return dataclasses.replace(update, passes=passes)
 
 

@@ -225,36 +225,40 @@ def answered():
     return model, plan, secret, [fedveil.client_step(model, broadcast, *data) for _ in range(3)]
 
 
-def changed(update, number, name, value):
-    passes = [dict(p) for p in update.passes]
-    passes[number][name] = value
-    return dataclasses.replace(update, passes=tuple(passes))
+def changed(update, change):
+    return dataclasses.replace(update, passes=update.passes | {HEAD: change(update.passes[HEAD])})
 
 
-def without(update, number, name):
-    passes = [dict(p) for p in update.passes]
-    del passes[number][name]
-    return dataclasses.replace(update, passes=tuple(passes))
+def without(update, name):
+    return dataclasses.replace(update, passes={key: p for key, p in update.passes.items() if key != name})
+
+
+def spoiled(value):
+    def spoil(stack):
+        stack = stack.clone()
+        stack[2, 3, 1] = value
+        return stack
+
+    return spoil
 
 
 HEAD, MEAN = "5.weight", "0.1.running_mean"
-NAN = torch.full((10, 16), math.nan, dtype=torch.float64)
 BAD = {
     "stale": (lambda u: dataclasses.replace(u, round="ffff"), errors.StaleUpdate, "its update is for round ffff, not"),
     "foreign": (lambda u: dataclasses.replace(u, model="abcd"), errors.ForeignUpdate, "its update is for model abcd"),
     "no samples": (lambda u: dataclasses.replace(u, samples=0), errors.IncompleteUpdate, "counts 0 samples"),
-    "few passes": (lambda u: dataclasses.replace(u, passes=u.passes[:3]), errors.IncompleteUpdate, "3 passes, not 4"),
-    "incomplete": (lambda u: without(u, 1, HEAD), errors.IncompleteUpdate, f"pass 1, {HEAD} is missing"),
+    "few passes": (lambda u: changed(u, lambda p: p[:3]), errors.IncompleteUpdate, f"{HEAD} has 3 passes, not 4"),
+    "incomplete": (lambda u: without(u, HEAD), errors.IncompleteUpdate, f"{HEAD} is missing"),
     "no buffer": (lambda u: dataclasses.replace(u, buffers={}), errors.IncompleteUpdate, f"buffer {MEAN} is missing"),
     "misshapen": (
-        lambda u: changed(u, 2, HEAD, NAN[:, :3]), errors.MisshapenUpdate,
-        f"pass 2, {HEAD} is (10, 3) torch.float64, not (10, 16) torch.float64",
+        lambda u: changed(u, lambda p: p[..., :3]), errors.MisshapenUpdate,
+        f"{HEAD} is (4, 10, 3) torch.float64, not (4, 10, 16) torch.float64",
     ),
     "float32": (
-        lambda u: changed(u, 2, HEAD, NAN.float()), errors.MisshapenUpdate, f"pass 2, {HEAD} is (10, 16) torch.float32",
+        lambda u: changed(u, lambda p: p.float()), errors.MisshapenUpdate, f"{HEAD} is (4, 10, 16) torch.float32",
     ),
-    "nan": (lambda u: changed(u, 3, HEAD, NAN), errors.NonFiniteUpdate, f"pass 3, {HEAD} holds NaN or infinity"),
-    "infinite": (lambda u: changed(u, 0, HEAD, NAN.nan_to_num(math.inf)), errors.NonFiniteUpdate, f"pass 0, {HEAD}"),
+    "nan": (lambda u: changed(u, spoiled(math.nan)), errors.NonFiniteUpdate, f"{HEAD} holds NaN or infinity"),
+    "infinite": (lambda u: changed(u, spoiled(math.inf)), errors.NonFiniteUpdate, f"{HEAD} holds NaN or infinity"),
     "nan in a buffer": (
         lambda u: dataclasses.replace(u, buffers=u.buffers | {MEAN: u.buffers[MEAN] * math.nan}),
         errors.NonFiniteUpdate, f"buffer {MEAN} holds NaN or infinity",
@@ -267,12 +271,11 @@ def test_a_bad_update_is_refused_by_position_and_tensor_and_changes_nothing(answ
     _, _, secret, updates = answered
     spoil, kind, text = BAD[name]
     expected = fedveil.recover(secret, updates).gradients
-    copies = [[{k: v.clone() for k, v in p.items()} for p in u.passes] for u in updates]
+    copies = [{name: stack.clone() for name, stack in u.passes.items()} for u in updates]
     with refused(kind, "client 1: ", text):
         fedveil.recover(secret, [updates[0], spoil(updates[1]), updates[2]])
     for update, copied in zip(updates, copies, strict=True):
-        for gradients, old in zip(update.passes, copied, strict=True):
-            assert all(torch.equal(gradients[key], old[key]) for key in old)
+        assert all(torch.equal(update.passes[name], old) for name, old in copied.items())
     again = fedveil.recover(secret, updates).gradients
     assert all(torch.equal(again[key], expected[key]) for key in expected)
 

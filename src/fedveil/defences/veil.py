@@ -71,9 +71,8 @@ class Veil:
         if update.buffers:
             broadcast = dataclasses.replace(broadcast, buffers=update.buffers)
         if total is not None:
-            passes = [{k: a[k] + g for k, g in b.items()} for a, b in zip(total.passes, update.passes, strict=True)]
-            samples = total.samples + update.samples
-            update = dataclasses.replace(update, passes=tuple(passes), samples=samples)
+            passes = {name: total.passes[name] + more for name, more in update.passes.items()}
+            update = dataclasses.replace(update, passes=passes, samples=total.samples + update.samples)
         return broadcast, update
 
     def aggregate(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:

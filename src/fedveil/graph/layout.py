@@ -1,7 +1,7 @@
 """A model's tensors, and their order in one flat vector."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,13 +25,20 @@ class Inside:
 
 
 def look_inside(model: nn.Module) -> Inside:
-    """Read a model; a tensor with several names is there under the first, with several homes."""
+    """Read a model; a tensor with several names is there under the first, with several homes.
+
+    Modules come in the order of nn.Module.named_modules, read without its generators: a small model is walked twice in
+    every round.
+    """
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     homes: dict[int, list[Home]] = {}
     named: dict[str, list[Home]] = {}
-    modes = []
-    for path, module in model.named_modules():
+    modes: list[tuple[str, bool]] = []
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module, path: str, prefix: str) -> None:
+        seen.add(module)
         modes.append((path, module.training))
         for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
             for name, tensor in own.items():
@@ -39,10 +46,14 @@ def look_inside(model: nn.Module) -> Inside:
                     continue
                 known = homes.get(id(tensor))
                 if known is None:
-                    full = f"{path}.{name}" if path else name
-                    found[full] = tensor
-                    known = homes[id(tensor)] = named[full] = []
+                    found[prefix + name] = tensor
+                    known = homes[id(tensor)] = named[prefix + name] = []
                 known.append((own, name))
+        for name, child in module._modules.items():
+            if child is not None and child not in seen:
+                walk(child, prefix + name, f"{prefix}{name}.")
+
+    walk(model, "", "")
     return Inside(parameters, buffers, named, tuple(modes))
 
 
@@ -98,11 +109,6 @@ class Layout:
         return _length(self.trainable + self.frozen)
 
     @cached_property
-    def wanted(self) -> list[tuple[str, torch.Size, torch.dtype]]:
-        """Name, shape and dtype of each gradient."""
-        return [(entry.name, entry.shape, self.dtype) for entry in self.trainable]
-
-    @cached_property
     def name(self) -> str:
         """A short name for the architecture: equal for equal names, shapes and dtype of the tensors that travel."""
         text = repr((sorted((entry.name, tuple(entry.shape)) for entry in self.entries), str(self.dtype)))
@@ -115,13 +121,7 @@ def _length(entries: tuple[Entry, ...]) -> int:
 
 def flatten(tensors: Mapping[str, Tensor], entries: tuple[Entry, ...]) -> Tensor:
     """The entries' tensors as one vector."""
-    return flatten_all([tensors], entries)
-
-
-def flatten_all(dicts: Sequence[Mapping[str, Tensor]], entries: tuple[Entry, ...]) -> Tensor:
-    """The entries' tensors of each dict after the other as one vector."""
-    found = [tensors[entry.name] for tensors in dicts for entry in entries]
-    flat: Tensor = _flatten_dense_tensors(found)  # type: ignore[no-untyped-call]
+    flat: Tensor = _flatten_dense_tensors([tensors[entry.name] for entry in entries])  # type: ignore[no-untyped-call]
     return flat
 
 

@@ -41,27 +41,22 @@ def forward(links: Sequence[str | None], values: Tensors, inputs: Tensor) -> lis
 
 
 def backward(
-    links: Sequence[str | None],
-    values: Tensors,
-    seen: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-    wanted: Collection[str],
-) -> list[Tensors]:
-    """Gradients of the `wanted` parameters, a dict a cotangent of the last output."""
-    back = torch.stack(list(cotangents), 1)
-    samples, passes, _ = back.shape
+    links: Sequence[str | None], values: Tensors, seen: Sequence[Tensor], cotangents: Tensor, wanted: Collection[str]
+) -> Tensors:
+    """Gradients of the `wanted` parameters for each row of cotangents of the last output, one behind the other."""
+    back = cotangents
+    passes, samples, _ = back.shape
     found: Tensors = {}
     for number in reversed(range(len(links))):
         path = links[number]
         if path is None:
-            back.mul_(seen[number + 1].sign().unsqueeze(1))  # a ReLU's output has sign 0 or 1: its derivative
+            back.mul_(seen[number + 1].sign())  # a ReLU's output has sign 0 or 1: its derivative
             continue
         weight, bias = f"{path}.weight", f"{path}.bias"
         if weight in wanted:
-            found[weight] = (back.view(samples, -1).t() @ seen[number]).view(passes, *values[weight].shape)
+            found[weight] = torch.bmm(back.transpose(1, 2), seen[number].expand(passes, -1, -1))
         if bias in wanted:
-            found[bias] = back.sum(0)
+            found[bias] = back.sum(1)
         if number:
-            back = (back.view(samples * passes, -1) @ values[weight]).view(samples, passes, -1)
-    columns = {name: stack.unbind() for name, stack in found.items()}
-    return [{name: columns[name][k] for name in wanted} for k in range(passes)]
+            back = (back.view(passes * samples, -1) @ values[weight]).view(passes, samples, -1)
+    return {name: found[name] for name in wanted}

@@ -124,10 +124,9 @@ def client_step(
         buffers = {name: value.clone() for name, value in broadcast.buffers.items()}
         passes = _passes(model, inside, broadcast, values | buffers, inputs, targets, weights)
     if head:
-        for gradients in passes:
-            for name in gradients.keys() & {head.weight, head.bias}:
-                gradients[name] = gradients[name][:-1]
-    return Update(broadcast.round, broadcast.model, samples, tuple(passes), buffers)
+        for name in passes.keys() & {head.weight, head.bias}:
+            passes[name] = passes[name][:, :-1]
+    return Update(broadcast.round, broadcast.model, samples, passes, buffers)
 
 
 def _passes_of_chain(
@@ -138,7 +137,7 @@ def _passes_of_chain(
     targets: Tensor,
     weights: Tensor | None,
     trainable: Sequence[str],
-) -> list[Tensors]:
+) -> Tensors:
     """Forward, and all backward passes at once."""
     with torch.no_grad():
         seen = forward(links, values, inputs)
@@ -154,7 +153,7 @@ def _passes(
     inputs: Tensor | Sequence[Tensor],
     targets: Tensor,
     weights: Tensor | None,
-) -> list[Tensors]:
+) -> Tensors:
     """Forward by the model's own code, and one backward pass of autograd for each cotangent."""
     head, names = broadcast.head, broadcast.trainable
     values = {name: value.detach() if name in broadcast.parameters else value for name, value in values.items()}
@@ -165,11 +164,12 @@ def _passes(
         if head:
             cotangents = squared_error_passes(outputs, targets, head.direction, head.partition, head.groups, weights)
         else:
-            cotangents = [(outputs - match_targets(outputs, targets)) * per_sample(outputs, weights)]
-    passes = []
-    for number, cotangent in enumerate(cotangents, 1):
-        again = number < len(cotangents)
-        found = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=again, allow_unused=True)
-        full = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
-        passes.append(dict(zip(names, full, strict=True)))
+            cotangents = ((outputs - match_targets(outputs, targets)) * per_sample(outputs, weights)).unsqueeze(0)
+    last = len(cotangents) - 1
+    passes = {name: leaf.new_zeros((last + 1, *leaf.shape)) for name, leaf in zip(names, leaves, strict=True)}
+    for number, cotangent in enumerate(cotangents):
+        found = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=number < last, allow_unused=True)
+        for stack, gradient in zip(passes.values(), found, strict=True):
+            if gradient is not None:
+                stack[number] = gradient
     return passes

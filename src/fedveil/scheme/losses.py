@@ -53,7 +53,7 @@ def squared_error_passes(
     partition: Tensor,
     groups: int,
     weights: Tensor | None = None,
-) -> list[Tensor]:
+) -> Tensor:
     """Cotangents for (y, alpha) of the m + 2 passes: G^, sigma~_1 ... sigma~_m, beta (paper, Theorem 2).
 
     The loss is half the squared distance, summed over outputs, averaged over samples (paper, Eq. 6)::
@@ -69,11 +69,7 @@ def squared_error_passes(
     delta = y - match_targets(y, targets) * share
     rows = [direction] if groups == 1 else [direction * (partition == s) for s in range(groups)]
     sigmas = [torch.cat([alpha * row, delta @ row.unsqueeze(1)], -1) for row in rows]
-    return [
-        F.pad(delta, (0, 1)),
-        *sigmas,
-        F.pad(alpha, (direction.shape[0], 0)),
-    ]
+    return torch.stack([F.pad(delta, (0, 1)), *sigmas, F.pad(alpha, (direction.shape[0], 0))])
 
 
 def squared_error_coefficients(

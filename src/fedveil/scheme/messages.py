@@ -161,28 +161,20 @@ class Update:
         round: the broadcast's.
         model: the broadcast's.
         samples: how many samples the passes are averages over.
-        passes: gradients by name, one dict a pass: G^, sigma~_1 ... sigma~_m, beta.
+        passes: gradients by name, with one more axis in front: the passes G^, sigma~_1 ... sigma~_m, beta.
         buffers: the client's buffers after its forward pass, still veiled.
     """
 
     round: str
     model: str
     samples: int
-    passes: tuple[Tensors, ...]
+    passes: Tensors
     buffers: Tensors
 
     def pack(self) -> tuple[Arrays, dict[str, Any]]:
         """Arrays and plain values."""
-        arrays = _pack("buffer", self.buffers)
-        for number, gradients in enumerate(self.passes):
-            arrays |= _pack(f"pass{number}", gradients)
-        metadata = {
-            "kind": "update",
-            "round": self.round,
-            "model": self.model,
-            "samples": self.samples,
-            "passes": len(self.passes),
-        }
+        arrays = _pack("passes", self.passes) | _pack("buffer", self.buffers)
+        metadata = {"kind": "update", "round": self.round, "model": self.model, "samples": self.samples}
         return arrays, metadata
 
     @classmethod
@@ -190,12 +182,11 @@ class Update:
         """The inverse of `pack`."""
         kind = "Update.unpack"
         _expect(kind, metadata, "update")
-        count = _field(kind, metadata, "passes", int)
         return cls(
             _field(kind, metadata, "round", str),
             _field(kind, metadata, "model", str),
             _field(kind, metadata, "samples", int),
-            tuple(_unpack(f"pass{number}", arrays) for number in range(count)),
+            _unpack("passes", arrays),
             _unpack("buffer", arrays),
         )
 

@@ -15,7 +15,7 @@ from fedveil.errors import (
     NonFiniteUpdate,
     StaleUpdate,
 )
-from fedveil.graph.layout import Layout, flatten, flatten_all, unflatten
+from fedveil.graph.layout import Layout, flatten, unflatten
 from fedveil.scheme.messages import Tensors, Update
 from fedveil.scheme.secret import Secret, Sent
 
@@ -60,10 +60,8 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
     for position, update in enumerate(updates):
         check_update(secret, position, update, len(sent.coefficients))
     shares = client_shares(updates, weights)
-    passes = _mean(layout, updates, shares).mul_(sent.factors[: layout.weights])
-    combined, *others = passes.unbind()
-    for coefficient, row in zip(sent.coefficients[1:], others, strict=True):
-        combined = torch.add(combined, row, alpha=coefficient)
+    passes = _mean(layout, updates, shares, len(sent.coefficients)).mul_(sent.factors[: layout.weights])
+    combined = torch.tensor(sent.coefficients, dtype=layout.dtype, device=layout.device) @ passes
     sizes = torch.linalg.vector_norm(passes, dim=1).tolist()
     total = float(torch.linalg.vector_norm(combined))
     if not math.isfinite(total):
@@ -84,16 +82,16 @@ def client_shares(updates: Sequence[Update], weights: Sequence[float] | None) ->
     return [size / sum(sizes) for size in sizes]
 
 
-def _mean(layout: Layout, updates: Sequence[Update], shares: Sequence[float]) -> Tensor:
-    """sum_k w_k times client k's passes, one a row."""
+def _mean(layout: Layout, updates: Sequence[Update], shares: Sequence[float], count: int) -> Tensor:
+    """sum_k w_k times client k's passes, `count` rows."""
     total: Tensor | None = None
     for update, share in zip(updates, shares, strict=True):
-        flat = flatten_all(update.passes, layout.trainable)
+        flat = torch.cat([update.passes[e.name].reshape(count, -1) for e in layout.trainable], 1)
         if len(updates) > 1:
             flat.mul_(share)
         total = flat if total is None else total.add_(flat)
     assert total is not None
-    return total.view(-1, layout.weights)
+    return total
 
 
 def _buffers(layout: Layout, sent: Sent, updates: Sequence[Update], shares: Sequence[float]) -> Tensors:
@@ -121,13 +119,8 @@ def check_update(secret: Secret, position: int, update: Update, passes: int) -> 
         raise StaleUpdate(client, what, "aggregate only answers to this round's broadcast")
     if not isinstance(update.samples, int) or update.samples < 1:
         raise IncompleteUpdate(client, f"its update counts {update.samples!r} samples, not 1 or more")
-    if len(update.passes) != passes:
-        raise IncompleteUpdate(client, f"its update has {len(update.passes)} passes, not {passes}")
-    for number, gradients in enumerate(update.passes):
-        if [(name, t.shape, t.dtype) for name, t in gradients.items()] == layout.wanted:
-            continue
-        for entry in layout.trainable:
-            _check_tensor(client, f"pass {number}, {entry.name}", gradients.get(entry.name), entry.shape, layout.dtype)
+    for entry in layout.trainable:
+        _check_passes(client, entry.name, update.passes.get(entry.name), (passes, *entry.shape), layout.dtype)
     for entry in layout.buffers:
         _check_tensor(client, f"buffer {entry.name}", update.buffers.get(entry.name), entry.shape, layout.dtype)
     for name in layout.counters:
@@ -135,7 +128,15 @@ def check_update(secret: Secret, position: int, update: Update, passes: int) -> 
             raise IncompleteUpdate(client, f"buffer {name} is missing")
 
 
-def _check_tensor(client: str, what: str, tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
+def _check_passes(
+    client: str, name: str, found: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    if found is not None and found.dim() and found.shape[0] != shape[0]:
+        raise IncompleteUpdate(client, f"{name} has {found.shape[0]} passes, not {shape[0]}")
+    _check_tensor(client, name, found, shape, dtype)
+
+
+def _check_tensor(client: str, what: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if tensor is None:
         raise IncompleteUpdate(client, f"{what} is missing")
     if tensor.shape != shape or tensor.dtype != dtype:
@@ -146,7 +147,7 @@ def _check_tensor(client: str, what: str, tensor: Tensor | None, shape: torch.Si
 def refuse_non_finite(updates: Sequence[Update]) -> None:
     """Name the first tensor with NaN or infinity."""
     for position, update in enumerate(updates):
-        named = [(f"pass {i}, {name}", t) for i, p in enumerate(update.passes) for name, t in p.items()]
+        named = list(update.passes.items())
         named += [(f"buffer {name}", t) for name, t in update.buffers.items()]
         for what, tensor in named:
             if not torch.isfinite(tensor).all():
