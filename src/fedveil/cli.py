@@ -15,6 +15,7 @@ from fedveil.data import available, data_folder, get
 from fedveil.errors import BadArgument, FedveilError
 from fedveil.experiments.demo import run_comparison
 from fedveil.federation.config import CHOICES, configure, kinds, load_factory, read_toml
+from fedveil.federation.evaluate import METRICS
 from fedveil.federation.run import train
 from fedveil.graph import analyse, as_dict
 
@@ -105,7 +106,7 @@ class Progress:
     def show(self, record: dict[str, Any]) -> None:
         """Take a round's record in."""
         self._bar.update(record["epoch"] - self._bar.n)
-        found = {name: f"{record[name]:.4f}" for name in ("accuracy", "mse") if name in record}
+        found = {name: f"{record[name]:.4f}" for name in METRICS if name in record}
         if found:
             self._bar.set_postfix(found, refresh=False)
 

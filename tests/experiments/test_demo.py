@@ -8,6 +8,7 @@ from tests.oracle import built
 
 from fedveil.experiments import demo
 from fedveil.models import mlp
+from fedveil.scheme import SquaredError
 
 
 class Silent:
@@ -41,7 +42,7 @@ def test_a_relu_that_rounding_moves_is_counted_apart():
     with torch.no_grad():  # the first sample stands on the edge of one unit
         model[0].bias[0] = -(model[0].weight[0].double() @ inputs[0].double())
     targets = torch.zeros(2, 10)
-    watched.prepare(model, inputs, "squared_error")
+    watched.prepare(model, inputs, SquaredError())
     for _ in range(30):
         update = watched.client_step(model, watched.broadcast(model), inputs, targets, None)
         watched.aggregate([update], [1.0])

@@ -40,10 +40,11 @@ def federation(defence):
     )
 
 
-def work(folder, make, pause=0.0):
+def work(folder, make, pause=0.0, begins=lambda: None):
     run = federation(make())
     if (folder / "checkpoint.pt").exists():
         run.resume(folder)
+    begins()
     run.fit(rounds=ROUNDS, folder=folder, checkpoint_every=3, on_round=lambda _: time.sleep(pause))
     return run.model.state_dict()
 
@@ -53,13 +54,16 @@ def test_killed_twenty_times_at_random_moments_a_run_ends_the_same(tmp_path, mak
     expected = work(tmp_path / "whole", make)
     folder, chance, kills, reached = tmp_path / "killed", random.Random(0), 0, []
     for _ in range(20):
+        reader, writer = os.pipe()
         child = os.fork()
         if not child:
-            work(folder, make, pause=0.003)
+            work(folder, make, 0.003, lambda end=writer: os.write(end, b"x"))
             os._exit(0)
+        os.read(reader, 1)  # however long a busy machine takes to get there
         time.sleep(chance.uniform(0.0, 0.08))
         os.kill(child, signal.SIGKILL)
         kills += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        os.close(reader), os.close(writer)
         if (folder / "checkpoint.pt").exists():
             again = federation(make())
             again.resume(folder)  # readable whenever it is there

@@ -65,8 +65,8 @@ def test_metadata_of_the_wrong_kind_is_refused(sent, change, text):
 
 def secret_numbers(secret):
     """Every number that must stay on the server: factors, gamma, the anchor's d, v, the true head."""
-    d = [-c for c in secret._sent.coefficients[1:-1]]
-    v = secret._sent.coefficients[-1]
+    d = [-c for c in secret._sent.how.coefficients[1:-1]]
+    v = secret._sent.how.coefficients[-1]
     factors = [r for r in secret._noise.scale.tolist() if abs(r) != 1]
     return np.array([*factors, *[1 / r for r in factors], *secret._head.gamma, *d, v])
 

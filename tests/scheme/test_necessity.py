@@ -45,7 +45,7 @@ def test_recovery_breaks_without(round_, number):
 @pytest.mark.parametrize("number", [1, 2, 3, 4], ids=["sigma 1", "sigma 2", "sigma 3", "beta"])
 def test_recovery_breaks_with_the_wrong_sign_of(round_, number):
     secret, update, truth = round_
-    secret._sent.coefficients[number] *= -1
+    secret._sent.how.coefficients[number] *= -1
     assert worst(fedveil.recover(secret, [update]).gradients, truth) > BROKEN
 
 

@@ -158,8 +158,8 @@ def test_noise_of_no_size_is_refused(plan, size):
 
 
 def test_an_unknown_loss_is_refused(plan):
-    with refused(errors.BadArgument, "there is no loss 'hinge'", 'Fix: use one of "squared_error"'):
-        fedveil.draw_secret(plan, loss="hinge")
+    with refused(errors.BadArgument, "there is no loss 'focal'", 'Fix: use one of "squared_error", "cross_entropy"'):
+        fedveil.draw_secret(plan, loss="focal")
 
 
 def test_a_secret_is_used_once(model, plan):

@@ -1,10 +1,12 @@
 """What the federation asks of a defence."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+from fedveil.scheme import Loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,37 +17,95 @@ class Aggregate:
         gradients: by parameter name, for the server's optimiser.
         buffers: by name, to put in place of the model's.
         error: estimated relative error that the defence itself adds to the gradients; 0 if it adds none.
+        details: further numbers for the round's record.
+        again: the round missed its precision so far that it should be repeated.
     """
 
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     error: float
+    details: Mapping[str, float] = field(default_factory=dict)
+    again: bool = False
 
 
 class Defence(Protocol):
-    """One way to train together. The server calls `broadcast` and `aggregate`, a client `client_step`.
+    """One way to train together. The server calls `broadcast` and `aggregate`, a client the rest.
 
     Broadcasts and updates are the defence's own; the federation only carries them.
+
+    Attributes:
+        name: as it is printed.
+        fuses: whether the batches of several clients may go through one `client_step` as if they were one client's.
     """
 
     name: str
+    fuses: bool
 
-    def prepare(self, model: nn.Module, example: Tensor, loss: str) -> None:
+    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
         """Look at the model once before the first round."""
 
     def broadcast(self, model: nn.Module) -> Any:
         """What clients get this round."""
 
     def client_step(
-        self, model: nn.Module, broadcast: Any, inputs: Tensor, targets: Tensor, weights: Tensor | None
+        self,
+        model: nn.Module,
+        broadcast: Any,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor | None = None,
+        client: int = 0,
     ) -> Any:
-        """A client's update; `model` gives the architecture, `weights` the samples' in place of 1 / samples."""
+        """What a client computes of a batch.
+
+        `model` gives the architecture, `weights` the samples' in place of 1 / samples, `client` says whose private
+        state to use.
+        """
 
     def accumulate(self, broadcast: Any, total: Any, update: Any) -> tuple[Any, Any]:
-        """Add an update of the same client and round; returns the broadcast to go on with, and the sum."""
+        """Add what the same client computed of its next batch; returns the broadcast to go on with, and the sum."""
+
+    def upload(self, update: Any, client: int = 0) -> Any:
+        """What leaves the client, from what it computed in this round."""
 
     def aggregate(self, updates: Sequence[Any], weights: Sequence[float]) -> Aggregate:
         """The gradient of the round; weights are |D_k|."""
 
     def client_view(self, model: nn.Module, broadcast: Any) -> nn.Module:
         """The model as it was sent: what published attacks attack."""
+
+    def state(self) -> dict[str, Any]:
+        """What the server must keep to go on after a stop: plain values and tensors, never a secret of a round."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
+
+    def client_state(self, client: int) -> dict[str, Any]:
+        """What a client keeps to itself; the server never sees it."""
+
+    def restore_client(self, client: int, state: Mapping[str, Any]) -> None:
+        """Go on from `client_state`."""
+
+
+class Stateless:
+    """For defences that upload what they compute and keep nothing between rounds."""
+
+    fuses = True
+
+    def upload(self, update: Any, client: int = 0) -> Any:
+        """All of it."""
+        return update
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing to do."""
+
+    def client_state(self, client: int) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def restore_client(self, client: int, state: Mapping[str, Any]) -> None:
+        """Nothing to do."""

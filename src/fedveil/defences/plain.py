@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.defences.interface import Aggregate
+from fedveil.defences.interface import Aggregate, Stateless
 from fedveil.errors import NonFiniteUpdate
-from fedveil.scheme.losses import match_targets, per_sample
+from fedveil.scheme import Loss, SquaredError
+from fedveil.scheme.losses import per_sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +22,7 @@ class PlainUpdate:
     buffers: dict[str, Tensor]
 
 
-class Plain:
+class Plain(Stateless):
     """Weighted mean of plain gradients.
 
     Args:
@@ -33,21 +34,31 @@ class Plain:
         self.name = "plain" if rounding is None else "rounding control"
         self._noise = None if rounding is None else torch.Generator().manual_seed(rounding)
 
-    def prepare(self, model: nn.Module, example: Tensor, loss: str) -> None:
-        """Nothing to prepare."""
+        self._loss: Loss = SquaredError()
+
+    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+        """Remember the loss."""
+        self._loss = loss
 
     def broadcast(self, model: nn.Module) -> nn.Module:
         """The model itself: in one process nothing needs to be copied."""
         return model
 
     def client_step(
-        self, model: nn.Module, broadcast: nn.Module, inputs: Tensor, targets: Tensor, weights: Tensor | None
+        self,
+        model: nn.Module,
+        broadcast: nn.Module,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor | None = None,
+        client: int = 0,
     ) -> PlainUpdate:
-        """Gradients of half the squared distance; buffers are the client's own copies."""
+        """Gradients of the loss; buffers are the client's own copies."""
         trainable = {name: p for name, p in broadcast.named_parameters() if p.requires_grad}
         own = {name: buffer.clone() for name, buffer in broadcast.named_buffers()}
         outputs = torch.func.functional_call(broadcast, own, (inputs,)) if own else broadcast(inputs)
-        delta = (outputs.detach() - match_targets(outputs, targets)) * per_sample(outputs, weights)
+        with torch.no_grad():
+            delta = self._loss.gradient(outputs, self._loss.dense(targets, outputs)) * per_sample(outputs, weights)
         found = torch.autograd.grad(outputs, list(trainable.values()), delta)
         return PlainUpdate(dict(zip(trainable, found, strict=True)), own)
 

@@ -6,13 +6,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fedveil.defences.interface import Aggregate
+from fedveil.defences.interface import Aggregate, Stateless
 from fedveil.errors import BadArgument
 from fedveil.graph import Plan, analyse
-from fedveil.scheme import Broadcast, Entropy, Secret, Update, client_step, client_view, draw_secret, perturb, recover
+from fedveil.scheme import (
+    Broadcast,
+    Entropy,
+    Loss,
+    NodeCount,
+    Secret,
+    SquaredError,
+    Update,
+    client_step,
+    client_view,
+    draw_secret,
+    perturb,
+    recover,
+)
+
+MISSED = 10  # times the tolerance
 
 
-class Veil:
+class Veil(Stateless):
     """A new secret in every round.
 
     Args:
@@ -21,6 +36,8 @@ class Veil:
         multiplicative: bound of the factors on hidden units.
         permute: also permute units secretly.
         head: "exposed" for models that do not end in a Linear; then clients read true predictions.
+        tolerance: relative error of the gradient that losses other than squared error may have: the number of nodes
+            follows from it. By default 1e-6, in float32 1e-5.
         entropy: `Entropy.for_tests(seed)` for repeatable tests.
     """
 
@@ -34,18 +51,23 @@ class Veil:
         *,
         permute: bool = True,
         head: str = "linear",
+        tolerance: float | None = None,
         entropy: Entropy | None = None,
     ) -> None:
         self.groups, self.additive, self.multiplicative, self.permute = groups, additive, multiplicative, permute
         self._head, self._entropy = head, entropy
         self._plan: Plan | None = None
         self._secret: Secret | None = None
-        self._loss = "squared_error"
+        self._loss: Loss = SquaredError()
+        self._tolerance = tolerance
+        self._nodes = NodeCount(tolerance or 1e-6)
 
-    def prepare(self, model: nn.Module, example: Tensor, loss: str) -> None:
+    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
         """Analyse the model."""
         self._plan = analyse(model, example, head=self._head)  # type: ignore[arg-type]
         self._loss = loss
+        single = self._plan.layout.dtype == torch.float32
+        self._nodes = NodeCount(self._tolerance or (1e-5 if single else 1e-6))
 
     @property
     def plan(self) -> Plan:
@@ -56,12 +78,26 @@ class Veil:
 
     def broadcast(self, model: nn.Module) -> Broadcast:
         """Cover the model with a new secret; the last one is forgotten."""
-        noise = self.groups, self.additive, self.multiplicative
-        self._secret = draw_secret(self.plan, self._loss, *noise, permute=self.permute, entropy=self._entropy)
+        self._secret = draw_secret(
+            self.plan,
+            self._loss,
+            self.groups,
+            self.additive,
+            self.multiplicative,
+            permute=self.permute,
+            nodes=self._nodes,
+            entropy=self._entropy,
+        )
         return perturb(model, self._secret)
 
     def client_step(
-        self, model: nn.Module, broadcast: Broadcast, inputs: Tensor, targets: Tensor, weights: Tensor | None
+        self,
+        model: nn.Module,
+        broadcast: Broadcast,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor | None = None,
+        client: int = 0,
     ) -> Update:
         """The perturbed gradient and its correction terms."""
         return client_step(model, broadcast, inputs, targets, weights)
@@ -81,7 +117,12 @@ class Veil:
             raise BadArgument("veil", "there is no broadcast to answer", "broadcast(model) first")
         recovered = recover(self._secret, updates, weights)
         self._secret = None
-        return Aggregate(recovered.gradients, recovered.buffers, recovered.error)
+        details, again = {}, False
+        if recovered.spectrum:
+            self._nodes.observe(recovered.spectrum)
+            details["nodes"] = len(recovered.spectrum.sizes)
+            again = recovered.spectrum.truncation() > MISSED * self._nodes.tolerance
+        return Aggregate(recovered.gradients, recovered.buffers, recovered.error, details, again)
 
     def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
         """The model as the paper sends it: base plus offset."""

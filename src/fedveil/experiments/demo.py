@@ -1,6 +1,7 @@
 """`make demo`: plain and veiled training of digits from the same start, beside what rounding alone does."""
 
 import copy
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ from fedveil.federation import Federation
 from fedveil.federation.page import PROTECTION, client_models, curve_sections, scores, view_sections
 from fedveil.models import mlp
 from fedveil.report import Facts, Table, Text, write
-from fedveil.scheme.messages import Broadcast
+from fedveil.scheme import Broadcast, Loss
 
 CLIENTS, EPOCHS, NOISE, HIDDEN = 5, 60, 100.0, 50
 MEASURED = (
@@ -49,24 +50,29 @@ class Watched(Veil):
     """A veil whose every recovered gradient is compared with plain autograd on the true model."""
 
     def __init__(self, additive: float) -> None:
-        super().__init__(groups=10, additive=additive)
+        super().__init__(additive=additive, tolerance=1e-6)
         self.errors: list[float] = []
         self.flips = 0
-        self._model: nn.Module | None = None
+        self._plain = Plain()
         self._truth: dict[str, Tensor] = {}
         self._flipped = False
 
-    def broadcast(self, model: nn.Module) -> Broadcast:
+    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
         """As the veil does."""
-        self._model = model
-        return super().broadcast(model)
+        super().prepare(model, example, loss)
+        self._plain.prepare(model, example, loss)
 
     def client_step(
-        self, model: nn.Module, broadcast: Broadcast, inputs: Tensor, targets: Tensor, weights: Tensor | None
+        self,
+        model: nn.Module,
+        broadcast: Broadcast,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor | None = None,
+        client: int = 0,
     ) -> Any:
         """As the veil does; the truth is computed beside it."""
-        plain = Plain()
-        self._truth = plain.client_step(model, model, inputs, targets, weights).gradients
+        self._truth = self._plain.client_step(model, model, inputs, targets, weights).gradients
         with torch.no_grad():
             sent = self.client_view(model, broadcast)
             pairs = zip(active(model, inputs), active(sent, inputs), strict=True)
@@ -80,14 +86,14 @@ class Watched(Veil):
         self.flips += self._flipped
         if not self._flipped:
             self.errors.append(error)
-        return Aggregate(result.gradients, result.buffers, error)
+        return dataclasses.replace(result, error=error)
 
 
 def federation(start: nn.Module, data: Data, defence: Defence) -> Federation:
     """Five clients, Adam at the server."""
     rows = split(data, CLIENTS, seed=0)
     parts = [(data.train.inputs[r], data.train.targets[r]) for r in rows]
-    return Federation(copy.deepcopy(start), parts, defence, lambda p: torch.optim.Adam(p, 1e-3))
+    return Federation(copy.deepcopy(start), parts, defence, lambda p: torch.optim.Adam(p, 1e-3), loss="cross_entropy")
 
 
 def run_comparison(folder: Path, opens: Opens) -> Iterator[str]:

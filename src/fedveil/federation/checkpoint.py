@@ -8,7 +8,7 @@ import torch
 
 from fedveil.errors import BadArgument
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

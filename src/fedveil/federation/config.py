@@ -17,10 +17,11 @@ from fedveil.data import Data
 from fedveil.defences import Defence, Plain, Veil
 from fedveil.errors import BadArgument
 from fedveil.models import cnn, densenet, mlp, resnet
+from fedveil.scheme import LOSSES, CrossEntropy, Loss, find_loss
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "defence": ("plain", "veil"),
-    "loss": ("squared_error",),
+    "loss": tuple(LOSSES),
     "optimizer": ("adam", "adamw", "sgd"),
     "schedule": ("constant", "cosine"),
     "split": ("iid", "dirichlet", "column"),
@@ -58,6 +59,8 @@ class Config:
     multiplicative: float = 4.0
     permute: bool = True
     loss: str = "squared_error"
+    label_smoothing: float = 0.0
+    tolerance: float | None = None
     optimizer: str = "adam"
     lr: float = 1e-3
     momentum: float = 0.9
@@ -192,7 +195,17 @@ def build_defence(config: Config) -> Defence:
     """The named defence with its noise."""
     if config.defence == "plain":
         return Plain()
-    return Veil(config.groups, config.additive, config.multiplicative, permute=config.permute)
+    noise = config.groups, config.additive, config.multiplicative
+    return Veil(*noise, permute=config.permute, tolerance=config.tolerance)
+
+
+def build_loss(config: Config) -> Loss:
+    """The named loss with its settings."""
+    if not config.label_smoothing:
+        return find_loss(config.loss)
+    if config.loss != "cross_entropy":
+        raise BadArgument("label_smoothing", f"{config.loss} has none", "--loss cross_entropy")
+    return CrossEntropy(label_smoothing=config.label_smoothing)
 
 
 def build_optimizer(config: Config) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:

@@ -1,5 +1,6 @@
 """Training together in one process."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.evaluate import answers, better, metrics
 from fedveil.federation.shards import Batch, gather
+from fedveil.scheme.losses import BinaryCrossEntropy, Custom, Function, Loss, find_loss, one_hot
 
 DEFENCES: dict[str, Callable[[], Defence]] = {"plain": Plain, "veil": Veil}
 Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -63,7 +65,8 @@ class Federation:
         optimizer: makes the server's optimiser from the parameters.
         schedule: makes a learning-rate schedule from the optimiser; it steps once an epoch.
         batch_size: records a client takes in a round.
-        loss: "squared_error"; class indices become one-hot targets.
+        loss: "squared_error", "cross_entropy", "binary_cross_entropy", "log_cosh", "poisson", a loss object, or a
+            function (outputs, targets) -> one value a sample. Class indices become one-hot rows, but for a function.
         whole_shard: each client goes through all its records in a round, under one veil, in batches.
         participation: share of the clients in a round.
         fuse: let batches of clients that share a broadcast go through one pass where no module ties samples together;
@@ -80,24 +83,26 @@ class Federation:
         *,
         schedule: Schedule | None = None,
         batch_size: int = 32,
-        loss: str = "squared_error",
+        loss: str | Loss | Function = "squared_error",
         whole_shard: bool = False,
         participation: float = 1.0,
         fuse: bool = True,
         seed: int = 0,
     ) -> None:
         self.model = model
-        self.device = next(model.parameters()).device
+        first = next(model.parameters())
+        self.device, self._dtype = first.device, first.dtype
         self.defence = self._named(defence) if isinstance(defence, str) else defence
+        self.loss = find_loss(loss)
         self.shards = gather([self._targets(part) for part in clients], batch_size, seed, self.device)
         if not 0 < participation <= 1:
             raise BadArgument("Federation", f"participation must be above 0 and at most 1, got {participation}")
         self.whole_shard, self.participation = whole_shard, participation
-        self.fused = fuse and not mixes_samples(model) and not whole_shard
+        self.fused = fuse and self.defence.fuses and not mixes_samples(model) and not whole_shard
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
         self.optimizer = optimizer([p for p in self._parameters.values() if p.requires_grad])
         self.schedule = schedule(self.optimizer) if schedule else None
-        self.defence.prepare(model, self.shards.inputs[:2], loss)
+        self.defence.prepare(model, self.shards.inputs[:2], self.loss)
         self.round = 0
         self.best: tuple[float, dict[str, Tensor]] | None = None
         self.history = History()
@@ -112,35 +117,42 @@ class Federation:
     def _targets(self, part: Batch) -> Batch:
         """Class indices as one-hot rows."""
         inputs, targets = part
-        if targets.is_floating_point():
+        if targets.is_floating_point() or isinstance(self.loss, Custom):
             return inputs, targets
         with torch.no_grad():
-            outputs = answers(self.model, inputs[:1].to(self.device)).shape[-1]
-        if targets.dim() != 1 or int(targets.min()) < 0 or int(targets.max()) >= outputs:
-            found = f"from {int(targets.min())} to {int(targets.max())}"
-            raise BadArgument("targets", f"classes are {found}, the model has outputs 0 to {outputs - 1}")
-        return inputs, nn.functional.one_hot(targets, outputs).to(inputs.dtype)
+            outputs = answers(self.model, inputs[:1].to(self.device)).cpu()
+        template = outputs.expand(len(targets), *outputs.shape[1:])
+        if isinstance(self.loss, BinaryCrossEntropy):
+            return inputs, self.loss.dense(targets, template)
+        if targets.shape != template.shape[:-1]:
+            raise BadArgument("targets", f"shape is {tuple(targets.shape)}, want class indices (records,)")
+        return inputs, one_hot(targets, template)
 
     def step(self) -> Aggregate:
         """One round."""
-        shards, number = self.shards, self.round
-        clients = shards.chosen(number, self.participation)
-        sizes = [float(shards.sizes[client]) for client in clients]
-        broadcast = self.defence.broadcast(self.model)
-        try:
-            if self.fused:
-                updates, sizes = [self._together(broadcast, clients, sizes)], [1.0]
-            else:
-                updates = [self._alone(broadcast, client) for client in clients]
-            result = self.defence.aggregate(updates, sizes)
-        except NonFiniteUpdate as error:
-            fix = "lower the learning rate; the last checkpoint and the best model are kept"
-            raise Diverged(f"round {number}", f"training diverged: {error.where}: {error.what}", fix) from error
+        clients = self.shards.chosen(self.round, self.participation)
+        sizes = [float(self.shards.sizes[client]) for client in clients]
+        result = self._exchange(clients, sizes)
+        if result.again:
+            result = self._exchange(clients, sizes)
+            result = dataclasses.replace(result, details={**result.details, "repeated": 1})
         self._apply(result)
         self.round += 1
         if self.schedule and self.round % self.rounds_per_epoch == 0:
             self.schedule.step()
         return result
+
+    def _exchange(self, clients: Sequence[int], sizes: Sequence[float]) -> Aggregate:
+        """Broadcast, the clients' work, and what the server makes of it; the model stays as it is."""
+        broadcast = self.defence.broadcast(self.model)
+        try:
+            if self.fused:
+                return self.defence.aggregate([self._together(broadcast, clients, sizes)], [1.0])
+            return self.defence.aggregate([self._alone(broadcast, client) for client in clients], sizes)
+        except NonFiniteUpdate as error:
+            fix = "lower the learning rate; the last checkpoint and the best model are kept"
+            what = f"training diverged: {error.where}: {error.what}"
+            raise Diverged(f"round {self.round}", what, fix) from error
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -151,22 +163,23 @@ class Federation:
         """The clients' batches in one pass, each sample weighted by its client's share."""
         rows = [self.shards.rows(client, self.round) for client in clients]
         inputs, targets = self.shards.take(torch.cat(rows))
-        weights = _weights(tuple(sizes), tuple([len(r) for r in rows]), targets.dtype, inputs.device)
-        return self.defence.client_step(self.model, broadcast, inputs, targets, weights)
+        weights = _weights(tuple(sizes), tuple([len(r) for r in rows]), self._dtype, inputs.device)
+        return self.defence.upload(self.defence.client_step(self.model, broadcast, inputs, targets, weights))
 
     def _alone(self, broadcast: Any, client: int) -> Any:
         """One client's update."""
         shards = self.shards
         if not self.whole_shard:
             batch = shards.take(shards.rows(client, self.round))
-            return self.defence.client_step(self.model, broadcast, *batch, None)
+            update = self.defence.client_step(self.model, broadcast, *batch, None, client)
+            return self.defence.upload(update, client)
         total = None
         for rows in shards.shard(client):
             inputs, targets = shards.take(rows)
-            weights = torch.full((len(rows),), 1 / shards.sizes[client], dtype=targets.dtype, device=inputs.device)
-            update = self.defence.client_step(self.model, broadcast, inputs, targets, weights)
+            weights = torch.full((len(rows),), 1 / shards.sizes[client], dtype=self._dtype, device=inputs.device)
+            update = self.defence.client_step(self.model, broadcast, inputs, targets, weights, client)
             broadcast, total = self.defence.accumulate(broadcast, total, update)
-        return total
+        return self.defence.upload(total, client)
 
     def _apply(self, result: Aggregate) -> None:
         for name, parameter in self._parameters.items():
@@ -203,6 +216,7 @@ class Federation:
         while self.round < last:
             result = self.step()
             record: Record = {"round": self.round, "epoch": self.round / self.rounds_per_epoch, "error": result.error}
+            record |= result.details
             if test is not None and (self.round % every == 0 or self.round == last):
                 record |= self._evaluate(test)
             record["seconds"] = time.perf_counter() - started
@@ -210,12 +224,12 @@ class Federation:
             if on_round:
                 on_round(record)
             if folder and (self.round == last or (checkpoint_every and self.round % checkpoint_every == 0)):
-                checkpoint.save(folder / "checkpoint.pt", self.state())
+                self.save(folder)
         return self.history
 
     def _evaluate(self, test: Batch) -> Record:
         inputs, targets = (part.to(self.device) for part in test)
-        found = metrics(answers(self.model, inputs), targets)
+        found = metrics(answers(self.model, inputs), targets, self.loss)
         name, value = next(iter(found.items()))
         if value != value:
             raise Diverged(f"round {self.round}", f"{name} is not a number", "lower the learning rate")
@@ -224,15 +238,27 @@ class Federation:
         return {**found, "evaluated": True}
 
     def state(self) -> dict[str, Any]:
-        """Everything that a checkpoint holds: never a secret."""
+        """Everything that the server's checkpoint holds: never a secret, and nothing that is private to a client."""
         return {
             "round": self.round,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict() if self.schedule else None,
+            "defence": self.defence.state(),
             "best": self.best,
             "records": self.history.records,
         }
+
+    def save(self, folder: Path) -> None:
+        """Write the clients' private states, a file each and only where there are any, and then the checkpoint."""
+        for client in range(len(self.shards.sizes)):
+            private = self.defence.client_state(client)
+            if private:
+                checkpoint.save(_private_file(folder, client, self.round), private)
+        checkpoint.save(folder / "checkpoint.pt", self.state())
+        for old in (folder / "clients").glob("*/*.pt"):
+            if old.stem != str(self.round):
+                old.unlink()
 
     def resume(self, folder: Path) -> None:
         """Go on from a folder's checkpoint: same data order and optimiser state, new secrets."""
@@ -244,5 +270,15 @@ class Federation:
             raise BadArgument(str(folder), f"the checkpoint is of another model or optimiser: {error}") from error
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
+        self.defence.restore(state["defence"])
+        for client in range(len(self.shards.sizes)):
+            private = _private_file(folder, client, state["round"])
+            if private.exists():
+                self.defence.restore_client(client, checkpoint.load(private, self.device))
         self.round, self.best = state["round"], state["best"]
         self.history = History(list(state["records"]))
+
+
+def _private_file(folder: Path, client: int, number: int) -> Path:
+    """Where a client keeps its own state after a round: its folder, not the server's checkpoint."""
+    return folder / "clients" / str(client) / f"{number}.pt"

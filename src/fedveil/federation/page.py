@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedveil.data import Data
 from fedveil.defences import Veil
 from fedveil.federation.engine import Federation, History
-from fedveil.federation.evaluate import answers, metrics
+from fedveil.federation.evaluate import METRICS, answers, metrics
 from fedveil.report import Beside, Curves, Facts, Matrix, Section, Table, Text, write
 from fedveil.scheme import client_view
 
@@ -71,10 +71,15 @@ ESTIMATED = "Estimated by the server from the sizes of the terms it adds up."
 def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> list[Section]:
     """Metrics and errors over rounds."""
     sections: list[Section] = []
-    for name in ("accuracy", "mse"):
+    for name in METRICS:
         series = {run: history.curve(name) for run, history in histories.items() if history.curve(name)}
         if series:
             sections.append(Curves(f"Test {name}", "round", name, series))
+    nodes = {run: history.curve("nodes") for run, history in histories.items() if history.curve("nodes")}
+    if nodes:
+        repeated = sum(r.get("repeated", 0) for history in histories.values() for r in history.records)
+        found = f"Gradients that each client computes. {repeated} rounds were repeated because they had too few."
+        sections.append(Curves("Nodes", "round", "nodes", nodes, note=found))
     errors = {run: [(r, e) for r, e in h.curve("error") if e > 0] for run, h in histories.items()}
     errors = {run: points for run, points in errors.items() if points}
     if errors:
@@ -104,6 +109,6 @@ def run_page(
         cost_section(histories),
         Facts("Configuration", {key: str(value) for key, value in config.items()}),
     ]
-    metric = next((f"test {key} {summary[key]:.4f}" for key in ("accuracy", "mse") if key in summary), "no evaluation")
+    metric = next((f"test {key} {summary[key]:.4f}" for key in METRICS if key in summary), "no evaluation")
     lead = f"{name}: {metric} after {summary['rounds']} rounds with {config['clients']} clients."
     return write(path, f"{data.name}, {config['model']}, {name}", lead, sections, str(summary["repeat"]))

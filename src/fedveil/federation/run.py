@@ -16,12 +16,14 @@ from fedveil.errors import BadArgument
 from fedveil.federation.config import (
     Config,
     build_defence,
+    build_loss,
     build_model,
     build_optimizer,
     build_schedule,
     load_data,
 )
 from fedveil.federation.engine import Federation, Record
+from fedveil.federation.evaluate import METRICS
 from fedveil.federation.page import run_page
 
 
@@ -44,7 +46,7 @@ def federation_of(config: Config, data: Data) -> Federation:
         build_optimizer(config),
         schedule=build_schedule(config),
         batch_size=config.batch_size,
-        loss=config.loss,
+        loss=build_loss(config),
         whole_shard=config.whole_shard,
         participation=config.participation,
         fuse=config.fuse,
@@ -116,7 +118,7 @@ def train(
     summary: dict[str, Any] = {
         "folder": str(folder),
         "rounds": federation.round,
-        **{name: history.last[name] for name in ("accuracy", "mse") if name in history.last},
+        **{name: history.last[name] for name in METRICS if name in history.last},
         "best": federation.best[0] if federation.best else None,
         "largest_error": max((record["error"] for record in history.records), default=0.0),
         "seconds": history.records[-1]["seconds"] if history.records else 0.0,

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from fedveil.errors import AnalysisError
 
-Home = tuple[dict[str, Tensor | None], str]
+Home = tuple[dict[str, Any], str]
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,41 @@
-"""The paper, a section a file: entropy, secret, perturb, client, recover; losses and the anchor beside them."""
+"""The paper, a section a file: entropy, secret, perturb, client, recover; losses, nodes and the anchor beside them."""
 
 from fedveil.scheme.client import client_step
 from fedveil.scheme.entropy import Entropy
+from fedveil.scheme.losses import (
+    LOSSES,
+    BinaryCrossEntropy,
+    CrossEntropy,
+    LogCosh,
+    Loss,
+    Poisson,
+    SquaredError,
+    find_loss,
+)
 from fedveil.scheme.messages import Broadcast, Update
+from fedveil.scheme.nodes import NodeCount
 from fedveil.scheme.perturb import client_view, perturb
 from fedveil.scheme.recover import Recovered, recover
 from fedveil.scheme.secret import Secret, draw_secret
 
 __all__ = [
+    "LOSSES",
+    "BinaryCrossEntropy",
     "Broadcast",
+    "CrossEntropy",
     "Entropy",
+    "LogCosh",
+    "Loss",
+    "NodeCount",
+    "Poisson",
     "Recovered",
     "Secret",
+    "SquaredError",
     "Update",
     "client_step",
     "client_view",
     "draw_secret",
+    "find_loss",
     "perturb",
     "recover",
 ]

@@ -22,19 +22,38 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
     """
     rows = direction[None] if groups == 1 else (partition == np.arange(groups)[:, None]) * direction
     energy = rows @ direction
-    votes = (rows @ head) / energy[:, None]
-    misfit = head - rows.T @ votes
-    beside = (misfit * misfit).sum(0) + TINY
+    votes, beside = _votes(head, rows, energy)
     columns = head.shape[1]
-    tenth = min(max(1, int(QUANTILE * columns)), columns - 1)
     total = np.partition(votes, columns // 2, axis=1)[:, columns // 2]
     for _ in range(MOST_ROUNDS):
         away = votes - total[:, None]
-        squares = energy @ (away * away) + beside
-        small = np.partition(squares, tenth)[tenth]
-        weights = 1 / (squares + small)
+        weights, small = _weights(energy @ (away * away) + beside)
         step = away @ weights / weights.sum()
         total = total + step
         if energy @ (step * step) <= SETTLED * small:
             break
     return total
+
+
+def standard_error(base: Reals, direction: Reals) -> float:
+    """How uncertain the anchor of a centred head is, from the scatter of its columns' votes (m = 1)."""
+    energy = direction @ direction
+    votes, beside = _votes(base, direction[None], energy)
+    weights, _ = _weights(energy * votes[0] ** 2 + beside)
+    weights /= weights.sum()
+    away = votes[0] - weights @ votes[0]
+    return float(np.sqrt(weights**2 @ away**2))
+
+
+def _votes(head: Reals, rows: Reals, energy: Reals) -> tuple[Reals, Reals]:
+    """Each column's vote, and the square of what no vote explains."""
+    votes = (rows @ head) / np.reshape(energy, (-1, 1))
+    misfit = head - rows.T @ votes
+    return votes, (misfit * misfit).sum(0) + TINY
+
+
+def _weights(squares: Reals) -> tuple[Reals, float]:
+    """The weight of each column, and the square of a small one."""
+    tenth = min(max(1, int(QUANTILE * len(squares))), len(squares) - 1)
+    small = float(np.partition(squares, tenth)[tenth])
+    return 1 / (squares + small), small

@@ -1,4 +1,4 @@
-"""A client's work (paper, Sec. 4.2): one forward pass and m + 2 backward passes, whatever the network."""
+"""A client's work (paper, Sec. 4.2): one forward pass and a few backward passes, whatever the network."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.layout import Inside, look_inside
 from fedveil.scheme.chain import backward, forward, links_of
-from fedveil.scheme.losses import match_targets, per_sample, squared_error_passes
 from fedveil.scheme.messages import Broadcast, PublicHead, Tensors, Update
+from fedveil.scheme.terms import cotangents
 
 
 def _check_architecture(model: nn.Module, broadcast: Broadcast) -> Inside:
@@ -93,14 +93,15 @@ def client_step(
 ) -> Update:
     """Compute what a client uploads for a batch.
 
-    Paper, Sec. 4.2: the perturbed gradient, sigma~_1 ... sigma~_m and beta, each averaged over the samples. Every one
-    is a gradient of (y, alpha) with a pair of cotangents, so no per-sample Jacobian is formed.
+    Paper, Sec. 4.2: the perturbed gradient, sigma~_1 ... sigma~_m and beta, each averaged over the samples; for a loss
+    other than squared error the gradient at each of the broadcast's nodes. Every one is a gradient of (y, alpha) with a
+    pair of cotangents, so no per-sample Jacobian is formed.
 
     Args:
         model: gives the architecture; its values are ignored and, when the call ends, what they were.
         broadcast: what the server sent.
         inputs: a batch, or a tuple of them for a forward with several arguments; on the model's device.
-        targets: in the shape of the model's outputs.
+        targets: as the broadcast's loss wants them; in the shape of the model's outputs, or class indices.
         weights: of the samples, in place of 1 / samples: with weights |D_k| / (|D| samples_k) the batches of several
             clients that share a broadcast go through one step, to the same sum.
 
@@ -119,7 +120,12 @@ def client_step(
     values = _with_alpha(head, broadcast.parameters) if head else broadcast.parameters
     links = links_of(model, inputs, values)
     if head and links and isinstance(inputs, Tensor):
-        passes, buffers = _passes_of_chain(head, links, values, inputs, targets, weights, trainable), {}
+        with torch.no_grad():
+            seen = forward(links, values, inputs)
+            passes = backward(
+                links, values, seen, cotangents(broadcast.loss, head, seen[-1], targets, weights), trainable
+            )
+        buffers = {}
     else:
         buffers = {name: value.clone() for name, value in broadcast.buffers.items()}
         passes = _passes(model, inside, broadcast, values | buffers, inputs, targets, weights)
@@ -127,22 +133,6 @@ def client_step(
         for name in passes.keys() & {head.weight, head.bias}:
             passes[name] = passes[name][:, :-1]
     return Update(broadcast.round, broadcast.model, samples, passes, buffers)
-
-
-def _passes_of_chain(
-    head: PublicHead,
-    links: Sequence[str | None],
-    values: Tensors,
-    inputs: Tensor,
-    targets: Tensor,
-    weights: Tensor | None,
-    trainable: Sequence[str],
-) -> Tensors:
-    """Forward, and all backward passes at once."""
-    with torch.no_grad():
-        seen = forward(links, values, inputs)
-        cotangents = squared_error_passes(seen[-1], targets, head.direction, head.partition, head.groups, weights)
-        return backward(links, values, seen, cotangents, trainable)
 
 
 def _passes(
@@ -161,13 +151,10 @@ def _passes(
     with torch.enable_grad(), _filled(inside, values):
         outputs = _forward(model, head, inputs)
     with torch.no_grad():
-        if head:
-            cotangents = squared_error_passes(outputs, targets, head.direction, head.partition, head.groups, weights)
-        else:
-            cotangents = ((outputs - match_targets(outputs, targets)) * per_sample(outputs, weights)).unsqueeze(0)
-    last = len(cotangents) - 1
+        backs = cotangents(broadcast.loss, head, outputs, targets, weights)
+    last = len(backs) - 1
     passes = {name: leaf.new_zeros((last + 1, *leaf.shape)) for name, leaf in zip(names, leaves, strict=True)}
-    for number, cotangent in enumerate(cotangents):
+    for number, cotangent in enumerate(backs):
         found = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=number < last, allow_unused=True)
         for stack, gradient in zip(passes.values(), found, strict=True):
             if gradient is not None:

@@ -1,30 +1,41 @@
-"""What a loss asks of a client, and what it gives to a server.
+"""Losses: a value a sample, and its derivative with respect to the model's outputs.
 
-A client turns (y, alpha) into cotangents and uploads the gradient for each of them; the server adds these *passes*
-with secret coefficients::
-
-    G = R o sum_k coefficient_k(secret) pass_k
-
-Notation: y are the outputs of the veiled model, alpha the sum of the head's inputs (plus 1 if it has a bias), r_a the
-public direction, I_s the s-th group of outputs.
+The last axis of the outputs is that of classes or target numbers. What a loss has at further positions of a sample is
+summed; what samples have is averaged by whoever calls.
 """
 
-import numpy as np
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedveil.errors import BadArgument
 
-LOSSES = ("squared_error",)
+Function = Callable[[Tensor, Tensor], Tensor]
 
 
-def check_loss(loss: str) -> None:
-    """Refuse a loss that is not known."""
-    if loss not in LOSSES:
-        known = ", ".join(f'"{name}"' for name in LOSSES)
-        raise BadArgument("draw_secret", f"there is no loss {loss!r}", f"use one of {known}")
+class Loss(Protocol):
+    """What clients minimise."""
+
+    @property
+    def name(self) -> str:
+        """How it is called in messages."""
+
+    def settings(self) -> dict[str, Any]:
+        """Plain values that make an equal loss at the other end of a wire."""
+
+    def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """Targets as this loss compares them with `outputs`; those that are dense already stay as they are."""
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One number a sample."""
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """D values / d outputs, for dense targets."""
 
 
 def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -39,6 +50,18 @@ def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     raise BadArgument("targets", f"shape is {tuple(targets.shape)}, the model's outputs have {wanted}", fix)
 
 
+def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
+    """Class indices as rows of zeros and a one, in the outputs' shape."""
+    classes = outputs.shape[-1]
+    if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
+        return match_targets(outputs, targets)
+    try:
+        return F.one_hot(targets.long(), classes).to(outputs.dtype)
+    except RuntimeError as error:
+        found = f"from {int(targets.min())} to {int(targets.max())}"
+        raise BadArgument("targets", f"classes are {found}, the model has outputs 0 to {classes - 1}") from error
+
+
 def per_sample(outputs: Tensor, weights: Tensor | None) -> Tensor | float:
     """The weight of each sample, to multiply outputs with: 1 / samples unless given."""
     if weights is None:
@@ -46,35 +69,204 @@ def per_sample(outputs: Tensor, weights: Tensor | None) -> Tensor | float:
     return weights.to(outputs).reshape(-1, *[1] * (outputs.dim() - 1))
 
 
-def squared_error_passes(
-    outputs: Tensor,
-    targets: Tensor,
-    direction: Tensor,
-    partition: Tensor,
-    groups: int,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Cotangents for (y, alpha) of the m + 2 passes: G^, sigma~_1 ... sigma~_m, beta (paper, Theorem 2).
+class _Elementwise:
+    """A loss that compares every output with its own target number."""
 
-    The loss is half the squared distance, summed over outputs, averaged over samples (paper, Eq. 6)::
+    def settings(self) -> dict[str, Any]:
+        """None."""
+        return {}
 
-        G^        (delta, 0)                                delta = (y - target) / samples
-        sigma~_s  (alpha r_a|I_s, r_a|I_s . delta)
-        beta      (0, alpha)
+    def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """In the outputs' shape."""
+        return match_targets(outputs, targets)
 
-    `weights` are the samples' weights in place of 1 / samples.
+
+@dataclass(frozen=True)
+class SquaredError(_Elementwise):
+    """Half the squared distance (paper, Eq. 6)."""
+
+    name: ClassVar[str] = "squared_error"
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum of (y - target)^2 / 2."""
+        return (outputs - targets).square().flatten(1).sum(1) / 2
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Y - target."""
+        return outputs - targets
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy(_Elementwise):
+    """Cross-entropy of independent yes/no outputs, given as logits; targets from 0 to 1."""
+
+    name: ClassVar[str] = "binary_cross_entropy"
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Summed over outputs."""
+        return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").flatten(1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """sigmoid(y) - target."""
+        return torch.sigmoid(outputs) - targets
+
+
+@dataclass(frozen=True)
+class LogCosh(_Elementwise):
+    """log cosh (y - target): squared error near 0, absolute error far away, smooth everywhere."""
+
+    name: ClassVar[str] = "log_cosh"
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """log((e^x + e^-x) / 2) without overflow."""
+        x = outputs - targets
+        return (x + F.softplus(-2 * x) - math.log(2)).flatten(1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """tanh(y - target)."""
+        return torch.tanh(outputs - targets)
+
+
+@dataclass(frozen=True)
+class Poisson(_Elementwise):
+    """Negative log likelihood of counts, exp(y) - target y, whose rate is exp(output).
+
+    It grows so fast that a veil needs many nodes for it: logit shifts of about 3 are the most it carries.
     """
-    share = per_sample(outputs, weights)
-    y, alpha = torch.split_with_sizes(outputs.detach() * share, [direction.shape[0], 1], -1)
-    delta = y - match_targets(y, targets) * share
-    rows = [direction] if groups == 1 else [direction * (partition == s) for s in range(groups)]
-    sigmas = [torch.cat([alpha * row, delta @ row.unsqueeze(1)], -1) for row in rows]
-    return torch.stack([F.pad(delta, (0, 1)), *sigmas, F.pad(alpha, (direction.shape[0], 0))])
+
+    name: ClassVar[str] = "poisson"
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Up to log(target!), which no gradient sees."""
+        return (outputs.exp() - targets * outputs).flatten(1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """exp(y) - target."""
+        return outputs.exp() - targets
 
 
-def squared_error_coefficients(
-    offset: NDArray[np.float64], direction: NDArray[np.float64], partition: NDArray[np.int64]
-) -> list[float]:
-    """Coefficients of the passes: 1, -d_1 ... -d_m, v with v = |d o r_a|^2 (paper, Sec. 4.3), d the head's offset."""
-    r = offset[partition] * direction
-    return [1.0, *(-offset).tolist(), float(r @ r)]
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Softmax cross-entropy; targets are class indices, or a row of probabilities a sample.
+
+    Args:
+        weight: one number a class, multiplied with that class's part; samples are averaged by their number, not by
+            their weights.
+        label_smoothing: share of every target that is spread over all classes.
+    """
+
+    weight: tuple[float, ...] | None = None
+    label_smoothing: float = 0.0
+    name: ClassVar[str] = "cross_entropy"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            what = f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}"
+            raise BadArgument("CrossEntropy", what)
+        if self.weight is not None:
+            weight = tuple(float(w) for w in self.weight)
+            if not all(math.isfinite(w) and w >= 0 for w in weight):
+                raise BadArgument("CrossEntropy", "class weights must be finite and not below 0")
+            object.__setattr__(self, "weight", weight)
+
+    def settings(self) -> dict[str, Any]:
+        """Both arguments."""
+        return {"weight": list(self.weight) if self.weight else None, "label_smoothing": self.label_smoothing}
+
+    def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """Probabilities in the outputs' shape."""
+        return one_hot(targets, outputs)
+
+    def _wanted(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Targets, smoothed and weighted."""
+        classes = outputs.shape[-1]
+        if self.label_smoothing:
+            targets = targets * (1 - self.label_smoothing) + self.label_smoothing / classes
+        if self.weight is not None:
+            if len(self.weight) != classes:
+                what = f"there are {len(self.weight)} class weights, the model has {classes} outputs"
+                raise BadArgument("CrossEntropy", what)
+            targets = targets * torch.tensor(self.weight, dtype=targets.dtype, device=targets.device)
+        return targets
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """- sum_c w_c p_c log softmax(y)_c."""
+        return -(self._wanted(outputs, targets) * outputs.log_softmax(-1)).flatten(1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """softmax(y) sum_c w_c p_c - w o p."""
+        wanted = self._wanted(outputs, targets)
+        return outputs.softmax(-1) * wanted.sum(-1, keepdim=True) - wanted
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A user's function (outputs, targets) -> one value a sample, smooth in the outputs."""
+
+    function: Function
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
+
+    def settings(self) -> dict[str, Any]:
+        """None: a function does not travel."""
+        return {}
+
+    def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """As they are."""
+        return targets
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What the function returns."""
+        found = self.function(outputs, targets)
+        if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
+            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            what = f"it returned {shape} for outputs of shape {tuple(outputs.shape)}, not one value a sample"
+            raise BadArgument(f"loss {self.name}", what, "return a tensor of shape (samples,): reduction='none'")
+        return found
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """By autograd."""
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            (found,) = torch.autograd.grad(self.values(leaf, targets).sum(), leaf)
+        return found
+
+
+KINKED = {
+    "absolute_error": (F.l1_loss, nn.L1Loss),
+    "hinge": (F.hinge_embedding_loss, nn.HingeEmbeddingLoss, F.multi_margin_loss, nn.MultiMarginLoss),
+    "huber": (F.huber_loss, nn.HuberLoss, F.smooth_l1_loss, nn.SmoothL1Loss),
+}
+KINDS = (SquaredError, CrossEntropy, BinaryCrossEntropy, LogCosh, Poisson)
+LOSSES: dict[str, Callable[..., Loss]] = {kind.name: kind for kind in KINDS}
+
+
+def _refuse_kinks(loss: object) -> None:
+    """A loss with a kink is not the polynomial that nodes see, however many there are."""
+    for name, known in KINKED.items():
+        if loss == name or loss in known or type(loss) in known:
+            what = f"{name} has a kink, and a veil recovers smooth losses only"
+            raise BadArgument("loss", what, 'use "log_cosh", which is smooth and as robust; or defence "plain"')
+
+
+def find_loss(loss: "str | Loss | Function") -> Loss:
+    """The loss of that name, a loss as it is, or a user's function."""
+    _refuse_kinks(loss)
+    if isinstance(loss, str):
+        if loss not in LOSSES:
+            known = ", ".join(f'"{name}"' for name in LOSSES)
+            raise BadArgument("loss", f"there is no loss {loss!r}", f"use one of {known}, or a function")
+        return LOSSES[loss]()
+    if isinstance(loss, (*KINDS, Custom)):
+        return loss
+    if not callable(loss):
+        raise BadArgument("loss", f"a {type(loss).__name__} is no loss", "a name, or a function of outputs and targets")
+    return Custom(loss)
+
+
+def named_loss(name: str, settings: Mapping[str, Any]) -> Loss | None:
+    """The loss that another process named, or None if it is a user's function."""
+    return LOSSES[name](**settings) if name in LOSSES else None

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import BadArgument
+from fedveil.scheme.losses import Function, Loss, find_loss, named_loss
 
 Arrays = dict[str, NDArray[Any]]
 Tensors = dict[str, Tensor]
@@ -48,6 +49,19 @@ def _strings(kind: str, metadata: Mapping[str, Any], name: str) -> tuple[str, ..
     return tuple(values)
 
 
+def _loss(kind: str, metadata: Mapping[str, Any], own: Function | None) -> Loss:
+    name = _field(kind, metadata, "loss", str)
+    settings = _field(kind, metadata, "loss_settings", dict)
+    if own is not None and find_loss(own).name != name:
+        raise BadArgument(kind, f"the server's loss is {name!r}, the one given {find_loss(own).name!r}")
+    if own is not None:
+        return find_loss(own)
+    known = named_loss(name, settings)
+    if known is None:
+        raise BadArgument(kind, f"the loss {name!r} is the server's own function", "Broadcast.unpack(..., loss=it)")
+    return known
+
+
 @dataclass(frozen=True, eq=False)
 class PublicHead:
     """The head's public part: the model as the paper sends it has weight base + (offset o direction) 1^T.
@@ -59,6 +73,7 @@ class PublicHead:
         direction: r_a, one number an output.
         partition: the group of each output.
         offset: gamma minus the anchor's share, one number a group.
+        nodes: where in the public interval clients probe a loss that is not squared error; none for that.
         last: whether the head's output is the model's, with no reshaping between.
     """
 
@@ -68,6 +83,7 @@ class PublicHead:
     direction: Tensor
     partition: Tensor
     offset: Tensor
+    nodes: Tensor
     last: bool
 
     @property
@@ -93,7 +109,7 @@ class Broadcast:
 
     round: str
     model: str
-    loss: str
+    loss: Loss
     parameters: Tensors
     buffers: Tensors
     trainable: tuple[str, ...]
@@ -107,7 +123,8 @@ class Broadcast:
             "kind": "broadcast",
             "round": self.round,
             "model": self.model,
-            "loss": self.loss,
+            "loss": self.loss.name,
+            "loss_settings": self.loss.settings(),
             "trainable": list(self.trainable),
             "training": list(self.training),
             "head": None,
@@ -117,6 +134,7 @@ class Broadcast:
                 "direction": self.head.direction,
                 "partition": self.head.partition,
                 "offset": self.head.offset,
+                "nodes": self.head.nodes,
             }
             arrays |= _pack("head", head)
             metadata["head"] = {"path": self.head.path, "weight": self.head.weight, "bias": self.head.bias}
@@ -124,8 +142,10 @@ class Broadcast:
         return arrays, metadata
 
     @classmethod
-    def unpack(cls, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any]) -> "Broadcast":
-        """The inverse of `pack`."""
+    def unpack(
+        cls, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any], loss: Function | None = None
+    ) -> "Broadcast":
+        """The inverse of `pack`; a user's own loss does not travel and has to be given."""
         kind = "Broadcast.unpack"
         _expect(kind, metadata, "broadcast")
         names = metadata.get("head")
@@ -139,12 +159,13 @@ class Broadcast:
                 direction=_tensor(kind, public, "direction"),
                 partition=_tensor(kind, public, "partition"),
                 offset=_tensor(kind, public, "offset"),
+                nodes=_tensor(kind, public, "nodes"),
                 last=bool(names.get("last")),
             )
         return cls(
             round=_field(kind, metadata, "round", str),
             model=_field(kind, metadata, "model", str),
-            loss=_field(kind, metadata, "loss", str),
+            loss=_loss(kind, metadata, loss),
             parameters=_unpack("parameter", arrays),
             buffers=_unpack("buffer", arrays),
             trainable=_strings(kind, metadata, "trainable"),

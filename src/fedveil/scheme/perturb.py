@@ -6,13 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedveil.errors import SecretReused
+from fedveil.errors import BadArgument, SecretReused
 from fedveil.graph.layout import flatten, unflatten
 from fedveil.graph.plan import check_model
-from fedveil.scheme.anchor import anchor
-from fedveil.scheme.losses import squared_error_coefficients
+from fedveil.scheme.anchor import anchor, standard_error
+from fedveil.scheme.losses import SquaredError
 from fedveil.scheme.messages import Broadcast, PublicHead, Tensors
-from fedveil.scheme.secret import Secret, Sent
+from fedveil.scheme.nodes import SPREAD, chebyshev, lagrange
+from fedveil.scheme.secret import How, Secret, Sent
+from fedveil.scheme.terms import squared_error_coefficients
+
+MOST_DRAWS = 200
 
 
 def veil_of(secret: Secret) -> tuple[Tensor, Tensor]:
@@ -25,21 +29,34 @@ def veil_of(secret: Secret) -> tuple[Tensor, Tensor]:
     return factors, sources
 
 
-def _cover_head(secret: Secret, veiled: Tensors) -> tuple[PublicHead | None, list[float]]:
-    """Put the anchored head in place of the scaled one; returns its public part and the coefficients of the passes.
+def _cover_head(secret: Secret, veiled: Tensors) -> tuple[PublicHead, How] | None:
+    """Put the anchored head in place of the scaled one; its public part, and what undoes it.
 
     base = V + (d o r_a) 1^T with d = -A(V), and offset = gamma - d: base + (offset o r_a) 1^T is the paper's head.
     A bias is one more column of V.
+
+    None if d lies outside of the interval that the public base implies: then other noise must be drawn.
     """
     plan, noise = secret.plan, secret._head
-    if plan.head is None or noise is None:
-        return None, [1.0]
+    assert plan.head is not None
+    assert noise is not None
     weight, bias = veiled[plan.head.weight], veiled[plan.head.bias] if plan.head.bias else None
     V = (weight if bias is None else torch.cat([weight, bias.unsqueeze(1)], 1)).cpu().double().numpy()
     direction, partition = noise.direction.double().numpy(), noise.partition.numpy()
     with np.errstate(all="ignore"):  # a model that diverged overflows here; clients' answers will show it
         d = -anchor(V, direction, partition, len(noise.gamma))
     base = torch.from_numpy(V + (d[partition] * direction)[:, None])
+    if isinstance(secret.loss, SquaredError):
+        nodes, how = np.empty(0), How(squared_error_coefficients(d, direction, partition))
+    else:
+        with np.errstate(all="ignore"):
+            reach = SPREAD * standard_error(base.to(weight.dtype).double().numpy(), direction)
+        if abs(d[0]) > reach:
+            return None
+        shift = reach * float(np.abs(direction).max())
+        count = secret.nodes(shift)
+        place = float(d[0] / reach) if reach else 0.0
+        nodes, how = reach * chebyshev(count), How(lagrange(count, place), place, shift)
     weight.copy_(base[:, : weight.shape[1]])
     if bias is not None:
         bias.copy_(base[:, -1])
@@ -51,9 +68,10 @@ def _cover_head(secret: Secret, veiled: Tensors) -> tuple[PublicHead | None, lis
         noise.direction.to(device),
         noise.partition.to(device),
         torch.from_numpy(noise.gamma - d).to(device),
+        torch.from_numpy(nodes).to(device),
         plan.head.last,
     )
-    return public, squared_error_coefficients(d, direction, partition)
+    return public, how
 
 
 def perturb(model: nn.Module, secret: Secret) -> Broadcast:
@@ -74,11 +92,23 @@ def perturb(model: nn.Module, secret: Secret) -> Broadcast:
     layout = plan.layout
     tensors = inside.parameters | inside.buffers
     with torch.no_grad():
-        factors, sources = veil_of(secret)
-        veiled = factors * flatten(tensors, layout.entries).index_select(0, sources)
-        by_name = unflatten(veiled, layout.entries)
-        head, coefficients = _cover_head(secret, by_name)
-    secret._sent = Sent(factors, sources, coefficients)
+        flat = flatten(tensors, layout.entries)
+        for _ in range(MOST_DRAWS):
+            factors, sources = veil_of(secret)
+            by_name = unflatten(factors * flat.index_select(0, sources), layout.entries)
+            if plan.head is None:
+                head, how = None, How([1.0])
+                break
+            covered = _cover_head(secret, by_name)
+            if covered:
+                head, how = covered
+                break
+            secret.redraw()
+        else:
+            what = f"in {MOST_DRAWS} draws the head's offset never fell into the interval that clients could know"
+            fix = "a head with more inputs, squared error, or analyse(..., head='exposed')"
+            raise BadArgument("perturb", what, fix)
+    secret._sent = Sent(factors, sources, how)
     buffers = {entry.name: by_name.pop(entry.name) for entry in layout.buffers}
     return Broadcast(
         secret.round,

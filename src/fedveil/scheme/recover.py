@@ -17,7 +17,8 @@ from fedveil.errors import (
 )
 from fedveil.graph.layout import Layout, flatten, unflatten
 from fedveil.scheme.messages import Tensors, Update
-from fedveil.scheme.secret import Secret, Sent
+from fedveil.scheme.nodes import Spectrum, transform
+from fedveil.scheme.secret import How, Secret, Sent
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +29,13 @@ class Recovered:
         gradients: by parameter name.
         buffers: by name: floating ones averaged over clients as plain FedAvg does, counters the largest.
         error: estimated relative error of the whole gradient.
+        spectrum: for a loss by nodes, how fast its coefficients fell.
     """
 
     gradients: Tensors
     buffers: Tensors
     error: float
+    spectrum: Spectrum | None = None
 
 
 def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] | None = None) -> Recovered:
@@ -40,7 +43,8 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
 
     Paper, Sec. 4.3:   G(l) = R(l) o (sum_k w_k G^_k - sum_s gamma_s sum_k w_k sigma~_k,s + v sum_k w_k beta_k)
 
-    Differs from the paper: gamma is replaced by the anchor's d, because clients worked on the centred head.
+    Differs from the paper: gamma is replaced by the anchor's d, because clients worked on the centred head. Losses
+    other than squared error have one pass a node, and the sum is their polynomial's value at d.
 
     Args:
         secret: the round's.
@@ -57,19 +61,34 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
     if sent is None:
         raise BadArgument("recover", "this secret has covered no broadcast yet", "perturb(model, secret) first")
     layout = secret.plan.layout
+    coefficients = sent.how.coefficients
     for position, update in enumerate(updates):
-        check_update(secret, position, update, len(sent.coefficients))
+        check_update(secret, position, update, len(coefficients))
     shares = client_shares(updates, weights)
-    passes = _mean(layout, updates, shares, len(sent.coefficients)).mul_(sent.factors[: layout.weights])
-    combined = torch.tensor(sent.coefficients, dtype=layout.dtype, device=layout.device) @ passes
+    passes = _mean(layout, updates, shares, len(coefficients)).mul_(sent.factors[: layout.weights])
+    combined = torch.tensor(coefficients, dtype=layout.dtype, device=layout.device) @ passes
     sizes = torch.linalg.vector_norm(passes, dim=1).tolist()
     total = float(torch.linalg.vector_norm(combined))
     if not math.isfinite(total):
         refuse_non_finite(updates)
-    terms = sum(abs(c) * size for c, size in zip(sent.coefficients, sizes, strict=True))
-    error = torch.finfo(layout.dtype).eps * (terms / total if total else 1.0)
+    eps = torch.finfo(layout.dtype).eps
+    spectrum = None
+    if sent.how.place is None:
+        terms = sum(abs(c) * size for c, size in zip(coefficients, sizes, strict=True))
+        error = eps * (terms / total if total else 1.0)
+    else:
+        spectrum = _spectrum(sent.how, passes, total, eps * max(sizes))
+        error = spectrum.error(sent.how.place)
     gradients = torch.empty_like(combined).scatter_(0, sent.sources[: layout.weights], combined)
-    return Recovered(unflatten(gradients, layout.trainable), _buffers(layout, sent, updates, shares), error)
+    buffers = _buffers(layout, sent, updates, shares)
+    return Recovered(unflatten(gradients, layout.trainable), buffers, error, spectrum)
+
+
+def _spectrum(how: How, passes: Tensor, total: float, floor: float) -> Spectrum:
+    """Sizes of the passes' Chebyshev coefficients over that of the gradient."""
+    rows = torch.from_numpy(transform(len(passes))).to(passes)
+    sizes = torch.linalg.vector_norm(rows @ passes, dim=1) / (total or 1.0)
+    return Spectrum(tuple(sizes.tolist()), floor / (total or 1.0), how.shift)
 
 
 def client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
@@ -128,9 +147,7 @@ def check_update(secret: Secret, position: int, update: Update, passes: int) -> 
             raise IncompleteUpdate(client, f"buffer {name} is missing")
 
 
-def _check_passes(
-    client: str, name: str, found: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def _check_passes(client: str, name: str, found: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if found is not None and found.dim() and found.shape[0] != shape[0]:
         raise IncompleteUpdate(client, f"{name} has {found.shape[0]} passes, not {shape[0]}")
     _check_tensor(client, name, found, shape, dtype)

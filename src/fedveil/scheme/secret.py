@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
@@ -15,7 +16,8 @@ from fedveil.errors import BadArgument
 from fedveil.graph.ledger import Integers
 from fedveil.graph.plan import Plan
 from fedveil.scheme.entropy import Entropy
-from fedveil.scheme.losses import check_loss
+from fedveil.scheme.losses import Function, Loss, SquaredError, find_loss
+from fedveil.scheme.nodes import FEWEST, MOST
 
 SMALLEST_SIZE, LARGEST_SIZE = 1e-30, 1e30  # of gamma
 LARGEST_FACTOR = 1e6  # beyond it, products of a few factors leave the exponents of float32
@@ -31,41 +33,61 @@ class HeadNoise:
 
 
 @dataclass(frozen=True)
+class How:
+    """How passes add up.
+
+    Attributes:
+        coefficients: of the passes.
+        place: of the head's offset in the interval of the nodes, from -1 to 1; None for squared error.
+        shift: see `nodes.Spectrum`.
+    """
+
+    coefficients: list[float]
+    place: float | None = None
+    shift: float = 0.0
+
+
+@dataclass(frozen=True)
 class Sent:
     """What `perturb` did with the secret, for `recover` to undo.
 
     Attributes:
         factors: R along the flat vector: the veiled vector is factors o flat[sources].
         sources: see factors.
-        coefficients: of the passes.
+        how: how to add the passes up.
     """
 
     factors: Tensor
     sources: Tensor
-    coefficients: list[float]
+    how: How
 
 
 class Secret:
     """One-time noise for one broadcast. It prints nothing, cannot be pickled or copied, and is never reused."""
 
-    __slots__ = ("_head", "_noise", "_sent", "for_tests_only", "loss", "plan", "round")
+    __slots__ = ("_draw", "_head", "_noise", "_sent", "for_tests_only", "loss", "nodes", "plan", "round")
 
     def __init__(
         self,
         plan: Plan,
-        loss: str,
-        round_name: str,
-        noise: "Noise",
-        head: HeadNoise | None,
-        for_tests_only: bool,
+        loss: Loss,
+        nodes: Callable[[float], int],
+        draw: "Callable[[], tuple[Noise, HeadNoise | None]]",
+        entropy: Entropy,
     ) -> None:
         self.plan = plan
         self.loss = loss
-        self.round = round_name
-        self.for_tests_only = for_tests_only
-        self._noise = noise
-        self._head = head
+        self.nodes = nodes
+        self.for_tests_only = entropy.for_tests_only
+        self._draw = draw
+        self._noise, self._head = draw()
+        self.round = entropy.token()
         self._sent: Sent | None = None
+
+    def redraw(self) -> None:
+        """Other noise in place of noise that was not sent."""
+        assert self._sent is None
+        self._noise, self._head = self._draw()
 
     @property
     def groups(self) -> int:
@@ -170,14 +192,29 @@ def draw_partition(outputs: int, groups: int, entropy: Entropy) -> Integers:
     return partition[np.argsort(entropy.words(outputs))]
 
 
+def draw_noise_and_head(
+    plan: Plan, groups: int, additive: float, kind: Kind, entropy: Entropy
+) -> tuple[Noise, HeadNoise | None]:
+    """Everything that is random in a secret."""
+    while True:
+        noise = deal_noise(plan, kind, entropy)
+        if plan.head is None:
+            return noise, None
+        direction = torch.from_numpy(noise.others[groups:]).to(plan.layout.dtype)
+        if len(set(direction.tolist())) == plan.head.outputs:
+            partition = torch.from_numpy(draw_partition(plan.head.outputs, groups, entropy))
+            return noise, HeadNoise(noise.others[:groups] * additive, direction, partition)
+
+
 def draw_secret(
     plan: Plan,
-    loss: str = "squared_error",
+    loss: str | Loss | Function = "squared_error",
     groups: int = 1,
     additive: float = 1.0,
     multiplicative: float = 4.0,
     *,
     permute: bool = True,
+    nodes: int | Callable[[float], int] = 16,
     entropy: Entropy | None = None,
 ) -> Secret:
     """Draw the noise of one round.
@@ -190,11 +227,15 @@ def draw_secret(
 
     Args:
         plan: what `analyse` found.
-        loss: the loss that clients will use.
-        groups: the paper's m, from 1 to the number of outputs.
+        loss: the loss that clients will use: "squared_error", "cross_entropy", "binary_cross_entropy", "log_cosh",
+            "poisson", an object such as `CrossEntropy(label_smoothing=0.1)`, or any function (outputs, targets) -> one
+            value a sample that is smooth in the outputs.
+        groups: the paper's m, from 1 to the number of outputs; 1 for any loss but squared error.
         additive: the size of gamma. Any size is recovered with the same precision.
         multiplicative: bound x of the factors, which are log-uniform in [1/x, x].
         permute: also permute units secretly.
+        nodes: gradients that a client computes for a loss other than squared error; `recovered.error` tells whether
+            they were enough. Or a function of the public interval's length, such as `NodeCount`.
         entropy: `Entropy.for_tests(seed)` for repeatable tests; the operating system's otherwise.
 
     >>> import torch, fedveil
@@ -204,23 +245,23 @@ def draw_secret(
     True
     """
     where = "draw_secret"
-    check_loss(loss)
+    found = find_loss(loss)
     _positive(where, "additive", additive, SMALLEST_SIZE, LARGEST_SIZE)
     _positive(where, "multiplicative", multiplicative, 1.0, LARGEST_FACTOR)
     outputs = plan.head.outputs if plan.head else 1
     if isinstance(groups, bool) or not isinstance(groups, int) or not 1 <= groups <= outputs:
         fix = f"groups=1 hides as much on average and costs least; the most is groups={outputs}"
         raise BadArgument(where, f"groups must be from 1 to the model's {outputs} outputs, got {groups!r}", fix)
-    entropy = entropy or Entropy()
+    if groups > 1 and not isinstance(found, SquaredError):
+        what = f"groups={groups} needs squared error: nodes recover {found.name} along one secret number, not {groups}"
+        raise BadArgument(where, what, "groups=1, which hides as much on average")
+    if isinstance(nodes, int) and not FEWEST <= nodes <= MOST:
+        raise BadArgument(where, f"nodes must be from {FEWEST} to {MOST}, got {nodes}")
+    source = entropy or Entropy()
     kind = (float(multiplicative), groups + outputs if plan.head else 0, permute)
-    head = None
-    while True:
-        noise = deal_noise(plan, kind, entropy)
-        if plan.head is None:
-            break
-        direction = torch.from_numpy(noise.others[groups:]).to(plan.layout.dtype)
-        if len(set(direction.tolist())) == outputs:
-            partition = torch.from_numpy(draw_partition(outputs, groups, entropy))
-            head = HeadNoise(noise.others[:groups] * additive, direction, partition)
-            break
-    return Secret(plan, loss, entropy.token(), noise, head, entropy.for_tests_only)
+
+    def draw() -> tuple[Noise, HeadNoise | None]:
+        return draw_noise_and_head(plan, groups, additive, kind, source)
+
+    count = (lambda _: nodes) if isinstance(nodes, int) else nodes
+    return Secret(plan, found, count, draw, source)

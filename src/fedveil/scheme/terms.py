@@ -1,0 +1,87 @@
+"""What clients send, and how the server adds it up.
+
+A client turns (y, alpha) into cotangents and uploads the gradient for each of them; the server adds these *passes*
+with secret coefficients::
+
+    G = R o sum_k coefficient_k(secret) pass_k
+
+Notation: y are the outputs of the veiled model, alpha the sum of the head's inputs (plus 1 if it has a bias), r_a the
+public direction, I_s the s-th group of outputs, d the head's secret offset from the true one: y_true = y - d alpha r_a.
+
+Squared error has the paper's m + 2 terms. Any other loss has one pass for each of K public *nodes* t: the gradient
+that would be right if d were t. It is analytic in t, so that the polynomial through the nodes is right at d up to an
+error that falls geometrically in K (docs/losses.md).
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedveil.scheme.losses import Loss, SquaredError, match_targets, per_sample
+from fedveil.scheme.messages import PublicHead
+
+
+def cotangents(
+    loss: Loss, head: PublicHead | None, outputs: Tensor, targets: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """For each pass, the cotangent of the outputs; with a head these are (y, alpha).
+
+    `weights` are the samples' weights in place of 1 / samples.
+    """
+    outputs = outputs.detach()
+    if head is None:
+        delta = loss.gradient(outputs, loss.dense(targets, outputs))
+        return (delta * per_sample(outputs, weights)).unsqueeze(0)
+    if isinstance(loss, SquaredError):
+        return squared_error_passes(outputs, targets, head.direction, head.partition, head.groups, weights)
+    return node_passes(loss, outputs, targets, head.direction, head.nodes, weights)
+
+
+def squared_error_passes(
+    outputs: Tensor,
+    targets: Tensor,
+    direction: Tensor,
+    partition: Tensor,
+    groups: int,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Cotangents for (y, alpha) of the m + 2 passes: G^, sigma~_1 ... sigma~_m, beta (paper, Theorem 2).
+
+    The loss is half the squared distance, summed over outputs, averaged over samples (paper, Eq. 6)::
+
+        G^        (delta, 0)                                delta = (y - target) / samples
+        sigma~_s  (alpha r_a|I_s, r_a|I_s . delta)
+        beta      (0, alpha)
+    """
+    share = per_sample(outputs, weights)
+    y, alpha = torch.split_with_sizes(outputs * share, [direction.shape[0], 1], -1)
+    delta = y - match_targets(y, targets) * share
+    rows = [direction] if groups == 1 else [direction * (partition == s) for s in range(groups)]
+    sigmas = [torch.cat([alpha * row, delta @ row.unsqueeze(1)], -1) for row in rows]
+    return torch.stack([F.pad(delta, (0, 1)), *sigmas, F.pad(alpha, (direction.shape[0], 0))])
+
+
+def squared_error_coefficients(
+    offset: NDArray[np.float64], direction: NDArray[np.float64], partition: NDArray[np.int64]
+) -> list[float]:
+    """Coefficients of the passes: 1, -d_1 ... -d_m, v with v = |d o r_a|^2 (paper, Sec. 4.3), d the head's offset."""
+    r = offset[partition] * direction
+    return [1.0, *(-offset).tolist(), float(r @ r)]
+
+
+def node_passes(
+    loss: Loss, outputs: Tensor, targets: Tensor, direction: Tensor, nodes: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Cotangents for (y, alpha) of the gradient at each node t: (delta, -t r_a . delta).
+
+    delta is the derivative of the loss at y - t alpha r_a.
+    """
+    y, alpha = torch.split_with_sizes(outputs, [direction.shape[0], 1], -1)
+    targets = loss.dense(targets, y)
+    t = nodes.to(outputs).view(-1, *[1] * outputs.dim())
+    at = torch.addcmul(y, t, alpha * direction, value=-1)
+    repeated = targets.expand(len(t), *targets.shape).flatten(0, 1)
+    delta = loss.gradient(at.flatten(0, 1), repeated).view(at.shape) * per_sample(outputs, weights)
+    return torch.cat([delta, (delta @ direction.unsqueeze(1)) * -t], -1)
