@@ -17,7 +17,7 @@ from fedveil.federation.config import Config
 from fedveil.federation.run import train
 from fedveil.models import mlp
 
-ROUNDS = 120
+ROUNDS = 300
 
 
 def federation(defence):
@@ -60,7 +60,7 @@ def test_killed_twenty_times_at_random_moments_a_run_ends_the_same(tmp_path, mak
             work(folder, make, 0.003, lambda end=writer: os.write(end, b"x"))
             os._exit(0)
         os.read(reader, 1)  # however long a busy machine takes to get there
-        time.sleep(chance.uniform(0.0, 0.08))
+        time.sleep(chance.uniform(0.0, 0.05))
         os.kill(child, signal.SIGKILL)
         kills += os.WIFSIGNALED(os.waitpid(child, 0)[1])
         os.close(reader), os.close(writer)
