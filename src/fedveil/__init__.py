@@ -5,7 +5,9 @@ from fedveil.federation import Federation, History
 from fedveil.graph import Plan, Symmetry, analyse
 from fedveil.scheme import (
     Broadcast,
+    CrossEntropy,
     Entropy,
+    NodeCount,
     Recovered,
     Secret,
     Update,
@@ -18,10 +20,12 @@ from fedveil.scheme import (
 
 __all__ = [
     "Broadcast",
+    "CrossEntropy",
     "Entropy",
     "Federation",
     "FedveilError",
     "History",
+    "NodeCount",
     "Plan",
     "Recovered",
     "Secret",

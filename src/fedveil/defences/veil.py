@@ -23,6 +23,7 @@ from fedveil.scheme import (
     perturb,
     recover,
 )
+from fedveil.scheme.nodes import SPREAD
 
 MISSED = 10  # times the tolerance
 
@@ -38,6 +39,7 @@ class Veil(Stateless):
         head: "exposed" for models that do not end in a Linear; then clients read true predictions.
         tolerance: relative error of the gradient that losses other than squared error may have: the number of nodes
             follows from it. By default 1e-6, in float32 1e-5.
+        spread: see `draw_secret`.
         entropy: `Entropy.for_tests(seed)` for repeatable tests.
     """
 
@@ -52,6 +54,7 @@ class Veil(Stateless):
         permute: bool = True,
         head: str = "linear",
         tolerance: float | None = None,
+        spread: float = SPREAD,
         entropy: Entropy | None = None,
     ) -> None:
         self.groups, self.additive, self.multiplicative, self.permute = groups, additive, multiplicative, permute
@@ -59,7 +62,7 @@ class Veil(Stateless):
         self._plan: Plan | None = None
         self._secret: Secret | None = None
         self._loss: Loss = SquaredError()
-        self._tolerance = tolerance
+        self._tolerance, self._spread = tolerance, spread
         self._nodes = NodeCount(tolerance or 1e-6)
 
     def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
@@ -86,6 +89,7 @@ class Veil(Stateless):
             self.multiplicative,
             permute=self.permute,
             nodes=self._nodes,
+            spread=self._spread,
             entropy=self._entropy,
         )
         return perturb(model, self._secret)

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Reals = NDArray[np.float64]
-FEWEST, MOST = 4, 64
+FEWEST, MOST = 3, 128
 SPREAD = 2.0  # standard errors of the anchor that the interval reaches to either side
+CAUTION = 2.0  # times what four coefficients promise; benchmarks/nodes.py shows what is left
+MARGIN, EXTRA = 0.2, 1.1  # of the tolerance and of the count: rounds differ in their data and noise
 SLOWEST = 0.95  # decay a coefficient at which an extrapolation ends
 REMEMBERED = 8  # rounds
 STRIP = math.pi  # how far from the real axis the logits of a cross-entropy may go before its gradient has a pole
@@ -52,39 +54,58 @@ class Spectrum:
     Attributes:
         sizes: |a_0| ... |a_(K-1)|, over the recovered gradient's.
         floor: what rounding alone makes of a coefficient, in the same measure.
-        shift: half the interval's length times the largest of r_a: logits per unit of alpha.
+        shift: half the interval's length times the span of r_a: logits per unit of alpha.
+        ending: what the last four terms add up to at the secret's place, in the same measure.
     """
 
     sizes: tuple[float, ...]
     floor: float
     shift: float
+    ending: float = math.inf
 
     def decay(self) -> tuple[float, float]:
-        """(size, rate) of the last coefficients, in pairs because every other one of an even function is 0."""
-        last, before = max(self.sizes[-2:]), max(self.sizes[-4:-2])
-        if last <= 4 * self.floor or before <= 0:
-            return last, 0.5
-        return last, min(SLOWEST, math.sqrt(last / before))
+        """(size, rate) of the last coefficients: a line through the logarithms of six.
+
+        The first two do not count: they may be far above all others, for a gradient that is almost linear in the place.
+        """
+        last = self.sizes[min(2, len(self.sizes) - 2) :][-6:]
+        if last[-1] <= 4 * self.floor:
+            return last[-1], 0.5
+        logs = np.log(np.maximum(last, 1e-300))
+        steps = np.arange(len(logs)) - (len(logs) - 1) / 2
+        slope = float(steps @ logs / (steps @ steps))
+        size = math.exp(float(logs.mean()) + slope * float(steps[-1]))
+        return max(size, last[-1]), min(SLOWEST, math.exp(slope))
 
     def truncation(self) -> float:
-        """The most that coefficients beyond the last can add up to: |a_K| + 2 |a_(K+1)| + 2 |a_(K+2)| + ..."""
+        """What the coefficients beyond the last add up to where T_K is 1.
+
+        The sum is |a_K + 2 a_(K+1) T_1 + 2 a_(K+2) T_2 + ...| at most, with phases that nobody knows: its root mean
+        square over them.
+        """
         size, rate = self.decay()
-        return size * rate * (1 + rate) / (1 - rate)
+        return CAUTION * size * rate * math.sqrt((1 + 3 * rate**2) / (1 - rate**2))
 
     def error(self, place: float) -> float:
-        """Estimated relative error at a place: the interpolation's, which follows T_K, and rounding."""
-        count = len(self.sizes)
-        wave = abs(math.cos(count * math.acos(min(1.0, max(-1.0, place)))))
-        return self.truncation() * max(wave, 0.1) + self.floor
+        """Estimated relative error at a place: interpolation's, which is T_K times a smooth function, and rounding.
+
+        Where the last terms nearly cancel at the place, that function is small there; it is believed half (in
+        logarithms), and by no more than a factor of 10.
+        """
+        wave = abs(math.cos(len(self.sizes) * math.acos(min(1.0, max(-1.0, place)))))
+        _, rate = self.decay()
+        size = self.truncation()
+        here = CAUTION * self.ending * rate**4 / size if size > 0 else 1.0
+        return size * wave * math.sqrt(min(1.0, max(0.01, here))) + self.floor
 
 
 class NodeCount:
     """The fewest nodes that keep the error below a tolerance, from what the last rounds' coefficients were.
 
     A gradient of cross-entropy has its nearest poles where logits are pi off the real axis, so that coefficients fall
-    by rho a node with (rho - 1/rho) / 2 = pi / shift (an ellipse through the poles). Each round shows its rho and hence
-    its shift per unit of the public interval; the next count follows from the next interval. Where the secret lies in
-    the interval plays no part: the count is public.
+    by rho a node with (rho - 1/rho) / 2 = pi / shift (an ellipse through the poles). Each round shows its rho, hence
+    its shift per unit of the public interval, and how many nodes it would have needed; the next count follows from the
+    next interval. Where the secret lies in the interval plays no part: the count is public.
     """
 
     def __init__(self, tolerance: float, start: int = 12) -> None:
@@ -93,28 +114,27 @@ class NodeCount:
         self._seen: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
 
     def __call__(self, shift: float) -> int:
-        """The count for an interval of that shift."""
+        """The count for an interval of that shift: enough for every remembered round."""
         if not self._seen:
             return self._start
-        return max(self._count(per_shift * shift, size) for per_shift, size in self._seen)
-
-    def _count(self, shift: float, size: float) -> int:
-        """The fewest K with size rate^K (1 + rate) / (1 - rate) below the tolerance."""
-        minor = STRIP / max(shift, 1e-12)
-        rate = min(SLOWEST, math.hypot(minor, 1) - minor)
-        wanted = self.tolerance * (1 - rate) / (1 + rate) / max(size, 1e-300)
-        count = math.ceil(math.log(wanted) / math.log(rate)) if wanted < 1 else FEWEST
-        return min(MOST, max(FEWEST, count))
+        needed = max(digits / -math.log(_rate(per_shift * shift)) for per_shift, digits in self._seen)
+        return min(MOST, max(FEWEST + 1, math.ceil(EXTRA * needed)))  # a parabola's three would show no decay
 
     def observe(self, spectrum: Spectrum) -> None:
         """Learn from a round."""
-        sizes, floor = spectrum.sizes, 4 * spectrum.floor
-        above = [j for j, size in enumerate(sizes) if size > floor]
-        last = above[-1] if above else 0
-        first = max(0, last - 5)
-        rate = 0.05
-        if last - first >= 2:
-            tail = np.maximum.accumulate(np.array(sizes[first : last + 1])[::-1])[::-1]
-            rate = min(SLOWEST, max(0.01, float(tail[-1] / tail[0]) ** (1 / (last - first))))
+        sizes, floor = np.array(spectrum.sizes), max(4 * spectrum.floor, 1e-300)
+        tail = np.maximum.accumulate(sizes[::-1])[::-1]  # the largest coefficient from each one on
+        last = max(1, int((tail > floor).sum()) - 1)
+        first = max(0, last - 6)
+        rate = min(SLOWEST, max(1e-3, float((tail[last] + 1e-300) / (tail[first] + 1e-300)) ** (1 / (last - first))))
+        wanted = max(MARGIN * self.tolerance * math.sqrt((1 - rate**2) / (1 + 3 * rate**2)), floor)
+        enough = np.flatnonzero(tail <= wanted)
+        needed = float(enough[0]) if len(enough) else last + math.log(wanted / tail[last]) / math.log(rate)
         minor = (1 / rate - rate) / 2
-        self._seen.append((STRIP / minor / max(spectrum.shift, 1e-300), sizes[last] / rate**last))
+        self._seen.append((STRIP / minor / max(spectrum.shift, 1e-300), needed * -math.log(rate)))
+
+
+def _rate(shift: float) -> float:
+    """What a coefficient is of the one before, at that shift of the logits."""
+    minor = STRIP / max(shift, 1e-12)
+    return min(SLOWEST, max(1e-3, math.hypot(minor, 1) - minor))

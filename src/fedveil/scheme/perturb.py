@@ -12,11 +12,12 @@ from fedveil.graph.plan import check_model
 from fedveil.scheme.anchor import anchor, standard_error
 from fedveil.scheme.losses import SquaredError
 from fedveil.scheme.messages import Broadcast, PublicHead, Tensors
-from fedveil.scheme.nodes import SPREAD, chebyshev, lagrange
+from fedveil.scheme.nodes import chebyshev, lagrange
 from fedveil.scheme.secret import How, Secret, Sent
-from fedveil.scheme.terms import squared_error_coefficients
+from fedveil.scheme.terms import span, squared_error_coefficients
 
-MOST_DRAWS = 200
+DRAWS_A_WIDTH = 20  # if that many draws miss the interval, it doubles: the head's columns lean to one side
+MOST_DRAWS = 20 * DRAWS_A_WIDTH
 
 
 def veil_of(secret: Secret) -> tuple[Tensor, Tensor]:
@@ -29,13 +30,14 @@ def veil_of(secret: Secret) -> tuple[Tensor, Tensor]:
     return factors, sources
 
 
-def _cover_head(secret: Secret, veiled: Tensors) -> tuple[PublicHead, How] | None:
+def _cover_head(secret: Secret, veiled: Tensors, widened: int) -> tuple[PublicHead, How] | None:
     """Put the anchored head in place of the scaled one; its public part, and what undoes it.
 
     base = V + (d o r_a) 1^T with d = -A(V), and offset = gamma - d: base + (offset o r_a) 1^T is the paper's head.
     A bias is one more column of V.
 
-    None if d lies outside of the interval that the public base implies: then other noise must be drawn.
+    None if d lies outside of the interval that the public base implies, doubled `widened` times: then other noise must
+    be drawn.
     """
     plan, noise = secret.plan, secret._head
     assert plan.head is not None
@@ -50,10 +52,10 @@ def _cover_head(secret: Secret, veiled: Tensors) -> tuple[PublicHead, How] | Non
         nodes, how = np.empty(0), How(squared_error_coefficients(d, direction, partition))
     else:
         with np.errstate(all="ignore"):
-            reach = SPREAD * standard_error(base.to(weight.dtype).double().numpy(), direction)
+            reach = 2.0**widened * secret.spread * standard_error(base.to(weight.dtype).double().numpy(), direction)
         if abs(d[0]) > reach:
             return None
-        shift = reach * float(np.abs(direction).max())
+        shift = reach * span(secret.loss, direction)
         count = secret.nodes(shift)
         place = float(d[0] / reach) if reach else 0.0
         nodes, how = reach * chebyshev(count), How(lagrange(count, place), place, shift)
@@ -93,20 +95,20 @@ def perturb(model: nn.Module, secret: Secret) -> Broadcast:
     tensors = inside.parameters | inside.buffers
     with torch.no_grad():
         flat = flatten(tensors, layout.entries)
-        for _ in range(MOST_DRAWS):
+        for draws in range(MOST_DRAWS):
             factors, sources = veil_of(secret)
             by_name = unflatten(factors * flat.index_select(0, sources), layout.entries)
             if plan.head is None:
                 head, how = None, How([1.0])
                 break
-            covered = _cover_head(secret, by_name)
+            covered = _cover_head(secret, by_name, draws // DRAWS_A_WIDTH)
             if covered:
                 head, how = covered
                 break
             secret.redraw()
         else:
-            what = f"in {MOST_DRAWS} draws the head's offset never fell into the interval that clients could know"
-            fix = "a head with more inputs, squared error, or analyse(..., head='exposed')"
+            what = f"in {MOST_DRAWS} draws the head's offset never fell into an interval that clients could know"
+            fix = "a head with more inputs or a bias, squared error, or analyse(..., head='exposed')"
             raise BadArgument("perturb", what, fix)
     secret._sent = Sent(factors, sources, how)
     buffers = {entry.name: by_name.pop(entry.name) for entry in layout.buffers}

@@ -17,7 +17,7 @@ from fedveil.errors import (
 )
 from fedveil.graph.layout import Layout, flatten, unflatten
 from fedveil.scheme.messages import Tensors, Update
-from fedveil.scheme.nodes import Spectrum, transform
+from fedveil.scheme.nodes import Spectrum, polynomials, transform
 from fedveil.scheme.secret import How, Secret, Sent
 
 
@@ -86,9 +86,12 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
 
 def _spectrum(how: How, passes: Tensor, total: float, floor: float) -> Spectrum:
     """Sizes of the passes' Chebyshev coefficients over that of the gradient."""
-    rows = torch.from_numpy(transform(len(passes))).to(passes)
-    sizes = torch.linalg.vector_norm(rows @ passes, dim=1) / (total or 1.0)
-    return Spectrum(tuple(sizes.tolist()), floor / (total or 1.0), how.shift)
+    assert how.place is not None
+    count, total = len(passes), total or 1.0
+    terms = torch.from_numpy(transform(count)).to(passes) @ passes
+    ending = torch.from_numpy(polynomials(count, how.place)[-4:]).to(passes) @ terms[-4:]
+    sizes = torch.linalg.vector_norm(terms, dim=1) / total
+    return Spectrum(tuple(sizes.tolist()), floor / total, how.shift, float(ending.norm()) / total)
 
 
 def client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:

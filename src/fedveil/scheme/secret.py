@@ -17,9 +17,10 @@ from fedveil.graph.ledger import Integers
 from fedveil.graph.plan import Plan
 from fedveil.scheme.entropy import Entropy
 from fedveil.scheme.losses import Function, Loss, SquaredError, find_loss
-from fedveil.scheme.nodes import FEWEST, MOST
+from fedveil.scheme.nodes import FEWEST, MOST, SPREAD
 
 SMALLEST_SIZE, LARGEST_SIZE = 1e-30, 1e30  # of gamma
+NARROWEST, WIDEST = 0.5, 1e6  # of the interval, in standard errors
 LARGEST_FACTOR = 1e6  # beyond it, products of a few factors leave the exponents of float32
 
 
@@ -65,19 +66,21 @@ class Sent:
 class Secret:
     """One-time noise for one broadcast. It prints nothing, cannot be pickled or copied, and is never reused."""
 
-    __slots__ = ("_draw", "_head", "_noise", "_sent", "for_tests_only", "loss", "nodes", "plan", "round")
+    __slots__ = ("_draw", "_head", "_noise", "_sent", "for_tests_only", "loss", "nodes", "plan", "round", "spread")
 
     def __init__(
         self,
         plan: Plan,
         loss: Loss,
         nodes: Callable[[float], int],
+        spread: float,
         draw: "Callable[[], tuple[Noise, HeadNoise | None]]",
         entropy: Entropy,
     ) -> None:
         self.plan = plan
         self.loss = loss
         self.nodes = nodes
+        self.spread = spread
         self.for_tests_only = entropy.for_tests_only
         self._draw = draw
         self._noise, self._head = draw()
@@ -215,6 +218,7 @@ def draw_secret(
     *,
     permute: bool = True,
     nodes: int | Callable[[float], int] = 16,
+    spread: float = SPREAD,
     entropy: Entropy | None = None,
 ) -> Secret:
     """Draw the noise of one round.
@@ -236,6 +240,8 @@ def draw_secret(
         permute: also permute units secretly.
         nodes: gradients that a client computes for a loss other than squared error; `recovered.error` tells whether
             they were enough. Or a function of the public interval's length, such as `NodeCount`.
+        spread: half the length of the interval in which clients know the head's offset to lie, in standard errors of
+            what they could guess anyway; for a loss other than squared error.
         entropy: `Entropy.for_tests(seed)` for repeatable tests; the operating system's otherwise.
 
     >>> import torch, fedveil
@@ -257,6 +263,7 @@ def draw_secret(
         raise BadArgument(where, what, "groups=1, which hides as much on average")
     if isinstance(nodes, int) and not FEWEST <= nodes <= MOST:
         raise BadArgument(where, f"nodes must be from {FEWEST} to {MOST}, got {nodes}")
+    _positive(where, "spread", spread, NARROWEST, WIDEST)
     source = entropy or Entropy()
     kind = (float(multiplicative), groups + outputs if plan.head else 0, permute)
 
@@ -264,4 +271,4 @@ def draw_secret(
         return draw_noise_and_head(plan, groups, additive, kind, source)
 
     count = (lambda _: nodes) if isinstance(nodes, int) else nodes
-    return Secret(plan, found, count, draw, source)
+    return Secret(plan, found, count, float(spread), draw, source)

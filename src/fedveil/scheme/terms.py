@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedveil.scheme.losses import Loss, SquaredError, match_targets, per_sample
+from fedveil.scheme.losses import CrossEntropy, Loss, SquaredError, match_targets, per_sample
 from fedveil.scheme.messages import PublicHead
 
 
@@ -69,6 +69,13 @@ def squared_error_coefficients(
     """Coefficients of the passes: 1, -d_1 ... -d_m, v with v = |d o r_a|^2 (paper, Sec. 4.3), d the head's offset."""
     r = offset[partition] * direction
     return [1.0, *(-offset).tolist(), float(r @ r)]
+
+
+def span(loss: Loss, direction: NDArray[np.float64]) -> float:
+    """How far apart r_a moves what a loss compares: logits with one another, or each with its own target."""
+    if isinstance(loss, CrossEntropy):
+        return float(direction.max() - direction.min())
+    return float(np.abs(direction).max())
 
 
 def node_passes(

@@ -1,0 +1,105 @@
+"""Federations with losses other than squared error."""
+
+import json
+
+import pytest
+import torch
+from tests.federation.test_engine import net, normed, parts, sgd, trained, veil
+from tests.oracle import built, worst
+
+from fedveil import CrossEntropy, errors
+from fedveil.defences import Plain
+from fedveil.federation import Federation
+from fedveil.federation.config import Config
+from fedveil.federation.evaluate import metrics
+from fedveil.federation.run import train
+from fedveil.models import mlp
+from fedveil.scheme import BinaryCrossEntropy
+from fedveil.scheme.nodes import NodeCount
+
+TENTH = 1e-6  # ten rounds whose gradients are off by at most 1e-6 each, steps of 0.1
+
+
+@pytest.mark.parametrize("build", [net, normed], ids=["MLP", "BatchNorm"])
+@pytest.mark.parametrize("loss", ["cross_entropy", CrossEntropy(label_smoothing=0.1, weight=(1, 2, 1, 3))])
+def test_a_veiled_run_with_cross_entropy_is_the_plain_one(build, loss):
+    data = parts(classes=4)
+    runs = [trained(build, defence, data, loss=loss) for defence in (Plain(), veil())]
+    assert worst(runs[1], runs[0]) < TENTH
+
+
+def test_fused_clients_are_clients_apart():
+    data = parts(classes=4)
+    runs = [trained(net, veil(seed), data, loss="cross_entropy", fuse=fuse) for seed, fuse in ((0, True), (1, False))]
+    assert worst(runs[1], runs[0]) < TENTH
+
+
+def test_whole_shards_go_through_one_veil():
+    data = parts(classes=4)
+    runs = [trained(net, d, data, loss="cross_entropy", whole_shard=True) for d in (Plain(), veil())]
+    assert worst(runs[1], runs[0]) < TENTH
+
+
+def test_a_users_function_gets_targets_as_they_are():
+    def loss(outputs, targets):
+        assert targets.dtype == torch.int64
+        return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    data = parts(classes=4)
+    own = trained(net, veil(), data, loss=loss)
+    assert worst(own, trained(net, Plain(), data, loss="cross_entropy")) < TENTH
+
+
+def test_a_round_with_far_too_few_nodes_is_repeated_once_and_says_so(monkeypatch):
+    monkeypatch.setattr(NodeCount, "__call__", lambda self, shift: 3 if not self._seen else 40)
+    model = built(lambda: mlp(6, 4, hidden=10))
+    with torch.no_grad():
+        model[-1].weight.mul_(20)  # logits that move far over the interval
+    federation = Federation(model, parts(classes=4), veil(), sgd, batch_size=8, loss="cross_entropy")
+    history = federation.fit(rounds=3)
+    assert [record.get("repeated", 0) for record in history.records] == [1, 0, 0]
+    assert [record["nodes"] for record in history.records] == [40, 40, 40]
+    assert federation.round == 3
+
+
+def test_the_count_follows_the_tolerance():
+    data = parts(classes=4)
+    means = []
+    for tolerance in (1e-3, 1e-6, 1e-9):
+        federation = Federation(net(), data, veil(tolerance=tolerance), sgd, batch_size=8, loss="cross_entropy")
+        records = federation.fit(rounds=30).records[5:]
+        assert max(record["error"] for record in records) < 10 * tolerance
+        means.append(sum(record["nodes"] for record in records))
+    assert means == sorted(means)
+    assert means[0] < means[2]
+
+
+def test_yes_or_no_targets_count_as_right_or_wrong():
+    outputs, targets = torch.tensor([[1.0], [-2.0], [3.0], [-1.0]]), torch.tensor([1.0, 0, 0, 0])
+    found = metrics(outputs, targets, BinaryCrossEntropy())
+    assert found["accuracy"] == 0.75
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(outputs[:, 0], targets)
+    assert abs(found["loss"] - float(expected)) < 1e-6
+
+
+def test_binary_cross_entropy_takes_classes_and_numbers():
+    inputs = parts()[0][0]
+    yes = (inputs[:, 0] > 0).long()
+    for targets in (yes, yes.double(), yes.double().unsqueeze(1)):
+        model = built(lambda: mlp(6, 1, hidden=10))
+        federation = Federation(model, [(inputs, targets)], veil(), sgd, loss="binary_cross_entropy")
+        assert federation.fit(20, test=(inputs, targets)).last["accuracy"] > 0.5
+
+
+def test_a_run_says_how_many_nodes_it_took(tmp_path):
+    config = Config(epochs=1, loss="cross_entropy", hidden=10)
+    summary = train(config, tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(record["nodes"] >= 4 for record in records)
+    assert "loss" in summary
+    assert "Nodes" in (tmp_path / "report.html").read_text()
+
+
+def test_smoothing_is_cross_entropys(tmp_path):
+    with pytest.raises(errors.BadArgument, match="squared_error has none"):
+        train(Config(epochs=1, label_smoothing=0.1), tmp_path)

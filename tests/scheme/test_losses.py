@@ -1,0 +1,229 @@
+"""Losses give what torch gives, and a veil recovers their gradients."""
+
+import json
+
+import pytest
+import torch
+from tests.oracle import batch, built, worst
+from tests.zoo import ZOO
+from torch import nn
+from torch.nn import functional as F
+
+import fedveil
+from fedveil.errors import BadArgument
+from fedveil.models import mlp, resnet
+from fedveil.scheme import BinaryCrossEntropy, CrossEntropy, LogCosh, Poisson, SquaredError
+from fedveil.scheme.losses import find_loss
+
+FLOAT64 = 1e-6  # what any loss promises; with the nodes used here interpolation is far below it
+
+
+def true_gradients(model, loss, inputs):
+    names = [name for name, _ in model.named_parameters()]
+    found = torch.autograd.grad(loss(model(inputs)), list(model.parameters()))
+    return dict(zip(names, found, strict=True))
+
+
+def recovered(model, loss, inputs, targets, nodes=40, seed=0):
+    plan = fedveil.analyse(model, inputs)
+    secret = fedveil.draw_secret(plan, loss, nodes=nodes, entropy=fedveil.Entropy.for_tests(seed))
+    return fedveil.recover(secret, [fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)])
+
+
+LABELS = torch.tensor([0, 2, 1, 1, 0, 2])
+SOFT = torch.softmax(torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2)), 1)
+WEIGHT = (0.5, 2.0, 1.0)
+COUNTS = torch.tensor([[0.0, 1, 2], [3, 0, 1], [1, 1, 1], [0, 0, 4], [2, 2, 0], [1, 0, 0]]).double()
+YES = (SOFT > 0.3).double()
+
+
+def weighted(outputs):
+    return F.cross_entropy(outputs, LABELS, torch.tensor(WEIGHT).double(), reduction="sum") / len(LABELS)
+
+
+CASES = {
+    "indices": ("cross_entropy", LABELS, lambda y: F.cross_entropy(y, LABELS)),
+    "one-hot": ("cross_entropy", F.one_hot(LABELS, 3).double(), lambda y: F.cross_entropy(y, LABELS)),
+    "soft": ("cross_entropy", SOFT, lambda y: F.cross_entropy(y, SOFT)),
+    "smoothed": (
+        CrossEntropy(label_smoothing=0.1), LABELS, lambda y: F.cross_entropy(y, LABELS, label_smoothing=0.1),
+    ),
+    "class weights": (CrossEntropy(weight=WEIGHT), LABELS, weighted),
+    "both, soft": (
+        CrossEntropy(weight=WEIGHT, label_smoothing=0.2), SOFT,
+        lambda y: F.cross_entropy(y, SOFT, torch.tensor(WEIGHT).double(), label_smoothing=0.2),
+    ),
+    "binary": ("binary_cross_entropy", YES, lambda y: F.binary_cross_entropy_with_logits(y, YES, reduction="sum") / 6),
+    "log-cosh": ("log_cosh", COUNTS, lambda y: (y - COUNTS).cosh().log().sum() / 6),
+    "poisson": ("poisson", COUNTS, lambda y: F.poisson_nll_loss(y, COUNTS, reduction="sum") / 6),
+    "squared": ("squared_error", COUNTS, lambda y: (y - COUNTS).square().sum() / 12),
+    "a function": (
+        lambda y, t: (1 + (y - t).square()).sqrt().sum(1), COUNTS,
+        lambda y: (1 + (y - COUNTS).square()).sqrt().sum() / 6,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_torchs(name):
+    loss, targets, truth = CASES[name]
+    loss = find_loss(loss)
+    outputs = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    dense = loss.dense(targets, outputs.detach())
+    expected = truth(outputs)
+    (gradient,) = torch.autograd.grad(expected, outputs)
+    torch.testing.assert_close(loss.values(outputs.detach(), dense).mean(), expected.detach())
+    torch.testing.assert_close(loss.gradient(outputs.detach(), dense) / 6, gradient)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_veil_recovers_its_gradient(name):
+    loss, targets, truth = CASES[name]
+    model = built(lambda: mlp(5, 3, layers=2, hidden=16))
+    inputs, _ = batch((5,), 3)
+    found = recovered(model, loss, inputs, targets)
+    assert worst(found.gradients, true_gradients(model, truth, inputs)) < FLOAT64
+
+
+@pytest.mark.parametrize("name", ["CNN", "Bottleneck ResNet", "DenseNet"])
+def test_networks_with_norms_and_branches_are_recovered(name):
+    build, shape = ZOO[name]
+    model = built(build)
+    inputs, _ = batch(shape)
+    labels = torch.arange(6)
+    found = recovered(model, "cross_entropy", inputs, labels)
+    assert worst(found.gradients, true_gradients(model, lambda y: F.cross_entropy(y, labels), inputs)) < FLOAT64
+
+
+def test_squared_error_by_three_nodes_is_the_papers_terms():
+    """The gradient is a polynomial of degree 2 in the offset: three nodes are exact."""
+    model = built(lambda: mlp(5, 3, layers=2, hidden=16))
+    inputs, targets = batch((5,), 3)
+    plan = fedveil.analyse(model, inputs)
+
+    def by_function(outputs, targets):
+        return 0.5 * (outputs - targets).square().sum(1)
+
+    found = []
+    for loss, nodes in (("squared_error", 16), (by_function, 3)):
+        secret = fedveil.draw_secret(plan, loss, nodes=nodes, entropy=fedveil.Entropy.for_tests(0))
+        update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
+        assert update.passes["0.weight"].shape[0] == 3
+        found.append(fedveil.recover(secret, [update]).gradients)
+    assert worst(found[1], found[0]) < 1e-12  # rounding of float64, amplified by three terms
+
+
+@pytest.mark.parametrize("number", [0, 3, 7])
+def test_every_node_is_needed(number):
+    model = built(lambda: mlp(5, 3, layers=2, hidden=16))
+    inputs, _ = batch((5,), 3)
+    plan = fedveil.analyse(model, inputs)
+    secret = fedveil.draw_secret(plan, "cross_entropy", nodes=8, entropy=fedveil.Entropy.for_tests(0))
+    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, LABELS)
+    truth = true_gradients(model, lambda y: F.cross_entropy(y, LABELS), inputs)
+    assert worst(fedveil.recover(secret, [update]).gradients, truth) < FLOAT64
+    for stack in update.passes.values():
+        stack[number] = 0
+    assert worst(fedveil.recover(secret, [update]).gradients, truth) > 1e-3
+
+
+def test_sequences_sum_over_positions():
+    model = built(lambda: mlp(5, 3, layers=1, hidden=8))
+    inputs = torch.randn(4, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(0, 3, (4, 7), generator=torch.Generator().manual_seed(1))
+    truth = true_gradients(
+        model, lambda y: F.cross_entropy(y.flatten(0, 1), labels.flatten(), reduction="sum") / 4, inputs
+    )
+    assert worst(recovered(model, "cross_entropy", inputs, labels).gradients, truth) < FLOAT64
+
+
+def test_an_exposed_head_takes_any_loss_in_one_pass():
+    model = built(lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3), nn.Tanh()))
+    inputs, _ = batch((5,), 3)
+    secret = fedveil.draw_secret(fedveil.analyse(model, inputs, head="exposed"), "cross_entropy")
+    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, LABELS)
+    assert update.passes["0.weight"].shape[0] == 1
+    truth = true_gradients(model, lambda y: F.cross_entropy(y, LABELS), inputs)
+    assert worst(fedveil.recover(secret, [update]).gradients, truth) < 1e-9
+
+
+def test_a_loss_travels_with_its_settings_and_a_function_does_not():
+    model = built(lambda: mlp(5, 3, layers=1, hidden=8))
+    plan = fedveil.analyse(model, torch.zeros(1, 5).double())
+    for loss in (SquaredError(), CrossEntropy((1, 2, 3), 0.1), BinaryCrossEntropy(), LogCosh(), Poisson()):
+        arrays, metadata = fedveil.perturb(model, fedveil.draw_secret(plan, loss)).pack()
+        assert fedveil.Broadcast.unpack(arrays, json.loads(json.dumps(metadata))).loss == loss
+
+    def own(outputs, targets):
+        return (outputs - targets).square().sum(1)
+
+    arrays, metadata = fedveil.perturb(model, fedveil.draw_secret(plan, own)).pack()
+    with pytest.raises(BadArgument, match="is the server's own function"):
+        fedveil.Broadcast.unpack(arrays, metadata)
+    assert fedveil.Broadcast.unpack(arrays, metadata, loss=own).loss.function is own
+    with pytest.raises(BadArgument, match="the server's loss is"):
+        fedveil.Broadcast.unpack(arrays, metadata, loss="log_cosh")
+
+
+@pytest.mark.parametrize(
+    "loss", ["absolute_error", "hinge", "huber", F.l1_loss, nn.HuberLoss(), F.smooth_l1_loss, nn.MultiMarginLoss()]
+)
+def test_losses_with_a_kink_are_refused(loss):
+    with pytest.raises(BadArgument, match="has a kink"):
+        find_loss(loss)
+
+
+def test_a_kink_that_nobody_announced_is_reported_as_an_error():
+    model = built(lambda: mlp(5, 3, layers=2, hidden=16))
+    inputs, _ = batch((5,), 3, samples=200)
+    with torch.no_grad():  # residuals on both sides of 0, at every place of the interval
+        targets = model(inputs) + 0.05 * torch.randn(200, 3, generator=torch.Generator().manual_seed(0)).double()
+    found = recovered(model, lambda y, t: (y - t).abs().sum(1), inputs, targets)
+    truth = true_gradients(model, lambda y: (y - targets).abs().sum(1).mean(), inputs)
+    error = worst(found.gradients, truth)
+    assert error > 1e-3
+    assert found.error > error / 10
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "text"),
+    [
+        ("cross_entropy", torch.tensor([0, 1, 2, 3, 0, 0]), "classes are from 0 to 3, the model has outputs 0 to 2"),
+        ("cross_entropy", torch.tensor([0, 1, -1, 1, 0, 0]), "classes are from -1 to 1"),
+        (CrossEntropy(weight=(1, 2)), LABELS, "there are 2 class weights, the model has 3 outputs"),
+        ("binary_cross_entropy", torch.zeros(6, 2), r"shape is \(6, 2\)"),
+        (F.mse_loss, COUNTS, "not one value a sample"),
+    ],
+)
+def test_targets_and_functions_that_do_not_fit_are_refused(loss, targets, text):
+    model = built(lambda: mlp(5, 3, layers=1, hidden=8))
+    with pytest.raises(BadArgument, match=text):
+        recovered(model, loss, batch((5,), 3)[0], targets)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: CrossEntropy(label_smoothing=1.0), "label_smoothing must be at least 0 and below 1"),
+        (lambda: CrossEntropy(weight=(1.0, -1.0)), "class weights must be finite and not below 0"),
+        (lambda: find_loss(3), "a int is no loss"),
+    ],
+)
+def test_losses_that_make_no_sense_are_refused(make, text):
+    with pytest.raises(BadArgument, match=text):
+        make()
+
+
+def test_more_groups_are_refused_with_the_reason():
+    plan = fedveil.analyse(mlp(5, 3), torch.zeros(1, 5))
+    with pytest.raises(BadArgument, match="nodes recover cross_entropy along one secret number, not 2"):
+        fedveil.draw_secret(plan, "cross_entropy", groups=2)
+
+
+def test_batch_norm_statistics_are_the_plain_ones():
+    model = built(lambda: resnet(8, 3, 4, width=4))
+    inputs, _ = batch((3, 8, 8), 4)
+    found = recovered(model, "cross_entropy", inputs, torch.arange(6) % 4)
+    model(inputs)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(found.buffers[name], buffer)
