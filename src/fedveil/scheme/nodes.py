@@ -15,7 +15,7 @@ Reals = NDArray[np.float64]
 FEWEST, MOST = 3, 128
 SPREAD = 2.0  # standard errors of the anchor that the interval reaches to either side
 CAUTION = 2.0  # times what four coefficients promise; benchmarks/nodes.py shows what is left
-MARGIN, EXTRA = 0.2, 1.1  # of the tolerance and of the count: rounds differ in their data and noise
+MARGIN, EXTRA = 0.1, 1.1  # of the tolerance and of the count: rounds differ in their data and noise
 SLOWEST = 0.95  # decay a coefficient at which an extrapolation ends
 REMEMBERED = 8  # rounds
 STRIP = math.pi  # how far from the real axis the logits of a cross-entropy may go before its gradient has a pole
@@ -90,13 +90,13 @@ class Spectrum:
         """Estimated relative error at a place: interpolation's, which is T_K times a smooth function, and rounding.
 
         Where the last terms nearly cancel at the place, that function is small there; it is believed half (in
-        logarithms), and by no more than a factor of 10.
+        logarithms), and by no more than a factor of 3.
         """
         wave = abs(math.cos(len(self.sizes) * math.acos(min(1.0, max(-1.0, place)))))
         _, rate = self.decay()
         size = self.truncation()
         here = CAUTION * self.ending * rate**4 / size if size > 0 else 1.0
-        return size * wave * math.sqrt(min(1.0, max(0.01, here))) + self.floor
+        return size * wave * math.sqrt(min(1.0, max(0.1, here))) + self.floor
 
 
 class NodeCount:
