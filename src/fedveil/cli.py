@@ -13,8 +13,10 @@ from tqdm import tqdm
 
 from fedveil.data import available, data_folder, get
 from fedveil.errors import BadArgument, FedveilError
+from fedveil.experiments.compare import CONTROL
+from fedveil.experiments.compare import run_comparison as compare
 from fedveil.experiments.demo import run_comparison
-from fedveil.federation.config import CHOICES, configure, kinds, load_factory, read_toml
+from fedveil.federation.config import CHOICES, Config, configure, kinds, load_factory, read_toml
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.run import train
 from fedveil.graph import analyse, as_dict
@@ -58,6 +60,15 @@ def add_inspect(commands: Any) -> None:
 def add_train(commands: Any) -> None:
     """`fedveil train`: a flag for each value of a configuration."""
     command = commands.add_parser("train", allow_abbrev=False, help="train together, from flags or a TOML file")
+    add_config(command)
+    command.add_argument("--out", type=Path, help="run folder (default runs/DATA-MODEL-DEFENCE-SEED)")
+    command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+    command.add_argument("--json", action="store_true", help="print the summary for machines")
+    command.set_defaults(run=run_train)
+
+
+def add_config(command: Any) -> None:
+    """A TOML file, and a flag for each value of a configuration."""
     command.add_argument("file", nargs="?", type=Path, help="run.toml; flags override it")
     for name, kind in kinds().items():
         flag, options = "--" + name.replace("_", "-"), {"default": None, "dest": name}
@@ -65,17 +76,47 @@ def add_train(commands: Any) -> None:
             command.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         else:
             command.add_argument(flag, type=kind, choices=CHOICES.get(name), **options)
-    command.add_argument("--out", type=Path, help="run folder (default runs/DATA-MODEL-DEFENCE-SEED)")
-    command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
-    command.add_argument("--json", action="store_true", help="print the summary for machines")
-    command.set_defaults(run=run_train)
+
+
+def read_config(options: argparse.Namespace, where: str) -> Config:
+    """The configuration of a command line."""
+    values = read_toml(options.file) if options.file else {}
+    values |= {name: value for name in kinds() if (value := getattr(options, name)) is not None}
+    return configure(values, str(options.file or where))
+
+
+def add_compare(commands: Any) -> None:
+    """`fedveil compare`: the flags of `fedveil train`, several defences, several seeds."""
+    command = commands.add_parser("compare", allow_abbrev=False, help="the same federation under several defences")
+    add_config(command)
+    known = ",".join([*CHOICES["defence"], CONTROL])
+    command.add_argument("--defences", default="plain,control,veil,ppdl,dbcl,spn", help=f"some of {known}")
+    command.add_argument("--seeds", type=int, default=3, help="runs of each, from --seed on (default 3)")
+    command.add_argument("--out", type=Path, help="folder of the report (default runs/compare-DATA-MODEL)")
+    command.add_argument("--json", action="store_true", help="print the table for machines")
+    command.set_defaults(run=run_compare)
+
+
+def run_compare(options: argparse.Namespace) -> None:
+    """Run them one after another, and print the table."""
+    config = read_config(options, "fedveil compare")
+    folder = options.out or Path("runs") / f"compare-{config.data}-{config.model}".replace(":", ".")
+    names = [name for name in options.defences.split(",") if name]
+    command = f"fedveil compare {config.flags()} --defences {options.defences} --seeds {options.seeds} --out {folder}"
+    header, rows = compare(config, names, options.seeds, folder, lambda n, label: Progress(n, label), command)
+    if options.json:
+        print(json.dumps([dict(zip(header, row, strict=True)) for row in rows]))
+        return
+    widths = [max(len(row[k]) for row in [header, *rows]) for k in range(len(header))]
+    for row in [header, *rows]:
+        cells = [cell.ljust(w) if k < 2 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        print("  ".join(cells).rstrip())
+    print(f"\nreport: {folder / 'report.html'}\nrepeat: {command}")
 
 
 def run_train(options: argparse.Namespace) -> None:
     """Train, with a live line on a terminal."""
-    values = read_toml(options.file) if options.file else {}
-    values |= {name: value for name in kinds() if (value := getattr(options, name)) is not None}
-    config = configure(values, str(options.file or "fedveil train"))
+    config = read_config(options, "fedveil train")
     folder = options.out or Path("runs") / f"{config.data}-{config.model}-{config.defence}-{config.seed}".replace(
         ":", "."
     )
@@ -119,6 +160,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     add_inspect(commands)
     add_train(commands)
+    add_compare(commands)
     add_data(commands)
     demo = commands.add_parser("demo", help="train digits with five clients, plain and veiled, and compare")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report (default runs/demo)")

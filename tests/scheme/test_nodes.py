@@ -12,7 +12,7 @@ import fedveil
 from fedveil.models import cnn, densenet, mlp, resnet
 from fedveil.scheme import NodeCount
 from fedveil.scheme.anchor import standard_error
-from fedveil.scheme.nodes import Spectrum, chebyshev, lagrange, polynomials, transform
+from fedveil.scheme.nodes import REMEMBERED, Spectrum, chebyshev, lagrange, polynomials, transform
 
 
 @pytest.mark.parametrize("count", [3, 4, 9, 64])
@@ -123,8 +123,8 @@ def test_cross_entropy_is_exact_and_its_error_foreseen(name, classes, shift, dty
     double = dtype == torch.float64
     rounding = 1e-12 if double else own  # of the oracle itself: eps times the condition of softmax - target
     names = [n for n, _ in model.named_parameters()]
-    rounds = list(run_rounds(model, inputs, labels, 1e-6 if double else 1e-5, 12, seed=1000))
-    for found in rounds[2:]:  # the first rounds learn the count
+    rounds = list(run_rounds(model, inputs, labels, 1e-6 if double else 1e-5, REMEMBERED + 10, seed=1000))
+    for found in rounds[REMEMBERED:]:  # the first rounds learn the count
         error = float(
             (torch.cat([found.gradients[n].reshape(-1) for n in names]).double() - truth).norm() / truth.norm()
         )

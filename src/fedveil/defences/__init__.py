@@ -1,7 +1,10 @@
 """Ways to train together: one small interface, one file each."""
 
+from fedveil.defences.dbcl import DBCL
 from fedveil.defences.interface import Aggregate, Defence, Stateless
 from fedveil.defences.plain import Plain
+from fedveil.defences.ppdl import PPDL
+from fedveil.defences.spn import SPN
 from fedveil.defences.veil import Veil
 
-__all__ = ["Aggregate", "Defence", "Plain", "Stateless", "Veil"]
+__all__ = ["DBCL", "PPDL", "SPN", "Aggregate", "Defence", "Plain", "Stateless", "Veil"]

@@ -17,7 +17,7 @@ class Aggregate:
         gradients: by parameter name, for the server's optimiser.
         buffers: by name, to put in place of the model's.
         error: estimated relative error that the defence itself adds to the gradients; 0 if it adds none.
-        details: further numbers for the round's record.
+        details: further numbers for the round's record; "bytes_down" and "bytes_up" are a client's.
         again: the round missed its precision so far that it should be repeated.
     """
 

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +35,14 @@ class Plain(Stateless):
         self._noise = None if rounding is None else torch.Generator().manual_seed(rounding)
 
         self._loss: Loss = SquaredError()
+        self._bytes: dict[str, float] = {}
 
     def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
-        """Remember the loss."""
+        """Remember the loss, and how much travels."""
         self._loss = loss
+        trainable, buffers = tensors_of(model)
+        up = size_of([*trainable.values(), *buffers.values()])
+        self._bytes = {"bytes_down": size_of([*model.parameters(), *buffers.values()]), "bytes_up": up}
 
     def broadcast(self, model: nn.Module) -> nn.Module:
         """The model itself: in one process nothing needs to be copied."""
@@ -54,8 +58,7 @@ class Plain(Stateless):
         client: int = 0,
     ) -> PlainUpdate:
         """Gradients of the loss; buffers are the client's own copies."""
-        trainable = {name: p for name, p in broadcast.named_parameters() if p.requires_grad}
-        own = {name: buffer.clone() for name, buffer in broadcast.named_buffers()}
+        trainable, own = tensors_of(broadcast)
         outputs = torch.func.functional_call(broadcast, own, (inputs,)) if own else broadcast(inputs)
         with torch.no_grad():
             delta = self._loss.gradient(outputs, self._loss.dense(targets, outputs)) * per_sample(outputs, weights)
@@ -84,7 +87,7 @@ class Plain(Stateless):
         if self._noise is not None:
             gradients = {name: self._rounded(g) for name, g in gradients.items()}
         buffers = _mean([update.buffers for update in updates], shares)
-        return Aggregate(gradients, buffers, 0.0)
+        return Aggregate(gradients, buffers, 0.0, self._bytes)
 
     def _rounded(self, gradient: Tensor) -> Tensor:
         draw = torch.randn(gradient.shape, generator=self._noise, dtype=gradient.dtype).to(gradient.device)
@@ -93,6 +96,17 @@ class Plain(Stateless):
     def client_view(self, model: nn.Module, broadcast: nn.Module) -> nn.Module:
         """The true model."""
         return copy.deepcopy(broadcast)
+
+
+def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters that want gradients, and a client's own copies of the buffers."""
+    trainable: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return trainable, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of some tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _mean(dicts: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> dict[str, Tensor]:

@@ -121,7 +121,7 @@ class Veil(Stateless):
             raise BadArgument("veil", "there is no broadcast to answer", "broadcast(model) first")
         recovered = recover(self._secret, updates, weights)
         self._secret = None
-        details, again = {}, False
+        details, again = _traffic(recovered.passes, self.plan), False
         if recovered.spectrum:
             self._nodes.observe(recovered.spectrum)
             details["nodes"] = len(recovered.spectrum.sizes)
@@ -132,3 +132,16 @@ class Veil(Stateless):
         """The model as the paper sends it: base plus offset."""
         with torch.no_grad():
             return client_view(model, broadcast)
+
+
+def _traffic(passes: int, plan: Plan) -> dict[str, float]:
+    """Bytes of a broadcast and of an update with that many passes, without their names and shapes."""
+    layout, item = plan.layout, plan.layout.dtype.itemsize
+    buffers = item * (layout.total - layout.parameters) + 8 * len(layout.counters)
+    head = 0
+    if plan.head:
+        head = (item + 8) * plan.head.outputs + 8 + 8 * passes  # direction, partition, offset, nodes
+    return {
+        "bytes_down": item * layout.parameters + buffers + head,
+        "bytes_up": item * layout.weights * passes + buffers,
+    }

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from fedveil import data as datasets
 from fedveil.data import Data
-from fedveil.defences import Defence, Plain, Veil
+from fedveil.defences import DBCL, PPDL, SPN, Defence, Plain, Veil
 from fedveil.errors import BadArgument
 from fedveil.models import cnn, densenet, mlp, resnet
 from fedveil.scheme import LOSSES, CrossEntropy, Loss, find_loss
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "defence": ("plain", "veil"),
+    "defence": ("plain", "veil", "ppdl", "dbcl", "spn"),
+    "ppdl": ("sel", "noise", "both"),
     "loss": tuple(LOSSES),
     "optimizer": ("adam", "adamw", "sgd"),
     "schedule": ("constant", "cosine"),
@@ -58,6 +59,12 @@ class Config:
     additive: float = 1.0
     multiplicative: float = 4.0
     permute: bool = True
+    ppdl: str = "sel"
+    fraction: float | None = None
+    sigma: float | None = None
+    sketch: int = 2
+    spn_weight: float = 0.1
+    spn_bits: int = 32
     loss: str = "squared_error"
     label_smoothing: float = 0.0
     tolerance: float | None = None
@@ -192,11 +199,16 @@ def load_factory(spec: str) -> nn.Module:
 
 
 def build_defence(config: Config) -> Defence:
-    """The named defence with its noise."""
-    if config.defence == "plain":
-        return Plain()
+    """The named defence with its settings."""
     noise = config.groups, config.additive, config.multiplicative
-    return Veil(*noise, permute=config.permute, tolerance=config.tolerance)
+    build: dict[str, Callable[[], Defence]] = {
+        "plain": Plain,
+        "veil": lambda: Veil(*noise, permute=config.permute, tolerance=config.tolerance),
+        "ppdl": lambda: PPDL.named(config.ppdl, fraction=config.fraction, sigma=config.sigma),
+        "dbcl": lambda: DBCL(config.sketch),
+        "spn": lambda: SPN(config.spn_weight, config.spn_bits, lr=config.lr),
+    }
+    return build[config.defence]()
 
 
 def build_loss(config: Config) -> Loss:

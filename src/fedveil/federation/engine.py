@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedveil.defences import Aggregate, Defence, Plain, Veil
+from fedveil.defences import DBCL, PPDL, SPN, Aggregate, Defence, Plain, Veil
 from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.evaluate import answers, better, metrics
 from fedveil.federation.shards import Batch, gather
 from fedveil.scheme.losses import BinaryCrossEntropy, Custom, Function, Loss, find_loss, one_hot
 
-DEFENCES: dict[str, Callable[[], Defence]] = {"plain": Plain, "veil": Veil}
+DEFENCES: dict[str, Callable[[], Defence]] = {"plain": Plain, "veil": Veil, "ppdl": PPDL, "dbcl": DBCL, "spn": SPN}
 Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Record = dict[str, Any]
 
@@ -61,7 +61,7 @@ class Federation:
     Args:
         model: the server's; trained in place.
         clients: (inputs, targets) of each.
-        defence: "plain", "veil" or an object with the interface of `fedveil.defences.Defence`.
+        defence: "plain", "veil", "ppdl", "dbcl", "spn", or an object with the interface of `fedveil.defences.Defence`.
         optimizer: makes the server's optimiser from the parameters.
         schedule: makes a learning-rate schedule from the optimiser; it steps once an epoch.
         batch_size: records a client takes in a round.
@@ -244,7 +244,7 @@ class Federation:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict() if self.schedule else None,
-            "defence": self.defence.state(),
+            "defence": {"name": self.defence.name, **self.defence.state()},
             "best": self.best,
             "records": self.history.records,
         }
@@ -270,6 +270,10 @@ class Federation:
             raise BadArgument(str(folder), f"the checkpoint is of another model or optimiser: {error}") from error
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
+        wrote = state["defence"]["name"]
+        if wrote != self.defence.name:
+            what = f"the checkpoint is of defence {wrote!r}, not {self.defence.name!r}"
+            raise BadArgument(str(folder), what, "resume with the defence that wrote it")
         self.defence.restore(state["defence"])
         for client in range(len(self.shards.sizes)):
             private = _private_file(folder, client, state["round"])

@@ -65,7 +65,10 @@ def view_sections(views: Mapping[str, nn.Module], data: Data) -> list[Section]:
     return sections
 
 
-ESTIMATED = "Estimated by the server from the sizes of the terms it adds up."
+ESTIMATED = (
+    "What the defence itself does to the gradient. Veil: estimated by the server from the terms it adds up. PPDL: "
+    "measured beside it. A defence that is not here does not know it, or adds none."
+)
 
 
 def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> list[Section]:
@@ -83,7 +86,7 @@ def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> l
     errors = {run: [(r, e) for r, e in h.curve("error") if e > 0] for run, h in histories.items()}
     errors = {run: points for run, points in errors.items() if points}
     if errors:
-        sections.append(Curves("Relative error of the recovered gradient", "round", "error", errors, True, note))
+        sections.append(Curves("Relative error of the gradient", "round", "error", errors, True, note))
     return sections
 
 

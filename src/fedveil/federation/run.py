@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedveil.data import Data, split
+from fedveil.defences import Defence
 from fedveil.errors import BadArgument
 from fedveil.federation.config import (
     Config,
@@ -33,8 +34,8 @@ def client_parts(config: Config, data: Data) -> list[tuple[torch.Tensor, torch.T
     return [(data.train.inputs[r], data.train.targets[r]) for r in rows]
 
 
-def federation_of(config: Config, data: Data) -> Federation:
-    """The federation that a configuration describes, before its first round."""
+def federation_of(config: Config, data: Data, defence: Defence | None = None) -> Federation:
+    """The federation that a configuration describes, or with another defence, before its first round."""
     try:
         model = build_model(config, data).to(config.device)
     except RuntimeError as error:
@@ -42,7 +43,7 @@ def federation_of(config: Config, data: Data) -> Federation:
     return Federation(
         model,
         client_parts(config, data),
-        build_defence(config),
+        defence or build_defence(config),
         build_optimizer(config),
         schedule=build_schedule(config),
         batch_size=config.batch_size,

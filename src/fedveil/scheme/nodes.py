@@ -5,6 +5,7 @@ All of it is polynomial interpolation at Chebyshev points u_k = cos((2k + 1) pi 
 """
 
 import math
+import statistics
 from collections import deque
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ Reals = NDArray[np.float64]
 FEWEST, MOST = 3, 128
 SPREAD = 2.0  # standard errors of the anchor that the interval reaches to either side
 CAUTION = 2.0  # times what four coefficients promise; benchmarks/nodes.py shows what is left
-MARGIN, EXTRA = 0.1, 1.1  # of the tolerance and of the count: rounds differ in their data and noise
+MARGIN = 0.1  # of the tolerance
+LIKELY, EXTRA = 3.0, 1.2  # standard deviations of the last rounds' counts; and what replaces them in the first rounds
 SLOWEST = 0.95  # decay a coefficient at which an extrapolation ends
 REMEMBERED = 8  # rounds
 STRIP = math.pi  # how far from the real axis the logits of a cross-entropy may go before its gradient has a pole
@@ -114,11 +116,13 @@ class NodeCount:
         self._seen: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
 
     def __call__(self, shift: float) -> int:
-        """The count for an interval of that shift: enough for every remembered round."""
+        """The count for an interval of that shift: enough for every remembered round, and likely for the next."""
         if not self._seen:
             return self._start
-        needed = max(digits / -math.log(_rate(per_shift * shift)) for per_shift, digits in self._seen)
-        return min(MOST, max(FEWEST + 1, math.ceil(EXTRA * needed)))  # a parabola's three would show no decay
+        needed = [digits / -math.log(_rate(per_shift * shift)) for per_shift, digits in self._seen]
+        most = max(needed)
+        likely = statistics.fmean(needed) + LIKELY * statistics.pstdev(needed) if len(needed) > 2 else EXTRA * most
+        return min(MOST, max(FEWEST + 1, math.ceil(max(likely, most))))  # a parabola's three would show no decay
 
     def observe(self, spectrum: Spectrum) -> None:
         """Learn from a round."""

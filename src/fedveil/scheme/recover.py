@@ -29,12 +29,14 @@ class Recovered:
         gradients: by parameter name.
         buffers: by name: floating ones averaged over clients as plain FedAvg does, counters the largest.
         error: estimated relative error of the whole gradient.
+        passes: how many each client sent.
         spectrum: for a loss by nodes, how fast its coefficients fell.
     """
 
     gradients: Tensors
     buffers: Tensors
     error: float
+    passes: int
     spectrum: Spectrum | None = None
 
 
@@ -81,7 +83,7 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
         error = spectrum.error(sent.how.place)
     gradients = torch.empty_like(combined).scatter_(0, sent.sources[: layout.weights], combined)
     buffers = _buffers(layout, sent, updates, shares)
-    return Recovered(unflatten(gradients, layout.trainable), buffers, error, spectrum)
+    return Recovered(unflatten(gradients, layout.trainable), buffers, error, len(coefficients), spectrum)
 
 
 def _spectrum(how: How, passes: Tensor, total: float, floor: float) -> Spectrum:

@@ -1,0 +1,257 @@
+"""SPN, secret polarization networks (Fan et al. 2020, arXiv 2006.11601): our re-implementation, no code is public."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedveil.defences.interface import Aggregate, Stateless
+from fedveil.defences.plain import Plain, PlainUpdate, tensors_of
+from fedveil.errors import AnalysisError, BadArgument
+from fedveil.graph.trace import find_head, symbolic
+from fedveil.scheme import Entropy, Loss, SquaredError
+from fedveil.scheme.losses import per_sample
+
+SLACK = 1e-3  # of the sum of a row of probabilities; far from 0 and 2, which the sums of other rows may be
+
+
+@dataclass(frozen=True, eq=False)
+class Private:
+    """What a client never sends: its head P_k (bits, features) and its codes T_k (classes, bits) of -1 and +1."""
+
+    head: Tensor = field(repr=False)
+    codes: Tensor = field(repr=False)
+
+    def to(self, like: Tensor) -> "Private":
+        """On the device and in the dtype of a tensor."""
+        return Private(self.head.to(like), self.codes.to(like))
+
+    def pull(self, features: Tensor, classes: Tensor, margin: float) -> Tensor:
+        """Slope of sum_j max(0, margin - v_j T[class, j]) in v = P h, for each row h of features; 0 at the kink."""
+        codes = self.codes[classes]
+        return -codes * (features @ self.head.T * codes < margin)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where the public network parts into body and classifier: its last Linear, with so many inputs and outputs."""
+
+    path: str
+    features: int
+    outputs: int
+
+    @property
+    def classes(self) -> int:
+        """Codes that a client needs; one output stands for two classes."""
+        return max(2, self.outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class SPNUpdate:
+    """What a client computed in a round; only `public` leaves it.
+
+    Attributes:
+        public: gradients and buffers of the public network.
+        step: gradient of the client's own head.
+    """
+
+    public: PlainUpdate
+    step: Tensor = field(repr=False)
+
+
+class SPN(Stateless):
+    """A private head at every client pulls the shared network's features; our re-implementation.
+
+    With h what enters the model's last Linear and u the model's outputs, client k minimises
+
+        loss(u, y) + weight * mean_i sum_j max(0, margin - v_ij T_k[y_i, j]),    v = P_k h.
+
+    It sends the gradient with respect to the public network and keeps P_k, which takes a local step of SGD a round, and
+    the fixed codes T_k. The last Linear's own gradient is that of the loss alone. `client_view` is the public network:
+    all of the model that is used for predictions. docs/defences/spn.md has sources, cost and weaknesses.
+
+    A target is a class index, a row of probabilities (its largest entry is the class), or, for one output, 0 or 1.
+
+    Args:
+        weight: alpha_2 of the private loss; alpha_1, of the loss, is 1. With 0 the run is the plain run.
+        bits: outputs of the private head.
+        margin: m.
+        lr: learning rate of the private heads; give the server's. Default: that of `Federation`'s default optimiser.
+        seed: for repeatable tests only: whoever knows it knows every client's secrets. Otherwise they come from the
+            operating system.
+    """
+
+    name = "SPN (our re-implementation)"
+    fuses = False  # every client has its own head
+
+    def __init__(
+        self,
+        weight: float = 0.1,
+        bits: int = 32,
+        margin: float = 1.0,
+        lr: float = 1e-3,
+        seed: int | None = None,
+    ) -> None:
+        fix = "leave it out for the default"
+        for name, value in (("weight", weight), ("margin", margin), ("lr", lr)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise BadArgument("SPN", f"{name} must be a finite number of at least 0, got {value!r}", fix)
+        for name, whole, least in (("bits", bits, 1), ("seed", 0 if seed is None else seed, 0)):
+            if isinstance(whole, bool) or not isinstance(whole, int) or whole < least:
+                raise BadArgument("SPN", f"{name} must be a whole number of at least {least}, got {whole!r}", fix)
+        self.weight, self.bits, self.margin, self.lr = weight, bits, margin, lr
+        self._seed = seed
+        self._plain = Plain()
+        self._loss: Loss = SquaredError()
+        self._split: Split | None = None
+        self._private: dict[int, Private] = {}
+
+    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+        """Find where the model parts into body and classifier."""
+        self._split = find_split(model)
+        self._loss = loss
+        self._plain.prepare(model, example, loss)
+
+    @property
+    def split(self) -> Split:
+        """Where the model parts."""
+        if self._split is None:
+            raise BadArgument("SPN", "no model was prepared yet", "prepare(model, example, loss) first")
+        return self._split
+
+    def broadcast(self, model: nn.Module) -> nn.Module:
+        """The public network itself."""
+        return self._plain.broadcast(model)
+
+    def client_step(
+        self,
+        model: nn.Module,
+        broadcast: nn.Module,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor | None = None,
+        client: int = 0,
+    ) -> SPNUpdate:
+        """Gradients of the public network, and of the client's head; a client's first step draws its secrets."""
+        trainable, own = tensors_of(broadcast)
+        with _entering(broadcast.get_submodule(self.split.path)) as entered:
+            outputs = torch.func.functional_call(broadcast, own, (inputs,)) if own else broadcast(inputs)
+        (hidden,) = entered
+        with torch.no_grad():
+            wanted, share = self._loss.dense(targets, outputs), per_sample(outputs, weights)
+            delta = self._loss.gradient(outputs, wanted) * share
+            features = hidden.detach().reshape(-1, self.split.features)
+            shares = (torch.ones_like(outputs) * share).reshape(len(features), -1)[:, :1]
+            private = self._of(client, hidden)
+            classes = find_classes(wanted, len(features), self.split.outputs, client)
+            pull = private.pull(features, classes, self.margin) * (self.weight * shares)
+            roots, slopes = (outputs, hidden), (delta, (pull @ private.head).reshape(hidden.shape))
+        found = torch.autograd.grad(roots, list(trainable.values()), slopes)
+        return SPNUpdate(PlainUpdate(dict(zip(trainable, found, strict=True)), own), pull.T @ features)
+
+    def _of(self, client: int, like: Tensor) -> Private:
+        """The client's secrets, drawn if it has none yet."""
+        if client not in self._private:
+            entropy = Entropy() if self._seed is None else Entropy.for_tests(self._seed << 32 | client)
+            self._private[client] = draw_private(self.split, self.bits, entropy)
+        self._private[client] = self._private[client].to(like)
+        return self._private[client]
+
+    def accumulate(
+        self, broadcast: nn.Module, total: SPNUpdate | None, update: SPNUpdate
+    ) -> tuple[nn.Module, SPNUpdate]:
+        """Sums of both gradients; the head stays as it is until the round's end."""
+        broadcast, public = self._plain.accumulate(broadcast, total.public if total else None, update.public)
+        return broadcast, SPNUpdate(public, total.step + update.step if total else update.step)
+
+    def upload(self, update: SPNUpdate, client: int = 0) -> PlainUpdate:
+        """Let the client's head take its step, and send the rest."""
+        private = self._of(client, update.step)
+        self._private[client] = Private(private.head - self.lr * update.step, private.codes)
+        return update.public
+
+    def aggregate(self, updates: Sequence[PlainUpdate], weights: Sequence[float]) -> Aggregate:
+        """The plain weighted mean."""
+        return self._plain.aggregate(updates, weights)
+
+    def client_view(self, model: nn.Module, broadcast: nn.Module) -> nn.Module:
+        """The public network, as it is."""
+        return self._plain.client_view(model, broadcast)
+
+    def client_state(self, client: int) -> dict[str, Any]:
+        """The client's head and codes; nothing before its first step."""
+        if client not in self._private:
+            return {}
+        return {"head": self._private[client].head, "codes": self._private[client].codes}
+
+    def restore_client(self, client: int, state: Mapping[str, Any]) -> None:
+        """Go on with that head and those codes."""
+        wanted = {"head": (self.bits, self.split.features), "codes": (self.split.classes, self.bits)}
+        for name, shape in wanted.items():
+            found = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
+            if found != shape:
+                what = f"client {client}'s {name} has shape {found}, want {shape}"
+                raise BadArgument("SPN", what, "go on with the model and the bits that the run began with")
+        self._private[client] = Private(state["head"], state["codes"])
+
+
+@contextmanager
+def _entering(module: nn.Module) -> Iterator[list[Tensor]]:
+    """What enters the module in a forward pass."""
+    seen: list[Tensor] = []
+
+    def note(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        seen.extend((*args, *kwargs.values()))
+
+    handle = module.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def find_split(model: nn.Module) -> Split:
+    """The last Linear: the one that a veil would cover."""
+    try:
+        head = find_head(model, symbolic(model))
+    except AnalysisError as error:
+        what = "SPN reads what enters the model's last Linear: it must end the model, be used once and have no hooks"
+        fix = "end the model in nn.Linear, put what follows it into the loss, and let torch.fx trace it"
+        raise BadArgument(error.where, what, fix) from error
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained - {head.weight, head.bias}:
+        what = "nothing but the last Linear is trained, and SPN leaves its gradient as it is"
+        raise BadArgument(head.path, what, "give the model a hidden layer that is trained")
+    return Split(head.path, model.get_parameter(head.weight).shape[1], head.outputs)
+
+
+def find_classes(targets: Tensor, rows: int, outputs: int, client: int) -> Tensor:
+    """The class of each row of features."""
+    numbers = targets.reshape(rows, -1) if targets.numel() % rows == 0 else targets.new_empty(rows, 0)
+    if outputs == numbers.shape[1] == 1 and ((numbers == 0) | (numbers == 1)).all():
+        return numbers[:, 0].long()
+    if outputs == numbers.shape[1] > 1 and (numbers >= 0).all() and ((numbers.sum(1) - 1).abs() < SLACK).all():
+        return numbers.argmax(1)
+    indices = numbers.shape[1] == 1 < outputs and not targets.is_floating_point()  # from a user's function as loss
+    if indices and ((numbers >= 0) & (numbers < outputs)).all():
+        return numbers[:, 0].long()
+    want = "0 or 1" if outputs == 1 else f"class indices from 0 to {outputs - 1}, or rows of probabilities"
+    what = f"client {client}'s targets name no classes, and classes choose the codes: want {want}"
+    raise BadArgument("SPN", what, 'for other targets use defence "plain" or "veil"')
+
+
+def draw_private(split: Split, bits: int, entropy: Entropy) -> Private:
+    """P ~ N(0, 1 / features) and uniform signs T, from a random 64-bit word each.
+
+    Not from a torch.Generator: on the CPU it keeps 32 bits of its seed, few enough to try them all.
+    """
+    shape = bits, split.features
+    uniform = ((entropy.words(math.prod(shape)) >> np.uint64(12)) + 0.5) * 2.0**-52  # never 0 or 1
+    head = torch.special.ndtri(torch.from_numpy(uniform)).reshape(shape) / math.sqrt(split.features)
+    signs = 1.0 - 2.0 * (entropy.words(split.classes * bits) & np.uint64(1))
+    return Private(head, torch.from_numpy(signs).reshape(split.classes, bits))

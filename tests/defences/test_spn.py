@@ -1,0 +1,499 @@
+"""SPN, our re-implementation: what is sent, what is kept, and that nothing else differs from plain training."""
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from tests.oracle import built, worst
+from torch import nn
+from torch.nn import functional as F
+
+import fedveil
+from fedveil.defences import Plain
+from fedveil.defences.spn import SPN, Split, draw_private
+from fedveil.errors import BadArgument, Diverged
+from fedveil.models import cnn, mlp, resnet
+from fedveil.scheme import Entropy, find_loss
+
+CLASSES = 4
+IMAGE = (1, 8, 8)
+NETS = {
+    "mlp": (lambda: mlp(6, CLASSES, layers=2, hidden=10), (6,)),
+    "cnn": (lambda: cnn(1, CLASSES, width=3, size=8), IMAGE),
+    "resnet8": (lambda: resnet(8, 1, CLASSES, width=4), IMAGE),
+    "resnet8, no norm": (lambda: resnet(8, 1, CLASSES, width=4, norm="none"), IMAGE),
+}
+NORMED = (
+    lambda: nn.Sequential(nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, CLASSES)),
+    (6,),
+)
+
+
+class Wide(nn.Module):
+    """Two answers a sample, of one head."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x.reshape(-1, 2, 3)).tanh()).flatten(1)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def records(shape, samples=8, seed=0, classes=CLASSES):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, classes, (samples,), generator=generator)
+
+
+def hot_records():
+    inputs, targets = records((6,))
+    return inputs, F.one_hot(targets, CLASSES).double()
+
+
+def parts(shape, sizes=(20, 33, 7)):
+    return [records(shape, size, seed) for seed, size in enumerate(sizes)]
+
+
+def federation(net, defence, clients=None, **options):
+    build, shape = net
+    return fedveil.Federation(
+        built(build), clients or parts(shape), defence, **{"optimizer": sgd, "batch_size": 8, **options}
+    )
+
+
+def prepared(net, loss="squared_error", **options):
+    build, shape = net
+    model, spn = built(build), SPN(**{"seed": 1, **options})
+    spn.prepare(model, torch.zeros(2, *shape, dtype=torch.float64), find_loss(loss))
+    return model, spn
+
+
+def values(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def rounding(model, inputs):
+    """No entry of a gradient has more additions behind it than the model has weights and the batch has numbers."""
+    return torch.finfo(torch.float64).eps * (sum(p.numel() for p in model.parameters()) + inputs.numel())
+
+
+def naive(model, path, inputs, hot, head, codes, *, loss, weight=0.1, margin=1.0, weights=None):
+    """The whole loss written out, sample by sample and bit by bit; gradients of the model's parameters and of P."""
+    model, head = copy.deepcopy(model), head.clone().requires_grad_()
+    classifier = model.get_submodule(path)
+    setattr(model, path, nn.Identity())
+    h = model(inputs)
+    u, v = classifier(h), h @ head.T
+    total = 0
+    for i, row in enumerate(hot):
+        task = F.cross_entropy(u[i], row) if loss == "cross_entropy" else 0.5 * (u[i] - row).pow(2).sum()
+        y = int(row.argmax()) if len(row) > 1 else int(row[0] > 0.5)
+        polar = sum(torch.clamp(margin - v[i, j] * codes[y, j], min=0) for j in range(len(head)))
+        total = total + (1 / len(hot) if weights is None else weights[i]) * (task + weight * polar)
+    setattr(model, path, classifier)
+    wanted = dict(model.named_parameters())
+    *found, own = torch.autograd.grad(total, [*wanted.values(), head])
+    return dict(zip(wanted, found, strict=True)), own
+
+
+@pytest.mark.parametrize("net", [NETS["mlp"], NORMED], ids=["mlp", "BatchNorm"])
+@pytest.mark.parametrize("options", [{}, {"whole_shard": True}, {"participation": 0.5}], ids=["batch", "shard", "part"])
+def test_without_weight_it_is_the_plain_run_bit_for_bit(net, options):
+    runs = [federation(net, defence, fuse=False, **options) for defence in (SPN(weight=0), Plain())]
+    for run in runs:
+        run.fit(rounds=5)
+    assert same(values(runs[0].model), values(runs[1].model))
+    drawn = federation(net, SPN(), **options)
+    drawn.fit(rounds=5)
+    assert not same(values(drawn.model), values(runs[1].model))  # with weight it is not
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weights"])
+def test_what_is_uploaded_is_the_gradient_of_the_whole_loss(net, loss, weighted):
+    model, spn = prepared(NETS[net], loss, weight=0.3, bits=5, margin=0.7)
+    inputs, targets = records(NETS[net][1])
+    hot, weights = F.one_hot(targets, CLASSES).double(), torch.linspace(0.05, 0.4, 8).double() if weighted else None
+    update = spn.client_step(model, spn.broadcast(model), inputs, hot, weights, 3)
+    private = spn.client_state(3)
+    expected, step = naive(
+        model, spn.split.path, inputs, hot, *private.values(), loss=loss, weight=0.3, margin=0.7, weights=weights
+    )
+    assert worst(spn.upload(update, 3).gradients, expected) < rounding(model, inputs)
+    assert worst({"P": update.step}, {"P": step}) < rounding(model, inputs)
+
+
+def test_one_output_has_two_codes():
+    model, spn = prepared((lambda: mlp(6, 1, hidden=10), (6,)), bits=5)
+    inputs, targets = records((6,), classes=2)
+    assert set(targets.tolist()) == {0, 1}
+    hot = targets.double().reshape(-1, 1)
+    update = spn.client_step(model, model, inputs, hot)
+    private = spn.client_state(0)
+    assert private["codes"].shape == (2, 5)
+    expected, _ = naive(model, spn.split.path, inputs, hot, *private.values(), loss="squared_error")
+    assert worst(update.public.gradients, expected) < rounding(model, inputs)
+
+
+def test_positions_of_a_sample_count_each_and_may_be_reshaped_behind_the_head():
+    model, spn = prepared((Wide, (6,)), bits=5, seed=2)
+    inputs, targets = records((6,), samples=8, classes=2)
+    both = torch.stack([targets, 1 - targets], 1).double()
+    weights = torch.linspace(0.05, 0.4, 8).double()
+    update = spn.client_step(model, model, inputs, both, weights)
+    rows, hot, each = inputs.reshape(16, 3), both.reshape(16, 1), weights.repeat_interleave(2)
+
+    flat = nn.Sequential(model.body, nn.Tanh(), model.head)
+    expected, step = naive(flat, "2", rows, hot, *spn.client_state(0).values(), loss="squared_error", weights=each)
+    names = dict(zip(update.public.gradients, expected, strict=True))
+    found = {names[name]: gradient for name, gradient in update.public.gradients.items()}
+    assert worst(found, expected) < rounding(model, inputs)
+    assert worst({"P": update.step}, {"P": step}) < rounding(model, inputs)
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_the_classifiers_gradient_is_plain_and_every_other_is_not(net):
+    model, spn = prepared(NETS[net], "cross_entropy")
+    plain = Plain()
+    plain.prepare(model, torch.zeros(1), find_loss("cross_entropy"))
+    batch = records(NETS[net][1])
+    found = spn.upload(spn.client_step(model, model, *batch)).gradients
+    expected = plain.client_step(model, model, *batch).gradients
+    clean = {name for name in found if torch.equal(found[name], expected[name])}
+    assert clean == {f"{spn.split.path}.weight", f"{spn.split.path}.bias"}
+
+
+def test_the_private_head_takes_a_step_of_sgd_when_its_gradient_is_uploaded_and_the_codes_stay():
+    model, spn = prepared(NETS["mlp"], lr=0.5)
+    batch = hot_records()
+    spn.client_step(model, model, *batch, None, 7)
+    for _ in range(3):
+        before = spn.client_state(7)
+        update = spn.client_step(model, model, *batch, None, 7)
+        assert spn.client_state(7)["head"] is before["head"]
+        spn.upload(update, 7)
+        after = spn.client_state(7)
+        assert update.step.abs().max() > 0
+        assert torch.equal(after["head"], before["head"] - 0.5 * update.step)
+        assert torch.equal(after["codes"], before["codes"])
+        assert not after["head"].requires_grad  # nor holds a graph
+
+
+def test_a_shard_in_batches_is_one_step_of_model_and_head():
+    small, large = SPN(seed=0, lr=5.0), SPN(seed=0, lr=5.0)
+    runs = [
+        federation(NETS["mlp"], small, whole_shard=True),
+        federation(NETS["mlp"], large, whole_shard=True, batch_size=100),
+    ]
+    for run in runs:
+        run.step()
+    bound = rounding(runs[0].model, runs[0].shards.inputs)
+    assert worst(values(runs[0].model), values(runs[1].model)) < bound
+    for client in range(3):
+        assert worst(small.client_state(client), large.client_state(client)) < bound
+
+
+def tensors(thing):
+    """Every tensor in it, as all the numbers of its storage: more than a view shows may travel with it."""
+    if isinstance(thing, torch.Tensor):
+        yield torch.tensor([], dtype=thing.dtype).set_(thing.untyped_storage()).double()
+    elif isinstance(thing, nn.Module):
+        yield from tensors([*thing.state_dict().values(), *[p.grad for p in thing.parameters()]])
+    elif dataclasses.is_dataclass(thing):
+        yield from tensors(vars(thing))
+    elif isinstance(thing, dict):
+        yield from tensors([*thing.keys(), *thing.values()])
+    elif isinstance(thing, list | tuple):
+        for part in thing:
+            yield from tensors(part)
+    else:
+        assert thing is None or isinstance(thing, bool | int | float | str), type(thing)
+
+
+def leaked(thing, secrets):
+    """Which secrets are in its tensors: whole, as transpose or negative; of real numbers, any one of them will do."""
+    numbers = torch.cat([torch.zeros(0).double(), *tensors(thing)])
+    packed, single = numbers.numpy().tobytes(), set(numbers.abs().tolist()) - {0.0, 1.0}
+    return [
+        any((s * t).contiguous().numpy().tobytes() in packed for s in (secret, secret.T) for t in (1.0, -1.0))
+        or not single.isdisjoint(secret.abs().flatten().tolist())
+        for secret in secrets
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"whole_shard": True}], ids=["batch", "shard"])
+@pytest.mark.parametrize("net", [NETS["mlp"], NORMED], ids=["mlp", "BatchNorm"])
+def test_no_secret_leaves_its_client(tmp_path, net, options):
+    secrets, sent, kept = [], [], []
+
+    class Spied(SPN):
+        def broadcast(self, model):
+            sent.append(copy.deepcopy(super().broadcast(model)))
+            return super().broadcast(model)
+
+        def upload(self, update, client=0):
+            before = self.client_state(client)
+            sent.append(super().upload(update, client))
+            kept.append((before, update, self.client_state(client)))
+            secrets.extend([*before.values(), self.client_state(client)["head"], update.step])
+            return sent[-1]
+
+    run = federation(net, Spied(lr=0.1), optimizer=torch.optim.Adam, **options)
+    run.fit(rounds=3, folder=tmp_path, test=parts(net[1])[0])
+    assert len(secrets) == 4 * 3 * 3
+    server = [sent, run.defence.state(), run.state(), torch.load(tmp_path / "checkpoint.pt", weights_only=True)]
+    assert not any(leaked(server, secrets))
+    assert all(leaked([server, kept], secrets))  # they would be seen
+    assert not any(module._forward_pre_hooks for module in run.model.modules())
+    assert not any(str(number) in repr((run.defence, kept[0][1])) for number in secrets[0].flatten().tolist())
+
+
+def test_every_client_has_its_own_secrets_whoever_comes_first():
+    def drawn(clients, **options):
+        model, spn = prepared(NETS["mlp"], **options)
+        assert spn.client_state(0) == {}
+        batch = hot_records()
+        for client in clients:
+            spn.client_step(model, model, *batch, None, client)
+        return [spn.client_state(client) for client in sorted(clients)]
+
+    first, second = drawn([0, 1])
+    assert same(drawn([1, 0])[0], first)
+    system = [*drawn([0, 1], seed=None), *drawn([0, 1], seed=None)]
+    others = [
+        second,
+        *system,
+        *drawn([0], seed=1 + 2**32),
+    ]  # a torch.Generator would give seeds 1 and 1 + 2^32 the same
+    for number, other in enumerate(others):
+        for kind in ("head", "codes"):
+            assert not any(torch.equal(other[kind], known[kind]) for known in [first, *others[:number]])
+
+
+def test_heads_are_normal_and_codes_are_fair():
+    features, bits = 400, 100
+    private = draw_private(Split("head", features, 400), bits, Entropy.for_tests(0))
+    numbers, count = private.head.flatten() * features**0.5, features * bits
+    six = 6 / count**0.5  # standard errors of a mean of numbers of variance 1
+    assert abs(numbers.mean()) < six
+    assert abs(numbers.square().mean() - 1) < six * 2**0.5
+    assert abs((numbers.abs() > 1).double().mean() - 0.31731) < six * (0.31731 * 0.68269) ** 0.5
+    assert abs((numbers.abs() > 2).double().mean() - 0.04550) < six * (0.04550 * 0.95450) ** 0.5
+    assert private.codes.abs().unique().tolist() == [1.0]
+    assert abs(private.codes.mean()) < six
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
+@pytest.mark.parametrize("clients", [1, 10])
+def test_networks_train(net, loss, clients):
+    shape = NETS[net][1]
+    run = federation(NETS[net], SPN(), parts(shape, (9,) * clients), loss=loss)
+    before = values(run.model)
+    run.fit(rounds=2, test=records(shape))
+    after = values(run.model)
+    assert all(torch.isfinite(tensor).all() for tensor in after.values())
+    assert not any(torch.equal(after[name], before[name]) for name in before)
+    assert all(run.defence.client_state(client) for client in range(clients))
+    assert run.defence.client_state(clients) == {}
+
+
+@pytest.mark.parametrize("clients", [1, 10])
+@pytest.mark.parametrize("loss", ["squared_error", "binary_cross_entropy"])
+def test_one_yes_or_no_output_is_learnt_in_float32(clients, loss):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(400, 6, generator=generator)
+    targets = (inputs[:, 0] > 0).float()
+    data = list(zip(inputs.chunk(clients), targets.chunk(clients), strict=True))
+    model = built(lambda: mlp(6, 1, layers=2, hidden=16), dtype=torch.float32)
+    run = fedveil.Federation(model, data, SPN(), lambda p: torch.optim.Adam(p, 1e-2), batch_size=8, loss=loss)
+    run.fit(rounds=100)
+    assert run.defence.client_state(0)["head"].dtype == torch.float32
+    fresh = torch.randn(500, 6, generator=generator)
+    middle = 0.5 if loss == "squared_error" else 0.0
+    right = (model(fresh)[:, 0] > middle) == (fresh[:, 0] > 0)
+    assert right.float().mean() > 0.9  # 0.5 by chance
+
+
+@pytest.mark.parametrize("options", [{}, {"whole_shard": True}], ids=["batch", "shard"])
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, options):
+    options = {"optimizer": lambda p: torch.optim.Adam(p, 1e-2), **options}
+    whole = federation(NORMED, SPN(lr=0.1), **options)
+    whole.fit(rounds=4, folder=tmp_path)
+    whole.fit(rounds=8)
+    again = federation(NORMED, SPN(lr=0.1), **options)  # its own secrets would be others
+    again.resume(tmp_path)
+    again.fit(rounds=8)
+    assert same(values(again.model), values(whole.model))
+    assert all(same(again.defence.client_state(k), whole.defence.client_state(k)) for k in range(3))
+    forgetful = federation(NORMED, SPN(lr=0.1), **options)
+    for private in (tmp_path / "clients").glob("*/*.pt"):
+        private.unlink()
+    forgetful.resume(tmp_path)
+    forgetful.fit(rounds=8)
+    assert not same(values(forgetful.model), values(whole.model))
+
+
+def test_a_function_as_loss_takes_class_indices():
+    inputs, targets = records((6,))
+
+    def mine(outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+    gradients = []
+    for loss in (mine, "cross_entropy"):
+        model, spn = prepared(NETS["mlp"], loss)
+        gradients.append(spn.client_step(model, model, inputs, targets).public.gradients)
+    assert worst(*gradients) < rounding(model, inputs)
+
+
+def test_soft_targets_have_the_code_of_their_largest_entry():
+    inputs, hot = hot_records()
+    model, spn = prepared(NETS["mlp"], "cross_entropy")
+    steps = [spn.client_step(model, model, inputs, rows).step for rows in (hot, 0.4 * hot + 0.15)]
+    assert torch.equal(*steps)
+
+
+def test_the_view_of_a_client_is_a_copy_of_the_public_network():
+    model, spn = prepared(NORMED)
+    view = spn.client_view(model, spn.broadcast(model))
+    assert view is not model
+    assert same(values(view), values(model))
+
+
+def test_a_single_records_features_are_in_the_clean_gradient():
+    model, spn = prepared(NETS["mlp"], weight=1.0)
+    inputs, hot = (part[:1] for part in hot_records())
+    gradients = spn.upload(spn.client_step(model, model, inputs, hot)).gradients
+    seen = gradients["4.weight"] / gradients["4.bias"][:, None]
+    features = model[:4](inputs)
+    assert worst({"h": seen}, {"h": features.detach().expand_as(seen)}) < 4 * torch.finfo(torch.float64).eps
+
+
+MODELS = {
+    "mlp(63, 1)": (lambda: mlp(63, 1), (63,)),
+    "resnet(8)": (lambda: resnet(8), (3, 8, 8)),
+    'resnet(8, norm="none")': (lambda: resnet(8, norm="none"), (3, 8, 8)),
+    "resnet(20)": (lambda: resnet(20), (3, 8, 8)),
+    'resnet(20, norm="none")': (lambda: resnet(20, norm="none"), (3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_are_those_of_the_page(name):
+    build, shape = MODELS[name]
+    model, spn = build(), SPN()
+    spn.prepare(model, torch.zeros(2, *shape), find_loss("squared_error"))
+    targets = torch.eye(10)[:2] if spn.split.outputs > 1 else torch.tensor([0.0, 1.0])
+    sent = spn.upload(spn.client_step(model, spn.broadcast(model), torch.randn(2, *shape), targets))
+    down, up, kept = (
+        sum(tensor.numel() * tensor.element_size() for tensor in parts.values())
+        for parts in (model.state_dict(), {**sent.gradients, **sent.buffers}, spn.client_state(0))
+    )
+    page = Path(__file__).parents[2] / "docs" / "defences" / "spn.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith(f"| `{name}`")]
+    assert any(row.endswith(f" | {up:,} | {down:,} | {kept:,} |") for row in rows)
+
+
+def test_divergence_is_named():
+    run = federation(NETS["mlp"], SPN(), optimizer=lambda p: torch.optim.SGD(p, 1e200))
+    with pytest.raises(Diverged, match=r"(?s)round \d+: training diverged: client \d: .* NaN or infinity.*Fix: lower"):
+        run.fit(rounds=50)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"weight": -0.1}, "weight must be a finite number of at least 0, got -0.1"),
+        ({"weight": float("nan")}, "weight must be a finite number of at least 0, got nan"),
+        ({"margin": float("inf")}, "margin must be a finite number of at least 0, got inf"),
+        ({"lr": True}, "lr must be a finite number of at least 0, got True"),
+        ({"lr": "fast"}, "lr must be a finite number of at least 0, got 'fast'"),
+        ({"bits": 0}, "bits must be a whole number of at least 1, got 0"),
+        ({"bits": 8.0}, r"bits must be a whole number of at least 1, got 8\.0"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(options, text):
+    with pytest.raises(BadArgument, match=rf"^SPN: {text}\.\n  Fix: leave it out for the default$"):
+        SPN(**options)
+
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        return self.head(x if x.sum() > 0 else -x)
+
+
+LAST = "SPN reads what enters the model's last Linear: it must end the model"
+
+
+@pytest.mark.parametrize(
+    ("build", "where", "what", "fix"),
+    [
+        (lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, CLASSES), nn.Softmax(1)), "2", LAST, "end the model in"),
+        (lambda: nn.Sequential(nn.Linear(6, 5), nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 1, 2)), "2", LAST, "end the "),
+        (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2), "0", LAST, "end the model in"),
+        (Asking, "Asking", LAST, "let torch.fx trace it"),
+        (lambda: nn.Linear(6, CLASSES), "Linear", LAST, "end the model in nn.Linear"),
+        (lambda: nn.Sequential(nn.Linear(6, CLASSES)), "0", "nothing but the last Linear is trained", "a hidden layer"),
+    ],
+    ids=["softmax", "conv", "twice", "untraceable", "bare", "no body"],
+)
+def test_models_without_body_and_last_linear_are_refused(build, where, what, fix):
+    with pytest.raises(BadArgument) as caught:
+        prepared((build, (6,)))
+    error = caught.value
+    assert (error.where, error.what[: len(what)]) == (where, what)
+    assert fix in error.fix
+
+
+def counted(outputs, targets):
+    return outputs[:, 0] * targets
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "loss", "want"),
+    [
+        (1, torch.tensor([0.0, 0.3]), "squared_error", "0 or 1"),
+        (1, torch.tensor([[1.0], [2.0]]), "poisson", "0 or 1"),
+        (3, torch.tensor([[0.2, -1.0, 1.8], [0.0, 1.0, 0.0]]), "squared_error", "class indices from 0 to 2, or rows"),
+        (3, torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]), "binary_cross_entropy", "class indices from 0 to 2"),
+        (3, torch.tensor([0, 3]), counted, "class indices from 0 to 2"),
+        (3, torch.tensor([0.0, 1.0]), counted, "class indices from 0 to 2"),
+    ],
+    ids=["fraction", "count", "numbers", "several", "beyond", "float index"],
+)
+def test_targets_that_name_no_class_are_refused(outputs, targets, loss, want):
+    data = [(torch.ones(2, 6).double(), targets if not targets.is_floating_point() else targets.double())]
+    run = federation((lambda: mlp(6, outputs), (6,)), SPN(), data, loss=loss)
+    with pytest.raises(BadArgument, match=rf"^SPN: client 0's targets name no classes.* want {want}") as caught:
+        run.step()
+    assert caught.value.fix == 'for other targets use defence "plain" or "veil"'
+
+
+def test_steps_without_a_model_and_states_of_another_are_refused(tmp_path):
+    with pytest.raises(BadArgument, match=r"(?s)SPN: no model was prepared yet.*Fix: prepare\(model, example, loss\)"):
+        SPN().client_step(mlp(6, 4), mlp(6, 4), *records((6,)))
+    federation(NETS["mlp"], SPN()).fit(rounds=1, folder=tmp_path)
+    other = federation(NETS["mlp"], SPN(bits=8))
+    text = r"(?s)SPN: client 0's head has shape \(32, 10\), want \(8, 10\).*Fix: go on with"
+    with pytest.raises(BadArgument, match=text):
+        other.resume(tmp_path)
+    with pytest.raises(BadArgument, match="client 5's codes has shape None"):
+        other.defence.restore_client(5, {"head": torch.zeros(8, 10)})
