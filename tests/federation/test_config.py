@@ -41,7 +41,7 @@ def test_a_run_prints_its_result_and_where_the_report_is(tmp_path, capsys):
         ({"epochs": "many"}, "epochs must be int, got 'many'"),
         ({"epochs": True}, "epochs must be int, got True"),
         ({"lr": "fast"}, "lr must be float, got 'fast'"),
-        ({"defence": "moat"}, "defence must be one of plain, veil, got 'moat'"),
+        ({"defence": "moat"}, "defence must be one of plain, veil, ppdl, dbcl, spn, got 'moat'"),
         ({"clients": 0}, "clients must be at least 1, got 0"),
     ],
 )
