@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import anchor, engine, exactness, memory, speed
+from benchmarks import anchor, engine, exactness, memory, nodes, speed
 from benchmarks.timing import machine
 
 
@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("speed", speed.main, options),
         ("memory", memory.main, []),
         ("anchor", anchor.main, []),
+        ("nodes", nodes.main, options),
         ("engine", engine.main, options),
     ):
         print(f"## {name}\n", flush=True)

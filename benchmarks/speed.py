@@ -10,7 +10,7 @@ autograd.grad. `analyse` runs once a model and is not timed. Float32, normal inp
 import argparse
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import fedveil
-from benchmarks.timing import Summary, compare, interleave, machine, table, verdict
+from benchmarks.timing import Summary, Timings, compare, interleave, machine, table, verdict
 from fedveil.models import mlp, resnet
 
 
@@ -123,28 +123,40 @@ def check_naive(model: nn.Sequential, inputs: Tensor, targets: Tensor) -> None:
         assert torch.allclose(found, true, rtol=0, atol=1e-9 * float(true.norm()))
 
 
-def client_against_ideal(case: Case, groups: Sequence[int], bound: float) -> list[Row]:
-    """client_step over F + (m + 2) B, for each m."""
+def against_ideal(case: Case, sent: Mapping[str, fedveil.Broadcast]) -> tuple[Timings, dict[str, Summary]]:
+    """client_step for each broadcast over F + passes x B; in the timings also a plain step."""
     model, inputs, targets = case.model, case.inputs, case.targets
-    parameters, plan = list(model.parameters()), fedveil.analyse(model, inputs)
-    outputs = model(inputs)
+    parameters, outputs = list(model.parameters()), model(inputs)
     cotangent = torch.randn_like(outputs)
     work: dict[str, Callable[[], object]] = {
         "forward": lambda: model(inputs),
         "backward": lambda: torch.autograd.grad(outputs, parameters, cotangent, retain_graph=True),
+        "plain": plain_step(case),
     }
-    for m in groups:
-        sent = fedveil.perturb(model, fedveil.draw_secret(plan, groups=m))
-        work[f"m={m}"] = partial(fedveil.client_step, model, sent, inputs, targets)
+    for name, broadcast in sent.items():
+        work[name] = partial(fedveil.client_step, model, broadcast, inputs, targets)
     timings = interleave(work, case.repetitions, case.calls)
     F, B = timings.seconds["forward"], timings.seconds["backward"]
-    rows = []
-    for m in groups:
-        ideal = [f + (m + 2) * b for f, b in zip(F, B, strict=True)]
-        pair = {"ideal": ideal, "client": timings.seconds[f"m={m}"]}
-        found = compare(replace(timings, seconds=pair), "ideal")["client"]
-        rows.append(Row(f"client_step / ideal, {case.name}, m={m}", found, bound, timings.kept))
-    return rows
+    found = {}
+    for name, broadcast in sent.items():
+        ideal = [f + passes_of(broadcast) * b for f, b in zip(F, B, strict=True)]
+        pair = {"ideal": ideal, "client": timings.seconds[name]}
+        found[name] = compare(replace(timings, seconds=pair), "ideal")["client"]
+    return timings, found
+
+
+def passes_of(broadcast: fedveil.Broadcast) -> int:
+    """How many backward passes a broadcast asks for."""
+    assert broadcast.head is not None
+    return len(broadcast.head.nodes) or broadcast.head.groups + 2
+
+
+def client_against_ideal(case: Case, groups: Sequence[int], bound: float) -> list[Row]:
+    """client_step over F + (m + 2) B, for each m."""
+    plan = fedveil.analyse(case.model, case.inputs)
+    sent = {f"m={m}": fedveil.perturb(case.model, fedveil.draw_secret(plan, groups=m)) for m in groups}
+    timings, found = against_ideal(case, sent)
+    return [Row(f"client_step / ideal, {case.name}, {name}", found[name], bound, timings.kept) for name in sent]
 
 
 def round_against_plain(case: Case, bound: float | None) -> list[Row]:

@@ -191,3 +191,9 @@ def test_fewer_nodes_than_three_are_refused():
     plan = fedveil.analyse(mlp(5, 3), torch.zeros(1, 5))
     with pytest.raises(fedveil.FedveilError, match="nodes must be from 3 to 128, got 2"):
         fedveil.draw_secret(plan, "cross_entropy", nodes=2)
+
+
+def test_a_gradient_of_zero_teaches_nothing_wrong():
+    count = NodeCount(1e-6)
+    count.observe(Spectrum((0.0,) * 8, 0.0, 0.1))
+    assert 3 < count(0.1) < 20

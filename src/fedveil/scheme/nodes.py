@@ -131,9 +131,10 @@ class NodeCount:
         last = max(1, int((tail > floor).sum()) - 1)
         first = max(0, last - 6)
         rate = min(SLOWEST, max(1e-3, float((tail[last] + 1e-300) / (tail[first] + 1e-300)) ** (1 / (last - first))))
-        wanted = max(MARGIN * self.tolerance * math.sqrt((1 - rate**2) / (1 + 3 * rate**2)), floor)
+        wanted = max(MARGIN * self.tolerance * math.sqrt((1 - rate**2) / (1 + 3 * rate**2)), spectrum.floor / 4)
         enough = np.flatnonzero(tail <= wanted)
-        needed = float(enough[0]) if len(enough) else last + math.log(wanted / tail[last]) / math.log(rate)
+        beyond = last + max(0.0, math.log(wanted / max(float(tail[last]), 1e-300)) / math.log(rate))
+        needed = min(float(enough[0]), beyond) if len(enough) else beyond
         minor = (1 / rate - rate) / 2
         self._seen.append((STRIP / minor / max(spectrum.shift, 1e-300), needed * -math.log(rate)))
 
