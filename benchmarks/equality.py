@@ -5,8 +5,8 @@
 bank: the paper's setting (MLP, L in {3, 5, 7}, K in {1, 5, 10}, Adam 1e-3, batch 512, weight decay 5e-4, 20 epochs);
 |MSE(veil) - MSE(plain)| at the end against twice the largest control, and 1e-3. cifar10, lesion: subsets, ResNet8 and
 ResNet20, both norms, 3 epochs; the largest distance between the curves against three times the largest control's.
-losses: 200 rounds with cross-entropy (digits, and a CIFAR-10 subset with ResNet20, both norms) and binary cross-entropy
-(bank); the test loss every 20 rounds, judged as the images are.
+losses: 200 rounds with cross-entropy (digits; 2,000 images of CIFAR-10 with ResNet20, both norms, one client, batch 16)
+and binary cross-entropy (bank); the test loss every 20 rounds, judged as the images are.
 Floors as in the maths: 1e-4 for an error, one test sample for an accuracy.
 """
 
@@ -78,10 +78,10 @@ def image_cells(name: str, clients: int, quick: bool) -> list[Config]:
 def loss_cells(clients: int, quick: bool) -> list[Config]:
     """Losses by nodes; `epochs` are rounds here."""
     base = Config(clients=clients, lr=1e-3, epochs=10 if quick else 200, loss="cross_entropy")
-    image = dataclasses.replace(base, data="cifar10", train_size=5000, test_size=1000, model="resnet20")
+    one = dataclasses.replace(base, data="cifar10", train_size=2000, test_size=500, clients=1, batch_size=16)
     return [
-        dataclasses.replace(image, norm="none"),
-        dataclasses.replace(image, norm="batch"),
+        dataclasses.replace(one, model="resnet20", norm="none"),
+        dataclasses.replace(one, model="resnet20", norm="batch"),
         dataclasses.replace(base, data="digits"),
         dataclasses.replace(base, data="bank", batch_size=512, loss="binary_cross_entropy"),
     ]
