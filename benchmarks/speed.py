@@ -123,15 +123,17 @@ def check_naive(model: nn.Sequential, inputs: Tensor, targets: Tensor) -> None:
         assert torch.allclose(found, true, rtol=0, atol=1e-9 * float(true.norm()))
 
 
-def against_ideal(case: Case, sent: Mapping[str, fedveil.Broadcast]) -> tuple[Timings, dict[str, Summary]]:
-    """client_step for each broadcast over F + passes x B; in the timings also a plain step."""
+def against_ideal(
+    case: Case, sent: Mapping[str, fedveil.Broadcast], beside: Mapping[str, Callable[[], object]] | None = None
+) -> tuple[Timings, dict[str, Summary]]:
+    """client_step for each broadcast over F + passes x B; other work may be timed beside it."""
     model, inputs, targets = case.model, case.inputs, case.targets
     parameters, outputs = list(model.parameters()), model(inputs)
     cotangent = torch.randn_like(outputs)
     work: dict[str, Callable[[], object]] = {
         "forward": lambda: model(inputs),
         "backward": lambda: torch.autograd.grad(outputs, parameters, cotangent, retain_graph=True),
-        "plain": plain_step(case),
+        **(beside or {}),
     }
     for name, broadcast in sent.items():
         work[name] = partial(fedveil.client_step, model, broadcast, inputs, targets)

@@ -153,10 +153,12 @@ def _passes(
     with torch.no_grad():
         backs = cotangents(broadcast.loss, head, outputs, targets, weights)
     last = len(backs) - 1
-    passes = {name: leaf.new_zeros((last + 1, *leaf.shape)) for name, leaf in zip(names, leaves, strict=True)}
+    passes = {name: leaf.new_empty((last + 1, *leaf.shape)) for name, leaf in zip(names, leaves, strict=True)}
     for number, cotangent in enumerate(backs):
         found = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=number < last, allow_unused=True)
         for stack, gradient in zip(passes.values(), found, strict=True):
-            if gradient is not None:
-                stack[number] = gradient
+            if gradient is None:
+                stack[number].zero_()
+            else:
+                stack[number].copy_(gradient)
     return passes
