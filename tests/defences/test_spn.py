@@ -15,7 +15,7 @@ from fedveil.defences import Plain
 from fedveil.defences.spn import SPN, Split, draw_private
 from fedveil.errors import BadArgument, Diverged
 from fedveil.models import cnn, mlp, resnet
-from fedveil.scheme import Entropy, find_loss
+from fedveil.scheme import Entropy, SquaredError, find_loss
 
 CLASSES = 4
 IMAGE = (1, 8, 8)
@@ -497,3 +497,11 @@ def test_steps_without_a_model_and_states_of_another_are_refused(tmp_path):
         other.resume(tmp_path)
     with pytest.raises(BadArgument, match="client 5's codes has shape None"):
         other.defence.restore_client(5, {"head": torch.zeros(8, 10)})
+
+
+def test_a_client_that_joined_after_the_checkpoint_draws_anew_when_the_same_object_goes_back():
+    defence = SPN()
+    defence.prepare(mlp(6, 4), torch.zeros(1, 6), SquaredError())
+    defence._of(3, torch.zeros(1))
+    defence.restore({})
+    assert defence.client_state(3) == {}

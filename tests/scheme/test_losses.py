@@ -165,6 +165,14 @@ def test_a_loss_travels_with_its_settings_and_a_function_does_not():
         fedveil.Broadcast.unpack(arrays, metadata, loss="log_cosh")
 
 
+def test_settings_that_a_loss_does_not_have_are_refused():
+    model = built(lambda: mlp(5, 3, layers=1, hidden=8))
+    plan = fedveil.analyse(model, torch.zeros(1, 5).double())
+    arrays, metadata = fedveil.perturb(model, fedveil.draw_secret(plan, "log_cosh")).pack()
+    with pytest.raises(BadArgument, match="log_cosh has no settings"):
+        fedveil.Broadcast.unpack(arrays, metadata | {"loss_settings": {"width": 3}})
+
+
 @pytest.mark.parametrize(
     "loss", ["absolute_error", "hinge", "huber", F.l1_loss, nn.HuberLoss(), F.smooth_l1_loss, nn.MultiMarginLoss()]
 )

@@ -183,6 +183,10 @@ class SPN(Stateless):
         """The public network, as it is."""
         return self._plain.client_view(model, broadcast)
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The server keeps nothing; clients go on from what `restore_client` gives them, or draw anew."""
+        self._private.clear()
+
     def client_state(self, client: int) -> dict[str, Any]:
         """The client's head and codes; nothing before its first step."""
         if client not in self._private:

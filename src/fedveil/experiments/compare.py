@@ -76,8 +76,8 @@ def apart(run: Run, plain: Run, metric: str) -> float:
     return max((abs(a - b) for (_, a), (_, b) in pairs), default=0.0)
 
 
-def rows_of(runs: Sequence[Run], metric: str, clients: int) -> list[list[str]]:
-    """A row a defence: metric with spread over seeds, distance from plain, seconds, bytes."""
+def rows_of(runs: Sequence[Run], metric: str, active: int) -> list[list[str]]:
+    """A row a defence: metric with spread over seeds, distance from plain, seconds, bytes of `active` clients."""
     plain = {run.seed: run for run in runs if run.defence == "plain" and not run.failed}
     rows = []
     for defence in dict.fromkeys(run.defence for run in runs):
@@ -92,7 +92,7 @@ def rows_of(runs: Sequence[Run], metric: str, clients: int) -> list[list[str]]:
         far = f"{max(beside):.1e}" if beside and defence != "plain" else ""
         seconds = statistics.fmean(run.history.records[-1]["seconds"] for run in own)
         traffic = statistics.fmean(run.bytes for run in own)
-        rows.append([defence, spread, far, f"{seconds:.1f}", f"{traffic:,.0f}", f"{clients * traffic:,.0f}"])
+        rows.append([defence, spread, far, f"{seconds:.1f}", f"{traffic:,.0f}", f"{active * traffic:,.0f}"])
     return rows
 
 
@@ -119,7 +119,7 @@ def run_comparison(
                 runs.append(run_one(config, data, name, seed, progress.show))
     metric = next((m for m in METRICS for run in runs if m in run.history.last), METRICS[0])
     header = [title.format(metric) for title in HEADER]
-    rows = rows_of(runs, metric, config.clients)
+    rows = rows_of(runs, metric, max(1, round(config.participation * config.clients)))
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"defence": run.defence, "seed": run.seed, **r}) for run in runs for r in run.history.records]
     write_text(folder / "metrics.jsonl", "".join(line + "\n" for line in lines))

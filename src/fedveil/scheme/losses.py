@@ -35,7 +35,7 @@ class Loss(Protocol):
         """One number a sample."""
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """D values / d outputs, for dense targets."""
+        """The derivative of values with respect to the outputs, for dense targets."""
 
 
 def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class SquaredError(_Elementwise):
         return (outputs - targets).square().flatten(1).sum(1) / 2
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Y - target."""
+        """The residual, y - target."""
         return outputs - targets
 
 
@@ -269,4 +269,9 @@ def find_loss(loss: "str | Loss | Function") -> Loss:
 
 def named_loss(name: str, settings: Mapping[str, Any]) -> Loss | None:
     """The loss that another process named, or None if it is a user's function."""
-    return LOSSES[name](**settings) if name in LOSSES else None
+    if name not in LOSSES:
+        return None
+    try:
+        return LOSSES[name](**settings)
+    except TypeError as error:
+        raise BadArgument("loss", f"{name} has no settings {sorted(settings)}: {error}") from error

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 Reals = NDArray[np.float64]
 FEWEST, MOST = 3, 128
 SPREAD = 2.0  # standard errors of the anchor that the interval reaches to either side
-CAUTION = 2.0  # times what four coefficients promise; benchmarks/nodes.py shows what is left
-MARGIN = 0.1  # of the tolerance
+CAUTION = 2.0  # times what the last coefficients promise; found on the grid of tests/scheme/test_nodes.py
+MARGIN = 0.1  # of the tolerance; found there too
 LIKELY, EXTRA = 3.0, 1.2  # standard deviations of the last rounds' counts; and what replaces them in the first rounds
 SLOWEST = 0.95  # decay a coefficient at which an extrapolation ends
 REMEMBERED = 8  # rounds
