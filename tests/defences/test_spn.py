@@ -318,7 +318,7 @@ def test_one_yes_or_no_output_is_learnt_in_float32(clients, loss):
     targets = (inputs[:, 0] > 0).float()
     data = list(zip(inputs.chunk(clients), targets.chunk(clients), strict=True))
     model = built(lambda: mlp(6, 1, layers=2, hidden=16), dtype=torch.float32)
-    run = fedveil.Federation(model, data, SPN(), lambda p: torch.optim.Adam(p, 1e-2), batch_size=8, loss=loss)
+    run = fedveil.Federation(model, data, SPN(seed=0), lambda p: torch.optim.Adam(p, 1e-2), batch_size=8, loss=loss)
     run.fit(rounds=100)
     assert run.defence.client_state(0)["head"].dtype == torch.float32
     fresh = torch.randn(500, 6, generator=generator)
