@@ -35,17 +35,25 @@ def test_the_demo_shows_equal_accuracy_a_small_error_and_a_client_near_chance(tm
     assert "What is and is not protected" in page
 
 
-def test_a_relu_that_rounding_moves_is_counted_apart():
+def watched_rounds(model, inputs):
     watched = demo.Watched(1.0)
-    model = built(lambda: mlp(20, 10, layers=1, hidden=8), dtype=torch.float32)
-    inputs = torch.randn(2, 20, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():  # the first sample stands on the edge of one unit
-        model[0].bias[0] = -(model[0].weight[0].double() @ inputs[0].double())
-    targets = torch.zeros(2, 10)
+    targets = torch.zeros(len(inputs), 10)
     watched.prepare(model, inputs, SquaredError())
     for _ in range(30):
         update = watched.client_step(model, watched.broadcast(model), inputs, targets, None)
         watched.aggregate([update], [1.0])
     assert watched.flips + len(watched.errors) == 30
-    assert watched.flips > 0
-    assert max(watched.errors, default=0.0) < 1e-5
+    return watched
+
+
+def test_a_relu_that_rounding_moves_is_counted_apart():
+    model = built(lambda: mlp(20, 10, layers=1, hidden=8), dtype=torch.float32)
+    inputs = torch.randn(64, 20, generator=torch.Generator().manual_seed(0))
+    edge, bias = model[0].weight[0].detach().double(), model[0].bias[0].detach().double()
+    away = (inputs.double() @ edge + bias) / edge.norm() ** 2
+    on_the_edge = (inputs.double() - away[:, None] * edge).float()  # of one unit, but for rounding, whatever the CPU
+    assert watched_rounds(model, on_the_edge).flips > 0
+    beside = (inputs.double() + (1 - away)[:, None] * edge).float()[:2]
+    calm = watched_rounds(model, beside)
+    assert calm.flips == 0
+    assert max(calm.errors) < 1e-5
