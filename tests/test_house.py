@@ -15,8 +15,9 @@ BELOW = {
     "scheme": {"graph"},
     "defences": {"graph", "scheme"},
     "federation": {"graph", "scheme", "defences", *LEAVES},
-    "experiments": {"graph", "scheme", "defences", "federation", *LEAVES},
-    "cli": {"graph", "scheme", "defences", "federation", "experiments", *LEAVES},
+    "attacks": {"graph", "scheme", "defences", "federation", *LEAVES},
+    "experiments": {"graph", "scheme", "defences", "federation", "attacks", *LEAVES},
+    "cli": {"graph", "scheme", "defences", "federation", "attacks", "experiments", *LEAVES},
 }
 
 
@@ -39,6 +40,13 @@ def imported(layer):
 @pytest.mark.parametrize("layer", BELOW)
 def test_a_layer_imports_only_what_is_below_it(layer):
     assert imported(layer) <= {layer, "errors", *BELOW[layer]}
+
+
+def test_attacks_cannot_reach_a_secret():
+    for path in (SOURCE / "attacks").rglob("*.py"):
+        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        assert "scheme.secret" not in path.read_text()
+        assert not names & {"Secret", "draw_secret", "recover"}, path
 
 
 def test_every_layer_has_its_place():

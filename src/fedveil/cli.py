@@ -4,7 +4,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,15 @@ from tqdm import tqdm
 
 from fedveil.data import available, data_folder, get
 from fedveil.errors import BadArgument, FedveilError
+from fedveil.experiments.attack import defences_of
+from fedveil.experiments.attack import run_attack as attack
+from fedveil.experiments.attacks import ATTACKS
 from fedveil.experiments.compare import CONTROL
 from fedveil.experiments.compare import run_comparison as compare
 from fedveil.experiments.demo import run_comparison
 from fedveil.federation.config import CHOICES, Config, configure, kinds, load_factory, read_toml
 from fedveil.federation.evaluate import METRICS
+from fedveil.federation.run import read_config as read_folder
 from fedveil.federation.run import train
 from fedveil.graph import analyse, as_dict
 
@@ -67,10 +71,15 @@ def add_train(commands: Any) -> None:
     command.set_defaults(run=run_train)
 
 
-def add_config(command: Any) -> None:
+def add_config(command: Any, without: Sequence[str] = ()) -> None:
     """A TOML file, and a flag for each value of a configuration."""
     command.add_argument("file", nargs="?", type=Path, help="run.toml; flags override it")
-    for name, kind in kinds().items():
+    add_values(command, {name: kind for name, kind in kinds().items() if name not in without})
+
+
+def add_values(command: Any, values: Mapping[str, type]) -> None:
+    """A flag for each value."""
+    for name, kind in values.items():
         flag, options = "--" + name.replace("_", "-"), {"default": None, "dest": name}
         if kind is bool:
             command.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
@@ -78,10 +87,10 @@ def add_config(command: Any) -> None:
             command.add_argument(flag, type=kind, choices=CHOICES.get(name), **options)
 
 
-def read_config(options: argparse.Namespace, where: str) -> Config:
+def read_config(options: argparse.Namespace, where: str, defaults: Mapping[str, Any] | None = None) -> Config:
     """The configuration of a command line."""
-    values = read_toml(options.file) if options.file else {}
-    values |= {name: value for name in kinds() if (value := getattr(options, name)) is not None}
+    values = dict(defaults or {}) | (read_toml(options.file) if options.file else {})
+    values |= {name: value for name in kinds() if (value := getattr(options, name, None)) is not None}
     return configure(values, str(options.file or where))
 
 
@@ -107,11 +116,102 @@ def run_compare(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps([dict(zip(header, row, strict=True)) for row in rows]))
         return
+    print_table(header, rows)
+    print(f"\nreport: {folder / 'report.html'}\nrepeat: {command}")
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns below one another."""
     widths = [max(len(row[k]) for row in [header, *rows]) for k in range(len(header))]
     for row in [header, *rows]:
         cells = [cell.ljust(w) if k < 2 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))]
         print("  ".join(cells).rstrip())
-    print(f"\nreport: {folder / 'report.html'}\nrepeat: {command}")
+
+
+def add_attack(commands: Any) -> None:
+    """`fedveil attack NAME`: the flags of `fedveil train`, the attack's own, several defences."""
+    attacks = commands.add_parser("attack", help="what a curious participant learns").add_subparsers(
+        dest="attack", required=True
+    )
+    for experiment in ATTACKS.values():
+        command = attacks.add_parser(experiment.name, allow_abbrev=False, help=experiment.summary)
+        add_config(command, without=["defence"])
+        command.add_argument("--defence", help=f"all (default), or some of {','.join(CHOICES['defence'])}")
+        command.add_argument(
+            "--run", type=Path, dest="folder", help="attack the federation that a run left in a folder"
+        )
+        add_values(command.add_argument_group("the attack"), kinds(experiment.settings))
+        command.add_argument("--out", type=Path, help="folder of the results; a stopped attack goes on there")
+        command.add_argument("--workers", type=int, help="processes side by side (default: one a core)")
+        command.add_argument("--json", action="store_true", help="print the table for machines")
+        command.set_defaults(run=run_attack)
+
+
+def run_attack(options: argparse.Namespace) -> None:
+    """Attack, and print the table."""
+    experiment = ATTACKS[options.attack]
+    where = f"fedveil attack {experiment.name}"
+    defaults = dict(experiment.defaults)
+    if options.folder and options.defence:
+        raise BadArgument(where, "a run has its own defence", "leave out --defence, or --run")
+    config = read_folder(options.folder) if options.folder else read_without_defence(options, where, defaults)
+    asked = {name: value for name in kinds(experiment.settings) if (value := getattr(options, name)) is not None}
+    settings = experiment.settings(**asked)
+    defences = [config.defence] if options.folder else defences_of(options.defence or "all")
+    folder = options.out or (options.folder or Path("runs")) / f"attack-{experiment.name}"
+    source = f"--run {options.folder}" if options.folder else f"{config.flags()} --defence {','.join(defences)}"
+    own = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asked.items())
+    command = " ".join(f"{where} {source} {own} --out {folder}".split())
+    with Cells() as cells:
+        shown = attack(
+            experiment,
+            config,
+            settings,
+            defences,
+            folder,
+            run=options.folder,
+            workers=options.workers,
+            show=cells.show,
+            command=command,
+        )
+    if options.json:
+        print(json.dumps([dict(zip(shown.header, row, strict=True)) for row in shown.rows]))
+        return
+    print_table(shown.header, shown.rows)
+    print(f"\n{shown.note}\nreport: {folder / 'report.html'}\nrepeat: {command}")
+
+
+def read_without_defence(options: argparse.Namespace, where: str, defaults: Mapping[str, Any]) -> Config:
+    """The configuration, in which each defence is put later."""
+    named, options.defence = options.defence, None
+    config = read_config(options, where, defaults)
+    options.defence = named
+    return config
+
+
+class Cells:
+    """A live line on stderr for parts that are computed side by side."""
+
+    def __init__(self) -> None:
+        form = "{percentage:3.0f}% |{bar}| {n:.1f}/{total} parts [{elapsed}]{postfix}"
+        self._bar = tqdm(total=0, disable=None, bar_format=form, file=sys.stderr)
+        self._done: dict[str, float] = {}
+        self._what: dict[str, str] = {}
+
+    def __enter__(self) -> "Cells":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def show(self, name: str, share: float, what: str) -> None:
+        """Take in how far a part is."""
+        self._done[name], self._what[name] = share, what
+        if share >= 1:
+            del self._what[name]
+        self._bar.total = len(self._done)
+        self._bar.set_postfix_str("; ".join(f"{cell}: {doing}" for cell, doing in self._what.items()), refresh=False)
+        self._bar.update(sum(self._done.values()) - self._bar.n)
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -161,6 +261,7 @@ def parser() -> argparse.ArgumentParser:
     add_inspect(commands)
     add_train(commands)
     add_compare(commands)
+    add_attack(commands)
     add_data(commands)
     demo = commands.add_parser("demo", help="train digits with five clients, plain and veiled, and compare")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report (default runs/demo)")

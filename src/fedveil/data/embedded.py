@@ -2,18 +2,21 @@
 
 import numpy as np
 
+from fedveil.data.choices import whole
 from fedveil.data.divide import parts
 from fedveil.data.records import Data, tensor_part
 from fedveil.data.registry import dataset
 from fedveil.data.standard import standardised
+from fedveil.errors import BadArgument
 
 
 @dataset("digits")
-def digits(*, flat: bool = True) -> Data:
+def digits(*, flat: bool = True, train_size: int | None = None) -> Data:
     """Handwritten digits: 1,797 grey images of 8 x 8 in [0, 1], ten classes, 80:20.
 
     Args:
         flat: inputs of shape (64,); else (1, 8, 8).
+        train_size: how many records train, in place of 80 %; all others test.
     """
     from sklearn.datasets import load_digits
 
@@ -21,11 +24,17 @@ def digits(*, flat: bool = True) -> Data:
     inputs = (found.images / 16.0).reshape((-1, 64) if flat else (-1, 1, 8, 8))
     targets = found.target.astype(np.int64)
     train, test = parts(len(targets), (0.8, 0.2))
+    if train_size is not None:
+        most = len(targets) - 1
+        if whole("load('digits')", "train_size", train_size, 1) > most:
+            raise BadArgument("load('digits')", f"train_size is {train_size}", f"at most {most}, so that some test")
+        train, test = np.split(np.concatenate([train, test]), [train_size])
     return Data(
         "digits",
         tensor_part(inputs[train], targets[train]),
         tensor_part(inputs[test], targets[test]),
         classes=tuple(str(label) for label in range(10)),
+        scale=None if flat else ((0.0,), (1.0,)),
     )
 
 

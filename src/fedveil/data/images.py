@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fedveil.data.archives import Archive, open_archive
 from fedveil.data.choices import whole
 from fedveil.data.divide import stratified
-from fedveil.data.pixels import Bytes, Channels, decoded, image_part, statistics
+from fedveil.data.pixels import Bytes, Channels, decoded, image_part, shown, statistics
 from fedveil.data.places import few, required
 from fedveil.data.records import Data, Progress
 from fedveil.data.registry import dataset
@@ -69,7 +69,7 @@ def assembled(
     for option, size, part in (("train_size", train_size, folders.train), ("test_size", test_size, folders.test)):
         chosen = stratified(f"load of {name!r}", option, part.targets, size)
         parts.append(image_part(part.pixels[chosen], part.targets[chosen], *scale))
-    return Data(name, parts[0], parts[1], classes=folders.classes)
+    return Data(name, parts[0], parts[1], classes=folders.classes, scale=shown(scale))
 
 
 def read_folders(

@@ -57,6 +57,7 @@ def lesion(
         image_part(pixels[test], targets[test], MEAN, DEVIATION),
         classes=CLASSES,
         columns={column: np.array(table.columns[column])[rows][train] for column in COLUMNS},
+        scale=(MEAN, DEVIATION),
     )
 
 

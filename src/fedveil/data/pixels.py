@@ -71,9 +71,15 @@ def statistics(pixels: Bytes) -> tuple[Channels, Channels]:
     return (means[0], means[1], means[2]), (deviations[0], deviations[1], deviations[2])
 
 
+def shown(scale: tuple[Channels, Channels]) -> tuple[Channels, Channels]:
+    """The scale as `image_part` applies it: a channel without any deviation is only shifted."""
+    mean, deviation = scale
+    return mean, (deviation[0] or 1.0, deviation[1] or 1.0, deviation[2] or 1.0)
+
+
 def image_part(pixels: Bytes, targets: NDArray[np.int64], mean: Channels, deviation: Channels) -> Part:
     """Bytes as float32, scaled to [0, 1] and then by mean and deviation of each channel; grey in all stays finite."""
-    scale = torch.tensor([255 * (channel or 1.0) for channel in deviation]).view(3, 1, 1)
+    scale = torch.tensor([255 * channel for channel in shown((mean, deviation))[1]]).view(3, 1, 1)
     shift = torch.tensor([255 * channel for channel in mean]).view(3, 1, 1)
     inputs = torch.from_numpy(np.ascontiguousarray(pixels)).to(torch.float32)
     return Part(inputs.sub_(shift).div_(scale), torch.from_numpy(np.ascontiguousarray(targets, dtype=np.int64)))

@@ -38,6 +38,7 @@ class Data:
         validation: records for choosing settings, if the data set has such a part.
         classes: names by class index; () for regression.
         columns: for each training record, values that `split(..., how="column")` may go by.
+        scale: for images, mean and deviation of each channel that were taken out of pixels in [0, 1].
     """
 
     name: str
@@ -46,6 +47,7 @@ class Data:
     validation: Part | None = None
     classes: tuple[str, ...] = ()
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    scale: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def __post_init__(self) -> None:
         for purpose, part in (("train", self.train), ("test", self.test), ("validation", self.validation)):
@@ -61,6 +63,14 @@ class Data:
     def outputs(self) -> int:
         """How many outputs a model for this data needs: one a class, or the width of the targets."""
         return len(self.classes) or int(self.train.targets.shape[1])
+
+    def pixels(self, inputs: Tensor) -> Tensor:
+        """Images as pixels in [0, 1]: the scaling undone, what lies outside cut off."""
+        if self.scale is None or inputs.dim() != 4:
+            what = f"records of shape {tuple(inputs.shape[1:])} are no images"
+            raise BadArgument(self.name, what, "a data set of images, and a model that takes them as images")
+        mean, deviation = (torch.tensor(part, dtype=inputs.dtype, device=inputs.device) for part in self.scale)
+        return (inputs * deviation.view(-1, 1, 1) + mean.view(-1, 1, 1)).clamp(0, 1)
 
     def __repr__(self) -> str:
         sizes = {"train": self.train, "validation": self.validation, "test": self.test}

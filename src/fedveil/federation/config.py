@@ -96,9 +96,9 @@ class Config:
         return " ".join(words)
 
 
-def kinds() -> dict[str, type]:
+def kinds(of: type = Config) -> dict[str, type]:
     """The type of each value."""
-    hints = get_type_hints(Config)
+    hints = get_type_hints(of)
     return {name: next((t for t in get_args(hint) if t is not type(None)), hint) for name, hint in hints.items()}
 
 

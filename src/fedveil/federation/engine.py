@@ -22,6 +22,7 @@ from fedveil.scheme.losses import BinaryCrossEntropy, Custom, Function, Loss, fi
 DEFENCES: dict[str, Callable[[], Defence]] = {"plain": Plain, "veil": Veil, "ppdl": PPDL, "dbcl": DBCL, "spn": SPN}
 Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Record = dict[str, Any]
+Seen = Callable[[Any, Sequence[Any]], None]
 
 
 @dataclass
@@ -128,13 +129,13 @@ class Federation:
             raise BadArgument("targets", f"shape is {tuple(targets.shape)}, want class indices (records,)")
         return inputs, one_hot(targets, template)
 
-    def step(self) -> Aggregate:
-        """One round."""
+    def step(self, seen: Seen | None = None) -> Aggregate:
+        """One round; `seen` gets what travelled in it: the broadcast and the uploads (one, if clients are fused)."""
         clients = self.shards.chosen(self.round, self.participation)
         sizes = [float(self.shards.sizes[client]) for client in clients]
-        result = self._exchange(clients, sizes)
+        result = self._exchange(clients, sizes, seen)
         if result.again:
-            result = self._exchange(clients, sizes)
+            result = self._exchange(clients, sizes, seen)
             result = dataclasses.replace(result, details={**result.details, "repeated": 1})
         self._apply(result)
         self.round += 1
@@ -142,13 +143,17 @@ class Federation:
             self.schedule.step()
         return result
 
-    def _exchange(self, clients: Sequence[int], sizes: Sequence[float]) -> Aggregate:
+    def _exchange(self, clients: Sequence[int], sizes: Sequence[float], seen: Seen | None) -> Aggregate:
         """Broadcast, the clients' work, and what the server makes of it; the model stays as it is."""
         broadcast = self.defence.broadcast(self.model)
         try:
             if self.fused:
-                return self.defence.aggregate([self._together(broadcast, clients, sizes)], [1.0])
-            return self.defence.aggregate([self._alone(broadcast, client) for client in clients], sizes)
+                updates, sizes = [self._together(broadcast, clients, sizes)], [1.0]
+            else:
+                updates = [self._alone(broadcast, client) for client in clients]
+            if seen:
+                seen(broadcast, updates)
+            return self.defence.aggregate(updates, sizes)
         except NonFiniteUpdate as error:
             fix = "lower the learning rate; the last checkpoint and the best model are kept"
             what = f"training diverged: {error.where}: {error.what}"

@@ -21,6 +21,7 @@ from fedveil.federation.config import (
     build_model,
     build_optimizer,
     build_schedule,
+    configure,
     load_data,
 )
 from fedveil.federation.engine import Federation, Record
@@ -83,6 +84,29 @@ def prepare_folder(folder: Path, config: Config, resume: bool) -> None:
             what = f"the run here has {other[0]} = {old.get(other[0])!r}, not {own[other[0]]!r}"
             raise BadArgument(str(folder), what, "resume with the same configuration (only epochs may grow)")
     write_text(known, json.dumps(own, indent=2) + "\n")
+
+
+def read_config(folder: Path) -> Config:
+    """The configuration of the run in a folder."""
+    try:
+        return configure(json.loads((folder / "config.json").read_text()), str(folder / "config.json"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise BadArgument(str(folder), f"holds no run: {error}", "name a folder that `fedveil train` wrote") from error
+
+
+def finished(config: Config, folder: Path) -> bool:
+    """Whether the folder holds this run, and all of it."""
+    if not (folder / "summary.json").exists() or not (folder / "checkpoint.pt").exists():
+        return False
+    return read_config(folder) == config
+
+
+def open_run(folder: Path, data: Data | None = None) -> tuple[Config, Federation]:
+    """The federation of a run's folder as its last checkpoint left it."""
+    config = read_config(folder)
+    federation = federation_of(config, data or load_data(config))
+    federation.resume(folder)
+    return config, federation
 
 
 def train(

@@ -1,0 +1,5 @@
+"""The attacks that `fedveil attack` offers."""
+
+from fedveil.experiments.attack import Experiment
+
+ATTACKS: dict[str, Experiment] = {}

@@ -1,0 +1,73 @@
+"""Parts of a long computation: side by side, kept, gone on with, failed on their own."""
+
+import os
+from pathlib import Path
+
+from fedveil.errors import BadArgument
+from fedveil.experiments.cells import Cell, run_cells
+
+
+def square(tell, number, log):
+    tell(0.5, "half")
+    with Path(log).open("a") as lines:
+        lines.write(f"{number}\n")
+    return {"square": number * number, "process": os.getpid()}
+
+
+def refuse(tell, number, log):
+    raise BadArgument("here", f"no {number}", "another")
+
+
+def crash(tell, number, log):
+    raise ZeroDivisionError("by hand")
+
+
+def die(tell, number, log):
+    os._exit(3)
+
+
+def cells(log, functions):
+    return [Cell(f"cell{n}", function, {"number": n, "log": str(log)}) for n, function in enumerate(functions, start=2)]
+
+
+def test_results_come_by_name_and_a_second_run_computes_nothing(tmp_path):
+    asked = cells(tmp_path / "log", [square, square, square])
+    told = []
+    first = run_cells(asked, tmp_path / "kept", workers=1, show=lambda *news: told.append(news))
+    again = run_cells(asked, tmp_path / "kept", workers=1)
+    assert [result["square"] for result in first.values()] == [4, 9, 16]
+    assert again == first
+    assert (tmp_path / "log").read_text().split() == ["2", "3", "4"]
+    assert ("cell3", 0.5, "half") in told
+
+
+def test_other_arguments_or_a_torn_file_are_computed_again(tmp_path):
+    run_cells(cells(tmp_path / "log", [square]), tmp_path, workers=1)
+    other = [Cell("cell2", square, {"number": 5, "log": str(tmp_path / "log")})]
+    assert run_cells(other, tmp_path, workers=1)["cell2"]["square"] == 25
+    (tmp_path / "cell2.json").write_text('{"asked": ')
+    assert run_cells(other, tmp_path, workers=1)["cell2"]["square"] == 25
+    assert (tmp_path / "log").read_text().split() == ["2", "5", "5"]
+
+
+def test_a_cell_that_fails_is_a_failed_cell_and_is_tried_again_next_time(tmp_path, capsys):
+    asked = cells(tmp_path / "log", [square, refuse, crash])
+    found = run_cells(asked, tmp_path, workers=1)
+    assert found["cell2"]["square"] == 4
+    assert found["cell3"]["failed"] == "here: no 3.\n  Fix: another"
+    assert found["cell4"]["failed"] == "ZeroDivisionError: by hand"
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    mended = [asked[0], Cell("cell3", square, asked[1].arguments)]
+    assert run_cells(mended, tmp_path, workers=1)["cell3"]["square"] == 9
+
+
+def test_processes_work_side_by_side_and_a_dead_one_is_told(tmp_path):
+    told = []
+    found = run_cells(
+        cells(tmp_path / "log", [square, square]), tmp_path, workers=2, show=lambda *news: told.append(news)
+    )
+    assert [result["square"] for result in found.values()] == [4, 9]
+    assert os.getpid() not in {result["process"] for result in found.values()}
+    assert {name for name, share, what in told if what == "half"} == {"cell2", "cell3"}
+    dead = run_cells(cells(tmp_path / "log", [die, die]), tmp_path / "dead", workers=2)
+    assert all("its process died" in result["failed"] for result in dead.values())
