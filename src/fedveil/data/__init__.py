@@ -3,9 +3,23 @@
 from fedveil.data import bank, cifar, embedded, images, lesion, tabular  # noqa: F401  (each enters its loaders)
 from fedveil.data.catalogue import Entry, available, get
 from fedveil.data.datasets import from_datasets
+from fedveil.data.labels import keep_labels, other_labels, parse_labels
 from fedveil.data.places import data_folder
 from fedveil.data.records import Data, Part
 from fedveil.data.registry import load
 from fedveil.data.splits import split
 
-__all__ = ["Data", "Entry", "Part", "available", "data_folder", "from_datasets", "get", "load", "split"]
+__all__ = [
+    "Data",
+    "Entry",
+    "Part",
+    "available",
+    "data_folder",
+    "from_datasets",
+    "get",
+    "keep_labels",
+    "load",
+    "other_labels",
+    "parse_labels",
+    "split",
+]

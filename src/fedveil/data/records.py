@@ -66,11 +66,21 @@ class Data:
 
     def pixels(self, inputs: Tensor) -> Tensor:
         """Images as pixels in [0, 1]: the scaling undone, what lies outside cut off."""
-        if self.scale is None or inputs.dim() != 4:
-            what = f"records of shape {tuple(inputs.shape[1:])} are no images"
+        mean, deviation = self._scale_like(inputs)
+        return (inputs * deviation + mean).clamp(0, 1)
+
+    def scaled(self, pixels: Tensor) -> Tensor:
+        """Pixels in [0, 1] as the images that a model of this data takes: the inverse of `pixels`, differentiable."""
+        mean, deviation = self._scale_like(pixels)
+        return (pixels - mean) / deviation
+
+    def _scale_like(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of the channels, to be combined with these images."""
+        if self.scale is None or images.dim() != 4:
+            what = f"records of shape {tuple(images.shape[1:])} are no images"
             raise BadArgument(self.name, what, "a data set of images, and a model that takes them as images")
-        mean, deviation = (torch.tensor(part, dtype=inputs.dtype, device=inputs.device) for part in self.scale)
-        return (inputs * deviation.view(-1, 1, 1) + mean.view(-1, 1, 1)).clamp(0, 1)
+        mean, deviation = (torch.tensor(part, dtype=images.dtype, device=images.device) for part in self.scale)
+        return mean.view(-1, 1, 1), deviation.view(-1, 1, 1)
 
     def __repr__(self) -> str:
         sizes = {"train": self.train, "validation": self.validation, "test": self.test}

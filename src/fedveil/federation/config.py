@@ -43,6 +43,7 @@ class Config:
     task: str | None = None
     target: str | None = None
     size: int | None = None
+    labels: str | None = None
     clients: int = 5
     split: str = "iid"
     alpha: float = 0.5
@@ -147,7 +148,10 @@ def load_data(config: Config) -> Data:
         options["duration"] = False
     if config.data == "digits" and not config.model.startswith("mlp"):
         options["flat"] = False
-    return datasets.load(config.data, path=config.path, **options)
+    found = datasets.load(config.data, path=config.path, **options)
+    if config.labels is None:
+        return found
+    return datasets.keep_labels(found, datasets.parse_labels(config.labels, len(found.classes)))
 
 
 def build_model(config: Config, data: Data) -> nn.Module:
