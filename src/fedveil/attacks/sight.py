@@ -33,6 +33,7 @@ class Sight:
         defence: what the federation says it uses; no secret.
         model: the model to attack. As published: the last one that was sent. An adaptive attacker puts a better
             estimate in its place.
+        architecture: a network of the federation's architecture with zeros for values.
         rounds: what was sent, oldest first; the last has no answer yet.
         inputs, targets: the attacker's own records, members all of them.
         loss: what the federation minimises.
@@ -42,6 +43,7 @@ class Sight:
 
     defence: str
     model: nn.Module
+    architecture: nn.Module
     rounds: tuple[Round, ...]
     inputs: Tensor
     targets: Tensor

@@ -90,6 +90,7 @@ def sight_of(federation: Federation, rounds: int = 1) -> Sight:
     return Sight(
         defence.name,
         seen[-1].model,
+        emptied(federation.model),
         tuple(seen),
         shards.inputs[start : start + size],
         shards.targets[start : start + size],
@@ -97,6 +98,15 @@ def sight_of(federation: Federation, rounds: int = 1) -> Sight:
         float(federation.optimizer.param_groups[0]["lr"]),
         size / sum(shards.sizes),
     )
+
+
+def emptied(model: torch.nn.Module) -> torch.nn.Module:
+    """The architecture without any of its values."""
+    empty = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in [*empty.parameters(), *empty.buffers()]:
+            tensor.zero_()
+    return empty
 
 
 def watch(federation: Federation) -> Round:

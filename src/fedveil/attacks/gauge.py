@@ -1,0 +1,114 @@
+"""Undoing factors and permutations without knowing them: every veiled model of a network has one canonical form.
+
+Factors and places of hidden units leave what a network computes as it is, so all that a veil does to hidden layers is
+to choose another member of the same orbit. Whoever picks a member by a rule that does not depend on where it started
+has undone the choice.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from fedveil.graph.layout import Entry
+from fedveil.graph.plan import Plan
+from fedveil.graph.symmetry import Symmetry
+
+Reals = NDArray[np.float64]
+Integers = NDArray[np.int64]
+MOST_STEPS = 5000
+SETTLED = 1e-13  # of a logarithm of a factor
+
+
+def _sides(plan: Plan) -> tuple[Integers, Integers]:
+    """The two slots of each element of the flat vector."""
+    return plan.rows.cpu().numpy().astype(np.int64), plan.columns.cpu().numpy().astype(np.int64)
+
+
+def least_factors(plan: Plan, flat: Reals) -> Reals:
+    """One factor a scale class, such that the parameters have the least sum of squares on their orbit.
+
+    Over t = log r this sum is convex, so the least member is unique, whichever member the search began with
+    (Stock et al. 2019, "Equi-normalization of neural networks"). Each step sets every class to its own optimum, and
+    goes half the way: every element belongs to at most two classes, so by convexity the sum never grows.
+    """
+    p, slots = plan.layout.parameters, plan.slots
+    free = (plan.symmetries & Symmetry.POSITIVE) > 0
+    units = [slots.unit[side[:p]] for side in _sides(plan)]
+    powers = [slots.power[side[:p]] for side in _sides(plan)]
+    t = np.zeros(slots.classes)
+    for _ in range(MOST_STEPS):
+        squares = (flat[:p] * np.exp(sum(w * t[u] for u, w in zip(units, powers, strict=True)))) ** 2
+        into, out = np.zeros(slots.classes), np.zeros(slots.classes)
+        for u, w in zip(units, powers, strict=True):
+            into += np.bincount(u[w > 0], squares[w > 0], slots.classes)
+            out += np.bincount(u[w < 0], squares[w < 0], slots.classes)
+        open_ = free & (into > 0) & (out > 0)
+        step = np.zeros_like(t)
+        step[open_] = np.log(out[open_] / into[open_]) / 8  # a quarter of it is the optimum, and half the way there
+        t += step
+        if np.abs(step).max(initial=0.0) < SETTLED:
+            break
+    return np.exp(t)
+
+
+def signs(plan: Plan, flat: Reals) -> Reals:
+    """+1 or -1 a scale class that takes signs: what leads into a unit gets a positive sum of cubes."""
+    p, slots = plan.layout.parameters, plan.slots
+    free = (plan.symmetries & Symmetry.SIGN) > 0
+    rows = _sides(plan)[0][:p]
+    into = slots.power[rows] > 0
+    cubes = np.bincount(slots.unit[rows][into], flat[:p][into] ** 3, slots.classes)
+    return np.where(free & (cubes < 0), -1.0, 1.0)
+
+
+def scaled(plan: Plan, flat: Tensor, factors: Reals) -> Tensor:
+    """The member of the orbit that these factors lead to."""
+    by_slot = torch.from_numpy(plan.slots.factors(factors)).to(flat)
+    return flat * by_slot[plan.rows.long()] * by_slot[plan.columns.long()]
+
+
+def canonical(plan: Plan, flat: Tensor) -> Tensor:
+    """The member of the orbit of least norm, in float64; units keep their places."""
+    double = flat.double()
+    double = scaled(plan, double, least_factors(plan, double.cpu().numpy()))
+    return scaled(plan, double, signs(plan, double.cpu().numpy()))
+
+
+def _profiles(plan: Plan, entry: Entry, slots: Integers, values: Reals) -> dict[int, Reals]:
+    """For each order class that a tensor's axis moves: its elements by size, which no permutation changes."""
+    order, moves = plan.slots.order[slots], plan.slots.stride[slots] > 0
+    order, values = order[moves & (plan.cells[order] > 0)], values[moves & (plan.cells[order] > 0)]
+    by_class = np.lexsort((values, order))
+    classes, starts = np.unique(order[by_class], return_index=True)
+    return dict(zip(classes.tolist(), np.split(values[by_class], starts[1:]), strict=True)) if len(classes) else {}
+
+
+def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
+    """What identifies each order class: all the parameters that lead into it and out of it, each tensor's by size."""
+    found: dict[int, list[Reals]] = {}
+    for side in _sides(plan):
+        for entry in plan.layout.trainable + plan.layout.frozen:
+            inside = slice(entry.start, entry.stop)
+            for order, values in _profiles(plan, entry, side[inside], flat[inside]).items():
+                found.setdefault(order, []).append(values)
+    return {order: np.concatenate(parts) for order, parts in found.items()}
+
+
+def matched(plan: Plan, flat: Tensor, reference: Tensor) -> Tensor:
+    """The same model with its units in the places that their likes have in `reference`.
+
+    Both in canonical form. In each cell of units that may trade places, units are paired so that the distances of their
+    fingerprints add up to the least (the Hungarian method).
+    """
+    own, wanted = (fingerprints(plan, vector.double().cpu().numpy()) for vector in (flat, reference))
+    members = np.zeros(len(plan.cells), dtype=np.int64)
+    for cell in np.unique(plan.cells[plan.cells > 0]):
+        classes = np.flatnonzero(plan.cells == cell)
+        here, there = (np.stack([prints[int(c)] for c in classes]) for prints in (own, wanted))
+        apart = (there**2).sum(1)[:, None] + (here**2).sum(1) - 2 * there @ here.T
+        members[classes] = linear_sum_assignment(apart)[1]
+    shifts = torch.from_numpy(plan.slots.shifts(members)).to(flat.device)
+    sources = plan.arange + shifts[plan.rows.long()] + shifts[plan.columns.long()]
+    return flat[sources]

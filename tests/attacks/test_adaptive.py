@@ -1,0 +1,139 @@
+"""Each adaptive attacker undoes what it knows how to undo, on a case built for it, and leaves a plain model alone."""
+
+import copy
+
+import pytest
+import torch
+from tests.oracle import built
+
+import fedveil
+from fedveil.attacks import Round, Sight
+from fedveil.attacks.gauge import canonical, matched
+from fedveil.attacks.sketched import stacked
+from fedveil.attacks.veiled import aligned, calibrated, centred, plan_of, standardised
+from fedveil.defences import DBCL, Plain, Veil
+from fedveil.federation.evaluate import answers
+from fedveil.graph.layout import flatten
+from fedveil.models import cnn, mlp, resnet
+from fedveil.scheme import CrossEntropy, Entropy, SquaredError
+from fedveil.scheme.losses import BinaryCrossEntropy, LogCosh
+
+OUTPUTS = 5
+NETWORKS = {
+    "mlp": (lambda: mlp(12, OUTPUTS, hidden=16), (12,)),
+    "no bias": (lambda: mlp(12, OUTPUTS, hidden=16, bias=False), (12,)),
+    "cnn": (lambda: cnn(3, OUTPUTS, width=4, size=8), (3, 8, 8)),
+    "resnet": (lambda: resnet(8, 3, OUTPUTS, width=4, norm="none"), (3, 8, 8)),
+    "batchnorm": (lambda: resnet(8, 3, OUTPUTS, width=4, norm="batch"), (3, 8, 8)),
+}
+
+
+def records(model, shape, count=200):
+    inputs = torch.randn(count, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return inputs, answers(model, inputs)
+
+
+def sight_of(defence, model, inputs, targets, loss, rounds=2):
+    defence.prepare(model, inputs[:2], loss)
+    seen = []
+    for _ in range(rounds):
+        broadcast = defence.broadcast(model)
+        seen.append(Round(copy.deepcopy(broadcast), defence.client_view(model, broadcast)))
+    empty = copy.deepcopy(model)
+    for tensor in [*empty.parameters(), *empty.buffers()]:
+        tensor.data.zero_()
+    return Sight(defence.name, seen[-1].model, empty, tuple(seen), inputs, targets, loss, 0.1, 0.5)
+
+
+def veiled(name, loss, targets, **noise):
+    make, shape = NETWORKS[name]
+    model = built(make)
+    inputs, outputs = records(model, shape)
+    veil = Veil(entropy=Entropy.for_tests(3), **noise)
+    return model, inputs, sight_of(veil, model, inputs, targets(outputs), loss)
+
+
+def apart(view, model, inputs):
+    truth = answers(model, inputs)
+    return float((answers(view, inputs) - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("groups", [1, OUTPUTS])
+def test_calibration_finds_the_head_s_noise_when_labels_are_the_true_outputs(name, groups):
+    model, inputs, sight = veiled(name, SquaredError(), lambda out: out, groups=groups, additive=100.0)
+    assert apart(sight.model, model, inputs) > 10  # what was sent
+    assert apart(calibrated(sight).model, model, inputs) < 1e-9
+    assert apart(centred(sight).model, model, inputs) < apart(sight.model, model, inputs) / 10
+
+
+SMOOTH = {
+    "cross_entropy": (CrossEntropy(), lambda out: out.softmax(1)),
+    "binary": (BinaryCrossEntropy(), lambda out: out.sigmoid()),
+    "log_cosh": (LogCosh(), lambda out: out),
+}
+
+
+@pytest.mark.parametrize("loss", SMOOTH)
+def test_calibration_fits_any_smooth_loss(loss):
+    found, targets = SMOOTH[loss]  # at these targets the true outputs have the least loss
+    model, inputs, sight = veiled("mlp", found, targets, additive=100.0)
+    truth, seen = answers(model, inputs), answers(calibrated(sight).model, inputs)
+    assert float((seen - truth).norm() / truth.norm()) < 1e-3
+    assert (seen.argmax(1) == truth.argmax(1)).all()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("permute", [True, False])
+def test_alignment_gives_two_veils_of_one_model_the_same_values(name, permute):
+    model, inputs, sight = veiled(name, SquaredError(), lambda out: out, permute=permute)
+    first, second = (dict(seen.model.named_parameters()) for seen in sight.rounds)
+    assert any(not torch.allclose(first[n], second[n], rtol=0.1) for n in first)
+    found = aligned(sight)
+    first, second = (dict(seen.model.state_dict()) for seen in found.rounds)
+    for n in first:
+        assert torch.allclose(first[n].double(), second[n].double(), rtol=1e-6, atol=1e-6), n
+    assert apart(found.model, model, inputs) < 1e-6
+
+
+def test_the_canonical_form_does_not_depend_on_the_veil_and_computes_the_same():
+    model, inputs, sight = veiled("mlp", SquaredError(), lambda out: out)
+    plan = plan_of(sight)
+    own = canonical(plan, flatten({n: p.detach() for n, p in model.named_parameters()}, plan.layout.entries))
+    view = standardised(sight).model
+    seen = flatten({n: p.detach() for n, p in view.named_parameters()}, plan.layout.entries)
+    assert torch.allclose(matched(plan, seen, own), own, rtol=1e-6, atol=1e-6)
+    assert apart(view, model, inputs) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "batchnorm"])
+def test_stacked_sketches_give_the_weights_once_there_are_enough_of_them(name):
+    make, shape = NETWORKS[name]
+    model = built(make)
+    inputs, outputs = records(model, shape)
+    defence = DBCL(2, seed=5)
+    one = stacked(sight_of(defence, model, inputs, outputs, SquaredError(), rounds=1))
+    few = stacked(sight_of(defence, model, inputs, outputs, SquaredError(), rounds=6))
+    true = torch.cat([model.get_parameter(name).detach().flatten() for name in defence.sketched])
+    errors = [
+        torch.cat([sight.model.get_parameter(name).detach().flatten() for name in defence.sketched]) - true
+        for sight in (one, few)
+    ]
+    assert errors[0].norm() / true.norm() > 0.5  # half of the numbers are not known
+    assert errors[1].norm() / true.norm() < 1e-5
+
+
+@pytest.mark.parametrize("attacker", [centred, calibrated, standardised, aligned, stacked])
+def test_a_plain_model_is_left_alone(attacker):
+    model = built(NETWORKS["mlp"][0])
+    inputs, outputs = records(model, (12,))
+    sight = sight_of(Plain(), model, inputs, outputs, SquaredError())
+    assert attacker(sight) is sight
+
+
+def test_an_exposed_head_needs_no_calibration():
+    model = built(NETWORKS["mlp"][0])
+    inputs, outputs = records(model, (12,))
+    sight = sight_of(Veil(head="exposed"), model, inputs, outputs, SquaredError())
+    assert apart(calibrated(sight).model, model, inputs) < 1e-9
+    assert fedveil.analyse(model, inputs[:2]).head is not None
