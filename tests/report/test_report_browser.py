@@ -40,6 +40,19 @@ frame.onload = () => {
   cursor.dispatchEvent(new view.PointerEvent("pointermove", { clientX: box.right, clientY: box.top + 9 }));
   found.hair = page.querySelector(".plot").classList.contains("shown");
   cursor.dispatchEvent(new view.PointerEvent("pointerleave"));
+  const roc = page.querySelector("[data-log-x]"), span = roc.querySelector(".plot").getBoundingClientRect();
+  const move = { clientX: span.left + span.width / 4, clientY: span.top + 9 };
+  roc.querySelector(".cursor").dispatchEvent(new view.PointerEvent("pointermove", move));
+  found.log = roc.querySelector(".cursor").getAttribute("aria-valuetext");
+  found.logHair = roc.querySelector(".hair").getAttribute("x1");
+  found.logDots = [...roc.querySelectorAll(".dot.on")].map((dot) => parseFloat(dot.getAttribute("cx")));
+  roc.querySelector(".cursor").dispatchEvent(new view.PointerEvent("pointerleave"));
+  found.pictures = [...new Set([...page.querySelectorAll(".pictures img")].map((image) => image.clientWidth))];
+  found.decoded = [...page.querySelectorAll(".pictures img")].every((image) => image.naturalWidth === 32);
+  const inside = (box, outer) => box.left >= outer.left && box.right <= outer.right;
+  const plot = page.querySelector(".intervals").getBoundingClientRect();
+  const names = [...page.querySelectorAll("text.reference")].map((name) => name.getBoundingClientRect());
+  found.names = names.length === 2 && names.every((name) => inside(name, plot));
   const button = page.querySelector(".theme");
   found.button = button.hidden ? null : button.textContent;
   button.click();
@@ -84,6 +97,12 @@ def test_the_page_works_in_a_browser(tmp_path, width, theme):
     assert found["said"].startswith("round = 1: plain 0.")
     assert found["after"] == found["resting"]
     assert found["hair"]
+    assert found["log"] == "false positive rate = 0.001: chance 0.001, no defence 0.125893, veil 0.00123027"
+    assert found["logDots"] == pytest.approx([25, 25, 25])
+    assert float(found["logHair"].rstrip("%")) == pytest.approx(25)
+    assert found["decoded"]
+    assert found["pictures"] == [{1280: 96, 390: 64}[width]]
+    assert found["names"]
     assert (found["button"], found["changed"]) == {"light": ("Dark", "dark"), "dark": ("Light", "light")}[theme]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.report.tree import read
 
 from fedveil import report
-from fedveil.report import Curves, markup, numbers, render, series
+from fedveil.report import Curves, markup, numbers, png, render, series
 from fedveil.report.chart import chart
 from fedveil.report.scale import linear, logarithmic
 from fedveil.report.series import clean, thin
@@ -18,16 +18,16 @@ from fedveil.report.series import clean, thin
 NAN, INF = math.nan, math.inf
 
 
-def drawn(lines, log=False, limit=500):
+def drawn(lines, log=False, limit=500, log_x=False):
     """The chart of these lines as a tree."""
-    return read(chart(Curves("t", "round", "loss", lines, log_y=log), limit))
+    return read(chart(Curves("t", "round", "loss", lines, log_y=log, log_x=log_x), limit))
 
 
 def notes(tree):
     return " ".join(node.text for node in tree.all("p", "note"))
 
 
-@pytest.mark.parametrize("module", [report, markup, numbers, series], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [report, markup, numbers, png, series], ids=lambda module: module.__name__)
 def test_the_examples_in_docstrings_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
@@ -37,7 +37,7 @@ def test_the_examples_in_docstrings_run(module):
 @pytest.mark.parametrize("lines", [{}, {"a": []}, {"a": [(1, NAN)]}, {"a": [(INF, 1)], "b": []}])
 @pytest.mark.parametrize("log", [False, True])
 def test_a_chart_without_values_says_so(lines, log):
-    assert drawn(lines, log).all("p", "empty")[0].text == "No values to draw."
+    assert drawn(lines, log, log_x=log).all("p", "empty")[0].text == "No values to draw."
 
 
 def test_missing_values_leave_a_gap_and_are_counted():
@@ -55,6 +55,51 @@ def test_a_logarithmic_axis_leaves_out_what_is_not_positive_and_says_so():
     tree = drawn({"a": [(1, 0.0), (2, -1.0), (3, 1e-6), (4, 1e-3)]}, log=True)
     assert "a: 2 values at or below zero, left out of the logarithmic axis." in notes(tree)
     assert "1e-6" in [node.text for node in tree.all("text", "up")]
+
+
+def test_a_logarithmic_x_axis_leaves_out_what_is_not_positive_and_says_so():
+    tree = drawn({"a": [(-1, 1.0), (0, 0.0), (1e-3, 1.0), (1e-1, -2.0)]}, log_x=True)
+    assert notes(tree) == "a: 2 points with x at or below zero, left out of the logarithmic x axis."
+    assert [path.attributes["d"] for path in tree.all("div", "frame")[0].all("path")] == ["M0.0 0.0L1000.0 1000.0"]
+
+
+def test_a_logarithmic_x_axis_places_decades_evenly_and_ends_with_the_data():
+    tree = drawn({"a": [(1e-4, 1), (1e-2, 2), (1, 3)]}, log_x=True)
+    marks = tree.all("div", "frame")[0].all("use")
+    assert [mark.attributes["x"] for mark in marks] == ["0.00%", "50.00%", "100.00%"]
+    ticks = [node.text for node in tree.all("text") if "up" not in node.attributes["class"]]
+    assert ticks == ["1e-4", "1e-3", "1e-2", "1e-1", "1"]
+    assert tree.all("p", "x")[0].text == "round (logarithmic)"
+
+
+@pytest.mark.parametrize(
+    ("log_x", "log_y", "words"),
+    [
+        (False, False, "Line chart: loss"),
+        (False, True, "Line chart, logarithmic axis: loss"),
+        (True, False, "Line chart, logarithmic x axis: loss"),
+        (True, True, "Line chart, both axes logarithmic: loss"),
+    ],
+)
+def test_a_chart_says_which_axes_are_logarithmic(log_x, log_y, words):
+    tree = drawn({"a": [(1, 1), (2, 2)]}, log=log_y, log_x=log_x)
+    frame = tree.all("div", "frame")[0]
+    assert frame.all("svg", "plot")[0].attributes["aria-label"].startswith(words)
+    assert ("data-log-x" in frame.attributes, "data-log" in frame.attributes) == (log_x, log_y)
+
+
+def test_the_low_end_of_a_logarithmic_x_axis_survives_thinning_marks_and_table():
+    points = [(k / 10_000, (k / 10_000) ** 0.5) for k in range(10_001)]
+    kept = {x for x, _ in thin(points[1:], 500, log_x=True)}
+    assert len(kept) <= 502
+    assert {x for x, _ in points[1:13]} <= kept
+    tree = drawn({"a": points}, log_x=True)
+    marks = [float(mark.attributes["x"].rstrip("%")) for mark in tree.all("div", "frame")[0].all("use")]
+    assert marks == pytest.approx([100 * (place + 1 / 8) / 8 for place in range(8)], abs=2)
+    rows = [float(row.all("th")[0].text) for row in tree.all("tbody")[0].all("tr")]
+    assert rows[0] == 1e-4
+    assert rows[-1] == 1
+    assert sum(x < 1e-2 for x in rows) > 20
 
 
 def test_lines_on_one_another_are_told_apart():
@@ -144,9 +189,9 @@ def test_logarithmic_ticks_are_powers_of_ten(low, high, labels):
 values = st.floats() | st.sampled_from([0.0, 1.0, 1.0 + 2**-52, 5e-324, 1e-300, 1e299, NAN, INF])
 
 
-@given(points=st.lists(st.tuples(values, values), max_size=40), log=st.booleans())
-def test_any_values_make_a_chart_whose_lines_stay_inside(points, log):
-    tree = read(render("t", "l", [Curves("c", "x", "y", {"a": points}, log_y=log)], "c"))
+@given(points=st.lists(st.tuples(values, values), max_size=40), log=st.booleans(), log_x=st.booleans())
+def test_any_values_make_a_chart_whose_lines_stay_inside(points, log, log_x):
+    tree = read(render("t", "l", [Curves("c", "x", "y", {"a": points}, log_y=log, log_x=log_x)], "c"))
     for frame in tree.all("div", "frame"):
         assert frame.all("text", "up")
         for mark in frame.all("use"):

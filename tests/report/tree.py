@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-VOID = {"meta", "link"}
+VOID = {"meta", "link", "img"}
 
 
 class Node:

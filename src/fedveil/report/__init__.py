@@ -1,4 +1,4 @@
-"""Results in one self-contained HTML page: tables, curves, confusion matrices, settings.
+"""Results in one self-contained HTML page: tables, curves, confusion matrices, intervals, pictures, settings.
 
 >>> page = render("A run", "It worked.", [Facts("Settings", {"rounds": "20"})], "fedveil run digits")
 >>> page.startswith("<!doctype html>")
@@ -6,6 +6,32 @@ True
 """
 
 from fedveil.report.page import render, write
-from fedveil.report.sections import Beside, Curves, Facts, Matrix, Section, Table, Text
+from fedveil.report.sections import (
+    Beside,
+    Curves,
+    Facts,
+    Interval,
+    Intervals,
+    Matrix,
+    Picture,
+    Pictures,
+    Section,
+    Table,
+    Text,
+)
 
-__all__ = ["Beside", "Curves", "Facts", "Matrix", "Section", "Table", "Text", "render", "write"]
+__all__ = [
+    "Beside",
+    "Curves",
+    "Facts",
+    "Interval",
+    "Intervals",
+    "Matrix",
+    "Picture",
+    "Pictures",
+    "Section",
+    "Table",
+    "Text",
+    "render",
+    "write",
+]

@@ -6,23 +6,30 @@ from fedveil.report import words
 from fedveil.report.markup import Html, join, note, tag
 from fedveil.report.numbers import short
 from fedveil.report.palette import series_class, series_dash
-from fedveil.report.scale import linear, logarithmic
+from fedveil.report.scale import Scale, linear, logarithmic
 from fedveil.report.sections import Curves
 from fedveil.report.series import Line, clean
 from fedveil.report.strokes import SHAPES, UNITS, Scales, dashes, marks, percent, stroke
 from fedveil.report.tables import curve_data
 
 
-def _scales(lines: Sequence[Line], log: bool) -> Scales | None:
+def _scales(lines: Sequence[Line], log_x: bool, log_y: bool) -> Scales | None:
     """The axes that hold all values, or None without any."""
     drawn = [point for line in lines for point in line.drawn]
     if not drawn:
         return None
     xs, ys = [x for x, _ in drawn], [y for _, y in drawn]
-    across = linear(min(xs), max(xs), wanted=6, outward=False)
-    if log:
+    axis = logarithmic if log_x else linear
+    across = axis(min(xs), max(xs), wanted=6, outward=False)
+    if log_y:
         return across, logarithmic(min(ys), max(ys), wanted=6)
     return across, linear(min(ys), max(ys), wanted=5, outward=True)
+
+
+def _uprights(across: Scale) -> list[Html]:
+    """Upright grid lines, which only a logarithmic x axis needs."""
+    places = [percent(across.place(value)) for value, _ in across.ticks] if across.log else []
+    return [tag("line", {"class": "grid", "x1": x, "x2": x, "y1": 0, "y2": "100%"}) for x in places]
 
 
 def _grid(scales: Scales) -> Html:
@@ -39,7 +46,7 @@ def _grid(scales: Scales) -> Html:
         for number, (x, label) in enumerate((percent(across.place(value)), label) for value, label in across.ticks)
     ]
     base = tag("line", {"class": "axis", "x1": 0, "x2": "100%", "y1": "100%", "y2": "100%"})
-    return join([*map(Html, rows), *map(Html, columns), base])
+    return join([*_uprights(across), *map(Html, rows), *map(Html, columns), base])
 
 
 def _legend(lines: Sequence[Line], dashed: Sequence[str | None], x_label: str) -> Html:
@@ -84,14 +91,14 @@ def _plot(curves: Curves, lines: Sequence[Line], scales: Scales, strokes: Sequen
         "data-y0": repr(up.low),
         "data-y1": repr(up.high),
     }
-    log = {"data-log": "1"} if up.log else {}
-    return tag("div", {**place, **ends, **log}, svg)
+    logs = {"data-log-x": "1" if across.log else None, "data-log": "1" if up.log else None}
+    return tag("div", {**place, **ends, **logs}, svg)
 
 
 def chart(curves: Curves, limit: int) -> Html:
     """The curves with legend, axes, remarks and their data; at most about `limit` points a line are drawn."""
-    lines = [clean(name, points, log=curves.log_y) for name, points in curves.series.items()]
-    scales = _scales(lines, curves.log_y)
+    lines = [clean(name, points, log=curves.log_y, log_x=curves.log_x) for name, points in curves.series.items()]
+    scales = _scales(lines, curves.log_x, curves.log_y)
     dashed: Sequence[str | None] = [series_dash(number) for number in range(len(lines))]
     body = tag("p", {"class": "empty"}, "No values to draw.")
     if scales:
@@ -108,7 +115,7 @@ def chart(curves: Curves, limit: int) -> Html:
         _legend(lines, dashed, curves.x_label),
         tag("p", {"class": "axis-name"}, curves.y_label + (" (logarithmic)" if curves.log_y else "")),
         body,
-        tag("p", {"class": "axis-name x"}, curves.x_label),
+        tag("p", {"class": "axis-name x"}, curves.x_label + (" (logarithmic)" if curves.log_x else "")),
         note(curves.note),
         note(" ".join(remarks)),
         curve_data(curves, lines),

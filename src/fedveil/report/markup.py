@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from html import escape
 
-VOID = frozenset({"meta", "link", "br", "hr"})
+VOID = frozenset({"meta", "link", "br", "hr", "img"})
 Attributes = Mapping[str, str | int | float | None]
 
 

@@ -45,40 +45,44 @@
     return x - values[low] <= values[high] - x ? low : high;
   };
 
-  const readLines = (frame, plot) => [...plot.querySelectorAll("path.curve")].map((path) => {
+  const readLines = (frame, plot, along) => [...plot.querySelectorAll("path.curve")].map((path) => {
     const words = path.dataset.y.split(" ");
     const points = path.dataset.x.split(" ").map((x, at) => ({ x: Number(x), y: Number(words[at]), word: words[at] }));
     points.sort((a, b) => a.x - b.x);
+    const steps = points.filter((point, at) => point.x !== points[at + 1]?.x); // of points above one another the last
     const dot = svg("circle", { r: path.classList.contains("under") ? 7 : 4.5, class: `dot ${[...path.classList].find((name) => /^s\d$/.test(name))}` });
     plot.append(dot);
     const value = frame.parentElement.querySelectorAll(".legend .value")[Number(path.dataset.line)];
-    return { name: path.dataset.name, points, xs: points.map((point) => point.x), dot, value, last: value.textContent };
+    return { name: path.dataset.name, points: steps, places: steps.map((point) => along(point.x)), dot, value, last: value.textContent };
   });
 
   const chart = (frame) => {
     const plot = frame.querySelector(".plot"), at = frame.parentElement.querySelector(".legend .at"), resting = at.textContent;
     const [x0, x1, y0, y1] = ["x0", "x1", "y0", "y1"].map((key) => Number(frame.dataset[key]));
-    const level = frame.dataset.log ? Math.log10 : (value) => value;
+    const same = (value) => value;
+    const along = frame.dataset.logX ? Math.log10 : same, level = frame.dataset.log ? Math.log10 : same;
+    const left = along(x0), right = along(x1), share = (x) => `${100 * (along(x) - left) / (right - left)}%`;
     const hair = svg("line", { class: "hair", y1: 0, y2: "100%" });
     plot.append(hair);
-    const lines = readLines(frame, plot);
-    const xs = [...new Set(lines.flatMap((line) => line.xs))].sort((a, b) => a - b);
-    const reach = Math.max((x1 - x0) / 100, 1e-12 * Math.abs(x1));
+    const lines = readLines(frame, plot, along);
+    const xs = [...new Set(lines.flatMap((line) => line.points.map((point) => point.x)))].sort((a, b) => a - b);
+    const places = xs.map(along), reach = Math.max((right - left) / 100, 1e-12 * Math.abs(right));
     const cursor = document.createElement("div");
     for (const [key, value] of Object.entries({ class: "cursor", role: "slider", tabindex: 0, "aria-valuemin": xs[0], "aria-valuemax": xs.at(-1),
       "aria-label": `Values by ${frame.dataset.xLabel}: arrow keys move` })) cursor.setAttribute(key, value);
     let place = xs.length - 1;
 
-    const show = (index) => {
-      place = Math.max(0, Math.min(xs.length - 1, index));
-      const x = xs[place], share = `${100 * (x - x0) / (x1 - x0)}%`;
-      hair.setAttribute("x1", share);
-      hair.setAttribute("x2", share);
+    const show = (wanted) => {
+      place = Math.max(0, Math.min(xs.length - 1, wanted));
+      const x = xs[place];
+      hair.setAttribute("x1", share(x));
+      hair.setAttribute("x2", share(x));
       for (const line of lines) {
-        const point = line.points[nearest(line.xs, x)], near = Math.abs(point.x - x) <= reach;
+        const index = nearest(line.places, places[place]), point = line.points[index];
+        const near = Math.abs(line.places[index] - places[place]) <= reach;
         line.value.textContent = near ? point.word : "–";
         line.dot.classList.toggle("on", near);
-        line.dot.setAttribute("cx", `${100 * (point.x - x0) / (x1 - x0)}%`);
+        line.dot.setAttribute("cx", share(point.x));
         line.dot.setAttribute("cy", `${100 * (1 - (level(point.y) - level(y0)) / (level(y1) - level(y0)))}%`);
       }
       at.textContent = `${frame.dataset.xLabel} = ${Number(x.toPrecision(6))}`;
@@ -93,7 +97,7 @@
     };
     const point = (event) => {
       const box = plot.getBoundingClientRect();
-      show(nearest(xs, x0 + (event.clientX - box.left) / box.width * (x1 - x0)));
+      show(nearest(places, left + (event.clientX - box.left) / box.width * (right - left)));
     };
     cursor.addEventListener("pointermove", point);
     cursor.addEventListener("pointerdown", point);

@@ -12,9 +12,11 @@ from typing import assert_never
 
 from fedveil.report.chart import chart
 from fedveil.report.heatmap import heatmap
+from fedveil.report.intervals import intervals
 from fedveil.report.markup import Html, join, note, prose, tag
 from fedveil.report.palette import series_css, theme_css
-from fedveil.report.sections import Beside, Curves, Facts, Matrix, Section, Table, Text
+from fedveil.report.pictures import pictures
+from fedveil.report.sections import Beside, Curves, Facts, Intervals, Matrix, Pictures, Section, Table, Text
 from fedveil.report.strokes import marker_shapes
 from fedveil.report.tables import facts, table
 
@@ -49,6 +51,10 @@ def _body(section: Section, limit: int) -> Html:
             return table(section)
         case Matrix():
             return heatmap(section)
+        case Pictures():
+            return pictures(section)
+        case Intervals():
+            return intervals(section)
         case Facts():
             return facts(section)
         case Text():

@@ -70,9 +70,17 @@ def _within_decades(low: float, high: float) -> tuple[tuple[float, str], ...]:
     return tuple((value, short(value)) for value in values if low <= value <= high)
 
 
-def logarithmic(low: float, high: float, *, wanted: int) -> Scale:
-    """A logarithmic axis with some air at both ends; `low` is above zero."""
-    around = max(0.05 * (math.log10(high) - math.log10(low)), 0.02 if high > low * (1 + FLAT) else 0.3)
+def _air(low: float, high: float, outward: bool) -> float:
+    """How many decades a logarithmic axis reaches beyond its data at either end."""
+    if high <= low * (1 + FLAT):
+        return 0.3
+    decades = math.log10(high) - math.log10(low)
+    return max(0.05 * decades, 0.02) if outward or decades < 0.04 else 0.0
+
+
+def logarithmic(low: float, high: float, *, wanted: int, outward: bool = True) -> Scale:
+    """A logarithmic axis; `low` is above zero. `outward` leaves some air, else its ends stay where the data ends."""
+    around = _air(low, high, outward)
     low, high = 10 ** max(-305.0, math.log10(low) - around), 10 ** min(305.0, math.log10(high) + around)
     for ticks in (_decades(low, high, wanted), _within_decades(low, high)):
         if len(ticks) >= 2:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedveil.errors import BadArgument
+from fedveil.report.png import COLOUR_TYPES
+from fedveil.report.series import finite
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Curves:
     series: Mapping[str, Sequence[tuple[float, float]]]
     log_y: bool = False
     note: str = ""
+    log_x: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,102 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A small picture: `data` holds a byte a channel (1 grey, 3 red-green-blue), row by row from the top."""
+
+    width: int
+    height: int
+    channels: int
+    data: bytes
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse data that is not bytes, or not as many as the size says."""
+        size = f"{self.width} x {self.height} pixels of {self.channels} channels"
+        fix = "data = array.tobytes() of an array of uint8 with shape (height, width, channels)"
+        if self.channels not in COLOUR_TYPES or self.width < 1 or self.height < 1:
+            allowed = " or ".join(map(str, COLOUR_TYPES))
+            raise BadArgument("Picture", f"{size}: sides must be at least 1, channels {allowed}", fix)
+        if not isinstance(self.data, bytes):
+            raise BadArgument("Picture", f"data must be bytes, got {type(self.data).__name__}", fix)
+        wanted = self.width * self.height * self.channels
+        if len(self.data) != wanted:
+            raise BadArgument("Picture", f"{size} need {wanted} bytes, got {len(self.data)}", fix)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A grid of pictures: rows (label, a picture a column), such as "original" over "recovered"; None is left blank."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Picture | None]]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse rows of another length than the columns."""
+        for label, cells in self.rows:
+            if len(cells) != len(self.columns):
+                what = f"row {label!r} has {len(cells)} pictures, there are {len(self.columns)} columns"
+                raise BadArgument(f"Pictures {self.title!r}", what, "give None for a cell without a picture")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value and its interval (None: without one). Without a value, `missing` says why; "failed..." is marked."""
+
+    name: str
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    group: str = ""
+    missing: str = "not measured"
+
+    def __post_init__(self) -> None:
+        """Refuse what is not finite, half an interval, an interval upside down, and an interval around nothing."""
+        where = f"Interval {self.name!r}" + (f" of group {self.group!r}" if self.group else "")
+        for what, number in (("value", self.value), ("low", self.low), ("high", self.high)):
+            if number is not None and not finite(number):
+                raise BadArgument(where, f"{what} is {number}", 'give None, and missing="failed: ..." to say why')
+        if (self.low is None) != (self.high is None):
+            raise BadArgument(where, f"half an interval: {self.low} to {self.high}", "give both ends or neither")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise BadArgument(where, f"low {self.low} is above high {self.high}", "give the lower end first")
+        if self.value is None and self.low is not None:
+            raise BadArgument(where, "an interval without a value", "give low and high as None too")
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Values with their intervals, a row each, gathered by group in the order given, beside named reference lines.
+
+    Entries of one name look the same in every group. The axis holds all numbers, and `low` and `high` where given.
+    """
+
+    title: str
+    label: str
+    rows: Sequence[Interval]
+    references: Mapping[str, float]
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse references and limits that no axis can hold."""
+        where = f"Intervals {self.title!r}"
+        for name, value in (*self.references.items(), ("low", self.low), ("high", self.high)):
+            if value is not None and not finite(value):
+                raise BadArgument(where, f"{name} is {value}", "give a finite number, or leave it out")
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise BadArgument(where, f"low {self.low} is not below high {self.high}", "give the lower limit first")
+
+
+@dataclass(frozen=True)
 class Beside:
     """Parts side by side, on a phone one under the other."""
 
     title: str
-    parts: Sequence[Matrix | Table | Curves]
+    parts: Sequence[Matrix | Table | Curves | Pictures | Intervals]
     note: str = ""
 
 
@@ -83,4 +177,4 @@ class Text:
     paragraphs: Sequence[str]
 
 
-Section = Curves | Table | Matrix | Beside | Facts | Text
+Section = Curves | Table | Matrix | Pictures | Intervals | Beside | Facts | Text

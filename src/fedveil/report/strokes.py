@@ -52,7 +52,9 @@ def _path(points: Sequence[Point], scales: Scales) -> str:
 def _wiggle(line: Line, scales: Scales, limit: int) -> int:
     """How many times longer than the axis a line is."""
     across, up = scales
-    placed = [[(across.place(x), up.place(y) / 2) for x, y in run] for run in pieces(thin(line.points, limit))]
+    placed = [
+        [(across.place(x), up.place(y) / 2) for x, y in run] for run in pieces(thin(line.points, limit, across.log))
+    ]
     return max(1, min(30, round(sum(math.dist(*ends) for run in placed for ends in pairwise(run)))))
 
 
@@ -73,7 +75,7 @@ def dashes(lines: Sequence[Line], scales: Scales, limit: int) -> list[str | None
 
 def stroke(number: int, line: Line, scales: Scales, limit: int, dash: str | None) -> Html:
     """One line, with the values that the script shows."""
-    points = thin(line.points, limit)
+    points = thin(line.points, limit, scales[0].log)
     drawn = [point for point in points if not math.isnan(point[1])]
     attributes = {
         "data-line": str(number),
@@ -89,11 +91,23 @@ def stroke(number: int, line: Line, scales: Scales, limit: int, dash: str | None
     return tag("path", attributes)
 
 
+def _nearest(points: Sequence[Point], across: Scale, share: float) -> Point:
+    """The point that stands nearest to a share of the x axis."""
+    return min(points, key=lambda point: abs(across.place(point[0]) - share))
+
+
+def _marked(drawn: Sequence[Point], across: Scale, shift: float) -> Sequence[Point]:
+    """The points that carry a mark: all of a few, else some, evenly by number or along a logarithmic axis."""
+    if len(drawn) <= EVERY_MARKED:
+        return drawn
+    if across.log:
+        return list(dict.fromkeys(_nearest(drawn, across, (place + shift) / MARKS) for place in range(MARKS)))
+    return [drawn[int((place + shift) * len(drawn) / MARKS)] for place in range(MARKS)]
+
+
 def marks(number: int, line: Line, scales: Scales) -> Html:
     """Marks along a line, each line's at places of its own, so that lines on one another show both."""
-    drawn, (across, up) = line.drawn, scales
-    if len(drawn) > EVERY_MARKED:
-        shift = (number % 4 + 0.5) / 4
-        drawn = tuple(drawn[int((place + shift) * len(drawn) / MARKS)] for place in range(MARKS))
+    across, up = scales
+    points = _marked(line.drawn, across, shift=(number % 4 + 0.5) / 4)
     shape = {"href": f"#mark-{number % len(SHAPES)}", "class": series_class(number)}
-    return join(tag("use", {**shape, "x": percent(across.place(x)), "y": percent(1 - up.place(y))}) for x, y in drawn)
+    return join(tag("use", {**shape, "x": percent(across.place(x)), "y": percent(1 - up.place(y))}) for x, y in points)

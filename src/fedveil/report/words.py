@@ -1,15 +1,21 @@
 """A chart in words, for who cannot see it and for what it cannot show."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from fedveil.report.numbers import count, short
 from fedveil.report.scale import Scale
-from fedveil.report.sections import Curves
+from fedveil.report.sections import Curves, Interval, Intervals
 from fedveil.report.series import Line
 
 SAME = 0.006  # of the axis: about a line's width
+AXES = {  # by (log_x, log_y)
+    (False, False): "",
+    (False, True): ", logarithmic axis",
+    (True, False): ", logarithmic x axis",
+    (True, True): ", both axes logarithmic",
+}
 
 
 def missing(lines: Sequence[Line]) -> list[str]:
@@ -21,6 +27,9 @@ def missing(lines: Sequence[Line]) -> list[str]:
         if line.non_positive:
             what = count(line.non_positive, "value")
             found.append(f"{line.name}: {what} at or below zero, left out of the logarithmic axis.")
+        if line.non_positive_x:
+            what = count(line.non_positive_x, "point")
+            found.append(f"{line.name}: {what} with x at or below zero, left out of the logarithmic x axis.")
     return found
 
 
@@ -66,8 +75,7 @@ def _line(line: Line) -> str:
 
 def alternative(curves: Curves, lines: Sequence[Line], scale: Scale | None) -> str:
     """The chart in a few sentences."""
-    kind = "Line chart, logarithmic axis" if curves.log_y else "Line chart"
-    opening = f"{kind}: {curves.y_label} over {curves.x_label}."
+    opening = f"Line chart{AXES[curves.log_x, curves.log_y]}: {curves.y_label} over {curves.x_label}."
     return " ".join([opening, *map(_line, lines), *coincidences(lines, scale), "The values are in the table below."])
 
 
@@ -76,3 +84,22 @@ def at_last(lines: Sequence[Line], x_label: str) -> str:
     ends = {line.drawn[-1][0] for line in lines if line.drawn}
     only = next(iter(ends)) if len(ends) == 1 else math.nan
     return f"{x_label} = {short(only)}" if len(ends) == 1 else "last values"
+
+
+def _interval(row: Interval, written: tuple[str, str, str], references: Mapping[str, float]) -> str:
+    """One value with its interval in a sentence, with the references that the interval holds."""
+    name, (value, low, high) = f"{row.group}, {row.name}" if row.group else row.name, written
+    if row.value is None:
+        return f"{name}: {row.missing}."
+    if row.low is None or row.high is None:
+        return f"{name}: {value}."
+    held = [reference for reference, place in references.items() if row.low <= place <= row.high]
+    return f"{name}: {value}, interval {low} to {high}" + (f", holds {' and '.join(held)}." if held else ".")
+
+
+def intervals_in_words(section: Intervals, rows: Sequence[Interval], written: Sequence[tuple[str, str, str]]) -> str:
+    """The plot in a few sentences; `written` are value, low and high of each row as the plot prints them."""
+    lines = ", ".join(f"{name} {short(value)}" for name, value in section.references.items())
+    opening = f"Values with intervals: {section.label}." + (f" Reference lines: {lines}." if lines else "")
+    said = [_interval(row, texts, section.references) for row, texts in zip(rows, written, strict=True)]
+    return " ".join([opening, *said, "The values are in the table below."])

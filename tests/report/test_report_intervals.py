@@ -1,0 +1,184 @@
+"""Intervals: order and looks of rows, the axis, reference lines and their names, what is missing, what is refused."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.report.tree import read
+
+from fedveil.errors import BadArgument
+from fedveil.report import Interval, Intervals
+from fedveil.report.intervals import axis_of, intervals
+from fedveil.report.numbers import NOTHING
+from fedveil.report.references import levels, placed
+from fedveil.report.scale import linear
+
+AUDIT = [
+    Interval("as published", 0.507, 0.488, 0.526, "veil"),
+    Interval("as published", 0.872, 0.853, 0.891, "no defence"),
+    Interval("adaptive", 0.5182, 0.5012, 0.5371, "veil"),
+    Interval("adaptive", None, group="no defence", missing="failed: out of memory"),
+]
+LINES = {"chance": 0.5, "undefended": 0.87}
+
+
+def drawn(rows, references=LINES, **more):
+    """The plot as a tree."""
+    return read(intervals(Intervals("t", "AUC", rows, references, **more)))
+
+
+def texts(tree, part):
+    return [node.text for node in tree.all("div", part)]
+
+
+def test_rows_are_gathered_by_group_in_the_order_given():
+    tree = drawn(AUDIT)
+    assert texts(tree, "group") == ["veil", "", "no defence", ""]
+    assert texts(tree, "name") == ["as published", "adaptive"] * 2
+    assert len(tree.all("div", "rule")) == 1
+
+
+def test_values_are_printed_to_a_thousandth_of_the_axis_points_below_one_another():
+    assert texts(drawn(AUDIT), "value") == [
+        "0.507 [0.488, 0.526]",
+        "0.518 [0.501, 0.537]",
+        "0.872 [0.853, 0.891]",
+        "failed: out of memory",
+    ]
+
+
+def test_entries_of_one_name_look_the_same_and_are_in_the_legend():
+    tree = drawn(AUDIT)
+    tracks = tree.all("div", "rows")[0].all("svg", "track")
+    assert [track.attributes["class"] for track in tracks] == ["track s0", "track s1"] * 2
+    marks = [[use.attributes["href"] for use in track.all("use")] for track in tracks]
+    assert marks == [["#mark-0"], ["#mark-1"], ["#mark-0"], []]
+    legend = tree.all("ul", "legend")[0].all("li")
+    assert [entry.text for entry in legend] == ["as published", "adaptive"]
+    assert [entry.all("use")[0].attributes["href"] for entry in legend] == ["#mark-0", "#mark-1"]
+
+
+def test_names_that_share_a_colour_differ_in_mark():
+    tracks = drawn([Interval(f"run {k}", k) for k in range(20)]).all("svg", "track")
+    looks = [(track.attributes["class"], track.all("use")[0].attributes["href"]) for track in tracks]
+    assert len(set(looks)) == 20
+
+
+def test_rows_without_groups_need_neither_group_nor_legend():
+    tree = drawn([Interval("a", 1, 0, 2), Interval("b", 2)])
+    assert not tree.all("div", "group")
+    assert not tree.all("ul", "legend")
+    assert texts(tree, "value") == ["1 [0, 2]", "2 "]
+
+
+def test_what_is_missing_is_told_and_only_failures_are_marked():
+    tree = drawn([Interval("a", None), Interval("b", None, missing="failed: diverged"), Interval("c", 0.7)])
+    assert [node.text for node in tree.all("span", "unmeasured")] == ["not measured"]
+    assert [node.text for node in tree.all("span", "failed")] == ["failed: diverged"]
+    rows = [[cell.text for cell in row.all("td")] for row in tree.all("tbody")[0].all("tr")]
+    assert rows[:2] == [["not measured", NOTHING, NOTHING], ["failed: diverged", NOTHING, NOTHING]]
+
+
+def test_nothing_measured_at_all_is_still_a_plot():
+    tree = drawn([Interval("a", None), Interval("b", None)], {})
+    assert texts(tree, "value") == ["not measured"] * 2
+    assert not tree.all("text")
+
+
+def test_the_plot_is_told_in_words_with_the_references_that_an_interval_holds():
+    assert drawn(AUDIT).all("div", "rows")[0].attributes["aria-label"] == (
+        "Values with intervals: AUC. Reference lines: chance 0.5, undefended 0.87. "
+        "veil, as published: 0.507, interval 0.488 to 0.526, holds chance. "
+        "veil, adaptive: 0.518, interval 0.501 to 0.537. "
+        "no defence, as published: 0.872, interval 0.853 to 0.891, holds undefended. "
+        "no defence, adaptive: failed: out of memory. The values are in the table below."
+    )
+
+
+def test_the_data_holds_every_row_and_the_references():
+    tree = drawn(AUDIT)
+    assert tree.all("summary")[0].text == "Data6 rows"
+    names = [row.all("th")[0].text for row in tree.all("tbody")[0].all("tr")]
+    assert names[0] == "veil: as published"
+    assert names[-2:] == ["reference: chance", "reference: undefended"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "ends"),
+    [
+        ({}, (0.4, 0.9)),
+        ({"low": 0.0, "high": 1.0}, (0.0, 1.0)),
+        ({"low": 0.43}, (0.43, 0.9)),
+        ({"low": 0.6, "high": 0.7}, (0.4, 0.9)),
+    ],
+)
+def test_the_axis_holds_all_numbers_and_the_limits(limits, ends):
+    axis = axis_of(Intervals("t", "AUC", AUDIT, LINES, **limits))
+    assert (axis.low, axis.high) == pytest.approx(ends)
+    assert all(axis.low - 1e-9 <= value <= axis.high + 1e-9 for value, _ in axis.ticks)
+
+
+@pytest.mark.parametrize(
+    ("references", "anchors", "height"),
+    [
+        ({"chance": 0.3, "ideal": 0.7}, ["middle", "middle"], 1),
+        ({"chance": 0.3, "undefended": 0.9}, ["start", "end"], 1),
+        ({"chance": 0.5, "ideal": 0.52}, ["end", "start"], 1),
+        ({"chance": 0.5, "ideal": 0.51, "DP": 0.52}, ["start", "end", "end"], 3),
+    ],
+)
+def test_names_of_references_keep_clear_of_one_another(references, anchors, height):
+    lines = placed(references, linear(0, 1, wanted=5, outward=True))
+    assert [line.anchor for line in lines] == anchors
+    assert levels(lines) == height
+    assert len({line.level for line in lines}) == height
+
+
+numbers = st.floats(-1e299, 1e299) | st.sampled_from([0.0, 5e-324, 1.0, 1.0 + 2**-52])
+rows = st.builds(
+    lambda name, group, value, ends: Interval(name, value, *sorted(ends), group=group),
+    st.sampled_from("ab"),
+    st.sampled_from(["", "g", "h"]),
+    numbers,
+    st.tuples(numbers, numbers),
+)
+
+
+@given(rows=st.lists(rows, max_size=6), references=st.dictionaries(st.sampled_from("rst"), numbers), limit=numbers)
+def test_any_numbers_make_a_plot_that_stays_inside(rows, references, limit):
+    tree = drawn(rows, references, low=limit)
+    for node in tree.walk():
+        places = [node.attributes.get(key, "") for key in ("x", "x1", "x2")]
+        if node.name != "text":
+            assert all(-0.01 <= float(place.rstrip("%")) <= 100.01 for place in places if place.endswith("%"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((math.nan, None, None), 'value is nan.\n  Fix: give None, and missing="failed: ..." to say why'),
+        ((0.5, 0.4, math.inf), 'high is inf.\n  Fix: give None, and missing="failed: ..." to say why'),
+        ((0.5, 0.4, None), "half an interval: 0.4 to None.\n  Fix: give both ends or neither"),
+        ((0.5, 0.6, 0.4), "low 0.6 is above high 0.4.\n  Fix: give the lower end first"),
+        ((None, 0.4, 0.6), "an interval without a value.\n  Fix: give low and high as None too"),
+    ],
+)
+def test_an_interval_that_makes_no_sense_is_refused(values, message):
+    with pytest.raises(BadArgument) as refused:
+        Interval("adaptive", *values, "veil")
+    assert str(refused.value) == f"Interval 'adaptive' of group 'veil': {message}"
+
+
+@pytest.mark.parametrize(
+    ("references", "limits", "message"),
+    [
+        ({"chance": math.nan}, {}, "chance is nan.\n  Fix: give a finite number, or leave it out"),
+        ({}, {"low": -math.inf}, "low is -inf.\n  Fix: give a finite number, or leave it out"),
+        ({}, {"low": 1.0, "high": 0.0}, "low 1.0 is not below high 0.0.\n  Fix: give the lower limit first"),
+    ],
+)
+def test_references_and_limits_that_make_no_sense_are_refused(references, limits, message):
+    with pytest.raises(BadArgument) as refused:
+        Intervals("t", "AUC", [], references, **limits)
+    assert str(refused.value) == f"Intervals 't': {message}"

@@ -1,0 +1,86 @@
+"""Pictures: what is refused, that the PNG holds the pixels given, how the grid is labelled."""
+
+import base64
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.report.tree import read
+
+from fedveil.errors import BadArgument
+from fedveil.report import Picture, Pictures, png
+from fedveil.report.pictures import pictures
+
+GREY = Picture(2, 2, 1, bytes([0, 90, 180, 255]))
+
+
+@st.composite
+def rasters(draw):
+    width, height, channels = draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(st.sampled_from([1, 3]))
+    size = width * height * channels
+    return width, height, channels, draw(st.binary(min_size=size, max_size=size))
+
+
+@given(raster=rasters())
+def test_a_png_holds_the_pixels_given(raster):
+    image = pytest.importorskip("PIL.Image")
+    width, height, channels, data = raster
+    with image.open(io.BytesIO(png.encode(width, height, channels, data))) as opened:
+        opened.load()  # checks every checksum
+        assert (opened.format, opened.size, opened.mode) == ("PNG", (width, height), {1: "L", 3: "RGB"}[channels])
+        assert opened.tobytes() == data
+
+
+def test_a_grid_has_a_picture_a_cell_with_alternative_text_and_caption():
+    rows = [("original", [GREY, GREY]), ("veil", [None, Picture(2, 2, 1, GREY.data, "7.2 dB")])]
+    tree = read(pictures(Pictures("p", ["image 1", "image 2"], rows, note="PSNR.")))
+    images = tree.all("img")
+    assert [image.attributes["alt"] for image in images] == ["original, image 1", "original, image 2", "veil, image 2"]
+    assert [row.text for row in tree.all("tbody")[0].all("tr")] == ["original", "veil7.2 dB"]
+    assert [node.text for node in tree.all("thead")[0].all("th")] == ["image 1", "image 2"]
+    prefix, _, data = images[0].attributes["src"].partition(",")
+    assert prefix == "data:image/png;base64"
+    assert base64.b64decode(data) == png.encode(2, 2, 1, GREY.data)
+    assert tree.all("div", "scroll")[0].attributes["aria-label"] == "p"
+    assert tree.all("p", "note")[0].text == "PSNR."
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "shown"),
+    [
+        (8, 8, "--wide:96px;--narrow:64px"),
+        (28, 28, "--wide:84px;--narrow:56px"),
+        (32, 32, "--wide:96px;--narrow:64px"),
+        (32, 64, "--wide:64px;--narrow:32px"),
+        (224, 224, "--wide:224px;--narrow:224px"),
+    ],
+)
+def test_a_picture_is_enlarged_by_a_whole_factor(width, height, shown):
+    picture = Picture(width, height, 1, bytes(width * height))
+    tree = read(pictures(Pictures("p", ["a"], [("r", [picture])])))
+    assert tree.all("img")[0].parent.attributes["style"] == shown
+
+
+@pytest.mark.parametrize(
+    ("size", "data", "message"),
+    [
+        ((2, 2, 3), b"1234", "Picture: 2 x 2 pixels of 3 channels need 12 bytes, got 4."),
+        ((2, 2, 4), bytes(16), "Picture: 2 x 2 pixels of 4 channels: sides must be at least 1, channels 1 or 3."),
+        ((0, 2, 1), b"", "Picture: 0 x 2 pixels of 1 channels: sides must be at least 1, channels 1 or 3."),
+        ((2, 2, 1), [0, 1, 2, 3], "Picture: data must be bytes, got list."),
+    ],
+)
+def test_a_picture_that_does_not_add_up_is_refused(size, data, message):
+    with pytest.raises(BadArgument) as refused:
+        Picture(*size, data)
+    fix = "data = array.tobytes() of an array of uint8 with shape (height, width, channels)"
+    assert str(refused.value) == f"{message}\n  Fix: {fix}"
+
+
+def test_rows_that_do_not_fit_the_columns_are_refused():
+    with pytest.raises(BadArgument) as refused:
+        Pictures("p", ["a", "b"], [("veil", [GREY])])
+    assert str(refused.value) == (
+        "Pictures 'p': row 'veil' has 1 pictures, there are 2 columns.\n  Fix: give None for a cell without a picture"
+    )
