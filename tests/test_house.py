@@ -15,6 +15,7 @@ BELOW = {
     "scheme": {"graph"},
     "defences": {"graph", "scheme"},
     "federation": {"graph", "scheme", "defences", *LEAVES},
+    "flower": {"graph", "scheme", "defences", "federation", *LEAVES},
     "attacks": {"graph", "scheme", "defences", "federation", *LEAVES},
     "experiments": {"graph", "scheme", "defences", "federation", "attacks", *LEAVES},
     "cli": {"graph", "scheme", "defences", "federation", "attacks", "experiments", *LEAVES},

@@ -9,6 +9,7 @@ FedveilError
 ├── ModelMismatch        a model is not the one that was analysed or broadcast
 ├── SecretReused         a secret covers one broadcast, and this one has covered its own
 ├── Diverged             training left the finite numbers
+├── TooFewAnswers        a round's clients did not answer, or not in order, however often they were asked
 └── UpdateRefused        an update that must not be aggregated; says which client and which tensor
     ├── StaleUpdate      made for another round
     ├── ForeignUpdate    made for another model
@@ -60,6 +61,10 @@ class SecretReused(FedveilError):
 
 class Diverged(FedveilError):
     """Training left the finite numbers."""
+
+
+class TooFewAnswers(FedveilError):
+    """A round's clients did not answer."""
 
 
 class UpdateRefused(FedveilError):

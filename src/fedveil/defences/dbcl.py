@@ -196,6 +196,15 @@ class DBCL(Stateless):
         kept = (convs[:1] if self.skip_first_conv else []) + (linears[-1:] if self.skip_last else [])
         self._names = _choose(model, self.q, kept, self.skip)
 
+    def prepare_client(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+        """Remember the loss: what is sketched, the broadcast says."""
+        self._plain.prepare_client(model, example, loss)
+
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        """With a seed."""
+        return self._seed is not None
+
     @property
     def sketched(self) -> tuple[str, ...]:
         """Names of the weights that clients never get."""
@@ -246,6 +255,12 @@ class DBCL(Stateless):
             SketchedUpdate(summed.gradients, summed.buffers, update.number),
         )
 
+    def check_number(self, update: SketchedUpdate, position: int = 0) -> None:
+        """Refuse an update that does not answer the last broadcast."""
+        if update.number != self._number:
+            what = f"it answers broadcast {update.number}, whose sketch is gone; the last one is {self._number}"
+            raise StaleUpdate(f"client {position}", what)
+
     def aggregate(self, updates: Sequence[SketchedUpdate], weights: Sequence[float]) -> Aggregate:
         """sum_k |D_k| / |D| Gamma_k S^T for sketched weights; of everything else the weighted mean.
 
@@ -255,9 +270,7 @@ class DBCL(Stateless):
         if not self._drawn:
             raise BadArgument("dbcl", "there is no broadcast to answer", "broadcast(model) first")
         for position, update in enumerate(updates):
-            if update.number != self._number:
-                what = f"it answers broadcast {update.number}, whose sketch is gone; the last one is {self._number}"
-                raise StaleUpdate(f"client {position}", what)
+            self.check_number(update, position)
         mean = self._plain.aggregate(updates, weights)
         lifted = {
             name: sketch.up(mean.gradients[name]).reshape(shape)

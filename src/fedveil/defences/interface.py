@@ -17,14 +17,14 @@ class Aggregate:
         gradients: by parameter name, for the server's optimiser.
         buffers: by name, to put in place of the model's.
         error: estimated relative error that the defence itself adds to the gradients; 0 if it adds none.
-        details: further numbers for the round's record; "bytes_down" and "bytes_up" are a client's.
+        details: more for the round's record, mostly numbers; "bytes_down" and "bytes_up" are a client's.
         again: the round missed its precision so far that it should be repeated.
     """
 
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     error: float
-    details: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
     again: bool = False
 
 
@@ -36,13 +36,21 @@ class Defence(Protocol):
     Attributes:
         name: as it is printed.
         fuses: whether the batches of several clients may go through one `client_step` as if they were one client's.
+        repeatable: whether what should be secret follows from a seed; servers and clients on a network refuse that.
     """
 
     name: str
     fuses: bool
 
+    @property
+    def repeatable(self) -> bool:
+        """See above."""
+
     def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
         """Look at the model once before the first round."""
+
+    def prepare_client(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+        """Look at the model as a client that is not in the server's process: all that its steps need, and no more."""
 
     def broadcast(self, model: nn.Module) -> Any:
         """What clients get this round."""
@@ -71,6 +79,9 @@ class Defence(Protocol):
     def aggregate(self, updates: Sequence[Any], weights: Sequence[float]) -> Aggregate:
         """The gradient of the round; weights are |D_k|."""
 
+    def forget(self) -> None:
+        """Drop what is secret of the last broadcast: its round is over, however it ended."""
+
     def client_view(self, model: nn.Module, broadcast: Any) -> nn.Module:
         """The model as it was sent: what published attacks attack."""
 
@@ -91,6 +102,10 @@ class Stateless:
     """For defences that upload what they compute and keep nothing between rounds."""
 
     fuses = True
+    repeatable = False
+
+    def forget(self) -> None:
+        """Nothing to do."""
 
     def upload(self, update: Any, client: int = 0) -> Any:
         """All of it."""

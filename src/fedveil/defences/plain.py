@@ -44,6 +44,8 @@ class Plain(Stateless):
         up = size_of([*trainable.values(), *buffers.values()])
         self._bytes = {"bytes_down": size_of([*model.parameters(), *buffers.values()]), "bytes_up": up}
 
+    prepare_client = prepare
+
     def broadcast(self, model: nn.Module) -> nn.Module:
         """The model itself: in one process nothing needs to be copied."""
         return model

@@ -125,6 +125,11 @@ class PPDL(Plain):
         found.name = f"ppdl-{setting}"
         return found
 
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        """With a seed."""
+        return self._seed is not None
+
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
         """The client's gradient of this round, clipped, thinned and noised; what is not selected is 0."""
         if self.fraction == 1 and self.clip is None and not self.sigma:

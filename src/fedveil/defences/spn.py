@@ -117,6 +117,13 @@ class SPN(Stateless):
         self._loss = loss
         self._plain.prepare(model, example, loss)
 
+    prepare_client = prepare
+
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        """With a seed."""
+        return self._seed is not None
+
     @property
     def split(self) -> Split:
         """Where the model parts."""

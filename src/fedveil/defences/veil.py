@@ -24,6 +24,7 @@ from fedveil.scheme import (
     recover,
 )
 from fedveil.scheme.nodes import SPREAD
+from fedveil.scheme.recover import check_update, refuse_non_finite
 
 MISSED = 10  # times the tolerance
 
@@ -72,6 +73,14 @@ class Veil(Stateless):
         single = self._plan.layout.dtype == torch.float32
         self._nodes = NodeCount(self._tolerance or (1e-5 if single else 1e-6))
 
+    def prepare_client(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+        """Nothing to do: all that a client needs is in the broadcast."""
+
+    @property
+    def repeatable(self) -> bool:  # type: ignore[override]
+        """With `Entropy.for_tests`."""
+        return self._entropy is not None and self._entropy.for_tests_only
+
     @property
     def plan(self) -> Plan:
         """What may be covered."""
@@ -114,6 +123,18 @@ class Veil(Stateless):
             passes = {name: total.passes[name] + more for name, more in update.passes.items()}
             update = dataclasses.replace(update, passes=passes, samples=total.samples + update.samples)
         return broadcast, update
+
+    def check(self, update: Update, position: int = 0) -> None:
+        """Refuse an update that does not answer the last broadcast, or that is not finite."""
+        if self._secret is None:
+            raise BadArgument("veil", "there is no broadcast to answer", "broadcast(model) first")
+        check_update(self._secret, position, update)
+        if not all(torch.isfinite(t).all() for t in (*update.passes.values(), *update.buffers.values())):
+            refuse_non_finite([update])
+
+    def forget(self) -> None:
+        """Drop the secret."""
+        self._secret = None
 
     def aggregate(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
         """Lift the noise from the weighted sum, and forget the secret."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fedveil.data import Data
 from fedveil.defences import Veil
-from fedveil.federation.engine import Federation, History
 from fedveil.federation.evaluate import METRICS, answers, metrics
+from fedveil.federation.server import History, Server
 from fedveil.report import Beside, Curves, Facts, Matrix, Section, Table, Text, write
 from fedveil.scheme import client_view
 
@@ -28,13 +28,14 @@ def confusion(outputs: Tensor, targets: Tensor, classes: int) -> list[list[int]]
     return [[int(count) for count in row] for row in cells.reshape(classes, classes)]
 
 
-def client_models(federation: Federation) -> dict[str, nn.Module]:
+def client_models(federation: Server) -> dict[str, nn.Module]:
     """The model as the server has it, as a client is sent it, and centred."""
     defence, model = federation.defence, federation.model
     broadcast = defence.broadcast(model)
     views = {"the server's model": model, "as a client is sent it": defence.client_view(model, broadcast)}
     if isinstance(defence, Veil):
         views["centred by a client that thinks"] = client_view(model, broadcast, centred=True)
+    defence.forget()
     return views
 
 
@@ -99,9 +100,7 @@ def cost_section(histories: Mapping[str, History]) -> Section:
     return Table("Cost", ["run", "rounds", "seconds", "ms a round"], rows, "Evaluation included.")
 
 
-def run_page(
-    path: Path, federation: Federation, data: Data, config: Mapping[str, Any], summary: Mapping[str, Any]
-) -> Path:
+def run_page(path: Path, federation: Server, data: Data, config: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
     """Write the page of one run."""
     name = federation.defence.name
     histories = {name: federation.history}

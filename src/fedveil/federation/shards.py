@@ -24,7 +24,8 @@ def generator(*parts: object) -> torch.Generator:
 class Shards:
     """All clients' records behind one another, and where each client's begin.
 
-    The order of a client's records in each of its epochs follows from seed, client and epoch alone.
+    The order of a client's records in each of its epochs follows from seed, client and epoch alone. `names` are the
+    clients' numbers in the federation, where only some of them are here.
     """
 
     inputs: Tensor
@@ -33,6 +34,7 @@ class Shards:
     sizes: tuple[int, ...]
     batch_size: int
     seed: int
+    names: tuple[int, ...] = ()
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -59,7 +61,8 @@ class Shards:
         """Rows of the client's batch in a round; a client that is through its records begins again in a new order."""
         per_epoch = self.batches(self.sizes[client])
         epoch, place = divmod(number, per_epoch)
-        order = _order(self.seed, client, epoch, self.sizes[client], self.starts[client])
+        name = self.names[client] if self.names else client
+        order = _order(self.seed, name, epoch, self.sizes[client], self.starts[client])
         stop = (place + 1) * self.batch_size if place < per_epoch - 1 else len(order)
         return order[place * self.batch_size : stop]
 

@@ -19,11 +19,13 @@ Arrays = dict[str, NDArray[Any]]
 Tensors = dict[str, Tensor]
 
 
-def _pack(prefix: str, tensors: Mapping[str, Tensor]) -> Arrays:
+def pack_tensors(prefix: str, tensors: Mapping[str, Tensor]) -> Arrays:
+    """Named tensors as arrays, under a prefix."""
     return {f"{prefix}/{name}": tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
 
 
-def _unpack(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> Tensors:
+def unpack_tensors(prefix: str, arrays: Mapping[str, NDArray[Any]]) -> Tensors:
+    """The inverse: those under the prefix."""
     start = prefix + "/"
     found = {name[len(start) :]: array for name, array in arrays.items() if name.startswith(start)}
     return {name: torch.from_numpy(np.array(array)) for name, array in found.items()}
@@ -118,7 +120,7 @@ class Broadcast:
 
     def pack(self) -> tuple[Arrays, dict[str, Any]]:
         """Arrays and plain values."""
-        arrays = _pack("parameter", self.parameters) | _pack("buffer", self.buffers)
+        arrays = pack_tensors("parameter", self.parameters) | pack_tensors("buffer", self.buffers)
         metadata: dict[str, Any] = {
             "kind": "broadcast",
             "round": self.round,
@@ -136,7 +138,7 @@ class Broadcast:
                 "offset": self.head.offset,
                 "nodes": self.head.nodes,
             }
-            arrays |= _pack("head", head)
+            arrays |= pack_tensors("head", head)
             metadata["head"] = {"path": self.head.path, "weight": self.head.weight, "bias": self.head.bias}
             metadata["head"]["last"] = self.head.last
         return arrays, metadata
@@ -151,7 +153,7 @@ class Broadcast:
         names = metadata.get("head")
         head = None
         if names:
-            public = _unpack("head", arrays)
+            public = unpack_tensors("head", arrays)
             head = PublicHead(
                 path=_field(kind, names, "path", str),
                 weight=_field(kind, names, "weight", str),
@@ -166,8 +168,8 @@ class Broadcast:
             round=_field(kind, metadata, "round", str),
             model=_field(kind, metadata, "model", str),
             loss=_loss(kind, metadata, loss),
-            parameters=_unpack("parameter", arrays),
-            buffers=_unpack("buffer", arrays),
+            parameters=unpack_tensors("parameter", arrays),
+            buffers=unpack_tensors("buffer", arrays),
             trainable=_strings(kind, metadata, "trainable"),
             training=_strings(kind, metadata, "training"),
             head=head,
@@ -194,7 +196,7 @@ class Update:
 
     def pack(self) -> tuple[Arrays, dict[str, Any]]:
         """Arrays and plain values."""
-        arrays = _pack("passes", self.passes) | _pack("buffer", self.buffers)
+        arrays = pack_tensors("passes", self.passes) | pack_tensors("buffer", self.buffers)
         metadata = {"kind": "update", "round": self.round, "model": self.model, "samples": self.samples}
         return arrays, metadata
 
@@ -207,8 +209,8 @@ class Update:
             _field(kind, metadata, "round", str),
             _field(kind, metadata, "model", str),
             _field(kind, metadata, "samples", int),
-            _unpack("passes", arrays),
-            _unpack("buffer", arrays),
+            unpack_tensors("passes", arrays),
+            unpack_tensors("buffer", arrays),
         )
 
 

@@ -65,7 +65,7 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
     layout = secret.plan.layout
     coefficients = sent.how.coefficients
     for position, update in enumerate(updates):
-        check_update(secret, position, update, len(coefficients))
+        check_update(secret, position, update)
     shares = client_shares(updates, weights)
     passes = _mean(layout, updates, shares, len(coefficients)).mul_(sent.factors[: layout.weights])
     combined = torch.tensor(coefficients, dtype=layout.dtype, device=layout.device) @ passes
@@ -131,9 +131,10 @@ def _buffers(layout: Layout, sent: Sent, updates: Sequence[Update], shares: Sequ
     return out
 
 
-def check_update(secret: Secret, position: int, update: Update, passes: int) -> None:
+def check_update(secret: Secret, position: int, update: Update) -> None:
     """Refuse an update that cannot belong to this round."""
-    client = f"client {position}"
+    assert secret._sent is not None
+    client, passes = f"client {position}", len(secret._sent.how.coefficients)
     layout = secret.plan.layout
     if update.model != layout.name:
         fix = "clients and server must build the same architecture"

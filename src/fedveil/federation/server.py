@@ -1,0 +1,204 @@
+"""What every server does, wherever its clients are: rounds, optimiser, metrics, checkpoints."""
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.defences import DBCL, PPDL, SPN, Aggregate, Defence, Plain, Veil
+from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
+from fedveil.federation import checkpoint
+from fedveil.federation.evaluate import answers, better, metrics
+from fedveil.federation.shards import Batch
+from fedveil.scheme.losses import Function, Loss, find_loss
+
+DEFENCES: dict[str, Callable[[], Defence]] = {"plain": Plain, "veil": Veil, "ppdl": PPDL, "dbcl": DBCL, "spn": SPN}
+Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+Record = dict[str, Any]
+Seen = Callable[[Any, Sequence[Any]], None]
+
+
+@dataclass
+class History:
+    """What happened, a record a round: round, epoch, seconds, error; metrics where the model was evaluated."""
+
+    records: list[Record] = field(default_factory=list)
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """(round, value) of a metric."""
+        return [(record["round"], record[name]) for record in self.records if name in record]
+
+    @property
+    def last(self) -> Record:
+        """The latest evaluation."""
+        return next((r for r in reversed(self.records) if r.get("evaluated")), {})
+
+
+def named_defence(name: str) -> Defence:
+    """The defence of that name, with its default settings."""
+    if name not in DEFENCES:
+        known = ", ".join(f'"{known}"' for known in DEFENCES)
+        raise BadArgument("Federation", f"there is no defence {name!r}", f"use one of {known}")
+    return DEFENCES[name]()
+
+
+class Server(ABC):
+    """A model, its optimiser and a defence; `exchange` says how clients are reached.
+
+    Args:
+        model: trained in place.
+        defence: its name, or an object with the interface of `fedveil.defences.Defence`.
+        optimizer: makes the optimiser from the parameters.
+        schedule: makes a learning-rate schedule from the optimiser; it steps once an epoch.
+        loss: as for `Federation`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        defence: str | Defence,
+        optimizer: Optimizer,
+        *,
+        schedule: Schedule | None = None,
+        loss: str | Loss | Function = "squared_error",
+    ) -> None:
+        self.model = model
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        self.defence = named_defence(defence) if isinstance(defence, str) else defence
+        self.loss = find_loss(loss)
+        self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        self.optimizer = optimizer([p for p in self._parameters.values() if p.requires_grad])
+        self.schedule = schedule(self.optimizer) if schedule else None
+        self.round = 0
+        self.best: tuple[float, dict[str, Tensor]] | None = None
+        self.history = History()
+
+    @property
+    @abstractmethod
+    def rounds_per_epoch(self) -> int:
+        """Rounds in which the largest client sees each of its records once."""
+
+    @abstractmethod
+    def exchange(self, seen: Seen | None = None) -> Aggregate:
+        """Broadcast, the clients' work, and what the server makes of it; the model stays as it is."""
+
+    def step(self, seen: Seen | None = None) -> Aggregate:
+        """One round; `seen` gets what travelled in it: the broadcast and the uploads (one, if clients are fused)."""
+        result = self._once(seen)
+        if result.again:
+            result = self._once(seen)
+            result = dataclasses.replace(result, details={**result.details, "repeated": 1})
+        self._apply(result)
+        self.round += 1
+        if self.schedule and self.round % self.rounds_per_epoch == 0:
+            self.schedule.step()
+        return result
+
+    def _once(self, seen: Seen | None) -> Aggregate:
+        """An exchange after which no secret is left, however it ends."""
+        try:
+            return self.exchange(seen)
+        except NonFiniteUpdate as error:
+            fix = "lower the learning rate; the last checkpoint and the best model are kept"
+            what = f"training diverged: {error.where}: {error.what}"
+            raise Diverged(f"round {self.round}", what, fix) from error
+        finally:
+            self.defence.forget()
+
+    def _apply(self, result: Aggregate) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.grad = result.gradients.get(name)
+        self.optimizer.step()
+        for name, value in result.buffers.items():
+            self._buffers[name].copy_(value)
+
+    def fit(
+        self,
+        epochs: int = 1,
+        *,
+        test: Batch | None = None,
+        rounds: int | None = None,
+        evaluate_every: int | None = None,
+        folder: Path | None = None,
+        checkpoint_every: int | None = None,
+        on_round: Callable[[Record], None] | None = None,
+    ) -> History:
+        """Train up to `epochs` epochs (or `rounds` rounds) from the start, whatever was done already.
+
+        Args:
+            epochs: how often the largest client goes through its records.
+            test: held-out (inputs, targets); evaluated after each epoch.
+            rounds: in place of epochs.
+            evaluate_every: rounds, in place of an epoch.
+            folder: where checkpoints go.
+            checkpoint_every: rounds between checkpoints; at the end there is always one.
+            on_round: called with each round's record.
+        """
+        last = rounds if rounds is not None else epochs * self.rounds_per_epoch
+        every = evaluate_every or self.rounds_per_epoch
+        started = time.perf_counter()
+        while self.round < last:
+            result = self.step()
+            record: Record = {"round": self.round, "epoch": self.round / self.rounds_per_epoch, "error": result.error}
+            record |= result.details
+            if test is not None and (self.round % every == 0 or self.round == last):
+                record |= self._evaluate(test)
+            record["seconds"] = time.perf_counter() - started
+            self.history.records.append(record)
+            if on_round:
+                on_round(record)
+            if folder and (self.round == last or (checkpoint_every and self.round % checkpoint_every == 0)):
+                self.save(folder)
+        return self.history
+
+    def _evaluate(self, test: Batch) -> Record:
+        inputs, targets = (part.to(self.device) for part in test)
+        found = metrics(answers(self.model, inputs), targets, self.loss)
+        name, value = next(iter(found.items()))
+        if value != value:
+            raise Diverged(f"round {self.round}", f"{name} is not a number", "lower the learning rate")
+        if better(name, value, self.best[0] if self.best else None):
+            self.best = value, {key: tensor.detach().clone() for key, tensor in self.model.state_dict().items()}
+        return {**found, "evaluated": True}
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the server's checkpoint holds: never a secret, and nothing that is private to a client."""
+        return {
+            "round": self.round,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict() if self.schedule else None,
+            "defence": {"name": self.defence.name, **self.defence.state()},
+            "best": self.best,
+            "records": self.history.records,
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint."""
+        checkpoint.save(folder / "checkpoint.pt", self.state())
+
+    def resume(self, folder: Path) -> None:
+        """Go on from a folder's checkpoint: same data order and optimiser state, new secrets."""
+        state = checkpoint.load(folder / "checkpoint.pt", self.device)
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise BadArgument(str(folder), f"the checkpoint is of another model or optimiser: {error}") from error
+        if self.schedule and state["schedule"]:
+            self.schedule.load_state_dict(state["schedule"])
+        wrote = state["defence"]["name"]
+        if wrote != self.defence.name:
+            what = f"the checkpoint is of defence {wrote!r}, not {self.defence.name!r}"
+            raise BadArgument(str(folder), what, "resume with the defence that wrote it")
+        self.defence.restore(state["defence"])
+        self.round, self.best = state["round"], state["best"]
+        self.history = History(list(state["records"]))

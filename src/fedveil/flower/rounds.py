@@ -1,0 +1,88 @@
+"""Asking nodes and collecting what comes back, whatever that is: answers, errors, silence, garbage."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import httpx
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+SHORTEST_POLL, LONGEST_POLL = 0.01, 0.5  # seconds
+LONGEST_TEXT = 200
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An answer that does not count.
+
+    Attributes:
+        node: whose.
+        kind: "error 2" and other codes of Flower's, "silent", "twice", "foreign", "unreadable", "malformed", "stale",
+            "refused".
+        text: what is known about it; from the node, so cut and cleaned.
+    """
+
+    node: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"node {self.node}: {self.kind}: {self.text}"
+
+
+def fault(node: int, kind: str, text: object) -> Fault:
+    """A fault whose text is safe to print, however it came about."""
+    clean = "".join(c if c.isprintable() else " " for c in str(text)[:LONGEST_TEXT])
+    return Fault(node, kind, clean)
+
+
+def push(grid: Grid, content: RecordDict, nodes: Sequence[int], group: str, ttl: float) -> dict[str, int]:
+    """Send the same content to every node; returns the node of each message that went out."""
+    messages = [Message(content, dst_node_id=n, message_type="train", group_id=group, ttl=ttl) for n in nodes]
+    grid.push_messages(messages)
+    return {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+
+
+def _pull(grid: Grid, message: str, node: int) -> tuple[list[Message], Fault | None]:
+    """Replies to one message. One at a time, so that a reply that cannot be read takes no other with it."""
+    try:
+        return list(grid.pull_messages([message])), None
+    except httpx.HTTPError:
+        raise  # the SuperLink is gone for longer than Flower tries again: no node's fault
+    except Exception as error:  # Flower raises whatever garbage makes of its decoder
+        return [], fault(node, "unreadable", f"{type(error).__name__}: {error}")
+
+
+def collect(grid: Grid, asked: Mapping[str, int], timeout: float) -> Iterator[tuple[int, Message | Fault]]:
+    """Each node's first answer or fault as it comes; after `timeout` seconds those that are missing are silent."""
+    deadline, pending, poll = time.monotonic() + timeout, dict(asked), SHORTEST_POLL
+    while pending:
+        for message, node in list(pending.items()):
+            replies, broken = _pull(grid, message, node)
+            if broken:
+                del pending[message]
+                yield node, broken
+            for reply in replies:
+                if reply.metadata.reply_to_message_id != message:
+                    yield node, fault(node, "foreign", "it answers a message that was not sent to it in this round")
+                elif message not in pending:
+                    yield node, fault(node, "twice", "only its first answer counts")
+                else:
+                    del pending[message]
+                    yield node, _sorted_out(node, reply)
+        if not pending or time.monotonic() >= deadline:
+            break
+        time.sleep(max(0.0, min(poll, deadline - time.monotonic())))
+        poll = min(1.5 * poll, LONGEST_POLL)
+    for node in pending.values():
+        yield node, fault(node, "silent", f"no answer within {timeout:g} s")
+
+
+def _sorted_out(node: int, reply: Message) -> Message | Fault:
+    """The reply, or why it is none: Flower's own errors come from node 1, the SuperLink."""
+    if reply.has_error():
+        return fault(node, f"error {reply.error.code}", reply.error.reason)
+    if reply.metadata.src_node_id != node:
+        return fault(node, "foreign", f"the answer comes from node {reply.metadata.src_node_id}")
+    return reply

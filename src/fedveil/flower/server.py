@@ -1,0 +1,214 @@
+"""The server's side: the rounds of `fedveil.Federation` with clients that are Flower nodes."""
+
+import dataclasses
+import logging
+import math
+import time
+from typing import Any
+
+import torch
+from flwr.app import Message
+from flwr.serverapp import Grid
+from torch import Tensor, nn
+
+from fedveil.defences import Aggregate, Defence
+from fedveil.defences.wire import wire_of
+from fedveil.errors import BadArgument, FedveilError, StaleUpdate, TooFewAnswers
+from fedveil.federation import server as federation
+from fedveil.federation.server import Optimizer, Schedule, Seen
+from fedveil.federation.shards import generator
+from fedveil.flower.rounds import Fault, collect, fault, push
+from fedveil.flower.wire import Ask, bytes_of, read_answer, write_ask
+from fedveil.scheme import Entropy
+from fedveil.scheme.losses import Function, Loss
+
+LOG = logging.getLogger("fedveil.flower")
+KEPT_FAULTS = 20  # of a round, in its record
+
+
+@dataclasses.dataclass
+class _Heard:
+    """What came back in an exchange."""
+
+    updates: list[Any] = dataclasses.field(default_factory=list)
+    records: list[int] = dataclasses.field(default_factory=list)
+    up: list[int] = dataclasses.field(default_factory=list)
+    nodes: list[int] = dataclasses.field(default_factory=list)
+    faults: list[Fault] = dataclasses.field(default_factory=list)
+
+
+class Server(federation.Server):
+    """A federation whose clients are Flower nodes that run `fedveil.flower.answer`.
+
+    One exchange of messages carries one round. A round goes on with the answers that arrived in time and were in
+    order, if there are at least `min_answers`, with |D_k| of those clients as weights. Otherwise it is repeated, with a
+    new secret. docs/flower.md lists what happens in each kind of fault.
+
+    Args:
+        grid: Flower's, from `@app.main()`.
+        model: the server's; trained in place.
+        example: two records' inputs or more, for the analysis of the model; values do not matter.
+        defence: as for `fedveil.Federation`. One with test entropy or a seed is refused.
+        optimizer: makes the server's optimiser from the parameters.
+        schedule: makes a learning-rate schedule from the optimiser; it steps every `rounds_per_epoch` rounds.
+        loss: as for `fedveil.Federation`; clients must know a function of your own, too.
+        whole_shard: clients go through all their records in a round, so that few rounds are needed.
+        batch_size: records that a client takes at a time; without `whole_shard` those are its round.
+        rounds_per_epoch: for the schedule and for evaluation.
+        participation: share of the nodes that are asked in a round.
+        min_answers: good answers that a round needs.
+        wait_for: nodes that must be there before the first round; by default `min_answers`.
+        timeout: seconds for an exchange; also how long its messages live.
+        patience: seconds to wait for nodes in a round before giving up.
+        attempts: exchanges of a round before giving up.
+        pause: seconds between them.
+        seed: of the order of clients' records and of the choice of nodes.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        model: nn.Module,
+        example: Tensor,
+        defence: str | Defence = "veil",
+        optimizer: Optimizer = torch.optim.Adam,
+        *,
+        schedule: Schedule | None = None,
+        loss: str | Loss | Function = "squared_error",
+        whole_shard: bool = True,
+        batch_size: int = 1024,
+        rounds_per_epoch: int = 1,
+        participation: float = 1.0,
+        min_answers: int = 1,
+        wait_for: int | None = None,
+        timeout: float = 600.0,
+        patience: float = 1800.0,
+        attempts: int = 5,
+        pause: float = 2.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, defence, optimizer, schedule=schedule, loss=loss)
+        if self.defence.repeatable:
+            what = f"{self.defence.name} draws from a test seed, and this server talks to a network"
+            raise BadArgument("flower.Server", what, "leave entropy= and seed= out of the defence")
+        wholes = {"min_answers": min_answers, "attempts": attempts, "batch_size": batch_size}
+        for name, value in {**wholes, "rounds_per_epoch": rounds_per_epoch}.items():
+            if type(value) is not int or value < 1:
+                raise BadArgument("flower.Server", f"{name} must be a whole number of at least 1, got {value!r}")
+        for name, seconds in {"timeout": timeout, "patience": patience}.items():
+            if not 0 < seconds < math.inf:
+                raise BadArgument("flower.Server", f"{name} must be a finite number of seconds, got {seconds!r}")
+        if not 0 < participation <= 1:
+            raise BadArgument("flower.Server", f"participation must be above 0 and at most 1, got {participation}")
+        self.grid, self.wire = grid, wire_of(self.defence)
+        self.whole_shard, self.batch_size, self.seed = whole_shard, batch_size, seed
+        self.participation, self.min_answers, self.wait_for = participation, min_answers, wait_for or min_answers
+        self.timeout, self.patience, self.attempts, self.pause = timeout, patience, attempts, pause
+        self._epoch, self._session, self._started = rounds_per_epoch, Entropy().token(), False
+        self.defence.prepare(model, example.to(self.device), self.loss)
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        """As it was given: the server does not know how many records clients have."""
+        return self._epoch
+
+    def exchange(self, seen: Seen | None = None) -> Aggregate:
+        """Broadcast, collect, aggregate; again with a new secret while too few answers are in order."""
+        deadline, faults = time.monotonic() + self.patience, list[Fault]()
+        for attempt in range(1, self.attempts + 1):
+            nodes = self._nodes(deadline)
+            broadcast, down, heard = self._ask(nodes)
+            for found in heard.faults:
+                LOG.warning("round %d: %s", self.round, found)
+            faults += heard.faults
+            if len(heard.updates) >= self.min_answers:
+                if seen:
+                    seen(broadcast, heard.updates)
+                result = self.defence.aggregate(heard.updates, [float(n) for n in heard.records])
+                return self._noted(result, heard, faults, {"asked": len(nodes), "bytes_down": down}, attempt)
+            self.defence.forget()
+            if attempt < self.attempts:
+                time.sleep(self.pause)
+        raise self._too_few(f"{self.attempts} exchanges did not bring {self.min_answers} answers in order", faults)
+
+    def _too_few(self, what: str, faults: list[Fault]) -> TooFewAnswers:
+        last = f"; the last fault was {faults[-1]}" if faults else ""
+        fix = "look at the nodes; a new run goes on from the checkpoint"
+        return TooFewAnswers(f"round {self.round}", what + last, fix)
+
+    def _nodes(self, deadline: float) -> list[int]:
+        """The nodes to ask, once enough are there."""
+        needed = self.min_answers if self._started else max(self.wait_for, self.min_answers)
+        while len(nodes := sorted(self.grid.get_node_ids())) < needed:
+            if time.monotonic() >= deadline:
+                raise self._too_few(f"{len(nodes)} nodes are there after {self.patience:g} s, not {needed}", [])
+            time.sleep(min(0.5, self.patience))
+        self._started = True
+        count = max(self.min_answers, round(self.participation * len(nodes)))
+        if count >= len(nodes):
+            return nodes
+        order = torch.randperm(len(nodes), generator=generator("nodes", self.seed, self.round))
+        return sorted(nodes[place] for place in order[:count].tolist())
+
+    def _ask(self, nodes: list[int]) -> tuple[Any, int, _Heard]:
+        """One exchange: what was sent, its bytes for each node, and what came back."""
+        broadcast = self.defence.broadcast(self.model)
+        arrays, values = self.wire.pack(self.defence, broadcast)
+        ask = Ask(
+            self._session,
+            self.round,
+            Entropy().token(),
+            self.wire.kind,
+            {name: getattr(self.defence, name) for name in self.wire.settings},
+            self.loss.name,
+            self.loss.settings(),
+            self.whole_shard,
+            self.batch_size,
+            self.seed,
+            arrays,
+            values,
+        )
+        content, heard = write_ask(ask), _Heard()
+        asked = push(self.grid, content, nodes, str(self.round), self.timeout)
+        for node, reply in collect(self.grid, asked, self.timeout):
+            if isinstance(reply, Fault):
+                heard.faults.append(reply)
+            else:
+                self._hear(ask, node, reply, heard)
+        order = sorted(range(len(heard.nodes)), key=heard.nodes.__getitem__)  # sums do not depend on who was first
+        heard.updates, heard.records = [heard.updates[k] for k in order], [heard.records[k] for k in order]
+        return broadcast, bytes_of(content), heard
+
+    def _hear(self, ask: Ask, node: int, reply: Message, heard: _Heard) -> None:
+        """Take an answer that is in order; of any other, note why it is not."""
+        try:
+            answer = read_answer(reply.content)
+            if (answer.round, answer.token, answer.kind) != (ask.round, ask.token, ask.kind):
+                raise StaleUpdate(f"node {node}", f"its answer is for another exchange, of round {answer.round}")
+            update = self.wire.unpack_update(self.defence, self.model, answer.arrays, answer.values)
+            self.wire.check(self.defence, self.model, update, len(heard.updates))
+        except BadArgument as error:
+            heard.faults.append(fault(node, "malformed", f"{error.where}: {error.what}"))
+        except FedveilError as error:
+            kind = "stale" if isinstance(error, StaleUpdate) else "refused"
+            heard.faults.append(fault(node, kind, error.what))
+        except Exception as error:  # nothing that a node sends may end the run
+            heard.faults.append(fault(node, "malformed", f"{type(error).__name__}: {error}"))
+        else:
+            heard.updates.append(update)
+            heard.records.append(answer.records)
+            heard.nodes.append(node)
+            heard.up.append(bytes_of(reply.content))
+
+    def _noted(
+        self, result: Aggregate, heard: _Heard, faults: list[Fault], counts: dict[str, int], attempt: int
+    ) -> Aggregate:
+        """The aggregate with what happened in the round beside it."""
+        details: dict[str, Any] = {**result.details, **counts, "answers": len(heard.updates)}
+        details |= {"records": sum(heard.records), "bytes_up": round(sum(heard.up) / len(heard.up))}
+        details["bytes_total"] = counts["bytes_down"] * counts["asked"] + sum(heard.up)
+        if faults:
+            details["faults"] = [str(found) for found in faults[:KEPT_FAULTS]]
+        if attempt > 1:
+            details["attempts"] = attempt
+        return dataclasses.replace(result, details=details)

@@ -1,0 +1,187 @@
+"""A run over Flower is the run of the one-machine engine, for every defence."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
+
+from tests.flower.grid import LocalGrid, parts
+from tests.oracle import built, worst
+from torch import nn
+
+from fedveil import Entropy
+from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil, dbcl
+from fedveil.errors import BadArgument
+from fedveil.federation import Federation
+from fedveil.flower import Server, client_app
+from fedveil.models import mlp
+
+ROUNDS = 5
+
+
+def net():
+    return built(lambda: mlp(6, 4, hidden=10))
+
+
+def normed():
+    return built(lambda: nn.Sequential(nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 4)))
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, 1e-2)
+
+
+def falling(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def app_of(data, build=net, **options):
+    return client_app(lambda _: build(), lambda context: data[int(context.node_config["partition-id"])], **options)
+
+
+def values(model):
+    return {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+
+
+def on_flower(defence, data, build=net, app=None, rounds=ROUNDS, **options):
+    grid = LocalGrid(app or app_of(data, build), len(data))
+    server = Server(grid, build(), data[0][0][:2], defence, adam, schedule=falling, **options)
+    server.fit(rounds=rounds)
+    return server
+
+
+def in_engine(defence, data, build=net, rounds=ROUNDS, **options):
+    run = Federation(build(), data, defence, adam, schedule=falling, fuse=False, **options)
+    run.fit(rounds=rounds)
+    return run
+
+
+@pytest.mark.parametrize("build", [net, normed])
+@pytest.mark.parametrize(
+    "make",
+    [Plain, lambda: Veil(groups=2, additive=100.0), lambda: PPDL(0.1), lambda: PPDL(0.9), lambda: PPDL(1.0)],
+    ids=["plain", "veil", "ppdl a tenth", "ppdl most", "ppdl all"],
+)
+def test_whole_shards_over_flower_are_those_of_the_engine(make, build):
+    data = parts()
+    ours = on_flower(make(), data, build, batch_size=8)
+    theirs = in_engine(make(), data, build, batch_size=8, whole_shard=True)
+    assert worst(values(ours.model), values(theirs.model)) < 1e-9
+    assert ours.optimizer.param_groups[0]["lr"] == theirs.optimizer.param_groups[0]["lr"] == 1e-2 / 4
+
+
+def test_batches_over_flower_are_those_of_the_engine():
+    data = parts((30, 21, 24))
+    ours = on_flower("veil", data, whole_shard=False, batch_size=8, rounds_per_epoch=4, seed=3, rounds=9)
+    theirs = in_engine("plain", data, batch_size=8, seed=3, rounds=9)
+    assert theirs.rounds_per_epoch == 4
+    assert worst(values(ours.model), values(theirs.model)) < 1e-9
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
+def test_class_indices_and_other_losses_travel(loss):
+    data = parts(classes=4)
+    ours = on_flower("veil", data, loss=loss)
+    theirs = in_engine("plain", data, loss=loss, whole_shard=True)
+    assert worst(values(ours.model), values(theirs.model)) < 1e-4  # the tolerance of nodes, over 5 rounds of Adam
+
+
+def own_loss(outputs, targets):
+    return (outputs - targets).pow(4).sum(1)
+
+
+@pytest.mark.parametrize("defence", ["plain", "veil"])
+def test_a_loss_of_the_users_own_is_given_to_both_sides(defence):
+    data = parts()
+    ours = on_flower(defence, data, loss=own_loss, app=app_of(data, loss=own_loss))
+    theirs = in_engine("plain", data, loss=own_loss, whole_shard=True)
+    assert worst(values(ours.model), values(theirs.model)) < 1e-4
+    with pytest.raises(Exception, match="is the server's own function"):
+        on_flower(defence, data, loss=own_loss, attempts=1)
+
+
+def test_dbcl_over_flower_is_that_of_the_engine(monkeypatch):
+    data, drawn = parts(), []
+
+    def same_in_both(seed=None):
+        drawn.append(seed)
+        return np.random.Generator(np.random.PCG64(len(drawn) % ROUNDS))
+
+    monkeypatch.setattr(dbcl.np.random, "default_rng", same_in_both)
+    ours = on_flower(DBCL(), data, batch_size=8)
+    theirs = in_engine(DBCL(), data, batch_size=8, whole_shard=True)
+    assert len(drawn) == 2 * ROUNDS
+    assert worst(values(ours.model), values(theirs.model)) < 1e-9
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["context", "disk"])
+@pytest.mark.parametrize(
+    "make", [lambda **seed: SPN(lr=1e-2, **seed), lambda **seed: PPDL(0.5, 1e-2, "median", **seed)], ids=["spn", "ppdl"]
+)
+def test_clients_keep_their_private_state_where_it_belongs(make, on_disk, tmp_path):
+    """Each node begins with the state that the engine's client has, and must end with the same."""
+    data = parts(classes=4)
+    engine = Federation(net(), data, make(seed=7), adam, schedule=falling, whole_shard=True)
+    first = Federation(net(), data, make(seed=7), adam, whole_shard=True)
+    first.step()  # draws each client's state
+    states = [first.defence.client_state(k) for k in range(3)]
+    for k, state in enumerate(states):
+        engine.defence.restore_client(
+            k, {n: v.clone() if isinstance(v, torch.Tensor) else list(v) for n, v in state.items()}
+        )
+    engine.fit(rounds=ROUNDS)
+
+    place = {"folder": tmp_path} if on_disk else {}
+    app = app_of(data, folder=lambda _: tmp_path) if on_disk else app_of(data)
+    grid = LocalGrid(app, 3)
+    from fedveil.flower import client
+
+    for k, (context, state) in enumerate(zip(grid.contexts.values(), states, strict=True)):
+        given = make()
+        given.prepare(net(), data[0][0][:2], engine.loss)
+        given.restore_client(0, state)
+        client._keep(given, context, place.get("folder"), k)
+    server = Server(grid, net(), data[0][0][:2], make(), adam, schedule=falling)
+    server.fit(rounds=ROUNDS)
+    assert worst(values(server.model), values(engine.model)) < 1e-9
+    assert len(list(tmp_path.iterdir())) == (3 if on_disk else 0)
+    sent = b"".join(a.data for m in grid.sent for r in m.content.array_records.values() for a in r.values())
+    for k in range(3):
+        own = next(v for v in engine.defence.client_state(k).values() if isinstance(v, torch.Tensor))
+        assert own.numpy().tobytes()[:64] not in sent
+
+
+@pytest.mark.parametrize(
+    "defence",
+    [Veil(entropy=Entropy.for_tests(1)), PPDL(seed=1), SPN(seed=1), DBCL(seed=1)],
+    ids=["veil", "ppdl", "spn", "dbcl"],
+)
+def test_a_server_and_a_client_on_a_network_refuse_test_entropy(defence):
+    data = parts(classes=4)
+    with pytest.raises(BadArgument, match="draws from a test seed, and this server talks to a network"):
+        Server(LocalGrid(app_of(data), 3), net(), data[0][0][:2], defence)
+    honest = {"veil": Veil, "ppdl-": PPDL, "ppdl": PPDL, "dbcl": DBCL}.get(defence.name, SPN)()
+    with pytest.raises(Exception, match="with a seed is for tests"):
+        on_flower(honest, data, app=app_of(data, defence=lambda: defence), attempts=1)
+
+
+def test_a_client_may_insist_on_its_own_noise():
+    data = parts()
+    quiet = on_flower(PPDL(1.0, 0.0), data, rounds=1)
+    noisy = on_flower(PPDL(1.0, 0.0), data, rounds=1, app=app_of(data, defence=lambda: PPDL(1.0, 5.0)))
+    assert worst(values(noisy.model), values(quiet.model)) > 1e-3
+    with pytest.raises(Exception, match="this client insists on 'ppdl'"):
+        on_flower("plain", data, app=app_of(data, defence=lambda: PPDL()), attempts=1)
+
+
+def test_single_precision_travels_as_such():
+    data = parts(dtype=torch.float32)
+    ours = on_flower("veil", data, lambda: net().float())
+    theirs = in_engine("plain", data, lambda: net().float(), whole_shard=True)
+    assert worst(values(ours.model), values(theirs.model)) < 1e-4  # Adam divides 1e-7 by gradients that are near 0
+    record = ours.history.records[-1]
+    count = sum(p.numel() for p in net().parameters())
+    assert 3 * 4 * count < record["bytes_up"] < 3 * 4 * count + 1000  # G^, sigma~ and beta
+    assert 4 * count < record["bytes_down"] < 4 * count + 2500
+    assert record["bytes_total"] == 3 * (record["bytes_down"] + record["bytes_up"])
