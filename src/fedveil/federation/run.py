@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from fedveil.federation.config import (
 from fedveil.federation.engine import Federation, Record
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.page import run_page
+from fedveil.federation.server import Server
 
 
 def client_parts(config: Config, data: Data) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -123,7 +124,43 @@ def train(
     federation = federation_of(config, data)
     if resume and (folder / "checkpoint.pt").exists():
         federation.resume(folder)
-    lines = [json.dumps(record) for record in federation.history.records]
+    every = config.checkpoint_every or federation.rounds_per_epoch
+    repeat = f"fedveil train {config.flags()} --out {folder}"
+    values = dataclasses.asdict(config)
+    return record_run(
+        federation, folder, data, values, repeat, epochs=config.epochs, checkpoint_every=every, on_round=on_round
+    )
+
+
+def record_run(
+    server: Server,
+    folder: Path,
+    data: Data,
+    config: Mapping[str, Any],
+    repeat: str,
+    *,
+    epochs: int = 1,
+    rounds: int | None = None,
+    evaluate_every: int | None = None,
+    checkpoint_every: int | None = None,
+    on_round: Callable[[Record], None] | None = None,
+) -> dict[str, Any]:
+    """Let a server train, wherever its clients are, and write its folder; returns the summary.
+
+    Args:
+        server: before its first round, or resumed.
+        folder: where everything goes.
+        data: to evaluate on, and for the page.
+        config: for the page; "clients" and "model" go into its first line.
+        repeat: the command that repeats the run.
+        epochs: see `Server.fit`, as for the rest.
+        rounds: in place of epochs.
+        evaluate_every: rounds.
+        checkpoint_every: rounds.
+        on_round: called with each round's record.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(record) for record in server.history.records]
     write_text(folder / "metrics.jsonl", "".join(line + "\n" for line in lines))
     with (folder / "metrics.jsonl").open("a", buffering=1) as metrics:
 
@@ -132,23 +169,25 @@ def train(
             if on_round:
                 on_round(record)
 
-        history = federation.fit(
-            config.epochs,
+        history = server.fit(
+            epochs,
             test=(data.test.inputs, data.test.targets),
+            rounds=rounds,
+            evaluate_every=evaluate_every,
             folder=folder,
-            checkpoint_every=config.checkpoint_every or federation.rounds_per_epoch,
+            checkpoint_every=checkpoint_every,
             on_round=log,
         )
-    save_model(folder / "model.safetensors", federation.model)
+    save_model(folder / "model.safetensors", server.model)
     summary: dict[str, Any] = {
         "folder": str(folder),
-        "rounds": federation.round,
+        "rounds": server.round,
         **{name: history.last[name] for name in METRICS if name in history.last},
-        "best": federation.best[0] if federation.best else None,
+        "best": server.best[0] if server.best else None,
         "largest_error": max((record["error"] for record in history.records), default=0.0),
         "seconds": history.records[-1]["seconds"] if history.records else 0.0,
-        "repeat": f"fedveil train {config.flags()} --out {folder}",
+        "repeat": repeat,
     }
     write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    run_page(folder / "report.html", federation, data, dataclasses.asdict(config), summary)
+    run_page(folder / "report.html", server, data, config, summary)
     return summary

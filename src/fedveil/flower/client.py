@@ -113,6 +113,7 @@ def prepared(path: Path, make: Callable[[], Batch]) -> Batch:
         path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_name(f"{path.name}.{os.getpid()}.part")
         save_file({"inputs": inputs.contiguous(), "targets": targets.contiguous()}, half)
+        half.chmod(0o600)
         os.replace(half, path)
     found = load_file(path)
     return found["inputs"], found["targets"]

@@ -1,0 +1,1 @@
+"""Bank Marketing over Flower, under a veil."""

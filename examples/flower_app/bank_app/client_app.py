@@ -1,0 +1,15 @@
+"""The client: two names of its own, the rest is Fedveil's."""
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from bank_app.task import load_part, make_model
+from fedveil.flower import answer
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Answer a round."""
+    return answer(message, context, make_model(context.run_config), lambda: load_part(context))

@@ -1,0 +1,56 @@
+"""The server: the model, its optimiser, its defence and its test data."""
+
+from pathlib import Path
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from bank_app.task import make_model
+from fedveil.data import load
+from fedveil.defences import Veil
+from fedveil.federation.run import record_run
+from fedveil.flower import Server
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Train, from the last checkpoint if there is one, and write the run's folder."""
+    config, out = context.run_config, Path(str(context.run_config["out"]))
+    rounds, lr, decay = int(config["rounds"]), float(config["lr"]), float(config["weight-decay"])
+    data = load(str(config["data"]), path=Path(str(config["path"])) if config["path"] else None)
+    veil = Veil(int(config["groups"]), float(config["additive"]))
+    server = Server(
+        grid,
+        make_model(config),
+        data.test.inputs[:2],
+        veil if config["defence"] == "veil" else str(config["defence"]),
+        lambda p: torch.optim.Adam(p, lr, betas=(0.9, 0.99), weight_decay=decay),
+        schedule=(
+            (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, rounds))
+            if config["schedule"] == "cosine"
+            else None
+        ),
+        whole_shard=bool(config["whole-shard"]),
+        batch_size=int(config["batch-size"]),
+        wait_for=int(config["wait-for"]),
+        min_answers=int(config["min-answers"]),
+        timeout=float(config["timeout"]),
+        patience=float(config["patience"]),
+        attempts=int(config["attempts"]),
+        seed=int(config["seed"]),
+    )
+    if (out / "checkpoint.pt").exists():
+        server.resume(out)
+        print(f"going on after round {server.round}", flush=True)
+    values = {**config, "clients": config["wait-for"], "model": "mlp"}
+    repeat = "flwr run . with the values below"
+    print(record_run(server, out, data, values, repeat, rounds=rounds, checkpoint_every=1, on_round=show), flush=True)
+
+
+def show(record: dict[str, object]) -> None:
+    """A line a round."""
+    names = ("round", "mse", "accuracy", "answers", "asked", "bytes_down", "bytes_up", "faults", "seconds")
+    print(", ".join(f"{name} {record[name]}" for name in names if name in record), flush=True)

@@ -1,0 +1,44 @@
+"""What server and clients agree on: the network and the data."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+from torch import Tensor, nn
+
+from fedveil.flower import prepared
+from fedveil.models import mlp
+
+SHAPES = {"bank": (63, 1), "digits": (64, 10)}  # inputs and outputs, so that a client builds the network without data
+
+
+def make_model(config: Any) -> nn.Module:
+    """The paper's MLP without biases; the same values wherever it is built."""
+    inputs, outputs = SHAPES[str(config["data"])]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(config["seed"]))
+        return mlp(inputs, outputs, layers=int(config["layers"]), hidden=int(config["hidden"]), bias=False)
+
+
+def load_part(context: Context) -> tuple[Tensor, Tensor]:
+    """This node's records.
+
+    A node's config says where they are: path="..." for its data, partition-id=0 num-partitions=3 to take a part of
+    one common file, cache="..." for a folder of its own in which they are kept ready to use.
+    """
+    node, config = context.node_config, context.run_config
+    path, name = str(node.get("path", config["path"])), str(config["data"])
+    part, parts = int(node.get("partition-id", 0)), int(node.get("num-partitions", 1))
+
+    def make() -> tuple[Tensor, Tensor]:
+        from fedveil.data import load, split
+
+        data = load(name, path=Path(path) if path else None)
+        rows = split(data, parts, seed=int(config["seed"]))[part]
+        return data.train.inputs[rows], data.train.targets[rows]
+
+    home = Path(str(node.get("cache", "~/.cache/fedveil/flower"))).expanduser()
+    source = hashlib.sha256(path.encode()).hexdigest()[:8]
+    return prepared(home / f"{name}-{source}-{part}-of-{parts}-seed-{config['seed']}.safetensors", make)

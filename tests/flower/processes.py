@@ -1,0 +1,163 @@
+"""Real Flower processes on loopback, each in a process group of its own, all ended when the test ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+APP = Path(__file__).parent / "app"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def listening(port):
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_until(true, seconds, what):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.1)
+
+
+def group_alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class Deployment:
+    """A SuperLink and its SuperNodes; `home` is Flower's and holds logs."""
+
+    def __init__(self, home, *, simulation=False, tls=None, options=()):
+        self.home, self.port, self.tls, self.simulation = Path(home), free_port(), tls, simulation
+        self.options, self.processes = list(options), {}
+        self.home.mkdir(parents=True, exist_ok=True)
+        trust = f'root-certificates = "{tls}/ca.crt"' if tls else "insecure = true"
+        text = f'[superlink]\ndefault = "lab"\n[superlink.lab]\naddress = "127.0.0.1:{self.port}"\n{trust}\n'
+        (self.home / "config.toml").write_text(text)
+
+    @property
+    def environment(self):
+        return {
+            **os.environ,
+            "FLWR_HOME": str(self.home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "RAY_DEDUP_LOGS": "0",
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+        }
+
+    def start(self, name, *command):
+        log = (self.home / f"{name}.log").open("ab")
+        self.processes[name] = subprocess.Popen(
+            [str(BIN / command[0]), *map(str, command[1:])],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, start_new_session=True,
+        )  # fmt: skip
+        log.close()
+        return self.processes[name]
+
+    def start_link(self):
+        trust = ["--insecure"]
+        if self.tls:
+            files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
+            trust = [word for option, file in files.items() for word in (f"--ssl-{option}", f"{self.tls}/{file}")]
+            trust += ["--enable-supernode-auth"]
+        extra = [*self.options, *(["--simulation"] if self.simulation else [])]
+        self.start(
+            "link", "flower-superlink", *trust, "--host", "127.0.0.1", "--port", self.port,
+            "--disable-runtime-dependency-installation", *extra,
+        )  # fmt: skip
+        wait_until(lambda: listening(self.port), 60, "the SuperLink")
+
+    def start_node(self, part, *, parts=3, superlink=None, trust=None, name=None):
+        if trust is None and self.tls:
+            trust = ["--root-certificates", f"{self.tls}/ca.crt"]
+            trust += ["--auth-supernode-private-key", f"{self.tls}/node{part}"]
+        where = f"partition-id={part} num-partitions={parts}"
+        return self.start(
+            name or f"node{part}", "flower-supernode", *(trust or ["--insecure"]), "--superlink",
+            superlink or f"127.0.0.1:{self.port}", "--port", free_port(), "--node-config", where,
+        )  # fmt: skip
+
+    def flwr(self, *words, timeout=120.0, check=True):
+        done = subprocess.run(
+            [str(BIN / "flwr"), *map(str, words)],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, env=self.environment,
+            check=False,
+        )  # fmt: skip
+        assert not check or not done.returncode, done.stdout + done.stderr + self.logs()
+        return done.stdout + done.stderr
+
+    def run(self, out, *, app=APP, timeout=300.0, wait=True, **config):
+        """`flwr run`; waits for done.json, which the app writes at its end."""
+        out.mkdir(parents=True, exist_ok=True)
+        values = {"out": str(out), **{key.replace("_", "-"): value for key, value in config.items()}}
+        words = " ".join(f"{key}={toml(value)}" for key, value in values.items())
+        more = ["--federation-config", "num-supernodes=3 client-resources-num-cpus=1"] if self.simulation else []
+        self.flwr("run", app, "lab", "-c", words, *more)
+        if wait:
+            self.wait(out, timeout)
+
+    def wait(self, out, timeout=300.0, file="done.json"):
+        try:
+            wait_until((out / file).exists, timeout, f"{file} in {out}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
+
+    def logs(self):
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.home.glob("*.log")))
+
+    def kill(self, name, sign=signal.SIGKILL):
+        process = self.processes.pop(name)
+        if group_alive(process.pid):
+            os.killpg(process.pid, sign)
+        process.wait(30)
+
+    def __enter__(self):
+        self.start_link()
+        return self
+
+    def __exit__(self, *_):
+        groups = [process.pid for process in self.processes.values()]
+        for sign, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
+            for group in groups:
+                if group_alive(group):
+                    os.killpg(group, sign)
+            end = time.monotonic() + patience
+            while any(group_alive(group) for group in groups) and time.monotonic() < end:
+                [process.poll() for process in self.processes.values()]
+                time.sleep(0.1)
+        [process.wait(10) for process in self.processes.values()]
+        ours = [p for p in Path("/proc").glob("[0-9]*/environ") if mentions(p, f"FLWR_HOME={self.home}")]
+        for left in ours:  # what left its group, such as Ray's workers
+            os.kill(int(left.parent.name), signal.SIGKILL)
+
+
+def mentions(path, text):
+    try:
+        return text.encode() in path.read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def toml(value):
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, int | float) else f"'{value}'"
