@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import anchor, engine, exactness, memory, nodes, speed
+from benchmarks import anchor, engine, exactness, memory, nodes, overhead, speed
 from benchmarks.timing import machine
 
 
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("anchor", anchor.main, []),
         ("nodes", nodes.main, options),
         ("engine", engine.main, options),
+        ("overhead", overhead.main, options),
     ):
         print(f"## {name}\n", flush=True)
         if run(given):

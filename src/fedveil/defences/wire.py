@@ -198,7 +198,7 @@ class DBCLWire(PlainWire):
         network = copy.deepcopy(model)
         for name in sorted(_texts("broadcast", values, "sketched")):
             path = name.rpartition(".")[0]
-            layer = network.get_submodule(path)
+            layer = dict(network.named_modules()).get(path)
             if type(layer) not in KINDS or f"inputs/{name}" not in arrays or f"signs/{name}" not in arrays:
                 raise ModelMismatch(name, "the broadcast has a sketch for it, the model no layer that takes one")
             assert isinstance(layer, nn.Linear | nn.Conv2d)

@@ -19,7 +19,7 @@ class Fault:
     Attributes:
         node: whose.
         kind: "error 2" and other codes of Flower's, "silent", "twice", "foreign", "unreadable", "malformed", "stale",
-            "refused".
+            "not finite", "refused".
         text: what is known about it; from the node, so cut and cleaned.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedveil.defences import Aggregate, Defence
 from fedveil.defences.wire import wire_of
-from fedveil.errors import BadArgument, FedveilError, StaleUpdate, TooFewAnswers
+from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate, TooFewAnswers
 from fedveil.federation import server as federation
 from fedveil.federation.server import Optimizer, Schedule, Seen
 from fedveil.federation.shards import generator
@@ -129,6 +129,8 @@ class Server(federation.Server):
             self.defence.forget()
             if attempt < self.attempts:
                 time.sleep(self.pause)
+        if faults and all(found.kind == "not finite" for found in faults):
+            raise NonFiniteUpdate("all clients", faults[-1].text)
         raise self._too_few(f"{self.attempts} exchanges did not bring {self.min_answers} answers in order", faults)
 
     def _too_few(self, what: str, faults: list[Fault]) -> TooFewAnswers:
@@ -190,8 +192,8 @@ class Server(federation.Server):
         except BadArgument as error:
             heard.faults.append(fault(node, "malformed", f"{error.where}: {error.what}"))
         except FedveilError as error:
-            kind = "stale" if isinstance(error, StaleUpdate) else "refused"
-            heard.faults.append(fault(node, kind, error.what))
+            kinds: dict[type[FedveilError], str] = {StaleUpdate: "stale", NonFiniteUpdate: "not finite"}
+            heard.faults.append(fault(node, kinds.get(type(error), "refused"), error.what))
         except Exception as error:  # nothing that a node sends may end the run
             heard.faults.append(fault(node, "malformed", f"{type(error).__name__}: {error}"))
         else:

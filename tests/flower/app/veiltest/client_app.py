@@ -1,6 +1,7 @@
 """A client that answers, or misbehaves as the run's config says."""
 
 import dataclasses
+import json
 import os
 import time
 from pathlib import Path
@@ -36,7 +37,11 @@ def with_nan(found):
 @app.train()
 def train(message, context):
     part, config = int(context.node_config["partition-id"]), context.run_config
-    number = read_ask(message.content).round
+    ask = read_ask(message.content)
+    number = ask.round
+    if config["capture"]:
+        text = json.dumps(ask.values)
+        np.savez(Path(config["capture"]) / f"{part}-{number}.npz", **ask.arrays, **{"values.json": np.array(text)})
     if config["marks"]:
         (Path(config["marks"]) / f"{part}-{number}").write_text(str(os.getpid()))
     time.sleep(float(config["work"]))

@@ -1,0 +1,1 @@
+"""Plain and veiled rounds in turn, over Flower."""

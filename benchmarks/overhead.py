@@ -1,0 +1,75 @@
+"""What the veil costs over Flower: seconds and bytes a round against plain, in simulation and with real processes.
+
+    python -m benchmarks.overhead [--quick] [--pairs 10]
+
+Three clients with whole-shard gradients: the MLP of bank (6,590 records each) and ResNet20 (256 images each). Plain and
+veiled rounds alternate in one run, so that both see the same machine; the ratio is the median over pairs. Bounds: 1.15
+for the MLP; for ResNet20 its extra passes, (1 + 2 * 3) / (1 + 2) with a backward pass of two forward ones.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import flower
+from benchmarks.timing import machine, table
+
+APP = Path(__file__).parent / "flower_app"
+BOUNDS = {"mlp": 1.15, "resnet20": 7 / 3}
+WHERE = ("simulation", "deployment")
+
+
+def measure(net: str, where: str, pairs: int) -> list[dict[str, Any]]:
+    """Pairs of a plain and a veiled round."""
+    from tests.flower.processes import Deployment
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        with Deployment(Path(folder) / "flwr", simulation=where == "simulation") as deployment:
+            if where == "deployment":
+                for part in range(3):
+                    deployment.start_node(part)
+            deployment.run(out, app=APP, net=net, pairs=pairs, timeout=120.0 * (pairs + 3))
+        found: list[dict[str, Any]] = json.loads((out / "done.json").read_text())
+        return found
+
+
+def row(net: str, where: str, pairs: list[dict[str, Any]]) -> tuple[list[str], bool]:
+    """A line of the table, and whether its bound holds."""
+    seconds = {name: statistics.median(pair[name]["seconds"] for pair in pairs) for name in ("plain", "veil")}
+    ratios = sorted(pair["veil"]["seconds"] / pair["plain"]["seconds"] for pair in pairs)
+    ratio = statistics.median(ratios)
+    last, kept = pairs[-1], ratio <= BOUNDS[net]
+    sizes = [f"{last[name][way] / 1e6:.3f}" for way in ("down", "up") for name in ("plain", "veil")]
+    spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+    times = [f"{seconds['plain']:.2f}", f"{seconds['veil']:.2f}"]
+    return [net, where, *times, f"{ratio:.2f}", spread, f"{BOUNDS[net]:.2f}", "ok" if kept else "OVER", *sizes], kept
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; 1 if a bound is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description="The veil's cost over Flower.")
+    parser.add_argument("--quick", action="store_true", help="three pairs")
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of rounds (default 10)")
+    parser.add_argument("--threads", type=int, default=1, help="ignored: clients use one")
+    arguments = parser.parse_args(argv)
+    if not flower.installed():
+        print("Flower's simulation is not installed: pip install 'flwr[simulation]==1.41.0'")
+        return 0
+    pairs = 3 if arguments.quick else arguments.pairs
+    found = [row(net, where, measure(net, where, pairs)) for net in BOUNDS for where in WHERE]
+    heads = ["net", "where", "plain s", "veil s", "ratio", "from", "bound", ""]
+    heads += ["plain MB down", "veil", "plain MB up", "veil"]
+    print(table(heads, [line for line, _ in found]))
+    print(f"MB a client and round; load at the end {os.getloadavg()[0]:.1f};", machine())
+    return int(not all(kept for _, kept in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,365 @@
+"""Whatever a node sends, or does not send, the round goes on with the others and with their weights."""
+
+import dataclasses
+import gc
+import io
+import json
+import pickle
+import time
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from tests.flower.grid import LocalGrid, parts
+from tests.flower.test_flower_equality import adam, app_of, net, normed, values
+from tests.oracle import worst
+
+from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
+from fedveil.errors import BadArgument, Diverged, TooFewAnswers
+from fedveil.federation import Federation
+from fedveil.flower import Server
+from fedveil.flower.wire import ARRAYS, CONFIG, read_answer, write_answer
+from fedveil.scheme import Secret
+
+DATA = parts()
+
+
+def server_of(faults=None, defence="veil", data=DATA, build=net, app=None, **options):
+    grid = LocalGrid(app or app_of(data, build), len(data), faults=faults)
+    options = {"timeout": 0.3, "pause": 0.0, "attempts": 3, "patience": 1.0, **options}
+    return Server(grid, build(), data[0][0][:2], defence, adam, **options)
+
+
+def engine(clients, rounds=1, build=net):
+    run = Federation(build(), [DATA[k] for k in clients], "plain", adam, whole_shard=True)
+    run.fit(rounds=rounds)
+    return values(run.model)
+
+
+def error(code, node=None):
+    def change(reply, message):
+        found = Message(Error(code=code, reason="as the SuperLink\nsays"), reply_to=message)
+        if node is not None:
+            found.metadata.__dict__["_src_node_id"] = node
+        return [found]
+
+    return change
+
+
+def altered(**changes):
+    """The answer with other values; functions get the old one."""
+
+    def change(reply, message):
+        found = read_answer(reply.content)
+        new = {name: to(getattr(found, name)) if callable(to) else to for name, to in changes.items()}
+        return [Message(content=write_answer(dataclasses.replace(found, **new)), reply_to=message)]
+
+    return change
+
+
+def arrays(change):
+    """The answer with its first floating array changed."""
+
+    def alter(found):
+        name = next(n for n, a in found.items() if a.dtype.kind == "f")
+        return {**found, name: change(found[name].copy())}
+
+    return altered(arrays=alter)
+
+
+def content(make):
+    return lambda reply, message: [Message(content=make(reply.content), reply_to=message)]
+
+
+def config(**changes):
+    def make(old):
+        return RecordDict({CONFIG: ConfigRecord({**old[CONFIG], **changes}), ARRAYS: old[ARRAYS]})
+
+    return content(make)
+
+
+def raw(data, dtype="float64", stype="numpy.ndarray"):
+    def make(old):
+        array = Array(dtype=dtype, shape=(3,), stype=stype, data=data)
+        return RecordDict({CONFIG: old[CONFIG], ARRAYS: ArrayRecord({"float64": array})})
+
+    return content(make)
+
+
+def pickled():
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([print, {}], dtype=object), allow_pickle=True)
+    return buffer.getvalue()
+
+
+def first(array, value):
+    array.reshape(-1)[0] = value
+    return array
+
+
+def without_first(found):
+    return dict(list(found.items())[1:])
+
+
+FAULTS = {
+    "client raised": (error(2), "error 2: as the SuperLink says"),
+    "expired": (error(3, node=1), "error 3"),
+    "unavailable": (error(5, node=1), "error 5"),
+    "crashed": (error(8), "error 8"),
+    "silence": (lambda reply, message: [], "silent: no answer within 0.3 s"),
+    "cannot be inflated": (lambda reply, message: [ValueError("bad object")], "unreadable: ValueError: bad object"),
+    "nothing in it": (content(lambda _: RecordDict()), "malformed: answer: this message is not Fedveil's"),
+    "other format": (config(format=9), "malformed: answer: it is 'answer' in format 9"),
+    "other kind": (config(kind="ask"), "malformed: answer: it is 'ask'"),
+    "no json": (config(values="{"), "malformed: answer: it cannot be read: JSONDecodeError"),
+    "a list": (config(values="[]"), "malformed: answer: it cannot be read"),
+    "no index": (config(values="{}"), "malformed: answer: it cannot be read: KeyError"),
+    "half an index": (config(values=json.dumps({"index": [["a"]]})), "malformed: answer: it cannot be read"),
+    "not an array": (raw(b"garbage"), "malformed: answer: it cannot be read: ValueError"),
+    "a pickle": (raw(pickled()), "malformed: answer: it cannot be read: ValueError"),
+    "bare pickle": (raw(pickle.dumps([1])), "malformed: answer: it cannot be read"),
+    "another node's": (lambda r, m: [_from(r, 102)], "foreign: the answer comes from node 102"),
+    "no records": (altered(records=0), "malformed: answer: records must be from 1 to 2^53, got 0"),
+    "yes records": (altered(records=True), "malformed: answer: records must be int, got bool"),
+    "half records": (altered(records=2.5), "malformed: answer: records must be int, got float"),
+    "last round": (altered(round=-1), "stale: its answer is for another exchange, of round -1"),
+    "other token": (altered(token="0" * 32), "stale: its answer is for another exchange, of round 0"),
+    "other defence": (altered(kind="spn"), "stale: its answer is for another exchange"),
+    "nan": (arrays(lambda a: first(a, np.nan)), "not finite:"),
+    "infinity": (arrays(lambda a: first(a, np.inf)), "not finite:"),
+    "other dtype": (arrays(lambda a: a.astype(np.float32)), "refused:"),
+    "whole numbers": (arrays(lambda a: a.astype(np.int64)), "refused:"),
+    "text": (arrays(lambda a: a.astype(str)), "malformed:"),
+    "other shape": (arrays(lambda a: a[..., :-1]), "refused:"),
+    "missing": (altered(arrays=without_first), "refused:"),
+}
+
+
+def _from(reply, node):
+    reply.metadata.__dict__["_src_node_id"] = node
+    return reply
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("defence", ["plain", "veil"])
+def test_a_fault_costs_its_node_the_round_and_nobody_else(name, defence):
+    change, text = FAULTS[name]
+    server = server_of({(101, 0): change}, defence)
+    server.fit(rounds=1)
+    (record,) = server.history.records
+    assert (record["asked"], record["answers"], record["records"]) == (3, 2, 55)
+    assert len(record["faults"]) == 1
+    assert record["faults"][0].startswith(f"node 101: {text}")
+    assert worst(values(server.model), engine([0, 2])) < 1e-9
+    server.fit(rounds=2)
+    assert server.history.records[-1]["answers"] == 3
+
+
+@pytest.mark.parametrize(
+    "make", [Plain, Veil, DBCL, lambda: PPDL(0.3), SPN], ids=["plain", "veil", "dbcl", "ppdl", "spn"]
+)
+@pytest.mark.parametrize("name", ["nan", "other shape", "other dtype", "text", "missing"])
+def test_every_defence_checks_what_it_is_sent(make, name):
+    data = parts(classes=4)
+    server = server_of({(101, 0): FAULTS[name][0]}, make(), data)
+    server.fit(rounds=1)
+    assert server.history.records[0]["answers"] == 2
+
+
+@pytest.mark.parametrize("defence", ["plain", "veil"])
+@pytest.mark.parametrize("bad", [np.zeros(3, np.int64), np.zeros((), np.int32)], ids=["shape", "dtype"])
+def test_a_counter_of_another_shape_is_refused(defence, bad):
+    name = "buffer/1.num_batches_tracked"
+    server = server_of({(101, 0): altered(arrays=lambda a: {**a, name: bad})}, defence, build=normed)
+    server.fit(rounds=1)
+    assert server.history.records[0]["answers"] == 2
+    assert "num_batches_tracked" in server.history.records[0]["faults"][0]
+
+
+def test_tensors_that_nobody_asked_for_are_refused():
+    server = server_of({(101, 0): altered(arrays=lambda a: {**a, "gradient/x": np.zeros(3)})}, "plain")
+    server.fit(rounds=1)
+    assert "was not asked for" in server.history.records[0]["faults"][0]
+
+
+@pytest.mark.parametrize("places", [np.array([10**6], np.uint32), np.zeros(2, np.uint32), np.zeros((1, 1), np.uint32)])
+def test_numbers_selected_at_impossible_places_are_refused(places):
+    change = altered(arrays=lambda a: {**a, "selected": np.zeros(1), "places": places})
+    server = server_of({(101, 0): change}, PPDL(0.01))
+    server.fit(rounds=1)
+    assert server.history.records[0]["answers"] == 2
+
+
+def test_only_the_first_of_two_answers_counts():
+    server = server_of({(101, 0): lambda r, m: [r, *altered(records=10**6)(r, m)]})
+    server.fit(rounds=1)
+    record = server.history.records[0]
+    assert (record["answers"], record["records"]) == (3, 75)
+    assert record["faults"] == ["node 101: twice: only its first answer counts"]
+    assert worst(values(server.model), engine([0, 1, 2])) < 1e-9
+
+
+def test_an_answer_of_the_round_before_is_stale_even_if_it_quotes_this_rounds_message():
+    kept = []
+
+    def keep(reply, message):
+        kept.append(reply.content)
+        return [reply]
+
+    faults = {(101, 0): keep, (101, 1): lambda reply, message: [Message(content=kept[0], reply_to=message)]}
+    server = server_of(faults)
+    server.fit(rounds=2)
+    assert "stale: its answer is for another exchange, of round 0" in server.history.records[1]["faults"][0]
+
+
+def test_too_few_answers_repeat_the_round_with_a_new_secret():
+    tokens = []
+    faults = {(node, number): FAULTS["nan"][0] for node in (100, 101) for number in (0, 1)}
+    server = server_of(faults, min_answers=2)
+    server.fit(rounds=1)
+    for message in server.grid.sent:
+        found = json.loads(message.content[CONFIG]["values"])
+        tokens.append((found["token"], found["values"]["round"], found["round"]))
+    assert len({token for token, _, _ in tokens}) == len({secret for _, secret, _ in tokens}) == 3
+    assert {number for _, _, number in tokens} == {0}
+    assert server.history.records[0]["attempts"] == 3
+    assert len(server.history.records[0]["faults"]) == 4
+    assert worst(values(server.model), engine([0, 1, 2])) < 1e-9
+
+
+def test_a_round_that_never_gets_its_answers_ends_in_time_and_says_why():
+    server = server_of({(100 + k, n): lambda r, m: [] for k in range(2) for n in range(9)}, min_answers=2)
+    began = time.monotonic()
+    with pytest.raises(TooFewAnswers, match=r"(?s)round 0: 3 exchanges did not bring 2 answers .*silent.*checkpoint"):
+        server.fit(rounds=1)
+    assert time.monotonic() - began < 3 * 0.3 + 2
+    assert server.defence._secret is None
+    assert worst(values(server.model), values(net())) == 0
+
+
+def test_a_server_waits_for_nodes_and_not_for_ever():
+    server = server_of(wait_for=4)
+    with pytest.raises(TooFewAnswers, match=r"3 nodes are there after 1 s, not 4"):
+        server.fit(rounds=1)
+
+
+def test_nodes_that_vanish_and_come_back_cost_only_the_rounds_they_miss():
+    server = server_of()
+    server.fit(rounds=1)
+    away = server.grid.contexts.pop(100)
+    server.fit(rounds=2)
+    server.grid.contexts[100] = away
+    server.fit(rounds=3)
+    assert [record["records"] for record in server.history.records] == [75, 45, 75]
+
+
+def test_participation_asks_some_nodes_and_others_in_another_round():
+    server = server_of(data=parts((10,) * 6), participation=0.5)
+    server.fit(rounds=4)
+    assert [record["asked"] for record in server.history.records] == [3] * 4
+    assert len({message.metadata.dst_node_id for message in server.grid.sent}) > 3
+
+
+def test_messages_live_as_long_as_their_round():
+    server = server_of(timeout=7.0)
+    server.fit(rounds=1)
+    assert {message.metadata.ttl for message in server.grid.sent} == {7.0}
+
+
+def secrets_alive():
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) is Secret]
+
+
+@pytest.mark.parametrize("name", ["client raised", "nan", "silence", "nothing in it"])
+def test_no_secret_outlives_its_round(name):
+    server = server_of({(101, 0): FAULTS[name][0]})
+    server.fit(rounds=2)
+    assert not secrets_alive()
+    server = server_of({(node, n): FAULTS[name][0] for node in (100, 101, 102) for n in range(3)})
+    with pytest.raises((TooFewAnswers, Diverged)):
+        server.fit(rounds=1)
+    assert not secrets_alive()
+
+
+def test_a_run_that_leaves_the_finite_numbers_stops_and_keeps_no_secret():
+    grid = LocalGrid(app_of(DATA), 3)
+    server = Server(grid, net(), DATA[0][0][:2], "veil", lambda p: torch.optim.SGD(p, 1e200), attempts=1, pause=0.0)
+    with pytest.raises(Diverged, match=r"(?s)round \d+: training diverged.*Fix: lower the learning rate"):
+        server.fit(rounds=50)
+    assert not secrets_alive()
+
+
+def test_a_client_refuses_what_is_old_and_what_it_has_answered():
+    server = server_of()
+    server.fit(rounds=2)
+    old, new = (next(m for m in server.grid.sent if m.metadata.group_id == str(n)) for n in (0, 1))
+    texts = [server.grid._handle(message)[0].error.reason for message in (old, new)]
+    assert "the message is of round 0, and a later one was answered" in texts[0]
+    assert "it has answered this exchange of round 1 already" in texts[1]
+
+
+def test_a_new_session_of_the_server_may_begin_again():
+    server = server_of()
+    server.fit(rounds=3)
+    again = Server(server.grid, net(), DATA[0][0][:2], "veil", adam, attempts=1)
+    again.fit(rounds=1)
+    assert again.history.records[0]["answers"] == 3
+
+
+@pytest.mark.parametrize("defence", ["plain", "veil"])
+def test_a_restarted_server_goes_on_from_its_checkpoint_with_the_clients_that_are_there(defence, tmp_path):
+    first = server_of(defence=defence)
+    first.fit(rounds=2, folder=tmp_path, checkpoint_every=1)
+    second = server_of(defence=defence)
+    second.resume(tmp_path)
+    del second.grid.contexts[101]
+    second.fit(rounds=4, folder=tmp_path)
+    assert [(r["round"], r["answers"]) for r in second.history.records] == [(1, 3), (2, 3), (3, 2), (4, 2)]
+    whole = server_of(defence="plain")
+    whole.fit(rounds=2)
+    del whole.grid.contexts[101]
+    whole.fit(rounds=4)
+    assert worst(values(second.model), values(whole.model)) < 1e-9
+
+
+def test_a_round_that_missed_its_precision_is_repeated_over_flower_too():
+    class Doubtful(Veil):
+        doubts = 1
+
+        def aggregate(self, updates, weights):
+            again, self.doubts = self.doubts > 0, 0
+            return dataclasses.replace(super().aggregate(updates, weights), again=again)
+
+    server = server_of(defence=Doubtful())
+    server.fit(rounds=1)
+    assert server.history.records[0]["repeated"] == 1
+    assert len(server.grid.sent) == 6
+    assert worst(values(server.model), engine([0, 1, 2])) < 1e-9
+
+
+def test_a_client_with_another_network_is_reported_by_name():
+    def wider():
+        return torch.nn.Sequential(torch.nn.Linear(6, 11), torch.nn.ReLU(), torch.nn.Linear(11, 4)).double()
+
+    for defence in ("plain", "veil", "dbcl"):
+        server = server_of(defence=defence, app=app_of(DATA, wider), attempts=1)
+        with pytest.raises(TooFewAnswers, match="ModelMismatch"):
+            server.fit(rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"min_answers": 0}, "min_answers must be a whole number of at least 1, got 0"),
+        ({"timeout": float("inf")}, "timeout must be a finite number of seconds, got inf"),
+        ({"participation": 0.0}, "participation must be above 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options, text):
+    with pytest.raises(BadArgument, match=text):
+        server_of(**options)

@@ -1,0 +1,215 @@
+"""Faults, restarts and eavesdropping with real processes."""
+
+import contextlib
+import json
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
+
+from safetensors.torch import load_file
+from tests.flower.app.veiltest.task import make_model, parts
+from tests.flower.grid import LocalGrid
+from tests.flower.processes import Deployment, mentions, wait_until
+from tests.flower.test_flower_deployment import records
+from tests.oracle import worst
+
+from fedveil import Broadcast, client_view
+from fedveil.data import load
+from fedveil.defences import Plain, Veil
+from fedveil.federation import Federation
+from fedveil.federation.evaluate import answers, metrics
+from fedveil.flower import Server, client_app
+
+pytestmark = pytest.mark.slow
+MLP = {"net": "mlp"}
+SCRIPT = Path(__file__).parents[2] / "examples" / "flower_app" / "make_certificates.sh"
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, 1e-2)
+
+
+def expected(rounds, start=None):
+    """The plain model when these clients answered, a tuple a round."""
+    data = parts()
+    app = client_app(lambda _: make_model(MLP), lambda c: data[int(c.node_config["partition-id"])])
+    grid = LocalGrid(app, 3)
+    server = Server(grid, make_model(MLP), data[0][0][:2], Plain(), adam, batch_size=32)
+    everyone = dict(grid.contexts)
+    for number, present in enumerate(rounds, 1):
+        grid.contexts = {100 + k: everyone[100 + k] for k in present}
+        server.fit(rounds=number)
+    return server.model.state_dict()
+
+
+def answered(out):
+    """Who answered in each round, from the number of records; 60, 40 and 50 tell."""
+    names = {150: (0, 1, 2), 110: (0, 2), 90: (1, 2), 100: (0, 1), 60: (0,), 40: (1,), 50: (2,)}
+    return [names[record["records"]] for record in records(out)]
+
+
+def marked(marks, part, number):
+    return (marks / f"{part}-{number}").exists
+
+
+@pytest.fixture
+def marks(tmp_path):
+    (tmp_path / "marks").mkdir()
+    return tmp_path / "marks"
+
+
+class Ear:
+    """A proxy that keeps every byte that goes to a SuperNode."""
+
+    def __init__(self, port):
+        self.heard, self.target = bytearray(), port
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.port = self.door.getsockname()[1]
+        threading.Thread(target=self._open, daemon=True).start()
+
+    def _open(self):
+        while True:
+            try:
+                near, _ = self.door.accept()
+                far = socket.create_connection(("127.0.0.1", self.target))
+            except OSError:
+                return
+            for one, other, keep in ((near, far, False), (far, near, True)):
+                threading.Thread(target=self._carry, args=(one, other, keep), daemon=True).start()
+
+    def _carry(self, one, other, keep):
+        try:
+            while data := one.recv(65536):
+                if keep:
+                    self.heard += data
+                other.sendall(data)
+        except OSError:
+            pass
+        finally:
+            for end in (one, other):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+def test_nothing_that_supernodes_receive_holds_a_secret_or_predicts(tmp_path):
+    out, captured = tmp_path / "out", tmp_path / "captured"
+    captured.mkdir()
+    trained = Federation(
+        make_model(MLP), parts(), Veil(groups=3, additive=100.0), adam, batch_size=32, whole_shard=True
+    )
+    trained.fit(rounds=200)
+    trained.save(out)  # the server goes on from here
+    with Deployment(tmp_path / "flwr") as deployment:
+        ears = [Ear(deployment.port) for _ in range(3)]
+        for part, ear in enumerate(ears):
+            deployment.start_node(part, superlink=f"127.0.0.1:{ear.port}")
+        deployment.run(out, rounds=203, secrets=str(tmp_path / "secrets"), capture=str(captured), timeout=300)
+    lines = [json.loads(line) for line in (tmp_path / "secrets").read_text().splitlines()]
+    assert len(lines) == 3
+    heard = [bytes(ear.heard) for ear in ears]
+    for number, line in enumerate(lines):
+        for bytes_of_node in heard:
+            assert all(struct.pack("<d", x) in bytes_of_node for x in line["public"])  # the search finds what is there
+            assert not any(struct.pack(order, x) in bytes_of_node for x in line["secret"] for order in ("<d", ">d"))
+            assert not any(repr(x).encode() in bytes_of_node for x in line["secret"])
+        assert len(line["secret"]) > 90, number
+    test = load("digits").test
+    inputs = test.inputs.double()
+    assert metrics(answers(trained.model, inputs), test.targets)["accuracy"] > 0.7
+    for file in captured.glob("*.npz"):
+        arrays = dict(np.load(file))
+        values = json.loads(str(arrays.pop("values.json")))
+        view = client_view(make_model(MLP), Broadcast.unpack(arrays, values))
+        assert metrics(answers(view, inputs), test.targets)["accuracy"] < 0.3
+    assert len(list(captured.glob("*.npz"))) == 9
+
+
+def test_bad_updates_cost_their_client_the_round(tmp_path):
+    out = tmp_path / "out"
+    faults = "0:0:nan 1:1:stale 2:2:garbage 0:3:raise 1:4:crash"
+    with Deployment(tmp_path / "flwr") as deployment:
+        for part in range(3):
+            deployment.start_node(part)
+        deployment.run(out, rounds=6, faults=faults, timeout=400)
+    found = records(out)
+    kinds = [re.sub(r"node \d+: ([^:]*):.*", r"\1", text) for record in found for text in record.get("faults", [])]
+    assert kinds[:4] == ["not finite", "stale", "malformed", "error 2"]
+    assert kinds[4] in ("error 8", "silent")
+    assert answered(out) == [(1, 2), (0, 2), (0, 1), (1, 2), (0, 2), (0, 1, 2)]
+    assert worst(load_file(out / "model.safetensors"), expected(answered(out))) < 1e-9
+
+
+def test_a_supernode_killed_in_mid_round_and_then_all_of_them_of_which_two_come_back(tmp_path, marks):
+    out = tmp_path / "out"
+    with Deployment(tmp_path / "flwr") as deployment:
+        for part in range(3):
+            deployment.start_node(part)
+        options = {"marks": str(marks), "work": 2.0, "timeout": 25.0, "min_answers": 2, "attempts": 20}
+        deployment.run(out, rounds=6, wait=False, patience=300.0, **options)
+        wait_until(marked(marks, 1, 1), 240, "client 1 in round 1")
+        deployment.kill("node1")
+        wait_until(marked(marks, 0, 3), 240, "client 0 in round 3")
+        deployment.kill("node0")
+        deployment.kill("node2")
+        for part in (0, 2):
+            deployment.start_node(part, name=f"again{part}")
+        deployment.wait(out, 600)
+    assert answered(out) == [(0, 1, 2), *[(0, 2)] * 5]
+    assert worst(load_file(out / "model.safetensors"), expected(answered(out))) < 1e-9
+    assert all(record["seconds"] < 600 for record in records(out))
+
+
+def test_a_superlink_killed_and_restarted_goes_on_from_the_checkpoint(tmp_path, marks):
+    out = tmp_path / "out"
+    with Deployment(tmp_path / "flwr", options=["--database", tmp_path / "link.db"]) as deployment:
+        for part in range(3):
+            deployment.start_node(part)
+        deployment.run(out, rounds=5, wait=False, marks=str(marks))
+        wait_until(marked(marks, 0, 2), 240, "client 0 in round 2")
+        deployment.kill("link")
+        deployment.start_link()
+        deployment.run(out, rounds=5, timeout=400)
+    assert json.loads((out / "done.json").read_text())["from"] >= 2
+    assert answered(out) == [(0, 1, 2)] * 5
+    assert worst(load_file(out / "model.safetensors"), expected(answered(out))) < 1e-9
+
+
+@pytest.mark.skipif(not shutil.which("openssl") or not shutil.which("ssh-keygen"), reason="no openssl or ssh-keygen")
+def test_tls_and_registered_keys_let_in_whom_they_should_and_nobody_else(tmp_path):
+    out, keys = tmp_path / "out", tmp_path / "keys"
+    subprocess.run([SCRIPT, keys, "4"], check=True, capture_output=True)
+    with Deployment(tmp_path / "flwr", tls=keys) as deployment:
+        for part in range(2):
+            deployment.flwr("supernode", "register", keys / f"node{part}.pub", "lab")
+            deployment.start_node(part)
+        stranger = ["--root-certificates", f"{keys}/ca.crt", "--auth-supernode-private-key", f"{keys}/node3"]
+        wrong_key = deployment.start_node(2, trust=stranger, name="wrong-key")
+        no_key = deployment.start_node(2, trust=["--root-certificates", f"{keys}/ca.crt"], name="no-key")
+        no_tls = deployment.start_node(2, trust=["--insecure", "--max-retries", "2"], name="no-tls")
+        deployment.run(out, rounds=2, wait_for=2, timeout=240)
+        assert [process.wait(60) for process in (wrong_key, no_key, no_tls)] == [1, 1, 1]
+        logs = {name: (deployment.home / f"{name}.log").read_text() for name in ("wrong-key", "no-key", "no-tls")}
+    assert "2004" in logs["wrong-key"]
+    assert "2001" in logs["no-key"]
+    assert "305" in logs["no-tls"]
+    assert answered(out) == [(0, 1)] * 2
+    assert worst(load_file(out / "model.safetensors"), expected(answered(out))) < 1e-9
+
+
+def test_the_processes_of_these_tests_end_with_them(tmp_path):
+    with Deployment(tmp_path / "flwr") as deployment:
+        process = deployment.start_node(0)
+        assert process.poll() is None
+    assert process.poll() is not None
+    wanted = f"FLWR_HOME={deployment.home}"
+    wait_until(lambda: not any(mentions(p, wanted) for p in Path("/proc").glob("[0-9]*/environ")), 10, "their end")
