@@ -35,7 +35,7 @@ def measure(net: str, where: str, pairs: int) -> list[dict[str, Any]]:
             if where == "deployment":
                 for part in range(3):
                     deployment.start_node(part)
-            deployment.run(out, app=APP, net=net, pairs=pairs, timeout=120.0 * (pairs + 3))
+            deployment.run(out, app=APP, net=net, pairs=pairs, within=120.0 * (pairs + 3))
         found: list[dict[str, Any]] = json.loads((out / "done.json").read_text())
         return found
 

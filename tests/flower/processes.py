@@ -105,7 +105,7 @@ class Deployment:
         assert not check or not done.returncode, done.stdout + done.stderr + self.logs()
         return done.stdout + done.stderr
 
-    def run(self, out, *, app=APP, timeout=300.0, wait=True, **config):
+    def run(self, out, *, app=APP, within=300.0, wait=True, **config):
         """`flwr run`; waits for done.json, which the app writes at its end."""
         out.mkdir(parents=True, exist_ok=True)
         values = {"out": str(out), **{key.replace("_", "-"): value for key, value in config.items()}}
@@ -113,11 +113,11 @@ class Deployment:
         more = ["--federation-config", "num-supernodes=3 client-resources-num-cpus=1"] if self.simulation else []
         self.flwr("run", app, "lab", "-c", words, *more)
         if wait:
-            self.wait(out, timeout)
+            self.wait(out, within)
 
-    def wait(self, out, timeout=300.0, file="done.json"):
+    def wait(self, out, within=300.0, file="done.json"):
         try:
-            wait_until((out / file).exists, timeout, f"{file} in {out}")
+            wait_until((out / file).exists, within, f"{file} in {out}")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 

@@ -38,7 +38,7 @@ def test_two_rounds_of_two_supernodes_are_those_of_the_engine(tmp_path):
     with Deployment(tmp_path / "flwr") as deployment:
         for part in range(2):
             deployment.start_node(part)
-        deployment.run(out, rounds=2, wait_for=2, timeout=240)
+        deployment.run(out, rounds=2, wait_for=2, within=600)
     assert worst(load_file(out / "model.safetensors"), engine(Plain(), 2, clients=2)) < 1e-9
     assert [(r["answers"], r["records"]) for r in records(out)] == [(2, 100), (2, 100)]
 
@@ -53,6 +53,6 @@ def test_simulation_and_deployment_give_the_engines_model_after_twenty_rounds(de
             if name == "deployment":
                 for part in range(3):
                     deployment.start_node(part)
-            deployment.run(out, rounds=20, defence=defence, timeout=900)
+            deployment.run(out, rounds=20, defence=defence, within=900)
         assert [record["answers"] for record in records(out)] == [3] * 20
         assert worst(load_file(out / "model.safetensors"), expected) < 1e-6

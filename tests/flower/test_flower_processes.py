@@ -72,33 +72,39 @@ class Ear:
     """A proxy that keeps every byte that goes to a SuperNode."""
 
     def __init__(self, port):
-        self.heard, self.target = bytearray(), port
+        self.heard, self.target, self.lines = bytearray(), port, []
         self.door = socket.create_server(("127.0.0.1", 0))
         self.port = self.door.getsockname()[1]
-        threading.Thread(target=self._open, daemon=True).start()
+        self.threads = [threading.Thread(target=self._open)]
+        self.threads[0].start()
 
     def _open(self):
-        while True:
-            try:
+        with contextlib.suppress(OSError):
+            while True:
                 near, _ = self.door.accept()
-                far = socket.create_connection(("127.0.0.1", self.target))
-            except OSError:
-                return
-            for one, other, keep in ((near, far, False), (far, near, True)):
-                threading.Thread(target=self._carry, args=(one, other, keep), daemon=True).start()
+                self.lines += [near, far := socket.create_connection(("127.0.0.1", self.target))]
+                for one, other, keep in ((near, far, False), (far, near, True)):
+                    self.threads.append(threading.Thread(target=self._carry, args=(one, other, keep)))
+                    self.threads[-1].start()
 
     def _carry(self, one, other, keep):
-        try:
+        with contextlib.suppress(OSError):
             while data := one.recv(65536):
                 if keep:
                     self.heard += data
                 other.sendall(data)
-        except OSError:
-            pass
-        finally:
-            for end in (one, other):
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
+        hang_up(one, other)
+
+    def close(self):
+        hang_up(self.door, *self.lines)
+        [thread.join(10) for thread in self.threads]
+        [line.close() for line in (self.door, *self.lines)]
+
+
+def hang_up(*lines):
+    for line in lines:
+        with contextlib.suppress(OSError):
+            line.shutdown(socket.SHUT_RDWR)
 
 
 def test_nothing_that_supernodes_receive_holds_a_secret_or_predicts(tmp_path):
@@ -113,7 +119,8 @@ def test_nothing_that_supernodes_receive_holds_a_secret_or_predicts(tmp_path):
         ears = [Ear(deployment.port) for _ in range(3)]
         for part, ear in enumerate(ears):
             deployment.start_node(part, superlink=f"127.0.0.1:{ear.port}")
-        deployment.run(out, rounds=203, secrets=str(tmp_path / "secrets"), capture=str(captured), timeout=300)
+        deployment.run(out, rounds=203, secrets=str(tmp_path / "secrets"), capture=str(captured), within=600)
+    [ear.close() for ear in ears]
     lines = [json.loads(line) for line in (tmp_path / "secrets").read_text().splitlines()]
     assert len(lines) == 3
     heard = [bytes(ear.heard) for ear in ears]
@@ -127,7 +134,8 @@ def test_nothing_that_supernodes_receive_holds_a_secret_or_predicts(tmp_path):
     inputs = test.inputs.double()
     assert metrics(answers(trained.model, inputs), test.targets)["accuracy"] > 0.7
     for file in captured.glob("*.npz"):
-        arrays = dict(np.load(file))
+        with np.load(file) as opened:
+            arrays = dict(opened)
         values = json.loads(str(arrays.pop("values.json")))
         view = client_view(make_model(MLP), Broadcast.unpack(arrays, values))
         assert metrics(answers(view, inputs), test.targets)["accuracy"] < 0.3
@@ -140,7 +148,7 @@ def test_bad_updates_cost_their_client_the_round(tmp_path):
     with Deployment(tmp_path / "flwr") as deployment:
         for part in range(3):
             deployment.start_node(part)
-        deployment.run(out, rounds=6, faults=faults, timeout=400)
+        deployment.run(out, rounds=6, faults=faults, within=600)
     found = records(out)
     kinds = [re.sub(r"node \d+: ([^:]*):.*", r"\1", text) for record in found for text in record.get("faults", [])]
     assert kinds[:4] == ["not finite", "stale", "malformed", "error 2"]
@@ -154,7 +162,7 @@ def test_a_supernode_killed_in_mid_round_and_then_all_of_them_of_which_two_come_
     with Deployment(tmp_path / "flwr") as deployment:
         for part in range(3):
             deployment.start_node(part)
-        options = {"marks": str(marks), "work": 2.0, "timeout": 25.0, "min_answers": 2, "attempts": 20}
+        options = {"marks": str(marks), "work": 2.0, "timeout": 45.0, "min_answers": 2, "attempts": 20}
         deployment.run(out, rounds=6, wait=False, patience=300.0, **options)
         wait_until(marked(marks, 1, 1), 240, "client 1 in round 1")
         deployment.kill("node1")
@@ -163,10 +171,10 @@ def test_a_supernode_killed_in_mid_round_and_then_all_of_them_of_which_two_come_
         deployment.kill("node2")
         for part in (0, 2):
             deployment.start_node(part, name=f"again{part}")
-        deployment.wait(out, 600)
+        deployment.wait(out, 900)
     assert answered(out) == [(0, 1, 2), *[(0, 2)] * 5]
     assert worst(load_file(out / "model.safetensors"), expected(answered(out))) < 1e-9
-    assert all(record["seconds"] < 600 for record in records(out))
+    assert all(record["seconds"] < 900 for record in records(out))
 
 
 def test_a_superlink_killed_and_restarted_goes_on_from_the_checkpoint(tmp_path, marks):
@@ -178,7 +186,7 @@ def test_a_superlink_killed_and_restarted_goes_on_from_the_checkpoint(tmp_path, 
         wait_until(marked(marks, 0, 2), 240, "client 0 in round 2")
         deployment.kill("link")
         deployment.start_link()
-        deployment.run(out, rounds=5, timeout=400)
+        deployment.run(out, rounds=5, within=600)
     assert json.loads((out / "done.json").read_text())["from"] >= 2
     assert answered(out) == [(0, 1, 2)] * 5
     assert worst(load_file(out / "model.safetensors"), expected(answered(out))) < 1e-9
@@ -196,7 +204,7 @@ def test_tls_and_registered_keys_let_in_whom_they_should_and_nobody_else(tmp_pat
         wrong_key = deployment.start_node(2, trust=stranger, name="wrong-key")
         no_key = deployment.start_node(2, trust=["--root-certificates", f"{keys}/ca.crt"], name="no-key")
         no_tls = deployment.start_node(2, trust=["--insecure", "--max-retries", "2"], name="no-tls")
-        deployment.run(out, rounds=2, wait_for=2, timeout=240)
+        deployment.run(out, rounds=2, wait_for=2, within=600)
         assert [process.wait(60) for process in (wrong_key, no_key, no_tls)] == [1, 1, 1]
         logs = {name: (deployment.home / f"{name}.log").read_text() for name in ("wrong-key", "no-key", "no-tls")}
     assert "2004" in logs["wrong-key"]

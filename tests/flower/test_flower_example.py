@@ -1,0 +1,87 @@
+"""The example app as it is in the repository: its own modules and settings, in a grid within this process."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
+
+from flwr.app import Context, RecordDict
+from tests.data.making import bank_row, bank_text
+from tests.flower.grid import LocalGrid
+from tests.flower.processes import Deployment
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"
+
+
+@pytest.fixture
+def apps(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    from bank_app import client_app, server_app
+
+    yield client_app.app, server_app.app
+    for name in [name for name in sys.modules if name.startswith("bank_app")]:
+        del sys.modules[name]
+
+
+def run(apps, tmp_path, monkeypatch, **changes):
+    monkeypatch.setenv("HOME", str(tmp_path))  # where nodes keep their records
+    config = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    config |= {"rounds": 3, "out": str(tmp_path / "out"), "hidden": 8, **changes}
+    client, server = apps
+    grid = LocalGrid(client, 3, run_config=config)
+    server(grid, Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config))
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    return grid, [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("defence", ["plain", "veil", "ppdl", "dbcl", "spn"])
+def test_the_example_trains_under_every_defence(apps, tmp_path, monkeypatch, defence):
+    _, found = run(apps, tmp_path, monkeypatch, data="digits", defence=defence)
+    assert [record["answers"] for record in found] == [3] * 3
+    names = {"checkpoint.pt", "metrics.jsonl", "model.safetensors", "report.html", "summary.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+
+
+def test_the_example_reads_bank_and_goes_on_from_its_checkpoint(apps, tmp_path, monkeypatch):
+    (tmp_path / "bank-additional-full.csv").write_text(bank_text([bank_row(n) for n in range(200)]))
+    path = str(tmp_path / "bank-additional-full.csv")
+    run(apps, tmp_path, monkeypatch, path=path)
+    grid, found = run(apps, tmp_path, monkeypatch, path=path, rounds=5)
+    assert len(grid.sent) == 2 * 3
+    assert [record["round"] for record in found] == [1, 2, 3, 4, 5]
+    assert all("mse" in record for record in found)
+    assert len(list((tmp_path / ".cache" / "fedveil" / "flower").glob("bank-*.safetensors"))) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("simulation", [True, False], ids=["simulation", "deployment"])
+def test_flwr_runs_the_example(tmp_path, simulation):
+    out = tmp_path / "out"
+    with Deployment(tmp_path / "flwr", simulation=simulation) as deployment:
+        for part in [] if simulation else range(3):
+            deployment.start_node(part)
+        deployment.run(out, app=EXAMPLE, wait=False, data="digits", rounds=3)
+        deployment.wait(out, 300, "report.html")
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["answers"] for record in found] == [3] * 3
+
+
+def test_certificates_are_made_once_and_name_their_hosts(tmp_path):
+    script, keys = EXAMPLE / "make_certificates.sh", tmp_path / "keys"
+    subprocess.run([script, keys, "2", "link.example", "10.0.0.7"], check=True, capture_output=True)
+    assert {p.name for p in keys.iterdir()} >= {"ca.crt", "server.crt", "server.key", "node0", "node0.pub", "node1"}
+    assert (keys / "server.key").stat().st_mode & 0o077 == 0
+    text = subprocess.run(
+        ["openssl", "x509", "-in", keys / "server.crt", "-noout", "-text"], check=True, capture_output=True, text=True
+    ).stdout
+    assert all(name in text for name in ("DNS:localhost", "DNS:link.example", "IP Address:10.0.0.7"))
+    check = ["openssl", "verify", "-CAfile", keys / "ca.crt", keys / "server.crt"]
+    subprocess.run(check, check=True, capture_output=True)
+    again = subprocess.run([script, keys, "2"], capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "holds certificates already" in again.stderr
