@@ -86,11 +86,11 @@ class Deployment:
         )  # fmt: skip
         wait_until(lambda: listening(self.port), 60, "the SuperLink")
 
-    def start_node(self, part, *, parts=3, superlink=None, trust=None, name=None):
+    def start_node(self, part, *, parts=3, superlink=None, trust=None, name=None, more=""):
         if trust is None and self.tls:
             trust = ["--root-certificates", f"{self.tls}/ca.crt"]
             trust += ["--auth-supernode-private-key", f"{self.tls}/node{part}"]
-        where = f"partition-id={part} num-partitions={parts}"
+        where = f"partition-id={part} num-partitions={parts} {more}".strip()
         return self.start(
             name or f"node{part}", "flower-supernode", *(trust or ["--insecure"]), "--superlink",
             superlink or f"127.0.0.1:{self.port}", "--port", free_port(), "--node-config", where,

@@ -148,11 +148,11 @@ def test_bad_updates_cost_their_client_the_round(tmp_path):
     with Deployment(tmp_path / "flwr") as deployment:
         for part in range(3):
             deployment.start_node(part)
-        deployment.run(out, rounds=6, faults=faults, within=600)
+        deployment.run(out, rounds=6, faults=faults, timeout=90.0, within=600)
     found = records(out)
     kinds = [re.sub(r"node \d+: ([^:]*):.*", r"\1", text) for record in found for text in record.get("faults", [])]
     assert kinds[:4] == ["not finite", "stale", "malformed", "error 2"]
-    assert kinds[4] in ("error 8", "silent")
+    assert kinds[4] in ("error 8", "error 3", "silent")
     assert answered(out) == [(1, 2), (0, 2), (0, 1), (1, 2), (0, 2), (0, 1, 2)]
     assert worst(load_file(out / "model.safetensors"), expected(answered(out))) < 1e-9
 
