@@ -16,7 +16,7 @@ from fedveil import data as datasets
 from fedveil.data import Data
 from fedveil.defences import DBCL, PPDL, SPN, Defence, Plain, Veil
 from fedveil.errors import BadArgument
-from fedveil.models import cnn, densenet, mlp, resnet
+from fedveil.models import cnn, densenet, lenet, mlp, resnet
 from fedveil.scheme import LOSSES, CrossEntropy, Loss, find_loss
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("batch", "none"),
     "shortcut": ("A", "B"),
 }
+LENETS = {"lenet": "relu", "lenet-sigmoid": "sigmoid"}
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,8 @@ def build_model(config: Config, data: Data) -> nn.Module:
             )
         if config.model == "cnn":
             return cnn(channels, outputs, width=config.width, size=shape[-1])
+        if config.model in LENETS:
+            return lenet(channels, outputs, size=shape[-1], activation=LENETS[config.model])
         if config.model == "densenet":
             return densenet(channels, outputs)
         if config.model.startswith("resnet") and config.model[6:].isdigit():
@@ -178,7 +181,8 @@ def build_model(config: Config, data: Data) -> nn.Module:
             return resnet(depth, channels, outputs, width=config.width, norm=norm, shortcut=shortcut)  # type: ignore[arg-type]
         if ":" in config.model:
             return load_factory(config.model)
-    fix = "mlp, cnn, resnet8, resnet20, resnet32, resnet44, resnet56, densenet or package.module:factory"
+    nets = "resnet8, resnet20, resnet32, resnet44, resnet56, densenet"
+    fix = f"mlp, cnn, {', '.join(LENETS)}, {nets} or package.module:factory"
     raise BadArgument("model", f"there is no model {config.model!r}", fix)
 
 
