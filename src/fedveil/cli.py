@@ -159,8 +159,12 @@ def run_attack(options: argparse.Namespace) -> None:
     settings = experiment.settings(**asked)
     defences = [config.defence] if options.folder else defences_of(options.defence or "all")
     folder = options.out or (options.folder or Path("runs")) / f"attack-{experiment.name}"
-    source = f"--run {options.folder}" if options.folder else f"{config.flags()} --defence {','.join(defences)}"
-    own = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asked.items())
+    source = f"--run {options.folder}"
+    if not options.folder:
+        changed = config.changes() | {name: getattr(config, name) for name in defaults}
+        flags = [flag_of(name, value) for name, value in changed.items() if value is not None and name != "defence"]
+        source = f"{' '.join(flags)} --defence {','.join(defences)}"
+    own = " ".join(flag_of(name, value) for name, value in asked.items())
     command = " ".join(f"{where} {source} {own} --out {folder}".split())
     with Cells() as cells:
         shown = attack(
@@ -181,8 +185,17 @@ def run_attack(options: argparse.Namespace) -> None:
     print(f"\n{shown.note}\nreport: {folder / 'report.html'}\nrepeat: {command}")
 
 
+def flag_of(name: str, value: object) -> str:
+    """A value as a flag."""
+    flag = name.replace("_", "-")
+    return f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}"
+
+
 def read_without_defence(options: argparse.Namespace, where: str, defaults: Mapping[str, Any]) -> Config:
-    """The configuration, in which each defence is put later."""
+    """The configuration, in which each defence is put later; sizes for one data set mean nothing to another."""
+    data = options.data or (read_toml(options.file) if options.file else {}).get("data", defaults.get("data"))
+    if data != defaults.get("data"):
+        defaults = {name: value for name, value in defaults.items() if name not in ("train_size", "test_size")}
     named, options.defence = options.defence, None
     config = read_config(options, where, defaults)
     options.defence = named
