@@ -2,5 +2,6 @@
 
 from fedveil.experiments.attack import Experiment
 from fedveil.experiments.inversion import INVERSION
+from fedveil.experiments.membership import MEMBERSHIP
 
-ATTACKS: dict[str, Experiment] = {"inversion": INVERSION}
+ATTACKS: dict[str, Experiment] = {"inversion": INVERSION, "membership": MEMBERSHIP}
