@@ -213,7 +213,7 @@ def attack(tell: Tell, config: Config, settings: Settings, folder: Path, run: Pa
             "true_model": bench.self_judged(federation.model, images, wanted),
         }
         found[name] = {"view": "V-out", **measured, **own}
-        pictures |= {f"{name}, {how}": shown_images(images, wanted) for how, images in made.items()}
+        pictures |= {f"{name}, by {how}": shown_images(images, wanted) for how, images in made.items()}
     limits, beside = floor_and_ceiling(gan, bench, wanted, config.seed)
     checkpoint.save(folder / "pictures" / f"{config.defence}.pt", {"made": pictures, **beside})
     sizes = {"members": len(data.train.inputs), "public": public, "reconstructions": len(wanted)}
