@@ -13,17 +13,20 @@ from tqdm import tqdm
 
 from fedveil.data import available, data_folder, get
 from fedveil.errors import BadArgument, FedveilError
-from fedveil.experiments.attack import defences_of
+from fedveil.experiments.attack import Shown, defences_of
 from fedveil.experiments.attack import run_attack as attack
 from fedveil.experiments.attacks import ATTACKS
+from fedveil.experiments.audit import AUDIT, SUITE
 from fedveil.experiments.compare import CONTROL
 from fedveil.experiments.compare import run_comparison as compare
 from fedveil.experiments.demo import run_comparison
+from fedveil.experiments.harden import harden
 from fedveil.federation.config import CHOICES, Config, configure, kinds, load_factory, read_toml
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.run import read_config as read_folder
 from fedveil.federation.run import train
 from fedveil.graph import analyse, as_dict
+from fedveil.report import Text
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 
@@ -202,6 +205,83 @@ def read_without_defence(options: argparse.Namespace, where: str, defaults: Mapp
     return config
 
 
+def add_audit(commands: Any) -> None:
+    """`fedveil audit`: what a participant learns, and what hardens the veil."""
+    command = commands.add_parser("audit", allow_abbrev=False, help="what a participant that thinks learns")
+    command.add_argument("file", nargs="?", type=Path, help="a run's folder, or run.toml; flags override it")
+    add_values(command, {name: kind for name, kind in kinds().items() if name != "defence"})
+    command.add_argument("--defence", help=f"all (default), or some of {','.join(CHOICES['defence'])}")
+    command.add_argument("--trials", type=int, default=20, help="records that the attacker tries to rebuild")
+    command.add_argument("--harden", action="store_true", help="measure what hardens the veil instead")
+    command.add_argument("--seeds", type=int, default=5, help="runs of each setting with --harden (default 5)")
+    command.add_argument("--out", type=Path, help="folder of the results; a stopped audit goes on there")
+    command.add_argument("--workers", type=int, help="processes side by side (default: one a core)")
+    command.set_defaults(run=run_audit)
+
+
+def run_audit(options: argparse.Namespace) -> None:
+    """Audit a run, a configuration, or, without any, the standard suite."""
+    folder = options.out or Path("runs/hardening" if options.harden else "runs/audit")
+    if options.harden:
+        command = f"fedveil audit --harden --seeds {options.seeds} --trials {options.trials} --out {folder}"
+        with Cells() as cells:
+            rest = {"workers": options.workers, "show": cells.show, "command": command}
+            shown = harden(folder, seeds=options.seeds, trials=options.trials, **rest)
+        print_shown(shown, folder, command)
+        return
+    run = options.file if options.file and options.file.is_dir() else None
+    if run and options.defence:
+        raise BadArgument("fedveil audit", "a run has its own defence", "leave out --defence, or the folder")
+    if run or options.file or any(getattr(options, name, None) is not None for name in kinds() if name != "defence"):
+        config = read_folder(run) if run else read_without_defence(options, "fedveil audit", AUDIT.defaults)
+        audit_one(options, config, run, options.out or (run / "audit" if run else folder))
+        return
+    for name, values in SUITE.items():
+        config = configure(dict(values))
+        print(f"{name}\n")
+        if config.data in missing_data():
+            print(f"left out: fedveil data get {config.data}, or set FEDVEIL_DATA\n")
+            continue
+        audit_one(options, config, None, folder / name.replace(", ", "-").replace(" ", "-"))
+        print()
+
+
+def missing_data() -> set[str]:
+    """Data sets that are not on this machine."""
+    return {entry.name for entry in available() if entry.state == "missing"}
+
+
+def audit_one(options: argparse.Namespace, config: Config, run: Path | None, folder: Path) -> None:
+    """Audit one federation under its defences, and print table and verdict."""
+    defences = [config.defence] if run else defences_of(options.defence or "all")
+    changed = config.changes() | {name: getattr(config, name) for name in ("data", *AUDIT.defaults)}
+    flags = [flag_of(name, value) for name, value in changed.items() if name != "defence"]
+    source = str(run) if run else f"{' '.join(flags)} --defence {','.join(defences)}"
+    command = f"fedveil audit {source} --trials {options.trials} --out {folder}"
+    with Cells() as cells:
+        shown = attack(
+            AUDIT,
+            config,
+            AUDIT.settings(options.trials),
+            defences,
+            folder,
+            run=run,
+            workers=options.workers,
+            show=cells.show,
+            command=command,
+        )
+    print_shown(shown, folder, command)
+
+
+def print_shown(shown: Shown, folder: Path, command: str) -> None:
+    """The table, the paragraphs, and where the page is."""
+    print_table(shown.header, shown.rows)
+    for section in shown.sections:
+        if isinstance(section, Text):
+            print("", section.title, *(f"  {line}" for line in section.paragraphs), sep="\n")
+    print(f"\n{shown.note}\nreport: {folder / 'report.html'}\nrepeat: {command}")
+
+
 class Cells:
     """A live line on stderr for parts that are computed side by side."""
 
@@ -275,6 +355,7 @@ def parser() -> argparse.ArgumentParser:
     add_train(commands)
     add_compare(commands)
     add_attack(commands)
+    add_audit(commands)
     add_data(commands)
     demo = commands.add_parser("demo", help="train digits with five clients, plain and veiled, and compare")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report (default runs/demo)")
