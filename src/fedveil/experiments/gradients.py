@@ -1,6 +1,5 @@
 """`fedveil attack gradients`: a victim's images from a gradient, under each defence, seen in two ways."""
 
-import base64
 import copy
 import dataclasses
 import math
@@ -22,7 +21,7 @@ from fedveil.data import Data
 from fedveil.errors import BadArgument
 from fedveil.experiments.attack import Experiment
 from fedveil.experiments.cells import Cell, Result, Tell, run_cells
-from fedveil.experiments.gradients_page import present
+from fedveil.experiments.gradients_page import encoded, present
 from fedveil.experiments.scene import ATTACKER, sight_of
 from fedveil.federation.config import Config, build_defence, build_loss, build_model, load_data
 from fedveil.federation.engine import Federation
@@ -276,12 +275,6 @@ def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> d
         others.append(int(same[torch.randint(len(same), (), generator=chance)]))
     another = data.pixels(data.train.inputs[others]).to(true)
     return {"mean image": figures(mean, true), "another of its class": figures(another, true)}
-
-
-def encoded(image: Tensor) -> str:
-    """Pixels as bytes, row by row and a byte a channel, in base64."""
-    pixels = (image * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy()
-    return base64.b64encode(pixels.tobytes()).decode()
 
 
 GRADIENTS = Experiment(

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from scipy.stats import t as student
+from torch import Tensor
 
 from fedveil.experiments.attack import Shown
 from fedveil.experiments.cells import Result
@@ -16,26 +18,14 @@ from fedveil.federation.config import Config
 from fedveil.report import Interval, Intervals, Picture, Pictures, Section
 
 HEADER = (
-    "defence",
-    "view",
-    "attacker",
-    "batch",
-    "images",
-    "PSNR (dB)",
-    "95 %",
-    "SSIM",
-    "95 %",
-    "MSE",
-    "95 %",
-    "> 20 dB",
-    "SSIM > 0.5",
-    "labels",
+    *("defence", "view", "attacker", "batch", "images"),
+    *("PSNR (dB)", "SSIM", "MSE", "> 20 dB", "SSIM > 0.5", "labels"),
 )
 PUBLISHED = "as published"
 NOTE = (
     "V-diff: the difference of two broadcasts without the attacker's own part, all that a client has. V-up: the"
     " victim's upload beside its broadcast, a stress test. Two clients, plain SGD at the server. PSNR, SSIM and MSE are"
-    " means over images with Student's interval; images of one batch are not independent. Batches are matched to the"
+    " means over images [95 % interval, Student's]; images of one batch are not independent. Batches are matched to the"
     " originals for the least squared error. Restarts are chosen by the distance of gradients. Floors need no gradient."
 )
 
@@ -89,9 +79,9 @@ def table_row(name: str, view: str, attacker: str, size: str, found: Mapping[str
     """Figures as text."""
     count = len(found["psnr"])
     cells = [name, view, attacker, size, str(count)]
-    for key, form in (("psnr", ".1f"), ("ssim", ".2f"), ("mse", ".2g")):
+    for key, form in (("psnr", ".1f"), ("ssim", ".2f"), ("mse", ".3f")):
         mean, low, high = mean_interval(found[key])
-        cells += [f"{mean:{form}}", "" if low is None else f"{low:{form}} to {high:{form}}"]
+        cells.append(f"{mean:{form}}" + ("" if low is None else f" [{low:{form}}, {high:{form}}]"))
     cells += [f"{sum(value > 20 for value in found['psnr'])}/{count}"]
     cells += [f"{sum(value > 0.5 for value in found['ssim'])}/{count}"]
     return [*cells, f"{found['labels']}/{count}" if "labels" in found else ""]
@@ -168,3 +158,9 @@ def picture(part: Result, code: str, caption: str) -> Picture:
     """From base64."""
     channels, height, width = part["shape"]
     return Picture(width, height, channels, base64.b64decode(code), caption)
+
+
+def encoded(image: Tensor) -> str:
+    """Pixels as bytes, row by row and a byte a channel, in base64: what `picture` reads."""
+    pixels = (image * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy()
+    return base64.b64encode(pixels.tobytes()).decode()
