@@ -3,13 +3,24 @@
 import json
 
 import pytest
+import torch
 
 from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.experiments.inversion import Settings, data_of, public_images, shared_cells
+from fedveil.experiments.inversion_page import present, shown_images
 from fedveil.federation.config import Config, load_data
 
-SMALL = {"codes": 4, "steps": 5, "restarts": 1, "pixel_steps": 5, "gan_epochs": 1, "judge_epochs": 2, "judge_width": 8}
+SMALL = {
+    "codes": 4,
+    "broadcasts": 2,
+    "steps": 5,
+    "restarts": 1,
+    "pixel_steps": 5,
+    "gan_epochs": 1,
+    "judge_epochs": 2,
+    "judge_width": 8,
+}
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 VICTIM = ["--data", "digits", "--model", "cnn", "--width", "4", "--epochs", "2", "--clients", "2", "--labels", "5-9"]
 
@@ -32,7 +43,12 @@ def test_the_table_has_a_row_a_defence_beside_floor_and_ceiling_and_is_kept(run)
     found = json.loads((folder / "results.json").read_text())["results"]["veil"]
     published = found["attackers"]["as published"]
     everything = load_data(Config(data="digits")).train.targets
-    sizes = {"members": int((everything >= 5).sum()), "public": int((everything < 5).sum()), "reconstructions": 20}
+    sizes = {
+        "members": int((everything >= 5).sum()),
+        "public": int((everything < 5).sum()),
+        "reconstructions": 20,
+        "broadcasts": 2,
+    }
     assert found["records"] == sizes
     assert published["codes"]["trials"] == 20
     assert sum(published["codes"]["per_class"]) / 5 == pytest.approx(published["codes"]["value"])
@@ -58,6 +74,7 @@ def test_a_run_s_folder_is_attacked(run, tmp_path):
         (["--labels", "3"], "leave 1 of 10 private"),
         (["--model", "mlp"], "an mlp takes rows of numbers"),
         (["--codes", "0"], "must be at least 1, got 0"),
+        (["--codes", "5"], "5 cannot be shared among 2 broadcasts"),
     ],
 )
 def test_what_cannot_be_attacked_is_refused(run, words, text):
@@ -79,6 +96,13 @@ def test_public_images_are_of_no_private_class():
     assert len(public) == int((everything.train.targets < 5).sum())
     assert not private & {image.numpy().tobytes() for image in public}
     assert len(public_images(config, 30)) == 30
+
+
+def test_a_defence_that_failed_keeps_its_row_and_a_class_without_images_its_place(tmp_path):
+    shown = present(Config(), Settings(), {"veil": {"failed": "diverged"}}, tmp_path)
+    assert shown.rows[0][:2] == ["veil", "failed"]
+    images = shown_images(torch.ones(3, 1, 8, 8), torch.tensor([0, 0, 0]), 2)
+    assert images.flatten(1).amax(1).tolist() == [255, 255, 128, 128]
 
 
 def test_generator_and_judge_are_kept_when_the_victim_changes():

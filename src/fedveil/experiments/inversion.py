@@ -23,7 +23,7 @@ from fedveil.errors import BadArgument
 from fedveil.experiments.attack import Experiment
 from fedveil.experiments.cells import Cell, Result, Tell
 from fedveil.experiments.inversion_page import present, shown_images
-from fedveil.experiments.judge import distances, look, per_class, train_judge, wilson
+from fedveil.experiments.judge import Bench, look, per_class, train_judge
 from fedveil.experiments.scene import scene_of, sight_of, trained
 from fedveil.federation import checkpoint
 from fedveil.federation.config import Config, load_data
@@ -39,6 +39,8 @@ class Settings:
 
     Attributes:
         codes: reconstructions of each private class.
+        broadcasts: how often the last model is sent, with another secret or sketch each time; every broadcast is
+            attacked for itself and gives its part of the reconstructions.
         steps, restarts: of the search for a code; the original has 1500 and 5.
         pixel_steps: of the control without a generator; 0 leaves it out.
         public_size: public images at most.
@@ -47,6 +49,7 @@ class Settings:
     """
 
     codes: int = 20
+    broadcasts: int = 4
     steps: int = 300
     restarts: int = 2
     pixel_steps: int = 200
@@ -63,6 +66,8 @@ class Settings:
             least = 0 if name in ("pixel_steps", "gan_lr") else 1
             if value < least:
                 raise BadArgument(f"--{name.replace('_', '-')}", f"must be at least {least}, got {value}")
+        if self.codes % self.broadcasts:
+            raise BadArgument("--codes", f"{self.codes} cannot be shared among {self.broadcasts} broadcasts")
 
 
 def data_of(config: Config) -> Config:
@@ -144,33 +149,6 @@ def shared_cells(config: Config, settings: Settings, defences: Sequence[str], fo
     return [Cell("gan", gan_cell, common), Cell("judge", judge_cell, common)]
 
 
-@dataclass(frozen=True, eq=False)
-class Bench:
-    """What the experimenter measures with: private images as pixels and as inputs, and the judge's view of them."""
-
-    data: Data
-    judge: nn.Module
-    known: Tensor  # the judge's features of the training images, divided by their mean norm
-    norm: float
-    device: torch.device
-
-    def judged(self, images: Tensor, wanted: Tensor) -> dict[str, Any]:
-        """Success by the judge, with distances of its features after division by the mean norm of the real ones."""
-        outputs, features = look(self.judge, images)
-        far = distances(features / self.norm, wanted, self.known, self.data.train.targets.to(self.device))
-        answers = outputs.argmax(1)
-        share = per_class(answers, wanted, len(self.data.classes))
-        return {**wilson(answers == wanted), "per_class": share, **dataclasses.asdict(far)}
-
-    def self_judged(self, model: nn.Module, images: Tensor, wanted: Tensor) -> dict[str, Any]:
-        """The paper's protocol: success by the attacked model, distances in its features, nearest of all classes."""
-        outputs, features = look(model, self.data.scaled(images))
-        _, known = look(model, self.data.train.inputs.to(self.device))
-        targets = self.data.train.targets.to(self.device)
-        far = distances(features, wanted, known, targets, same_class=False)
-        return {**wilson(outputs.argmax(1) == wanted), **dataclasses.asdict(far)}
-
-
 def bench_of(config: Config, settings: Settings, folder: Path, data: Data) -> Bench:
     """The judge and what it sees in the private training images."""
     judge = judge_of(lambda share, what: None, config, settings, folder, data)
@@ -201,19 +179,22 @@ def attack(tell: Tell, config: Config, settings: Settings, folder: Path, run: Pa
     federation, data = trained(config, run, tell)
     gan, _, public = gan_of(lambda share, what: None, config, settings, folder)
     bench = bench_of(config, settings, folder, data)
-    wanted = torch.arange(len(data.classes), device=bench.device).repeat(settings.codes)
+    classes = torch.arange(len(data.classes), device=bench.device)
+    wanted = classes.repeat(settings.codes)
+    seen = [sights(federation) for _ in range(settings.broadcasts)]
     found: dict[str, Any] = {}
     pictures: dict[str, Tensor] = {}
-    for name, sight in sights(federation).items():
-        made = reconstruct(tell, sight, gan, data, wanted, config, settings)
+    for name in seen[0]:
+        models = [some[name].model for some in seen]
+        made = reconstruct(tell, models, gan, data, wanted, config, settings)
         measured = {how: bench.judged(images, wanted) for how, images in made.items()}
-        images = made["codes"]
         own = {
-            "as_sent": bench.self_judged(sight.model, images, wanted),
-            "true_model": bench.self_judged(federation.model, images, wanted),
+            "as_sent": bench.self_judged(models, made["codes"], wanted),
+            "true_model": bench.self_judged([federation.model], made["codes"], wanted),
         }
         found[name] = {"view": "V-out", **measured, **own}
-        pictures |= {f"{name}, by {how}": shown_images(images, wanted) for how, images in made.items()}
+        shown = {how: shown_images(images, wanted, len(classes)) for how, images in made.items()}
+        pictures |= {f"{name}, by {how}": images for how, images in shown.items()}
     limits, beside = floor_and_ceiling(gan, bench, wanted, config.seed)
     checkpoint.save(folder / "pictures" / f"{config.defence}.pt", {"made": pictures, **beside})
     sizes = {"members": len(data.train.inputs), "public": public, "reconstructions": len(wanted)}
@@ -222,7 +203,7 @@ def attack(tell: Tell, config: Config, settings: Settings, folder: Path, run: Pa
         "seed": config.seed,
         **utility(federation, data),
         "classes": list(data.classes),
-        "records": sizes,
+        "records": {**sizes, "broadcasts": settings.broadcasts},
         "attackers": found,
         **limits,
         "cpu_seconds": time.process_time() - begin,
@@ -230,17 +211,31 @@ def attack(tell: Tell, config: Config, settings: Settings, folder: Path, run: Pa
 
 
 def reconstruct(
-    tell: Tell, sight: Sight, gan: Gan, data: Data, wanted: Tensor, config: Config, settings: Settings
+    tell: Tell,
+    models: Sequence[nn.Module],
+    gan: Gan,
+    data: Data,
+    wanted: Tensor,
+    config: Config,
+    settings: Settings,
 ) -> dict[str, Tensor]:
-    """Images by the generator, and by the control without it."""
-    model = on_pixels(sight.model, data.scaled)
-    steps, restarts = settings.steps, settings.restarts
-    made = {"codes": search(model, gan, wanted, steps=steps, restarts=restarts, seed=config.seed, tell=tell).images}
-    if settings.pixel_steps:
-        channels, height, width = data.train.inputs.shape[1:]
-        shape, steps = (channels, height, width), settings.pixel_steps
-        made["pixels"] = search_pixels(model, shape, wanted, steps=steps, seed=config.seed, tell=tell).images
-    return made
+    """Images by the generator, and by the control without it; of several models each gives its part of them."""
+    made: dict[str, list[Tensor]] = {}
+    channels, height, width = data.train.inputs.shape[1:]
+    for number, (view, part) in enumerate(zip(models, wanted.chunk(len(models)), strict=True)):
+        model, seed = on_pixels(view, data.scaled), config.seed * len(models) + number
+
+        def told(share: float, what: str, number: int = number) -> None:
+            tell((number + share) / len(models), what)
+
+        steps, restarts = settings.steps, settings.restarts
+        codes = search(model, gan, part, steps=steps, restarts=restarts, seed=seed, tell=told)
+        made.setdefault("codes", []).append(codes.images)
+        if settings.pixel_steps:
+            steps, shape = settings.pixel_steps, (channels, height, width)
+            pixels = search_pixels(model, shape, part, steps=steps, seed=seed, tell=told)
+            made.setdefault("pixels", []).append(pixels.images)
+    return {how: torch.cat(images) for how, images in made.items()}
 
 
 def utility(federation: Federation, data: Data) -> dict[str, Any]:
@@ -265,7 +260,8 @@ def floor_and_ceiling(gan: Gan, bench: Bench, wanted: Tensor, seed: int) -> tupl
         real.append(pixels[rows[: int((wanted == label).sum())]])
         known.append(torch.full((len(real[-1]),), label))
     images, labels = torch.cat(real).to(bench.device), torch.cat(known).to(bench.device)
-    pictures = {"real": shown_images(images, labels), "floor": shown_images(blind, wanted)}
+    classes = len(bench.data.classes)
+    pictures = {"real": shown_images(images, labels, classes), "floor": shown_images(blind, wanted, classes)}
     return {"floor": bench.judged(blind, wanted), "ceiling": bench.judged(images, labels)}, pictures
 
 

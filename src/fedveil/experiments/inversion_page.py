@@ -44,9 +44,9 @@ EXPLAINED = (
     "Floor: images of the generator that no model was asked about. Ceiling: held-out private images. A defence "
     "can only be told from plain where plain is above the floor. The control without a generator searches pixels: "
     "where it succeeds and the generator does not, the generator is what is poor.",
-    "Wilson's interval takes reconstructions as independent of one another. Those of one class are not: they look "
-    "alike, and under a veil all of them meet the same secret. The standard error over classes takes only classes as "
-    "independent. Both cover one generator, one model and one secret: other seeds differ by more.",
+    "Wilson's interval takes reconstructions as independent of one another. Those of one class and broadcast are not: "
+    "they look alike, and under a veil all of them meet the same secret. The standard error over classes takes only "
+    "classes as independent. Both cover one generator and one model: other seeds differ by more.",
     "SPN is our re-implementation. Attackers are as published; no row says what an attacker who adapts to the defence "
     "gets unless it is named so.",
     "Squared error is the default loss because a veiled federation then needs the fewest passes. It keeps outputs "
@@ -76,11 +76,14 @@ def judged_cells(found: Mapping[str, Any]) -> list[str]:
 
 def main_rows(results: Mapping[str, Result]) -> list[list[str]]:
     """A row for each attacker, failed defences, and the floor and ceiling of one judge."""
-    rows = [[name, "failed", *[""] * (len(HEADER) - 2)] for name, result in results.items() if "failed" in result]
-    for defence, name, found, result in attackers(results):
-        own = [per_cent(found["as_sent"]), per_cent(found["true_model"])]
-        where = [defence, f"{found['view']}, {name}", f"{100 * result['test']:.1f}"]
-        rows.append([*where, *judged_cells(found["codes"]), *own])
+    rows = []
+    for defence, result in results.items():
+        if "failed" in result:
+            rows.append([defence, "failed", *[""] * (len(HEADER) - 2)])
+        for _, name, found, _ in attackers({defence: result}):
+            own = [per_cent(found["as_sent"]), per_cent(found["true_model"])]
+            where = [defence, f"{found['view']}, {name}", f"{100 * result['test']:.1f}"]
+            rows.append([*where, *judged_cells(found["codes"]), *own])
     for result in [result for result in results.values() if "floor" in result][:1]:
         rows.append(["floor", "generator alone", NOTHING, *judged_cells(result["floor"]), NOTHING, NOTHING])
         rows.append(["ceiling", "held-out images", NOTHING, *judged_cells(result["ceiling"]), NOTHING, NOTHING])
@@ -147,10 +150,10 @@ def success(results: Mapping[str, Result], chance: float) -> Intervals:
     return Intervals("Success", label, marks, {"guessing": 100 * chance}, low=0.0, high=100.0)
 
 
-def shown_images(images: Tensor, wanted: Tensor) -> Tensor:
+def shown_images(images: Tensor, wanted: Tensor, classes: int) -> Tensor:
     """The first images of each class as bytes, class after class; grey where there are fewer."""
     rows = []
-    for label in sorted(set(wanted.tolist())):
+    for label in range(classes):
         own = images[wanted == label][:PER_CLASS].detach().cpu()
         blank = torch.full((PER_CLASS - len(own), *own.shape[1:]), 0.5)
         rows.append(torch.cat([own, blank]))

@@ -1,6 +1,8 @@
 """Who says what a reconstruction shows: a network of its own that knows the private data, and distances of features."""
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedveil.attacks.kept import keep, kept
+from fedveil.data import Data
 from fedveil.errors import BadArgument
 from fedveil.experiments.cells import Tell
 from fedveil.federation.evaluate import evaluating
@@ -173,3 +176,38 @@ def wilson(right: Tensor) -> dict[str, Any]:
     low, high = ((middle + sign * around) / (1 + z * z / n) for sign in (-1, 1))
     hits = int(right.sum())
     return {"value": p, "low": low if hits else 0.0, "high": high if hits < n else 1.0, "hits": hits, "trials": n}
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """What the experimenter measures with: private images as pixels and as inputs, and the judge's view of them."""
+
+    data: Data
+    judge: nn.Module
+    known: Tensor  # the judge's features of the training images, divided by their mean norm
+    norm: float
+    device: torch.device
+
+    def judged(self, images: Tensor, wanted: Tensor) -> dict[str, Any]:
+        """Success by the judge, with distances of its features after division by the mean norm of the real ones."""
+        outputs, features = look(self.judge, images)
+        far = distances(features / self.norm, wanted, self.known, self.data.train.targets.to(self.device))
+        answers = outputs.argmax(1)
+        share = per_class(answers, wanted, len(self.data.classes))
+        return {**wilson(answers == wanted), "per_class": share, **dataclasses.asdict(far)}
+
+    def self_judged(self, models: Sequence[nn.Module], images: Tensor, wanted: Tensor) -> dict[str, Any]:
+        """The paper's protocol: success by the attacked model, distances in its features, nearest of all classes.
+
+        Of several models each judges its part of the images, as many as every other; distances are the mean.
+        """
+        right, far = [], []
+        targets = self.data.train.targets.to(self.device)
+        parts = zip(images.chunk(len(models)), wanted.chunk(len(models)), strict=True)
+        for model, (part, labels) in zip(models, parts, strict=True):
+            outputs, features = look(model, self.data.scaled(part))
+            _, known = look(model, self.data.train.inputs.to(self.device))
+            far.append(distances(features, labels, known, targets, same_class=False))
+            right.append(outputs.argmax(1) == labels)
+        mean = {name: sum(getattr(d, name) for d in far) / len(far) for name in ("centroid", "nearest")}
+        return {**wilson(torch.cat(right)), **mean}
