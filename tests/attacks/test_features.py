@@ -42,6 +42,14 @@ def test_layers_of_a_resnet_are_its_pooled_maps():
     assert third.shape == (7, 16)
 
 
+def test_maps_that_a_network_flattens_are_pooled():
+    net = made(lambda: cnn(3, 5, width=4, size=16))
+    _, second, third = layer_outputs(net, IMAGES)
+    with torch.no_grad():
+        assert torch.allclose(third, net[:8](IMAGES).mean((2, 3)), atol=1e-6)
+        assert torch.allclose(second, net[:11](IMAGES), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "build", [lambda: cnn(3, 5, width=4, size=16), lambda: densenet(3, 5, growth=4, layers=2), lambda: resnet(8, 3, 5)]
 )

@@ -16,16 +16,24 @@ Call = tuple[nn.Module, Tensor]
 
 @contextmanager
 def _entering(model: nn.Module) -> Iterator[list[Call]]:
-    """The modules that hold a weight (a parameter of two dimensions or more), as they are called, and what enters."""
+    """The modules that hold a weight (a parameter of two dimensions or more), as they are called, and what enters.
+
+    Of what nn.Flatten made of maps, the maps.
+    """
     calls: list[Call] = []
+    maps: list[tuple[Tensor, Tensor]] = []
 
     def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         entered = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if entered is not None:
-            calls.append((module, entered))
+            calls.append((module, next((before for before, after in maps if after is entered), entered)))
+
+    def unfold(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        maps.append((args[0], output))
 
     weighted = [m for m in model.modules() if any(p is not None and p.dim() > 1 for p in m._parameters.values())]
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in weighted]
+    handles += [m.register_forward_hook(unfold) for m in model.modules() if isinstance(m, nn.Flatten)]
     try:
         yield calls
     finally:

@@ -56,7 +56,7 @@ class Settings:
     shadows: int = 4
     lira: bool = False
     full: bool = True
-    attack_epochs: int = 100
+    attack_epochs: int = 50
     attack_lr: float = 1e-3
 
 
