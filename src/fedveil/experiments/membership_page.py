@@ -28,12 +28,13 @@ EXPLAINED = (
     "non-members. It is tested on the other clients' records and the other half, as many of each. Every attack network "
     "is trained on one snapshot, so that noise shared by all records of a round is the same for all of them.",
     "Intervals: balanced accuracy from Clopper-Pearson intervals of both rates; AUC by DeLong's variance on logits; "
-    "true-positive rates by Clopper-Pearson. They cover the draw of records, not of models: other seeds "
-    "differ by more.",
+    "true-positive rates by Clopper-Pearson. They cover the draw of records, not of models: for "
+    "those, compare seeds.",
     "A model without a gap between training and test has nothing to infer, whatever its defence: look at the gap "
     "before reading a low figure as protection. A network that takes all records for members, or none, has learnt "
     "nothing: see the attack networks below before reading 50 % as protection.",
-    "SPN is our re-implementation. Adaptive attackers, who use what a defence makes public, are not in this table.",
+    'SPN is our re-implementation. "calibrated" is a participant that fits the veil\'s head noise on its own records, '
+    '"stacked" one that adds up DBCL\'s sketches of six rounds; the other defences send a model that needs no cleaning.',
 )
 Attacker = tuple[str, str, Mapping[str, Any], Mapping[str, Any]]  # defence, attacker, its attacks, the cell's result
 
