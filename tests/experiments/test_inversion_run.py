@@ -8,7 +8,7 @@ import torch
 from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.experiments.inversion import Settings, data_of, public_images, shared_cells
-from fedveil.experiments.inversion_page import present, shown_images
+from fedveil.experiments.inversion_page import by_broadcast, present, shown_images, standard_error
 from fedveil.federation.config import Config, load_data
 
 SMALL = {
@@ -103,6 +103,13 @@ def test_a_defence_that_failed_keeps_its_row_and_a_class_without_images_its_plac
     assert shown.rows[0][:2] == ["veil", "failed"]
     images = shown_images(torch.ones(3, 1, 8, 8), torch.tensor([0, 0, 0]), 2)
     assert images.flatten(1).amax(1).tolist() == [255, 255, 128, 128]
+
+
+def test_success_by_broadcast_and_its_error_by_hand():
+    parts = by_broadcast({"right": [1, 0, 1, 1, 0, 0]}, {"records": {"broadcasts": 3}})
+    assert parts == [0.5, 1.0, 0.0]
+    assert standard_error(parts) == pytest.approx(0.5 / 3**0.5)
+    assert standard_error([0.5]) is None
 
 
 def test_generator_and_judge_are_kept_when_the_victim_changes():

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ EXPLAINED = (
     "can only be told from plain where plain is above the floor. The control without a generator searches pixels: "
     "where it succeeds and the generator does not, the generator is what is poor.",
     "Wilson's interval takes reconstructions as independent of one another. Those of one class and broadcast are not: "
-    "they look alike, and under a veil all of them meet the same secret. The standard error over classes takes only "
-    "classes as independent. Both cover one generator and one model: other seeds differ by more.",
+    "they look alike, and under a veil all of them meet the same secret. Standard errors over classes and over "
+    "broadcasts are given by class below. All cover one generator and one model: other seeds differ by more.",
     "SPN is our re-implementation. Attackers are as published; no row says what an attacker who adapts to the defence "
     "gets unless it is named so.",
     "Squared error is the default loss because a veiled federation then needs the fewest passes. It keeps outputs "
@@ -90,20 +90,34 @@ def main_rows(results: Mapping[str, Result]) -> list[list[str]]:
     return rows
 
 
+def standard_error(shares: Sequence[float]) -> float | None:
+    """Of the mean of some shares; None for a single one."""
+    return statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
+
+
+def by_broadcast(judged: Mapping[str, Any], result: Mapping[str, Any]) -> list[float]:
+    """Success in each broadcast's part of the reconstructions, which come in this order."""
+    right, parts = judged["right"], result["records"]["broadcasts"]
+    size = len(right) // parts
+    return [statistics.fmean(right[start : start + size]) for start in range(0, len(right), size)]
+
+
 def class_table(results: Mapping[str, Result]) -> Table:
     """Success by class, and utility as mean over classes."""
     classes = next(iter(attackers(results)))[3]["classes"]
     rows = []
     for defence, name, found, result in attackers(results):
         shares = [f"{100 * share:.0f}" for share in found["codes"]["per_class"]]
-        error = statistics.stdev(found["codes"]["per_class"]) / math.sqrt(len(classes))
+        errors = [standard_error(found["codes"]["per_class"]), standard_error(by_broadcast(found["codes"], result))]
         kept = [f"{100 * result['train']:.1f}", f"{100 * result['test']:.1f}", f"{100 * result['macro']:.1f}"]
-        success = f"{100 * found['codes']['value']:.1f} ± {100 * error:.1f}"
-        rows.append([defence, name, *kept, success, *shares])
-    header = ("defence", "attacker", "train", "test", "test, mean of classes", "attack success", *classes)
+        spread = [NOTHING if error is None else f"{100 * error:.1f}" for error in errors]
+        rows.append([defence, name, *kept, f"{100 * found['codes']['value']:.1f}", *spread, *shares])
+    over = ("error over classes", "error over broadcasts")
+    header = ("defence", "attacker", "train", "test", "test, mean of classes", "attack success", *over, *classes)
     note = (
-        "In %. Train and test: accuracy of the server's model. Success with its standard error over classes; under a "
-        "class's name the share of its reconstructions in which the judge sees it."
+        "In %. Train and test: accuracy of the server's model. Success with its standard errors where classes, or "
+        "broadcasts, count as independent; under a class's name the share of its reconstructions in which the judge "
+        "sees it."
     )
     return Table("By class", header, rows, note)
 

@@ -194,7 +194,8 @@ class Bench:
         far = distances(features / self.norm, wanted, self.known, self.data.train.targets.to(self.device))
         answers = outputs.argmax(1)
         share = per_class(answers, wanted, len(self.data.classes))
-        return {**wilson(answers == wanted), "per_class": share, **dataclasses.asdict(far)}
+        right = (answers == wanted).long().tolist()
+        return {**wilson(answers == wanted), "right": right, "per_class": share, **dataclasses.asdict(far)}
 
     def self_judged(self, models: Sequence[nn.Module], images: Tensor, wanted: Tensor) -> dict[str, Any]:
         """The paper's protocol: success by the attacked model, distances in its features, nearest of all classes.
