@@ -35,7 +35,7 @@ class Search:
         steps: of Adam, or outer steps of L-BFGS, each of up to 20 evaluations.
         restarts: from new random inputs; the one whose gradient is nearest counts.
         lr: of Adam; L-BFGS has 1.
-        smooth: weight of the total variation, "cosine" only.
+        smooth: weight of each image's total variation, "cosine" only.
     """
 
     method: str = "cosine"
@@ -142,7 +142,11 @@ def by_signs(leak: Leak, start: Tensor, labels: Tensor, search: Search, box: Box
     """Adam on the signs of the pixels' gradients, slower by ten after 3/8, 5/8 and 7/8 of the steps (arXiv 2003.14053).
 
     The distance of the result leaves the total variation out.
+
+    Differs from Inverting Gradients: the total variation's weight grows with the batch, so that a pixel is smoothed
+    alike in a batch of any size; there it is a mean over the batch.
     """
+    weight = search.smooth * len(start)
     x = start.clone().requires_grad_()
     optimizer = torch.optim.Adam([x], search.lr)
     stops = [int(search.steps * part) for part in DECAYS]
@@ -150,7 +154,7 @@ def by_signs(leak: Leak, start: Tensor, labels: Tensor, search: Search, box: Box
     for step in range(search.steps):
         ours = gradients_of(leak.model, leak.loss, x, labels, graph=True)
         distance = cosine_distance(ours, leak.gradients, leak.mask)
-        (slope,) = torch.autograd.grad(distance + search.smooth * total_variation(x), x)
+        (slope,) = torch.autograd.grad(distance + weight * total_variation(x), x)
         x.grad = slope.sign()
         optimizer.step()
         schedule.step()
