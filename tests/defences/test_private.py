@@ -443,6 +443,13 @@ def test_a_count_of_nodes_that_follows_the_data_is_refused():
     assert {record["nodes"] for record in run.history.records} == {9}
 
 
+def test_the_flag_for_nodes_is_taken_as_it_is():
+    run = federation(build_defence(Config(nodes=7)))
+    assert run.step().details["nodes"] == 7
+    with pytest.raises(errors.BadArgument, match="nodes must be from 3 to 128, got 0"):
+        federation(build_defence(Config(nodes=0))).step()
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

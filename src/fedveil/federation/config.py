@@ -224,7 +224,7 @@ def load_factory(spec: str) -> nn.Module:
 def build_defence(config: Config) -> Defence:
     """The named defence with its settings, private if that is asked for."""
     noise = config.groups, config.additive, config.multiplicative
-    nodes = config.nodes or (PRIVATE_NODES if asks_privacy(config) else None)
+    nodes = PRIVATE_NODES if config.nodes is None and asks_privacy(config) else config.nodes
     build: dict[str, Callable[[], Defence]] = {
         "plain": Plain,
         "veil": lambda: Veil(*noise, permute=config.permute, tolerance=config.tolerance, nodes=nodes),
