@@ -29,16 +29,17 @@ def test_every_defence_gets_its_rows_and_floors_and_pictures(tmp_path):
     shown = run_attack(GRADIENTS, config_of(), QUICK, CHOICES["defence"], tmp_path, workers=1)
     rows = [dict(zip(shown.header[:5], row[:5], strict=True)) for row in shown.rows]
     for name in CHOICES["defence"]:
-        views = ["V-diff", "V-up", "true W, veiled upload"] if name == "veil" else ["V-diff", "V-up"]
+        own = {"veil": ["true W, veiled upload"], "ppdl": ["V-diff, masked"]}.get(name, [])
+        views = ["V-diff", "V-up", *own]
         own = [(row["view"], row["batch"]) for row in rows if row["defence"] == name]
         assert own == [(view, size) for size in ("1", "2") for view in views]
     assert [row["view"] for row in rows if row["defence"] == "floor"] == ["mean image", "another of its class"]
     assert all(row["images"] == "2" for row in rows)
     _, first, second = shown.sections
     assert [label for label, _ in first.rows][:2] == ["original", "plain, V-diff"]
-    assert len(first.rows) == len(second.rows) == 1 + 2 * 5 + 1
+    assert len(first.rows) == len(second.rows) == 1 + 2 * 5 + 2
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png") == 2 * 2 * 12
+    assert page.count("data:image/png") == 2 * 2 * 13
     json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
 
 

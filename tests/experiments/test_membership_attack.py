@@ -73,8 +73,12 @@ def test_it_attacks_every_defence_prints_table_3_and_goes_on(tmp_path):
     found = json.loads((tmp_path / "results.json").read_text())["results"]
     finite(found)
     names = {"last", "second", "third", "three", "full", "loss", "loss by class", "RMIA", "LiRA online", "LiRA offline"}
-    for defence in defences:
-        attacker = found[defence]["attackers"]["as published"]
+    every = {name: ["as published"] for name in defences} | {
+        "veil": ["as published", "calibrated"],
+        "dbcl": ["as published", "stacked"],
+    }
+    assert {name: list(found[name]["attackers"]) for name in defences} == every
+    for defence, attacker in [(d, found[d]["attackers"][who]) for d, whole in every.items() for who in whole]:
         assert attacker["view"] == "V-out"
         assert set(attacker["attacks"]) == names
         for attack in attacker["attacks"].values():
@@ -82,7 +86,7 @@ def test_it_attacks_every_defence_prints_table_3_and_goes_on(tmp_path):
                 assert 0 <= figure["low"] <= figure["value"] <= figure["high"] <= 1
             assert attack["tpr"] == {"0.01": None, "0.001": None}  # too few records
         assert found[defence]["gap"] == pytest.approx(found[defence]["train"] - found[defence]["test"])
-    assert [row[0] for row in first.rows] == defences
+    assert [row[0] for row in first.rows] == ["plain", "veil", "veil", "ppdl", "dbcl", "dbcl", "spn"]
     assert first.header[3] == "train-test gap"
     assert "0.1 % false positives is left out" in first.note
     page = (tmp_path / "report.html").read_text()

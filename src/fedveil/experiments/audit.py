@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedveil.attacks.adaptive import ROUNDS, sights
 from fedveil.attacks.sight import Sight
 from fedveil.data import Data
 from fedveil.experiments.attack import Experiment
@@ -15,7 +14,7 @@ from fedveil.experiments.audit_page import present
 from fedveil.experiments.cells import Cell, Result, Tell
 from fedveil.experiments.membership import Records, judged, loss_attacks, records_of
 from fedveil.experiments.rebuild import can_rebuild, rebuilt
-from fedveil.experiments.scene import scene_of, sight_of, trained
+from fedveil.experiments.scene import scene_of, sights_of, trained
 from fedveil.experiments.views import view_figures
 from fedveil.federation.config import Config
 from fedveil.federation.evaluate import answers
@@ -46,15 +45,15 @@ def audit(tell: Tell, config: Config, settings: Settings, folder: Path, run: Pat
     """Every figure of one federation, attacker by attacker."""
     federation, data = trained(config, run, tell)
     scene = scene_of(federation, data)
-    sight = sight_of(federation, ROUNDS.get(config.defence, 1))
+    seen = sights_of(federation, config.defence)
     model = copy.deepcopy(federation.model)
     records = records_of(config, data) if config.clients > 1 else None
     attackers: dict[str, Any] = {}
-    for name, seen in sights(config.defence, sight).items():
+    for name, sight in seen.items():
         tell(0.5, f"attacker: {name}")
-        attackers[name] = view_figures(seen.model, model, data)
+        attackers[name] = view_figures(sight.model, model, data)
         if records:
-            attackers[name]["membership"] = membership_figures(seen, data, config, records)
+            attackers[name]["membership"] = membership_figures(sight, data, config, records)
     why = can_rebuild(config, data)
     built = {"left out": why} if why else rebuilt(tell, config, data, settings.trials)
     quality = {"metric": scene.metric, "train": scene.train, "test": scene.test, "gap": scene.gap}

@@ -17,6 +17,7 @@ from fedveil.attacks.differences import Leak, from_difference, from_upload
 from fedveil.attacks.gradients import METHODS, Search, reconstruct
 from fedveil.attacks.images import match, mse, psnr, ssim
 from fedveil.attacks.labels import batch_labels, single_label
+from fedveil.attacks.masks import received
 from fedveil.data import Data
 from fedveil.errors import BadArgument
 from fedveil.experiments.attack import Experiment
@@ -215,7 +216,8 @@ def leaks_of(federation: Federation) -> tuple[dict[str, Leak], Sight]:
     """One round of the federation: the gradients that it leaks, by view, and what the attacker saw.
 
     V-diff is what the attacker has by right. V-up is the victim's upload, a stress test. For a veil also its upload
-    beside the true model, which nobody has: the pair behind the paper's figure.
+    beside the true model, which nobody has: the pair behind the paper's figure. For PPDL also the difference with only
+    the numbers that were sent, the choice of an attacker that knows the defence.
     """
     true = copy.deepcopy(federation.model)
     rows = federation.shards.rows(ATTACKER, federation.round) - federation.shards.starts[ATTACKER]
@@ -233,6 +235,8 @@ def leaks_of(federation: Federation) -> tuple[dict[str, Leak], Sight]:
     leaks = {"V-diff": from_difference(sight), "V-up": from_upload(first, upload, sight.loss)}
     if sight.defence.startswith("veil"):
         leaks[MISMATCHED] = dataclasses.replace(leaks["V-up"], model=true)
+    if sight.defence.startswith("ppdl"):
+        leaks["V-diff, masked"] = received(leaks["V-diff"], learning_rate=sight.learning_rate)
     return leaks, sight
 
 

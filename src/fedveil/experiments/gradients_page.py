@@ -52,7 +52,8 @@ def defence_rows(name: str, result: Result, sizes: list[int]) -> list[list[str]]
             rows.append(failed_row(name, "", str(size), broken))
             continue
         for view in parts[0]["views"]:
-            rows.append(table_row(name, view, PUBLISHED, str(size), gathered(parts, view)))
+            attacker = "adaptive" if view.endswith("masked") else PUBLISHED
+            rows.append(table_row(name, view, attacker, str(size), gathered(parts, view)))
     return rows
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks import Sight
+from fedveil.attacks.adaptive import STRONGEST
 from fedveil.attacks.generator import CODE, Gan, train_gan
 from fedveil.attacks.inversion import on_pixels, search, search_pixels
 from fedveil.data import Data, keep_labels, other_labels, parse_labels
@@ -24,7 +24,7 @@ from fedveil.experiments.attack import Experiment
 from fedveil.experiments.cells import Cell, Result, Tell
 from fedveil.experiments.inversion_page import present, shown_images
 from fedveil.experiments.judge import Bench, look, per_class, train_judge
-from fedveil.experiments.scene import scene_of, sight_of, trained
+from fedveil.experiments.scene import scene_of, sights_of, trained
 from fedveil.federation import checkpoint
 from fedveil.federation.config import Config, load_data
 from fedveil.federation.engine import Federation
@@ -167,11 +167,6 @@ def need(folder: Path) -> None:
             raise BadArgument(f"inversion, {name}", found["failed"])
 
 
-def sights(federation: Federation) -> dict[str, Sight]:
-    """The attackers, by name."""
-    return {"as published": sight_of(federation)}
-
-
 def attack(tell: Tell, config: Config, settings: Settings, folder: Path, run: Path) -> Result:
     """Reconstruct all private classes from one federation, by all attackers."""
     begin = time.process_time()
@@ -181,7 +176,8 @@ def attack(tell: Tell, config: Config, settings: Settings, folder: Path, run: Pa
     bench = bench_of(config, settings, folder, data)
     classes = torch.arange(len(data.classes), device=bench.device)
     wanted = classes.repeat(settings.codes)
-    seen = [sights(federation) for _ in range(settings.broadcasts)]
+    strongest = tuple(STRONGEST.values())
+    seen = [sights_of(federation, config.defence, strongest) for _ in range(settings.broadcasts)]
     found: dict[str, Any] = {}
     pictures: dict[str, Tensor] = {}
     for name in seen[0]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.attacks import Sight
+from fedveil.attacks.adaptive import PUBLISHED, STRONGEST
 from fedveil.attacks.features import LAYERS, dense_targets, labels, losses, record_features
 from fedveil.attacks.membership import Shadows, calibrated_scores, halves, loss_scores, shadow_scores
 from fedveil.attacks.scores import auc, balanced_accuracy, best_threshold, enough, roc, tpr_at
@@ -32,9 +33,8 @@ from fedveil.experiments.membership_shadows import (
     shadow_file,
     train_shadow,
 )
-from fedveil.experiments.scene import scene_of, sight_of, trained
+from fedveil.experiments.scene import scene_of, sights_of, trained
 from fedveil.federation.config import Config
-from fedveil.federation.engine import Federation
 
 __all__ = ["MEMBERSHIP", "Records", "Settings", "judged", "loss_attacks", "records_of", "shadow_cells"]
 
@@ -74,7 +74,7 @@ def shadow_cells(config: Config, settings: Settings, defences: Sequence[str], fo
                 "config": dataclasses.replace(config, defence=kind),
                 "number": number,
                 "shadows": settings.shadows,
-                "file": shadow_file(folder, kind, number),
+                "files": [shadow_file(folder, kind, number, cleaned) for cleaned in (False, True)],
             },
         )
         for kind in kinds
@@ -82,19 +82,15 @@ def shadow_cells(config: Config, settings: Settings, defences: Sequence[str], fo
     ]
 
 
-def sights(federation: Federation) -> dict[str, Sight]:
-    """The attackers, by name. Adaptive ones will come beside this one."""
-    return {"as published": sight_of(federation)}
-
-
 def attack(tell: Tell, config: Config, settings: Settings, folder: Path, run: Path) -> Result:
     """All attacks on one federation, by all attackers."""
     federation, data = trained(config, run, tell)
     scene = scene_of(federation, data)
     records = records_of(config, data)
+    seen = sights_of(federation, config.defence, tuple(STRONGEST.values()))
     found = {
-        name: {"view": "V-out", **attack_sight(tell, sight, config, settings, folder, records)}
-        for name, sight in sights(federation).items()
+        name: {"view": "V-out", **attack_sight(tell, sight, config, settings, folder, records, name != PUBLISHED)}
+        for name, sight in seen.items()
     }
     sizes = {name: len(getattr(records, name)) for name in ("own", "known", "victims", "fresh")}
     quality = {"metric": scene.metric, "train": scene.train, "test": scene.test, "gap": scene.gap}
@@ -102,9 +98,9 @@ def attack(tell: Tell, config: Config, settings: Settings, folder: Path, run: Pa
 
 
 def attack_sight(
-    tell: Tell, sight: Sight, config: Config, settings: Settings, folder: Path, records: Records
+    tell: Tell, sight: Sight, config: Config, settings: Settings, folder: Path, records: Records, cleaned: bool
 ) -> dict[str, Any]:
-    """All attacks by one attacker."""
+    """All attacks by one attacker; `cleaned` says that its model is no longer as it was sent."""
     extras = EXTRAS if settings.full and records.pool.targets.dim() == 1 else ()
     tell(0.0, "looking at records")
     features = record_features(sight.model, *records.pool, sight.loss, extras=extras)
@@ -117,7 +113,8 @@ def attack_sight(
     for name, scores in loss_attacks(sight, features["last"], records).items():
         attacks[name] = judged(scores, records)
     try:
-        for name, scores in shadow_attacks(sight, features["last"], records, config, settings, folder).items():
+        files = [shadow_file(folder, config.defence, number, cleaned) for number in range(settings.shadows)]
+        for name, scores in shadow_attacks(sight, features["last"], records, config, settings, files).items():
             attacks[name] = judged(scores, records)
     except (BadArgument, OSError) as error:
         attacks["RMIA"] = {"failed": str(error)}
@@ -172,12 +169,11 @@ def loss_attacks(sight: Sight, outputs: Tensor, records: Records) -> dict[str, N
 
 
 def shadow_attacks(
-    sight: Sight, outputs: Tensor, records: Records, config: Config, settings: Settings, folder: Path
+    sight: Sight, outputs: Tensor, records: Records, config: Config, settings: Settings, files: Sequence[Path]
 ) -> dict[str, NDArray[np.float64]]:
     """Scores of all records by RMIA and LiRA; none without shadows or classes."""
     if not settings.shadows or records.pool.targets.dim() != 1:
         return {}
-    files = [shadow_file(folder, config.defence, number) for number in range(settings.shadows)]
     shadows = Shadows(
         np.stack([np.load(file) for file in files]).astype(np.float64),
         inside_of(config, len(outputs), settings.shadows),

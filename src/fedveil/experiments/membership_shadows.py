@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,9 +78,9 @@ def shadow_defence(defence: str) -> str:
     return "plain" if defence == "veil" else defence
 
 
-def shadow_file(folder: Path, defence: str, number: int) -> Path:
-    """Where a shadow's outputs are."""
-    return folder / "shadows" / f"{shadow_defence(defence)}-{number}.npy"
+def shadow_file(folder: Path, defence: str, number: int, cleaned: bool = False) -> Path:
+    """Where a shadow's outputs are: as its clients see them, or, for attackers that undo the defence, the server's."""
+    return folder / "shadows" / f"{shadow_defence(defence)}-{number}{'-cleaned' if cleaned else ''}.npy"
 
 
 def inside_of(config: Config, records: int, shadows: int) -> NDArray[np.bool_]:
@@ -87,8 +88,11 @@ def inside_of(config: Config, records: int, shadows: int) -> NDArray[np.bool_]:
     return halves(records, shadows, generator("shadows", config.seed, shadows))
 
 
-def train_shadow(tell: Tell, config: Config, number: int, shadows: int, file: Path) -> Result:
-    """A federation like the attacked one on half of the pool; its outputs on all of the pool, as a client sees them."""
+def train_shadow(tell: Tell, config: Config, number: int, shadows: int, files: Sequence[Path]) -> Result:
+    """A federation like the attacked one on half of the pool; its outputs on all of the pool.
+
+    As a client sees them in the first file, the server's in the second.
+    """
     data = load_data(config)
     pool = records_of(config, data).pool
     inside = inside_of(config, len(pool.inputs), shadows)[number]
@@ -99,8 +103,9 @@ def train_shadow(tell: Tell, config: Config, number: int, shadows: int, file: Pa
     federation.fit(config.epochs, on_round=shown(config.epochs, tell))
     outputs = answers(sight_of(federation).model, pool.inputs.to(federation.device)).cpu()
     true = answers(federation.model, pool.inputs.to(federation.device)).cpu()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    np.save(file, outputs.numpy())
+    for file, values in zip(files, (outputs, true), strict=True):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.save(file, values.numpy())
     parts = {"inside": torch.from_numpy(inside), "outside": torch.from_numpy(~inside)}
     found = {name: metrics(true[rows], pool.targets[rows]) for name, rows in parts.items()}
     return {"seed": config.seed, **{f"{part} {name}": v for part, m in found.items() for name, v in m.items()}}
