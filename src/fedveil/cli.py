@@ -13,17 +13,20 @@ from tqdm import tqdm
 
 from fedveil.data import available, data_folder, get
 from fedveil.errors import BadArgument, FedveilError
-from fedveil.experiments.attack import defences_of
+from fedveil.experiments.attack import Shown, defences_of
 from fedveil.experiments.attack import run_attack as attack
 from fedveil.experiments.attacks import ATTACKS
+from fedveil.experiments.audit import AUDIT, SUITE
 from fedveil.experiments.compare import CONTROL
 from fedveil.experiments.compare import run_comparison as compare
 from fedveil.experiments.demo import run_comparison
+from fedveil.experiments.harden import harden
 from fedveil.federation.config import CHOICES, Config, configure, kinds, load_factory, read_toml
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.run import read_config as read_folder
 from fedveil.federation.run import train
 from fedveil.graph import analyse, as_dict
+from fedveil.report import Text
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 
@@ -159,8 +162,12 @@ def run_attack(options: argparse.Namespace) -> None:
     settings = experiment.settings(**asked)
     defences = [config.defence] if options.folder else defences_of(options.defence or "all")
     folder = options.out or (options.folder or Path("runs")) / f"attack-{experiment.name}"
-    source = f"--run {options.folder}" if options.folder else f"{config.flags()} --defence {','.join(defences)}"
-    own = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asked.items())
+    source = f"--run {options.folder}"
+    if not options.folder:
+        changed = config.changes() | {name: getattr(config, name) for name in defaults}
+        flags = [flag_of(name, value) for name, value in changed.items() if value is not None and name != "defence"]
+        source = f"{' '.join(flags)} --defence {','.join(defences)}"
+    own = " ".join(flag_of(name, value) for name, value in asked.items())
     command = " ".join(f"{where} {source} {own} --out {folder}".split())
     with Cells() as cells:
         shown = attack(
@@ -181,12 +188,98 @@ def run_attack(options: argparse.Namespace) -> None:
     print(f"\n{shown.note}\nreport: {folder / 'report.html'}\nrepeat: {command}")
 
 
+def flag_of(name: str, value: object) -> str:
+    """A value as a flag."""
+    flag = name.replace("_", "-")
+    return f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}"
+
+
 def read_without_defence(options: argparse.Namespace, where: str, defaults: Mapping[str, Any]) -> Config:
-    """The configuration, in which each defence is put later."""
+    """The configuration, in which each defence is put later; sizes for one data set mean nothing to another."""
+    data = options.data or (read_toml(options.file) if options.file else {}).get("data", defaults.get("data"))
+    if data != defaults.get("data"):
+        defaults = {name: value for name, value in defaults.items() if name not in ("train_size", "test_size")}
     named, options.defence = options.defence, None
     config = read_config(options, where, defaults)
     options.defence = named
     return config
+
+
+def add_audit(commands: Any) -> None:
+    """`fedveil audit`: what a participant learns, and what hardens the veil."""
+    command = commands.add_parser("audit", allow_abbrev=False, help="what a participant that thinks learns")
+    command.add_argument("file", nargs="?", type=Path, help="a run's folder, or run.toml; flags override it")
+    add_values(command, {name: kind for name, kind in kinds().items() if name != "defence"})
+    command.add_argument("--defence", help=f"all (default), or some of {','.join(CHOICES['defence'])}")
+    command.add_argument("--trials", type=int, default=20, help="records that the attacker tries to rebuild")
+    command.add_argument("--harden", action="store_true", help="measure what hardens the veil instead")
+    command.add_argument("--seeds", type=int, default=5, help="runs of each setting with --harden (default 5)")
+    command.add_argument("--out", type=Path, help="folder of the results; a stopped audit goes on there")
+    command.add_argument("--workers", type=int, help="processes side by side (default: one a core)")
+    command.set_defaults(run=run_audit)
+
+
+def run_audit(options: argparse.Namespace) -> None:
+    """Audit a run, a configuration, or, without any, the standard suite."""
+    folder = options.out or Path("runs/hardening" if options.harden else "runs/audit")
+    if options.harden:
+        command = f"fedveil audit --harden --seeds {options.seeds} --trials {options.trials} --out {folder}"
+        with Cells() as cells:
+            rest = {"workers": options.workers, "show": cells.show, "command": command}
+            shown = harden(folder, seeds=options.seeds, trials=options.trials, **rest)
+        print_shown(shown, folder, command)
+        return
+    run = options.file if options.file and options.file.is_dir() else None
+    if run and options.defence:
+        raise BadArgument("fedveil audit", "a run has its own defence", "leave out --defence, or the folder")
+    if run or options.file or any(getattr(options, name, None) is not None for name in kinds() if name != "defence"):
+        config = read_folder(run) if run else read_without_defence(options, "fedveil audit", AUDIT.defaults)
+        audit_one(options, config, run, options.out or (run / "audit" if run else folder))
+        return
+    for name, values in SUITE.items():
+        config = configure(dict(values))
+        print(f"{name}\n")
+        if config.data in missing_data():
+            print(f"left out: fedveil data get {config.data}, or set FEDVEIL_DATA\n")
+            continue
+        audit_one(options, config, None, folder / name.replace(", ", "-").replace(" ", "-"))
+        print()
+
+
+def missing_data() -> set[str]:
+    """Data sets that are not on this machine."""
+    return {entry.name for entry in available() if entry.state == "missing"}
+
+
+def audit_one(options: argparse.Namespace, config: Config, run: Path | None, folder: Path) -> None:
+    """Audit one federation under its defences, and print table and verdict."""
+    defences = [config.defence] if run else defences_of(options.defence or "all")
+    changed = config.changes() | {name: getattr(config, name) for name in ("data", *AUDIT.defaults)}
+    flags = [flag_of(name, value) for name, value in changed.items() if name != "defence"]
+    source = str(run) if run else f"{' '.join(flags)} --defence {','.join(defences)}"
+    command = f"fedveil audit {source} --trials {options.trials} --out {folder}"
+    with Cells() as cells:
+        shown = attack(
+            AUDIT,
+            config,
+            AUDIT.settings(options.trials),
+            defences,
+            folder,
+            run=run,
+            workers=options.workers,
+            show=cells.show,
+            command=command,
+        )
+    print_shown(shown, folder, command)
+
+
+def print_shown(shown: Shown, folder: Path, command: str) -> None:
+    """The table, the paragraphs, and where the page is."""
+    print_table(shown.header, shown.rows)
+    for section in shown.sections:
+        if isinstance(section, Text):
+            print("", section.title, *(f"  {line}" for line in section.paragraphs), sep="\n")
+    print(f"\n{shown.note}\nreport: {folder / 'report.html'}\nrepeat: {command}")
 
 
 class Cells:
@@ -262,6 +355,7 @@ def parser() -> argparse.ArgumentParser:
     add_train(commands)
     add_compare(commands)
     add_attack(commands)
+    add_audit(commands)
     add_data(commands)
     demo = commands.add_parser("demo", help="train digits with five clients, plain and veiled, and compare")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report (default runs/demo)")

@@ -11,7 +11,7 @@ from tests.oracle import built, worst
 from torch import nn
 
 from fedveil import Entropy
-from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil, dbcl
+from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil, dbcl
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
 from fedveil.flower import Server, client_app
@@ -69,6 +69,19 @@ def test_whole_shards_over_flower_are_those_of_the_engine(make, build):
     theirs = in_engine(make(), data, build, batch_size=8, whole_shard=True)
     assert worst(values(ours.model), values(theirs.model)) < 1e-9
     assert ours.optimizer.param_groups[0]["lr"] == theirs.optimizer.param_groups[0]["lr"] == 1e-2 / 4
+
+
+@pytest.mark.parametrize("inner", [Plain, Veil], ids=["plain", "veil"])
+def test_differential_privacy_on_top_is_the_servers(inner):
+    """Clipped, with every client counting alike; without noise, so that two runs can be compared."""
+    data = parts()
+    ours = on_flower(Private(inner(), 0.1, 0.0), data)
+    theirs = in_engine(Private(Plain(), 0.1, 0.0), data, whole_shard=True)
+    assert worst(values(ours.model), values(theirs.model)) < 1e-9
+    assert ours.history.records[0]["dp_clipped"] == 1
+    assert ours.defence.rounds == ROUNDS
+    with pytest.raises(BadArgument, match="draws from a test seed"):
+        on_flower(Private(inner(), 0.1, 0.0, entropy=Entropy.for_tests(1)), data)
 
 
 def test_batches_over_flower_are_those_of_the_engine():

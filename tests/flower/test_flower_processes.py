@@ -72,7 +72,7 @@ class Ear:
     """A proxy that keeps every byte that goes to a SuperNode."""
 
     def __init__(self, port):
-        self.heard, self.target, self.lines = bytearray(), port, []
+        self.connections, self.target, self.lines = [], port, []
         self.door = socket.create_server(("127.0.0.1", 0))
         self.port = self.door.getsockname()[1]
         self.threads = [threading.Thread(target=self._open)]
@@ -88,12 +88,20 @@ class Ear:
                     self.threads[-1].start()
 
     def _carry(self, one, other, keep):
+        heard = bytearray()
+        if keep:
+            self.connections.append(heard)
         with contextlib.suppress(OSError):
             while data := one.recv(65536):
                 if keep:
-                    self.heard += data
+                    heard += data
                 other.sendall(data)
         hang_up(one, other)
+
+    @property
+    def heard(self):
+        """Every connection's bytes, one connection behind the other."""
+        return b"\n".join(self.connections)
 
     def close(self):
         hang_up(self.door, *self.lines)
@@ -123,7 +131,7 @@ def test_nothing_that_supernodes_receive_holds_a_secret_or_predicts(tmp_path):
     [ear.close() for ear in ears]
     lines = [json.loads(line) for line in (tmp_path / "secrets").read_text().splitlines()]
     assert len(lines) == 3
-    heard = [bytes(ear.heard) for ear in ears]
+    heard = [ear.heard for ear in ears]
     for number, line in enumerate(lines):
         for bytes_of_node in heard:
             assert all(struct.pack("<d", x) in bytes_of_node for x in line["public"])  # the search finds what is there

@@ -5,7 +5,7 @@ import torch
 
 import fedveil
 from fedveil.errors import BadArgument
-from fedveil.models import cnn, densenet, mlp, resnet
+from fedveil.models import cnn, densenet, lenet, mlp, resnet
 
 IMAGE = torch.zeros(2, 3, 32, 32)
 
@@ -46,7 +46,21 @@ def test_other_networks_are_covered_whole(net):
     assert not plan.pinned
 
 
+@pytest.mark.parametrize(("activation", "symmetry"), [("relu", "positive"), ("sigmoid", "pinned")])
+def test_the_network_of_dlg_has_its_size_and_sigmoids_take_permutations_only(activation, symmetry):
+    net = lenet(activation=activation)
+    assert sum(p.numel() for p in net.parameters()) == (75 + 300 + 300 + 3) * 12 + 7690
+    assert net(IMAGE).shape == (2, 10)
+    plan = fedveil.analyse(net, IMAGE)
+    assert plan.coverage == 1  # by permutations and the head's noise, where no factor goes through
+    assert {axis.symmetry.words for axis in plan.axes} == {symmetry}
+    if activation == "sigmoid":
+        assert max(float(p.detach().abs().max()) for p in net.parameters()) <= 0.5
+
+
 def test_what_cannot_be_built_is_refused():
+    with pytest.raises(BadArgument, match="there is no activation 'tanh'"):
+        lenet(activation="tanh")
     with pytest.raises(BadArgument, match="depth must be one of 8, 20, 32, 44, 56, got 18"):
         resnet(18)
     with pytest.raises(BadArgument, match='norm is "batch" or "none"'):

@@ -1,12 +1,15 @@
 """What the federation asks of a defence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from fedveil.errors import UpdateRefused
 from fedveil.scheme import Loss
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +40,14 @@ class Defence(Protocol):
         name: as it is printed.
         fuses: whether the batches of several clients may go through one `client_step` as if they were one client's.
         repeatable: whether what should be secret follows from a seed; servers and clients on a network refuse that.
+        adapts: whether a broadcast depends on earlier updates in any way but through the model.
+        durable: whether a round must be on disk before the next broadcast, because what it gave away counts.
     """
 
     name: str
     fuses: bool
+    adapts: bool
+    durable: bool
 
     @property
     def repeatable(self) -> bool:
@@ -82,6 +89,9 @@ class Defence(Protocol):
     def forget(self) -> None:
         """Drop what is secret of the last broadcast: its round is over, however it ended."""
 
+    def each(self, updates: Sequence[Any]) -> list[Aggregate]:
+        """In place of `aggregate`: what each client's update says by itself."""
+
     def client_view(self, model: nn.Module, broadcast: Any) -> nn.Module:
         """The model as it was sent: what published attacks attack."""
 
@@ -102,10 +112,20 @@ class Stateless:
     """For defences that upload what they compute and keep nothing between rounds."""
 
     fuses = True
+    adapts = False
+    durable = False
     repeatable = False
 
     def forget(self) -> None:
         """Nothing to do."""
+
+    def aggregate(self, updates: Sequence[Any], weights: Sequence[float]) -> Aggregate:
+        """The gradient of the round."""
+        raise NotImplementedError
+
+    def each(self, updates: Sequence[Any]) -> list[Aggregate]:
+        """One after another."""
+        return one_by_one(lambda update: self.aggregate([update], [1.0]), updates)
 
     def upload(self, update: Any, client: int = 0) -> Any:
         """All of it."""
@@ -124,3 +144,14 @@ class Stateless:
 
     def restore_client(self, client: int, state: Mapping[str, Any]) -> None:
         """Nothing to do."""
+
+
+def one_by_one(recover: Callable[[Any], Found], updates: Sequence[Any]) -> list[Found]:
+    """Each update alone; a refusal still says which client's it is."""
+    found = []
+    for position, update in enumerate(updates):
+        try:
+            found.append(recover(update))
+        except UpdateRefused as error:
+            raise type(error)(f"client {position}", error.what, error.fix) from error
+    return found

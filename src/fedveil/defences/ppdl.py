@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.defences.interface import Aggregate
+from fedveil.defences.interface import Aggregate, one_by_one
 from fedveil.defences.plain import Plain, PlainUpdate, size_of
 from fedveil.errors import BadArgument
 
@@ -181,6 +181,17 @@ class PPDL(Plain):
         if self.clip is not None:
             details["clipped"] = statistics.fmean(m.clipped for m in measured)
         return replace(result, error=change / size if size else 0.0, details=details)
+
+    def each(self, updates: Sequence[PlainUpdate]) -> list[Aggregate]:
+        """One after another, each with what was measured at its upload."""
+        measured, self._measured = self._measured, []
+        own = iter(measured if len(measured) == len(updates) else [])
+
+        def alone(update: PlainUpdate) -> Aggregate:
+            self._measured = [m for m in [next(own, None)] if m]
+            return self.aggregate([update], [1.0])
+
+        return one_by_one(alone, updates)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The server keeps nothing; clients go on from what `restore_client` gives them, or begin anew."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fedveil.defences.interface import Aggregate, Stateless
+from fedveil.defences.interface import Aggregate, Stateless, one_by_one
 from fedveil.errors import BadArgument
 from fedveil.graph import Plan, analyse
 from fedveil.scheme import (
@@ -14,6 +14,7 @@ from fedveil.scheme import (
     Entropy,
     Loss,
     NodeCount,
+    Recovered,
     Secret,
     SquaredError,
     Update,
@@ -23,7 +24,7 @@ from fedveil.scheme import (
     perturb,
     recover,
 )
-from fedveil.scheme.nodes import SPREAD
+from fedveil.scheme.nodes import SPREAD, Spectrum
 from fedveil.scheme.recover import check_update, refuse_non_finite
 
 MISSED = 10  # times the tolerance
@@ -40,6 +41,8 @@ class Veil(Stateless):
         head: "exposed" for models that do not end in a Linear; then clients read true predictions.
         tolerance: relative error of the gradient that losses other than squared error may have: the number of nodes
             follows from it. By default 1e-6, in float32 1e-5.
+        nodes: for such losses a fixed number of nodes, in place of one that follows the clients' gradients. Then no
+            round is repeated, and the tolerance is not watched; `error` is.
         spread: see `draw_secret`.
         entropy: `Entropy.for_tests(seed)` for repeatable tests.
     """
@@ -55,6 +58,7 @@ class Veil(Stateless):
         permute: bool = True,
         head: str = "linear",
         tolerance: float | None = None,
+        nodes: int | None = None,
         spread: float = SPREAD,
         entropy: Entropy | None = None,
     ) -> None:
@@ -63,13 +67,15 @@ class Veil(Stateless):
         self._plan: Plan | None = None
         self._secret: Secret | None = None
         self._loss: Loss = SquaredError()
-        self._tolerance, self._spread = tolerance, spread
+        self._tolerance, self._spread, self._fixed = tolerance, spread, nodes
         self._nodes = NodeCount(tolerance or 1e-6)
 
     def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
         """Analyse the model."""
         self._plan = analyse(model, example, head=self._head)  # type: ignore[arg-type]
         self._loss = loss
+        by_nodes = not isinstance(loss, SquaredError) and self._plan.head is not None
+        self.adapts = by_nodes and self._fixed is None  # the number of nodes is public, and follows gradients
         single = self._plan.layout.dtype == torch.float32
         self._nodes = NodeCount(self._tolerance or (1e-5 if single else 1e-6))
 
@@ -97,7 +103,7 @@ class Veil(Stateless):
             self.additive,
             self.multiplicative,
             permute=self.permute,
-            nodes=self._nodes,
+            nodes=self._nodes if self._fixed is None else self._fixed,
             spread=self._spread,
             entropy=self._entropy,
         )
@@ -126,9 +132,7 @@ class Veil(Stateless):
 
     def check(self, update: Update, position: int = 0) -> None:
         """Refuse an update that does not answer the last broadcast, or that is not finite."""
-        if self._secret is None:
-            raise BadArgument("veil", "there is no broadcast to answer", "broadcast(model) first")
-        check_update(self._secret, position, update)
+        check_update(self._opened(), position, update)
         if not all(torch.isfinite(t).all() for t in (*update.passes.values(), *update.buffers.values())):
             refuse_non_finite([update])
 
@@ -138,15 +142,35 @@ class Veil(Stateless):
 
     def aggregate(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
         """Lift the noise from the weighted sum, and forget the secret."""
+        recovered = recover(self._opened(), updates, weights)
+        self._secret = None
+        self._observe([recovered])
+        return self._result(recovered)
+
+    def each(self, updates: Sequence[Update]) -> list[Aggregate]:
+        """Lift the noise from every update by itself, and forget the secret."""
+        secret = self._opened()
+        found = one_by_one(lambda update: recover(secret, [update], [1.0]), updates)
+        self._secret = None
+        self._observe(found)
+        return [self._result(recovered) for recovered in found]
+
+    def _opened(self) -> Secret:
         if self._secret is None:
             raise BadArgument("veil", "there is no broadcast to answer", "broadcast(model) first")
-        recovered = recover(self._secret, updates, weights)
-        self._secret = None
+        return self._secret
+
+    def _observe(self, found: Sequence[Recovered]) -> None:
+        """Let the count of nodes learn from a round: from the update that wanted most."""
+        spectra = [recovered.spectrum for recovered in found if recovered.spectrum]
+        if spectra and self._fixed is None:
+            self._nodes.observe(max(spectra, key=Spectrum.truncation))
+
+    def _result(self, recovered: Recovered) -> Aggregate:
         details, again = _traffic(recovered.passes, self.plan), False
         if recovered.spectrum:
-            self._nodes.observe(recovered.spectrum)
             details["nodes"] = len(recovered.spectrum.sizes)
-            again = recovered.spectrum.truncation() > MISSED * self._nodes.tolerance
+            again = self._fixed is None and recovered.spectrum.truncation() > MISSED * self._nodes.tolerance
         return Aggregate(recovered.gradients, recovered.buffers, recovered.error, details, again)
 
     def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:

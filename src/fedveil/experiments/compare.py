@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ from fedveil.data import Data
 from fedveil.defences import Plain
 from fedveil.errors import BadArgument, Diverged
 from fedveil.experiments.demo import Shows
-from fedveil.federation.config import CHOICES, Config, load_data
+from fedveil.federation.config import CHOICES, Config, asks_privacy, load_data, make_private
 from fedveil.federation.engine import History
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.page import cost_section, curve_sections
@@ -26,6 +27,10 @@ NOTES = (
     "defence that loses nothing stays as near to plain as that.",
     "SPN is our re-implementation; no code of its authors is public. Settings are the defaults of each defence unless "
     "the command says otherwise; they are not tuned to this data.",
+)
+PRIVATE = (
+    "Every run draws its own noise for differential privacy, so that curves part by that noise too, the control's "
+    "included. Epsilon is a client's, for all rounds together, and does not bind the server."
 )
 
 
@@ -62,7 +67,7 @@ def run_one(config: Config, data: Data, defence: str, seed: int, show: Callable[
     """Train once."""
     control = defence == CONTROL
     own = dataclasses.replace(config, defence="plain" if control else defence, seed=seed)
-    federation = federation_of(own, data, Plain(rounding=seed + 1) if control else None)
+    federation = federation_of(own, data, make_private(own, Plain(rounding=seed + 1)) if control else None)
     try:
         federation.fit(own.epochs, test=(data.test.inputs, data.test.targets), on_round=show)
     except Diverged as error:
@@ -96,6 +101,13 @@ def rows_of(runs: Sequence[Run], metric: str, active: int) -> list[list[str]]:
     return rows
 
 
+def spent_by(runs: Sequence[Run]) -> str:
+    """Epsilon at the end, the most of a defence's runs; none of a run that failed."""
+    if any(run.failed for run in runs):
+        return ""
+    return f"{max(run.history.records[-1].get('epsilon', math.inf) for run in runs):.3g}"
+
+
 HEADER = ("defence", "test {}", "apart from plain", "seconds", "bytes a client and round", "bytes a round")
 
 
@@ -120,6 +132,9 @@ def run_comparison(
     metric = next((m for m in METRICS for run in runs if m in run.history.last), METRICS[0])
     header = [title.format(metric) for title in HEADER]
     rows = rows_of(runs, metric, max(1, round(config.participation * config.clients)))
+    if asks_privacy(config):
+        header.append("epsilon")
+        rows = [[*row, spent_by([run for run in runs if run.defence == row[0]])] for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"defence": run.defence, "seed": run.seed, **r}) for run in runs for r in run.history.records]
     write_text(folder / "metrics.jsonl", "".join(line + "\n" for line in lines))
@@ -146,7 +161,7 @@ def write_page(
     sections: list[Section] = [
         Table("Result", header, rows, note),
         *([Text("Failed", failures)] if failures else []),
-        Text("How to read it", NOTES),
+        Text("How to read it", [*NOTES, *([PRIVATE] if asks_privacy(config) else [])]),
         *curve_sections(first),
         cost_section(first),
         Facts("Configuration", {key: str(value) for key, value in dataclasses.asdict(config).items()}),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedveil.attacks import Round, Sight
+from fedveil.attacks.adaptive import PUBLISHED, ROUNDS, sights
 from fedveil.data import Data
 from fedveil.federation.config import Config, load_data
 from fedveil.federation.engine import Federation
@@ -98,6 +99,15 @@ def sight_of(federation: Federation, rounds: int = 1) -> Sight:
         float(federation.optimizer.param_groups[0]["lr"]),
         size / sum(shards.sizes),
     )
+
+
+def sights_of(federation: Federation, defence: str, attackers: Sequence[str] | None = None) -> dict[str, Sight]:
+    """What each attacker of a defence has: as published, and what those that know the defence make of it.
+
+    `attackers` names the adaptive ones to take; all by default.
+    """
+    every = sights(defence, sight_of(federation, ROUNDS.get(defence, 1)))
+    return {name: sight for name, sight in every.items() if attackers is None or name in (PUBLISHED, *attackers)}
 
 
 def emptied(model: torch.nn.Module) -> torch.nn.Module:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from fedveil import data as datasets
 from fedveil.data import Data
-from fedveil.defences import DBCL, PPDL, SPN, Defence, Plain, Veil
+from fedveil.defences import DBCL, PPDL, SPN, Defence, Plain, Private, Veil
 from fedveil.errors import BadArgument
-from fedveil.models import cnn, densenet, mlp, resnet
+from fedveil.models import cnn, densenet, lenet, mlp, resnet
 from fedveil.scheme import LOSSES, CrossEntropy, Loss, find_loss
 
+PRIVATE_NODES = 32  # of losses by nodes, where their number must not follow the clients' data
 CHOICES: dict[str, tuple[str, ...]] = {
     "defence": ("plain", "veil", "ppdl", "dbcl", "spn"),
     "ppdl": ("sel", "noise", "both"),
@@ -29,6 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("batch", "none"),
     "shortcut": ("A", "B"),
 }
+LENETS = {"lenet": "relu", "lenet-sigmoid": "sigmoid"}
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,13 @@ class Config:
     sketch: int = 2
     spn_weight: float = 0.1
     spn_bits: int = 32
+    dp_clip: float | None = None
+    dp_noise: float | None = None
+    dp_delta: float = 1e-5
     loss: str = "squared_error"
     label_smoothing: float = 0.0
     tolerance: float | None = None
+    nodes: int | None = None
     optimizer: str = "adam"
     lr: float = 1e-3
     momentum: float = 0.9
@@ -123,7 +129,17 @@ def configure(values: Mapping[str, Any], where: str = "configuration") -> Config
     for name in ("clients", "epochs", "batch_size", "layers", "hidden", "width"):
         if clean.get(name, 1) < 1:
             raise BadArgument(where, f"{name} must be at least 1, got {clean[name]}")
-    return Config(**clean)
+    config = Config(**clean)
+    asks_privacy(config, where)
+    return config
+
+
+def asks_privacy(config: Config, where: str = "configuration") -> bool:
+    """Whether differential privacy is asked for; half of it is an error."""
+    if (config.dp_clip is None) != (config.dp_noise is None):
+        given, missing = ("dp_clip", "dp_noise") if config.dp_noise is None else ("dp_noise", "dp_clip")
+        raise BadArgument(where, f"{given} without {missing} protects nothing", "--dp-clip 1 --dp-noise 1, or neither")
+    return config.dp_clip is not None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -170,6 +186,8 @@ def build_model(config: Config, data: Data) -> nn.Module:
             )
         if config.model == "cnn":
             return cnn(channels, outputs, width=config.width, size=shape[-1])
+        if config.model in LENETS:
+            return lenet(channels, outputs, size=shape[-1], activation=LENETS[config.model])
         if config.model == "densenet":
             return densenet(channels, outputs)
         if config.model.startswith("resnet") and config.model[6:].isdigit():
@@ -178,7 +196,8 @@ def build_model(config: Config, data: Data) -> nn.Module:
             return resnet(depth, channels, outputs, width=config.width, norm=norm, shortcut=shortcut)  # type: ignore[arg-type]
         if ":" in config.model:
             return load_factory(config.model)
-    fix = "mlp, cnn, resnet8, resnet20, resnet32, resnet44, resnet56, densenet or package.module:factory"
+    nets = "resnet8, resnet20, resnet32, resnet44, resnet56, densenet"
+    fix = f"mlp, cnn, {', '.join(LENETS)}, {nets} or package.module:factory"
     raise BadArgument("model", f"there is no model {config.model!r}", fix)
 
 
@@ -203,16 +222,26 @@ def load_factory(spec: str) -> nn.Module:
 
 
 def build_defence(config: Config) -> Defence:
-    """The named defence with its settings."""
+    """The named defence with its settings, private if that is asked for."""
     noise = config.groups, config.additive, config.multiplicative
+    nodes = PRIVATE_NODES if config.nodes is None and asks_privacy(config) else config.nodes
     build: dict[str, Callable[[], Defence]] = {
         "plain": Plain,
-        "veil": lambda: Veil(*noise, permute=config.permute, tolerance=config.tolerance),
+        "veil": lambda: Veil(*noise, permute=config.permute, tolerance=config.tolerance, nodes=nodes),
         "ppdl": lambda: PPDL.named(config.ppdl, fraction=config.fraction, sigma=config.sigma),
         "dbcl": lambda: DBCL(config.sketch),
         "spn": lambda: SPN(config.spn_weight, config.spn_bits, lr=config.lr),
     }
-    return build[config.defence]()
+    return make_private(config, build[config.defence]())
+
+
+def make_private(config: Config, defence: Defence) -> Defence:
+    """The defence, with differential privacy on top if that is asked for."""
+    if not asks_privacy(config):
+        return defence
+    assert config.dp_clip is not None
+    assert config.dp_noise is not None
+    return Private(defence, config.dp_clip, config.dp_noise, delta=config.dp_delta)
 
 
 def build_loss(config: Config) -> Loss:

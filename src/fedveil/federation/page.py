@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.data import Data
-from fedveil.defences import Veil
+from fedveil.defences import Private, Veil, innermost
 from fedveil.federation.evaluate import METRICS, answers, metrics
 from fedveil.federation.server import History, Server
 from fedveil.report import Beside, Curves, Facts, Matrix, Section, Table, Text, write
@@ -22,6 +22,14 @@ PROTECTION = (
 )
 
 
+GUARANTEE = (
+    "Epsilon bounds what all others together learn about one client's data from the models of all rounds, compared "
+    "with models made without this client's gradients (epsilon_replace: with other data in its place). It does not "
+    "bind the server. This page is the server's: what it says about test data, errors and clipping carries no noise."
+)
+SPENT = "The most that any client has spent, at the delta of the configuration."
+
+
 def confusion(outputs: Tensor, targets: Tensor, classes: int) -> list[list[int]]:
     """Counts: a row a true class, a column an answer."""
     cells = torch.bincount(targets * classes + outputs.argmax(1), minlength=classes * classes)
@@ -33,7 +41,7 @@ def client_models(federation: Server) -> dict[str, nn.Module]:
     defence, model = federation.defence, federation.model
     broadcast = defence.broadcast(model)
     views = {"the server's model": model, "as a client is sent it": defence.client_view(model, broadcast)}
-    if isinstance(defence, Veil):
+    if isinstance(innermost(defence), Veil):
         views["centred by a client that thinks"] = client_view(model, broadcast, centred=True)
     defence.forget()
     return views
@@ -86,6 +94,9 @@ def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> l
         sections.append(Curves("Nodes", "round", "nodes", nodes, note=found))
     errors = {run: [(r, e) for r, e in h.curve("error") if e > 0] for run, h in histories.items()}
     errors = {run: points for run, points in errors.items() if points}
+    spent = {run: history.curve("epsilon") for run, history in histories.items() if history.curve("epsilon")}
+    if spent:
+        sections.append(Curves("Epsilon spent", "round", "epsilon", spent, note=SPENT))
     if errors:
         sections.append(Curves("Relative error of the gradient", "round", "error", errors, True, note))
     return sections
@@ -102,15 +113,18 @@ def cost_section(histories: Mapping[str, History]) -> Section:
 
 def run_page(path: Path, federation: Server, data: Data, config: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
     """Write the page of one run."""
-    name = federation.defence.name
+    defence, name = federation.defence, federation.defence.name
     histories = {name: federation.history}
     sections = [
         *curve_sections(histories),
         *view_sections(client_models(federation), data),
-        *([Text("What is and is not protected", PROTECTION)] if isinstance(federation.defence, Veil) else []),
+        *([Text("What is and is not protected", PROTECTION)] if isinstance(innermost(defence), Veil) else []),
+        *([Text("Differential privacy", (GUARANTEE,))] if isinstance(defence, Private) else []),
         cost_section(histories),
         Facts("Configuration", {key: str(value) for key, value in config.items()}),
     ]
     metric = next((f"test {key} {summary[key]:.4f}" for key in METRICS if key in summary), "no evaluation")
     lead = f"{name}: {metric} after {summary['rounds']} rounds with {config['clients']} clients."
+    if summary.get("epsilon") is not None:
+        lead += f" Epsilon {summary['epsilon']:.3g} at delta {summary['delta']:g}."
     return write(path, f"{data.name}, {config['model']}, {name}", lead, sections, str(summary["repeat"]))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedveil.data import Data, split
-from fedveil.defences import Defence
+from fedveil.defences import Defence, Private
 from fedveil.errors import BadArgument
 from fedveil.federation.config import (
     Config,
@@ -79,7 +80,7 @@ def prepare_folder(folder: Path, config: Config, resume: bool) -> None:
     if known.exists() and not resume:
         raise BadArgument(str(folder), "there is a run in this folder", "--resume to go on with it, or another --out")
     if known.exists():
-        old = json.loads(known.read_text())
+        old = dataclasses.asdict(Config()) | json.loads(known.read_text())  # runs from before a value was there
         other = [name for name, value in own.items() if name != "epochs" and old.get(name) != value]
         if other:
             what = f"the run here has {other[0]} = {old.get(other[0])!r}, not {own[other[0]]!r}"
@@ -108,6 +109,14 @@ def open_run(folder: Path, data: Data | None = None) -> tuple[Config, Federation
     federation = federation_of(config, data or load_data(config))
     federation.resume(folder)
     return config, federation
+
+
+def spent(defence: Defence) -> dict[str, float | None]:
+    """What a private run has spent: epsilon if a client is left out, and if its data are replaced; None if infinite."""
+    if not isinstance(defence, Private):
+        return {}
+    found = {"epsilon": defence.epsilon(), "epsilon_replace": defence.epsilon(replace=True), "delta": defence.delta}
+    return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
 def train(
@@ -184,6 +193,7 @@ def record_run(
         "rounds": server.round,
         **{name: history.last[name] for name in METRICS if name in history.last},
         "best": server.best[0] if server.best else None,
+        **spent(server.defence),
         "largest_error": max((record["error"] for record in history.records), default=0.0),
         "seconds": history.records[-1]["seconds"] if history.records else 0.0,
         "repeat": repeat,

@@ -139,7 +139,8 @@ class Server(ABC):
             rounds: in place of epochs.
             evaluate_every: rounds, in place of an epoch.
             folder: where checkpoints go.
-            checkpoint_every: rounds between checkpoints; at the end there is always one.
+            checkpoint_every: rounds between checkpoints; at the end there is always one, and one after every round
+                where the defence counts what rounds give away.
             on_round: called with each round's record.
         """
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
@@ -155,7 +156,8 @@ class Server(ABC):
             self.history.records.append(record)
             if on_round:
                 on_round(record)
-            if folder and (self.round == last or (checkpoint_every and self.round % checkpoint_every == 0)):
+            due = self.defence.durable or (checkpoint_every and self.round % checkpoint_every == 0)
+            if folder and (self.round == last or due):
                 self.save(folder)
         return self.history
 

@@ -11,7 +11,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from torch import Tensor, nn
 
-from fedveil.defences import Aggregate, Defence
+from fedveil.defences import Aggregate, Defence, innermost
 from fedveil.defences.wire import wire_of
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate, TooFewAnswers
 from fedveil.federation import server as federation
@@ -100,7 +100,8 @@ class Server(federation.Server):
                 raise BadArgument("flower.Server", f"{name} must be a finite number of seconds, got {seconds!r}")
         if not 0 < participation <= 1:
             raise BadArgument("flower.Server", f"participation must be above 0 and at most 1, got {participation}")
-        self.grid, self.wire = grid, wire_of(self.defence)
+        self.inner = innermost(self.defence)  # what travels; privacy on top is the server's
+        self.grid, self.wire = grid, wire_of(self.inner)
         self.whole_shard, self.batch_size, self.seed = whole_shard, batch_size, seed
         self.participation, self.min_answers, self.wait_for = participation, min_answers, wait_for or min_answers
         self.timeout, self.patience, self.attempts, self.pause = timeout, patience, attempts, pause
@@ -155,13 +156,13 @@ class Server(federation.Server):
     def _ask(self, nodes: list[int]) -> tuple[Any, int, _Heard]:
         """One exchange: what was sent, its bytes for each node, and what came back."""
         broadcast = self.defence.broadcast(self.model)
-        arrays, values = self.wire.pack(self.defence, broadcast)
+        arrays, values = self.wire.pack(self.inner, broadcast)
         ask = Ask(
             self._session,
             self.round,
             Entropy().token(),
             self.wire.kind,
-            {name: getattr(self.defence, name) for name in self.wire.settings},
+            {name: getattr(self.inner, name) for name in self.wire.settings},
             self.loss.name,
             self.loss.settings(),
             self.whole_shard,
@@ -187,8 +188,8 @@ class Server(federation.Server):
             answer = read_answer(reply.content)
             if (answer.round, answer.token, answer.kind) != (ask.round, ask.token, ask.kind):
                 raise StaleUpdate(f"node {node}", f"its answer is for another exchange, of round {answer.round}")
-            update = self.wire.unpack_update(self.defence, self.model, answer.arrays, answer.values)
-            self.wire.check(self.defence, self.model, update, len(heard.updates))
+            update = self.wire.unpack_update(self.inner, self.model, answer.arrays, answer.values)
+            self.wire.check(self.inner, self.model, update, len(heard.updates))
         except BadArgument as error:
             heard.faults.append(fault(node, "malformed", f"{error.where}: {error.what}"))
         except FedveilError as error:

@@ -1,0 +1,202 @@
+"""Inputs from their gradient: DLG, iDLG and Inverting Gradients.
+
+All look for inputs whose gradient is like the one that was caught. DLG (Zhu et al. 2019, arXiv 1906.08935) and iDLG
+(Zhao et al. 2020, arXiv 2001.02610) minimise the squared distance by L-BFGS, which wants smooth activations. Inverting
+Gradients (Geiping et al. 2020, arXiv 2003.14053) minimises
+
+    1 - <g', g> / (|g'| |g|) + weight TV(x')
+
+by Adam on the signs of the pixels' gradients, inside of the range of pixels, and works with ReLU.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedveil.attacks.differences import Gradients, Leak, gradients_of
+from fedveil.errors import BadArgument
+
+METHODS = ("dlg", "idlg", "cosine")
+DECAYS = (3 / 8, 5 / 8, 7 / 8)
+ENOUGH = 1e-6  # iDLG's: a squared distance below which L-BFGS stops
+Tell = Callable[[float], None]
+Box = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to look.
+
+    Attributes:
+        method: "dlg" also searches labels, "idlg" and "cosine" are given them.
+        steps: of Adam, or outer steps of L-BFGS, each of up to 20 evaluations.
+        restarts: from new random inputs; the one whose gradient is nearest counts.
+        lr: of Adam; L-BFGS has 1.
+        smooth: weight of each image's total variation, "cosine" only.
+    """
+
+    method: str = "cosine"
+    steps: int = 800
+    restarts: int = 2
+    lr: float = 0.1
+    smooth: float = 1e-2
+
+    def __post_init__(self) -> None:
+        """Refuse what nobody knows."""
+        if self.method not in METHODS:
+            raise BadArgument("Search", f"there is no method {self.method!r}", f"one of {', '.join(METHODS)}")
+        if self.steps < 1 or self.restarts < 1:
+            raise BadArgument("Search", f"{self.steps} steps and {self.restarts} restarts", "at least one of each")
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A reconstruction.
+
+    Attributes:
+        inputs: in the order in which the search has them; the true order is not known.
+        labels: class indices.
+        distance: of its gradient from the one that was caught, by the method's objective.
+        distances: of every restart; infinite where a search broke down.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    distance: float
+    distances: tuple[float, ...]
+
+
+def squared_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
+    """Sum of squared differences, over what was received."""
+    gaps = [(gradient - wanted[name], name) for name, gradient in found.items()]
+    return torch.stack([(gap * mask[name] if mask else gap).square().sum() for gap, name in gaps]).sum()
+
+
+def cosine_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
+    """1 - <g', g> / (|g'| |g|), over what was received and all parameters together."""
+    if mask:
+        found = {name: gradient * mask[name] for name, gradient in found.items()}
+        wanted = {name: gradient * mask[name] for name, gradient in wanted.items()}
+    ours = torch.cat([gradient.flatten() for gradient in found.values()])
+    theirs = torch.cat([wanted[name].flatten() for name in found])
+    return 1 - torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
+
+
+def total_variation(images: Tensor) -> Tensor:
+    """Mean size of the steps between neighbours to the right plus that to neighbours below."""
+    across = (images[..., :, 1:] - images[..., :, :-1]).abs().mean()
+    return across + (images[..., 1:, :] - images[..., :-1, :]).abs().mean()
+
+
+def reconstruct(
+    leak: Leak,
+    shape: tuple[int, ...],
+    search: Search,
+    *,
+    classes: int,
+    generator: torch.Generator,
+    labels: Tensor | None = None,
+    box: Box | None = None,
+    tell: Tell = lambda share: None,
+) -> Found:
+    """Inputs, (records, ...), whose gradient is like the leak's; the restart of least distance, never of least error.
+
+    Args:
+        leak: what was caught.
+        shape: of the inputs, records first.
+        search: the method and its settings.
+        classes: how many there are.
+        generator: of the random beginnings, on the CPU.
+        labels: class indices; "dlg" finds its own.
+        box: smallest and largest value of each channel, (channels, 1, 1); "cosine" never leaves it.
+        tell: called with the share that is done.
+    """
+    if (labels is None) != (search.method == "dlg"):
+        raise BadArgument("reconstruct", f"{search.method} {'needs' if labels is None else 'finds its own'} labels")
+    like = next(iter(leak.gradients.values()))
+    best: Found | None = None
+    distances = []
+    for number in range(search.restarts):
+        start = torch.randn(shape, generator=generator).to(like)
+        guess = torch.randn((shape[0], classes), generator=generator).to(like)
+
+        def share(part: float, before: int = number) -> None:
+            tell((before + part) / search.restarts)
+
+        if search.method == "cosine":
+            assert labels is not None
+            found = by_signs(leak, start, labels, search, box, share)
+        else:
+            found = by_lbfgs(leak, start, guess if labels is None else labels, search, share)
+        distances.append(found.distance)
+        if best is None or found.distance < best.distance:
+            best = found
+    assert best is not None
+    return Found(best.inputs, best.labels, best.distance, tuple(distances))
+
+
+def by_signs(leak: Leak, start: Tensor, labels: Tensor, search: Search, box: Box | None, tell: Tell) -> Found:
+    """Adam on the signs of the pixels' gradients, slower by ten after 3/8, 5/8 and 7/8 of the steps (arXiv 2003.14053).
+
+    The distance of the result leaves the total variation out.
+
+    Differs from Inverting Gradients: the total variation's weight grows with the batch, so that a pixel is smoothed
+    alike in a batch of any size; there it is a mean over the batch.
+    """
+    weight = search.smooth * len(start)
+    x = start.clone().requires_grad_()
+    optimizer = torch.optim.Adam([x], search.lr)
+    stops = [int(search.steps * part) for part in DECAYS]
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, stops, 0.1)
+    for step in range(search.steps):
+        ours = gradients_of(leak.model, leak.loss, x, labels, graph=True)
+        distance = cosine_distance(ours, leak.gradients, leak.mask)
+        (slope,) = torch.autograd.grad(distance + weight * total_variation(x), x)
+        x.grad = slope.sign()
+        optimizer.step()
+        schedule.step()
+        if box:
+            with torch.no_grad():
+                x.copy_(torch.minimum(torch.maximum(x, box[0]), box[1]))
+        if step % 20 == 0:
+            tell(step / search.steps)
+    x = x.detach()
+    reached = float(cosine_distance(gradients_of(leak.model, leak.loss, x, labels), leak.gradients, leak.mask))
+    return Found(x, labels, reached if math.isfinite(reached) else math.inf, ())
+
+
+def by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, tell: Tell) -> Found:
+    """L-BFGS with torch's defaults on the squared distance; labels that are not integers are searched too (as logits).
+
+    Keeps the inputs of the least distance it came by: L-BFGS without a line search may leave them again. It ends when
+    that distance is below 1e-6, or when it stands still or is not finite.
+    """
+    x, joint = start.clone().requires_grad_(), labels.is_floating_point()
+    y = labels.clone().requires_grad_(joint)
+    optimizer = torch.optim.LBFGS([x, y] if joint else [x])
+    best, kept = math.inf, (x.detach().clone(), y.detach().clone())
+
+    def closure() -> Tensor:
+        nonlocal best, kept
+        targets = y.softmax(-1) if joint else y
+        ours = gradients_of(leak.model, leak.loss, x, targets, graph=True)
+        distance = squared_distance(ours, leak.gradients, leak.mask)
+        for leaf, slope in zip([x, y], torch.autograd.grad(distance, [x, y] if joint else [x]), strict=False):
+            leaf.grad = slope
+        reached = float(distance.detach())
+        if reached < best:
+            best, kept = reached, (x.detach().clone(), y.detach().clone())
+        return distance.detach()
+
+    before = math.inf
+    for step in range(search.steps):
+        last = float(optimizer.step(closure))  # type: ignore[no-untyped-call]
+        if best < ENOUGH or not math.isfinite(last) or last == before:
+            break
+        before = last
+        tell(step / search.steps)
+    inputs, found = kept
+    return Found(inputs, found.argmax(-1) if joint else found, best, ())

@@ -1,0 +1,149 @@
+"""Generative model inversion, GMI (Zhang et al. 2020, arXiv 1911.07135): images of a class from a model alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedveil.attacks.generator import CODE, Gan
+from fedveil.federation.evaluate import evaluating
+from fedveil.federation.shards import generator as source
+
+Model = Callable[[Tensor], Tensor]
+Tell = Callable[[float, str], None]
+IDENTITY, MOMENTUM, BOUND = 100.0, 0.9, 1.0
+PIXEL_LR, SMOOTH = 0.05, 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Reconstructions.
+
+    Attributes:
+        images: pixels in [0, 1], one for each wanted class.
+        scores: the attacked model's output for the wanted class; larger is better.
+    """
+
+    images: Tensor
+    scores: Tensor
+
+
+def step_size(size: int) -> float:
+    """The original's: 0.02 for faces of 64 x 64, 0.01 for digits of 32 x 32."""
+    return 0.02 if size >= 64 else 0.01
+
+
+def search(
+    model: Model,
+    gan: Gan,
+    wanted: Tensor,
+    *,
+    steps: int = 1500,
+    restarts: int = 5,
+    seed: int = 0,
+    tell: Tell = lambda share, what: None,
+) -> Found:
+    """For each wanted class an image of the generator that the model takes for that class.
+
+    min_z  (1 / classes) sum_i  -D(G(z_i)) + 100 CE(T(G(z_i)), c_i)
+
+    by Nesterov's momentum 0.9 from z ~ N(0, I); z is cut to [-1, 1] after each step. Of the restarts each image keeps
+    the one with the largest output of T for its class. Outputs of T are taken as logits whatever loss it was trained
+    with: after squared error they lie near 0 and 1, their cross-entropy never vanishes and goes on to pull.
+
+    Differs from the original: its mean runs over a batch of one code a class, so that a code's step depends on the
+    number of classes; here any number of codes goes together and each takes the step it would take in such a batch.
+    Its maximum over restarts begins at 0, so that an image whose outputs are all negative is never kept; here at minus
+    infinity.
+
+    Args:
+        model: T, from pixels in [0, 1] to an output a class; differentiable, each image for itself.
+        gan: trained on public images, in evaluation mode.
+        wanted: the class to reconstruct, for each image.
+        steps: of each restart.
+        restarts: starts at random; image i of restart k starts at the same code for every model.
+        seed: of these codes.
+        tell: called with the share that is done and what is being done.
+    """
+    gan.generator.eval()
+    gan.critic.eval()
+    share = 1 / len(set(wanted.tolist()))
+    best = torch.full(wanted.shape, -torch.inf, device=wanted.device)
+    codes = torch.zeros(len(wanted), CODE, device=wanted.device)
+    for restart in range(restarts):
+        z = torch.randn(len(wanted), CODE, generator=source("codes", seed, restart)).to(wanted.device)
+        velocity = torch.zeros_like(z)
+        for step in range(steps):
+            z.requires_grad_()
+            images = gan.generator(z)
+            identity = F.cross_entropy(model(images), wanted, reduction="sum")
+            loss = share * (IDENTITY * identity - gan.critic(images).sum())
+            (slope,) = torch.autograd.grad(loss, z)
+            before, velocity = velocity, MOMENTUM * velocity - step_size(images.shape[-1]) * slope
+            z = (z.detach() - MOMENTUM * before + (1 + MOMENTUM) * velocity).clamp(-BOUND, BOUND)
+            tell((restart + step / steps) / restarts, f"codes, restart {restart + 1}/{restarts}")
+        score = _scores(model, gan.generator(z.detach()), wanted)
+        better = score > best
+        best = torch.where(better, score, best)
+        codes = torch.where(better[:, None], z.detach(), codes)
+    with torch.no_grad():
+        return Found(gan.generator(codes), best)
+
+
+def _scores(model: Model, images: Tensor, wanted: Tensor) -> Tensor:
+    """The model's outputs for the wanted classes."""
+    with torch.no_grad():
+        return model(images).gather(1, wanted[:, None])[:, 0]
+
+
+def variation(images: Tensor) -> Tensor:
+    """Total variation of each image: the mean difference between pixels beside and above one another."""
+    across, down = images.diff(dim=-1).abs(), images.diff(dim=-2).abs()
+    return across.flatten(1).mean(1) + down.flatten(1).mean(1)
+
+
+def search_pixels(
+    model: Model,
+    shape: tuple[int, int, int],
+    wanted: Tensor,
+    *,
+    steps: int = 300,
+    seed: int = 0,
+    tell: Tell = lambda share, what: None,
+) -> Found:
+    """The control without a generator: pixels in place of codes, smoothness in place of public images.
+
+    min_x  CE(T(x), c) + TV(x)  by Adam 0.05 from noise around grey; x is cut to [0, 1] after each step.
+
+    Args:
+        model: T, from pixels in [0, 1] to an output a class.
+        shape: of an image.
+        wanted: the class to reconstruct, for each image.
+        steps: of Adam.
+        seed: of the noise.
+        tell: called with the share that is done and what is being done.
+    """
+    noise = torch.randn(len(wanted), *shape, generator=source("pixels", seed))
+    x = (0.5 + 0.1 * noise).clamp(0, 1).to(wanted.device).requires_grad_()
+    optimizer = torch.optim.Adam([x], PIXEL_LR)
+    for step in range(steps):
+        loss = F.cross_entropy(model(x), wanted, reduction="sum") + SMOOTH * variation(x).sum()
+        (x.grad,) = torch.autograd.grad(loss, x)
+        optimizer.step()
+        with torch.no_grad():
+            x.clamp_(0, 1)
+        tell(step / steps, "pixels")
+    return Found(x.detach(), _scores(model, x.detach(), wanted))
+
+
+def on_pixels(model: torch.nn.Module, scaled: Callable[[Tensor], Tensor]) -> Model:
+    """A model of scaled inputs as a model of pixels, in evaluation mode while it answers."""
+
+    def answer(pixels: Tensor) -> Tensor:
+        with evaluating(model):
+            outputs: Tensor = model(scaled(pixels))
+        return outputs
+
+    return answer

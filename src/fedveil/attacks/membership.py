@@ -1,0 +1,182 @@
+"""Membership by a score a record: the loss, LiRA and RMIA. Larger = member, in all of them."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.special import logsumexp, ndtr
+from torch import Tensor
+
+from fedveil.attacks.scores import auc
+from fedveil.errors import BadArgument
+from fedveil.scheme.losses import CrossEntropy, Loss, SquaredError
+
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+PER_RECORD = 64  # shadows from which on each record has a spread of its own
+FALLBACK = 0.3  # RMIA's a where no shadow can be spared to choose it
+GRID = tuple(step / 10 for step in range(11))
+
+
+def loss_scores(losses: Tensor) -> Tensor:
+    """s(x) = -loss(x) (Yeom et al., 2018)."""
+    return -losses
+
+
+def calibrated_scores(losses: Tensor, classes: Tensor, known: Tensor, known_classes: Tensor) -> Tensor:
+    """s(x) = mean loss of known non-members of x's class - loss(x); of a class without any, of all of them."""
+    fallback = float(known.mean())
+    means = losses.new_full((int(max(classes.max(), known_classes.max())) + 1,), fallback)
+    for number in set(known_classes.tolist()):
+        means[number] = known[known_classes == number].mean()
+    return means[classes] - losses
+
+
+@dataclass(frozen=True, eq=False)
+class Shadows:
+    """Models that the attacker trained as the federation did, on records drawn from a pool.
+
+    Attributes:
+        outputs: (shadows, pool, classes), as a client of each shadow federation would see them.
+        inside: (shadows, pool): which record each was trained on.
+        targets: (pool, classes), rows with a one.
+        loss: what they minimised.
+    """
+
+    outputs: Array
+    inside: Mask
+    targets: Array
+    loss: Loss
+
+    def __post_init__(self) -> None:
+        shadows, pool = self.inside.shape
+        if self.outputs.shape != (shadows, *self.targets.shape) or len(self.targets) != pool:
+            what = f"outputs of shape {self.outputs.shape} for {shadows} shadows of {pool} records"
+            raise BadArgument("shadows", what, "(shadows, pool, classes)")
+        if self.inside.all(0).any() or not self.inside.any(0).all():
+            raise BadArgument("shadows", "a record is inside all shadows or none", "halves of the pool, in pairs")
+
+    @property
+    def classes(self) -> NDArray[np.int64]:
+        """The class of each record."""
+        found: NDArray[np.int64] = self.targets.argmax(1)
+        return found
+
+    @property
+    def temperature(self) -> float:
+        """What outputs are divided by to become logits.
+
+        1 for cross-entropy. Squared error is -log of a normal density around the outputs; with its variance v a class
+        has the posterior softmax(outputs / v), and v is the shadows' mean squared residual outside of their records.
+        """
+        if isinstance(self.loss, CrossEntropy):
+            return 1.0
+        if not isinstance(self.loss, SquaredError):
+            what = f"{self.loss.name} gives no probabilities of classes"
+            raise BadArgument("shadows", what, "cross_entropy or squared_error, or an attack without shadows")
+        return float(np.square(self.outputs - self.targets)[~self.inside].mean())
+
+
+def shadow_scores(outputs: Array, shadows: Shadows, population: NDArray[np.int64], *, both: bool) -> dict[str, Array]:
+    """RMIA's score of every record of the pool, and LiRA's if `both`, from the attacked model's outputs.
+
+    `population` are places of records that the attacker knows to be non-members.
+    """
+    heat, classes = shadows.temperature, shadows.classes
+    phi, others = confidence(outputs / heat, classes), confidence(shadows.outputs / heat, classes)
+    target, shadow = _sigmoid(phi), _sigmoid(others)
+    a = choose_a(shadow, shadows.inside)
+    found = {"RMIA": rmia(target, shadow, shadows.inside, population, a=a)}
+    if both:
+        found["LiRA online"] = lira(phi, others, shadows.inside)
+        found["LiRA offline"] = lira(phi, others, shadows.inside, online=False)
+    return found
+
+
+def confidence(logits: Array, classes: NDArray[np.int64]) -> Array:
+    """Log-odds of the true class, phi = log p_y - log(1 - p_y), of (..., records, classes); without overflow."""
+    index = np.broadcast_to(classes, logits.shape[:-1])[..., None]
+    true = np.take_along_axis(logits, index, -1)[..., 0]
+    others = logits.copy()
+    np.put_along_axis(others, index, -math.inf, -1)
+    found: Array = true - logsumexp(others, axis=-1)
+    return found
+
+
+def _sigmoid(phi: Array) -> Array:
+    """The probability of some log-odds."""
+    found: Array = np.exp(-np.logaddexp(0, -phi))
+    return found
+
+
+def lira(phi: Array, shadow: Array, inside: Mask, *, online: bool = True) -> Array:
+    """The likelihood ratio attack of Carlini et al. (2022), from phi of the target and (shadows, records) of shadows.
+
+    Online:  log N(phi; mu_in, var_in) - log N(phi; mu_out, var_out).  Offline:  Phi((phi - mu_out) / sigma_out).
+    mu is a record's median over its shadows; sigma is a record's own with 64 shadows or more, else one for all.
+
+    Differs from the released script: its offline score is a two-sided density, ours is one-sided, as in the paper.
+    """
+    mean_out, sigma_out = _normal(shadow, ~inside)
+    if not online:
+        found: Array = ndtr((phi - mean_out) / sigma_out)
+        return found
+    mean_in, sigma_in = _normal(shadow, inside)
+    near, far = (phi - mean_in) / sigma_in, (phi - mean_out) / sigma_out
+    ratio: Array = (far**2 - near**2) / 2 + np.log(sigma_out / sigma_in)
+    return ratio
+
+
+def _normal(shadow: Array, chosen: Mask) -> tuple[Array, Array]:
+    """Each record's median, and its spread (or everyone's, where shadows are few), over the chosen shadows."""
+    values = np.where(chosen, shadow, math.nan)
+    middle: Array = np.nanmedian(values, 0)
+    own = len(shadow) >= PER_RECORD
+    spread = np.nanstd(values, 0) if own else np.full(len(middle), np.sqrt(np.nanmean(np.square(values - middle))))
+    return middle, np.maximum(spread, 1e-12)
+
+
+def rmia(target: Array, shadow: Array, inside: Mask, population: NDArray[np.int64], *, a: float = FALLBACK) -> Array:
+    """The relative attack of Zarifzadeh et al. (2024), offline: the share of population records z with R_x > R_z.
+
+        R_x = p_y(x) / P(x),    P(x) = ((1 + a) P_out(x) + (1 - a)) / 2
+
+    with P_out the mean of p_y over shadows without x, and gamma = 1. `target` is p_y of the attacked model,
+    `population` the places of z among the records.
+    """
+    outside = np.where(inside, math.nan, shadow)
+    reference = ((1 + a) * np.nanmean(outside, 0) + (1 - a)) / 2
+    ratio = target / np.maximum(reference, np.finfo(np.float64).tiny)
+    order = np.sort(ratio[population])
+    found: Array = np.searchsorted(order, ratio, "left") / len(order)
+    return found
+
+
+def choose_a(shadow: Array, inside: Mask) -> float:
+    """RMIA's a: the best of 0, 0.1, ... 1 (AUC) against the first shadow, with those that are not its complement."""
+    rest = [k for k in range(1, len(shadow)) if (inside[k] == inside[0]).any()]
+    usable = ~inside[rest].all(0) if rest else np.zeros(inside.shape[1], bool)
+    ins, outs = usable & inside[0], usable & ~inside[0]
+    if not ins.any() or not outs.any():
+        return FALLBACK
+    population = np.flatnonzero(outs[usable])
+
+    def quality(a: float) -> float:
+        found = rmia(shadow[0][usable], shadow[rest][:, usable], inside[rest][:, usable], population, a=a)
+        return auc(found[ins[usable]], found[outs[usable]]).value
+
+    return max(GRID, key=quality)
+
+
+def halves(records: int, shadows: int, chance: torch.Generator) -> Mask:
+    """Which record goes into which shadow: pairs of a random half and the other half, so each is in half of them."""
+    if shadows < 2 or shadows % 2:
+        raise BadArgument("shadows", f"they come in pairs, got {shadows}", "an even number, at least 2")
+    rows = []
+    for _ in range(shadows // 2):
+        inside = np.zeros(records, bool)
+        inside[torch.randperm(records, generator=chance)[: records // 2].numpy()] = True
+        rows += [inside, ~inside]
+    return np.stack(rows)

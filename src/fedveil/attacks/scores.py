@@ -1,0 +1,140 @@
+"""How well scores tell members from others. Scores are larger for members, here and in every attack.
+
+All intervals are two-sided at `level`. They cover the draw of the records that were scored, not the draw of the model.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import betaincinv, ndtri
+
+from fedveil.errors import BadArgument
+
+Scores = NDArray[np.float64]
+EXPECTED = 10  # false positives: fewer say nothing about a rate
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+def checked(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
+    """Both as rows of float64; refuses none, and scores that have no order."""
+    found = np.asarray(members, np.float64).ravel(), np.asarray(others, np.float64).ravel()
+    for name, scores in zip(("members", "others"), found, strict=True):
+        if not len(scores):
+            raise BadArgument("scores", f"there are none of {name}", "at least one record of each kind")
+        if np.isnan(scores).any():
+            raise BadArgument("scores", f"a score of {name} is not a number")
+    return found
+
+
+def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
+    """Share of hits, with the interval of Clopper and Pearson (1934): never less than `level`.
+
+    Its ends are quantiles of Beta(hits, misses + 1) and Beta(hits + 1, misses).
+    """
+    if not 0 <= hits <= trials or trials < 1:
+        raise BadArgument("proportion", f"{hits} hits in {trials} trials")
+    tail, misses = (1 - level) / 2, trials - hits
+    low = float(betaincinv(hits, misses + 1, tail)) if hits else 0.0
+    high = float(betaincinv(hits + 1, misses, 1 - tail)) if misses else 1.0
+    return Estimate(hits / trials, low, high)
+
+
+def placements(scores: Scores, against: Scores) -> Scores:
+    """For each score the share of `against` below it, ties by half."""
+    order = np.sort(against)
+    below, upto = np.searchsorted(order, scores, "left"), np.searchsorted(order, scores, "right")
+    found: Scores = (below + upto) / (2 * len(order))
+    return found
+
+
+def auc(members: ArrayLike, others: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """P(a member's score > another's), ties by half; the variance of DeLong et al. (1988), the interval on logits.
+
+        var = var(placements of members) / members + var(placements of others) / others
+
+    Where that is 0 (all pairs in order, or all tied), min(members, others) disjoint pairs are a binomial sample, and
+    their interval of Clopper and Pearson is given: wider than needed, but not a point.
+    """
+    ins, outs = checked(members, others)
+    up, down = placements(ins, outs), placements(outs, ins)
+    value, least = float(up.mean()), min(len(ins), len(outs))
+    variance = (up.var(ddof=1) / len(ins) + down.var(ddof=1) / len(outs)) if least > 1 else 0.0
+    if variance <= 0 or value in (0.0, 1.0):
+        pairs = proportion(round(value * least), least, level=level)
+        return Estimate(value, min(value, pairs.low), max(value, pairs.high))
+    middle = math.log(value / (1 - value))
+    reach = float(ndtri((1 + level) / 2)) * math.sqrt(variance) / (value * (1 - value))
+    low, high = (1 / (1 + math.exp(-min(max(end, -700), 700))) for end in (middle - reach, middle + reach))
+    return Estimate(value, low, high)
+
+
+def enough(others: int, rate: float) -> bool:
+    """Whether so many others give a false-positive rate any meaning: ten of them, so 10,000 for 0.1 %."""
+    return others * rate >= EXPECTED - 1e-9
+
+
+def threshold_at(others: ArrayLike, rate: float) -> float:
+    """The lowest threshold that at most a share `rate` of the others lies above."""
+    order = np.sort(np.asarray(others, np.float64).ravel())[::-1]
+    allowed = math.floor(rate * len(order) + 1e-9)
+    return float(order[allowed]) if allowed < len(order) else -math.inf
+
+
+def tpr_at(members: ArrayLike, others: ArrayLike, rate: float, *, level: float = 0.95) -> Estimate:
+    """Share of members above the threshold that at most a share `rate` of the others exceeds; Clopper-Pearson.
+
+    The threshold is that of these others, as usual; the interval is that of members given the threshold.
+    """
+    ins, outs = checked(members, others)
+    return proportion(int((ins > threshold_at(outs, rate)).sum()), len(ins), level=level)
+
+
+def best_threshold(members: ArrayLike, others: ArrayLike) -> float:
+    """The threshold with the largest balanced accuracy, between two scores; -inf where no threshold helps."""
+    ins, outs = checked(members, others)
+    values = np.unique(np.concatenate([ins, outs]))
+    right = len(ins) - np.searchsorted(np.sort(ins), values, "left")
+    wrong = len(outs) - np.searchsorted(np.sort(outs), values, "left")
+    gain = right / len(ins) - wrong / len(outs)
+    place = int(gain.argmax())
+    if place == 0 or gain[place] <= 0:
+        return -math.inf
+    low, high = float(values[place - 1]), float(values[place])
+    middle = low + (high - low) / 2 if math.isfinite(high - low) else high
+    return middle if low < middle else high
+
+
+def balanced_accuracy(members: ArrayLike, others: ArrayLike, threshold: float, *, level: float = 0.95) -> Estimate:
+    """(TPR + TNR) / 2 where a score of at least `threshold` is taken for a member: the paper's attack success rate.
+
+    The interval joins those of Clopper and Pearson for both rates as Zou and Donner (2008) join independent ones:
+    value - sqrt((TPR - low)^2 + (TNR - low)^2) / 2, and so upwards.
+    """
+    ins, outs = checked(members, others)
+    right = proportion(int((ins >= threshold).sum()), len(ins), level=level)
+    left = proportion(int((outs < threshold).sum()), len(outs), level=level)
+    value = (right.value + left.value) / 2
+    low = math.hypot(right.value - right.low, left.value - left.low) / 2
+    high = math.hypot(right.high - right.value, left.high - left.value) / 2
+    return Estimate(value, max(0.0, value - low), min(1.0, value + high))
+
+
+def roc(members: ArrayLike, others: ArrayLike, *, points: int = 120) -> list[tuple[float, float]]:
+    """(false, true) positive rates from 1 / others to 1 at logarithmic steps: a ROC curve for logarithmic axes."""
+    ins, outs = checked(members, others)
+    counts = np.unique(np.round(np.geomspace(1, len(outs), points)).astype(int))
+    rates = [float(count) / len(outs) for count in counts]
+    return [(rate, float((ins > threshold_at(outs, rate)).mean())) for rate in rates]

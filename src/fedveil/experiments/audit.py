@@ -1,0 +1,89 @@
+"""`fedveil audit`: what a participant learns under each defence, as published attacks see it and if it thinks."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil.attacks.sight import Sight
+from fedveil.data import Data
+from fedveil.experiments.attack import Experiment
+from fedveil.experiments.audit_page import present
+from fedveil.experiments.cells import Cell, Result, Tell
+from fedveil.experiments.membership import Records, judged, loss_attacks, records_of
+from fedveil.experiments.rebuild import can_rebuild, rebuilt
+from fedveil.experiments.scene import scene_of, sights_of, trained
+from fedveil.experiments.views import view_figures
+from fedveil.federation.config import Config
+from fedveil.federation.evaluate import answers
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The audit's own flags.
+
+    Attributes:
+        trials: records that the attacker tries to rebuild, each in a federation of its own.
+    """
+
+    trials: int = 20
+
+
+def membership_figures(sight: Sight, data: Data, config: Config, records: Records) -> dict[str, Any]:
+    """The better of the loss thresholds on the records that the attacker knows, judged on the others'."""
+    device = next(sight.model.parameters()).device
+    outputs = answers(sight.model, records.pool.inputs.to(device)).cpu()
+    scores = loss_attacks(sight, outputs, records)
+    name = "loss by class" if "loss by class" in scores else "loss"
+    found = judged(scores[name], records)
+    return {key: found[key] for key in ("accuracy", "auc", "tpr")} | {"attack": name}
+
+
+def audit(tell: Tell, config: Config, settings: Settings, folder: Path, run: Path) -> Result:
+    """Every figure of one federation, attacker by attacker."""
+    federation, data = trained(config, run, tell)
+    scene = scene_of(federation, data)
+    seen = sights_of(federation, config.defence)
+    model = copy.deepcopy(federation.model)
+    records = records_of(config, data) if config.clients > 1 else None
+    attackers: dict[str, Any] = {}
+    for name, sight in seen.items():
+        tell(0.5, f"attacker: {name}")
+        attackers[name] = view_figures(sight.model, model, data)
+        if records:
+            attackers[name]["membership"] = membership_figures(sight, data, config, records)
+    why = can_rebuild(config, data)
+    built = {"left out": why} if why else rebuilt(tell, config, data, settings.trials)
+    quality = {"metric": scene.metric, "train": scene.train, "test": scene.test, "gap": scene.gap}
+    return {"defence": config.defence, "outputs": data.outputs, **quality, "attackers": attackers, "rebuilt": built}
+
+
+def reference_cells(config: Config, settings: Any, defences: Sequence[str], folder: Path) -> list[Cell]:
+    """The undefended federation, the reference line of every figure, where it is not audited anyway."""
+    if "plain" in defences:
+        return []
+    own = dataclasses.replace(config, defence="plain")
+    run = folder / "plain" / "run"
+    return [Cell("undefended", audit, {"config": own, "settings": settings, "folder": folder, "run": run})]
+
+
+SUITE: Mapping[str, Mapping[str, Any]] = {
+    "digits, 2 clients": {"data": "digits", "train_size": 600, "clients": 2, "epochs": 150, "groups": 10},
+    "digits, 5 clients": {"data": "digits", "train_size": 600, "clients": 5, "epochs": 150, "groups": 10},
+    "bank, two classes": {"data": "bank", "task": "classification", "clients": 3, "epochs": 8, "groups": 2},
+    "bank, one output": {"data": "bank", "clients": 3, "epochs": 8},
+}
+"""What `fedveil audit` looks at without --data."""
+
+AUDIT = Experiment(
+    name="audit",
+    summary="what a participant learns, as published attacks see it and if it thinks",
+    defaults={"clients": 2, "epochs": 150},
+    settings=Settings,
+    trains=True,
+    shared=reference_cells,
+    attack=audit,
+    present=present,
+)

@@ -1,0 +1,105 @@
+"""Can a participant rebuild another's record? One victim record, two clients, a server of plain SGD."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedveil.attacks.adaptive import PUBLISHED
+from fedveil.attacks.dense import first_linear, record_from_gradient, record_under_a_veil
+from fedveil.attacks.differences import from_difference, sketched_layers
+from fedveil.attacks.masks import received
+from fedveil.attacks.sight import Sight
+from fedveil.data import Data
+from fedveil.errors import BadArgument
+from fedveil.experiments.cells import Tell
+from fedveil.experiments.scene import sight_of
+from fedveil.experiments.views import mean_interval
+from fedveil.federation.config import Config, build_defence, build_loss, build_model
+from fedveil.federation.engine import Federation
+from fedveil.federation.shards import generator
+
+OWN_BATCH, RATE = 4, 0.1
+SHARD = 64  # the victim's records where clients send gradients of whole shards
+Rebuild = Callable[[Sight], Tensor]
+
+
+def from_plain_difference(sight: Sight) -> Tensor:
+    """As published: the difference of two broadcasts is taken for a gradient."""
+    leak = from_difference(sight)
+    path = first_linear(sight.architecture)
+    found = record_from_gradient(leak, path)
+    for name, layer in sketched_layers(leak.model):
+        if name == f"{path}.weight":
+            return layer.sketch.map(lambda t: t.double() if t.is_floating_point() else t).up(found)
+    return found
+
+
+def from_support(sight: Sight) -> Tensor:
+    """PPDL's attacker: only what was sent counts."""
+    leak = received(from_difference(sight), learning_rate=sight.learning_rate)
+    return record_from_gradient(leak, first_linear(sight.architecture))
+
+
+REBUILDERS: dict[str, dict[str, Rebuild]] = {
+    "veil": {"aligned": record_under_a_veil},
+    "ppdl": {"masked": from_support},
+}
+
+
+def quality(found: Tensor, true: Tensor, peak: float) -> float:
+    """PSNR = 10 log10(peak^2 / MSE) in dB, at most 100; `peak` is the range of the data."""
+    error = float((torch.nan_to_num(found).flatten() - true.double().flatten()).square().mean())
+    return min(100.0, 10 * math.log10(peak**2 / max(error, peak**2 * 1e-10)))
+
+
+def trial(config: Config, data: Data, number: int) -> tuple[Sight, Tensor]:
+    """Two rounds of a new network with the attacker's records and one of a victim's; what the attacker saw of them.
+
+    Where clients send gradients of whole shards, the victim has 64 records and the attacker 4.
+    """
+    order = torch.randperm(len(data.train.inputs), generator=generator("rebuild", config.seed, number))
+    mine, victim = order[: len(order) // 2], order[-1:]
+    if config.whole_shard:
+        mine, victim = order[:OWN_BATCH], order[-SHARD:]
+    clients = [(data.train.inputs[rows], data.train.targets[rows]) for rows in (mine, victim)]
+    network = build_model(dataclasses.replace(config, seed=config.seed + number), data)
+    federation = Federation(
+        network.to(config.device),
+        clients,
+        build_defence(config),
+        lambda p: torch.optim.SGD(p, RATE),
+        batch_size=OWN_BATCH,
+        loss=build_loss(config),
+        whole_shard=config.whole_shard,
+        fuse=False,
+        seed=config.seed + number,
+    )
+    return sight_of(federation, rounds=2), data.train.inputs[victim]
+
+
+def rebuilt(tell: Tell, config: Config, data: Data, trials: int) -> dict[str, Any]:
+    """PSNR of each attacker's reconstructions, and of the floor: the mean of the attacker's own records."""
+    low, high = float(data.train.inputs.min()), float(data.train.inputs.max())
+    attackers = {PUBLISHED: from_plain_difference} | REBUILDERS.get(config.defence, {})
+    found: dict[str, list[float]] = {name: [] for name in [*attackers, "floor"]}
+    for number in range(trials):
+        tell(number / trials, f"rebuilding record {number + 1}/{trials}")
+        sight, true = trial(config, data, number)
+        guesses = {name: attacker(sight).cpu().clamp(low, high) for name, attacker in attackers.items()}
+        guesses["floor"] = sight.inputs.double().mean(0).cpu()
+        for name, guess in guesses.items():
+            found[name].append(max(quality(guess, record, high - low) for record in true))
+    return {name: mean_interval(values) for name, values in found.items()}
+
+
+def can_rebuild(config: Config, data: Data) -> str | None:
+    """Why this attack does not fit the network, or None."""
+    try:
+        first_linear(build_model(config, data))
+    except BadArgument as error:
+        return str(error.what)
+    return None

@@ -1,0 +1,63 @@
+"""What a participant's model is worth: how far it agrees with the server's, and how well it predicts."""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.attacks.scores import Estimate, auc, proportion
+from fedveil.data import Data
+from fedveil.federation.evaluate import answers
+
+Figures = dict[str, Any]
+
+
+def decided(outputs: Tensor) -> Tensor:
+    """The answer that outputs stand for: the largest, or, of one output, whether it is above one half."""
+    return outputs.argmax(1) if outputs.shape[1] > 1 else (outputs[:, 0] > 0.5).long()
+
+
+def share(hits: int, trials: int) -> Figures:
+    """A share with the interval of Clopper and Pearson."""
+    return dataclasses.asdict(proportion(hits, trials))
+
+
+def view_figures(view: nn.Module, model: nn.Module, data: Data) -> Figures:
+    """Agreement with the true model and accuracy, on held-out records; of one output also the AUC.
+
+    A model with one output leaks its ranking whatever is added to it, so there the AUC is what counts.
+    """
+    inputs, targets = data.test
+    device = next(model.parameters()).device
+    seen, true = (answers(net, inputs.to(device)).cpu() for net in (view, model))
+    finite = torch.nan_to_num(seen)
+    same = decided(finite) == decided(true)
+    found: Figures = {"agreement": share(int(same.sum()), len(same))}
+    labels = targets if not targets.is_floating_point() else _two_classes(targets)
+    if labels is not None:
+        found["accuracy"] = share(int((decided(finite) == labels).sum()), len(labels))
+    if labels is not None and seen.shape[1] == 1:
+        scores = finite[:, 0].double().numpy()
+        found["ranking"] = dataclasses.asdict(auc(scores[labels.numpy() == 1], scores[labels.numpy() == 0]))
+    return found
+
+
+def _two_classes(targets: Tensor) -> Tensor | None:
+    """Targets of 0 and 1 in one column as classes."""
+    if targets.shape[1] != 1 or not ((targets == 0) | (targets == 1)).all():
+        return None
+    return targets[:, 0].long()
+
+
+def mean_interval(values: list[float]) -> Figures:
+    """Mean of repeated measurements with Student's interval."""
+    from scipy.stats import t
+
+    count, mean = len(values), sum(values) / len(values)
+    if count < 2:
+        return dataclasses.asdict(Estimate(mean, mean, mean))
+    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (count - 1))
+    reach = float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
+    return dataclasses.asdict(Estimate(mean, mean - reach, mean + reach))

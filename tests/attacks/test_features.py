@@ -1,0 +1,100 @@
+"""The last layers of any network, and what comes with them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedveil.attacks.features import ends_in_linear, layer_outputs, losses, record_features
+from fedveil.defences import DBCL, SPN, Veil
+from fedveil.errors import BadArgument
+from fedveil.models import cnn, densenet, mlp, resnet
+from fedveil.scheme import CrossEntropy, SquaredError, find_loss
+
+IMAGES = torch.randn(7, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+CLASSES = torch.tensor([0, 3, 1, 2, 4, 0, 1])
+
+
+def made(build):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return build()
+
+
+def test_layers_of_an_mlp_are_its_hidden_activations():
+    net = made(lambda: mlp(6, 5, layers=3, hidden=8))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    last, second, third = layer_outputs(net, x)
+    assert torch.allclose(last, net(x))
+    assert torch.allclose(second, net[:6](x))
+    assert torch.allclose(third, net[:4](x))
+
+
+def test_layers_of_a_resnet_are_its_pooled_maps():
+    net = made(lambda: resnet(8, 3, 5, width=4)).train()
+    last, second, third = layer_outputs(net, IMAGES, batch_size=3)
+    assert net.training
+    net.eval()
+    with torch.no_grad():
+        maps = net.stages(F.relu(net.norm(net.conv(IMAGES))))
+        assert torch.allclose(last, net(IMAGES), atol=1e-6)
+        assert torch.allclose(second, maps.mean((2, 3)), atol=1e-6)
+    assert third.shape == (7, 16)
+
+
+def test_maps_that_a_network_flattens_are_pooled():
+    net = made(lambda: cnn(3, 5, width=4, size=16))
+    _, second, third = layer_outputs(net, IMAGES)
+    with torch.no_grad():
+        assert torch.allclose(third, net[:8](IMAGES).mean((2, 3)), atol=1e-6)
+        assert torch.allclose(second, net[:11](IMAGES), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: cnn(3, 5, width=4, size=16), lambda: densenet(3, 5, growth=4, layers=2), lambda: resnet(8, 3, 5)]
+)
+@pytest.mark.parametrize("defence", [Veil, DBCL, SPN])
+def test_views_of_every_defence_have_three_layers_and_a_head(build, defence):
+    net, chosen = made(build), defence()
+    chosen.prepare(net, IMAGES[:2], find_loss("squared_error"))
+    view = chosen.client_view(net, chosen.broadcast(net))
+    found = record_features(view, IMAGES, CLASSES, SquaredError(), extras=("label", "loss", "gradient"))
+    assert list(found) == ["last", "second", "third", "label", "loss", "gradient"]
+    assert all(len(values) == 7 and torch.isfinite(values).all() for values in found.values())
+    assert found["label"].argmax(1).tolist() == CLASSES.tolist()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in view.modules())
+
+
+def test_a_veils_factors_vanish_when_features_are_standardised():
+    net, veil = made(lambda: cnn(3, 5, width=4, size=16)), Veil(permute=False)
+    veil.prepare(net, IMAGES[:2], SquaredError())
+    view = veil.client_view(net, veil.broadcast(net))
+    for plain, veiled in zip(layer_outputs(net, IMAGES)[1:], layer_outputs(view, IMAGES)[1:], strict=True):
+        alive = plain.std(0) > 1e-6
+        a, b = ((v[:, alive] - v[:, alive].mean(0)) / v[:, alive].std(0) for v in (plain, veiled))
+        assert torch.allclose(a, b, atol=1e-3)
+        assert not torch.allclose(plain, veiled, rtol=0.1)
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(), SquaredError()])
+def test_the_head_gradient_is_that_of_autograd(loss):
+    net = made(lambda: mlp(6, 5, layers=2, hidden=8))
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    found = record_features(net, x, CLASSES[:3], loss, extras=("gradient", "loss"))
+    for row in range(3):
+        value = losses(loss, net(x[row : row + 1]), CLASSES[row : row + 1]).sum()
+        weight, bias = torch.autograd.grad(value, [net[-1].weight, net[-1].bias])
+        assert torch.allclose(found["gradient"][row], torch.cat([weight, bias.unsqueeze(1)], 1), atol=1e-6)
+        assert float(found["loss"][row, 0]) == pytest.approx(float(value.detach()), rel=1e-5)
+
+
+def test_shallow_networks_have_fewer_layers_and_odd_ones_are_refused():
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    assert len(layer_outputs(made(lambda: mlp(6, 5, layers=1)), x)) == 2
+    assert len(layer_outputs(made(lambda: nn.Linear(6, 5)), x)) == 1
+    softmax = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.Softmax(1))
+    assert not ends_in_linear(softmax, x)
+    with pytest.raises(BadArgument, match=r"ends in nn\.Linear"):
+        record_features(softmax, x, CLASSES[:4], CrossEntropy(), extras=("gradient",))
+    with pytest.raises(BadArgument, match="there is no feature 'colour'"):
+        record_features(softmax, x, CLASSES[:4], CrossEntropy(), extras=("colour",))

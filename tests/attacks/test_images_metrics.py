@@ -1,0 +1,84 @@
+"""The metrics of images, against the same in plain loops."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedveil.attacks.images import match, mse, psnr, ssim
+
+
+def pair(seed, shape):
+    chance = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=chance), torch.rand(shape, generator=chance)
+
+
+def slow_ssim(a, b, size):
+    """One window after another, as Wang et al. write it."""
+    weights = np.array(
+        [[math.exp(-((i - size // 2) ** 2 + (j - size // 2) ** 2) / 4.5) for j in range(size)] for i in range(size)]
+    )
+    weights /= weights.sum()
+    found = []
+    for channel in range(a.shape[0]):
+        for i, j in itertools.product(range(a.shape[1] - size + 1), range(a.shape[2] - size + 1)):
+            x, y = (image[channel, i : i + size, j : j + size] for image in (a, b))
+            mx, my = (weights * x).sum(), (weights * y).sum()
+            vx, vy = (weights * (x - mx) ** 2).sum(), (weights * (y - my) ** 2).sum()
+            both = (weights * (x - mx) * (y - my)).sum()
+            top = (2 * mx * my + 1e-4) * (2 * both + 9e-4)
+            found.append(top / ((mx**2 + my**2 + 1e-4) * (vx + vy + 9e-4)))
+    return sum(found) / len(found)
+
+
+@given(seed=st.integers(0, 10**6), records=st.integers(1, 3), channels=st.sampled_from([1, 3]))
+def test_squared_error_and_psnr_are_what_loops_give(seed, records, channels):
+    a, b = pair(seed, (records, channels, 5, 4))
+    for number, (error, decibels) in enumerate(zip(mse(a, b), psnr(a, b), strict=True)):
+        gaps = [(float(x) - float(y)) ** 2 for x, y in zip(a[number].flatten(), b[number].flatten(), strict=True)]
+        assert error == pytest.approx(sum(gaps) / len(gaps), rel=1e-12)
+        assert decibels == pytest.approx(10 * math.log10(1 / error), rel=1e-12)
+
+
+def test_psnr_of_known_images():
+    black = torch.zeros(1, 1, 8, 8)
+    assert psnr(black + 1, black) == [0.0]
+    assert psnr(black + 0.1, black) == pytest.approx([20.0], rel=1e-6)
+    assert psnr(black, black) == [120.0]
+
+
+@pytest.mark.parametrize(("side", "size"), [(8, 7), (15, 7), (16, 11), (20, 11)])
+def test_ssim_is_what_loops_give(side, size):
+    a, b = pair(side, (2, 3, side, side))
+    b = 0.5 * a + 0.5 * b
+    slow = [slow_ssim(x.double().numpy(), y.double().numpy(), size) for x, y in zip(a, b, strict=True)]
+    assert ssim(a, b) == pytest.approx(slow, rel=1e-9)
+
+
+def test_ssim_of_equal_images_is_one_and_falls_with_noise():
+    a, b = pair(0, (1, 1, 16, 16))
+    assert ssim(a, a) == pytest.approx([1.0], rel=1e-9)
+    falling = [ssim((1 - part) * a + part * b, a)[0] for part in (0, 0.1, 0.3, 1)]
+    assert falling == sorted(falling, reverse=True)
+
+
+@given(seed=st.integers(0, 10**6), records=st.integers(1, 5))
+def test_matching_is_the_best_of_all_orders(seed, records):
+    found, true = pair(seed, (records, 1, 3, 3))
+
+    def cost(order):
+        return sum(mse(found[list(order)], true))
+
+    best = min(cost(order) for order in itertools.permutations(range(records)))
+    assert cost(match(found, true)) == pytest.approx(best, rel=1e-12)
+
+
+def test_a_shuffled_batch_is_put_back_in_order():
+    true = pair(3, (6, 3, 8, 8))[0]
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(1))
+    found = true[order]
+    assert torch.equal(found[match(found, true)], true)

@@ -1,0 +1,188 @@
+"""Images of a class from a model alone: where the model knows the class they show it, where it does not they do not."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedveil.attacks.generator import CODE, Gan, make_critic, make_generator, penalty, train_gan, widths
+from fedveil.attacks.inversion import on_pixels, search, search_pixels, variation
+from fedveil.errors import BadArgument
+from fedveil.experiments.judge import wilson
+from fedveil.models import cnn
+
+HUES = torch.tensor([[0.9, 0.1, 0.1], [0.1, 0.9, 0.1], [0.1, 0.1, 0.9], [0.9, 0.9, 0.1]])
+
+
+def squares(colours, seed):
+    """Images of 8 x 8: a square of 4 x 4 of one colour somewhere on grey noise."""
+    random = torch.Generator().manual_seed(seed)
+    images = 0.1 * torch.rand(len(colours), 3, 8, 8, generator=random)
+    places = torch.randint(0, 5, (len(colours), 2), generator=random).tolist()
+    for image, colour, (down, right) in zip(images, colours, places, strict=True):
+        image[:, down : down + 4, right : right + 4] = colour[:, None, None]
+    return images
+
+
+def hue_of(images):
+    """Which hue the brightest pixels have: the rule by which the private classes were made."""
+    bright = images.flatten(2).topk(8, dim=2).values.mean(2)
+    return torch.cdist(F.normalize(bright), F.normalize(HUES)).argmin(1)
+
+
+@functools.cache
+def public_gan():
+    """A generator that saw squares of all colours, of no class."""
+    colours = torch.rand(1500, 3, generator=torch.Generator().manual_seed(0))
+    return train_gan(squares(colours, 1), 40, width=16, lr=2e-3)[0]
+
+
+@functools.cache
+def leaky_model():
+    """A classifier of four hues, trained with squared error as a federation is."""
+    targets = torch.arange(4).repeat(100)
+    images = squares(HUES[targets], 2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = cnn(3, 4, width=8, size=8)
+        optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+        for _ in range(10):
+            for rows in torch.randperm(len(images)).split(32):
+                loss = (model(images[rows]) - F.one_hot(targets[rows], 4)).square().sum(1).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    assert (model(images).argmax(1) == targets).double().mean() > 0.95
+    return model
+
+
+WANTED = torch.arange(4).repeat(25)
+
+
+def test_the_rule_knows_its_own_classes():
+    assert torch.equal(hue_of(squares(HUES[WANTED], 5)), WANTED)
+
+
+def test_classes_are_recovered_from_a_model_that_knows_them():
+    found = search(leaky_model(), public_gan(), WANTED, steps=100, restarts=2)
+    assert wilson(hue_of(found.images) == WANTED)["low"] > 0.8
+    assert ((found.images >= 0) & (found.images <= 1)).all()
+
+
+def test_classes_are_recovered_without_a_generator_too():
+    found = search_pixels(leaky_model(), (3, 8, 8), WANTED, steps=100)
+    assert wilson(hue_of(found.images) == WANTED)["low"] > 0.8
+
+
+@pytest.mark.parametrize("how", ["codes", "pixels"])
+def test_nothing_is_recovered_from_a_model_that_says_nothing(how):
+    def silent(images):
+        return 0 * images.flatten(1)[:, :4]
+
+    if how == "codes":
+        found = search(silent, public_gan(), WANTED, steps=50, restarts=2)
+    else:
+        found = search_pixels(silent, (3, 8, 8), WANTED, steps=50)
+    success = wilson(hue_of(found.images) == WANTED)
+    assert success["low"] <= 1 / 4 <= success["high"]
+
+
+def test_a_search_repeats_and_each_code_goes_for_itself():
+    gan = Gan(*(make(3, 8, 4) for make in (make_generator, make_critic)))
+    wanted = torch.arange(4).repeat(4)  # 8 codes of 100 numbers are whole blocks of torch's generator
+    whole, again, part = (
+        search(leaky_model(), gan, some, steps=5, restarts=2, seed=3).images for some in (wanted, wanted, wanted[:8])
+    )
+    assert torch.equal(whole, again)
+    assert torch.allclose(whole[:8], part, atol=1e-4)
+    other = search(leaky_model(), gan, wanted, steps=5, restarts=2, seed=4).images
+    assert not torch.allclose(whole, other, atol=1e-2)
+
+
+def test_codes_go_where_the_objective_falls_and_stay_in_their_box():
+    class Codes(nn.Module):
+        """A generator whose image is its code."""
+
+        def forward(self, z):
+            return z.view(-1, 1, 10, 10)
+
+    class Level(nn.Module):
+        def forward(self, x):
+            return x.mean((1, 2, 3))
+
+    wanted = torch.tensor([0, 1])
+    outputs = lambda x: torch.stack([x[:, 0, 0, 0], x[:, 0, 0, 1]], 1)  # noqa: E731
+    found = search(outputs, Gan(Codes(), Level()), wanted, steps=200, restarts=1).images
+    assert found.abs().max() <= 1
+    assert found[0, 0, 0, 0] == found[1, 0, 0, 1] == 1  # the wanted class's output as large as the box allows
+    assert found[0, 0, 0, 1] == found[1, 0, 0, 0] == -1
+
+
+def test_of_the_restarts_the_one_with_the_largest_output_stays_even_below_zero():
+    gan = Gan(*(make(3, 8, 4) for make in (make_generator, make_critic)))
+
+    def negative(images):
+        return leaky_model()(images) - 100
+
+    wanted = torch.arange(4).repeat(2)
+    one, three = (search(negative, gan, wanted, steps=2, restarts=count) for count in (1, 3))
+    assert torch.isfinite(one.scores).all()
+    assert (three.scores >= one.scores).all()
+    assert (three.scores > one.scores).any()
+    assert torch.equal(negative(three.images).gather(1, wanted[:, None])[:, 0], three.scores)
+
+
+def test_a_gan_that_was_stopped_goes_on_bit_for_bit(tmp_path):
+    images = squares(HUES[WANTED], 3)
+    whole, curve = train_gan(images, 3, width=4)
+    train_gan(images, 2, width=4, path=tmp_path / "gan.pt")
+    resumed, joined = train_gan(images, 3, width=4, path=tmp_path / "gan.pt")
+    kept, _ = train_gan(images, 3, width=4, path=tmp_path / "gan.pt")
+    assert curve == joined
+    assert len(curve) == 3
+    for name, value in whole.generator.state_dict().items():
+        assert torch.equal(value, resumed.generator.state_dict()[name])
+        assert torch.equal(value, kept.generator.state_dict()[name])
+    other, _ = train_gan(images, 1, width=4, path=tmp_path / "gan.pt", asked="other images")
+    assert not torch.equal(other.generator[0].weight, whole.generator[0].weight)
+
+
+def test_the_penalty_is_zero_where_the_slope_is_one():
+    slope = torch.randn(3 * 8 * 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    images = torch.rand(5, 3, 8, 8, dtype=torch.float64)
+    share = torch.rand(5, dtype=torch.float64)
+    for length in (1.0, 3.0):
+        found = penalty(lambda x, a=length: x.flatten(1) @ (a * slope / slope.norm()), images, images.flip(0), share)
+        assert abs(float(found) - (length - 1) ** 2) < 1e-12
+
+
+@pytest.mark.parametrize(("size", "channels"), [(8, 1), (16, 3), (32, 3), (64, 3)])
+def test_networks_fit_their_images(size, channels):
+    generator, critic = make_generator(channels, size, 4), make_critic(channels, size, 4)
+    images = generator(torch.randn(2, CODE))
+    assert images.shape == (2, channels, size, size)
+    assert critic(images).shape == (2,)
+
+
+def test_sizes_that_no_doubling_reaches_are_refused():
+    assert widths(32, 16) == [64, 32, 16]
+    for size in (4, 28, 48):
+        with pytest.raises(BadArgument, match=f"{size} pixels a side"):
+            widths(size, 16)
+    with pytest.raises(BadArgument, match="at least 2 images"):
+        train_gan(torch.zeros(1, 1, 8, 8), 1)
+
+
+def test_a_model_of_inputs_answers_for_pixels_and_keeps_its_mode():
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4)).train()
+    pixels = torch.rand(3, 1, 2, 2)
+    answer = on_pixels(model, lambda x: 2 * x)(pixels)
+    assert model.training
+    assert torch.allclose(answer, 2 * pixels.flatten(1), atol=1e-4)  # statistics are still 0 and 1
+
+
+def test_total_variation_by_hand():
+    image = torch.tensor([[[[0.0, 1.0], [0.0, 0.5]]]])
+    assert variation(image).tolist() == [pytest.approx((1.0 + 0.5) / 2 + (0.0 + 0.5) / 2)]

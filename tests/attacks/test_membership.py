@@ -1,0 +1,146 @@
+"""Loss, LiRA and RMIA: against their formulas, on models that leak, and on models that cannot."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import norm
+from tests.attacks.leaking import CLASSES, learnt_by_heart, records
+
+from fedveil.attacks.features import losses
+from fedveil.attacks.membership import (
+    FALLBACK,
+    GRID,
+    Shadows,
+    calibrated_scores,
+    choose_a,
+    confidence,
+    halves,
+    lira,
+    loss_scores,
+    rmia,
+    shadow_scores,
+)
+from fedveil.attacks.scores import auc
+from fedveil.errors import BadArgument
+from fedveil.scheme import CrossEntropy, LogCosh, SquaredError
+
+COUNT = 200
+
+
+def outputs_of(net, inputs):
+    with torch.no_grad():
+        return net(inputs).double()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Records, four shadows on halves of them, and a target that knows the first half by heart or none of them."""
+    inputs, targets = records(2 * COUNT, seed=1)
+    inside = halves(2 * COUNT, 4, torch.Generator().manual_seed(0))
+    nets = [learnt_by_heart(inputs[rows], targets[rows], seed) for seed, rows in enumerate(map(torch.tensor, inside))]
+    shadow = np.stack([outputs_of(net, inputs).numpy() for net in nets])
+    one_hot = torch.nn.functional.one_hot(targets, CLASSES).double().numpy()
+    leaks = outputs_of(learnt_by_heart(inputs[:COUNT], targets[:COUNT], 7), inputs)
+    silent = outputs_of(learnt_by_heart(*records(COUNT, seed=3), 7), inputs)
+    return {"targets": targets, "shadows": Shadows(shadow, inside, one_hot, SquaredError()), True: leaks, False: silent}
+
+
+@pytest.mark.parametrize("leaks", [True, False])
+def test_scores_win_on_a_model_that_leaks_and_guess_on_one_that_cannot(pool, leaks):
+    targets, outputs = pool["targets"], pool[leaks]
+    found = losses(SquaredError(), outputs, targets)
+    known = slice(COUNT, COUNT + COUNT // 2)
+    scores = {
+        "loss": loss_scores(found).numpy(),
+        "by class": calibrated_scores(found, targets, found[known], targets[known]).numpy(),
+        **shadow_scores(outputs.numpy(), pool["shadows"], np.arange(2 * COUNT)[known], both=True),
+    }
+    assert set(scores) == {"loss", "by class", "RMIA", "LiRA online", "LiRA offline"}
+    for name, values in scores.items():
+        result = auc(values[:COUNT], values[COUNT + COUNT // 2 :], level=1 - 0.05 / len(scores))  # together 95 %
+        assert (result.value > 0.95) if leaks else (0.5 in result), (name, result)
+
+
+def test_class_means_are_those_of_known_non_members():
+    values, classes = torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 1, 2])
+    known, known_classes = torch.tensor([3.0, 5.0, 10.0]), torch.tensor([0, 0, 1])
+    assert calibrated_scores(values, classes, known, known_classes).tolist() == [3.0, 8.0, 1.0]  # class 2: mean of all
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_log_odds_are_those_of_softmax(seed):
+    chance = np.random.default_rng(seed)
+    logits, classes = chance.normal(0, 5, (6, 4)), chance.integers(0, 4, 6)
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    true = p[np.arange(6), classes]
+    others = np.where(np.arange(4) == classes[:, None], 0, p).sum(1)
+    assert np.allclose(confidence(logits, classes), np.log(true) - np.log(others))
+    assert np.isfinite(confidence(1e6 * logits, classes)).all()
+
+
+def test_lira_is_the_ratio_of_two_normal_densities():
+    chance = np.random.default_rng(0)
+    inside = halves(5, 4, torch.Generator().manual_seed(0))
+    shadow, phi = chance.normal(0, 2, (4, 5)), chance.normal(0, 2, 5)
+    spread, middle = {}, {}
+    for kind, chosen in (("in", inside), ("out", ~inside)):
+        middle[kind] = [np.median(shadow[chosen[:, x], x]) for x in range(5)]
+        spread[kind] = math.sqrt(np.mean([(shadow[k, x] - middle[kind][x]) ** 2 for k, x in np.argwhere(chosen)]))
+    want = norm.logpdf(phi, middle["in"], spread["in"]) - norm.logpdf(phi, middle["out"], spread["out"])
+    assert np.allclose(lira(phi, shadow, inside), want)
+    assert np.allclose(lira(phi, shadow, inside, online=False), norm.cdf(phi, middle["out"], spread["out"]))
+
+
+def test_with_64_shadows_each_record_has_its_own_spread():
+    chance = np.random.default_rng(0)
+    inside = halves(3, 64, torch.Generator().manual_seed(0))
+    shadow, phi = chance.normal(0, [1, 5, 20], (64, 3)), np.ones(3)
+    outs = [shadow[~inside[:, x], x] for x in range(3)]
+    want = [norm.cdf(1, np.median(values), values.std()) for values in outs]
+    assert np.allclose(lira(phi, shadow, inside, online=False), want)
+
+
+@pytest.mark.parametrize("a", [0.0, 0.3, 1.0])
+def test_rmia_counts_population_records_that_are_less_likely_members(a):
+    chance = np.random.default_rng(0)
+    inside = halves(8, 4, torch.Generator().manual_seed(0))
+    shadow, target = chance.uniform(0, 1, (4, 8)), chance.uniform(0, 1, 8)
+
+    def ratio(x):
+        outside = [shadow[k, x] for k in range(4) if not inside[k, x]]
+        return target[x] / (((1 + a) * np.mean(outside) + (1 - a)) / 2)
+
+    population = np.array([1, 4, 6])
+    want = [np.mean([ratio(x) / ratio(z) > 1 for z in population]) for x in range(8)]
+    assert np.allclose(rmia(target, shadow, inside, population, a=a), want)
+
+
+def test_a_is_chosen_on_a_shadow_and_falls_back_without_one_to_spare(pool):
+    shadows = pool["shadows"]
+    shadow = np.exp(-np.logaddexp(0, -confidence(shadows.outputs / shadows.temperature, shadows.classes)))
+    assert choose_a(shadow, shadows.inside) in GRID
+    assert choose_a(shadow[:2], shadows.inside[:2]) == FALLBACK
+
+
+@given(records=st.integers(2, 40), pairs=st.integers(1, 4), seed=st.integers(0, 100))
+def test_every_record_is_in_half_of_the_shadows(records, pairs, seed):
+    inside = halves(records, 2 * pairs, torch.Generator().manual_seed(seed))
+    assert (inside.sum(0) == pairs).all()
+    assert abs(inside.sum(1) - records / 2).max() <= 0.5
+
+
+def test_shadows_that_do_not_fit_are_refused(pool):
+    shadows = pool["shadows"]
+    with pytest.raises(BadArgument, match="they come in pairs, got 3"):
+        halves(10, 3, torch.Generator())
+    with pytest.raises(BadArgument, match="inside all shadows or none"):
+        Shadows(shadows.outputs[:1], shadows.inside[:1], shadows.targets, SquaredError())
+    with pytest.raises(BadArgument, match="4 shadows of 400 records"):
+        Shadows(shadows.outputs[:3], shadows.inside, shadows.targets, SquaredError())
+    with pytest.raises(BadArgument, match="log_cosh gives no probabilities"):
+        _ = Shadows(shadows.outputs, shadows.inside, shadows.targets, LogCosh()).temperature
+    assert Shadows(shadows.outputs, shadows.inside, shadows.targets, CrossEntropy()).temperature == 1

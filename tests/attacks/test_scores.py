@@ -1,0 +1,120 @@
+"""Figures of an attack against slow and obvious ones."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binom
+
+from fedveil.attacks.scores import (
+    auc,
+    balanced_accuracy,
+    best_threshold,
+    enough,
+    proportion,
+    roc,
+    threshold_at,
+    tpr_at,
+)
+from fedveil.errors import BadArgument
+
+SCORES = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=12)
+
+
+@given(members=SCORES, others=SCORES)
+def test_auc_is_the_share_of_pairs_in_order_with_ties_by_half(members, others):
+    pairs = [(a > b) + (a == b) / 2 for a, b in itertools.product(members, others)]
+    found = auc(members, others)
+    assert found.value == pytest.approx(sum(pairs) / len(pairs), abs=1e-12)
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    turned = auc([-a for a in members], [-b for b in others])
+    assert turned.value == pytest.approx(1 - found.value, abs=1e-12)
+
+
+@given(members=SCORES, others=SCORES)
+def test_the_best_threshold_is_the_best_of_all(members, others):
+    def accuracy(threshold):
+        return (np.mean(np.array(members) >= threshold) + np.mean(np.array(others) < threshold)) / 2
+
+    every = [-math.inf, *members, *others, math.inf]
+    chosen = best_threshold(members, others)
+    assert accuracy(chosen) == pytest.approx(max(map(accuracy, every)), abs=1e-12)
+    assert balanced_accuracy(members, others, chosen).value == pytest.approx(accuracy(chosen), abs=1e-12)
+
+
+@given(members=SCORES, others=SCORES, rate=st.sampled_from([0.01, 0.1, 0.25, 0.5, 1.0]))
+def test_a_true_positive_rate_keeps_the_false_positive_rate(members, others, rate):
+    threshold = threshold_at(others, rate)
+    assert np.mean(np.array(others) > threshold) <= rate
+    lower = [t for t in [-math.inf, *others] if np.mean(np.array(others) > t) <= rate]
+    assert tpr_at(members, others, rate).value == max(np.mean(np.array(members) > t) for t in lower)
+
+
+@pytest.mark.parametrize(("hits", "trials"), [(0, 20), (1, 20), (7, 20), (20, 20)])
+def test_clopper_pearson_ends_leave_half_of_the_error_on_each_side(hits, trials):
+    found = proportion(hits, trials)
+    if hits:
+        assert binom.sf(hits - 1, trials, found.low) == pytest.approx(0.025)
+    else:
+        assert found.low == 0
+    if hits < trials:
+        assert binom.cdf(hits, trials, found.high) == pytest.approx(0.025)
+    else:
+        assert found.high == 1
+
+
+def coverage(interval, truth, trials=400):
+    return sum(truth in interval(np.random.default_rng(seed)) for seed in range(trials)) / trials
+
+
+LEAST = 0.95 - 3 * math.sqrt(0.95 * 0.05 / 400)  # three standard errors of 400 trials
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0, 2.0])
+def test_intervals_of_auc_hold_the_truth_as_often_as_they_say(shift):
+    truth = 0.5 * math.erfc(-shift / 2)  # P(N(shift, 1) > N(0, 1))
+    assert coverage(lambda r: auc(r.normal(shift, 1, 150), r.normal(0, 1, 150)), truth) >= LEAST
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0, 4.0])
+def test_intervals_of_balanced_accuracy_hold_the_truth_as_often_as_they_say(shift):
+    truth = 0.5 * math.erfc(-shift / 2 / math.sqrt(2))
+    found = coverage(lambda r: balanced_accuracy(r.normal(shift, 1, 80), r.normal(0, 1, 120), shift / 2), truth)
+    assert found >= LEAST
+
+
+def test_perfect_and_tied_scores_have_intervals_with_a_width():
+    assert auc([1.0] * 50, [0.0] * 50).low == pytest.approx(0.025 ** (1 / 50))
+    tied = auc([1.0] * 50, [1.0] * 50)
+    assert tied.value == 0.5
+    assert tied.low < 0.4 < 0.6 < tied.high
+    assert best_threshold([1.0] * 5, [1.0] * 5) == -math.inf
+
+
+def test_a_rate_takes_ten_expected_false_positives():
+    assert enough(10_000, 0.001)
+    assert not enough(9_999, 0.001)
+    assert enough(1_000, 0.01)
+    assert not enough(999, 0.01)
+
+
+def test_a_roc_curve_rises_from_one_false_positive_to_all():
+    chance = np.random.default_rng(0)
+    members, others = chance.normal(1, 1, 300), chance.normal(0, 1, 500)
+    curve = roc(members, others)
+    assert curve[0][0] == 1 / 500
+    assert curve[-1] == (1.0, 1.0)
+    assert all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(curve))
+    assert dict(curve)[1 / 500] == tpr_at(members, others, 1 / 500).value
+
+
+def test_scores_without_an_order_are_refused():
+    with pytest.raises(BadArgument, match="a score of members is not a number"):
+        auc([math.nan], [0.0])
+    with pytest.raises(BadArgument, match="there are none of others"):
+        tpr_at([1.0], [], 0.1)
+    with pytest.raises(BadArgument, match="3 hits in 2 trials"):
+        proportion(3, 2)

@@ -1,0 +1,543 @@
+"""Differential privacy on top: what a client can move, what noise covers it, what is counted, and what is refused."""
+
+import json
+import math
+import sys
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from tests.oracle import batch, built, worst
+from torch import nn
+
+from fedveil import Entropy, cli, errors
+from fedveil.data import load, split
+from fedveil.defences import DBCL, PPDL, SPN, Aggregate, Plain, Private, Veil, innermost
+from fedveil.defences.accountant import epsilon
+from fedveil.defences.plain import PlainUpdate
+from fedveil.defences.private import moving_buffers, normal, shorten
+from fedveil.federation import Federation
+from fedveil.federation.config import Config, build_defence, configure
+from fedveil.federation.run import prepare_folder, train
+from fedveil.models import cnn, mlp, resnet
+from fedveil.scheme.losses import CrossEntropy, SquaredError
+
+EPS = torch.finfo(torch.float64).eps
+RARE = 1e-9  # the chance that a sound source of noise fails a test
+DEFENCES = {
+    "plain": Plain,
+    "control": lambda: Plain(rounding=1),
+    "veil": lambda: Veil(nodes=16, entropy=Entropy.for_tests(0)),
+    "ppdl": lambda: PPDL.named("both", seed=0),
+    "dbcl": lambda: DBCL(seed=0),
+    "spn": lambda: SPN(seed=0),
+}
+every_defence = pytest.mark.parametrize("make", DEFENCES.values(), ids=DEFENCES)
+
+
+def private(inner=None, clip=1.0, noise=1.0, *, seed=0, **options):
+    return Private(inner or Plain(), clip, noise, entropy=Entropy.for_tests(seed), **options)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+
+
+def net():
+    return built(lambda: mlp(6, 4, hidden=10))
+
+
+def federation(defence, clients=3, **options):
+    """Classes that a small network can learn."""
+    parts = [(x, y.argmax(1)) for x, y in (batch((6,), 4, samples=9 + k, seed=k) for k in range(clients))]
+    return Federation(net(), parts, defence, sgd, batch_size=4, **{"loss": "cross_entropy", **options})
+
+
+def updates_of(*gradients):
+    return [PlainUpdate({"w": g}, {}) for g in gradients]
+
+
+def flat(gradients):
+    return torch.cat([g.reshape(-1) for g in gradients.values()])
+
+
+# What a client can move
+
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(numbers, min_size=1, max_size=30), st.floats(1e-30, 1e30))
+def test_no_contribution_is_longer_than_clip(values, clip):
+    own = torch.tensor(values, dtype=torch.float64)
+    short, size, cut = shorten(own, clip)
+    length = sum(Fraction(x) ** 2 for x in short.tolist())
+    assert length <= Fraction(clip) ** 2  # in exact arithmetic
+    assert size <= clip
+    if cut:
+        slack = 2 * (len(values) + 8) * EPS
+        assert math.sqrt(length) >= clip * (1 - 2 * slack)
+        assert ((short / clip - own / own.abs().max() / (own / own.abs().max()).norm()).abs() <= 2 * slack).all()
+    else:
+        assert torch.equal(short, own)
+
+
+@given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=2, max_size=6), st.floats(1e-3, 1e3))
+def test_leaving_a_client_out_moves_the_sum_by_clip_at_most(rows, clip):
+    found = [torch.tensor(row, dtype=torch.float64) for row in rows]
+    silent = [*found[:-1], torch.zeros(3, dtype=torch.float64)]
+    sums = [
+        private(clip=clip, noise=0.0).aggregate(updates_of(*own), [1.0] * len(own)).gradients["w"] * len(own)
+        for own in (found, silent)
+    ]
+    assert (sums[0] - sums[1]).norm() <= clip * (1 + 4 * len(rows) ** 2 * EPS)  # the sum itself is rounded
+
+
+def test_the_whole_gradient_is_clipped_not_each_tensor():
+    run = federation(private(clip=0.01, noise=0.0), clients=1)
+    plain = federation(Plain(), clients=1, fuse=False)
+    found, true = flat(run.step().gradients), flat(plain.step().gradients)
+    assert true.norm() > 0.01
+    assert abs(float(found.norm()) / 0.01 - 1) < 2 * len(found) * EPS
+    torch.testing.assert_close(found / found.norm(), true / true.norm())
+
+
+def test_without_noise_and_with_a_huge_clip_it_is_plain_with_equal_weights():
+    found = [torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(k)) for k in range(5)]
+    ours = private(clip=1e30, noise=0.0).aggregate(updates_of(*found), [1.0, 2.0, 3.0, 4.0, 5.0])
+    plain = Plain().aggregate(updates_of(*found), [1.0] * 5)
+    size = torch.stack(found).abs().mean(0)
+    assert ((ours.gradients["w"] - plain.gradients["w"]).abs() <= (5 + 2) * EPS * size).all()
+    assert ours.details == {"dp_clipped": 0.0}  # no noise, no epsilon
+
+
+def test_weights_play_no_part_and_the_share_that_was_clipped_is_told():
+    found = updates_of(*[torch.full((4,), size, dtype=torch.float64) for size in (0.1, 1.0, 10.0, 0.2)])
+    one, other = (private(noise=2.0).aggregate(found, weights) for weights in ([1.0] * 4, [9.0, 1.0, 1.0, 0.0]))
+    assert torch.equal(one.gradients["w"], other.gradients["w"])
+    assert one.details["dp_clipped"] == 0.5
+
+
+# What noise covers it
+
+
+def noise_of(defence, count, clients=1, dtype=torch.float64):
+    """What a round adds to the sum of clients that send zeros."""
+    result = defence.aggregate(updates_of(*[torch.zeros(count, dtype=dtype)] * clients), [1.0] * clients)
+    assert result.gradients["w"].dtype == dtype
+    return result.gradients["w"].double() * clients
+
+
+@pytest.mark.parametrize(
+    ("clip", "noise", "clients", "dtype"),
+    [
+        (1.0, 1.0, 1, torch.float64),
+        (0.5, 4.0, 10, torch.float64),
+        (20.0, 0.01, 3, torch.float64),
+        (1.0, 2.0, 7, torch.float32),
+    ],
+)
+def test_noise_has_the_stated_scale(clip, noise, clients, dtype):
+    count = 20_000
+    drawn = noise_of(Private(Plain(), clip, noise), count, clients, dtype) / (noise * clip)  # the system's entropy
+    total = float(drawn.pow(2).sum())  # of N(0, 1): chi-square with `count` degrees of freedom
+    assert stats.chi2.ppf(RARE / 2, count) < total < stats.chi2.isf(RARE / 2, count)
+    assert abs(float(drawn.sum())) < stats.norm.isf(RARE / 2) * math.sqrt(count)
+
+
+def test_noise_is_normal():
+    count = 20_000
+    values = noise_of(Private(Plain(), 1.0, 1.0), count).sort().values.numpy()
+    steps = stats.norm.cdf(values)
+    apart = max((abs(steps - torch.arange(k, count + k).numpy() / count)).max() for k in (0, 1))
+    assert apart < math.sqrt(math.log(2 / RARE) / (2 * count))  # Dvoretzky, Kiefer, Wolfowitz; Massart
+
+
+def test_noise_is_new_in_every_round_and_repeats_only_from_a_seed_for_tests():
+    defence = Private(Plain(), 1.0, 1.0)
+    first, second = noise_of(defence, 5000), noise_of(defence, 5000)
+    assert abs(float(first @ second / second.norm())) < stats.norm.isf(RARE / 2)  # N(0, 1), given the second
+    assert not defence.for_tests_only
+    assert private().for_tests_only
+    assert torch.equal(noise_of(private(seed=3), 10), noise_of(private(seed=3), 10))
+    assert not torch.equal(noise_of(private(seed=3), 10), noise_of(private(seed=4), 10))
+
+
+def test_the_most_extreme_words_give_finite_noise():
+    class Extreme(Entropy):
+        def __init__(self, byte):
+            super().__init__()
+            self._bytes = lambda count: byte * count
+
+    low, high = (float(normal(1, Extreme(byte))) for byte in (b"\x00", b"\xff"))
+    assert low == pytest.approx(stats.norm.ppf(2.0**-53))
+    assert high == pytest.approx(-low, rel=1e-2)  # 1 - 2^-53 is the last number below 1
+
+
+# What is counted
+
+
+SETTINGS = [(1.5, 2, 1e-5), (4.0, 20, 1e-5), (20.0, 300, 1e-6), (8.0, 10, 1e-3)]
+
+
+@pytest.mark.parametrize(("noise", "rounds", "delta"), SETTINGS)
+def test_epsilon_agrees_with_the_librarys_accountants_composing_round_by_round(noise, rounds, delta):
+    from dp_accounting import GaussianDpEvent, pld, rdp
+
+    def reference(accountant, noise):
+        return accountant().compose(GaussianDpEvent(noise), rounds).get_epsilon(delta)
+
+    interval = 1e-4  # to which the privacy loss distribution rounds
+    assert epsilon(rounds, noise, delta) == pytest.approx(reference(pld.PLDAccountant, noise), abs=interval)
+    replaced = epsilon(rounds, noise, delta, replace=True)
+    assert replaced == pytest.approx(reference(pld.PLDAccountant, noise / 2), abs=interval)
+    assert epsilon(rounds, noise, delta) <= reference(rdp.RdpAccountant, noise)  # which is a bound, and not exact
+
+
+@pytest.mark.parametrize(
+    ("rounds", "noise", "delta", "published"),
+    [(1, 1.0, 0.12693674, 1.0), (1, 1.0, 0.02092364, 2.0), (9, 1.0, 0.78760074, 1.0), (36, 2.0, 0.78760074, 1.0)],
+)
+def test_epsilon_agrees_with_the_librarys_published_values(rounds, noise, delta, published):
+    """privacy_loss_mechanism_test.py, eight digits: sigma 1 and sensitivity 1, or 3, which is nine rounds."""
+    assert epsilon(rounds, noise, delta) == pytest.approx(published, abs=1e-6)
+
+
+def test_epsilon_at_its_ends():
+    assert epsilon(0, 1.0, 1e-5) == 0
+    assert epsilon(5, 0.0, 1e-5) == math.inf
+    assert epsilon(2, 1.0, 1e-5) < epsilon(3, 1.0, 1e-5) < epsilon(3, 1.0, 1e-6)
+    for delta in (0.0, 1.0, math.nan):
+        with pytest.raises(errors.BadArgument, match="delta must be above 0 and below 1"):
+            epsilon(1, 1.0, delta)
+    with pytest.raises(errors.BadArgument, match=r"rounds and noise must be 0 or more, got -1 and 1.0"):
+        epsilon(-1, 1.0, 1e-5)
+
+
+def test_records_have_what_is_spent_so_far():
+    run = federation(private(noise=3.0, delta=1e-4))
+    history = run.fit(rounds=4)
+    assert [value for _, value in history.curve("epsilon")] == [epsilon(n, 3.0, 1e-4) for n in range(1, 5)]
+    assert all(0 <= share <= 1 for _, share in history.curve("dp_clipped"))
+
+
+def test_with_few_participants_the_client_that_took_part_most_counts():
+    run = federation(private(), clients=8, participation=0.25)
+    run.fit(rounds=12)
+    counts = [sum(client in run.shards.chosen(number, 0.25) for number in range(12)) for client in range(8)]
+    assert run.defence.rounds == max(counts) < 12
+    assert run.defence.epsilon() == epsilon(max(counts), 1.0, 1e-5)
+
+
+def test_where_nobody_says_who_took_part_a_round_counts_for_all():
+    defence = private()
+    for _ in range(3):
+        noise_of(defence, 4, clients=2)  # updates from elsewhere: `upload` ran on the clients
+    assert defence.rounds == 3
+    for client in (5, 5):
+        defence.upload(None, client)
+    noise_of(defence, 4, clients=2)  # and where two updates have one name
+    assert defence.rounds == 4
+
+
+def test_a_round_is_never_repeated_for_its_precision():
+    class Doubtful(Plain):
+        def aggregate(self, updates, weights):
+            found = super().aggregate(updates, weights)
+            return Aggregate(found.gradients, found.buffers, 0.5, found.details, again=True)
+
+    run = federation(private(Doubtful()))
+    result = run.step()
+    assert not result.again
+    assert "repeated" not in result.details
+    assert run.defence.rounds == 1
+    assert result.error == pytest.approx(0.5)  # the inner's; noise does not count
+
+
+def test_every_round_is_on_disk_before_the_next_broadcast(tmp_path):
+    seen = []
+
+    class Watching(Private):
+        def broadcast(self, model):
+            state = torch.load(tmp_path / "checkpoint.pt", weights_only=True) if self.rounds else {"round": 0}
+            seen.append((self.rounds, state["round"], max(state["defence"]["own"].values()) if self.rounds else 0))
+            return super().broadcast(model)
+
+    federation(Watching(Plain(), 1.0, 1.0)).fit(rounds=4, folder=tmp_path)
+    assert seen == [(n, n, n) for n in range(4)]
+
+
+@every_defence
+def test_every_defence_trains_with_it_and_a_resumed_run_has_spent_the_same(tmp_path, make):
+    whole = federation(private(make(), noise=0.5))
+    whole.fit(rounds=6)
+    federation(private(make(), noise=0.5)).fit(rounds=2, folder=tmp_path)
+    again = federation(private(make(), noise=0.5))
+    again.resume(tmp_path)
+    assert again.defence.rounds == 2
+    history = again.fit(rounds=6)
+    assert again.defence.name == f"{make().name}+dp"
+    assert not again.fused
+    assert history.curve("epsilon") == whole.history.curve("epsilon")
+    assert all(torch.isfinite(p).all() for p in again.model.parameters())
+    with pytest.raises(errors.BadArgument, match=r"the checkpoint is of defence '.*\+dp', not"):
+        federation(make()).resume(tmp_path)
+
+
+@pytest.mark.parametrize("changed", [{"clip": 2.0}, {"noise": 2.0}])
+def test_rounds_with_other_settings_are_not_gone_on_with(tmp_path, changed):
+    federation(private()).fit(rounds=1, folder=tmp_path)
+    with pytest.raises(errors.BadArgument, match=r"the rounds so far had (clip|noise) = 1, not 2"):
+        federation(private(**changed)).resume(tmp_path)
+
+
+# It is the same on top of a veil
+
+
+def digits_run(inner, loss, dtype):
+    """Ten clients, an MLP, forty rounds."""
+    data = load("digits")
+    parts = [(data.train.inputs[r].to(dtype), data.train.targets[r]) for r in split(data, 10, seed=0)]
+    model = built(lambda: mlp(64, 10, layers=2, hidden=20), dtype=dtype)
+    run = Federation(model, parts, private(inner, 1.0, 0.1, seed=7), momentum, loss=loss)
+    history = run.fit(8, test=(data.test.inputs.to(dtype), data.test.targets))
+    return {name: p.detach() for name, p in model.named_parameters()}, history
+
+
+@pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_private_veiled_run_is_the_private_plain_run(loss, dtype):
+    inner = Veil(additive=100.0, nodes=32, entropy=Entropy.for_tests(1))
+    (plain, truth), (veiled, found) = (digits_run(inner, loss, dtype) for inner in (Plain(), inner))
+    assert worst(veiled, plain) < (1e-12 if dtype == torch.float64 else 1e-5)
+    record = 0 if dtype == torch.float64 else 1 / 359  # one test record may be as near to two classes as rounding is
+    pairs = zip(found.curve("accuracy"), truth.curve("accuracy"), strict=True)
+    assert all(abs(a - b) <= record * (1 + EPS) for (_, a), (_, b) in pairs)
+    assert found.curve("epsilon") == truth.curve("epsilon")
+    assert found.curve("dp_clipped") == truth.curve("dp_clipped")
+    assert found.last["accuracy"] > 0.3  # chance is 0.1: it learns, so that there is something to compare
+    assert all(0 < error < 1e-4 for _, error in found.curve("error"))
+
+
+def test_whole_shards_are_one_contribution_under_one_veil():
+    inner = Veil(entropy=Entropy.for_tests(1))
+    runs = [federation(private(inner), loss="squared_error", whole_shard=True) for inner in (Plain(), inner)]
+    for run in runs:
+        run.fit(rounds=3)
+    plain, veiled = ({name: p.detach() for name, p in run.model.named_parameters()} for run in runs)
+    assert worst(veiled, plain) < 1e-9
+
+
+def test_a_client_gets_what_the_inner_defence_sends_and_its_view_is_the_inners():
+    run = federation(private(Veil(nodes=16)))
+    sent = run.defence.broadcast(run.model)
+    assert sent.head is not None
+    inputs, _ = batch((6,))
+    assert not torch.allclose(run.defence.client_view(run.model, sent)(inputs), run.model(inputs))
+    assert isinstance(innermost(run.defence), Veil)
+    assert innermost(run.defence.inner) is run.defence.inner
+
+
+@every_defence
+@pytest.mark.parametrize("loss", [SquaredError(), CrossEntropy()], ids=lambda loss: loss.name)
+@pytest.mark.parametrize("build", [net, lambda: built(lambda: resnet(8, 1, 4, width=4))], ids=["mlp", "batch norm"])
+def test_each_is_what_aggregate_says_of_one_client(make, loss, build):
+    model = build()
+    data = [batch((1, 8, 8) if len(dict(model.named_buffers())) else (6,), 4, samples=5 + k, seed=k) for k in range(3)]
+    data = [(x, nn.functional.one_hot(y.argmax(1), 4).double()) for x, y in data]
+
+    def answered(clients):
+        defence = make()
+        defence.prepare(model, data[0][0], loss)
+        sent = defence.broadcast(model)
+        steps = {k: defence.client_step(model, sent, *data[k], None, k) for k in clients}
+        return defence, [defence.upload(step, k) for k, step in steps.items()]
+
+    defence, updates = answered(range(3))
+    found = defence.each(updates)
+    for client in range(3):
+        alone, own = answered([client])
+        truth = alone.aggregate(own, [1.0])
+        tolerance = 1e-7 if loss.name == "cross_entropy" and defence.name == "veil" else 1e-9
+        assert worst(found[client].gradients, truth.gradients) < tolerance
+        assert found[client].details == pytest.approx(truth.details)
+        assert set(found[client].buffers) == set(truth.buffers)
+
+
+def test_a_veil_forgets_its_secret_after_each():
+    defence = federation(Veil()).defence
+    model, (x, y) = net(), batch((6,), 4)
+    step = defence.client_step(model, defence.broadcast(model), x, y.softmax(1))
+    assert len(defence.each([step, step])) == 2
+    with pytest.raises(errors.BadArgument, match="there is no broadcast to answer"):
+        defence.each([step])
+
+
+@pytest.mark.parametrize("make", [Plain, lambda: Veil(nodes=16), PPDL, DBCL])
+def test_a_gradient_that_is_not_finite_is_refused_by_its_clients_place(make):
+    run = federation(private(make()))
+    sent = run.defence.broadcast(run.model)
+    x, y = batch((6,), 4)
+    steps = [run.defence.client_step(run.model, sent, x, y.softmax(1), None, k) for k in range(3)]
+    bad = run.defence.client_step(run.model, sent, x * math.inf, y.softmax(1), None, 1)
+    with pytest.raises(errors.NonFiniteUpdate, match=r"client 1: .* holds NaN or infinity"):
+        run.defence.aggregate([steps[0], bad, steps[2]], [1.0] * 3)
+    assert run.defence.rounds == 0  # nothing was given away
+    with pytest.raises(errors.NonFiniteUpdate, match="client 4: its gradient holds NaN or infinity"):
+        shorten(torch.tensor([1.0, math.nan]), 1.0, "client 4")
+
+
+# What is refused
+
+
+def test_models_whose_buffers_follow_the_data_are_refused():
+    images = [batch((1, 8, 8), 4, seed=k) for k in range(2)]
+    normed = built(lambda: resnet(8, 1, 4, width=4))
+    text = r"(?s)Private: buffer \S+running_mean follows the clients' data in training.*Fix: GroupNorm"
+    with pytest.raises(errors.BadArgument, match=text):
+        Federation(normed, images, private(), sgd)
+    tracked = built(lambda: nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), cnn(1, 4, width=4, size=8)))
+    with pytest.raises(errors.BadArgument, match="follows the clients' data"):
+        Federation(tracked, images, private(), sgd)
+    Federation(normed.eval(), images, private(), sgd).fit(rounds=1)  # stored statistics stay as they are
+    Federation(built(lambda: resnet(8, 1, 4, width=4, norm="none")), images, private(), sgd).fit(rounds=1)
+
+
+def test_the_search_for_moving_buffers_leaves_model_and_chance_alone():
+    model = built(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout()))
+    before, state = {name: b.clone() for name, b in model.named_buffers()}, torch.get_rng_state()
+    moving = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert moving_buffers(model, batch((6,))[0]) == moving
+    assert all(torch.equal(before[name], b) for name, b in model.named_buffers())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_constant_buffers_stay_the_servers():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.full((4,), 1 / 3, dtype=torch.float64))
+            self.body = mlp(6, 4, hidden=10)
+
+        def forward(self, x):
+            return self.body(x) * self.scale
+
+    run = Federation(built(Scaled), [batch((6,), 4, seed=k) for k in range(3)], private(), sgd)
+    assert run.step().buffers == {}
+    assert torch.equal(run.model.scale, torch.full((4,), 1 / 3, dtype=torch.float64))
+
+
+def test_a_count_of_nodes_that_follows_the_data_is_refused():
+    with pytest.raises(errors.BadArgument, match=r"(?s)veil chooses its next broadcast by .* Fix: Veil\(nodes=32\)"):
+        federation(private(Veil()))
+    federation(private(Veil()), loss="squared_error")  # has no nodes
+    run = federation(private(Veil(nodes=9)))
+    run.fit(rounds=3)
+    assert {record["nodes"] for record in run.history.records} == {9}
+
+
+def test_the_flag_for_nodes_is_taken_as_it_is():
+    run = federation(build_defence(Config(nodes=7)))
+    assert run.step().details["nodes"] == 7
+    with pytest.raises(errors.BadArgument, match="nodes must be from 3 to 128, got 0"):
+        federation(build_defence(Config(nodes=0))).step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"clip": 0.0}, r"clip must be a norm from 1e-30 to 1e\+30, got 0.0"),
+        ({"clip": -1.0}, "clip must be a norm"),
+        ({"clip": math.inf}, "clip must be a norm .* got inf"),
+        ({"clip": True}, "clip must be a norm .* got True"),
+        ({"clip": "1"}, "clip must be a norm .* got '1'"),
+        ({"noise": -0.1}, r"noise must be a number from 0 to 1e\+30, got -0.1"),
+        ({"noise": math.nan}, "noise must be a number .* got nan"),
+        ({"delta": 0.0}, "delta must be above 0 and below 1, got 0.0"),
+        ({"delta": 1}, "delta must be above 0 and below 1, got 1"),
+        ({"inner": Private(Plain(), 1.0, 1.0)}, r"plain\+dp is private already"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, text):
+    with pytest.raises(errors.BadArgument, match=text):
+        Private(**{"inner": Plain(), "clip": 1.0, "noise": 1.0, **arguments})
+
+
+def test_single_gradients_and_empty_rounds_are_refused():
+    with pytest.raises(errors.BadArgument, match="no single client's gradient"):
+        private().each([])
+    with pytest.raises(errors.BadArgument, match="a round needs at least one update"):
+        private().aggregate([], [])
+
+
+def test_a_missing_library_is_named_with_its_install_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(errors.BadArgument, match=r"(?s)dp-accounting.*Fix: pip install 'fedveil\[dp\]'"):
+        Private(Plain(), 1.0, 1.0)
+    Private(Plain(), 1.0, 0.0)  # nothing to account
+
+
+# From the command line
+
+
+@pytest.mark.parametrize("half", [{"dp_clip": 1.0}, {"dp_noise": 1.0}])
+def test_half_of_the_settings_is_refused(half):
+    for build in (lambda: configure(half), lambda: build_defence(Config(**half))):
+        with pytest.raises(
+            errors.BadArgument, match=r"(?s)dp_\w+ without dp_\w+ protects nothing.*--dp-clip 1 --dp-no"
+        ):
+            build()
+
+
+def test_train_prints_what_was_spent_and_resumes(tmp_path, capsys):
+    flags = "--defence veil --loss cross_entropy --hidden 8 --batch-size 256 --dp-clip 1 --dp-noise 2 --dp-delta 1e-6"
+    command = ["train", *flags.split(), "--clients", "4", "--out", str(tmp_path), "--json"]
+    assert cli.main([*command, "--epochs", "1"]) == 0
+    assert cli.main([*command, "--epochs", "2", "--resume"]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    for summary in (first, second):
+        assert summary["epsilon"] == epsilon(summary["rounds"], 2.0, 1e-6)
+        assert summary["epsilon_replace"] == epsilon(summary["rounds"], 2.0, 1e-6, replace=True)
+        assert summary["delta"] == 1e-6
+    assert second["rounds"] == 2 * first["rounds"]
+    assert "--dp-clip 1.0 --dp-noise 2.0 --dp-delta 1e-06" in second["repeat"]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["epsilon"] == second["epsilon"]
+    assert {record["nodes"] for record in records} == {32}
+    page = (tmp_path / "report.html").read_text()
+    for words in ("veil+dp", "Epsilon spent", "does not bind the server", "centred by a client that thinks"):
+        assert words in page
+
+
+def test_without_noise_the_summary_has_no_epsilon(tmp_path):
+    summary = train(Config(epochs=1, batch_size=512, hidden=8, defence="plain", dp_clip=1.0, dp_noise=0.0), tmp_path)
+    assert summary["epsilon"] is None
+    assert summary["delta"] == 1e-5
+
+
+def test_compare_wraps_every_defence_and_the_control(tmp_path, capsys):
+    flags = "--epochs 1 --hidden 8 --batch-size 512 --clients 3 --dp-clip 1 --dp-noise 5 --seeds 1 --json"
+    names = "plain,control,veil,ppdl,dbcl,spn"
+    assert cli.main(["compare", *flags.split(), "--defences", names, "--out", str(tmp_path)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all("dp_clipped" in line for line in lines)
+    rounds = len(lines) // 6
+    assert {row["epsilon"] for row in rows} == {f"{epsilon(rounds, 5.0, 1e-5):.3g}"}
+
+
+def test_runs_from_before_these_settings_are_gone_on_with(tmp_path):
+    prepare_folder(tmp_path, Config(), resume=False)
+    known = tmp_path / "config.json"
+    old = {key: value for key, value in json.loads(known.read_text()).items() if not key.startswith("dp_")}
+    known.write_text(json.dumps(old))
+    prepare_folder(tmp_path, Config(), resume=True)
+    with pytest.raises(errors.BadArgument, match=r"the run here has dp_clip = None, not 1.0"):
+        prepare_folder(tmp_path, Config(dp_clip=1.0, dp_noise=1.0), resume=True)
