@@ -82,7 +82,9 @@ class Ear:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self.door.accept()
-                self.lines += [near, far := socket.create_connection(("127.0.0.1", self.target))]
+                self.lines.append(near)
+                far = socket.create_connection(("127.0.0.1", self.target))
+                self.lines.append(far)
                 for one, other, keep in ((near, far, False), (far, near, True)):
                     self.threads.append(threading.Thread(target=self._carry, args=(one, other, keep)))
                     self.threads[-1].start()
