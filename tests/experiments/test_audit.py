@@ -39,7 +39,8 @@ def value(results, defence, attacker, name):
 
 def test_a_participant_that_thinks_has_the_model_and_one_that_does_not_has_nothing(audited):
     _, results = audited
-    assert value(results, "veil", "as published", "agreement") < 0.35
+    assert value(results, "veil", "as published", "agreement") < 0.35  # one in ten on average over secrets
+    assert results["veil"]["broadcasts"] == 10
     assert value(results, "veil", "centred", "agreement") >= 0.9
     assert value(results, "veil", "calibrated", "agreement") >= 0.95
     assert value(results, "plain", "as published", "agreement") == 1.0

@@ -48,7 +48,7 @@ EXPLAINED = (
     "they look alike, and under a veil all of them meet the same secret. Standard errors over classes and over "
     "broadcasts are given by class below. All cover one generator and one model: other seeds differ by more.",
     'SPN is our re-implementation. "calibrated" is a participant that fits the noise of the veil\'s head on its own '
-    'records, "stacked" one that adds up DBCL\'s sketches of six rounds. The other defences\' models need no cleaning.',
+    "records, \"stacked\" one that adds up DBCL's sketches of six rounds. The other defences' models need no cleaning.",
     "Squared error is the default loss because a veiled federation then needs the fewest passes. It keeps outputs "
     "near 0 and 1, so that cross-entropy never vanishes and the search goes on to the end.",
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,3 +62,21 @@ def mean_interval(values: list[float]) -> Figures:
     spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (count - 1))
     reach = float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
     return dataclasses.asdict(Estimate(mean, mean - reach, mean + reach))
+
+
+def averaged(looks: Sequence[Figures]) -> Figures:
+    """The same figures of several broadcasts as one: means, their intervals joined with those of single broadcasts.
+
+    A half width is the root of Student's, over broadcasts, squared and the mean single one, over records, squared.
+    """
+    if len(looks) == 1:
+        return looks[0]
+    first = looks[0]
+    if set(first) != {"value", "low", "high"}:
+        nested = {name: [look[name] for look in looks] for name in first}
+        return {name: averaged(parts) if isinstance(parts[0], dict) else parts[0] for name, parts in nested.items()}
+    over = mean_interval([look["value"] for look in looks])
+    single = sum(look["high"] - look["low"] for look in looks) / (2 * len(looks))
+    reach = math.hypot(over["high"] - over["value"], single)
+    low, high = max(0.0, over["value"] - reach), min(1.0, over["value"] + reach)
+    return dataclasses.asdict(Estimate(over["value"], low, high))
