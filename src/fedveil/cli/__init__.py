@@ -17,7 +17,7 @@ __all__ = ["main"]
 def parser() -> argparse.ArgumentParser:
     """All commands and options."""
     top = argparse.ArgumentParser(
-        prog="fedveil", description="Federated learning on a model that no client is ever sent."
+        prog="fedveil", description="Federated learning on a covered model, and attacks that measure what it hides."
     )
     commands = top.add_subparsers(dest="command", required=True)
     add_inspect(commands)

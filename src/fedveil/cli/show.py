@@ -1,6 +1,7 @@
 """What a user sees: live lines on stderr, tables on stdout."""
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,5 +73,8 @@ def print_shown(shown: Shown, folder: Path, command: str) -> None:
     print_table(shown.header, shown.rows)
     for section in shown.sections:
         if isinstance(section, Text):
-            print("", section.title, *(f"  {line}" for line in section.paragraphs), sep="\n")
-    print(f"\n{shown.note}\nreport: {folder / 'report.html'}\nrepeat: {command}")
+            wrapped = [
+                textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    ") for line in section.paragraphs
+            ]
+            print("", section.title, *wrapped, sep="\n")
+    print(f"\n{textwrap.fill(shown.note, 110)}\nreport: {folder / 'report.html'}\nrepeat: {command}")

@@ -104,4 +104,5 @@ AUDIT = Experiment(
     shared=reference_cells,
     attack=audit,
     present=present,
+    title="Audit",
 )

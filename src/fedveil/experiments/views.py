@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.scores import Estimate, auc, proportion
+from fedveil.attacks.scores import Estimate, Scores, auc, proportion
 from fedveil.data import Data
 from fedveil.federation.evaluate import answers
 
@@ -41,8 +41,14 @@ def view_figures(view: nn.Module, model: nn.Module, data: Data) -> Figures:
         found["accuracy"] = share(int((decided(finite) == labels).sum()), len(labels))
     if labels is not None and seen.shape[1] == 1:
         scores = finite[:, 0].double().numpy()
-        found["ranking"] = dataclasses.asdict(auc(scores[labels.numpy() == 1], scores[labels.numpy() == 0]))
+        found["ranking"] = ranking(scores[labels.numpy() == 1], scores[labels.numpy() == 0])
     return found
+
+
+def ranking(positive: Scores, negative: Scores) -> Figures:
+    """AUC of the better direction: whoever knows a few answers knows which way round a ranking is."""
+    found = auc(positive, negative)
+    return dataclasses.asdict(found if found.value >= 0.5 else Estimate(1 - found.value, 1 - found.high, 1 - found.low))
 
 
 def _two_classes(targets: Tensor) -> Tensor | None:
