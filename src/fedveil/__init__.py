@@ -1,4 +1,4 @@
-"""Fedveil: federated learning on a model that no client is ever sent."""
+"""Fedveil: federated learning on a covered model, and attacks that measure what it hides."""
 
 from fedveil.errors import FedveilError
 from fedveil.federation import Federation, History

@@ -1,6 +1,9 @@
 """Parts of a long computation: side by side, kept, gone on with, failed on their own."""
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from fedveil.errors import BadArgument
@@ -71,3 +74,46 @@ def test_processes_work_side_by_side_and_a_dead_one_is_told(tmp_path):
     assert {name for name, share, what in told if what == "half"} == {"cell2", "cell3"}
     dead = run_cells(cells(tmp_path / "log", [die, die]), tmp_path / "dead", workers=2)
     assert all("its process died" in result["failed"] for result in dead.values())
+
+
+LONG = """
+import sys, time
+from pathlib import Path
+from fedveil.experiments.cells import Cell, run_cells
+from test_cells import square, wait
+
+if __name__ == "__main__":
+    log, folder = sys.argv[1:]
+    cells = [Cell("quick", square, {"number": 2, "log": log}), Cell("long", wait, {"number": 3, "log": log})]
+    run_cells(cells, Path(folder), workers=1)
+"""
+
+
+def wait(tell, number, log):
+    if Path(log).with_name("go on").exists():
+        return square(tell, number, log)
+    time.sleep(600)
+
+
+def test_a_computation_that_is_killed_goes_on_with_what_was_done(tmp_path):
+    log, folder = tmp_path / "log", tmp_path / "kept"
+    root = Path(__file__).parents[2]
+    script = tmp_path / "long.py"
+    script.write_text(LONG)
+    paths = os.pathsep.join([str(root / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.Popen([sys.executable, script, log, folder], env={**os.environ, "PYTHONPATH": paths})
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / "quick.json").exists():
+            assert run.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        run.kill()
+        run.wait()
+    (tmp_path / "go on").touch()
+    asked = {"log": str(log)}
+    cells = [Cell("quick", square, {"number": 2, **asked}), Cell("long", wait, {"number": 3, **asked})]
+    kept = run_cells(cells, folder, workers=1)
+    assert [result["square"] for result in kept.values()] == [4, 9]
+    assert log.read_text().split() == ["2", "3"]  # the first was not computed again

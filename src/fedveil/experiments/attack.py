@@ -41,6 +41,7 @@ class Experiment:
         attack: the cell `attack(tell, config, settings, folder, run)` for config.defence; `folder` holds what is shared
             (the cells' results in folder/shared), `run` the trained federation.
         present: (config, settings, results by defence, folder) -> what a reader gets.
+        title: of the page.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Experiment:
     shared: Callable[[Config, Any, Sequence[str], Path], list[Cell]]
     attack: Callable[..., Result]
     present: Callable[[Config, Any, Mapping[str, Result], Path], Shown]
+    title: str = ""
 
 
 def train_victim(tell: Tell, config: Config, run: Path) -> Result:
@@ -138,4 +140,4 @@ def write_page(
     ]
     where = f"{config.data}, {config.model}, {config.clients} clients"
     lead = f"{experiment.summary[0].upper()}{experiment.summary[1:]}: {where}."
-    write(path, f"Attack: {experiment.name}", lead, sections, command)
+    write(path, experiment.title or f"Attack: {experiment.name}", lead, sections, command)

@@ -1,6 +1,5 @@
 """`fedveil audit`: what a participant learns under each defence, as published attacks see it and if it thinks."""
 
-import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from fedveil.experiments.cells import Cell, Result, Tell
 from fedveil.experiments.membership import Records, judged, loss_attacks, records_of
 from fedveil.experiments.rebuild import can_rebuild, rebuilt
 from fedveil.experiments.scene import scene_of, sights_of, trained
-from fedveil.experiments.views import view_figures
+from fedveil.experiments.views import Figures, averaged, view_figures
 from fedveil.federation.config import Config
+from fedveil.federation.engine import Federation
 from fedveil.federation.evaluate import answers
 
 
@@ -26,9 +26,11 @@ class Settings:
 
     Attributes:
         trials: records that the attacker tries to rebuild, each in a federation of its own.
+        broadcasts: secrets under which a veiled model is looked at; one says little about others.
     """
 
     trials: int = 20
+    broadcasts: int = 10
 
 
 def membership_figures(sight: Sight, data: Data, config: Config, records: Records) -> dict[str, Any]:
@@ -41,23 +43,39 @@ def membership_figures(sight: Sight, data: Data, config: Config, records: Record
     return {key: found[key] for key in ("accuracy", "auc", "tpr")} | {"attack": name}
 
 
+def figures_of(federation: Federation, config: Config, data: Data, records: Records | None) -> dict[str, Figures]:
+    """What each attacker makes of the next broadcast."""
+    found: dict[str, Figures] = {}
+    for name, sight in sights_of(federation, config.defence).items():
+        found[name] = view_figures(sight.model, federation.model, data)
+        if records:
+            found[name]["membership"] = membership_figures(sight, data, config, records)
+    return found
+
+
 def audit(tell: Tell, config: Config, settings: Settings, folder: Path, run: Path) -> Result:
     """Every figure of one federation, attacker by attacker."""
     federation, data = trained(config, run, tell)
     scene = scene_of(federation, data)
-    seen = sights_of(federation, config.defence)
-    model = copy.deepcopy(federation.model)
-    records = records_of(config, data) if config.clients > 1 else None
-    attackers: dict[str, Any] = {}
-    for name, sight in seen.items():
-        tell(0.5, f"attacker: {name}")
-        attackers[name] = view_figures(sight.model, model, data)
-        if records:
-            attackers[name]["membership"] = membership_figures(sight, data, config, records)
+    records = records_of(config, data, everyone=True) if config.clients > 1 else None
+    looks: list[dict[str, Figures]] = []
+    count = settings.broadcasts if config.defence == "veil" else 1
+    for number in range(count):
+        tell(number / count, f"broadcast {number + 1}/{count}")
+        looks.append(figures_of(federation, config, data, records))
+    attackers = {name: averaged([look[name] for look in looks]) for name in looks[0]}
     why = can_rebuild(config, data)
     built = {"left out": why} if why else rebuilt(tell, config, data, settings.trials)
     quality = {"metric": scene.metric, "train": scene.train, "test": scene.test, "gap": scene.gap}
-    return {"defence": config.defence, "outputs": data.outputs, **quality, "attackers": attackers, "rebuilt": built}
+    sizes = {"broadcasts": count, "trials": settings.trials}
+    return {
+        "defence": config.defence,
+        "outputs": data.outputs,
+        **quality,
+        **sizes,
+        "attackers": attackers,
+        "rebuilt": built,
+    }
 
 
 def reference_cells(config: Config, settings: Any, defences: Sequence[str], folder: Path) -> list[Cell]:
@@ -70,8 +88,8 @@ def reference_cells(config: Config, settings: Any, defences: Sequence[str], fold
 
 
 SUITE: Mapping[str, Mapping[str, Any]] = {
-    "digits, 2 clients": {"data": "digits", "train_size": 600, "clients": 2, "epochs": 150, "groups": 10},
-    "digits, 5 clients": {"data": "digits", "train_size": 600, "clients": 5, "epochs": 150, "groups": 10},
+    "digits, 2 clients": {"data": "digits", "train_size": 500, "clients": 2, "epochs": 150, "groups": 10},
+    "digits, 5 clients": {"data": "digits", "train_size": 500, "clients": 5, "epochs": 150, "groups": 10},
     "bank, two classes": {"data": "bank", "task": "classification", "clients": 3, "epochs": 8, "groups": 2},
     "bank, one output": {"data": "bank", "clients": 3, "epochs": 8},
 }
@@ -86,4 +104,5 @@ AUDIT = Experiment(
     shared=reference_cells,
     attack=audit,
     present=present,
+    title="Audit",
 )

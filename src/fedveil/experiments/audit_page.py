@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ from fedveil.attacks.adaptive import ADAPTIVE, PUBLISHED
 from fedveil.experiments.attack import Shown
 from fedveil.experiments.cells import Result
 from fedveil.federation.config import Config
-from fedveil.report import Interval, Intervals, Section, Text
+from fedveil.report import Interval, Intervals, Section, Table, Text
 
 Figures = Mapping[str, Any]
 PROTECTS, HINDERS = 0.2, 0.8  # shares of the way from chance to no defence at all
-RECOGNISED = 20.0  # dB: a record that is rebuilt so well is known, and more says nothing
+NOTHING = 0.02  # what the undefended figure must be above a guess for there to be anything to find
+RECOGNISED = 10.0  # dB above a guess, a tenth of its squared error: such a record is known, and more says nothing
 HEADER = (
     "defence",
     "attacker",
@@ -26,10 +28,10 @@ HEADER = (
     "PSNR, dB",
 )
 NOTE = (
-    "Agreement with the server's model and accuracy (model stealing) on held-out records; ranking AUC for one output; "
-    "membership of other clients' records by a loss threshold: balanced accuracy, AUC, true positives at 1 % false "
-    "ones; PSNR of one victim's record rebuilt from two broadcasts of a new network. Intervals: 95 %. Every attacker "
-    "is a client that follows the protocol."
+    "Agreement with the server's model and accuracy (model stealing) on held-out records; for one output the AUC of "
+    "the ranking, either way round; membership of other clients' records by a loss threshold: balanced accuracy, AUC, "
+    "true positives at 1 % false ones; PSNR of one victim's record rebuilt from two broadcasts of a new network. "
+    "Intervals: 95 %. Every attacker is a client that follows the protocol."
 )
 LIMITS = (
     "An audit shows what these attackers reach. It is no proof that no better one exists: only differential privacy "
@@ -94,6 +96,7 @@ def leak(value: float, chance: float, undefended: float) -> float:
     return (value - chance) / (undefended - chance) if undefended > chance else 0.0
 
 
+RANKS = "ranks new records with an AUC of {}"
 MEASURES: Mapping[str, tuple[str, str]] = {
     "agreement": ("the model", "agrees with the server's model on {}"),
     "membership": ("who took part", "tells members from others with an AUC of {}"),
@@ -110,10 +113,7 @@ def measure(found: Result, attacker: str, name: str) -> float | None:
     if not figures:
         return None
     if name == "agreement":
-        key = "ranking" if "ranking" in figures else "agreement"
-        return float(
-            max(figures[key]["value"], 1 - figures[key]["value"]) if key == "ranking" else figures[key]["value"]
-        )
+        return float(figures.get("ranking", figures["agreement"])["value"])
     return float(figures["membership"]["auc"]["value"]) if "membership" in figures else None
 
 
@@ -146,27 +146,57 @@ def number(value: float, name: str, found: Result) -> str:
     return f"{value:.0%} of new records" if plain_share else f"{value:.2f}"
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """One measure of one defence.
+
+    Attributes:
+        word: "is protected", ...; "" where there is nothing to find.
+        text: a sentence with the figures.
+    """
+
+    word: str
+    text: str
+
+
+def judge(found: Result, plain: Result, name: str) -> Judgement | None:
+    """How far the strongest attacker gets on one measure; None where it was not measured."""
+    what, does = MEASURES[name]
+    strongest, top = worst(found, name), worst(plain, name)
+    if strongest is None or top is None:
+        return None
+    chance = chance_of(plain, name)
+    if top[1] - chance < NOTHING:
+        return Judgement("nothing to find", f"{what}: nothing to find, even without a defence")
+    full = min(top[1], chance + RECOGNISED) if name == "rebuilt" else top[1]
+    share, published = leak(strongest[1], chance, full), measure(found, PUBLISHED, name)
+    said = word(share)
+    if said != "is not protected" and strongest[0] == PUBLISHED and name == "rebuilt":
+        said = "is not shown to leak, but only the published attack was run"
+    ranks = name == "agreement" and "ranking" in found["attackers"][PUBLISHED]
+    reached = (RANKS if ranks else does).format(number(strongest[1], name, found))
+    text = f"{what} {said}: the strongest attacker ({strongest[0]}) {reached}"
+    if published is not None and leak(published, chance, full) < share - PROTECTS:
+        text += f", attacks as published reach {number(published, name, found)}"
+    return Judgement(said, f"{text} (guessing {number(chance, name, found)}, undefended {number(top[1], name, found)})")
+
+
 def verdict(defence: str, found: Result, plain: Result) -> str:
     """A few sentences on one defence."""
     if "failed" in found:
         return f"{defence}: failed, so nothing is known."
-    said = []
-    for name, (what, does) in MEASURES.items():
-        strongest, top = worst(found, name), worst(plain, name)
-        if strongest is None or top is None:
-            continue
-        chance = chance_of(plain, name)
-        if top[1] - chance < 0.02:
-            said.append(f"{what}: nothing to find, even without a defence")
-            continue
-        full = min(top[1], RECOGNISED) if name == "rebuilt" else top[1]
-        share, published = leak(strongest[1], chance, full), measure(found, PUBLISHED, name)
-        reached = does.format(number(strongest[1], name, found))
-        text = f"{what} {word(share)}: the strongest attacker ({strongest[0]}) {reached}"
-        if published is not None and leak(published, chance, full) < share - PROTECTS:
-            text += f", attacks as published reach {number(published, name, found)}"
-        said.append(f"{text} (guessing {number(chance, name, found)}, undefended {number(top[1], name, found)})")
+    said = [judged.text for name in MEASURES if (judged := judge(found, plain, name))]
     return f"{defence}: " + "; ".join(said) + "."
+
+
+def glance(results: Mapping[str, Result], plain: Result) -> Table:
+    """The verdicts in one table."""
+    rows = []
+    for defence, found in results.items():
+        judged = [None if "failed" in found else judge(found, plain, name) for name in MEASURES]
+        rows.append([defence, *(j.word.removeprefix("is ") if j else "not measured" for j in judged)])
+    note = "By the strongest attacker that was run. Sentences with the figures stand below."
+    return Table("At a glance", ["defence", *(what for what, _ in MEASURES.values())], rows, note)
 
 
 def picture(title: str, name: str, label: str, results: Mapping[str, Result], plain: Result) -> Section | None:
@@ -185,7 +215,8 @@ def picture(title: str, name: str, label: str, results: Mapping[str, Result], pl
     top = worst(plain, name)
     if not rows or top is None:
         return None
-    return Intervals(title, label, rows, {"chance": chance_of(plain, name), "undefended": top[1]})
+    lines = {"chance": round(chance_of(plain, name), 3), "undefended": round(top[1], 3)}
+    return Intervals(title, label, rows, lines)
 
 
 def interval_of(found: Result, attacker: str, name: str) -> Figures | None:
@@ -223,6 +254,7 @@ def present(config: Config, settings: Any, results: Mapping[str, Result], folder
         same = (
             ("AUC of the participant's ranking", "AUC") if ranking else ("Agreement with the true model", "agreement")
         )
+        sections.append(glance(results, plain))
         sections.append(Text("Verdict", [verdict(name, found, plain) for name, found in results.items()]))
         wanted = {
             "agreement": same,

@@ -42,10 +42,11 @@ class Records:
     fresh: Places
 
 
-def records_of(config: Config, data: Data) -> Records:
-    """Divide members and non-members, of which there are at most as many.
+def records_of(config: Config, data: Data, *, everyone: bool = False) -> Records:
+    """Divide members and non-members, of which there are at most as many; half of them the attacker knows.
 
-    A held-out record that equals a member is no non-member, and left out.
+    A held-out record that equals a member is no non-member, and left out. With `everyone` all non-members are there,
+    the attacker knows a fifth of them, and the test is not cut to as many of each: for rates that need many of them.
     """
     rows = [part.numpy() for part in shares(config, data)]
     if len(rows) < 2:
@@ -54,12 +55,15 @@ def records_of(config: Config, data: Data) -> Records:
     new = [place for place, digest in enumerate(digests(data.test.inputs)) if digest not in members]
     chance = generator("non-members", config.seed)
     count = len(data.train.inputs)
-    new = [new[place] for place in torch.randperm(len(new), generator=chance)[:count].tolist()]
+    most = len(new) if everyone else count
+    new = [new[place] for place in torch.randperm(len(new), generator=chance)[:most].tolist()]
     pool = Part(*(torch.cat([a, b[new]]) for a, b in zip(data.train, data.test, strict=True)))
-    known, fresh = np.split(count + np.arange(len(new)), [len(new) // 2])
+    known, fresh = np.split(count + np.arange(len(new)), [len(new) // (5 if everyone else 2)])
     victims = np.concatenate([part for client, part in enumerate(rows) if client != ATTACKER])
     victims = victims[torch.randperm(len(victims), generator=chance).numpy()]
     test = min(len(victims), len(fresh))
+    if everyone:
+        return Records(pool, rows[ATTACKER], known, victims, fresh)
     return Records(pool, rows[ATTACKER], known, victims[:test], fresh[:test])
 
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.scores import Estimate, auc, proportion
+from fedveil.attacks.scores import Estimate, Scores, auc, proportion
 from fedveil.data import Data
 from fedveil.federation.evaluate import answers
 
@@ -40,8 +41,14 @@ def view_figures(view: nn.Module, model: nn.Module, data: Data) -> Figures:
         found["accuracy"] = share(int((decided(finite) == labels).sum()), len(labels))
     if labels is not None and seen.shape[1] == 1:
         scores = finite[:, 0].double().numpy()
-        found["ranking"] = dataclasses.asdict(auc(scores[labels.numpy() == 1], scores[labels.numpy() == 0]))
+        found["ranking"] = ranking(scores[labels.numpy() == 1], scores[labels.numpy() == 0])
     return found
+
+
+def ranking(positive: Scores, negative: Scores) -> Figures:
+    """AUC of the better direction: whoever knows a few answers knows which way round a ranking is."""
+    found = auc(positive, negative)
+    return dataclasses.asdict(found if found.value >= 0.5 else Estimate(1 - found.value, 1 - found.high, 1 - found.low))
 
 
 def _two_classes(targets: Tensor) -> Tensor | None:
@@ -61,3 +68,21 @@ def mean_interval(values: list[float]) -> Figures:
     spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (count - 1))
     reach = float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
     return dataclasses.asdict(Estimate(mean, mean - reach, mean + reach))
+
+
+def averaged(looks: Sequence[Figures]) -> Figures:
+    """The same figures of several broadcasts as one: means, their intervals joined with those of single broadcasts.
+
+    A half width is the root of Student's, over broadcasts, squared and the mean single one, over records, squared.
+    """
+    if len(looks) == 1:
+        return looks[0]
+    first = looks[0]
+    if set(first) != {"value", "low", "high"}:
+        nested = {name: [look[name] for look in looks] for name in first}
+        return {name: averaged(parts) if isinstance(parts[0], dict) else parts[0] for name, parts in nested.items()}
+    over = mean_interval([look["value"] for look in looks])
+    single = sum(look["high"] - look["low"] for look in looks) / (2 * len(looks))
+    reach = math.hypot(over["high"] - over["value"], single)
+    low, high = max(0.0, over["value"] - reach), min(1.0, over["value"] + reach)
+    return dataclasses.asdict(Estimate(over["value"], low, high))

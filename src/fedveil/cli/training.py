@@ -1,0 +1,145 @@
+"""`fedveil inspect`, `train`, `compare`, `data` and `demo`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from fedveil.cli.flags import add_config, read_config
+from fedveil.cli.show import Progress, print_table
+from fedveil.data import available, data_folder, get
+from fedveil.errors import BadArgument
+from fedveil.experiments.compare import CONTROL
+from fedveil.experiments.compare import run_comparison as compare
+from fedveil.experiments.demo import run_comparison
+from fedveil.federation.config import CHOICES, load_factory
+from fedveil.federation.run import train
+from fedveil.graph import analyse, as_dict
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Sizes of one input, without the batch."""
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise BadArgument("--input", f"{text!r} is not a list of sizes", "--input 3,32,32 (one input, no batch)")
+    return sizes
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """Print a model's plan."""
+    model = load_factory(options.model).train(not options.eval)
+    inputs = [torch.zeros((2, *parse_shape(shape)), dtype=DTYPES[options.dtype]) for shape in options.input]
+    plan = analyse(model, inputs, head=options.head)
+    print(json.dumps(as_dict(plan), indent=2) if options.json else plan)
+
+
+def add_inspect(commands: Any) -> None:
+    """`fedveil inspect`."""
+    show = commands.add_parser("inspect", help="show which noise each part of a model lets through")
+    show.add_argument("model", help="package.module:factory, called without arguments, or a module there")
+    help_input = "sizes of one input without the batch, such as 3,32,32; once for each argument of forward"
+    show.add_argument("--input", required=True, action="append", metavar="SIZES", help=help_input)
+    show.add_argument("--dtype", choices=DTYPES, default="float32", help="of the inputs")
+    show.add_argument("--eval", action="store_true", help="analyse in evaluation mode")
+    help_head = "exposed: no additive noise, clients read the true predictions"
+    show.add_argument("--head", choices=("linear", "exposed"), default="linear", help=help_head)
+    show.add_argument("--json", action="store_true", help="for machines")
+    show.set_defaults(run=inspect)
+
+
+def add_train(commands: Any) -> None:
+    """`fedveil train`: a flag for each value of a configuration."""
+    command = commands.add_parser("train", allow_abbrev=False, help="train together, from flags or a TOML file")
+    add_config(command)
+    command.add_argument("--out", type=Path, help="run folder (default runs/DATA-MODEL-DEFENCE-SEED)")
+    command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+    command.add_argument("--json", action="store_true", help="print the summary for machines")
+    command.set_defaults(run=run_train)
+
+
+def run_train(options: argparse.Namespace) -> None:
+    """Train, with a live line on a terminal."""
+    config = read_config(options, "fedveil train")
+    folder = options.out or Path("runs") / f"{config.data}-{config.model}-{config.defence}-{config.seed}".replace(
+        ":", "."
+    )
+    with Progress(config.epochs) as progress:
+        summary = train(config, folder, resume=options.resume, on_round=progress.show)
+    if options.json:
+        print(json.dumps(summary))
+        return
+    for name, value in summary.items():
+        print(f"{name:<14} {value:.6g}" if isinstance(value, float) else f"{name:<14} {value}")
+    print(f"{'report':<14} {folder / 'report.html'}")
+
+
+def add_compare(commands: Any) -> None:
+    """`fedveil compare`: the flags of `fedveil train`, several defences, several seeds."""
+    command = commands.add_parser("compare", allow_abbrev=False, help="the same federation under several defences")
+    add_config(command)
+    known = ",".join([*CHOICES["defence"], CONTROL])
+    command.add_argument("--defences", default="plain,control,veil,ppdl,dbcl,spn", help=f"some of {known}")
+    command.add_argument("--seeds", type=int, default=3, help="runs of each, from --seed on (default 3)")
+    command.add_argument("--out", type=Path, help="folder of the report (default runs/compare-DATA-MODEL)")
+    command.add_argument("--json", action="store_true", help="print the table for machines")
+    command.set_defaults(run=run_compare)
+
+
+def run_compare(options: argparse.Namespace) -> None:
+    """Run them one after another, and print the table."""
+    config = read_config(options, "fedveil compare")
+    folder = options.out or Path("runs") / f"compare-{config.data}-{config.model}".replace(":", ".")
+    names = [name for name in options.defences.split(",") if name]
+    command = f"fedveil compare {config.flags()} --defences {options.defences} --seeds {options.seeds} --out {folder}"
+    header, rows = compare(config, names, options.seeds, folder, lambda n, label: Progress(n, label), command)
+    if options.json:
+        print(json.dumps([dict(zip(header, row, strict=True)) for row in rows]))
+        return
+    print_table(header, rows)
+    print(f"\nreport: {folder / 'report.html'}\nrepeat: {command}")
+
+
+def add_data(commands: Any) -> None:
+    """`fedveil data`."""
+    data = commands.add_parser("data", help="list data sets, or download one").add_subparsers(
+        dest="what", required=True
+    )
+    listing = data.add_parser("list", help="what there is and where it was found")
+    listing.set_defaults(run=run_data_list)
+    fetch = data.add_parser("get", help="download a data set; an interrupted download goes on")
+    fetch.add_argument("name")
+    fetch.add_argument("--to", type=Path, help="folder (default: FEDVEIL_DATA, or the cache)")
+    fetch.set_defaults(run=run_data_get)
+
+
+def run_data_list(options: argparse.Namespace) -> None:
+    """A line a data set."""
+    for entry in available():
+        print(f"{entry.name:<10} {entry.state:<9} {entry.description}" + (f"  [{entry.where}]" if entry.where else ""))
+
+
+def run_data_get(options: argparse.Namespace) -> None:
+    """Download with a bar."""
+    with tqdm(unit="B", unit_scale=True, disable=None, desc=options.name, file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        print(get(options.name, options.to or data_folder(), show))
+
+
+def run_demo(options: argparse.Namespace) -> None:
+    """The product's first impression."""
+    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
+    for line in run_comparison(options.out, lambda epochs, label: Progress(epochs, label)):
+        print(line, flush=True)
