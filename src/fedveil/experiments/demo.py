@@ -128,7 +128,7 @@ def run_comparison(folder: Path, opens: Opens) -> Iterator[str]:
     yield f"\n{'test accuracy':<34}"
     yield from (f"  {name:<32} {accuracy:>7}  {cost}".rstrip() for name, accuracy, cost in rows)
     yield f"\n{exact}{flips}"
-    yield "the centred model is what a client gets that thinks: no guarantee (docs/maths.md, What a veil hides)"
+    yield "the centred model is what a client gets that thinks: no guarantee (docs/threat-model.md)"
     histories = {name: run.history for name, run in runs.items()}
     sections = [
         Table("Result", ["model", "test accuracy", "time"], rows, exact + flips + "."),
