@@ -40,12 +40,11 @@ def federation(defence):
     )
 
 
-def work(folder, make, pause=0.0, begins=lambda: None):
+def work(folder, make, on_round=lambda record: None):
     run = federation(make())
     if (folder / "checkpoint.pt").exists():
         run.resume(folder)
-    begins()
-    run.fit(rounds=ROUNDS, folder=folder, checkpoint_every=3, on_round=lambda _: time.sleep(pause))
+    run.fit(rounds=ROUNDS, folder=folder, checkpoint_every=3, on_round=on_round)
     return run.model.state_dict()
 
 
@@ -57,10 +56,11 @@ def test_killed_twenty_times_at_random_moments_a_run_ends_the_same(tmp_path, mak
         reader, writer = os.pipe()
         child = os.fork()
         if not child:
-            work(folder, make, 0.003, lambda end=writer: os.write(end, b"x"))
+            work(folder, make, lambda record, end=writer: os.write(end, b"x") and time.sleep(0.002))
             os._exit(0)
-        os.read(reader, 1)  # however long a busy machine takes to get there
-        time.sleep(chance.uniform(0.0, 0.05))
+        for _ in range(chance.randint(1, 12)):
+            os.read(reader, 1)  # a round, however long a busy machine takes for it
+        time.sleep(chance.uniform(0.0, 0.004))
         os.kill(child, signal.SIGKILL)
         kills += os.WIFSIGNALED(os.waitpid(child, 0)[1])
         os.close(reader), os.close(writer)
