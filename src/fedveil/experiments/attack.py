@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedveil.errors import BadArgument
 from fedveil.experiments.cells import Cell, Result, Tell, run_cells
+from fedveil.experiments.compare import check_defences
 from fedveil.experiments.scene import trained
 from fedveil.federation.config import CHOICES, Config
 from fedveil.federation.run import read_config, write_text
@@ -64,15 +64,8 @@ def train_victim(tell: Tell, config: Config, run: Path) -> Result:
 def defences_of(text: str) -> list[str]:
     """The defences of "all", or of names with commas between them."""
     known = CHOICES["defence"]
-    names = list(known) if text == "all" else [name for name in text.split(",") if name]
-    for number, name in enumerate(names):
-        if name not in known:
-            raise BadArgument("--defence", f"there is no defence {name!r}", f"all, or some of {','.join(known)}")
-        if name in names[:number]:
-            raise BadArgument("--defence", f"{name!r} is there twice")
-    if not names:
-        raise BadArgument("--defence", "there is none", f"all, or some of {','.join(known)}")
-    return names
+    names = known if text == "all" else [name for name in text.split(",") if name]
+    return check_defences(names, known, "--defence")
 
 
 def run_attack(

@@ -50,16 +50,17 @@ class Run:
         return statistics.fmean(both) if both else 0.0
 
 
-def check_defences(names: Sequence[str]) -> list[str]:
+def check_defences(
+    names: Sequence[str], known: Sequence[str] = (*CHOICES["defence"], CONTROL), flag: str = "--defences"
+) -> list[str]:
     """Refuse a name that is not known, or given twice."""
-    known = [*CHOICES["defence"], CONTROL]
     for number, name in enumerate(names):
         if name not in known:
-            raise BadArgument("--defences", f"there is no defence {name!r}", f"use some of {', '.join(known)}")
+            raise BadArgument(flag, f"there is no defence {name!r}", f"use some of {', '.join(known)}")
         if name in names[:number]:
-            raise BadArgument("--defences", f"{name!r} is there twice")
+            raise BadArgument(flag, f"{name!r} is there twice")
     if not names:
-        raise BadArgument("--defences", "there is none", f"use some of {', '.join(known)}")
+        raise BadArgument(flag, "there is none", f"use some of {', '.join(known)}")
     return list(names)
 
 
