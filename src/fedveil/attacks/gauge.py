@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fedveil.graph.layout import Entry
 from fedveil.graph.plan import Plan
 from fedveil.graph.symmetry import Symmetry
 
@@ -76,7 +75,7 @@ def canonical(plan: Plan, flat: Tensor) -> Tensor:
     return scaled(plan, double, signs(plan, double.cpu().numpy()))
 
 
-def _profiles(plan: Plan, entry: Entry, slots: Integers, values: Reals) -> dict[int, Reals]:
+def _profiles(plan: Plan, slots: Integers, values: Reals) -> dict[int, Reals]:
     """For each order class that a tensor's axis moves: its elements by size, which no permutation changes."""
     order, moves = plan.slots.order[slots], plan.slots.stride[slots] > 0
     order, values = order[moves & (plan.cells[order] > 0)], values[moves & (plan.cells[order] > 0)]
@@ -91,7 +90,7 @@ def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
     for side in _sides(plan):
         for entry in plan.layout.trainable + plan.layout.frozen:
             inside = slice(entry.start, entry.stop)
-            for order, values in _profiles(plan, entry, side[inside], flat[inside]).items():
+            for order, values in _profiles(plan, side[inside], flat[inside]).items():
                 found.setdefault(order, []).append(values)
     return {order: np.concatenate(parts) for order, parts in found.items()}
 

@@ -33,8 +33,8 @@ class Settings:
     broadcasts: int = 10
 
 
-def membership_figures(sight: Sight, data: Data, config: Config, records: Records) -> dict[str, Any]:
-    """The better of the loss thresholds on the records that the attacker knows, judged on the others'."""
+def membership_figures(sight: Sight, records: Records) -> dict[str, Any]:
+    """The loss threshold, by class where there are classes: chosen on known records, judged on the others'."""
     device = next(sight.model.parameters()).device
     outputs = answers(sight.model, records.pool.inputs.to(device)).cpu()
     scores = loss_attacks(sight, outputs, records)
@@ -49,7 +49,7 @@ def figures_of(federation: Federation, config: Config, data: Data, records: Reco
     for name, sight in sights_of(federation, config.defence).items():
         found[name] = view_figures(sight.model, federation.model, data)
         if records:
-            found[name]["membership"] = membership_figures(sight, data, config, records)
+            found[name]["membership"] = membership_figures(sight, records)
     return found
 
 

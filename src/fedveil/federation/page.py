@@ -17,7 +17,7 @@ from fedveil.scheme import client_view
 MOST_CLASSES = 20
 
 PROTECTION = (
-    "The veil stops attacks on the predictions of the model as it is sent, not those on its hidden layers. It is no "
+    "The veil hinders attacks on the predictions of the model as it is sent, not those on its hidden layers. It is no "
     "guarantee against a participant that thinks: "
     "the centred model is what any client can form without data, by removing the public offset from the head.",
 )
