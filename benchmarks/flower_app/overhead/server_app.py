@@ -20,9 +20,19 @@ def main(grid: Grid, context: Context) -> None:
     """Seconds and bytes of each round; the first pair, in which data is prepared and workers start, is left out."""
     config = context.run_config
     net, out = str(config["net"]), Path(str(config["out"]))
-    example, size = records(net, 0)[0][:2], 8192 if net == "mlp" else 64
+    example, size = records(net, 0)[0][:2], {"mlp": 8192, "mlp-512": 512}.get(net, 64)
+    whole = net != "mlp-512"
     servers = {
-        name: Server(grid, make_model(net), example, name, torch.optim.Adam, batch_size=size, wait_for=CLIENTS)
+        name: Server(
+            grid,
+            make_model(net),
+            example,
+            name,
+            torch.optim.Adam,
+            batch_size=size,
+            whole_shard=whole,
+            wait_for=CLIENTS,
+        )
         for name in ("plain", "veil")
     }
     found: list[dict[str, Any]] = []

@@ -8,7 +8,8 @@ import httpx
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-SHORTEST_POLL, LONGEST_POLL = 0.01, 0.5  # seconds
+SHORTEST_POLL, LONGEST_POLL = 0.005, 0.5  # seconds
+POLL_SHARE = 0.05  # of the time waited so far: what a late look can add to a round
 LONGEST_TEXT = 200
 
 
@@ -56,7 +57,8 @@ def _pull(grid: Grid, message: str, node: int) -> tuple[list[Message], Fault | N
 
 def collect(grid: Grid, asked: Mapping[str, int], timeout: float) -> Iterator[tuple[int, Message | Fault]]:
     """Each node's first answer or fault as it comes; after `timeout` seconds those that are missing are silent."""
-    deadline, pending, poll = time.monotonic() + timeout, dict(asked), SHORTEST_POLL
+    began, pending = time.monotonic(), dict(asked)
+    deadline = began + timeout
     while pending:
         for message, node in list(pending.items()):
             replies, broken = _pull(grid, message, node)
@@ -73,8 +75,9 @@ def collect(grid: Grid, asked: Mapping[str, int], timeout: float) -> Iterator[tu
                     yield node, _sorted_out(node, reply)
         if not pending or time.monotonic() >= deadline:
             break
-        time.sleep(max(0.0, min(poll, deadline - time.monotonic())))
-        poll = min(1.5 * poll, LONGEST_POLL)
+        now = time.monotonic()
+        poll = min(max(SHORTEST_POLL, POLL_SHARE * (now - began)), LONGEST_POLL)
+        time.sleep(max(0.0, min(poll, deadline - now)))
     for node in pending.values():
         yield node, fault(node, "silent", f"no answer within {timeout:g} s")
 
