@@ -33,14 +33,13 @@ def records(out):
     return [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
-def test_two_rounds_of_two_supernodes_are_those_of_the_engine(tmp_path):
+def test_two_veiled_rounds_of_two_supernodes_are_plain_ones_of_the_engine(tmp_path):
     out = tmp_path / "out"
     with Deployment(tmp_path / "flwr") as deployment:
         for part in range(2):
             deployment.start_node(part)
-        deployment.run(out, rounds=2, wait_for=2, within=600)
-    assert worst(load_file(out / "model.safetensors"), engine(Plain(), 2, clients=2)) < 1e-9
+        deployment.run(out, rounds=2, wait_for=2, defence="veil", within=600)
+    assert worst(load_file(out / "model.safetensors"), engine(Plain(), 2, clients=2)) < 1e-6
     assert [(r["answers"], r["records"]) for r in records(out)] == [(2, 100), (2, 100)]
 
 

@@ -84,6 +84,16 @@ def test_differential_privacy_on_top_is_the_servers(inner):
         on_flower(Private(inner(), 0.1, 0.0, entropy=Entropy.for_tests(1)), data)
 
 
+def test_noise_for_privacy_reaches_the_model_and_is_accounted_for():
+    pytest.importorskip("dp_accounting", reason="pip install 'fedveil[dp]'")
+    data = parts()
+    quiet, loud = (on_flower(Private(Veil(), 0.1, noise), data) for noise in (0.0, 2.0))
+    assert worst(values(loud.model), values(quiet.model)) > 1e-3
+    spent = [record["epsilon"] for record in loud.history.records]
+    assert spent == sorted(set(spent))
+    assert spent[-1] == pytest.approx(in_engine(Private(Plain(), 0.1, 2.0), data, whole_shard=True).defence.epsilon())
+
+
 def test_batches_over_flower_are_those_of_the_engine():
     data = parts((30, 21, 24))
     ours = on_flower("veil", data, whole_shard=False, batch_size=8, rounds_per_epoch=4, seed=3, rounds=9)

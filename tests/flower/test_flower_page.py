@@ -28,7 +28,7 @@ def test_the_pages_commands_train_over_tls(tmp_path):
     install, *steps = commands()[:6]
     assert "pip install" in install
     exports = [line for line in install.splitlines() if line.startswith("export")]
-    script = "\n".join(["set -e", *exports, *steps, "kill %1 %2 %3"])
+    script = "\n".join(["set -e", *exports, *steps, "kill $(jobs -p)"])
     script = script.replace(":8000", f":{(port := free_port())}")
     script = script.replace("flower-superlink ", f"flower-superlink --port {port} ")
     script = re.sub(r"909\$k", "$((" + str(free_port()) + " + k))", script)
