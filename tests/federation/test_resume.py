@@ -148,6 +148,8 @@ def test_a_run_folder_goes_on_where_it_stopped(tmp_path):
     summary = train(Config(epochs=4, clients=3, hidden=8), tmp_path / "a", resume=True)
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == list(range(1, summary["rounds"] + 1))
+    clock = [line["seconds"] for line in lines]
+    assert clock == sorted(clock)  # of both parts together
     assert {p.name for p in (tmp_path / "a").iterdir()} == {
         "config.json", "metrics.jsonl", "model.safetensors", "checkpoint.pt", "summary.json", "report.html",
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """What every server does, wherever its clients are: rounds, optimiser, metrics, checkpoints."""
 
 import dataclasses
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -145,7 +146,8 @@ class Server(ABC):
         """
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
         every = evaluate_every or self.rounds_per_epoch
-        started = time.perf_counter()
+        before = self.history.records[-1]["seconds"] if self.history.records else 0.0  # of a run that was resumed
+        started = time.perf_counter() - before
         while self.round < last:
             result = self.step()
             record: Record = {"round": self.round, "epoch": self.round / self.rounds_per_epoch, "error": result.error}
@@ -180,7 +182,7 @@ class Server(ABC):
             "schedule": self.schedule.state_dict() if self.schedule else None,
             "defence": {"name": self.defence.name, **self.defence.state()},
             "best": self.best,
-            "records": self.history.records,
+            "records": json.dumps(self.history.records),  # as one text: torch pickles a long list slowly
         }
 
     def save(self, folder: Path) -> None:
@@ -203,4 +205,5 @@ class Server(ABC):
             raise BadArgument(str(folder), what, "resume with the defence that wrote it")
         self.defence.restore(state["defence"])
         self.round, self.best = state["round"], state["best"]
-        self.history = History(list(state["records"]))
+        records = state["records"]
+        self.history = History(json.loads(records) if isinstance(records, str) else list(records))
