@@ -83,34 +83,59 @@ from fedveil.experiments.cells import Cell, run_cells
 from test_cells import square, wait
 
 if __name__ == "__main__":
-    log, folder = sys.argv[1:]
+    log, folder, workers = sys.argv[1:]
     cells = [Cell("quick", square, {"number": 2, "log": log}), Cell("long", wait, {"number": 3, "log": log})]
-    run_cells(cells, Path(folder), workers=1)
+    run_cells(cells, Path(folder), workers=int(workers))
 """
 
 
 def wait(tell, number, log):
     if Path(log).with_name("go on").exists():
         return square(tell, number, log)
+    half = Path(log).with_name("half")
+    half.write_text(str(os.getpid()))
+    half.rename(half.with_name("waits"))
     time.sleep(600)
 
 
-def test_a_computation_that_is_killed_goes_on_with_what_was_done(tmp_path):
-    log, folder = tmp_path / "log", tmp_path / "kept"
-    root = Path(__file__).parents[2]
+def killed_while_it_waits(tmp_path, workers):
+    """Start a computation, and kill it when its first cell is done and the second one waits."""
     script = tmp_path / "long.py"
     script.write_text(LONG)
+    root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.Popen([sys.executable, script, log, folder], env={**os.environ, "PYTHONPATH": paths})
+    words = [sys.executable, script, tmp_path / "log", tmp_path / "kept", str(workers)]
+    run = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": paths})
     try:
         deadline = time.monotonic() + 120
-        while not (folder / "quick.json").exists():
+        while not (tmp_path / "kept" / "quick.json").exists() or (workers > 1 and not (tmp_path / "waits").exists()):
             assert run.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:
         run.kill()
         run.wait()
+
+
+def alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_workers_end_with_the_process_that_asked_for_them(tmp_path):
+    killed_while_it_waits(tmp_path, workers=2)
+    worker, deadline = int((tmp_path / "waits").read_text()), time.monotonic() + 60
+    while alive(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_computation_that_is_killed_goes_on_with_what_was_done(tmp_path):
+    log, folder = tmp_path / "log", tmp_path / "kept"
+    killed_while_it_waits(tmp_path, workers=1)
     (tmp_path / "go on").touch()
     asked = {"log": str(log)}
     cells = [Cell("quick", square, {"number": 2, **asked}), Cell("long", wait, {"number": 3, **asked})]

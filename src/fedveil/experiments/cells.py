@@ -7,6 +7,8 @@ cell that fails is a failed cell, and the others go on.
 import json
 import multiprocessing
 import os
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -66,10 +68,18 @@ def run_cell(cell: Cell, folder: Path, tell: Tell) -> Result:
 _news: Any = None  # where a worker process tells how far it is
 
 
-def _start(news: Any) -> None:
+def _start(news: Any, parent: int) -> None:
     global _news
     _news = news
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)  # a worker a core
+
+
+def _end_with(parent: int) -> None:
+    """End this worker when the process that asked for it is gone: two runs must never work in one folder."""
+    while os.getppid() == parent:
+        time.sleep(POLL)
+    os._exit(1)
 
 
 def _work(cell: Cell, folder: Path) -> Result:
@@ -106,7 +116,7 @@ def _side_by_side(
     done: dict[str, Result] = {}
     with context.Manager() as manager:
         news = manager.Queue()
-        with ProcessPoolExecutor(workers, context, _start, (news,)) as pool:
+        with ProcessPoolExecutor(workers, context, _start, (news, os.getpid())) as pool:
             names: dict[Future[Result], str] = {pool.submit(_work, cell, folder): cell.name for cell in cells}
             pending = set(names)
             while pending:
