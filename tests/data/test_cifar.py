@@ -19,6 +19,7 @@ from tests.data.making import (
 
 from fedveil.data import cifar, load
 from fedveil.data.pickles import read_pickle
+from fedveil.errors import BadArgument
 
 
 @pytest.fixture(params=["tar", "folder", "folder above", "data folder"])
@@ -48,6 +49,15 @@ def test_pixels_keep_their_place_label_and_scale(tmp_path):
         distances = (expected - image).abs().amax((1, 2, 3))
         assert distances.min() < 1e-5
         assert int(distances.argmin()) % 10 == label
+
+
+def test_smaller_images_are_means_of_neighbours(published):
+    full, half = load("cifar10", path=published), load("cifar10", path=published, size=16)
+    assert half.train.inputs.shape == (100, 3, 16, 16)
+    assert torch.allclose(half.test.inputs[3, 1, 4, 5], full.test.inputs[3, 1, 8:10, 10:12].mean(), atol=1e-6)
+    assert torch.equal(half.train.targets, full.train.targets)
+    with pytest.raises(BadArgument, match="32, 16, 8"):
+        load("cifar10", path=published, size=20)
 
 
 def test_batches_are_kept_in_the_cache(published, monkeypatch):

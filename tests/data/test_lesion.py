@@ -5,6 +5,7 @@ import torch
 from tests.data.making import lesion_files, picture, refused, write_folder, write_zip
 
 from fedveil.data import lesion, load
+from fedveil.errors import BadArgument
 
 
 @pytest.fixture(params=["folder", "zip", "table beside the zip", "folder above a zip"])
@@ -69,6 +70,18 @@ def test_images_of_another_size_become_64_pixels_wide(tmp_path):
     files = lesion_files()
     files["images/ISIC_00000.jpg"] = picture((0, 0, 0), 100, "JPEG")
     assert load("lesion", path=write_folder(tmp_path / "x", files)).train.inputs.shape[1:] == (3, 64, 64)
+
+
+def test_smaller_images_are_the_same_records(source):
+    small, full = load("lesion", path=source, size=32), load("lesion", path=source)
+    assert small.train.inputs.shape[1:] == (3, 32, 32)
+    assert torch.equal(small.train.targets, full.train.targets)
+
+
+@pytest.mark.parametrize("size", [0, 65])
+def test_a_size_that_is_none_is_refused(source, size):
+    with pytest.raises(BadArgument, match="from 8 to 64"):
+        load("lesion", path=source, size=size)
 
 
 def test_the_division_is_the_same_each_time(source):

@@ -1,5 +1,6 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009), from the published archive or from image files."""
 
+import dataclasses
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+from torch.nn.functional import avg_pool2d
 
 from fedveil.data.cache import Arrays, kept
 from fedveil.data.cifar_names import CIFAR10, CIFAR100
@@ -16,11 +18,12 @@ from fedveil.data.images import Folders, Labelled, assembled, read_folders
 from fedveil.data.pickles import read_pickle
 from fedveil.data.pixels import Channels
 from fedveil.data.places import source_of
-from fedveil.data.records import Data, Progress
+from fedveil.data.records import Data, Part, Progress
 from fedveil.data.registry import dataset
 from fedveil.errors import BadArgument
 
 SIDE = 32
+SIZES = (32, 16, 8)
 _WIDTH = 3 * SIDE * SIDE
 
 
@@ -63,6 +66,7 @@ def cifar10(
     path: Path | None = None,
     train_size: int | None = None,
     test_size: int | None = None,
+    size: int = SIDE,
     progress: Progress | None = None,
 ) -> Data:
     """CIFAR-10: 50,000 + 10,000 colour images of 32 x 32, ten classes; channels scaled with the usual constants.
@@ -72,9 +76,10 @@ def cifar10(
             that holds one of these.
         train_size: how many training records, as many of each class; all by default.
         test_size: how many test records.
+        size: sides of the images: 32, or 16 or 8 by the mean of neighbours.
         progress: called with (done, total) while images are decoded.
     """
-    return _load(TEN, path, train_size, test_size, progress)
+    return _load(TEN, path, train_size, test_size, size, progress)
 
 
 @dataset("cifar100")
@@ -83,16 +88,19 @@ def cifar100(
     path: Path | None = None,
     train_size: int | None = None,
     test_size: int | None = None,
+    size: int = SIDE,
     progress: Progress | None = None,
 ) -> Data:
     """CIFAR-100: as cifar10, with a hundred classes (the fine labels); the archive is cifar-100-python.tar.gz."""
-    return _load(HUNDRED, path, train_size, test_size, progress)
+    return _load(HUNDRED, path, train_size, test_size, size, progress)
 
 
 def _load(
-    form: _Form, path: Path | None, train_size: int | None, test_size: int | None, progress: Progress | None
+    form: _Form, path: Path | None, train_size: int | None, test_size: int | None, size: int, progress: Progress | None
 ) -> Data:
     """Either data set, from whatever holds it."""
+    if size not in SIZES:
+        raise BadArgument(f"load({form.name!r})", f"size must be one of {', '.join(map(str, SIZES))}, got {size}")
     source = source_of(form.name, path)
     batches = source.is_file() and source.name.endswith((".tar.gz", ".tgz", ".tar"))
     if batches or (source / form.train[0]).is_file():
@@ -101,7 +109,15 @@ def _load(
         folders = Folders(train, test, form.classes)
     else:
         folders = read_folders(source, SIDE, classes=form.classes, progress=progress)
-    return assembled(form.name, folders, (form.mean, form.deviation), train_size, test_size)
+    found = assembled(form.name, folders, (form.mean, form.deviation), train_size, test_size)
+    if size == SIDE:
+        return found
+    return dataclasses.replace(found, train=_shrunk(found.train, SIDE // size), test=_shrunk(found.test, SIDE // size))
+
+
+def _shrunk(part: Part, times: int) -> Part:
+    """Images with sides so many times shorter."""
+    return Part(avg_pool2d(part.inputs, times), part.targets)
 
 
 def _stamps(form: _Form, source: Path) -> tuple[str, ...]:

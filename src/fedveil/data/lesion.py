@@ -28,6 +28,7 @@ def lesion(
     path: Path | None = None,
     train_size: int | None = None,
     test_size: int | None = None,
+    size: int = SIDE,
     progress: Progress | None = None,
 ) -> Data:
     """HAM10000: up to 10,015 images of skin lesions, seven classes, 80:20; no lesion is in both parts.
@@ -38,8 +39,11 @@ def lesion(
         path: a folder or zip with the images; HAM10000_metadata.csv is in it or beside it.
         train_size: how many training records, each class with its share; all by default.
         test_size: how many test records.
+        size: sides of the images, 64 as in the paper or less.
         progress: called with (done, total) while images are decoded.
     """
+    if not 8 <= size <= SIDE:
+        raise BadArgument("load('lesion')", f"size must be from 8 to {SIDE}, got {size}")
     archive = open_archive(source_of("lesion", path))
     table = _metadata(archive)
     names, rows = _matched(archive, table)
@@ -50,7 +54,7 @@ def lesion(
         raise BadArgument(str(archive.path), f"{len(rows)} images leave a part empty", "more images")
     train = train[stratified("load('lesion')", "train_size", targets[train], train_size)]
     test = test[stratified("load('lesion')", "test_size", targets[test], test_size)]
-    pixels = decoded(archive, names, SIDE, progress)
+    pixels = decoded(archive, names, size, progress)
     return Data(
         "lesion",
         image_part(pixels[train], targets[train], MEAN, DEVIATION),
