@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.report.tree import read
 
 from fedveil import report
+from fedveil.errors import BadArgument
 from fedveil.report import Curves, markup, numbers, png, render, series
 from fedveil.report.chart import chart
 from fedveil.report.scale import linear, logarithmic
@@ -197,3 +198,30 @@ def test_any_values_make_a_chart_whose_lines_stay_inside(points, log, log_x):
         for mark in frame.all("use"):
             assert all(-0.01 <= float(mark.attributes[key].rstrip("%")) <= 100.01 for key in ("x", "y"))
         assert not {"nan", "inf"} & set(frame.all("path")[0].attributes["d"].replace("L", " ").split())
+
+
+def test_a_band_reaches_as_far_as_its_width_and_the_axis_holds_it():
+    section = Curves("t", "epoch", "accuracy", {"a": [(0, 10.0), (1, 20.0)]}, spread={"a": [5.0, 0.0]})
+    tree = read(chart(section, 500))
+    [band] = tree.all("path", "band")
+    frame = tree.all("div", "frame")[0].attributes
+    low, high = float(frame["data-y0"]), float(frame["data-y1"])
+    assert low <= 5.0 <= 20.0 <= high
+    steps = [tuple(map(float, pair.split())) for pair in band.attributes["d"].strip("MZ").split("L")]
+    found = [low + (1 - y / 1000) * (high - low) for _, y in steps]
+    assert found == pytest.approx([15.0, 20.0, 20.0, 5.0], abs=(high - low) / 5000)
+
+
+@pytest.mark.parametrize(
+    ("spread", "log", "what"),
+    [
+        ({"a": [1.0]}, False, "2 points"),
+        ({"b": [1.0]}, False, "0 points"),
+        ({"a": [1.0, -1.0]}, False, "0 or more"),
+        ({"a": [1.0, NAN]}, False, "finite"),
+        ({"a": [1.0, 1.0]}, True, "linear"),
+    ],
+)
+def test_a_band_that_fits_no_line_is_refused(spread, log, what):
+    with pytest.raises(BadArgument, match=what):
+        Curves("t", "epoch", "accuracy", {"a": [(0, 1.0), (1, 2.0)]}, log_y=log, spread=spread)

@@ -8,17 +8,17 @@ from fedveil.report.numbers import short
 from fedveil.report.palette import series_class, series_dash
 from fedveil.report.scale import Scale, linear, logarithmic
 from fedveil.report.sections import Curves
-from fedveil.report.series import Line, clean
-from fedveil.report.strokes import SHAPES, UNITS, Scales, dashes, marks, percent, stroke
+from fedveil.report.series import Line, Point, clean
+from fedveil.report.strokes import SHAPES, UNITS, Scales, band, band_edges, dashes, marks, percent, stroke
 from fedveil.report.tables import curve_data
 
 
-def _scales(lines: Sequence[Line], log_x: bool, log_y: bool) -> Scales | None:
-    """The axes that hold all values, or None without any."""
+def _scales(lines: Sequence[Line], bands: Sequence[Point], log_x: bool, log_y: bool) -> Scales | None:
+    """The axes that hold all values and bands, or None without any."""
     drawn = [point for line in lines for point in line.drawn]
     if not drawn:
         return None
-    xs, ys = [x for x, _ in drawn], [y for _, y in drawn]
+    xs, ys = [x for x, _ in drawn], [y for _, y in (*drawn, *bands)]
     axis = logarithmic if log_x else linear
     across = axis(min(xs), max(xs), wanted=6, outward=False)
     if log_y:
@@ -98,14 +98,16 @@ def _plot(curves: Curves, lines: Sequence[Line], scales: Scales, strokes: Sequen
 def chart(curves: Curves, limit: int) -> Html:
     """The curves with legend, axes, remarks and their data; at most about `limit` points a line are drawn."""
     lines = [clean(name, points, log=curves.log_y, log_x=curves.log_x) for name, points in curves.series.items()]
-    scales = _scales(lines, curves.log_x, curves.log_y)
+    edges = {name: band_edges(curves.series[name], widths) for name, widths in curves.spread.items()}
+    scales = _scales(lines, [point for edge in edges.values() for point in edge], curves.log_x, curves.log_y)
     dashed: Sequence[str | None] = [series_dash(number) for number in range(len(lines))]
     body = tag("p", {"class": "empty"}, "No values to draw.")
     if scales:
         dashed = dashes(lines, scales, limit)
         numbered = [(number, line) for number, line in enumerate(lines) if line.drawn]
         strokes = [stroke(number, line, scales, limit, dashed[number]) for number, line in numbered]
-        body = _plot(curves, lines, scales, strokes)
+        bands = [band(number, edges[line.name], scales) for number, line in numbered if line.name in edges]
+        body = _plot(curves, lines, scales, [*bands, *strokes])
     remarks = [*words.coincidences(lines, scales[1] if scales else None), *words.missing(lines)]
     if any(len(line.points) > limit for line in lines):
         remarks.append("Long lines are thinned to what a screen shows; lows and highs are kept.")

@@ -1,7 +1,7 @@
 """What a page is made of: plain values, checked when they are made, so that a page never fails late."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fedveil.errors import BadArgument
 from fedveil.report.png import COLOUR_TYPES
@@ -13,6 +13,7 @@ class Curves:
     """Lines over a common x axis. A later line is drawn dashed over an earlier one: give the reference first.
 
     Values that cannot be drawn (NaN, infinity, zero or less on a logarithmic axis) leave a gap, and the page says so.
+    `spread` gives a line a band: for each of its points how far the band reaches up and down.
     """
 
     title: str
@@ -22,6 +23,19 @@ class Curves:
     log_y: bool = False
     note: str = ""
     log_x: bool = False
+    spread: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse a band around no line, of another length, on a logarithmic axis, or not finite and 0 or more."""
+        where = f"Curves {self.title!r}"
+        if self.spread and self.log_y:
+            raise BadArgument(where, "a band needs a linear y axis", "log_y=False")
+        for name, widths in self.spread.items():
+            points = len(self.series.get(name, ()))
+            if len(widths) != points:
+                raise BadArgument(where, f"{name!r} has {points} points and a band of {len(widths)}")
+            if not all(finite(width) and width >= 0 for width in widths):
+                raise BadArgument(where, f"the band of {name!r} must be finite and 0 or more")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from fedveil.report.markup import Html, join, tag
 from fedveil.report.numbers import short
 from fedveil.report.palette import series_class, series_dash
 from fedveil.report.scale import Scale
-from fedveil.report.series import Line, Point, pieces, thin
+from fedveil.report.series import Line, Point, finite, pieces, thin
 from fedveil.report.words import overlap
 
 UNITS = 1000  # of the inner picture, both ways
@@ -47,6 +47,17 @@ def _path(points: Sequence[Point], scales: Scales) -> str:
         steps = [f"{UNITS * across.place(x):.1f} {UNITS * (1 - up.place(y)):.1f}" for x, y in run]
         runs.append("M" + "L".join(steps) + ("h0" if len(run) == 1 else ""))
     return "".join(runs)
+
+
+def band_edges(points: Sequence[Point], widths: Sequence[float]) -> list[Point]:
+    """The outline of a band: along its upper edge, and back along its lower one; gaps are bridged."""
+    known = [(x, y, width) for (x, y), width in zip(points, widths, strict=True) if finite(x) and finite(y)]
+    return [(x, y + width) for x, y, width in known] + [(x, y - width) for x, y, width in reversed(known)]
+
+
+def band(number: int, edges: Sequence[Point], scales: Scales) -> Html:
+    """A band around a line."""
+    return tag("path", {"class": f"band {series_class(number)}", "d": _path(edges, scales) + "Z"})
 
 
 def _wiggle(line: Line, scales: Scales, limit: int) -> int:
