@@ -13,6 +13,10 @@ def test_fewer_digits_train_and_all_others_test():
     assert torch.equal(few.train.inputs, whole.train.inputs[:100])
     with pytest.raises(BadArgument, match="train_size is 1797"):
         load("digits", train_size=1797)
+    short = load("digits", train_size=100, test_size=50)
+    assert torch.equal(short.test.inputs, few.test.inputs[:50])
+    with pytest.raises(BadArgument, match="at most 1697"):
+        load("digits", train_size=100, test_size=1698)
 
 
 def test_images_give_their_pixels_back():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedveil.cli.curious import add_attack, add_audit
+from fedveil.cli.paper import add_reproduce
 from fedveil.cli.training import add_compare, add_data, add_inspect, add_train, run_demo
 from fedveil.errors import BadArgument, FedveilError
 from fedveil.federation.config import kinds
@@ -25,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     add_compare(commands)
     add_attack(commands)
     add_audit(commands)
+    add_reproduce(commands)
     add_data(commands)
     demo = commands.add_parser("demo", help="train digits with five clients, plain and veiled, and compare")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report (default runs/demo)")

@@ -68,13 +68,18 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-def print_shown(shown: Shown, folder: Path, command: str) -> None:
-    """The table, the paragraphs, and where the page is."""
-    print_table(shown.header, shown.rows)
+def print_words(shown: Shown) -> None:
+    """The paragraphs."""
     for section in shown.sections:
         if isinstance(section, Text):
             wrapped = [
                 textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    ") for line in section.paragraphs
             ]
             print("", section.title, *wrapped, sep="\n")
+
+
+def print_shown(shown: Shown, folder: Path, command: str) -> None:
+    """The table, the paragraphs, and where the page is."""
+    print_table(shown.header, shown.rows)
+    print_words(shown)
     print(f"\n{textwrap.fill(shown.note, 110)}\nreport: {folder / 'report.html'}\nrepeat: {command}")

@@ -11,12 +11,13 @@ from fedveil.errors import BadArgument
 
 
 @dataset("digits")
-def digits(*, flat: bool = True, train_size: int | None = None) -> Data:
+def digits(*, flat: bool = True, train_size: int | None = None, test_size: int | None = None) -> Data:
     """Handwritten digits: 1,797 grey images of 8 x 8 in [0, 1], ten classes, 80:20.
 
     Args:
         flat: inputs of shape (64,); else (1, 8, 8).
         train_size: how many records train, in place of 80 %; all others test.
+        test_size: how many of those test; all by default.
     """
     from sklearn.datasets import load_digits
 
@@ -29,6 +30,10 @@ def digits(*, flat: bool = True, train_size: int | None = None) -> Data:
         if whole("load('digits')", "train_size", train_size, 1) > most:
             raise BadArgument("load('digits')", f"train_size is {train_size}", f"at most {most}, so that some test")
         train, test = np.split(np.concatenate([train, test]), [train_size])
+    if test_size is not None:
+        if whole("load('digits')", "test_size", test_size, 1) > len(test):
+            raise BadArgument("load('digits')", f"test_size is {test_size}", f"at most {len(test)}")
+        test = test[:test_size]
     return Data(
         "digits",
         tensor_part(inputs[train], targets[train]),

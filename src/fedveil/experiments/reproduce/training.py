@@ -1,0 +1,168 @@
+"""Training runs of a plan: a grid of configurations, a run each, kept by what decides them."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedveil.data import Data
+from fedveil.experiments.attack import Show
+from fedveil.experiments.cells import Cell, Result, Tell, run_cells
+from fedveil.experiments.reproduce.exhibit import Plan
+from fedveil.experiments.scene import shown
+from fedveil.federation.config import Config, configure, load_data
+from fedveil.federation.evaluate import METRICS
+from fedveil.federation.run import train
+from fedveil.report.numbers import NOTHING
+
+DATA = ("data", "path", "train_size", "test_size", "duration", "task", "target", "size", "labels", "model")
+KEYS = ("data", "model", "layers", "clients", "loss", "defence", "seed")
+
+
+def configs_of(plan: Plan) -> list[Config]:
+    """Every combination of the values that a group of runs gives as lists, once for each of its seeds."""
+    found = []
+    for group in plan.settings["runs"]:
+        values = dict(group) | {"device": plan.device, "seed": list(range(group["seeds"]))}
+        del values["seeds"]
+        axes = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+        for chosen in itertools.product(*axes.values()):
+            found.append(configure(dict(zip(axes, chosen, strict=True)), f"{plan.name}.toml, {plan.scale}"))
+    return list(dict.fromkeys(found))
+
+
+def name_of(config: Config) -> str:
+    """Readable, and another one for every other configuration."""
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(config)).encode()).hexdigest()[:8]
+    net = f"{config.model}{config.layers}" if config.model == "mlp" else config.model
+    return f"{config.data}-{net}-K{config.clients}-{config.loss}-{config.defence}-{config.seed}-{digest}"
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(config: Config) -> Data:
+    return load_data(config)
+
+
+def data_of(config: Config) -> Data:
+    """A run's data; those of the last run if they are the same."""
+    return _loaded(Config(**{name: getattr(config, name) for name in DATA}))
+
+
+def constant(data: Data) -> float:
+    """The metric of the best answer that does not look at its input: the mean, or the commonest class."""
+    seen, asked = data.train.targets, data.test.targets
+    if seen.is_floating_point():
+        return float((asked.double() - seen.double().mean(0)).pow(2).mean())
+    return float((asked == torch.mode(seen).values).double().mean())
+
+
+def train_one(tell: Tell, config: Config, folder: Path) -> Result:
+    """One run to its end: the metric after each epoch."""
+    data = data_of(config)
+    summary = train(config, folder, resume=True, on_round=shown(config.epochs, tell), data=data)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [record for record in records if record.get("evaluated")]
+    metric = next(name for name in METRICS if name in evaluated[-1])
+    return {
+        "metric": metric,
+        "value": summary[metric],
+        "curve": [[round(record["epoch"], 3), record[metric]] for record in evaluated],
+        "constant": constant(data),
+        "seconds": summary["seconds"],
+    }
+
+
+def gather(plan: Plan, work: Path, workers: int | None, show: Show) -> list[Result]:
+    """All runs, each with the values of its configuration that tables ask for."""
+    configs = {name_of(config): config for config in configs_of(plan)}
+    for config in {config.data: config for config in configs.values()}.values():
+        load_data(config)  # what is missing is said before anything runs, and images are decoded once
+    cells = [
+        Cell(name, train_one, {"config": config, "folder": work / "runs" / name}) for name, config in configs.items()
+    ]
+    done = run_cells(cells, work / "cells", workers=workers, show=show)
+    return [
+        {**{key: getattr(config, key) for key in KEYS}, "config": config.flags(), **done[name]}
+        for name, config in configs.items()
+    ]
+
+
+def only(results: Sequence[Result], **values: Any) -> list[Result]:
+    """The runs with these values."""
+    return [result for result in results if all(result[key] == value for key, value in values.items())]
+
+
+def ends(results: Sequence[Result]) -> list[float]:
+    """The metric at the end of runs that have one."""
+    return [result["value"] for result in results if "failed" not in result]
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation; 0 of a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def cell(results: Sequence[Result], form: str, scale: float = 1.0) -> str:
+    """Runs of several seeds as mean ± standard deviation; a failed one is said to have failed."""
+    broken = [result for result in results if "failed" in result]
+    if broken:
+        return f"failed: {broken[0]['failed']}"
+    if not results:
+        return NOTHING
+    values = [scale * value for value in ends(results)]
+    return f"{statistics.fmean(values):{form}} ± {spread(values):{form}}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """Veil beside plain with the same seeds.
+
+    Attributes:
+        where: what the runs have in common.
+        plain, veil: the metric at the end, by seed.
+        largest: distance between two runs of one seed at their end.
+        along: the same anywhere on their curves.
+    """
+
+    where: Mapping[str, Any]
+    plain: Sequence[float]
+    veil: Sequence[float]
+    largest: float
+    along: float
+
+    @property
+    def means(self) -> float:
+        """The distance of the means."""
+        return abs(statistics.fmean(self.veil) - statistics.fmean(self.plain))
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation over seeds, of both pooled."""
+        return math.sqrt((spread(self.plain) ** 2 + spread(self.veil) ** 2) / 2)
+
+
+def aparts(results: Sequence[Result], keys: Sequence[str]) -> Iterator[Apart]:
+    """Veil beside plain for every combination of the keys' values where both have run with some seeds."""
+    for values in dict.fromkeys(tuple(result[key] for key in keys) for result in results):
+        where = dict(zip(keys, values, strict=True))
+        runs = {
+            name: {result["seed"]: result for result in only(results, defence=name, **where) if "failed" not in result}
+            for name in ("plain", "veil")
+        }
+        seeds = sorted(runs["plain"].keys() & runs["veil"].keys())
+        if not seeds:
+            continue
+        pairs = [(runs["plain"][seed], runs["veil"][seed]) for seed in seeds]
+        largest = max(abs(plain["value"] - veil["value"]) for plain, veil in pairs)
+        along = max(
+            abs(p[1] - v[1]) for plain, veil in pairs for p, v in zip(plain["curve"], veil["curve"], strict=True)
+        )
+        yield Apart(where, ends([p for p, _ in pairs]), ends([v for _, v in pairs]), largest, along)
