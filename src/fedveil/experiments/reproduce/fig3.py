@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fedveil.experiments.attack import Shown
 from fedveil.experiments.cells import Result
 from fedveil.experiments.reproduce.exhibit import Exhibit, Plan
-from fedveil.experiments.reproduce.training import aparts, gather, only, spread
+from fedveil.experiments.reproduce.training import aparts, counted, gather, only, spread
 from fedveil.report import Beside, Curves, Section
 
 KEYS = ("model", "loss", "clients")
@@ -57,8 +57,7 @@ def chart(clients: int, lines: dict[str, list[tuple[float, float, float]]]) -> C
     """Both curves with their bands."""
     series = {name: [(epoch, mean) for epoch, mean, _ in points] for name, points in lines.items()}
     bands = {name: [deviation for _, _, deviation in points] for name, points in lines.items()}
-    title = f"{clients} client{'s' if clients > 1 else ''}"
-    return Curves(title, "epoch", "test accuracy (%)", series, spread=bands)
+    return Curves(counted(clients), "epoch", "test accuracy (%)", series, spread=bands)
 
 
 FIG3 = Exhibit("fig3", gather, present)

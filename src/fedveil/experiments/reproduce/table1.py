@@ -6,7 +6,7 @@ from typing import Any
 from fedveil.experiments.attack import Shown
 from fedveil.experiments.cells import Result
 from fedveil.experiments.reproduce.exhibit import Exhibit, Plan
-from fedveil.experiments.reproduce.training import aparts, cell, ends, gather, only
+from fedveil.experiments.reproduce.training import aparts, cell, counted, ends, gather, only
 from fedveil.report import Section, Table, Text
 
 BOUND = 0.002
@@ -38,7 +38,7 @@ def present(plan: Plan, results: Sequence[Result]) -> Shown:
 
 def lossless(results: Sequence[Result]) -> Table:
     """Veil beside plain, seed by seed."""
-    header = ("L", "clients", "plain", "veil", "means apart", "largest of a seed", "standard deviation over seeds")
+    header = ("L", "clients", "plain", "veil", "means apart", "largest of a seed", "spread over seeds")
     rows = []
     for one in aparts(results, ("layers", "clients")):
         own = only(results, **one.where)
@@ -61,7 +61,7 @@ def found(plan: Plan, results: Sequence[Result]) -> list[Section]:
     within = sum(one.means <= BOUND for one in every)
     said = [
         f"Veil within {BOUND} of plain: {within} of {len(every)} settings, the farthest {worst.means:.1e} (L = "
-        f"{worst.where['layers']}, {worst.where['clients']} clients). The paper's own two columns are up to "
+        f"{worst.where['layers']}, {counted(worst.where['clients'])}). The paper's own two columns are up to "
         f"{largest_gap(plan.paper):.3f} apart."
     ]
     for clients in dict.fromkeys(one.where["clients"] for one in every):
@@ -69,7 +69,7 @@ def found(plan: Plan, results: Sequence[Result]) -> list[Section]:
         theirs = plan.paper["plain"].get(str(clients))
         if theirs:
             said.append(
-                f"Plain, {clients} client{'s' if clients > 1 else ''}: ours {min(ours):.3f} to {max(ours):.3f} over "
+                f"Plain, {counted(clients)}: ours {min(ours):.3f} to {max(ours):.3f} over "
                 f"depths and seeds, the paper's {min(theirs):.3f} to {max(theirs):.3f}."
             )
     return [Text("Table 1: what it says", said)]

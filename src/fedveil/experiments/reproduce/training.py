@@ -74,6 +74,7 @@ def train_one(tell: Tell, config: Config, folder: Path) -> Result:
     return {
         "metric": metric,
         "value": summary[metric],
+        "loss": summary.get("loss"),
         "curve": [[round(record["epoch"], 3), record[metric]] for record in evaluated],
         "constant": constant(data),
         "seconds": summary["seconds"],
@@ -105,6 +106,11 @@ def ends(results: Sequence[Result]) -> list[float]:
     return [result["value"] for result in results if "failed" not in result]
 
 
+def counted(clients: int) -> str:
+    """1 client, 5 clients."""
+    return f"{clients} client{'s' if clients > 1 else ''}"
+
+
 def spread(values: Sequence[float]) -> float:
     """The standard deviation; 0 of a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
@@ -130,6 +136,7 @@ class Apart:
         plain, veil: the metric at the end, by seed.
         largest: distance between two runs of one seed at their end.
         along: the same anywhere on their curves.
+        loss: the largest distance of their test losses at the end, relative to plain's; None where the metric is it.
     """
 
     where: Mapping[str, Any]
@@ -137,6 +144,7 @@ class Apart:
     veil: Sequence[float]
     largest: float
     along: float
+    loss: float | None = None
 
     @property
     def means(self) -> float:
@@ -165,4 +173,6 @@ def aparts(results: Sequence[Result], keys: Sequence[str]) -> Iterator[Apart]:
         along = max(
             abs(p[1] - v[1]) for plain, veil in pairs for p, v in zip(plain["curve"], veil["curve"], strict=True)
         )
-        yield Apart(where, ends([p for p, _ in pairs]), ends([v for _, v in pairs]), largest, along)
+        losses = [abs(v["loss"] / p["loss"] - 1) for p, v in pairs if p.get("loss") and v.get("loss")]
+        loss = max(losses) if losses else None
+        yield Apart(where, ends([p for p, _ in pairs]), ends([v for _, v in pairs]), largest, along, loss)
