@@ -129,7 +129,12 @@ def exhibit_sections(plan: Plan, shown: Shown, found: Mapping[str, Any]) -> list
     main: Section = Text(plan.title, [shown.note, plan.about])
     if shown.rows:
         main = Table(plan.title, shown.header, shown.rows, f"{shown.note} Scale: {plan.about}")
-    facts = {"scale": plan.scale, "repeat": found["command"], "minutes": str(found["minutes"]), "with": found["with"]}
+    facts = {
+        "scale": plan.scale,
+        "repeat": found["command"],
+        "minutes of the last call": str(found["minutes"]),
+        "with": found["with"],
+    }
     for number, group in enumerate(plan.settings.get("runs", []), start=1):
         facts[f"runs {number}"] = ", ".join(f"{key} = {value}" for key, value in group.items())
     label = plan.title.split(":")[0]
