@@ -74,7 +74,7 @@ def train_one(tell: Tell, config: Config, folder: Path) -> Result:
     return {
         "metric": metric,
         "value": summary[metric],
-        "loss": summary.get("loss"),
+        "test_loss": summary.get("loss"),
         "curve": [[round(record["epoch"], 3), record[metric]] for record in evaluated],
         "constant": constant(data),
         "seconds": summary["seconds"],
@@ -173,6 +173,8 @@ def aparts(results: Sequence[Result], keys: Sequence[str]) -> Iterator[Apart]:
         along = max(
             abs(p[1] - v[1]) for plain, veil in pairs for p, v in zip(plain["curve"], veil["curve"], strict=True)
         )
-        losses = [abs(v["loss"] / p["loss"] - 1) for p, v in pairs if p.get("loss") and v.get("loss")]
+        losses = [
+            abs(v["test_loss"] / p["test_loss"] - 1) for p, v in pairs if p.get("test_loss") and v.get("test_loss")
+        ]
         loss = max(losses) if losses else None
         yield Apart(where, ends([p for p, _ in pairs]), ends([v for _, v in pairs]), largest, along, loss)
