@@ -135,8 +135,12 @@ def exhibit_sections(plan: Plan, shown: Shown, found: Mapping[str, Any]) -> list
         "minutes of the last call": str(found["minutes"]),
         "with": found["with"],
     }
-    for number, group in enumerate(plan.settings.get("runs", []), start=1):
-        facts[f"runs {number}"] = ", ".join(f"{key} = {value}" for key, value in group.items())
+    for name, value in plan.settings.items():
+        groups = value if name == "runs" else [value]
+        for number, group in enumerate(groups, start=1):
+            several = f" {number}" if len(groups) > 1 else ""
+            said = ", ".join(f"{k} = {v}" for k, v in group.items()) if isinstance(group, Mapping) else str(group)
+            facts[f"{name}{several}"] = said
     label = plan.title.split(":")[0]
     return [
         main,

@@ -21,15 +21,12 @@ from fedveil.report import Intervals, Section, Text
 from fedveil.report.numbers import NOTHING
 
 MEASURES = {"accuracy": "accuracy", "nearest": "KNN distance", "centroid": "feature distance", "value": "ASR"}
-HEADER = (
-    *("data", "measure", "defence", "paper", "ours, attacked model as judge"),
-    *("ours, attacker as published", "ours, attacker that knows the defence"),
-)
+HEADER = ("data", "measure", "defence", "paper", "ours, its judge", "ours, published", "ours, adaptive")
 NOTE = (
-    "The paper lets the attacked model judge its own images, in its own features: the column after the paper's. The "
-    "last two columns are by an independent judge: ASR in % with Wilson's 95 % interval, squared distances in its "
-    "features, divided by their mean norm. A defence that multiplies features multiplies the paper's distances "
-    "without any change in an image. {limits}"
+    'The paper lets the attacked model judge its own images, in its own features ("its judge"). The last two columns '
+    "are by an independent judge, for the paper's attacker and for one that knows the defence: ASR in % with Wilson's "
+    "95 % interval, squared distances in its features, divided by their mean norm. A defence that multiplies features "
+    "multiplies the paper's distances without any change in an image. {limits}"
 )
 
 
