@@ -12,6 +12,7 @@ from torch import Tensor
 from fedveil.errors import BadArgument
 from fedveil.experiments.attack import Shown
 from fedveil.experiments.cells import Result
+from fedveil.experiments.membership_page import per_cent
 from fedveil.federation import checkpoint
 from fedveil.federation.config import Config
 from fedveil.report import Interval, Intervals, Picture, Pictures, Section, Table, Text
@@ -53,13 +54,6 @@ EXPLAINED = (
     "near 0 and 1, so that cross-entropy never vanishes and the search goes on to the end.",
 )
 Row = tuple[str, str, Mapping[str, Any], Mapping[str, Any]]  # defence, attacker, what it found, the cell's result
-
-
-def per_cent(found: Mapping[str, Any] | None) -> str:
-    """A share as 61.0 (51.2 to 70.0), in per cent."""
-    if not found:
-        return NOTHING
-    return f"{100 * found['value']:.1f} ({100 * found['low']:.1f} to {100 * found['high']:.1f})"
 
 
 def attackers(results: Mapping[str, Result]) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from typing import Any
 from fedveil.attacks.adaptive import PUBLISHED, STRONGEST
 from fedveil.experiments.attack import Experiment, Show, run_attack
 from fedveil.experiments.cells import Result
+from fedveil.experiments.membership_page import per_cent
 from fedveil.experiments.reproduce.exhibit import Plan
 from fedveil.federation.config import configure, load_data
 from fedveil.report import Interval
@@ -49,15 +50,6 @@ def short(found: Any) -> Any:
     if isinstance(found, Mapping):
         return {key: short(value) for key, value in found.items() if key not in LONG}
     return [short(value) for value in found] if isinstance(found, list) else found
-
-
-def share(found: Mapping[str, Any] | None) -> str:
-    """An estimate with its interval as 61.2 (59.0 to 63.4), in per cent."""
-    if not found:
-        return NOTHING
-    if "low" not in found:
-        return f"{100 * found['value']:.1f}"
-    return f"{100 * found['value']:.1f} ({100 * found['low']:.1f} to {100 * found['high']:.1f})"
 
 
 def measure_rows(
@@ -104,10 +96,11 @@ def comparison(results: Results, pick: Callable[[Mapping[str, Any]], Mapping[str
     for data, ours in results.items():
         plain, veil = ours.get("plain", {}), ours.get("veil", {})
         if "attackers" in plain and "attackers" in veil:
-            known = share(pick(veil["attackers"][STRONGEST["veil"]]))
+            bare, sent = (per_cent(pick(result["attackers"][PUBLISHED])) for result in (plain, veil))
+            known = per_cent(pick(veil["attackers"][STRONGEST["veil"]]))
             said.append(
                 f"{data}, test accuracy {100 * plain['test']:.1f} % (training {100 * plain['train']:.1f}): undefended "
-                f"{share(pick(plain['attackers'][PUBLISHED]))}, veil {share(pick(veil['attackers'][PUBLISHED]))} by "
-                f"the published attacker, {known} by one that fits the noise of the head on its own records."
+                f"{bare}, veil {sent} by the published attacker, {known} by one that fits the noise of the head on its "
+                "own records."
             )
     return said or ["No attack is complete."]

@@ -8,12 +8,12 @@ from fedveil.attacks.adaptive import PUBLISHED, STRONGEST
 from fedveil.experiments.attack import Shown
 from fedveil.experiments.cells import Result
 from fedveil.experiments.membership import MEMBERSHIP
+from fedveil.experiments.membership_page import per_cent
 from fedveil.experiments.reproduce.attacked import (
     Results,
     comparison,
     gather_attack,
     measure_rows,
-    share,
     success_marks,
 )
 from fedveil.experiments.reproduce.exhibit import Exhibit, Plan
@@ -59,7 +59,7 @@ def asr(defence: str, result: Result, layers: str) -> list[str]:
     if not published:
         return [NOTHING] * 3
     best = f"{100 * published['best_on_test']:.1f}"
-    return [best, share(published["accuracy"]), share(adaptive and adaptive["accuracy"])]
+    return [best, per_cent(published["accuracy"]), per_cent(adaptive and adaptive["accuracy"])]
 
 
 TABLE3 = Exhibit("table3", partial(gather_attack, MEMBERSHIP), present)

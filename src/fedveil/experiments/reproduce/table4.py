@@ -8,12 +8,12 @@ from fedveil.attacks.adaptive import PUBLISHED, STRONGEST
 from fedveil.experiments.attack import Shown
 from fedveil.experiments.cells import Result
 from fedveil.experiments.inversion import INVERSION
+from fedveil.experiments.membership_page import per_cent
 from fedveil.experiments.reproduce.attacked import (
     Results,
     comparison,
     gather_attack,
     measure_rows,
-    share,
     success_marks,
 )
 from fedveil.experiments.reproduce.exhibit import Exhibit, Plan
@@ -51,7 +51,7 @@ def judged(defence: str, result: Result, measure: str) -> list[str]:
     published = result["attackers"][PUBLISHED]
     adaptive = result["attackers"].get(STRONGEST.get(defence), {}).get("codes")
     if measure == "value":
-        return [share(published["as_sent"]), share(published["codes"]), share(adaptive)]
+        return [per_cent(published["as_sent"]), per_cent(published["codes"]), per_cent(adaptive)]
     own = f"{published['as_sent'][measure]:.4g}"
     return [own, f"{published['codes'][measure]:.3f}", f"{adaptive[measure]:.3f}" if adaptive else NOTHING]
 
@@ -62,8 +62,8 @@ def limits(results: Results) -> str:
     for data, ours in results.items():
         for result in [result for result in ours.values() if "floor" in result][:1]:
             said.append(
-                f"{data}: a generator that asks no model {share(result['floor'])}, held-out real images "
-                f"{share(result['ceiling'])}, guessing {100 / len(result['classes']):.1f}."
+                f"{data}: a generator that asks no model {per_cent(result['floor'])}, held-out real images "
+                f"{per_cent(result['ceiling'])}, guessing {100 / len(result['classes']):.1f}."
             )
     return " ".join(said)
 
