@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from fedveil.experiments.reproduce.training import aparts, cell, configs_of, gat
 from fedveil.federation.config import Config, configure
 from fedveil.report import Beside, Intervals, Pictures
 
+COMMITTED = Path(__file__).parents[2] / "results" / "cpu"
 DEFENCES = ("plain", "ppdl", "dbcl", "spn", "veil")
 
 
@@ -99,6 +101,17 @@ def test_every_plan_describes_runs_that_can_be_configured(name, scale):
         configure(plan.settings["run"])
     else:
         assert all(configure(group) for group in plan.settings["runs"])
+
+
+def test_committed_results_are_whole_and_the_page_is_theirs(tmp_path):
+    for name in EXHIBITS:
+        found = read(read_plan(name, "cpu"), COMMITTED)
+        assert found, f"{name}.json was made with other settings than {name}.toml has now"
+        assert not broken(found["results"])
+        (tmp_path / f"{name}.json").write_text((COMMITTED / f"{name}.json").read_text())
+    reproduce(["all"], "cpu", tmp_path)
+    built = (tmp_path / "report.html").read_text().replace(str(tmp_path), "results/cpu")
+    assert built == (COMMITTED / "report.html").read_text()
 
 
 def test_the_papers_values_are_all_there():
