@@ -125,22 +125,27 @@ def chart(results: Mapping[str, Result], size: int, floors: Mapping[str, Mapping
 
 
 def gallery(results: Mapping[str, Result], size: int, folder: Path) -> Pictures | None:
-    """Originals in the first row, and below them what each view of each defence gave."""
+    """The pictures of one batch size, of all defences that did not fail."""
+    whole = {
+        name: [read_part(folder, name, key) for key in result["parts"] if key.startswith(f"batch{size}-")]
+        for name, result in results.items()
+        if "parts" in result and not parts_of(result, size)[1]
+    }
+    note = "Below each picture its PSNR in dB. Within a batch, each original has the reconstruction matched to it."
+    return picture_grid(f"Images from gradients, batch {size}", whole, note)
+
+
+def picture_grid(title: str, parts: Mapping[str, list[Result]], note: str) -> Pictures | None:
+    """Originals in the first row, and below them what each view of each defence gave; None without any."""
     rows: list[tuple[str, list[Picture | None]]] = []
-    for name, result in results.items():
-        names, broken = list(result.get("parts", {})), "failed" in result or parts_of(result, size)[1]
-        if broken:
-            continue
-        parts = [read_part(folder, name, key) for key in names if key.startswith(f"batch{size}-")]
+    for name, own in parts.items():
         if not rows:
-            rows.append(("original", [picture(part, code, "") for part in parts for code in part["originals"]]))
-        for view in parts[0]["views"]:
-            rows.append((f"{name}, {view}", [image for part in parts for image in reconstructions(part, view)]))
+            rows.append(("original", [picture(part, code, "") for part in own for code in part["originals"]]))
+        for view in own[0]["views"]:
+            rows.append((f"{name}, {view}", [image for part in own for image in reconstructions(part, view)]))
     if not rows:
         return None
-    columns = [str(number + 1) for number in range(len(rows[0][1]))]
-    note = "Below each picture its PSNR in dB. Within a batch, each original has the reconstruction matched to it."
-    return Pictures(f"Images from gradients, batch {size}", columns, rows, note)
+    return Pictures(title, [str(number + 1) for number in range(len(rows[0][1]))], rows, note)
 
 
 def read_part(folder: Path, defence: str, name: str) -> Result:

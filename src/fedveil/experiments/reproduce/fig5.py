@@ -14,14 +14,14 @@ from fedveil.experiments.gradients_page import (
     chart,
     defence_rows,
     floors_of,
-    picture,
+    parts_of,
+    picture_grid,
     read_part,
-    reconstructions,
     table_row,
 )
 from fedveil.experiments.reproduce.exhibit import Exhibit, Plan
 from fedveil.federation.config import configure, load_data
-from fedveil.report import Picture, Pictures, Section
+from fedveil.report import Section
 
 BATCH = 1
 
@@ -70,26 +70,15 @@ def present(plan: Plan, results: Mapping[str, Result]) -> Shown:
     rows += [table_row("floor", name, "", "", found) for name, found in floors.items()]
     drawn = dataclasses.replace(chart(results, BATCH, floors), title="Figure 5: how near the images come")
     sections: list[Section] = [drawn]
-    if pictures := gallery(results):
+    whole = {
+        name: parts_of(result, BATCH)[0]
+        for name, result in results.items()
+        if "parts" in result and not parts_of(result, BATCH)[1]
+    }
+    pictures = picture_grid("Figure 5: images from gradients", whole, "Below each picture its PSNR in dB.")
+    if pictures:
         sections.append(pictures)
     return Shown(HEADER, rows, NOTE, sections)
-
-
-def gallery(results: Mapping[str, Result]) -> Pictures | None:
-    """The originals, and below them what each view of each defence gave."""
-    rows: list[tuple[str, list[Picture | None]]] = []
-    for name, result in results.items():
-        parts = [part for part in result.get("parts", {}).values() if "failed" not in part]
-        if not parts or len(parts) < len(result["parts"]):
-            continue
-        if not rows:
-            rows.append(("original", [picture(part, code, "") for part in parts for code in part["originals"]]))
-        for view in parts[0]["views"]:
-            rows.append((f"{name}, {view}", [image for part in parts for image in reconstructions(part, view)]))
-    if not rows:
-        return None
-    columns = [str(number + 1) for number in range(len(rows[0][1]))]
-    return Pictures("Figure 5: images from gradients", columns, rows, "Below each picture its PSNR in dB.")
 
 
 FIG5 = Exhibit("fig5", gather, present)
