@@ -61,7 +61,13 @@ def read(plan: Plan, folder: Path) -> dict[str, Any] | None:
     return found if usable else None
 
 
-def compute(exhibit: Exhibit, plan: Plan, folder: Path, workers: int | None, show: Show, command: str) -> None:
+def repeat(name: str, plan: Plan, folder: Path) -> str:
+    """The command that computes it again."""
+    device = "" if plan.device == "cpu" else f" --device {plan.device}"
+    return f"fedveil reproduce {name} --scale {plan.scale}{device} --out {shlex.quote(str(folder))}"
+
+
+def compute(exhibit: Exhibit, plan: Plan, folder: Path, workers: int | None, show: Show) -> None:
     """Compute an exhibit and keep it; one that is there whole is left alone."""
     found = read(plan, folder)
     if found and not broken(found["results"]):
@@ -71,7 +77,7 @@ def compute(exhibit: Exhibit, plan: Plan, folder: Path, workers: int | None, sho
     results = exhibit.gather(plan, folder / "work", workers, show)
     made = {
         **settled(plan),
-        "command": command,
+        "command": repeat(plan.name, plan, folder),
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "with": f"fedveil {version('fedveil')}, torch {torch.__version__}, Python {platform.python_version()}",
         "results": results,
@@ -103,8 +109,7 @@ def reproduce(
     """
     plans = {name: read_plan(name, scale, device) for name in EXHIBITS}
     for name in names_of(names):
-        command = f"fedveil reproduce {name} --scale {scale} --out {shlex.quote(str(folder))}"
-        compute(EXHIBITS[name], plans[name], folder, workers, show, command)
+        compute(EXHIBITS[name], plans[name], folder, workers, show)
         write_page(folder, plans)
         found = read(plans[name], folder)
         assert found is not None
@@ -119,9 +124,9 @@ def write_page(folder: Path, plans: Mapping[str, Plan]) -> None:
         found = read(plan, folder)
         if found:
             sections += exhibit_sections(plan, EXHIBITS[name].present(plan, found["results"]), found)
-    scale = next(iter(plans.values())).scale
-    command = f"fedveil reproduce all --scale {scale} --out {shlex.quote(str(folder))}"
-    write(folder / "report.html", f"The paper, reproduced ({scale})", LEAD, sections, command)
+    one = next(iter(plans.values()))
+    title = f"The paper, reproduced ({one.scale})"
+    write(folder / "report.html", title, LEAD, sections, repeat("all", one, folder))
 
 
 def exhibit_sections(plan: Plan, shown: Shown, found: Mapping[str, Any]) -> list[Section]:
