@@ -1,5 +1,6 @@
 """`fedveil reproduce`: the whole of it at the quick scale, plans against the paper, and what happens to failures."""
 
+import dataclasses
 import json
 import re
 import tomllib
@@ -14,7 +15,7 @@ from fedveil.experiments.reproduce import EXHIBITS, reproduce
 from fedveil.experiments.reproduce.exhibit import SCALES, read_plan
 from fedveil.experiments.reproduce.run import broken, names_of, read
 from fedveil.experiments.reproduce.table1 import largest_gap
-from fedveil.experiments.reproduce.training import aparts, cell, configs_of, gather, name_of
+from fedveil.experiments.reproduce.training import aparts, cell, configs_of, gather, kind_of, name_of
 from fedveil.federation.config import Config, configure
 from fedveil.report import Beside, Intervals, Pictures
 
@@ -140,6 +141,21 @@ def test_the_cpu_scale_is_what_was_asked_for():
 def test_figure_3_takes_its_runs_from_table_2_where_they_are_the_same():
     table, figure = (set(map(name_of, configs_of(read_plan(name, "quick")))) for name in ("table2", "fig3"))
     assert figure <= table
+
+
+def test_groups_share_what_is_common_and_values_follow_others():
+    settings = {
+        "common": {"clients": [1, 5], "batch_size": {"of": "clients", "1": 40, "5": 8}, "seeds": 2, "lr": 1e-2},
+        "runs": [{"defence": ["plain", "veil"], "lr": 2e-2}, {"defence": "plain", "rounding": 1, "seeds": 1}],
+    }
+    found = configs_of(dataclasses.replace(read_plan("table2", "quick"), settings=settings))
+    assert len(found) == 2 * 2 * 2 + 2
+    assert {(run.clients, run.batch_size) for run in found} == {(1, 40), (5, 8)}
+    assert {(run.lr, run.rounding, kind_of(run)) for run in found} == {
+        (2e-2, None, "plain"),
+        (2e-2, None, "veil"),
+        (1e-2, 1, "control"),
+    }
 
 
 def test_configurations_have_names_of_their_own():

@@ -43,12 +43,30 @@ def test_a_run_prints_its_result_and_where_the_report_is(tmp_path, capsys):
         ({"lr": "fast"}, "lr must be float, got 'fast'"),
         ({"defence": "moat"}, "defence must be one of plain, veil, ppdl, dbcl, spn, got 'moat'"),
         ({"clients": 0}, "clients must be at least 1, got 0"),
+        (
+            {"rounding": 1},
+            "rounding makes a control of plain training, not of veil.\n  Fix: --defence plain --rounding 1",
+        ),
     ],
 )
 def test_bad_values_are_refused_with_the_nearest_good_one(values, text):
     with pytest.raises(BadArgument) as caught:
         configure(values)
     assert text in str(caught.value)
+
+
+def test_a_rounding_control_is_a_run_like_others(tmp_path, capsys):
+    found = {}
+    for name, flags in (("plain", []), ("control", ["--rounding", "1"]), ("again", ["--rounding", "1"])):
+        folder = tmp_path / name
+        given = ["--data", "diabetes", "--epochs", "1", "--optimizer", "sgd", "--defence", "plain", *flags]
+        assert main(["train", *given, "--out", str(folder), "--json"]) == 0
+        repeat = json.loads(capsys.readouterr().out)["repeat"]
+        assert ("--rounding 1" in repeat) == bool(flags)
+        found[name] = torch.cat([value.flatten() for value in load_file(folder / "model.safetensors").values()])
+    apart = float((found["control"] - found["plain"]).abs().max())
+    assert 0 < apart < 1e-5  # a dozen float32 steps, rounded to 6e-8 each at weights below 1
+    assert torch.equal(found["control"], found["again"])
 
 
 @pytest.mark.parametrize(

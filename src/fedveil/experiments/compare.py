@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.data import Data
-from fedveil.defences import Plain
 from fedveil.errors import BadArgument, Diverged
 from fedveil.experiments.demo import Shows
-from fedveil.federation.config import CHOICES, Config, asks_privacy, load_data, make_private
+from fedveil.federation.config import CHOICES, Config, asks_privacy, load_data
 from fedveil.federation.engine import History
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.page import cost_section, curve_sections
@@ -66,9 +65,9 @@ def check_defences(
 
 def run_one(config: Config, data: Data, defence: str, seed: int, show: Callable[[dict[str, Any]], None]) -> Run:
     """Train once."""
-    control = defence == CONTROL
-    own = dataclasses.replace(config, defence="plain" if control else defence, seed=seed)
-    federation = federation_of(own, data, make_private(own, Plain(rounding=seed + 1)) if control else None)
+    kind = {"defence": "plain", "rounding": seed + 1} if defence == CONTROL else {"defence": defence}
+    own = dataclasses.replace(config, seed=seed, **kind)
+    federation = federation_of(own, data)
     try:
         federation.fit(own.epochs, test=(data.test.inputs, data.test.targets), on_round=show)
     except Diverged as error:

@@ -68,6 +68,7 @@ class Config:
     sketch: int = 2
     spn_weight: float = 0.1
     spn_bits: int = 32
+    rounding: int | None = None
     dp_clip: float | None = None
     dp_noise: float | None = None
     dp_delta: float = 1e-5
@@ -131,6 +132,9 @@ def configure(values: Mapping[str, Any], where: str = "configuration") -> Config
             raise BadArgument(where, f"{name} must be at least 1, got {clean[name]}")
     config = Config(**clean)
     asks_privacy(config, where)
+    if config.rounding is not None and config.defence != "plain":
+        what = f"rounding makes a control of plain training, not of {config.defence}"
+        raise BadArgument(where, what, "--defence plain --rounding 1")
     return config
 
 
@@ -226,7 +230,7 @@ def build_defence(config: Config) -> Defence:
     noise = config.groups, config.additive, config.multiplicative
     nodes = PRIVATE_NODES if config.nodes is None and asks_privacy(config) else config.nodes
     build: dict[str, Callable[[], Defence]] = {
-        "plain": Plain,
+        "plain": lambda: Plain(rounding=config.rounding),
         "veil": lambda: Veil(*noise, permute=config.permute, tolerance=config.tolerance, nodes=nodes),
         "ppdl": lambda: PPDL.named(config.ppdl, fraction=config.fraction, sigma=config.sigma),
         "dbcl": lambda: DBCL(config.sketch),

@@ -16,6 +16,7 @@ import torch
 from fedveil.data import Data
 from fedveil.experiments.attack import Show
 from fedveil.experiments.cells import Cell, Result, Tell, run_cells
+from fedveil.experiments.compare import CONTROL
 from fedveil.experiments.reproduce.exhibit import Plan
 from fedveil.experiments.scene import shown
 from fedveil.federation.config import Config, configure, load_data
@@ -24,18 +25,24 @@ from fedveil.federation.run import train
 from fedveil.report.numbers import NOTHING
 
 DATA = ("data", "path", "train_size", "test_size", "duration", "task", "target", "size", "labels", "model")
-KEYS = ("data", "model", "layers", "clients", "loss", "defence", "seed")
+KEYS = ("data", "model", "layers", "clients", "loss", "seed")
 
 
 def configs_of(plan: Plan) -> list[Config]:
-    """Every combination of the values that a group of runs gives as lists, once for each of its seeds."""
+    """Every combination of the values that a group of runs gives as lists, once for each of its seeds.
+
+    What all groups have in common is in `common`. A value that follows another names it and says how:
+    batch_size = { of = "clients", 1 = 40, 5 = 8 }.
+    """
     found = []
     for group in plan.settings["runs"]:
-        values = dict(group) | {"device": plan.device, "seed": list(range(group["seeds"]))}
-        del values["seeds"]
+        values = {**plan.settings.get("common", {}), **group}
+        values |= {"device": plan.device, "seed": list(range(values.pop("seeds")))}
         axes = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
-        for chosen in itertools.product(*axes.values()):
-            found.append(configure(dict(zip(axes, chosen, strict=True)), f"{plan.name}.toml, {plan.scale}"))
+        for combination in itertools.product(*axes.values()):
+            chosen = dict(zip(axes, combination, strict=True))
+            follow = {name: v[str(chosen[v["of"]])] for name, v in chosen.items() if isinstance(v, Mapping)}
+            found.append(configure(chosen | follow, f"{plan.name}.toml, {plan.scale}"))
     return list(dict.fromkeys(found))
 
 
@@ -43,7 +50,12 @@ def name_of(config: Config) -> str:
     """Readable, and another one for every other configuration."""
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(config)).encode()).hexdigest()[:8]
     net = f"{config.model}{config.layers}" if config.model == "mlp" else config.model
-    return f"{config.data}-{net}-K{config.clients}-{config.loss}-{config.defence}-{config.seed}-{digest}"
+    return f"{config.data}-{net}-K{config.clients}-{config.loss}-{kind_of(config)}-{config.seed}-{digest}"
+
+
+def kind_of(config: Config) -> str:
+    """The defence; a control is none of them."""
+    return config.defence if config.rounding is None else CONTROL
 
 
 @functools.lru_cache(maxsize=1)
@@ -87,11 +99,17 @@ def gather(plan: Plan, work: Path, workers: int | None, show: Show) -> list[Resu
     for config in {config.data: config for config in configs.values()}.values():
         load_data(config)  # what is missing is said before anything runs, and images are decoded once
     cells = [
-        Cell(name, train_one, {"config": config, "folder": work / "runs" / name}) for name, config in configs.items()
+        Cell(name, train_one, {"config": config, "folder": work / "runs" / name})
+        for name, config in sorted(configs.items(), key=lambda item: item[1].seed)  # whole tables first, then spread
     ]
     done = run_cells(cells, work / "cells", workers=workers, show=show)
     return [
-        {**{key: getattr(config, key) for key in KEYS}, "config": config.flags(), **done[name]}
+        {
+            **{key: getattr(config, key) for key in KEYS},
+            "defence": kind_of(config),
+            "config": config.flags(),
+            **done[name],
+        }
         for name, config in configs.items()
     ]
 
