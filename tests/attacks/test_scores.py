@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from fedveil.attacks.scores import (
+    Estimate,
     auc,
+    average,
     balanced_accuracy,
     best_threshold,
     enough,
@@ -71,6 +73,13 @@ def coverage(interval, truth, trials=400):
 
 
 LEAST = 0.95 - 3 * math.sqrt(0.95 * 0.05 / 400)  # three standard errors of 400 trials
+
+
+def test_the_interval_of_a_mean_is_students():
+    found = average([1.0, 2.0, 3.0])
+    reach = 4.302652730 / 3**0.5  # the quantile 0.975 with two degrees of freedom, from a printed table
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - reach, 2 + reach))
+    assert average([1.0]) == Estimate(1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("shift", [0.0, 1.0, 2.0])

@@ -7,7 +7,6 @@ import pytest
 from fedveil import cli
 from fedveil.experiments import harden as hardening
 from fedveil.experiments.audit_page import leak, verdict, word
-from fedveil.experiments.views import mean_interval
 
 SMALL = [
     "--data",
@@ -107,9 +106,6 @@ def test_words_follow_the_figures():
         "is not protected",
     ]
     assert "failed" in verdict("veil", {"failed": "why"}, {})
-    found = mean_interval([1.0, 2.0, 3.0])
-    assert found["value"] == 2.0
-    assert found["high"] - 2.0 == pytest.approx(4.3027 / 3**0.5, rel=1e-4)  # Student's t with 2 degrees of freedom
 
 
 def test_a_record_counts_as_known_ten_decibels_above_a_guess():

@@ -11,7 +11,6 @@ import torch
 from fedveil.errors import BadArgument
 from fedveil.experiments.attack import run_attack
 from fedveil.experiments.gradients import GRADIENTS, GradientSettings, attack, floors, shared_labels
-from fedveil.experiments.gradients_page import mean_interval
 from fedveil.federation.config import CHOICES, Config, load_data
 from fedveil.federation.run import train
 from fedveil.federation.shards import generator
@@ -122,12 +121,6 @@ def test_floors_are_the_mean_image_and_another_image_of_the_class():
         [float((image - mean).square().mean()) for image in true], rel=1e-5
     )
     assert all(error > 0 for error in found["another of its class"]["mse"])
-
-
-def test_the_interval_of_a_mean_is_students():
-    mean, low, high = mean_interval([1.0, 2.0, 3.0])
-    assert (mean, low, high) == pytest.approx((2.0, 2 - 4.302652730 / 3**0.5, 2 + 4.302652730 / 3**0.5))
-    assert mean_interval([1.0]) == (1.0, None, None)
 
 
 @pytest.mark.slow

@@ -4,11 +4,13 @@ All intervals are two-sided at `level`. They cover the draw of the records that 
 """
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import betaincinv, ndtri
+from scipy.special import betaincinv, ndtri, stdtrit
 
 from fedveil.errors import BadArgument
 
@@ -50,6 +52,15 @@ def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
     low = float(betaincinv(hits, misses + 1, tail)) if hits else 0.0
     high = float(betaincinv(hits + 1, misses, 1 - tail)) if misses else 1.0
     return Estimate(hits / trials, low, high)
+
+
+def average(values: Sequence[float], *, level: float = 0.95) -> Estimate:
+    """The mean of repeated measurements with Student's interval; a single one is given alone, as a point."""
+    count, mean = len(values), statistics.fmean(values)
+    if count < 2:
+        return Estimate(mean, mean, mean)
+    reach = float(stdtrit(count - 1, (1 + level) / 2)) * statistics.stdev(values) / math.sqrt(count)
+    return Estimate(mean, mean - reach, mean + reach)
 
 
 def placements(scores: Scores, against: Scores) -> Scores:

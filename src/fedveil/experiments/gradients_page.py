@@ -2,16 +2,15 @@
 
 import base64
 import json
-import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import t as student
 from torch import Tensor
 
+from fedveil.attacks.scores import average
 from fedveil.experiments.attack import Shown
 from fedveil.experiments.cells import Result
 from fedveil.federation.config import Config
@@ -81,20 +80,11 @@ def table_row(name: str, view: str, attacker: str, size: str, found: Mapping[str
     count = len(found["psnr"])
     cells = [name, view, attacker, size, str(count)]
     for key, form in (("psnr", ".1f"), ("ssim", ".2f"), ("mse", ".3f")):
-        mean, low, high = mean_interval(found[key])
-        cells.append(f"{mean:{form}}" + ("" if low is None else f" [{low:{form}}, {high:{form}}]"))
+        mean = average(found[key])
+        cells.append(f"{mean.value:{form}}" + (f" [{mean.low:{form}}, {mean.high:{form}}]" if count > 1 else ""))
     cells += [f"{sum(value > 20 for value in found['psnr'])}/{count}"]
     cells += [f"{sum(value > 0.5 for value in found['ssim'])}/{count}"]
     return [*cells, f"{found['labels']}/{count}" if "labels" in found else ""]
-
-
-def mean_interval(values: list[float]) -> tuple[float, float | None, float | None]:
-    """The mean and Student's 95 % interval, of two values or more."""
-    mean, count = statistics.fmean(values), len(values)
-    if count < 2:
-        return mean, None, None
-    reach = float(student.ppf(0.975, count - 1)) * statistics.stdev(values) / math.sqrt(count)
-    return mean, mean - reach, mean + reach
 
 
 def floors_of(results: Mapping[str, Result], size: int) -> dict[str, dict[str, list[float]]]:
@@ -117,8 +107,9 @@ def chart(results: Mapping[str, Result], size: int, floors: Mapping[str, Mapping
             rows.append(Interval("", None, group=name, missing=f"failed: {broken}"))
             continue
         for view in parts[0]["views"]:
-            mean, low, high = mean_interval(gathered(parts, view)["psnr"])
-            rows.append(Interval(view, mean, low, high, group=name))
+            mean = average(values := gathered(parts, view)["psnr"])
+            low, high = (mean.low, mean.high) if len(values) > 1 else (None, None)
+            rows.append(Interval(view, mean.value, low, high, group=name))
     lines = {f"floor: {name}": statistics.fmean(found["psnr"]) for name, found in floors.items()}
     title = f"How near the images come, batch {size}"
     return Intervals(title, "PSNR (dB), larger is worse for the victim", rows, lines)

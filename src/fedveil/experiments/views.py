@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.scores import Estimate, Scores, auc, proportion
+from fedveil.attacks.scores import Estimate, Scores, auc, average, proportion
 from fedveil.data import Data
 from fedveil.federation.evaluate import answers
 
@@ -60,14 +60,7 @@ def _two_classes(targets: Tensor) -> Tensor | None:
 
 def mean_interval(values: list[float]) -> Figures:
     """Mean of repeated measurements with Student's interval."""
-    from scipy.stats import t
-
-    count, mean = len(values), sum(values) / len(values)
-    if count < 2:
-        return dataclasses.asdict(Estimate(mean, mean, mean))
-    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (count - 1))
-    reach = float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
-    return dataclasses.asdict(Estimate(mean, mean - reach, mean + reach))
+    return dataclasses.asdict(average(values))
 
 
 def averaged(looks: Sequence[Figures]) -> Figures:
