@@ -1,6 +1,7 @@
 """`fedveil reproduce`: the whole of it at the quick scale, plans against the paper, and what happens to failures."""
 
 import dataclasses
+import itertools
 import json
 import re
 import tomllib
@@ -15,7 +16,7 @@ from fedveil.experiments.reproduce import EXHIBITS, reproduce
 from fedveil.experiments.reproduce.exhibit import SCALES, read_plan
 from fedveil.experiments.reproduce.run import broken, names_of, read
 from fedveil.experiments.reproduce.table1 import largest_gap
-from fedveil.experiments.reproduce.training import aparts, cell, configs_of, gather, kind_of, name_of
+from fedveil.experiments.reproduce.training import Apart, aparts, cell, configs_of, gather, kind_of, name_of
 from fedveil.federation.config import Config, configure
 from fedveil.report import Beside, Intervals, Pictures
 
@@ -76,6 +77,24 @@ def test_tables_3_and_4_have_both_attackers(quick):
         assert {mark.name for mark in chart.rows} == {"paper", "ours, as published", "ours, knows the defence"}
 
 
+def test_table_2_has_the_control_beside_the_veil(quick):
+    plan = read_plan("table2", "quick")
+    table, words = EXHIBITS["table2"].present(plan, read(plan, quick)["results"]).sections
+    rows = [dict(zip(table.header, row, strict=True)) for row in table.rows]
+    assert {row["network"] for row in rows if re.fullmatch(r"[\d.]+ \([\d.]+\)", row["means apart"])} == {"resnet20"}
+    assert {row["network"] for row in rows if re.fullmatch(r"[\d.]+", row["means apart"])} == {"resnet32", "resnet56"}
+    assert all("The control" in paragraph for paragraph in words.paragraphs)
+
+
+def test_ranges_overlap_where_they_meet():
+    def apart(plain, other):
+        return Apart({}, plain, other, 0.0, 0.0)
+
+    assert apart([0.0, 2.0], [2.5, 4.5]).overlap  # 1 ± 1.41 and 3.5 ± 1.41
+    assert not apart([0.0, 2.0], [4.0, 6.0]).overlap
+    assert not apart([1.0, 1.0], [1.1, 1.1]).overlap
+
+
 def test_figures_show_what_they_are_named_after(quick):
     kinds = {"fig3": Beside, "fig4": Pictures, "fig5": Pictures}
     for name, kind in kinds.items():
@@ -115,6 +134,16 @@ def test_committed_results_are_whole_and_the_page_is_theirs(tmp_path):
     assert built == (COMMITTED / "report.html").read_text()
 
 
+def test_figures_in_the_documentation_are_those_of_the_page():
+    page = (COMMITTED / "report.html").read_text()
+    text = (COMMITTED.parents[1] / "docs" / "reproduce.md").read_text()
+    rows = [line.split("|")[2:4] for line in text.splitlines() if re.match(r"\| (Table|Figure) \d", line)]
+    assert len(rows) == 5
+    for paper, ours in rows:
+        figures = re.findall(r"\d+\.\d+(?:e-\d+)?", paper + ours)
+        assert all(re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", page) for figure in figures), (paper, ours)
+
+
 def test_the_papers_values_are_all_there():
     one = read_plan("table1", "cpu").paper
     assert sum(len(row) for name in DEFENCES for row in one[name].values()) == 45
@@ -133,8 +162,9 @@ def test_the_cpu_scale_is_what_was_asked_for():
     assert {(run.epochs, run.batch_size, run.train_size) for run in runs} == {(100, 512, None)}
     wide = [run for run in configs_of(read_plan("table2", "cpu")) if run.model == "resnet20"]
     assert {run.width for run in wide} == {16}
-    both = {(run.loss, run.defence) for run in wide}
-    assert both >= {(loss, name) for loss in ("squared_error", "cross_entropy") for name in ("plain", "veil")}
+    both = {(run.loss, kind_of(run)) for run in wide}
+    assert both >= set(itertools.product(("squared_error", "cross_entropy"), ("plain", "veil", "control")))
+    assert {run.clients * run.batch_size for run in wide} == {40}
     assert len({run.seed for run in configs_of(read_plan("fig3", "cpu"))}) == 5
 
 

@@ -129,6 +129,11 @@ def counted(clients: int) -> str:
     return f"{clients} client{'s' if clients > 1 else ''}"
 
 
+def bracketed(values: Sequence[str]) -> str:
+    """The veil's value, and the control's in brackets if there is one."""
+    return values[0] + "".join(f" ({value})" for value in values[1:])
+
+
 def spread(values: Sequence[float]) -> float:
     """The standard deviation; 0 of a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
@@ -147,11 +152,11 @@ def cell(results: Sequence[Result], form: str, scale: float = 1.0) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """Veil beside plain with the same seeds.
+    """Veil, or the control, beside plain with the same seeds.
 
     Attributes:
         where: what the runs have in common.
-        plain, veil: the metric at the end, by seed.
+        plain, other: the metric at the end, by seed.
         largest: distance between two runs of one seed at their end.
         along: the same anywhere on their curves.
         loss: the largest distance of their test losses at the end, relative to plain's; None where the metric is it.
@@ -159,7 +164,7 @@ class Apart:
 
     where: Mapping[str, Any]
     plain: Sequence[float]
-    veil: Sequence[float]
+    other: Sequence[float]
     largest: float
     along: float
     loss: float | None = None
@@ -167,32 +172,35 @@ class Apart:
     @property
     def means(self) -> float:
         """The distance of the means."""
-        return abs(statistics.fmean(self.veil) - statistics.fmean(self.plain))
+        return abs(statistics.fmean(self.other) - statistics.fmean(self.plain))
 
     @property
     def spread(self) -> float:
         """The standard deviation over seeds, of both pooled."""
-        return math.sqrt((spread(self.plain) ** 2 + spread(self.veil) ** 2) / 2)
+        return math.sqrt((spread(self.plain) ** 2 + spread(self.other) ** 2) / 2)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the ranges of one standard deviation about the means meet."""
+        return self.means <= spread(self.plain) + spread(self.other)
 
 
-def aparts(results: Sequence[Result], keys: Sequence[str]) -> Iterator[Apart]:
-    """Veil beside plain for every combination of the keys' values where both have run with some seeds."""
+def aparts(results: Sequence[Result], keys: Sequence[str], other: str = "veil") -> Iterator[Apart]:
+    """Veil or control beside plain, for every combination of the keys' values where both have run with some seeds."""
     for values in dict.fromkeys(tuple(result[key] for key in keys) for result in results):
         where = dict(zip(keys, values, strict=True))
         runs = {
             name: {result["seed"]: result for result in only(results, defence=name, **where) if "failed" not in result}
-            for name in ("plain", "veil")
+            for name in ("plain", other)
         }
-        seeds = sorted(runs["plain"].keys() & runs["veil"].keys())
+        seeds = sorted(runs["plain"].keys() & runs[other].keys())
         if not seeds:
             continue
-        pairs = [(runs["plain"][seed], runs["veil"][seed]) for seed in seeds]
-        largest = max(abs(plain["value"] - veil["value"]) for plain, veil in pairs)
-        along = max(
-            abs(p[1] - v[1]) for plain, veil in pairs for p, v in zip(plain["curve"], veil["curve"], strict=True)
-        )
+        pairs = [(runs["plain"][seed], runs[other][seed]) for seed in seeds]
+        largest = max(abs(p["value"] - o["value"]) for p, o in pairs)
+        along = max(abs(a[1] - b[1]) for p, o in pairs for a, b in zip(p["curve"], o["curve"], strict=True))
         losses = [
-            abs(v["test_loss"] / p["test_loss"] - 1) for p, v in pairs if p.get("test_loss") and v.get("test_loss")
+            abs(o["test_loss"] / p["test_loss"] - 1) for p, o in pairs if p.get("test_loss") and o.get("test_loss")
         ]
         loss = max(losses) if losses else None
-        yield Apart(where, ends([p for p, _ in pairs]), ends([v for _, v in pairs]), largest, along, loss)
+        yield Apart(where, ends([p for p, _ in pairs]), ends([o for _, o in pairs]), largest, along, loss)
