@@ -131,7 +131,7 @@ def counted(clients: int) -> str:
 
 def bracketed(values: Sequence[str]) -> str:
     """The veil's value, and the control's in brackets if there is one."""
-    return values[0] + "".join(f" ({value})" for value in values[1:])
+    return values[0] + "".join(f" ({value})" for value in values[1:] if value != NOTHING)
 
 
 def spread(values: Sequence[float]) -> float:
