@@ -45,7 +45,7 @@ def test_a_run_prints_its_result_and_where_the_report_is(tmp_path, capsys):
         ({"clients": 0}, "clients must be at least 1, got 0"),
         (
             {"rounding": 1},
-            "rounding makes a control of plain training, not of veil.\n  Fix: --defence plain --rounding 1",
+            "rounding makes a control of plain training, not of veil.\n  Fix: fedveil train --defence plain",
         ),
     ],
 )

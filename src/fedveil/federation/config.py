@@ -134,7 +134,8 @@ def configure(values: Mapping[str, Any], where: str = "configuration") -> Config
     asks_privacy(config, where)
     if config.rounding is not None and config.defence != "plain":
         what = f"rounding makes a control of plain training, not of {config.defence}"
-        raise BadArgument(where, what, "--defence plain --rounding 1")
+        fix = "fedveil train --defence plain --rounding 1, or fedveil compare --defences plain,control"
+        raise BadArgument(where, what, fix)
     return config
 
 
@@ -236,11 +237,7 @@ def build_defence(config: Config) -> Defence:
         "dbcl": lambda: DBCL(config.sketch),
         "spn": lambda: SPN(config.spn_weight, config.spn_bits, lr=config.lr),
     }
-    return make_private(config, build[config.defence]())
-
-
-def make_private(config: Config, defence: Defence) -> Defence:
-    """The defence, with differential privacy on top if that is asked for."""
+    defence = build[config.defence]()
     if not asks_privacy(config):
         return defence
     assert config.dp_clip is not None

@@ -1,6 +1,5 @@
 """Figure 3: training curves of veil and plain, with their spread over seeds."""
 
-import math
 import statistics
 from collections.abc import Sequence
 
@@ -8,7 +7,7 @@ from fedveil.experiments.attack import Shown
 from fedveil.experiments.cells import Result
 from fedveil.experiments.compare import CONTROL
 from fedveil.experiments.reproduce.exhibit import Exhibit, Plan
-from fedveil.experiments.reproduce.training import aparts, bracketed, counted, gather, only, spread
+from fedveil.experiments.reproduce.training import aparts, bracketed, counted, gather, meeting, only, pooled, spread
 from fedveil.report import Beside, Curves, Section, Text
 
 KEYS = ("model", "loss", "clients")
@@ -24,16 +23,17 @@ NOTE = (
 def present(plan: Plan, results: Sequence[Result]) -> Shown:
     """A row a setting, and charts: a row of them for each network and loss, one for each number of clients."""
     rows: list[list[str]] = []
-    met: dict[str, list[tuple[bool, bool]]] = {}
+    every: dict[str, list[tuple[float, float, float]]] = {}
     charts: dict[tuple[str, ...], list[Curves]] = {}
     for one in aparts(results, KEYS):
         where = one.where
         own = only(results, **where)
         lines = {name: curves(only(own, defence=name)) for name in ("plain", "veil")}
         others = {"veil": lines["veil"]} | ({CONTROL: same} if (same := curves(only(own, defence=CONTROL))) else {})
-        far, deviations = zip(*(farthest(lines["plain"], other) for other in others.values()), strict=True)
-        for name, other in others.items():
-            met.setdefault(name, []).extend(meeting(lines["plain"], other))
+        epochs = {name: beside(lines["plain"], other) for name, other in others.items()}
+        far, deviations = zip(*map(farthest, epochs.values()), strict=True)
+        for name, found in epochs.items():
+            every.setdefault(name, []).extend(found)
         words = [str(value).replace("_", " ") for value in where.values()]
         rows.append([*words, str(len(one.plain)), bracketed(far), bracketed(deviations)])
         charts.setdefault(tuple(words[:2]), []).append(chart(where["clients"], lines))
@@ -41,7 +41,10 @@ def present(plan: Plan, results: Sequence[Result]) -> Shown:
     sections: list[Section] = [
         Beside(f"Figure 3: {net}, {loss}, {results[0]['data']}", parts, note) for (net, loss), parts in charts.items()
     ]
-    said = [f"{name.capitalize()} beside plain: {in_words(found)}" for name, found in met.items()]
+    said = [
+        f"{name.capitalize()} beside plain: bands overlap in {meeting(found, 'epochs of all settings')}."
+        for name, found in every.items()
+    ]
     sections.append(Text("Figure 3: what it says", said or ["No pair of plain and veiled runs is complete."]))
     return Shown(HEADER, rows, NOTE, sections)
 
@@ -52,28 +55,14 @@ def seeds_of(results: Sequence[Result]) -> int:
 
 
 def beside(plain: Line, other: Line) -> list[tuple[float, float, float]]:
-    """For each epoch the distance of the means, the deviation of both pooled, and that of both together."""
-    return [
-        (abs(p[1] - o[1]), math.hypot(p[2], o[2]) / math.sqrt(2), p[2] + o[2])
-        for p, o in zip(plain, other, strict=True)
-    ]
+    """For each epoch the distance of the means, and both deviations."""
+    return [(abs(p[1] - o[1]), p[2], o[2]) for p, o in zip(plain, other, strict=True)]
 
 
-def farthest(plain: Line, other: Line) -> tuple[str, str]:
+def farthest(epochs: Sequence[tuple[float, float, float]]) -> tuple[str, str]:
     """The largest distance of two mean curves, and the standard deviation there, of both pooled."""
-    far, deviation, _ = max(beside(plain, other))
+    far, deviation = max((far, pooled(first, second)) for far, first, second in epochs)
     return f"{far:.2f}", f"{deviation:.2f}"
-
-
-def meeting(plain: Line, other: Line) -> list[tuple[bool, bool]]:
-    """For each epoch whether the bands overlap, and whether the means are within one pooled deviation."""
-    return [(far <= both, far <= deviation) for far, deviation, both in beside(plain, other)]
-
-
-def in_words(met: Sequence[tuple[bool, bool]]) -> str:
-    """How often curves met."""
-    bands, closer = (sum(each) for each in zip(*met, strict=True))
-    return f"bands overlap in {bands} of {len(met)} epochs of all settings (means within one deviation in {closer})."
 
 
 def curves(results: Sequence[Result]) -> Line:

@@ -7,7 +7,17 @@ from fedveil.experiments.attack import Shown
 from fedveil.experiments.cells import Result
 from fedveil.experiments.compare import CONTROL
 from fedveil.experiments.reproduce.exhibit import Exhibit, Plan
-from fedveil.experiments.reproduce.training import Apart, aparts, bracketed, cell, counted, gather, only
+from fedveil.experiments.reproduce.training import (
+    Apart,
+    aparts,
+    bracketed,
+    cell,
+    counted,
+    gather,
+    meeting,
+    only,
+    spread,
+)
 from fedveil.report import Section, Table, Text
 from fedveil.report.numbers import NOTHING
 
@@ -95,9 +105,8 @@ def words(veils: Sequence[Apart], controls: Sequence[Apart]) -> Text:
 
 
 def overlapping(some: Sequence[Apart]) -> str:
-    """In how many settings the ranges overlap, and in how many the means are a standard deviation apart at most."""
-    closer = sum(one.means <= one.spread for one in some)
-    return f"{sum(one.overlap for one in some)} of {len(some)} settings (means within one deviation in {closer})"
+    """In how many settings the ranges overlap."""
+    return meeting([(one.means, spread(one.plain), spread(one.other)) for one in some], "settings")
 
 
 TABLE2 = Exhibit("table2", gather, present)

@@ -134,6 +134,21 @@ def bracketed(values: Sequence[str]) -> str:
     return values[0] + "".join(f" ({value})" for value in values[1:] if value != NOTHING)
 
 
+def pooled(first: float, second: float) -> float:
+    """Two standard deviations as one."""
+    return math.hypot(first, second) / math.sqrt(2)
+
+
+def meeting(pairs: Sequence[tuple[float, float, float]], what: str) -> str:
+    """In how many pairs (distance of means, both deviations) the ranges overlap, and how many are within one deviation.
+
+    A range is mean ± standard deviation.
+    """
+    overlap = sum(far <= first + second for far, first, second in pairs)
+    closer = sum(far <= pooled(first, second) for far, first, second in pairs)
+    return f"{overlap} of {len(pairs)} {what} (means within one deviation in {closer})"
+
+
 def spread(values: Sequence[float]) -> float:
     """The standard deviation; 0 of a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
@@ -177,7 +192,7 @@ class Apart:
     @property
     def spread(self) -> float:
         """The standard deviation over seeds, of both pooled."""
-        return math.sqrt((spread(self.plain) ** 2 + spread(self.other) ** 2) / 2)
+        return pooled(spread(self.plain), spread(self.other))
 
     @property
     def overlap(self) -> bool:
