@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from tests.oracle import batch, built, plain, worst
+from tests.oracle import batch, built, in_dtype, plain, worst
 from tests.zoo import ZOO
 from torch import Tensor, nn
 
 import fedveil
 from benchmarks.timing import machine, table, verdict
+from fedveil.graph.inputs import Inputs
 
 GROUPS, ADDITIVE, MULTIPLICATIVE = (1, 3, 10), (1e-3, 1.0, 1e3, 1e6), (2.0, 10.0, 100.0)
 SETTINGS = list(itertools.product(GROUPS, ADDITIVE, MULTIPLICATIVE))
@@ -40,7 +41,7 @@ Setting = tuple[int, float, float]
 class Truth:
     """A batch, its gradient in float64, and how far plain autograd in the batch's own dtype is from it."""
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     gradients: dict[str, Tensor]
     plain_error: float
@@ -56,11 +57,9 @@ class Result:
     single_32: float
 
 
-def truth(model: nn.Module, shape: Sequence[int], seed: int) -> Truth:
+def truth(model: nn.Module, inputs: Inputs, targets: Tensor) -> Truth:
     """What plain autograd says about a batch."""
-    dtype = next(model.parameters()).dtype
-    inputs, targets = batch(shape, seed=seed, dtype=dtype)
-    gradients, _ = plain(copy.deepcopy(model).double(), inputs.double(), targets.double())
+    gradients, _ = plain(copy.deepcopy(model).double(), in_dtype(inputs, torch.float64), targets.double())
     return Truth(inputs, targets, gradients, worst(plain(model, inputs, targets)[0], gradients))
 
 
@@ -76,8 +75,8 @@ def recovered_error(model: nn.Module, plan: fedveil.Plan, known: Truth, setting:
 def network(build: Callable[[], nn.Module], shape: Sequence[int], seed: int) -> list[Result]:
     """One network under every setting."""
     double, single = built(build, seed), built(build, seed, torch.float32)
-    exact = truth(double, shape, seed)
-    rounded = [truth(single, shape, seed + number) for number in range(BATCHES)]
+    exact = truth(double, *batch(shape, seed=seed))
+    rounded = [truth(single, *batch(shape, seed=seed + number, dtype=torch.float32)) for number in range(BATCHES)]
     double_plan, single_plan = (
         fedveil.analyse(double, exact.inputs),
         fedveil.analyse(single, rounded[0].inputs),
@@ -117,11 +116,11 @@ def show_all(results: dict[str, list[Result]]) -> None:
     print(table(header, rows), end="\n\n")
 
 
-def progress(done: int, total: int) -> None:
+def progress(benchmark: str, done: int, total: int) -> None:
     """A counter, for people."""
     if sys.stderr.isatty():
         print(
-            f"\rexactness: {done} of {total} networks",
+            f"\r{benchmark}: {done} of {total} networks",
             end="\n" if done == total else "",
             file=sys.stderr,
             flush=True,
@@ -137,9 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # the networks are small: more threads only wait for one another
     results: dict[str, list[Result]] = {}
     for name, (build, shape) in ZOO.items():
-        progress(len(results), len(ZOO))
+        progress("exactness", len(results), len(ZOO))
         results[name] = network(build, shape, arguments.seed)
-    progress(len(results), len(ZOO))
+    progress("exactness", len(results), len(ZOO))
     if arguments.full:
         show_all(results)
     rows = [describe(name, found) for name, found in results.items()]

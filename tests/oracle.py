@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fedveil
+from fedveil.graph.inputs import Inputs, call, each
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -14,11 +15,16 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return 0.5 * (outputs - targets).pow(2).flatten(1).sum(1).mean()
 
 
-def plain(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def in_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """The same inputs, floating ones in another dtype."""
+    return each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
+
+
+def plain(model: nn.Module, inputs: Inputs, targets: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients and buffers after one pass, of a copy of the model."""
     model = copy.deepcopy(model)
     wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad(squared_error(model(inputs), targets), list(wanted.values()))
+    gradients = torch.autograd.grad(squared_error(call(model, inputs), targets), list(wanted.values()))
     return dict(zip(wanted, gradients, strict=True)), {k: b.clone() for k, b in model.named_buffers()}
 
 
@@ -60,7 +66,7 @@ def built(build, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module
 
 
 def veiled_round(  # type: ignore[no-untyped-def]
-    model: nn.Module, inputs: Tensor, targets: Tensor, *, seed: int | None = None, **noise
+    model: nn.Module, inputs: Inputs, targets: Tensor, *, seed: int | None = None, **noise
 ) -> fedveil.Recovered:
     """analyse, draw_secret, perturb, client_step, recover."""
     entropy = None if seed is None else fedveil.Entropy.for_tests(seed)
