@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import anchor, engine, exactness, memory, nodes, overhead, speed
+from benchmarks import analysis, anchor, architectures, engine, exactness, memory, nodes, overhead, server, speed
 from benchmarks.timing import machine
 
 
@@ -20,11 +20,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="threads of torch (default 2)")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
-    options = ["--threads", str(arguments.threads), *(["--quick"] if arguments.quick else [])]
+    quick = ["--quick"] if arguments.quick else []
+    options = ["--threads", str(arguments.threads), *quick]
     over = []
     for name, run, given in (
         ("exactness", exactness.main, []),
+        ("architectures", architectures.main, []),
+        ("analysis", analysis.main, quick),
         ("speed", speed.main, options),
+        ("server", server.main, options),
         ("memory", memory.main, []),
         ("anchor", anchor.main, []),
         ("nodes", nodes.main, options),
