@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     wanted = chosen(arguments.only)
     if not wanted:
-        parser.error(f"no network's name contains {arguments.only!r}: {', '.join(one.name for one in ARCHITECTURES)}")
+        parser.error(f"no network's name contains {arguments.only!r}: {'; '.join(one.name for one in ARCHITECTURES)}")
     torch.set_num_threads(1)  # the networks are small: more threads only wait for one another
     rows: list[list[str]] = []
     failed = False
