@@ -3,9 +3,10 @@
 FedveilError
 ├── BadArgument          a value that no call of this kind accepts (also a ValueError)
 ├── AnalysisError        the model cannot be veiled
-│   ├── NotTraceable     torch.fx cannot follow its forward
-│   ├── HeadNotLinear    its last operation is not a Linear, so no additive noise can be lifted again
-│   └── NothingToVeil    every axis is pinned: a veil would change nothing
+│   ├── NotTraceable     torch.export cannot follow its forward
+│   ├── HeadNotLinear    it does not end in a Linear or convolution, so no additive noise can be lifted again
+│   ├── NothingToVeil    every axis is pinned: a veil would change nothing
+│   └── TooLittleCovered less of it can be covered than was asked for
 ├── ModelMismatch        a model is not the one that was analysed or broadcast
 ├── SecretReused         a secret covers one broadcast, and this one has covered its own
 ├── Diverged             training left the finite numbers
@@ -40,15 +41,19 @@ class AnalysisError(FedveilError):
 
 
 class NotTraceable(AnalysisError):
-    """torch.fx cannot follow the model's forward."""
+    """torch.export cannot follow the model's forward."""
 
 
 class HeadNotLinear(AnalysisError):
-    """The model's last operation is not a Linear."""
+    """The model does not end in a Linear or convolution."""
 
 
 class NothingToVeil(AnalysisError):
     """Every axis of the model is pinned."""
+
+
+class TooLittleCovered(AnalysisError):
+    """Less of the model can be covered than was asked for."""
 
 
 class ModelMismatch(FedveilError):

@@ -67,7 +67,7 @@ ELEMENTWISE = {
     "sigmoid": (Do(torch.sigmoid), PINNED),
     "nn.ReLU6": (nn.ReLU6(), PINNED),
     "softmax": (Do(lambda x: x.softmax(1)), PINNED),
-    "x * x": (Do(lambda x: x * x), PINNED),
+    "x * x": (Do(lambda x: x * x), SIGNS),
     "x + 1": (Do(lambda x: x + 1), PINNED),
     "1 - x": (Do(lambda x: 1 - x), PINNED),
     "pad with ones": (Do(lambda x: F.pad(x, (1, 1, 1, 1), value=1.0)), PINNED),
@@ -271,17 +271,19 @@ def test_a_subclass_of_linear_is_followed_into_its_functional_form():
 
 @pytest.mark.parametrize("embedding", [nn.Embedding(9, 6, max_norm=1.0), nn.Embedding(9, 6, sparse=True)])
 def test_embeddings_with_odd_gradients_are_pinned(embedding):
-    plan = fedveil.analyse(
-        nn.Sequential(embedding, nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)), torch.zeros(1, 4).long()
-    )
+    model = nn.Sequential(embedding, nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    with pytest.warns(UserWarning, match="of the parameters' values are sent as they are, because 0 "):
+        plan = fedveil.analyse(model, torch.zeros(1, 4).long())
     assert any(where.startswith("0 (Embedding)") for where, _ in plan.pinned)
 
 
 def test_an_unknown_operation_pins_its_axis_and_the_plan_says_so():
-    model = built(stack(nn.Linear(5, 6), nn.Softmax(1), nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 3)))
-    plan = fedveil.analyse(model, torch.zeros(1, 5))
-    assert plan.pinned == (("1 (Softmax)", "there is no rule for it"),)
-    assert "1 (Softmax): there is no rule for it" in str(plan)
+    layers = (nn.Linear(5, 6), Do(torch.special.i0), nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 3))
+    model = built(stack(*layers))
+    with pytest.warns(UserWarning, match="33.0% of the parameters' values are sent as they are"):
+        plan = fedveil.analyse(model, torch.zeros(1, 5))
+    assert plan.pinned == (("1 (special_i0)", "there is no rule for it"),)
+    assert "1 (special_i0): there is no rule for it" in str(plan)
     weight = model[0].weight
     broadcast = fedveil.perturb(model, fedveil.draw_secret(plan))
     assert torch.equal(broadcast.parameters["0.weight"], weight)
@@ -290,11 +292,14 @@ def test_an_unknown_operation_pins_its_axis_and_the_plan_says_so():
     assert changed / sum(p.numel() for p in model.parameters()) == pytest.approx(plan.coverage, abs=0.02)
 
 
-def test_hooks_on_a_module_pin_its_axis():
+def test_hooks_are_followed_like_the_rest_of_forward():
     model = built(stack(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 3)))
     model[1].register_forward_hook(lambda module, inputs, output: output + 1)
-    plan = fedveil.analyse(model, torch.zeros(1, 5))
-    assert plan.pinned == (("1 (ReLU)", "it has forward hooks"),)
+    model[4].register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+    model.register_forward_hook(lambda module, inputs, output: None)
+    inputs, targets = batch((5,), 3)
+    assert fedveil.analyse(model, inputs).pinned == (("1 (ReLU)", "it adds a constant"),)
+    assert worst(veiled_round(model, inputs, targets, seed=0).gradients, plain(model, inputs, targets)[0]) < 1e-9
 
 
 def test_depthwise_ties_the_order_and_grouped_keeps_to_its_groups():
@@ -304,7 +309,7 @@ def test_depthwise_ties_the_order_and_grouped_keeps_to_its_groups():
     grouped = stack(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(96, 3))()
     cells = fedveil.analyse(grouped, torch.zeros(1, 3, 6, 6)).cells
     sizes = [int((cells == cell).sum()) for cell in set(cells.tolist()) - {0}]
-    assert sorted(sizes) == [2, 2, 3, 3]
+    assert sorted(sizes) == [1, 1, 2, 2, 3, 3]  # two inputs and three outputs per group, and the two groups themselves
 
 
 def test_a_permutation_really_moves_units():

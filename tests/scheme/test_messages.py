@@ -99,7 +99,10 @@ def test_the_view_is_the_papers_model_and_the_centred_view_its_base(sent):
     gamma = torch.from_numpy(secret._head.gamma)[head.partition] * head.direction
     entry = next(e for e in secret.plan.layout.entries if e.name == "5.weight")
     flat = torch.cat([p.detach().reshape(-1) for p in (*model.parameters(),)])
-    scaled = secret._sent.factors[entry.start : entry.stop] * flat[secret._sent.sources[entry.start : entry.stop]]
+    scaled = (
+        secret._sent.cover.factors[entry.start : entry.stop]
+        * flat[secret._sent.cover.sources[entry.start : entry.stop]]
+    )
     torch.testing.assert_close(view[-1].weight, scaled.view(10, 16) + gamma[:, None])
     torch.testing.assert_close(view[-1].bias, model[-1].bias + gamma)
     assert torch.equal(fedveil.client_view(model, broadcast, centred=True)[-1].weight, broadcast.parameters["5.weight"])

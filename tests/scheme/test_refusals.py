@@ -45,23 +45,21 @@ class WithBranch(nn.Module):
 
 
 def test_a_model_that_cannot_be_traced_is_named():
-    with refused(errors.NotTraceable, "inner: torch.fx cannot trace its forward", "Fix: let no `if`"):
+    with refused(errors.NotTraceable, "inner (Branching), line", "its forward looks at the values", "Fix: let no `if`"):
         fedveil.analyse(WithBranch(), torch.zeros(1, 3))
 
 
-def test_a_root_with_hooks_is_refused(model):
-    model.register_forward_hook(lambda *_: None)
-    with refused(errors.NotTraceable, "Sequential: it has forward hooks", "Fix: remove the hooks"):
-        fedveil.analyse(model, torch.zeros(1, 5))
-
-
 def test_an_example_of_the_wrong_shape_is_refused(model):
-    with refused(errors.NotTraceable, "0 (Linear): it fails on the example", "Fix: check that example_inputs"):
+    with refused(
+        errors.NotTraceable, "0 (Linear): torch.export cannot record its forward", "Fix: check that example_inputs"
+    ):
         fedveil.analyse(model, torch.zeros(1, 7))
 
 
 def test_an_example_without_a_batch_is_refused(model):
-    with refused(errors.BadArgument, "analyse: example input 0 is Tensor, not a tensor with a batch dimension"):
+    with refused(
+        errors.BadArgument, "analyse: example_inputs of type Tensor hold no tensor, or one without a batch dimension"
+    ):
         fedveil.analyse(model, torch.tensor(1.0))
 
 
@@ -70,18 +68,22 @@ def test_too_few_examples_are_refused():
         def forward(self, x, other):
             return x + other
 
-    with refused(errors.BadArgument, "forward wants an argument 'other' that example_inputs lacks"):
+    with refused(
+        errors.BadArgument,
+        "analyse: example_inputs do not fit forward: missing a required argument: 'other'",
+        "Fix: analyse(model, (first",
+    ):
         fedveil.analyse(Two(), torch.zeros(1, 5), head="exposed")
 
 
 @pytest.mark.parametrize(
     ("tail", "where"),
-    [(nn.Sigmoid(), "3: the model ends in Sigmoid"), (nn.ReLU(), "3: the model ends in ReLU")],
+    [(nn.Sigmoid(), "3 (Sigmoid): the model does not end"), (nn.ReLU(), "3 (ReLU): the model does not end")],
 )
 def test_a_head_that_is_not_linear_is_refused_with_the_way_out(tail, where):
     net = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3), tail)
     way_out = 'analyse(model, inputs, head="exposed"): then clients read the true predictions'
-    with refused(errors.HeadNotLinear, where, "not in a Linear", way_out):
+    with refused(errors.HeadNotLinear, where, "in a Linear or convolution", way_out):
         fedveil.analyse(net, torch.zeros(1, 5))
 
 
@@ -100,21 +102,23 @@ class HeadTwice(TwoOutputs):
 
 
 def test_two_outputs_are_refused():
-    with refused(errors.HeadNotLinear, "TwoOutputs: the model returns tuple, not one tensor"):
+    with refused(
+        errors.HeadNotLinear,
+        "TwoOutputs: the model returns more than one tensor, or a dict",
+        "Fix: return the logits alone",
+    ):
         fedveil.analyse(TwoOutputs(), torch.zeros(1, 5))
 
 
 def test_a_head_that_is_used_twice_is_refused():
     net = HeadTwice()
     net.fc = nn.Linear(5, 5)
-    with refused(errors.HeadNotLinear, "fc: the last Linear, or its weight, is used in more than one"):
+    with refused(
+        errors.HeadNotLinear,
+        "fc (Linear): the last layer's fc.weight is used in more than one place",
+        "Fix: give it a weight of its own",
+    ):
         fedveil.analyse(net, torch.zeros(1, 5))
-
-
-def test_a_head_with_hooks_is_refused(model):
-    model[2].register_forward_hook(lambda *_: None)
-    with refused(errors.HeadNotLinear, "2: the last Linear has forward hooks"):
-        fedveil.analyse(model, torch.zeros(1, 5))
 
 
 def test_a_model_of_which_nothing_would_be_perturbed_is_refused():

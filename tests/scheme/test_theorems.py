@@ -16,11 +16,10 @@ def units(secret, name):
     """Factor and source of each row of a weight."""
     plan = secret.plan
     entry = next(entry for entry in plan.layout.entries if entry.name == name)
-    slots = plan.rows[entry.start : entry.stop : math.prod(entry.shape[1:])].numpy()
-    moved = plan.slots.shifts(secret._noise.members)[slots] // math.prod(entry.shape[1:])
-    return torch.from_numpy(secret._noise.scale[plan.slots.unit[slots]]), torch.arange(
-        entry.shape[0]
-    ) + torch.from_numpy(moved)
+    rows, columns = entry.shape
+    scale, order = (side[0, entry.start : entry.stop : columns].numpy() for side in (plan.pool.scale, plan.pool.order))
+    moved = plan.slots.shifts(secret._noise.members)[order] // columns
+    return torch.from_numpy(secret._noise.scale[plan.slots.unit[scale]]), torch.arange(rows) + torch.from_numpy(moved)
 
 
 def hidden_outputs(model, inputs):
@@ -67,7 +66,7 @@ def test_theorem_2_the_perturbed_gradient_is_the_true_one_scaled_plus_r_sigma_mi
     dalpha = torch.autograd.grad(alpha, weights, retain_graph=True, materialize_grads=True)
     dy = jacobians(y[0], weights)
     r = torch.from_numpy(secret._head.gamma[secret._head.partition]) * secret._head.direction
-    R = [secret._sent.factors[e.start : e.stop].view(e.shape) for e in secret.plan.layout.trainable]
+    R = [secret._sent.cover.factors[e.start : e.stop].view(e.shape) for e in secret.plan.layout.trainable]
     truth = plain(model, inputs, targets)[0].values()
     for layer, true in enumerate(truth):
         sigma = [alpha * dy[i][layer] + delta[i] * dalpha[layer] for i in range(3)]

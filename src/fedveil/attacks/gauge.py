@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedveil.graph.plan import Plan
 from fedveil.graph.symmetry import Symmetry
+from fedveil.graph.tables import Pool, build_pool
 
 Reals = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -20,9 +21,9 @@ MOST_STEPS = 5000
 SETTLED = 1e-13  # of a logarithm of a factor
 
 
-def _sides(plan: Plan) -> tuple[Integers, Integers]:
-    """The two slots of each element of the flat vector."""
-    return plan.rows.cpu().numpy().astype(np.int64), plan.columns.cpu().numpy().astype(np.int64)
+def _sides(plan: Plan) -> Pool:
+    """The slots of each element of the flat vector of all tensors."""
+    return build_pool(plan.layout.entries, dict(plan.pieces), plan.layout.device)
 
 
 def least_factors(plan: Plan, flat: Reals) -> Reals:
@@ -34,8 +35,8 @@ def least_factors(plan: Plan, flat: Reals) -> Reals:
     """
     p, slots = plan.layout.parameters, plan.slots
     free = (plan.symmetries & Symmetry.POSITIVE) > 0
-    units = [slots.unit[side[:p]] for side in _sides(plan)]
-    powers = [slots.power[side[:p]] for side in _sides(plan)]
+    sides = [side[:p].cpu().numpy() for side in _sides(plan).scale]
+    units, powers = [slots.unit[side] for side in sides], [slots.power[side] for side in sides]
     t = np.zeros(slots.classes)
     for _ in range(MOST_STEPS):
         squares = (flat[:p] * np.exp(sum(w * t[u] for u, w in zip(units, powers, strict=True)))) ** 2
@@ -56,7 +57,7 @@ def signs(plan: Plan, flat: Reals) -> Reals:
     """+1 or -1 a scale class that takes signs: what leads into a unit gets a positive sum of cubes."""
     p, slots = plan.layout.parameters, plan.slots
     free = (plan.symmetries & Symmetry.SIGN) > 0
-    rows = _sides(plan)[0][:p]
+    rows = _sides(plan).scale[0][:p].cpu().numpy()
     into = slots.power[rows] > 0
     cubes = np.bincount(slots.unit[rows][into], flat[:p][into] ** 3, slots.classes)
     return np.where(free & (cubes < 0), -1.0, 1.0)
@@ -64,8 +65,7 @@ def signs(plan: Plan, flat: Reals) -> Reals:
 
 def scaled(plan: Plan, flat: Tensor, factors: Reals) -> Tensor:
     """The member of the orbit that these factors lead to."""
-    by_slot = torch.from_numpy(plan.slots.factors(factors)).to(flat)
-    return flat * by_slot[plan.rows.long()] * by_slot[plan.columns.long()]
+    return flat * _sides(plan).factors(torch.from_numpy(plan.slots.factors(factors)).to(flat))
 
 
 def canonical(plan: Plan, flat: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ def canonical(plan: Plan, flat: Tensor) -> Tensor:
 
 def _profiles(plan: Plan, slots: Integers, values: Reals) -> dict[int, Reals]:
     """For each order class that a tensor's axis moves: its elements by size, which no permutation changes."""
-    order, moves = plan.slots.order[slots], plan.slots.stride[slots] > 0
-    order, values = order[moves & (plan.cells[order] > 0)], values[moves & (plan.cells[order] > 0)]
+    order = plan.slots.order[slots]
+    order, values = order[plan.cells[order] > 0], values[plan.cells[order] > 0]
     by_class = np.lexsort((values, order))
     classes, starts = np.unique(order[by_class], return_index=True)
     return dict(zip(classes.tolist(), np.split(values[by_class], starts[1:]), strict=True)) if len(classes) else {}
@@ -87,10 +87,10 @@ def _profiles(plan: Plan, slots: Integers, values: Reals) -> dict[int, Reals]:
 def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
     """What identifies each order class: all the parameters that lead into it and out of it, each tensor's by size."""
     found: dict[int, list[Reals]] = {}
-    for side in _sides(plan):
+    for side in _sides(plan).order:
         for entry in plan.layout.trainable + plan.layout.frozen:
             inside = slice(entry.start, entry.stop)
-            for order, values in _profiles(plan, side[inside], flat[inside]).items():
+            for order, values in _profiles(plan, side[inside].cpu().numpy(), flat[inside]).items():
                 found.setdefault(order, []).append(values)
     return {order: np.concatenate(parts) for order, parts in found.items()}
 
@@ -102,12 +102,11 @@ def matched(plan: Plan, flat: Tensor, reference: Tensor) -> Tensor:
     fingerprints add up to the least (the Hungarian method).
     """
     own, wanted = (fingerprints(plan, vector.double().cpu().numpy()) for vector in (flat, reference))
-    members = np.zeros(len(plan.cells), dtype=np.int64)
+    members = plan.orders.members.copy()
     for cell in np.unique(plan.cells[plan.cells > 0]):
         classes = np.flatnonzero(plan.cells == cell)
         here, there = (np.stack([prints[int(c)] for c in classes]) for prints in (own, wanted))
         apart = (there**2).sum(1)[:, None] + (here**2).sum(1) - 2 * there @ here.T
-        members[classes] = linear_sum_assignment(apart)[1]
+        members[classes] = plan.orders.members[classes].min() + linear_sum_assignment(apart)[1]
     shifts = torch.from_numpy(plan.slots.shifts(members)).to(flat.device)
-    sources = plan.arange + shifts[plan.rows.long()] + shifts[plan.columns.long()]
-    return flat[sources]
+    return flat[_sides(plan).sources(shifts)]

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from fedveil.defences.interface import Aggregate, Stateless
 from fedveil.defences.plain import Plain, PlainUpdate, tensors_of
 from fedveil.errors import AnalysisError, BadArgument
-from fedveil.graph.trace import find_head, symbolic
+from fedveil.graph.export import export
+from fedveil.graph.head import find_head
+from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy, Loss, SquaredError
 from fedveil.scheme.losses import per_sample
 
@@ -113,7 +115,7 @@ class SPN(Stateless):
 
     def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
         """Find where the model parts into body and classifier."""
-        self._split = find_split(model)
+        self._split = find_split(model, example)
         self._loss = loss
         self._plain.prepare(model, example, loss)
 
@@ -226,14 +228,17 @@ def _entering(module: nn.Module) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def find_split(model: nn.Module) -> Split:
+def find_split(model: nn.Module, example: Inputs) -> Split:
     """The last Linear: the one that a veil would cover."""
+    what = "SPN reads what enters the model's last Linear: it must end the model and be used once"
+    fix = "end the model in nn.Linear, put what follows it into the loss, and let torch.export record it"
     try:
-        head = find_head(model, symbolic(model))
+        head, _ = find_head(model, export(model, example), example)
     except AnalysisError as error:
-        what = "SPN reads what enters the model's last Linear: it must end the model, be used once and have no hooks"
-        fix = "end the model in nn.Linear, put what follows it into the loss, and let torch.fx trace it"
         raise BadArgument(error.where, what, fix) from error
+    last = model.get_submodule(head.path)
+    if not isinstance(last, nn.Linear) or head.weight != f"{head.path}.weight".lstrip("."):
+        raise BadArgument(head.path or type(model).__name__, what, fix)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained - {head.weight, head.bias}:
         what = "nothing but the last Linear is trained, and SPN leaves its gradient as it is"

@@ -1,41 +1,60 @@
 """From a model to its plan."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection
 from typing import Literal
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from fedveil.errors import AnalysisError, BadArgument, NothingToVeil
+from fedveil.errors import AnalysisError, BadArgument, NothingToVeil, TooLittleCovered
+from fedveil.graph.export import export
+from fedveil.graph.head import find_head
+from fedveil.graph.inputs import Inputs
 from fedveil.graph.plan import Plan, build_plan
-from fedveil.graph.trace import trace
+from fedveil.graph.walk import Walk
+
+MOST_BARE = 0.1  # share of the parameters' values that may be sent as they are without a warning
 
 
 def analyse(
     model: nn.Module,
-    example_inputs: Tensor | Sequence[Tensor],
+    example_inputs: Inputs,
     *,
     head: Literal["linear", "exposed"] = "linear",
+    min_coverage: float = 0.0,
+    public: Collection[str] = (),
 ) -> Plan:
-    """Find out which noise each part of a model lets through.
+    """Find out which layers of a model can be masked, and how.
 
-    Nothing is run on real numbers and nothing in the model is changed; only shapes, dtypes and the modes (train or
-    eval) of its modules matter, and the plan holds for the model in those modes.
+    Nothing is run on real numbers and nothing in the model is changed: torch.export records the operations of a forward
+    pass on the shapes, dtypes and modes (train or eval) of the model, and the plan holds for these. Operations without
+    a rule let no noise through, and the plan names them.
 
     Args:
-        model: any network that torch.fx can trace. Operations without a rule pin the axes they touch.
-        example_inputs: one tensor, or one for each argument of forward; the first dimension counts samples.
-        head: "linear" asks for a model that ends in nn.Linear, whose weight takes the additive noise. "exposed"
+        model: any network that torch.export can record.
+        example_inputs: one tensor, a tuple with one per argument of forward, or a dict of keyword arguments; the first
+            dimension of each counts samples.
+        head: "linear" asks for a model that ends in a Linear or a convolution, which is masked additively. "exposed"
             takes any model and does without: **clients then read the true predictions**, only hidden layers are
             covered.
+        min_coverage: refuse a model of which less than this share of the parameters' values can be covered.
+        public: names, or beginnings of names, of parameters whose values clients know, such as a published backbone;
+            `plan.known` then counts what they reveal.
 
     Returns:
-        The plan. `print(plan)` shows axes, symmetries, and what is pinned and why.
+        The plan. `print(plan)` shows axes, symmetries, and what is pinned and why; `plan.shares` how much of the model
+        is covered.
 
     Raises:
-        NotTraceable: torch.fx cannot follow forward.
-        HeadNotLinear: the model does not end in nn.Linear, and `head` is not "exposed".
+        NotTraceable: torch.export cannot follow forward.
+        HeadNotLinear: the model does not end in a Linear or convolution, and `head` is not "exposed".
         NothingToVeil: every axis is pinned.
-        AnalysisError: no parameter wants a gradient, or tensors differ in dtype or device.
+        TooLittleCovered: less than `min_coverage` can be covered.
+        AnalysisError: no parameter wants a gradient, tensors differ in dtype or device, or are not float32 or float64.
+
+    Warns:
+        UserWarning: more than a tenth of the parameters' values would be sent as they are.
 
     >>> import torch, fedveil
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -44,13 +63,38 @@ def analyse(
     """
     if head not in ("linear", "exposed"):
         raise BadArgument("analyse", f'head is {head!r}, not one of "linear", "exposed"')
-    plan = build_plan(model, trace(model, example_inputs, exposed=head == "exposed"))
+    if not 0 <= min_coverage <= 1:
+        raise BadArgument("analyse", f"min_coverage must be from 0 to 1, got {min_coverage}")
+    check_precision(model)
+    exported = export(model, example_inputs)
+    found, node = (None, None) if head == "exposed" else find_head(model, exported, example_inputs)
+    walk = Walk(exported, node)
+    walk.run()
+    plan = build_plan(model, walk, found, public)
     if not plan.layout.trainable:
         fix = "model.requires_grad_(True) for what is to be trained"
         raise AnalysisError(plan.model_name, "no parameter that forward reads wants a gradient", fix)
-    hidden = bool((plan.symmetries > 0).any() or (plan.cells > 0).any())
-    if not hidden and plan.head is None:
-        reasons = "; ".join(f"{where}: {why}" for where, why in plan.pinned[:3]) or "it has no hidden axis"
+    reasons = "; ".join(f"{where}: {why}" for where, why in plan.pinned[:3]) or "it has no hidden axis"
+    if plan.head is None and plan.coverage == 0:
         fix = "let two layers with weights stand around a ReLU, BatchNorm or pooling, or use the linear head's noise"
         raise NothingToVeil(plan.model_name, f"a veil would change nothing, because {reasons}", fix)
+    bare = plan.shares["bare"]
+    if plan.coverage < min_coverage:
+        what = (
+            f"{plan.coverage:.1%} of its values can be covered, less than the {min_coverage:.1%} asked for: {reasons}"
+        )
+        raise TooLittleCovered(
+            plan.model_name, what, "print(analyse(...)) shows what is pinned and why; or a lower bound"
+        )
+    if bare > MOST_BARE:
+        what = f"{plan.model_name}: {bare:.1%} of the parameters' values are sent as they are, because {reasons}."
+        warnings.warn(f"{what} print(plan) shows all; min_coverage= refuses such a model.", UserWarning, stacklevel=2)
     return plan
+
+
+def check_precision(model: nn.Module) -> None:
+    """Refuse a model in half precision."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-6):
+            what = f"it is {tensor.dtype}: factors and sums of a veil would lose more digits than plain training does"
+            raise AnalysisError(name, what, "model.float(); float32 and float64 are as exact as plain training")

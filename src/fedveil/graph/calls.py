@@ -1,55 +1,88 @@
-"""One operation of a traced model, as a rule sees it, and the registry of rules."""
+"""One operation of an exported model, as a rule sees it, and the registry of rules."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedveil.graph.ledger import Attachment, Ledger, Replay, Units, pinned
+from fedveil.graph.ledger import Ledger, Region
 from fedveil.graph.symmetry import Symmetry
+from fedveil.graph.units import Dims, Units, aligned
+
+MOST_ELEMENTS = 2**20  # of a parameter that is used element by element
 
 
 class NoRule(Exception):
     """An operation, or this use of it, has no rule; the text says why."""
 
 
+def differing(value: Tensor) -> Dims:
+    """The dims along which a tensor's elements may differ: not those along which it is broadcast."""
+    return frozenset(d for d in range(value.dim()) if value.shape[d] > 1 and value.stride(d) != 0)
+
+
+NONE = Units()
+
+
 @dataclass(eq=False)
 class Activation:
-    """A tensor of the traced model: its shape (a meta tensor) and its units."""
+    """A tensor that forward computes: its shape (a fake tensor), its units, and whether it is all zeros."""
 
     value: Tensor
-    units: Units
+    units: Units = NONE
+    zero: bool = False
 
 
 @dataclass(eq=False)
-class Constant(Activation):
-    """A tensor that neither inputs nor parameters reach."""
+class Stored:
+    """A parameter or buffer of the model, or a view of one.
 
-
-@dataclass(eq=False)
-class RawParameter:
-    """A parameter that forward reads by itself; used as an activation, each of its elements begins a unit."""
+    Where an operation has no special use for it, it counts as an activation: every element of a parameter begins
+    units of its own, and a buffer carries none.
+    """
 
     value: Tensor
     name: str
+    is_parameter: bool
     ledger: Ledger
+    known: dict[Any, Units]
 
-    @cached_property
+    zero = False
+
+    @property
     def units(self) -> Units:
-        """New units, one an element."""
-        shape = self.value.shape
-        units = self.ledger.fresh(self.value.numel(), self.name)
-        index = torch.arange(self.value.numel()).reshape(shape)
-        self.ledger.attach(self.name, Attachment(units, index, 1))
-        return units.each(lambda t: t.reshape(shape))
+        """As an activation."""
+        if not self.is_parameter:
+            return Units()
+        place = (self.name, self.value.storage_offset(), tuple(self.value.shape), tuple(self.value.stride()))
+        if place not in self.known:
+            shape = self.value.shape
+            if shape.numel() > MOST_ELEMENTS:
+                self.leave_bare(self.name, "its elements are used one by one, and it is too large for that")
+                return Units()
+            units = Units((self.ledger.fresh_scale(shape, self.name),), (self.ledger.fresh_order(shape),))
+            self.known[place] = units
+            self.attach(units)
+        return self.known[place]
+
+    def attach(self, units: Units, shape: Sequence[int] | None = None, strides: Sequence[int] | None = None) -> None:
+        """Tie it, or a reshaped view of it, to its noise."""
+        own = tuple(shape if shape is not None else self.value.shape)
+        steps = tuple(strides if strides is not None else self.value.stride())
+        self.ledger.attach(self.name, Region(int(self.value.storage_offset()), own, steps, units))
+
+    def leave_bare(self, where: str, why: str) -> None:
+        """No noise on it."""
+        if self.is_parameter:
+            self.attach(Units())
+            self.ledger.note(where, why)
 
 
-Traced = Activation | RawParameter
-Outcome = Units | Sequence[Units]
+Traced = Activation | Stored
+Outcome = Units | Activation | Sequence[Units | None]
 
 
 @dataclass(eq=False)
@@ -57,111 +90,99 @@ class Call:
     """An operation with its operands.
 
     Attributes:
-        target: the module, function or method name that is called.
-        path: of the module, or of the module in whose forward the function is called.
-        args: positional arguments, with tensors as `Activation` or `RawParameter`.
-        kwargs: the other arguments.
-        output: what it returns, in meta tensors.
-        names: full name of a tensor of the model -> the name under which it is known (tied tensors have several).
+        name: of the ATen operation, without overload and without the underscore of an operation in place.
+        where: the operation's place in the model, for people.
+        arguments: by the name that the operation's schema gives them; tensors as `Activation` or `Stored`.
+        output: what it returns, in fake tensors.
+        run: the operation itself, as a function of its arguments.
         ledger: where rules write.
     """
 
-    target: nn.Module | Callable[..., Any] | str
-    path: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    name: str
+    where: str
+    arguments: Mapping[str, Any]
     output: Any
-    names: dict[str, str]
+    run: Callable[..., Any]
     ledger: Ledger
     operands: list[Traced] = field(init=False)
 
     def __post_init__(self) -> None:
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        self.operands = [leaf for leaf in leaves if isinstance(leaf, Activation | RawParameter)]
+        leaves = pytree.tree_leaves(dict(self.arguments))
+        self.operands = [leaf for leaf in leaves if isinstance(leaf, Activation | Stored)]
 
-    @property
-    def module(self) -> Any:
-        """The module that is called."""
-        return self.target
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
 
-    @property
-    def key(self) -> Any:
-        """What its rule is registered under."""
-        return type(self.target) if isinstance(self.target, nn.Module) else self.target
-
-    @property
-    def operation(self) -> str:
-        """What the operation is called."""
-        if isinstance(self.target, nn.Module):
-            return type(self.target).__name__
-        return self.target if isinstance(self.target, str) else self.target.__name__
-
-    @property
-    def where(self) -> str:
-        """Where the operation stands in the model."""
-        return f"{self.path} ({self.operation})" if self.path else self.operation
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The first of these arguments that the operation has."""
+        return next((self.arguments[name] for name in names if name in self.arguments), default)
 
     @property
     def x(self) -> Traced:
         """The first tensor."""
         return self.operands[0]
 
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument of a function or method, given by position or by name."""
-        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+    @property
+    def rank(self) -> int:
+        """Dims of the output."""
+        return len(self.output.shape)
 
-    def tensor_name(self, attribute: str) -> str:
-        """The known name of the module's tensor `attribute`."""
-        full = f"{self.path}.{attribute}" if self.path else attribute
-        return self.names[full]
-
-    def limit(self, units: Units, symmetry: Symmetry, why: str | None = None) -> None:
-        """Record that only factors of `symmetry` pass this operation."""
-        words = {0: "no factor", 1: "signs only", 2: "positive factors only"}
-        if symmetry != Symmetry.EVERYTHING:
-            self.ledger.limit(units, symmetry, self.where, why or f"it lets {words[int(symmetry)]} through")
-
-    def run(self, tensors: Sequence[Any]) -> Any:
-        """Run the operation on other tensors in place of its operands."""
-        given = dict(zip(map(id, self.operands), tensors, strict=True))
-        args, kwargs = pytree.tree_map(lambda leaf: given.get(id(leaf), leaf), (self.args, self.kwargs))
-        if isinstance(self.target, str):
-            return getattr(args[0], self.target)(*args[1:], **kwargs)
-        return self.target(*args, **kwargs)
-
-    def replay(self, pick: int | None = None) -> Replay:
-        """The operation as a function of integer tensors; float64 holds them exactly and every operation takes it."""
-
-        def operation(tensors: Sequence[Tensor]) -> Tensor:
-            out = self.run([t.contiguous().double() for t in tensors])
-            result: Tensor = (out if pick is None else out[pick]).long()
-            return result
-
-        return operation
+    def dim(self, name: str = "dim", of: Traced | None = None) -> int:
+        """A dim that is given as an argument, counted from 0."""
+        found = self.arguments[name] % max(1, (of or self.x).value.dim())
+        assert isinstance(found, int)
+        return found
 
     def broadcast(self, operand: Traced) -> Units:
-        """The operand's units, broadcast to the shape of the output."""
-        shape = self.output.shape
-        if operand.units.shape == shape:
-            return operand.units
-        return self.ledger.replay(lambda t: t[0].expand(shape), [operand.units], self.where)
+        """The operand's units, with as many dims as the output."""
+        return operand.units.each(lambda factor: aligned(factor, self.rank))
 
-    def pinned_output(self) -> Any:
-        """Units of the output with nothing on it."""
-        return pytree.tree_map_only(Tensor, lambda t: pinned(t.shape), self.output)
+    def differs(self, operand: Traced) -> Dims:
+        """The dims of the output along which the operand's elements may differ."""
+        ahead = self.rank - operand.value.dim()
+        return frozenset(d + ahead for d in differing(operand.value))
+
+    def limit(self, factors: Sequence[Tensor], symmetry: Symmetry, why: str | None = None) -> None:
+        """Record that only numbers of `symmetry` pass this operation."""
+        self.ledger.limit(factors, symmetry, self.where, why)
+
+    def unscaled(self, units: Units, why: str | None = None) -> Units:
+        """Units that lose their factors here, because none passes."""
+        self.limit(units.scale, Symmetry.NOTHING, why)
+        return units.unscaled()
 
 
 Rule = Callable[[Call], Outcome]
-RULES: dict[Hashable, Rule] = {}
+Kept = TypeVar("Kept", bound=Callable[..., Outcome])
+RULES: dict[str, Rule] = {}
 
 
-def rule(*targets: Hashable) -> Callable[[Rule], Rule]:
-    """Register a rule for module types, functions and method names."""
+def rule(*names: str) -> Callable[[Kept], Kept]:
+    """Register a rule for ATen operations."""
 
-    def register(function: Rule) -> Rule:
-        for target in targets:
-            assert target not in RULES, f"two rules for {target}"
-            RULES[target] = function
+    def register(function: Kept) -> Kept:
+        for name in names:
+            assert name not in RULES, f"two rules for {name}"
+            RULES[name] = function
         return function
 
     return register
+
+
+def tensor(argument: Any) -> Traced:
+    """An argument that must be a tensor."""
+    if not isinstance(argument, Activation | Stored):
+        raise NoRule(f"it has an operand of type {type(argument).__name__}")
+    return argument
+
+
+def stored(argument: Any) -> Stored:
+    """An argument that must be a parameter or buffer of the model as it stands."""
+    if isinstance(argument, Stored):
+        return argument
+    raise NoRule("its weight is not a parameter as it stands, but computed")
+
+
+def zeros(shape: Sequence[int]) -> Tensor:
+    """A factor's worth of 0."""
+    return torch.zeros(tuple(shape), dtype=torch.int64)

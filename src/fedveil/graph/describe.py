@@ -21,7 +21,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "model": plan.model_name,
         **_count(plan),
         "coverage": plan.coverage,
-        "moved": plan.moved,
+        "shares": dict(plan.shares),
+        "known": {"names": list(plan.known.names), "share": plan.known.share},
         "head": plan.head.path if plan.head else None,
         "outputs": plan.head.outputs if plan.head else None,
         "axes": [
@@ -38,6 +39,26 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
+def in_words(plan: Plan) -> str:
+    """The shares in a line."""
+    shares = plan.shares
+    return (
+        f"{shares['scaled']:.1%} scaled by secret factors or masked, {shares['signed']:.1%} changed in sign, "
+        f"{shares['moved']:.1%} only moved, {shares['bare']:.1%} bare"
+    )
+
+
+def known_in_words(plan: Plan) -> str | None:
+    """What clients know beforehand, in a sentence; None if nothing that matters."""
+    if not plan.known.share:
+        return None
+    names = ", ".join(plan.known.names[:3]) + (", ..." if len(plan.known.names) > 3 else "")
+    return (
+        f"The factors of {plan.known.share:.1%} of the values follow from values that clients know "
+        f"({names}): these values are no better covered than by their secret places and signs."
+    )
+
+
 def _names(names: tuple[str, ...]) -> str:
     return names[0] + (f" (+{len(names) - 1})" if len(names) > 1 else "")
 
@@ -45,17 +66,14 @@ def _names(names: tuple[str, ...]) -> str:
 def describe(plan: Plan) -> str:
     """The plan as a table: axes, their factors, what limits them; then what is pinned and why."""
     head = (
-        f"head {plan.head.path} with {plan.head.outputs} outputs takes the additive noise"
+        f"the final layer, {plan.head.path or plan.head.weight} with {plan.head.outputs} outputs, is masked additively"
         if plan.head
         else "HEAD EXPOSED: no additive noise, clients read the true predictions"
     )
-    lines = [
-        f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters, "
-        f"{plan.coverage:.1%} of them changed by a veil, {plan.moved:.1%} moved by a permutation",
-        head,
-        "",
-    ]
-    rows = [("axis written by", "units", "factors", "limited by")]
+    lines = [f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {in_words(plan)}", head]
+    known = known_in_words(plan)
+    lines += [known, ""] if known else [""]
+    rows = [("channels from", "units", "factors", "limited by")]
     for axis in plan.axes:
         limits = Counter(why for _, why in axis.limited_by)
         first = next((f"{where}: {why}" for where, why in axis.limited_by), "")
@@ -72,7 +90,7 @@ def describe(plan: Plan) -> str:
     for name, units, factors, why in rows:
         lines.append(f"  {name:<{widths[0]}}  {units:>{widths[1]}}  {factors:<{widths[2]}}  {why}".rstrip())
     if plan.pinned:
-        lines += ["", "pinned, because"]
+        lines += ["", "no factor passes"]
         lines += [f"  {where}: {why}" for where, why in plan.pinned]
     if plan.layout.unused:
         lines += ["", "never read by forward, so neither sent nor trained: " + ", ".join(plan.layout.unused)]

@@ -1,133 +1,25 @@
-"""The book in which rules write down which numbers share noise.
+"""The book in which rules write down which numbers share noise, and what limits it.
 
-Every element of every activation belongs to two *units*: a scale unit (which secret factor multiplies it) and an
-order unit (with which others it may trade places). Both are integers, so an activation is described by two integer
-tensors of its own shape, and reshaping, slicing or concatenating an activation is the same operation done to its
-units. Unit 0 is pinned: factor 1, own place.
+Rules only add lines: units that are one, factors that an operation does not let through, places that must stay, blocks
+of units that trade places together. `solve.py` adds it all up when the walk over the model is over.
 
-A permutation acts on order units. It moves the k-th element of unit u to the k-th element of unit v in every
-activation at once, which is a symmetry of the network if every operation uses u and v alike. `mark` records how an
-operation uses them; units with equal records form a *cell*, within which any permutation is allowed.
+A permutation acts on order units. It moves the k-th element of unit u to the k-th element of unit v in every tensor at
+once, which is a symmetry of the network if every operation uses u and v alike. A `Mark` records how an operation uses
+units; a `Block` that a few of them (the features of a head, the channels of a group) only move as a whole.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.graph.symmetry import Symmetry
+from fedveil.graph.units import Dims, Units, first_along, varying
 
-Integers = NDArray[np.int64]
-Replay = Callable[[Sequence[Tensor]], Tensor]
-
-
-class Units(NamedTuple):
-    """The units of a tensor's elements: two integer tensors of its shape."""
-
-    scale: Tensor
-    order: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the tensor described."""
-        return self.scale.shape
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Units":
-        """Both tensors, changed alike."""
-        return Units(change(self.scale), change(self.order))
-
-
-def pinned(shape: Sequence[int]) -> Units:
-    """Units of a tensor that no noise touches."""
-    zeros = torch.zeros((), dtype=torch.int64).expand(tuple(shape))
-    return Units(zeros, zeros)
-
-
-def spread(units: Units, shape: Sequence[int], dim: int) -> Units:
-    """Units of a tensor of `shape` whose `dim` has the 1-d `units` and whose other dims repeat them."""
-    view = [1] * len(shape)
-    view[dim] = -1
-    return units.each(lambda t: t.reshape(view).expand(tuple(shape)))
-
-
-def ranks(labels: Integers) -> Integers:
-    """For each position, how many earlier positions have the same label."""
-    by_label = np.argsort(labels, kind="stable")
-    place = np.arange(labels.size)
-    starts = np.flatnonzero(np.diff(labels[by_label], prepend=labels[by_label][:1] - 1))
-    out = np.empty_like(place)
-    out[by_label] = place - np.repeat(starts, np.diff(np.append(starts, labels.size)))
-    return out
-
-
-class Classes:
-    """Union-find over integers; 0 always stays its own representative."""
-
-    def __init__(self) -> None:
-        self._parent = [0]
-
-    def __len__(self) -> int:
-        return len(self._parent)
-
-    def grow(self, count: int) -> Tensor:
-        """`count` new members, as a 1-d tensor."""
-        first = len(self._parent)
-        self._parent.extend(range(first, first + count))
-        return torch.arange(first, first + count)
-
-    def find(self, member: int) -> int:
-        """The representative of `member`."""
-        parent = self._parent
-        while parent[member] != member:
-            parent[member] = parent[parent[member]]
-            member = parent[member]
-        return member
-
-    def unite(self, a: Tensor, b: Tensor) -> None:
-        """Put each element of `a` in one class with the element of `b` at its place."""
-        shape = torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call]
-        a, b = a.expand(shape), b.expand(shape)
-        for dim in range(a.dim()):  # a dim along which both are constant by construction needs one look
-            if a.stride(dim) == 0 and b.stride(dim) == 0:
-                a, b = a.narrow(dim, 0, 1), b.narrow(dim, 0, 1)
-        differ = a != b
-        pairs = set(zip(a[differ].tolist(), b[differ].tolist(), strict=True))
-        for left, right in sorted(pairs):
-            low, high = sorted((self.find(left), self.find(right)))
-            self._parent[high] = low
-
-    def representatives(self) -> Integers:
-        """The representative of every member."""
-        return np.array([self.find(member) for member in range(len(self._parent))], dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class Attachment:
-    """Ties the elements of a parameter or buffer to a 1-d list of units.
-
-    Attributes:
-        units: the list.
-        index: for each element its place in the list; broadcastable to the tensor's shape.
-        stride: how far apart, in the flat tensor, elements of neighbouring places are.
-        power: +1 if the unit's factor multiplies the element, -1 if it divides.
-        moves: whether the element moves with its unit.
-    """
-
-    units: Units
-    index: Tensor
-    stride: int
-    power: int = 1
-    moves: bool = True
-
-    def same_form(self, other: "Attachment") -> bool:
-        """Whether both tie the same elements in the same way."""
-        mine = (self.stride, self.power, self.moves, self.units.shape)
-        theirs = (other.stride, other.power, other.moves, other.units.shape)
-        return mine == theirs and torch.equal(self.index, other.index)
+Rank = Callable[[Tensor], Tensor]
+WORDS = {0: "no factor", 1: "signs only", 2: "positive factors only"}
 
 
 @dataclass(frozen=True)
@@ -142,7 +34,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Birth:
-    """An operation at whose output new scale units begin."""
+    """A tensor of the model at which new scale units begin."""
 
     where: str
     members: Tensor
@@ -153,50 +45,129 @@ class Mark:
     """How an operation uses order units: they stay exchangeable if their values, in order of place, are equal."""
 
     order: Tensor
-    values: Callable[[Callable[[Tensor], Tensor]], Tensor]
+    values: Callable[[Rank], Tensor]
 
 
+@dataclass(frozen=True)
+class Block:
+    """Rows of order units that stay together; each row has a parent unit, which moves when the row does."""
+
+    children: Tensor
+    parents: Tensor
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a parameter or buffer, as a strided view of its flat elements, and the noise on it."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    units: Units
+
+    def sorted(self) -> "Region":
+        """The same elements with the largest stride first: a transposed view is the same region."""
+        dims = sorted(range(len(self.shape)), key=lambda d: (-self.strides[d], d))
+        shape, strides = (tuple(values[d] for d in dims) for values in (self.shape, self.strides))
+        return Region(self.offset, shape, strides, self.units.each(lambda factor: factor.permute(dims)))
+
+    @property
+    def place(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Which elements these are."""
+        return self.offset, self.shape, self.strides
+
+
+@dataclass
 class Ledger:
-    """Units, what unites them, what limits them, and the parameters tied to them."""
+    """Units, what unites them, what limits them, and the tensors of the model that carry them."""
 
-    def __init__(self) -> None:
-        self.scale = Classes()
-        self.order = Classes()
-        self.births: list[Birth] = []
-        self.limits: list[Limit] = []
-        self.marks: list[Mark] = []
-        self.attachments: dict[str, tuple[Attachment, ...]] = {}
+    scales: int = 1
+    orders: int = 1
+    scale_pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    order_pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    births: list[Birth] = field(default_factory=list)
+    limits: list[Limit] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    regions: dict[str, list[Region]] = field(default_factory=dict)
 
-    def fresh_scale(self, count: int, where: str) -> Tensor:
-        """New scale units, named after the operation that writes them."""
-        members = self.scale.grow(count)
-        self.births.append(Birth(where, members))
-        return members
+    # New units.
 
-    def fresh(self, count: int, where: str) -> Units:
-        """New units: an axis begins."""
-        units = Units(self.fresh_scale(count, where), self.order.grow(count))
-        self.count(units.order)
+    def fresh_scale(self, shape: Sequence[int], where: str) -> Tensor:
+        """New scale units, named after the tensor of the model that begins them."""
+        count = torch.Size(shape).numel()
+        units = torch.arange(self.scales, self.scales + count)
+        self.scales += count
+        self.births.append(Birth(where, units))
+        return units.reshape(tuple(shape))
+
+    def fresh_order(self, shape: Sequence[int]) -> Tensor:
+        """New order units."""
+        count = torch.Size(shape).numel()
+        units = torch.arange(self.orders, self.orders + count).reshape(tuple(shape))
+        self.orders += count
+        self.count(units)
         return units
 
-    def unite(self, a: Units, b: Units) -> None:
-        """Elements at the same place share their noise from now on."""
-        self.scale.unite(a.scale, b.scale)
-        self.order.unite(a.order, b.order)
+    # Scale.
 
-    def limit(self, units: Units, symmetry: Symmetry, where: str, why: str) -> None:
-        """Only factors of `symmetry` pass here."""
-        members = torch.from_numpy(np.unique(units.scale.numpy()))
-        self.limits.append(Limit(members[members > 0], symmetry, where, why))
+    def limit(self, factors: Sequence[Tensor], symmetry: Symmetry, where: str, why: str | None = None) -> None:
+        """Only numbers of `symmetry` pass here."""
+        if symmetry == Symmetry.EVERYTHING:
+            return
+        for factor in factors:
+            members = torch.from_numpy(np.unique(factor.abs().numpy()))
+            reason = why or f"it lets {WORDS[int(symmetry)]} through"
+            self.limits.append(Limit(members[members > 0], symmetry, where, reason))
 
-    def fix_order(self, units: Units) -> None:
-        """These elements keep their places."""
-        self.order.unite(units.order, torch.zeros_like(units.order))
+    def note(self, where: str, why: str) -> None:
+        """Something stays without noise here."""
+        self.limits.append(Limit(torch.empty(0, dtype=torch.int64), Symmetry.NOTHING, where, why))
 
-    def pin(self, units: Units, where: str, why: str) -> None:
-        """No noise passes here."""
-        self.limit(units, Symmetry.NOTHING, where, why)
-        self.fix_order(units)
+    def unite_scale(self, a: Tensor, b: Tensor, where: str, why: str) -> None:
+        """The same factor at the same place; a place that one of them leaves alone is left alone by both."""
+        if a is b:
+            return
+        a, b = _broadcast(a, b)
+        for alone in (b[(a == 0) & (b != 0)], a[(b == 0) & (a != 0)]):
+            if alone.numel():
+                self.limit([alone], Symmetry.NOTHING, where, why)
+        both = (a != 0) & (b != 0) & (a != b)
+        if both.any():
+            self.scale_pairs.append((a[both], b[both]))
+
+    def merge_scale(self, factor: Tensor, dims: Dims, where: str) -> Tensor:
+        """One factor along all of `dims`, because an operation adds up what lies there."""
+        chosen = dims & varying(factor)
+        if not chosen:
+            return factor
+        first = first_along(factor, chosen)
+        self.unite_scale(factor, first, where, "it adds up elements of which some carry no factor")
+        return first
+
+    def agree_scale(self, a: Sequence[Tensor], b: Sequence[Tensor], where: str, why: str) -> tuple[Tensor, ...]:
+        """Make two products of factors equal; returns what both are then.
+
+        Factors that only one side has are set against one another, or limited to 1: a product of many may agree in
+        more ways than this finds.
+        """
+        left = [x for x in a if not any(x is y for y in b)]
+        right = [y for y in b if not any(y is x for x in a)]
+        same = [x for x in a if any(x is y for y in b)]
+        while left and right:
+            x = left.pop(0)
+            y = min(right, key=lambda other: (varying(other) != varying(x), len(varying(other) ^ varying(x))))
+            right = [other for other in right if other is not y]
+            self.unite_scale(x, y, where, why)
+            same.append(x if x.numel() <= y.numel() else y)
+        rest = left or right
+        if len(rest) == 2 and varying(rest[0]) == varying(rest[1]):
+            self.unite_scale(rest[0], -rest[1], where, why)
+        else:
+            self.limit(rest, Symmetry.NOTHING, where, why)
+        return tuple(same)
+
+    # Order.
 
     def mark(self, order: Tensor, values: Tensor) -> None:
         """Units whose elements have different `values`, in order of place, do not trade places."""
@@ -206,68 +177,147 @@ class Ledger:
         """Units that do not occur here, or not equally often, do not trade places."""
         self.mark(order, torch.zeros_like(order))
 
-    def replay(self, operation: Replay, inputs: Sequence[Units], where: str) -> Units:
-        """Units after an operation that only moves elements; those it adds (-1) are zeros, free to take any noise."""
-        gap = -1
-        moved = Units(operation([u.scale for u in inputs]), operation([u.order for u in inputs]))
-        gaps = moved.scale == gap
-        if gaps.any():
-            new = self.fresh(int(gaps.sum()), where)
-            moved = Units(moved.scale.masked_scatter(gaps, new.scale), moved.order.masked_scatter(gaps, new.order))
+    def fix(self, order: Tensor) -> None:
+        """These elements keep their places."""
+        self.order_pairs.append((order, torch.zeros_like(order)))
 
-        def origins(rank: Callable[[Tensor], Tensor]) -> Tensor:
-            place = operation([rank(u.order) for u in inputs])
-            which = operation([torch.full(u.shape, i) for i, u in enumerate(inputs)])
-            return place * (len(inputs) + 1) + which
-
-        self.marks.append(Mark(moved.order, origins))
-        return moved
-
-    def merge(self, units: Units, dims: Sequence[int]) -> Units:
-        """Units after a sum or a mean over `dims`, which stay in the result with size 1."""
-        merged = units.each(lambda t: t.amin(tuple(dims), keepdim=True))
-        self.unite(units, merged.each(lambda t: t.expand(units.shape)))
-        self.marks.append(Mark(units.order, lambda rank: rank(merged.order).expand(units.shape)))
-        return merged
-
-    def vector(self, units: Units, dim: int) -> Units:
-        """The 1-d units of `dim`, after uniting along all other dims."""
-        others = [d for d in range(len(units.shape)) if d != dim % len(units.shape)]
-        constant = all(t.stride(d) == 0 or t.shape[d] == 1 for t in units for d in others)
-        merged = units if constant else self.merge(units, others)
-        flat = merged.each(lambda t: t.movedim(dim, -1)[(0,) * len(others)])
-        self.count(flat.order)
-        return flat
-
-    def attach(self, name: str, *attachments: Attachment) -> None:
-        """Tie the tensor `name` to units; a tensor used twice unites its uses, or is pinned if they differ in form."""
-        known = self.attachments.setdefault(name, attachments)
-        if known is attachments:
+    def unite_order(self, a: Tensor, b: Tensor) -> None:
+        """The same unit at the same place."""
+        if a is b:
             return
-        alike = len(known) == len(attachments)
-        if alike and all(a.same_form(b) for a, b in zip(known, attachments, strict=True)):
-            for a, b in zip(known, attachments, strict=True):
-                self.unite(a.units, b.units)
-            return
-        for attachment in known + attachments:
-            self.pin(attachment.units, name, "it is used in two ways that ask for different noise")
+        a, b = _broadcast(a, b)
+        differ = a != b
+        if differ.any():
+            self.order_pairs.append((a[differ], b[differ]))
 
-    def cells(self, classes: Integers) -> Integers:
-        """For each order unit (by representative), the number of its cell; units of cell 0 stay where they are."""
+    def merge_order(self, factor: Tensor, dims: Dims) -> Tensor:
+        """One unit along all of `dims`: what lies there moves together."""
+        chosen = dims & varying(factor)
+        if not chosen:
+            return factor
+        first = first_along(factor, chosen)
+        self.unite_order(factor, first)
+        return first
 
-        def rank(order: Tensor) -> Tensor:
-            return torch.from_numpy(ranks(classes[order.numpy()].ravel()).reshape(order.shape))
+    def moved(self, operation: Callable[[Sequence[Tensor]], Tensor], factors: Sequence[Tensor]) -> Tensor:
+        """An order factor after an operation that only moves elements."""
+        after = operation(factors)
+        if len(factors) == 1 and torch.equal(after.flatten(), factors[0].flatten()):
+            return after
 
-        cell = np.zeros(len(classes), dtype=np.int64)
-        known: dict[tuple[int, int, bytes], int] = {}
-        for number, mark in enumerate(self.marks):
-            labels = classes[mark.order.numpy()].ravel()
-            values = mark.values(rank).expand(mark.order.shape).numpy().ravel()
-            by_label = np.argsort(labels, kind="stable")
-            starts = np.flatnonzero(np.diff(labels[by_label], prepend=labels[by_label][:1] - 1))
-            groups = np.split(values[by_label], starts[1:])
-            for unit, group in zip(labels[by_label][starts], groups, strict=True):
-                if unit:
-                    key = (int(cell[unit]), number, group.tobytes())
-                    cell[unit] = known.setdefault(key, len(known) + 1)
-        return cell
+        def origins(rank: Rank) -> Tensor:
+            place = operation([rank(f) for f in factors])
+            which = operation([torch.full(f.shape, i) for i, f in enumerate(factors)])
+            return place * (len(factors) + 1) + which
+
+        self.marks.append(Mark(after, origins))
+        return after
+
+    def fold(self, factor: Tensor, dims: Dims) -> Tensor | None:
+        """What is left of an order factor after its elements along `dims` are added up.
+
+        None if nothing is. Otherwise elements along `dims` form a block per remaining place, and the result names the
+        blocks' parents.
+        """
+        inner = varying(factor) & dims
+        if not inner:
+            return factor
+        outer = sorted(varying(factor) - inner)
+        if not outer:
+            self.count(factor)
+            return None
+        rows = factor.permute(*outer, *[d for d in range(factor.dim()) if d not in outer])
+        rows = rows.reshape(-1, rows.numel() // torch.Size([factor.shape[d] for d in outer]).numel())
+        shape = [factor.shape[d] if d in outer else 1 for d in range(factor.dim())]
+        parents = self.fresh_order(shape)
+        self.blocks.append(Block(rows, parents.flatten()))
+        return parents
+
+    def agree_order(
+        self, a: Sequence[Tensor], differs_a: Dims, b: Sequence[Tensor], differs_b: Dims
+    ) -> tuple[Tensor, ...]:
+        """Make the elements of two tensors that meet one by one move alike; returns how their result moves.
+
+        `differs` are the dims along which a tensor's own elements may differ: along the others it is broadcast, and any
+        movement of the other tensor leaves it as it is.
+        """
+        left = [(factor, self.fold(factor, varying(factor) - differs_b)) for factor in a if varying(factor)]
+        right = [(factor, self.fold(factor, varying(factor) - differs_a)) for factor in b if varying(factor)]
+        met = [(factor, seen) for factor, seen in right if seen is not None and varying(factor) & differs_a]
+        result = [factor for factor, _ in right if not varying(factor) & differs_a]
+        for factor, seen in left:
+            if seen is None or not varying(factor) & differs_b:
+                result.append(factor)
+                continue
+            like = [pair for pair in met if varying(pair[1]) & varying(seen)]
+            fits = [p for p in like if varying(p[1]) <= varying(seen) or varying(seen) <= varying(p[1])]
+            if not fits:
+                self.fix(factor)
+                continue
+            other, view = max(fits, key=lambda pair: len(varying(pair[1]) & varying(seen)))
+            met = [pair for pair in met if pair[0] is not other]
+            self.unite_order(seen, view)
+            result.append(self._finer(factor, seen, other, view))
+        for factor, _ in met:
+            self.fix(factor)
+        return tuple(result)
+
+    @staticmethod
+    def _finer(a: Tensor, seen_a: Tensor, b: Tensor, seen_b: Tensor) -> Tensor:
+        """Of two united factors the one that tells all: with the inner places, else the shorter."""
+        if a is seen_a and b is seen_b:
+            return a if a.numel() <= b.numel() else b
+        return b if a is seen_a else a
+
+    # The model's own tensors.
+
+    def attach(self, name: str, region: Region) -> None:
+        """Tie a part of the tensor `name` to its noise; a part that is used twice has the same noise in both uses."""
+        known = self.regions.setdefault(name, [])
+        region = region.sorted()
+        for number, old in enumerate(known):
+            if old.place == region.place:
+                known[number] = Region(*old.place, self._both(name, old, region))
+                return
+        if any(_overlap(old, region) for old in known):
+            for other in (*[old for old in known if _overlap(old, region)], region):
+                self.pin(other.units, name, "parts of it that overlap are used in different ways")
+        known.append(region)
+
+    def _both(self, name: str, a: Region, b: Region) -> Units:
+        why = "it is used in two ways that ask for different noise"
+        scale = self.agree_scale(a.units.scale, b.units.scale, name, why)
+        everywhere = frozenset(range(len(a.shape)))
+        return Units(scale, self.agree_order(a.units.order, everywhere, b.units.order, everywhere))
+
+    def pin(self, units: Units, where: str, why: str) -> None:
+        """No noise passes here."""
+        self.limit(units.scale, Symmetry.NOTHING, where, why)
+        for factor in units.order:
+            self.fix(factor)
+
+
+def _overlap(a: Region, b: Region) -> bool:
+    """Whether two views may share an element; views of other strides, or that wrap around, count as if they did."""
+    if a.strides != b.strides:
+        ends = [r.offset + sum((n - 1) * s for n, s in zip(r.shape, r.strides, strict=True)) for r in (a, b)]
+        return not (ends[0] < b.offset or ends[1] < a.offset)
+    sizes = {s: (n, m) for n, m, s in zip(a.shape, b.shape, a.strides, strict=True) if max(n, m) > 1}
+    if len(sizes) < sum(max(n, m) > 1 for n, m in zip(a.shape, b.shape, strict=True)):
+        return True
+    rest_a, rest_b = a.offset, b.offset
+    for stride in sorted(sizes, reverse=True):
+        inner = sum((max(sizes[s]) - 1) * s for s in sizes if s < stride)
+        first_a, rest_a = divmod(rest_a, stride)
+        first_b, rest_b = divmod(rest_b, stride)
+        if max(rest_a, rest_b) + inner >= stride:
+            return True
+        if first_a + sizes[stride][0] <= first_b or first_b + sizes[stride][1] <= first_a:
+            return False
+    return True
+
+
+def _broadcast(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in their common shape."""
+    shape = np.broadcast_shapes(tuple(a.shape), tuple(b.shape))
+    return a.expand(shape), b.expand(shape)

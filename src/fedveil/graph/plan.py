@@ -1,28 +1,25 @@
-"""The result of an analysis: which numbers of a model share which noise, in a form that is fast to apply.
+"""The result of an analysis: which numbers of a model share which noise, in a form that is fast to apply."""
 
-All tensors that travel are laid out in one flat vector: trainable parameters first, then frozen ones, then floating
-buffers. Each of its elements has two *slots*, its row's and its column's, and a slot knows the factor and the place of
-one unit. A veil of the whole model is then one product and one gather::
-
-    veiled = (f[rows] * f[columns]) * flat[arange + shift[rows] + shift[columns]]
-
-with f and shift, a number a slot, drawn anew for every secret.
-"""
-
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from fedveil.errors import ModelMismatch
-from fedveil.graph.layout import Inside, Layout, lay_out, look_inside
-from fedveil.graph.ledger import Integers, Ledger
-from fedveil.graph.slots import Slots, build_slots
+from fedveil.graph.head import Head
+from fedveil.graph.known import Known, constant, exposed, revealed_classes
+from fedveil.graph.layout import Entry, Inside, Layout, lay_out, look_inside
+from fedveil.graph.ledger import Ledger
+from fedveil.graph.solve import Integers, Orders, Scales, solve_orders, solve_scales
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.trace import Head, Trace
+from fedveil.graph.tables import POOLED, Piece, Pool, SlotRows, Slots, build_pool, levels, pieces_of
+from fedveil.graph.walk import Walk
+
+KINDS = ("bare", "moved", "signed", "scaled")
 
 
 @dataclass(frozen=True)
@@ -35,24 +32,49 @@ class Axis:
     limited_by: tuple[tuple[str, str], ...]
 
 
+@dataclass(frozen=True)
+class Moves:
+    """Order classes that trade places, in the form in which new places are drawn.
+
+    Attributes:
+        classes: those that move, sorted by cell.
+        cells: the cell of each.
+        starts: where in the list each one's cell begins.
+        blocks: the block of each; 0 if it has none.
+        sizes: the size of its cell.
+        families: the family of each block; block 0 is left out.
+        first: where each block's family begins, if blocks are sorted by family.
+    """
+
+    classes: Integers
+    cells: Integers
+    starts: Integers
+    blocks: Integers
+    sizes: Integers
+    families: Integers
+    first: Integers
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a veil may do to a model. `print(plan)` shows it; `coverage` is the share of parameters it can change.
+    """What a veil may do to a model. `print(plan)` shows it; `shares` says how much of the model it changes, and how.
 
     Attributes:
         model_name: class of the model.
         axes: the hidden axes with the factors that each allows.
-        head: the last Linear, which takes the additive noise; None if it was chosen to be exposed.
+        head: the last layer, which takes the additive noise; None if it was chosen to be exposed.
         layout: the tensors that travel.
         modes: for each module with a mode that matters, whether it was in training mode.
         symmetries: for each scale class, the factors that it allows.
-        cells: for each order class, its cell; classes of a cell trade places, those of cell 0 stay.
+        orders: which units trade places.
         slots: see `Slots`.
-        rows: for each element of the flat vector its first slot.
-        columns: its second slot.
-        pinned: operations that pin an axis, and why.
-        coverage: share of the parameters' elements that a veil can change, 0 to 1.
-        moved: share of them that a permutation can move.
+        pieces: for each tensor, its parts and the slots that act on them.
+        pool: the small tensors.
+        pinned: operations that let no factor through, or tensors that stay bare, and why.
+        shares: of the parameters' values, those that are "scaled" (multiplied by secret factors, or masked by the
+            head's additive noise), "signed" (multiplied by secret signs), only "moved" (to secret places) and "bare"
+            (sent as they are). Each value counts once, under the strongest; they add up to 1.
+        known: values that clients know beforehand, and what they reveal.
     """
 
     model_name: str
@@ -61,13 +83,29 @@ class Plan:
     layout: Layout
     modes: tuple[tuple[str, bool], ...]
     symmetries: Integers
-    cells: Integers
+    orders: Orders
     slots: Slots
-    rows: Tensor
-    columns: Tensor
+    pieces: Mapping[str, list[Piece]]
+    pool: Pool
     pinned: tuple[tuple[str, str], ...]
-    coverage: float
-    moved: float
+    shares: Mapping[str, float]
+    known: Known
+
+    @property
+    def coverage(self) -> float:
+        """Share of the parameters' values that a veil can change, 0 to 1."""
+        return 1.0 - self.shares["bare"]
+
+    @property
+    def cells(self) -> Integers:
+        """For each order class, its cell; classes of a cell trade places, those of cell 0 stay."""
+        return self.orders.cells
+
+    @cached_property
+    def large(self) -> tuple[Entry, ...]:
+        """The tensors that are not in the pool."""
+        pooled = {entry.name for entry in self.pool.entries}
+        return tuple(entry for entry in self.layout.entries if entry.name not in pooled)
 
     @cached_property
     def freedoms(self) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
@@ -76,17 +114,17 @@ class Plan:
         return scaled.astype(np.float64), ((self.symmetries & Symmetry.SIGN) > 0).astype(np.uint64)
 
     @cached_property
-    def cell_order(self) -> tuple[Integers, Integers, Integers]:
-        """Order classes sorted by cell, their cells, and the place where each one's cell begins in that list."""
-        movable = np.flatnonzero(self.cells)
-        classes = movable[np.argsort(self.cells[movable], kind="stable")]
-        cells = self.cells[classes]
-        return classes, cells, np.searchsorted(cells, cells)
-
-    @cached_property
-    def arange(self) -> Tensor:
-        """0, 1, 2, ... along the flat vector."""
-        return torch.arange(self.layout.total, device=self.layout.device)
+    def moves(self) -> Moves:
+        """Order classes that move."""
+        orders = self.orders
+        moving = np.flatnonzero(orders.kinds)
+        classes = moving[np.argsort(orders.cells[moving], kind="stable")]
+        cells = orders.cells[classes]
+        starts = np.searchsorted(cells, cells)
+        sizes = np.bincount(cells)[cells] if len(cells) else cells
+        families = orders.families[1:]
+        first = np.searchsorted(np.sort(families), families)
+        return Moves(classes, cells, starts, orders.blocks[classes], sizes, families, first)
 
     def __str__(self) -> str:
         from fedveil.graph.describe import describe
@@ -97,89 +135,102 @@ class Plan:
         return f"<Plan of {self.model_name}: {len(self.axes)} axes, coverage {self.coverage:.1%}>"
 
 
-def compress(labels: Integers) -> Integers:
-    """Numbers 0, 1, 2, ... for the distinct labels, keeping 0."""
-    return np.unique(labels, return_inverse=True)[1].astype(np.int64)
-
-
-@dataclass
-class _Group:
-    """Births that share a scale class, and the units born there."""
-
-    names: list[str]
-    classes: set[int]
-    members: set[int]
-
-
-def build_axes(ledger: Ledger, classes: Integers, symmetries: Integers) -> tuple[Axis, ...]:
+def build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:
     """Scale units in the groups that a user sees: axes that share a class are one."""
-    joined: list[_Group] = []
-    for birth in ledger.births:
-        members = set(birth.members.tolist())
-        new = _Group([birth.where], set(classes[birth.members.numpy()].tolist()) - {0}, members)
-        for other in [group for group in joined if group.classes & new.classes]:
-            joined.remove(other)
-            new = _Group(other.names + new.names, other.classes | new.classes, other.members | new.members)
-        joined.append(new)
-    return tuple(_axis(ledger, symmetries, group) for group in joined)
+    classes = scales.classes
+    births = [(birth.where, classes[birth.members.numpy()]) for birth in ledger.births]
+    parent = list(range(len(births)))
 
+    def root(number: int) -> int:
+        while parent[number] != number:
+            parent[number] = parent[parent[number]]
+            number = parent[number]
+        return number
 
-def _axis(ledger: Ledger, symmetries: Integers, group: _Group) -> Axis:
-    """An axis with the operations that keep it from taking more factors; one united with unit 0 is pinned whole."""
-    allowed = [int(symmetries[c]) for c in group.classes] or [0]
-    symmetry = Symmetry(int(np.bitwise_and.reduce(allowed)))
-    limits = [limit for limit in ledger.limits if not group.members.isdisjoint(limit.members.tolist())]
-    reasons = {(limit.where, limit.why): None for limit in limits}
-    size = len(group.classes) or len(group.members)
-    return Axis(tuple(dict.fromkeys(group.names)), size, symmetry, tuple(reasons))
-
-
-def build_symmetries(ledger: Ledger, classes: Integers) -> Integers:
-    """For each scale class, what all its readers let through."""
-    allowed = np.full(classes.max() + 1, int(Symmetry.EVERYTHING), np.int64)
-    allowed[0] = 0
+    owner = np.full(len(scales.symmetries), -1)
+    for number, (_, own) in enumerate(births):
+        for known in np.unique(owner[own]):
+            if known >= 0:
+                a, b = sorted((root(int(known)), root(number)))
+                parent[b] = a
+        owner[own] = number
+    groups: dict[int, list[int]] = {}
+    for number in range(len(births)):
+        groups.setdefault(root(number), []).append(number)
+    home = np.full(len(scales.symmetries), -1)
+    for first, numbers in groups.items():
+        for number in numbers:
+            home[births[number][1]] = first
+    limits: dict[int, dict[tuple[str, str], None]] = {}
     for limit in ledger.limits:
-        np.bitwise_and.at(allowed, classes[limit.members.numpy()], int(limit.symmetry))
-    return allowed
+        for first in np.unique(home[classes[limit.members.numpy()]]):
+            limits.setdefault(int(first), {})[(limit.where, limit.why)] = None
+    axes = []
+    for first, numbers in groups.items():
+        own = np.unique(np.concatenate([births[n][1] for n in numbers]))
+        symmetry = Symmetry(int(np.bitwise_and.reduce(scales.symmetries[own])))
+        names = tuple(dict.fromkeys(births[n][0] for n in numbers))
+        axes.append(Axis(names, len(own), symmetry, tuple(limits.get(first, {}))))
+    return tuple(axes)
 
 
-def build_plan(model: nn.Module, trace: Trace) -> Plan:
-    """Turn what the walk wrote down into a plan."""
-    ledger = trace.ledger
-    scale, order = ledger.scale.representatives(), ledger.order.representatives()
-    cells = ledger.cells(order)
-    classes, members = compress(scale), compress(order)
-    by_member = np.zeros(members.max() + 1, np.int64)
-    by_member[members] = cells[order]
-    sizes = np.bincount(by_member)
-    by_member[sizes[by_member] < 2] = 0
-    symmetries = build_symmetries(ledger, classes)
-    layout = lay_out(model, trace.used)
-    slots, rows, columns = build_slots(ledger, layout, classes, members, by_member)
-    scaled = torch.from_numpy(symmetries[slots.unit] > 0)
-    moving = torch.from_numpy((slots.order > 0) & (slots.stride > 0))
-    p = layout.parameters
-    row, column = rows[:p].long().cpu(), columns[:p].long().cpu()
-    moved = moving[row] | moving[column]
-    changed = moved | scaled[row] | scaled[column]
+def measure(
+    layout: Layout, pieces: Mapping[str, list[Piece]], slots: Slots, symmetries: Integers, head: Head | None
+) -> Mapping[str, float]:
+    """How many of the parameters' values are bare, moved, changed in sign, scaled."""
+    counts = np.zeros(len(KINDS), np.int64)
     for entry in layout.trainable + layout.frozen:
-        if trace.head and entry.name in (trace.head.weight, trace.head.bias):
-            changed[entry.start : entry.stop] = True
+        size = entry.shape.numel()
+        if head and entry.name in (head.weight, head.bias):
+            counts[-1] += size
+            continue
+        own = np.zeros(len(KINDS), np.int64)
+        for piece in pieces.get(entry.name, ()):
+            own += np.bincount(levels(piece, slots, symmetries).flatten().numpy(), minlength=len(KINDS))
+        own[0] = size - own[1:].sum()
+        counts += own
+    total = max(1, int(counts.sum()))
+    return MappingProxyType({kind: float(counts[n] / total) for n, kind in reversed(list(enumerate(KINDS)))})
+
+
+def find_known(
+    model: nn.Module, layout: Layout, pieces: Mapping[str, list[Piece]], slots: Slots, symmetries: Integers,
+    public: Collection[str],
+) -> Known:  # fmt: skip
+    """What clients know of the model as it is now."""
+    values = look_inside(model).parameters
+    names = [entry.name for entry in layout.trainable + layout.frozen]
+    told = {name for name in names if any(name == p or name.startswith(p.rstrip(".") + ".") for p in public)}
+    known = tuple(dict.fromkeys([*constant({name: values[name] for name in names}), *sorted(told)]))
+    found = revealed_classes([piece for name in known for piece in pieces.get(name, ())], slots, symmetries)
+    shown = sum(int(exposed(piece, slots, symmetries, found).sum()) for name in names for piece in pieces.get(name, ()))
+    return Known(known, shown / max(1, layout.parameters) if found else 0.0)
+
+
+def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collection[str] = ()) -> Plan:
+    """Turn what the walk wrote down into a plan."""
+    ledger = walk.ledger
+    scales, orders = solve_scales(ledger), solve_orders(ledger)
+    layout = lay_out(model, frozenset(walk.used))
+    rows = SlotRows(scales, orders)
+    pieces = pieces_of(ledger, rows, [entry.name for entry in layout.entries])
+    slots = rows.finish()
+    small = [entry for entry in layout.entries if entry.shape.numel() <= POOLED]
     pins = {(lim.where, lim.why): None for lim in ledger.limits if not lim.symmetry and lim.where != "output"}
     return Plan(
         type(model).__name__,
-        build_axes(ledger, classes, symmetries),
-        trace.head,
+        build_axes(ledger, scales),
+        head,
         layout,
         look_inside(model).modes,
-        symmetries,
-        by_member,
+        scales.symmetries,
+        orders,
         slots,
-        rows,
-        columns,
+        MappingProxyType(pieces),
+        build_pool(small, pieces, layout.device),
         tuple(pins),
-        float(changed.double().mean()) if p else 0.0,
-        float(moved.double().mean()) if p else 0.0,
+        measure(layout, pieces, slots, scales.symmetries, head),
+        find_known(model, layout, pieces, slots, scales.symmetries, public),
     )
 
 

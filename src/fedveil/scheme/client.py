@@ -1,12 +1,13 @@
 """A client's work (paper, Sec. 4.2): one forward pass and a few backward passes, whatever the network."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.errors import BadArgument, ModelMismatch
+from fedveil.graph.inputs import Inputs, call, count
 from fedveil.graph.layout import Inside, look_inside
 from fedveil.scheme.chain import backward, forward, links_of
 from fedveil.scheme.messages import Broadcast, PublicHead, Tensors, Update
@@ -50,9 +51,11 @@ def _filled(inside: Inside, values: Tensors) -> Iterator[None]:
 
 
 def _with_alpha(head: PublicHead, values: Tensors) -> Tensors:
-    """The head with one more row of ones, whose output is alpha: the sum of its inputs, plus 1 if it has a bias."""
+    """The head with one more output of ones, which is alpha: the sum of its inputs, plus 1 if it has a bias."""
     weight = values[head.weight]
-    grown = {head.weight: torch.cat([weight, weight.new_ones((1, weight.shape[1]))])}
+    shape = list(weight.shape)
+    shape[head.dim] = 1
+    grown = {head.weight: torch.cat([weight, weight.new_ones(shape)], head.dim)}
     if head.bias:
         grown[head.bias] = torch.cat([values[head.bias], weight.new_ones(1)])
     return values | grown
@@ -62,11 +65,10 @@ class _HeadReached(Exception):
     """The head's output is there; what follows only reshapes it."""
 
 
-def _forward(model: nn.Module, head: PublicHead | None, inputs: Tensor | Sequence[Tensor]) -> Tensor:
+def _forward(model: nn.Module, head: PublicHead | None, inputs: Inputs) -> Tensor:
     """The model's outputs, or its head's outputs and alpha beside them."""
-    args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     if head is None or head.last:
-        result: Tensor = model(*args)
+        result: Tensor = call(model, inputs)
         return result
     seen: list[Tensor] = []
 
@@ -76,7 +78,7 @@ def _forward(model: nn.Module, head: PublicHead | None, inputs: Tensor | Sequenc
 
     handle = model.get_submodule(head.path).register_forward_hook(capture)
     try:
-        model(*args)
+        call(model, inputs)
     except _HeadReached:
         pass
     finally:
@@ -87,7 +89,7 @@ def _forward(model: nn.Module, head: PublicHead | None, inputs: Tensor | Sequenc
 def client_step(
     model: nn.Module,
     broadcast: Broadcast,
-    inputs: Tensor | Sequence[Tensor],
+    inputs: Inputs,
     targets: Tensor,
     weights: Tensor | None = None,
 ) -> Update:
@@ -100,7 +102,8 @@ def client_step(
     Args:
         model: gives the architecture; its values are ignored and, when the call ends, what they were.
         broadcast: what the server sent.
-        inputs: a batch, or a tuple of them for a forward with several arguments; on the model's device.
+        inputs: a batch as forward takes it: a tensor, a tuple of arguments or a dict of keyword arguments; on the
+            model's device.
         targets: as the broadcast's loss wants them; in the shape of the model's outputs, or class indices.
         weights: of the samples, in place of 1 / samples: with weights |D_k| / (|D| samples_k) the batches of several
             clients that share a broadcast go through one step, to the same sum.
@@ -111,8 +114,12 @@ def client_step(
     """
     if torch.is_inference_mode_enabled():
         raise BadArgument("client_step", "torch.inference_mode() allows no gradients", "call it outside of that mode")
+    for device in {tensor.device.type for tensor in broadcast.parameters.values()}:
+        if torch.is_autocast_enabled(device):
+            what = f"torch.autocast is on for {device}: a veiled gradient would lose more digits than a plain one does"
+            raise BadArgument("client_step", what, "call it outside of torch.autocast")
     inside = _check_architecture(model, broadcast)
-    samples = (inputs if isinstance(inputs, Tensor) else inputs[0]).shape[0]
+    samples = inputs.shape[0] if isinstance(inputs, Tensor) else count(inputs)
     if not samples or samples != targets.shape[0]:
         what = f"{samples} inputs and {targets.shape[0]} targets: want the same number above 0"
         raise BadArgument("client_step", what)
@@ -130,8 +137,9 @@ def client_step(
         buffers = {name: value.clone() for name, value in broadcast.buffers.items()}
         passes = _passes(model, inside, broadcast, values | buffers, inputs, targets, weights)
     if head:
-        for name in passes.keys() & {head.weight, head.bias}:
-            passes[name] = passes[name][:, :-1]
+        for name, dim in ((head.weight, head.dim), (head.bias, 0)):
+            if name in passes:
+                passes[name] = passes[name].narrow(dim + 1, 0, passes[name].shape[dim + 1] - 1)
     return Update(broadcast.round, broadcast.model, samples, passes, buffers)
 
 
@@ -140,7 +148,7 @@ def _passes(
     inside: Inside,
     broadcast: Broadcast,
     values: Tensors,
-    inputs: Tensor | Sequence[Tensor],
+    inputs: Inputs,
     targets: Tensor,
     weights: Tensor | None,
 ) -> Tensors:

@@ -76,7 +76,9 @@ class PublicHead:
         partition: the group of each output.
         offset: gamma minus the anchor's share, one number a group.
         nodes: where in the public interval clients probe a loss that is not squared error; none for that.
-        last: whether the head's output is the model's, with no reshaping between.
+        dim: which dim of the weight counts outputs.
+        axis: which dim of what is compared with targets counts outputs.
+        last: whether that is the model's output; else the head's own, because what follows merely reshapes it.
     """
 
     path: str
@@ -86,6 +88,8 @@ class PublicHead:
     partition: Tensor
     offset: Tensor
     nodes: Tensor
+    dim: int
+    axis: int
     last: bool
 
     @property
@@ -140,7 +144,7 @@ class Broadcast:
             }
             arrays |= pack_tensors("head", head)
             metadata["head"] = {"path": self.head.path, "weight": self.head.weight, "bias": self.head.bias}
-            metadata["head"]["last"] = self.head.last
+            metadata["head"] |= {"dim": self.head.dim, "axis": self.head.axis, "last": self.head.last}
         return arrays, metadata
 
     @classmethod
@@ -162,6 +166,8 @@ class Broadcast:
                 partition=_tensor(kind, public, "partition"),
                 offset=_tensor(kind, public, "offset"),
                 nodes=_tensor(kind, public, "nodes"),
+                dim=_field(kind, names, "dim", int),
+                axis=_field(kind, names, "axis", int),
                 last=bool(names.get("last")),
             )
         return cls(

@@ -4,12 +4,12 @@ import copy
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedveil.errors import BadArgument, SecretReused
-from fedveil.graph.layout import flatten, unflatten
 from fedveil.graph.plan import check_model
 from fedveil.scheme.anchor import anchor, standard_error
+from fedveil.scheme.cover import make_cover
 from fedveil.scheme.losses import SquaredError
 from fedveil.scheme.messages import Broadcast, PublicHead, Tensors
 from fedveil.scheme.nodes import chebyshev, lagrange
@@ -18,16 +18,6 @@ from fedveil.scheme.terms import span, squared_error_coefficients
 
 DRAWS_A_WIDTH = 20  # if that many draws miss the interval, it doubles: the head's columns lean to one side
 MOST_DRAWS = 20 * DRAWS_A_WIDTH
-
-
-def veil_of(secret: Secret) -> tuple[Tensor, Tensor]:
-    """R and the permutation along the flat vector, from those of the slots."""
-    plan, layout = secret.plan, secret.plan.layout
-    f = torch.from_numpy(secret._noise.factors).to(layout.device, layout.dtype)
-    shift = torch.from_numpy(secret._noise.shifts).to(layout.device)
-    factors = f.index_select(0, plan.rows) * f.index_select(0, plan.columns)
-    sources = plan.arange + shift.index_select(0, plan.rows) + shift.index_select(0, plan.columns)
-    return factors, sources
 
 
 def _cover_head(secret: Secret, veiled: Tensors, widened: int) -> tuple[PublicHead, How] | None:
@@ -43,7 +33,9 @@ def _cover_head(secret: Secret, veiled: Tensors, widened: int) -> tuple[PublicHe
     assert plan.head is not None
     assert noise is not None
     weight, bias = veiled[plan.head.weight], veiled[plan.head.bias] if plan.head.bias else None
-    V = (weight if bias is None else torch.cat([weight, bias.unsqueeze(1)], 1)).cpu().double().numpy()
+    rows = weight.movedim(plan.head.dim, 0)
+    matrix = rows.reshape(len(rows), -1)
+    V = (matrix if bias is None else torch.cat([matrix, bias.unsqueeze(1)], 1)).cpu().double().numpy()
     direction, partition = noise.direction.double().numpy(), noise.partition.numpy()
     with np.errstate(all="ignore"):  # a model that diverged overflows here; clients' answers will show it
         d = -anchor(V, direction, partition, len(noise.gamma))
@@ -59,7 +51,7 @@ def _cover_head(secret: Secret, veiled: Tensors, widened: int) -> tuple[PublicHe
         count = secret.nodes(shift)
         place = float(d[0] / reach) if reach else 0.0
         nodes, how = reach * chebyshev(count), How(lagrange(count, place), place, shift)
-    weight.copy_(base[:, : weight.shape[1]])
+    rows.copy_(base[:, : matrix.shape[1]].reshape(rows.shape))
     if bias is not None:
         bias.copy_(base[:, -1])
     device = plan.layout.device
@@ -71,6 +63,8 @@ def _cover_head(secret: Secret, veiled: Tensors, widened: int) -> tuple[PublicHe
         noise.partition.to(device),
         torch.from_numpy(noise.gamma - d).to(device),
         torch.from_numpy(nodes).to(device),
+        plan.head.dim,
+        plan.head.axis,
         plan.head.last,
     )
     return public, how
@@ -94,10 +88,9 @@ def perturb(model: nn.Module, secret: Secret) -> Broadcast:
     layout = plan.layout
     tensors = inside.parameters | inside.buffers
     with torch.no_grad():
-        flat = flatten(tensors, layout.entries)
         for draws in range(MOST_DRAWS):
-            factors, sources = veil_of(secret)
-            by_name = unflatten(factors * flat.index_select(0, sources), layout.entries)
+            cover = make_cover(plan, secret._noise.factors, secret._noise.shifts)
+            by_name = cover.veil(tensors)
             if plan.head is None:
                 head, how = None, How([1.0])
                 break
@@ -110,7 +103,7 @@ def perturb(model: nn.Module, secret: Secret) -> Broadcast:
             what = f"in {MOST_DRAWS} draws the head's offset never fell into an interval that clients could know"
             fix = "a head with more inputs or a bias, squared error, or analyse(..., head='exposed')"
             raise BadArgument("perturb", what, fix)
-    secret._sent = Sent(factors, sources, how)
+    secret._sent = Sent(cover, how)
     buffers = {entry.name: by_name.pop(entry.name) for entry in layout.buffers}
     return Broadcast(
         secret.round,
@@ -135,7 +128,9 @@ def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False
     head = broadcast.head
     if head and not centred:
         noise = (head.offset[head.partition] * head.direction.double()).to(head.direction.dtype)
-        values[head.weight] = values[head.weight] + noise.unsqueeze(1)
+        shape = [1] * values[head.weight].dim()
+        shape[head.dim] = -1
+        values[head.weight] = values[head.weight] + noise.reshape(shape)
         if head.bias:
             values[head.bias] = values[head.bias] + noise
     view.load_state_dict(values, strict=False)

@@ -4,7 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import (
@@ -15,10 +17,11 @@ from fedveil.errors import (
     NonFiniteUpdate,
     StaleUpdate,
 )
-from fedveil.graph.layout import Layout, flatten, unflatten
+from fedveil.graph.layout import Entry, Layout, flatten, unflatten
+from fedveil.scheme.cover import Cover
 from fedveil.scheme.messages import Tensors, Update
 from fedveil.scheme.nodes import Spectrum, polynomials, transform
-from fedveil.scheme.secret import How, Secret, Sent
+from fedveil.scheme.secret import How, Secret
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,38 +65,86 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
     sent = secret._sent
     if sent is None:
         raise BadArgument("recover", "this secret has covered no broadcast yet", "perturb(model, secret) first")
-    layout = secret.plan.layout
+    layout, cover = secret.plan.layout, sent.cover
     coefficients = sent.how.coefficients
     for position, update in enumerate(updates):
         check_update(secret, position, update)
     shares = client_shares(updates, weights)
-    passes = _mean(layout, updates, shares, len(coefficients)).mul_(sent.factors[: layout.weights])
-    combined = torch.tensor(coefficients, dtype=layout.dtype, device=layout.device) @ passes
-    sizes = torch.linalg.vector_norm(passes, dim=1).tolist()
-    total = float(torch.linalg.vector_norm(combined))
-    if not math.isfinite(total):
+    weighted = torch.tensor(coefficients, dtype=layout.dtype, device=layout.device)
+    sums = _Sums(sent.how, len(coefficients))
+    gradients: Tensors = {}
+    pooled = _pooled(cover, layout)
+    if pooled:
+        flat = _mean(pooled, updates, shares, len(coefficients))
+        flat.mul_(cover.factors[: flat.shape[1]])
+        combined = weighted @ flat
+        sums.add(flat, combined)
+        back = torch.empty_like(combined).scatter_(0, cover.sources[: len(combined)], combined)
+        gradients |= unflatten(back, pooled)
+    for entry in layout.trainable:
+        if entry.name not in gradients:
+            flat = _mean((entry,), updates, shares, len(coefficients))
+            cover.lift(entry, flat)
+            combined = weighted @ flat
+            sums.add(flat, combined)
+            gradients[entry.name] = cover.back(entry, combined).view(entry.shape)
+    if not math.isfinite(sums.total):
         refuse_non_finite(updates)
     eps = torch.finfo(layout.dtype).eps
-    spectrum = None
-    if sent.how.place is None:
-        terms = sum(abs(c) * size for c, size in zip(coefficients, sizes, strict=True))
-        error = eps * (terms / total if total else 1.0)
-    else:
-        spectrum = _spectrum(sent.how, passes, total, eps * max(sizes))
-        error = spectrum.error(sent.how.place)
-    gradients = torch.empty_like(combined).scatter_(0, sent.sources[: layout.weights], combined)
-    buffers = _buffers(layout, sent, updates, shares)
-    return Recovered(unflatten(gradients, layout.trainable), buffers, error, len(coefficients), spectrum)
+    error, spectrum = sums.error(coefficients, eps)
+    buffers = _buffers(layout, cover, updates, shares)
+    gradients = {entry.name: gradients[entry.name] for entry in layout.trainable}
+    return Recovered(gradients, buffers, error, len(coefficients), spectrum)
 
 
-def _spectrum(how: How, passes: Tensor, total: float, floor: float) -> Spectrum:
-    """Sizes of the passes' Chebyshev coefficients over that of the gradient."""
-    assert how.place is not None
-    count, total = len(passes), total or 1.0
-    terms = torch.from_numpy(transform(count)).to(passes) @ passes
-    ending = torch.from_numpy(polynomials(count, how.place)[-4:]).to(passes) @ terms[-4:]
-    sizes = torch.linalg.vector_norm(terms, dim=1) / total
-    return Spectrum(tuple(sizes.tolist()), floor / total, how.shift, float(ending.norm()) / total)
+def _pooled(cover: Cover, layout: Layout) -> tuple[Entry, ...]:
+    """The trainable tensors at the front of the pool."""
+    wanted = {entry.name for entry in layout.trainable}
+    return tuple(entry for entry in cover.plan.pool.entries if entry.name in wanted)
+
+
+class _Sums:
+    """Sizes of the passes and of their sum, added up tensor by tensor."""
+
+    def __init__(self, how: How, count: int) -> None:
+        self._how = how
+        self._squares = np.zeros(count)
+        self._total = 0.0
+        self._terms = np.zeros(count)
+        self._ending = 0.0
+
+    def add(self, passes: Tensor, combined: Tensor) -> None:
+        """Take a tensor in."""
+        self._squares += _squares(passes)
+        self._total += float(_squares(combined.unsqueeze(0))[0])
+        if self._how.place is not None:
+            count = len(passes)
+            terms = torch.from_numpy(transform(count)).to(passes) @ passes
+            ending = torch.from_numpy(polynomials(count, self._how.place)[-4:]).to(passes) @ terms[-4:]
+            self._terms += _squares(terms)
+            self._ending += float(_squares(ending.unsqueeze(0))[0])
+
+    @property
+    def total(self) -> float:
+        """The size of the gradient."""
+        return math.sqrt(self._total) if self._total >= 0 else math.nan
+
+    def error(self, coefficients: Sequence[float], eps: float) -> tuple[float, Spectrum | None]:
+        """The estimated relative error, and for a loss by nodes the sizes of its Chebyshev coefficients."""
+        sizes, total = np.sqrt(self._squares), self.total
+        if self._how.place is None:
+            terms = float(np.abs(coefficients) @ sizes)
+            return eps * (terms / total if total else 1.0), None
+        total = total or 1.0
+        found = tuple((np.sqrt(self._terms) / total).tolist())
+        spectrum = Spectrum(found, eps * sizes.max() / total, self._how.shift, math.sqrt(self._ending) / total)
+        return spectrum.error(self._how.place), spectrum
+
+
+def _squares(rows: Tensor) -> NDArray[np.float64]:
+    """The sum of squares of each row."""
+    sizes: NDArray[np.float64] = torch.linalg.vector_norm(rows, dim=1).double().cpu().numpy()
+    return sizes**2
 
 
 def client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
@@ -106,28 +157,40 @@ def client_shares(updates: Sequence[Update], weights: Sequence[float] | None) ->
     return [size / sum(sizes) for size in sizes]
 
 
-def _mean(layout: Layout, updates: Sequence[Update], shares: Sequence[float], count: int) -> Tensor:
-    """sum_k w_k times client k's passes, `count` rows."""
+def _mean(entries: Sequence[Entry], updates: Sequence[Update], shares: Sequence[float], count: int) -> Tensor:
+    """sum_k w_k times client k's passes of some tensors, `count` rows."""
     total: Tensor | None = None
     for update, share in zip(updates, shares, strict=True):
-        flat = torch.cat([update.passes[e.name].reshape(count, -1) for e in layout.trainable], 1)
-        if len(updates) > 1:
-            flat.mul_(share)
-        total = flat if total is None else total.add_(flat)
+        parts = [update.passes[entry.name].reshape(count, -1) for entry in entries]
+        flat = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        if total is None:
+            total = flat * share if len(updates) > 1 or len(parts) == 1 else flat
+        else:
+            total.add_(flat, alpha=share)
     assert total is not None
     return total
 
 
-def _buffers(layout: Layout, sent: Sent, updates: Sequence[Update], shares: Sequence[float]) -> Tensors:
+def _buffers(layout: Layout, cover: Cover, updates: Sequence[Update], shares: Sequence[float]) -> Tensors:
     out: Tensors = {name: torch.stack([u.buffers[name] for u in updates]).amax(0) for name in layout.counters}
-    if layout.buffers:
-        first = layout.parameters
-        veiled = torch.stack([flatten(u.buffers, layout.buffers) for u in updates])
+    if not layout.buffers:
+        return out
+    weights = torch.tensor(shares, dtype=layout.dtype, device=layout.device)
+    names = {entry.name for entry in layout.buffers}
+    pooled = tuple(entry for entry in cover.plan.pool.entries if entry.name in names)
+    if pooled:
+        veiled = torch.stack([flatten(u.buffers, pooled) for u in updates])
         if not torch.isfinite(veiled).all():
             refuse_non_finite(updates)
-        mean = torch.tensor(shares, dtype=layout.dtype, device=layout.device) @ veiled
-        plain = torch.empty_like(mean).scatter_(0, sent.sources[first:] - first, mean / sent.factors[first:])
-        out |= unflatten(plain, layout.buffers)
+        first = pooled[0].start
+        mean = (weights @ veiled) / cover.factors[first:]
+        out |= unflatten(torch.empty_like(mean).scatter_(0, cover.sources[first:] - first, mean), pooled)
+    for entry in layout.buffers:
+        if entry.name not in out:
+            veiled = torch.stack([u.buffers[entry.name].reshape(-1) for u in updates])
+            if not torch.isfinite(veiled).all():
+                refuse_non_finite(updates)
+            out[entry.name] = cover.back(entry, cover.divided(entry, weights @ veiled)).view(entry.shape)
     return out
 
 

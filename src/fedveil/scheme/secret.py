@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import BadArgument
-from fedveil.graph.ledger import Integers
 from fedveil.graph.plan import Plan
+from fedveil.graph.solve import Integers
+from fedveil.scheme.cover import Cover
 from fedveil.scheme.entropy import Entropy
 from fedveil.scheme.losses import Function, Loss, SquaredError, find_loss
 from fedveil.scheme.nodes import FEWEST, MOST, SPREAD
@@ -53,13 +54,11 @@ class Sent:
     """What `perturb` did with the secret, for `recover` to undo.
 
     Attributes:
-        factors: R along the flat vector: the veiled vector is factors o flat[sources].
-        sources: see factors.
+        cover: factors and places of the model's tensors.
         how: how to add the passes up.
     """
 
-    factors: Tensor
-    sources: Tensor
+    cover: Cover
     how: How
 
 
@@ -123,14 +122,28 @@ def draw_numbers(plan: Plan, bound: float, extra: int, count: int, entropy: Entr
 
 
 def draw_members(plan: Plan, count: int, entropy: Entropy | None) -> Integers:
-    """A row a secret: for each order class its new place in its cell, uniformly; the identity without entropy."""
-    classes, cells, starts = plan.cell_order
-    keys = cells.astype(np.uint64) << np.uint64(40)
-    random = entropy.words(count * len(classes)) if entropy else np.zeros(count * len(classes), np.uint64)
-    by_cell = np.argsort(keys + (random.reshape(count, -1) >> np.uint64(24)), axis=1, kind="stable")
+    """New numbers of the order classes in their kinds, a row per secret; without entropy everything stays.
+
+    Classes of a cell trade places among themselves, and cells that belong to blocks go where their block goes.
+    """
+    moves = plan.moves
     members = np.zeros((count, len(plan.cells)), dtype=np.int64)
-    np.put_along_axis(members, classes[by_cell], np.broadcast_to(np.arange(len(classes)) - starts, by_cell.shape), 1)
+    inside = _shuffled(moves.cells, moves.starts, count, entropy)
+    block = np.concatenate(
+        [np.zeros((count, 1), np.int64), _shuffled(moves.families, moves.first, count, entropy)], axis=1
+    )
+    members[:, moves.classes] = block[:, moves.blocks] * moves.sizes + inside
     return members
+
+
+def _shuffled(groups: Integers, starts: Integers, count: int, entropy: Entropy | None) -> Integers:
+    """For each member of a group a new number within it; `starts` says where its group begins in sorted order."""
+    keys = groups.astype(np.uint64) << np.uint64(40)
+    random = entropy.words(count * len(groups)) if entropy else np.zeros(count * len(groups), np.uint64)
+    order = np.argsort(keys + (random.reshape(count, -1) >> np.uint64(24)), axis=1, kind="stable")
+    numbers = np.empty((count, len(groups)), np.int64)
+    np.put_along_axis(numbers, order, np.arange(len(groups)) - np.sort(starts), 1)
+    return numbers
 
 
 class Noise(NamedTuple):
@@ -138,9 +151,9 @@ class Noise(NamedTuple):
 
     Attributes:
         scale: r, one a scale class.
-        members: each order class's new place in its cell.
-        factors: what r does to each slot of the plan.
-        shifts: what the permutation does to each slot of the plan.
+        members: each order class's new number in its kind.
+        factors: what r does to each scale slot of the plan.
+        shifts: what the permutation does to each order slot of the plan.
         others: log-uniform numbers for the head.
     """
 

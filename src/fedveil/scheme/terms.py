@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedveil.scheme.losses import CrossEntropy, Loss, SquaredError, match_targets, per_sample
+from fedveil.scheme.losses import (
+    CrossEntropy,
+    Custom,
+    Loss,
+    SquaredError,
+    classes_last,
+    loss_gradient,
+    match_targets,
+    per_sample,
+)
 from fedveil.scheme.messages import PublicHead
 
 
@@ -32,11 +41,16 @@ def cotangents(
     """
     outputs = outputs.detach()
     if head is None:
-        delta = loss.gradient(outputs, loss.dense(targets, outputs))
+        delta = loss_gradient(loss, outputs, targets)
         return (delta * per_sample(outputs, weights)).unsqueeze(0)
+    axis = head.axis
+    if axis != -1:
+        outputs, targets = outputs.movedim(axis, -1), classes_last(targets, outputs.dim(), axis)
     if isinstance(loss, SquaredError):
-        return squared_error_passes(outputs, targets, head.direction, head.partition, head.groups, weights)
-    return node_passes(loss, outputs, targets, head.direction, head.nodes, weights)
+        found = squared_error_passes(outputs, targets, head.direction, head.partition, head.groups, weights)
+    else:
+        found = node_passes(loss, outputs, targets, head.direction, head.nodes, weights, axis)
+    return found if axis == -1 else found.movedim(-1, axis + 1)
 
 
 def squared_error_passes(
@@ -79,16 +93,27 @@ def span(loss: Loss, direction: NDArray[np.float64]) -> float:
 
 
 def node_passes(
-    loss: Loss, outputs: Tensor, targets: Tensor, direction: Tensor, nodes: Tensor, weights: Tensor | None = None
+    loss: Loss,
+    outputs: Tensor,
+    targets: Tensor,
+    direction: Tensor,
+    nodes: Tensor,
+    weights: Tensor | None = None,
+    axis: int = -1,
 ) -> Tensor:
     """Cotangents for (y, alpha) of the gradient at each node t: (delta, -t r_a . delta).
 
-    delta is the derivative of the loss at y - t alpha r_a.
+    delta is the derivative of the loss at y - t alpha r_a. Outputs have their classes last; a user's function gets them
+    at `axis`, where the model has them.
     """
     y, alpha = torch.split_with_sizes(outputs, [direction.shape[0], 1], -1)
     targets = loss.dense(targets, y)
     t = nodes.to(outputs).view(-1, *[1] * outputs.dim())
     at = torch.addcmul(y, t, alpha * direction, value=-1)
     repeated = targets.expand(len(t), *targets.shape).flatten(0, 1)
-    delta = loss.gradient(at.flatten(0, 1), repeated).view(at.shape) * per_sample(outputs, weights)
+    if isinstance(loss, Custom) and axis != -1:
+        delta = loss.gradient(at.flatten(0, 1).movedim(-1, axis), repeated).movedim(axis, -1).reshape(at.shape)
+    else:
+        delta = loss.gradient(at.flatten(0, 1), repeated).view(at.shape)
+    delta = delta * per_sample(outputs, weights)
     return torch.cat([delta, (delta @ direction.unsqueeze(1)) * -t], -1)

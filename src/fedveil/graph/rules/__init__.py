@@ -1,5 +1,15 @@
-"""The symmetry table: one small rule an operation. Importing this package registers them all."""
+"""The symmetry table: one small rule per ATen operation. Importing this package registers them all."""
 
-from fedveil.graph.rules import arithmetic, elementwise, linear, norm, pool, shape
+from fedveil.graph.rules import (
+    arithmetic,
+    attention,
+    elementwise,
+    linear,
+    norm,
+    pool,
+    recurrent,
+    reduce,
+    shape,
+)
 
-__all__ = ["arithmetic", "elementwise", "linear", "norm", "pool", "shape"]
+__all__ = ["arithmetic", "attention", "elementwise", "linear", "norm", "pool", "recurrent", "reduce", "shape"]

@@ -1,87 +1,138 @@
-"""Sums and products of tensors."""
+"""Sums, products and choices of tensors, element by element."""
 
-import operator
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from fedveil.graph.calls import Activation, Call, NoRule, Outcome, RawParameter, Traced, rule
-from fedveil.graph.ledger import Units, pinned
+from fedveil.graph.calls import Activation, Call, NoRule, Outcome, Stored, Traced, rule, tensor
+from fedveil.graph.rules.elementwise import even
 from fedveil.graph.symmetry import Symmetry
+from fedveil.graph.units import Units
+
+MOST_FACTORS = 4  # of a product; further ones are limited to 1
 
 
-def _two(call: Call) -> tuple[object, object]:
-    left, right = call.argument(0, "input"), call.argument(1, "other")
-    for side in (left, right):
-        if not isinstance(side, Activation | RawParameter | int | float):
-            raise NoRule(f"it has an operand of type {type(side).__name__}")
-    return left, right
+def _is_tensor(argument: object) -> bool:
+    return isinstance(argument, Activation | Stored)
 
 
-@rule(
-    operator.add, operator.iadd, operator.sub, operator.isub, torch.add, torch.sub, torch.subtract,
-    "add", "add_", "sub", "sub_", "__add__", "__radd__",
-)  # fmt: skip
+def meet(call: Call, a: Traced, b: Traced) -> tuple[Tensor, ...]:
+    """Let the elements of two tensors move alike; returns how their result moves."""
+    left, right = call.broadcast(a), call.broadcast(b)
+    return call.ledger.agree_order(left.order, call.differs(a), right.order, call.differs(b))
+
+
+def total(call: Call, a: Traced, b: Traced) -> Outcome:
+    """A sum: both terms share their noise; zeros take any."""
+    if a.zero or b.zero:
+        other = b if a.zero else a
+        return Activation(call.output, call.broadcast(other), a.zero and b.zero)
+    left, right = call.broadcast(a), call.broadcast(b)
+    why = "it adds tensors that carry different factors, or one that carries none"
+    if not left.scale or not right.scale:
+        why = "it adds a tensor that carries no factors"
+    return Units(call.ledger.agree_scale(left.scale, right.scale, call.where, why), meet(call, a, b))
+
+
+@rule("add", "sub", "rsub", "subtract", "__radd__")
 def add(call: Call) -> Outcome:
-    """Both terms share their noise; a constant that is not 0 pins the scale."""
-    left, right = _two(call)
-    if not isinstance(left, Activation | RawParameter):
-        left, right = right, left
-    assert isinstance(left, Activation | RawParameter)
-    if isinstance(right, Activation | RawParameter):
-        units, others = call.broadcast(left), call.broadcast(right)
-        for term, other in ((units, others), (others, units)):
-            if not term.scale.any():
-                call.limit(other, Symmetry.NOTHING, "it adds a tensor that carries no factors")
-        call.ledger.unite(units, others)
-        return units
-    if right == 0:
-        return left.units
-    call.limit(left.units, Symmetry.NOTHING, "it adds a constant")
-    return Units(pinned(left.units.shape).scale, left.units.order)
+    """Both terms share their noise; a constant that is not 0 limits the scale to 1."""
+    a, b = call["self"], call["other"]
+    if _is_tensor(a) and _is_tensor(b):
+        return total(call, a, b)
+    x, constant = (a, b) if _is_tensor(a) else (b, a)
+    if constant == 0:
+        return call.broadcast(x)
+    return call.unscaled(call.broadcast(x), "it adds a constant")
 
 
-def _plain_factor(call: Call, factor: Traced) -> bool:
-    """Whether the factor carries no scale, or can be made to."""
-    if isinstance(factor, RawParameter) or factor.value.numel() == 1:
-        call.limit(factor.units, Symmetry.NOTHING, "a factor of a product keeps its scale")
-        return True
-    return not factor.units.scale.any()
+def product(call: Call, a: Traced, b: Traced, inverse: bool = False) -> Outcome:
+    """The factors of both; a parameter's last, because they are given up first."""
+    if a.zero or (b.zero and not inverse):
+        return Activation(call.output, Units(), zero=True)
+    left, right = call.broadcast(a), call.broadcast(b)
+    other = tuple(-factor for factor in right.scale) if inverse else right.scale
+    scale = (*other, *left.scale) if isinstance(a, Stored) else (*left.scale, *other)
+    call.limit(scale[MOST_FACTORS:], Symmetry.NOTHING, "it multiplies many tensors")
+    return Units(scale[:MOST_FACTORS], meet(call, a, b))
 
 
-def _scaled(call: Call, x: Traced, factor: Traced) -> Units:
+@rule("mul", "multiply")
+def multiply(call: Call) -> Outcome:
+    """A number lets everything through; a tensor times itself has lost its signs."""
+    a, b = call["self"], call["other"]
+    if a is b:
+        return even(call)
+    if _is_tensor(a) and _is_tensor(b):
+        return product(call, a, b)
+    return call.broadcast(a if _is_tensor(a) else b)
+
+
+@rule("div", "true_divide", "divide")
+def divide(call: Call) -> Outcome:
+    """Divides the factors too."""
+    if call.get("rounding_mode"):
+        raise NoRule("it rounds")
+    a, b = tensor(call["self"]), call["other"]
+    return product(call, a, b, inverse=True) if _is_tensor(b) else call.broadcast(a)
+
+
+@rule("reciprocal")
+def _(call: Call) -> Outcome:
+    return Units(tuple(-factor for factor in call.x.units.scale), call.x.units.order)
+
+
+def _chosen(call: Call, mask: Any, units: Units) -> Units:
+    """What moves must also leave the mask as it is."""
+    order = call.ledger.agree_order(
+        units.order, frozenset(range(call.rank)), call.broadcast(mask).order, call.differs(mask)
+    )
+    return Units(units.scale, order)
+
+
+@rule("where")
+def _(call: Call) -> Outcome:
+    mask, a, b = call["condition"], call["self"], call["other"]
+    if not _is_tensor(a) and not _is_tensor(b):
+        return _chosen(call, mask, Units())
+    if _is_tensor(a) and _is_tensor(b):
+        found = total(call, a, b)
+        return _chosen(call, mask, found.units if isinstance(found, Activation) else found)  # type: ignore[arg-type]
+    x, constant = (a, b) if _is_tensor(a) else (b, a)
     units = call.broadcast(x)
-    if factor.value.numel() > 1:
-        call.ledger.order.unite(units.order, call.broadcast(factor).order)
+    return _chosen(call, mask, units if constant == 0 else call.unscaled(units, "it puts a constant in"))
+
+
+@rule("masked_fill")
+def _(call: Call) -> Outcome:
+    x, mask, value = call["self"], call["mask"], call["value"]
+    units = call.broadcast(x)
+    if _is_tensor(value) or value != 0:
+        units = call.unscaled(units, "it puts a constant in")
+    return _chosen(call, mask, units)
+
+
+@rule("maximum", "minimum")
+def _(call: Call) -> Outcome:
+    found = total(call, call["self"], call["other"])
+    units = found.units if isinstance(found, Activation) else found
+    assert isinstance(units, Units)
+    call.limit(units.scale, Symmetry.POSITIVE)
     return units
 
 
-@rule(operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_")
-def multiply(call: Call) -> Outcome:
-    """A number, or a tensor without scale, lets everything through; two scaled tensors pin each other."""
-    left, right = _two(call)
-    if not (isinstance(left, Activation | RawParameter) and isinstance(right, Activation | RawParameter)):
-        return call.x.units
-    for x, factor in ((left, right), (right, left)):
-        if not isinstance(x, RawParameter) and _plain_factor(call, factor):
-            return _scaled(call, x, factor)
-    for side in (left, right):
-        call.limit(side.units, Symmetry.NOTHING, "it multiplies two tensors")
-    units = call.broadcast(left)
-    call.ledger.order.unite(units.order, call.broadcast(right).order)
-    return Units(pinned(units.shape).scale, units.order)
+@rule("addcmul")
+def _(call: Call) -> Outcome:
+    scaled = Activation(call.output, product(call, call["tensor1"], call["tensor2"]))  # type: ignore[arg-type]
+    return total(call, call["self"], scaled)
 
 
-@rule(operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_")
-def divide(call: Call) -> Outcome:
-    """A number, or a tensor without scale, lets everything through."""
-    left, right = _two(call)
-    if call.kwargs.get("rounding_mode"):
-        raise NoRule("it rounds")
-    if isinstance(left, int | float):
-        raise NoRule("its divisor is the tensor")
-    assert isinstance(left, Activation | RawParameter)
-    if not isinstance(right, Activation | RawParameter):
-        return left.units
-    if not _plain_factor(call, right):
-        raise NoRule("it divides by a tensor that carries noise")
-    return _scaled(call, left, right)
+@rule("lerp")
+def _(call: Call) -> Outcome:
+    between = Activation(call.output, total(call, call["self"], call["end"]))  # type: ignore[arg-type]
+    weight = call["weight"]
+    if not _is_tensor(weight):
+        return between.units
+    found = Units(call.broadcast(weight).scale, ())
+    call.limit(found.scale, Symmetry.NOTHING, "a weight between two tensors keeps its scale")
+    return Units(between.units.scale, meet(call, between, weight))

@@ -1,40 +1,26 @@
 """Functions of one number, applied to each element: they let some factors through and every permutation."""
 
-from collections.abc import Hashable
-
 import torch
-from torch import nn
-from torch.nn import functional as F
 
-from fedveil.graph.calls import Call, NoRule, Outcome, rule
-from fedveil.graph.ledger import Units, pinned
+from fedveil.graph.calls import Activation, Call, NoRule, Outcome, rule
 from fedveil.graph.symmetry import Symmetry
+from fedveil.graph.units import Units
 
-LINEAR: list[Hashable] = [
-    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d,
-    torch.neg, torch.clone, "neg", "clone", "contiguous", "detach", "float", "double", "to", "type_as",
-]  # fmt: skip
-
-POSITIVE: list[Hashable] = [
-    nn.ReLU, nn.LeakyReLU, F.relu, F.leaky_relu, torch.relu, torch.relu_, torch.abs,
-    "relu", "relu_", "abs",
-]  # fmt: skip
-
-ODD: list[Hashable] = [
-    nn.Tanh, nn.Softsign, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink,
-    F.tanh, F.softsign, F.tanhshrink, F.softshrink, F.hardshrink,
-    torch.tanh, torch.sin, torch.asinh, torch.atan, torch.erf, torch.sign,
-    "tanh", "tanh_", "sin", "asinh", "atan", "erf", "sign",
-]  # fmt: skip
-
-OTHER: list[Hashable] = [
-    nn.GELU, nn.SiLU, nn.Sigmoid, nn.LogSigmoid, nn.Softplus, nn.ELU, nn.SELU, nn.CELU, nn.Mish, nn.ReLU6,
-    nn.Hardswish, nn.Hardsigmoid,
-    F.gelu, F.silu, F.sigmoid, F.logsigmoid, F.softplus, F.elu, F.selu, F.celu, F.mish, F.relu6, F.hardswish,
-    F.hardsigmoid, torch.sigmoid, torch.exp, torch.log, torch.sqrt, torch.cos, torch.clamp, torch.square,
-    "sigmoid", "exp", "log", "sqrt", "cos", "clamp", "square",
-]  # fmt: skip
+LINEAR = (
+    "neg", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "lift_fresh", "positive",
+    "dropout", "feature_dropout", "native_dropout", "type_as",
+)  # fmt: skip
+POSITIVE = ("relu", "leaky_relu", "abs", "rrelu")
+ODD = (
+    "tanh", "sin", "asinh", "atan", "erf", "sign", "softshrink", "hardshrink", "sinh", "tan", "asin", "atanh", "erfinv",
+)  # fmt: skip
+EVEN = ("square", "cos", "cosh")
+OTHER = (
+    "gelu", "silu", "sigmoid", "log_sigmoid", "softplus", "elu", "selu", "celu", "mish", "relu6", "hardswish",
+    "hardsigmoid", "exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "clamp", "clamp_min", "clamp_max",
+    "threshold", "alpha_dropout", "feature_alpha_dropout", "erfc", "exp2", "logit", "round", "floor", "ceil", "trunc",
+    "nan_to_num", "sinc",
+)  # fmt: skip
 
 
 def through(call: Call, symmetry: Symmetry) -> Units:
@@ -42,13 +28,28 @@ def through(call: Call, symmetry: Symmetry) -> Units:
     if len(call.operands) != 1:
         raise NoRule("it has an argument that is a tensor")
     units = call.x.units
-    call.limit(units, symmetry)
-    return units if symmetry else Units(pinned(units.shape).scale, units.order)
+    call.limit(units.scale, symmetry)
+    return units if symmetry else units.unscaled()
 
 
 @rule(*LINEAR)
 def _(call: Call) -> Outcome:
-    return through(call, Symmetry.EVERYTHING)
+    if isinstance(call.output, tuple | list):
+        return [call.x.units, None]
+    return Activation(call.output, call.x.units, call.x.zero)
+
+
+@rule("to", "_to_copy")
+def convert(call: Call) -> Outcome:
+    """To another dtype or device; fewer digits would round what is scaled in another way."""
+    before, after = call.x.value.dtype, call.output.dtype
+    if not before.is_floating_point:
+        return Activation(call.output, Units(), call.x.zero)
+    if after != before and not after.is_floating_point:
+        raise NoRule(f"it turns {before} into {after}")
+    if after != before and torch.finfo(after).eps > torch.finfo(before).eps:
+        raise NoRule(f"it rounds {before} to {after}")
+    return call.x.units
 
 
 @rule(*POSITIVE)
@@ -61,18 +62,48 @@ def _(call: Call) -> Outcome:
     return through(call, Symmetry.SIGN)
 
 
+def even(call: Call) -> Units:
+    """A function that does not see the sign: signs pass into it, and end there."""
+    call.limit(call.x.units.scale, Symmetry.SIGN)
+    return call.x.units.unscaled()
+
+
+@rule(*EVEN)
+def _(call: Call) -> Outcome:
+    return even(call)
+
+
 @rule(*OTHER)
 def _(call: Call) -> Outcome:
     return through(call, Symmetry.NOTHING)
 
 
-@rule(nn.Hardtanh)
+@rule("hardtanh")
 def _(call: Call) -> Outcome:
-    symmetric = call.module.min_val == -call.module.max_val
+    symmetric = call["min_val"] == -call["max_val"]
     return through(call, Symmetry.SIGN if symmetric else Symmetry.NOTHING)
 
 
-@rule(F.hardtanh)
+@rule("pow")
 def _(call: Call) -> Outcome:
-    symmetric = call.argument(1, "min_val", -1.0) == -call.argument(2, "max_val", 1.0)
-    return through(call, Symmetry.SIGN if symmetric else Symmetry.NOTHING)
+    exponent = call["exponent"]
+    if exponent == 1:
+        return call.x.units
+    return even(call) if exponent in (2, 4) else through(call, Symmetry.NOTHING)
+
+
+@rule("prelu", "_prelu_kernel")
+def prelu(call: Call) -> Outcome:
+    """Positive factors; its own weight keeps its scale and moves with the channels."""
+    x, weight = call.x, call["weight"]
+    call.limit(x.units.scale, Symmetry.POSITIVE)
+    if weight.value.numel() == 1:
+        weight.attach(Units())
+        return x.units
+    channels = frozenset(range(x.value.dim())) - {1}
+    order = [call.ledger.merge_order(factor, channels) for factor in x.units.order if factor.shape[1] > 1]
+    for factor in order:
+        call.ledger.count(factor)
+    weight.attach(Units((), tuple(factor.flatten() for factor in order)))
+    others = tuple(factor for factor in x.units.order if factor.shape[1] == 1)
+    return Units(x.units.scale, (*others, *order))

@@ -1,144 +1,362 @@
-"""Linear, convolutions and Embedding: a new axis begins at the output, the input's axis is divided out."""
+"""Sums of products: Linear, convolutions, Embedding, matrix products.
+
+Dims are named by labels, as in torch.einsum. `project` is a product with a weight of the model: new units begin at its
+output, those of its input are divided out by the weight. `contract` is a product of two activations: what is summed
+over must carry inverse factors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from fedveil.graph.calls import Call, NoRule, Outcome, RawParameter, rule
-from fedveil.graph.ledger import Attachment, Units, spread
+from fedveil.graph.calls import Activation, Call, NoRule, Outcome, Stored, Traced, differing, rule, stored, tensor
+from fedveil.graph.rules.arithmetic import total
+from fedveil.graph.units import Units, reshaped, varying
 
-
-def along(dim: int, shape: torch.Size, units: Units, power: int = 1, moves: bool = True) -> Attachment:
-    """Ties dimension `dim` of a tensor of `shape` to `units`."""
-    view = [1] * len(shape)
-    view[dim] = -1
-    return Attachment(units, torch.arange(shape[dim]).reshape(view), shape[dim + 1 :].numel(), power, moves)
+Labels = Sequence[str]
 
 
-def _bias(call: Call, name: str | None, units: Units) -> None:
-    if name:
-        call.ledger.attach(name, Attachment(units, torch.arange(units.shape[0]), 1))
+def arranged(factor: Tensor, own: Labels, wanted: Labels) -> Tensor:
+    """A factor over dims `own` as one over dims `wanted`; along those that it lacks it does not change."""
+    kept = [label for label in wanted if label in own]
+    found = factor.permute([own.index(label) for label in kept] + [d for d, x in enumerate(own) if x not in kept])
+    sizes = [found.shape[kept.index(label)] if label in kept else 1 for label in wanted]
+    return found.reshape(sizes)
 
 
-def _linear(call: Call, weight: Tensor, weight_name: str, bias_name: str | None) -> Units:
-    inputs = call.ledger.vector(call.x.units, -1)
-    outputs = call.ledger.fresh(weight.shape[0], weight_name)
-    rows, columns = along(0, weight.shape, outputs), along(1, weight.shape, inputs, power=-1)
-    call.ledger.attach(weight_name, rows, columns)
-    _bias(call, bias_name, outputs)
-    return spread(outputs, call.output.shape, -1)
+def changing(factor: Tensor, labels: Labels) -> set[str]:
+    """The labels along which a factor changes."""
+    return {labels[d] for d in varying(factor)}
 
 
-@rule(nn.Linear)
-def _(call: Call) -> Outcome:
-    bias = call.tensor_name("bias") if call.module.bias is not None else None
-    return _linear(call, call.module.weight, call.tensor_name("weight"), bias)
+def numbers(labels: Labels, chosen: set[str]) -> frozenset[int]:
+    """The dims of these labels."""
+    return frozenset(d for d, label in enumerate(labels) if label in chosen)
 
 
-def parameter(argument: object) -> RawParameter:
-    """The argument, if it is a parameter of the model as it stands."""
-    if isinstance(argument, RawParameter):
-        return argument
-    raise NoRule("its weight is not a parameter as it stands, but computed")
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as a product reads it: labels, sizes and strides of its dims."""
+
+    tensor: Stored
+    labels: tuple[str, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def plain(cls, weight: Stored, labels: Labels) -> "Weight":
+        """With the dims that it has."""
+        return cls(weight, tuple(labels), tuple(weight.value.shape), tuple(weight.value.stride()))
+
+    def grouped(self, groups: int, label: str) -> "Weight":
+        """With its first dim in `groups` groups."""
+        shape, strides = self.shape, self.strides
+        size = shape[0] // groups
+        shape, strides = (groups, size, *shape[1:]), (size * strides[0], *strides)
+        return Weight(self.tensor, (label, *self.labels), shape, strides)
+
+    def attach(self, units: Units) -> None:
+        """Tie it to its noise."""
+        self.tensor.attach(units, self.shape, self.strides)
+
+    def size(self, label: str) -> int:
+        """The size of a dim."""
+        return self.shape[self.labels.index(label)]
 
 
-def _functional(call: Call) -> tuple[RawParameter, str | None]:
-    weight = parameter(call.argument(1, "weight"))
-    bias = call.argument(2, "bias")
-    return weight, None if bias is None else parameter(bias).name
-
-
-@rule(F.linear)
-def _(call: Call) -> Outcome:
-    weight, bias = _functional(call)
-    return _linear(call, weight.value, weight.name, bias)
-
-
-def _ties_order(groups: int, inputs: int) -> bool:
-    return groups == inputs > 1
-
-
-def _grouped(units: Units, groups: int, members: int) -> Tensor:
-    """For each (row, column) of a grouped weight, the place of its channel: `members` rows a group share columns."""
-    channels = torch.arange(units.shape[0]).reshape(groups, 1, -1)
-    return channels.expand(-1, members, -1).reshape(groups * members, -1)
-
-
-def _outputs(call: Call, inputs: Units, count: int, groups: int, name: str) -> Units:
-    """The output's units: a depthwise convolution keeps the input's order, a grouped one keeps to its groups."""
-    ledger = call.ledger
-    if _ties_order(groups, inputs.shape[0]):
-        order = inputs.order.repeat_interleave(count // groups)
-        ledger.count(order)
-        return Units(ledger.fresh_scale(count, name), order)
-    outputs = ledger.fresh(count, name)
-    if groups > 1:
-        for units in (inputs, outputs):
-            ledger.mark(units.order, torch.arange(groups).repeat_interleave(units.shape[0] // groups))
-    return outputs
-
-
-def _convolution(
-    call: Call, weight: Tensor, weight_name: str, bias_name: str | None, groups: int, transposed: bool
+def project(
+    call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight | None, out: Labels, *, head: bool = False
 ) -> Units:
+    """A product with a weight; labels that neither the weight nor the output have are mixed, and carry no noise.
+
+    A head begins no units: its own noise is the additive term.
+    """
+    ledger = call.ledger
+    summed = {label for label in weight.labels if label in labels and label not in out}
+    shared = {label for label in weight.labels if label in labels and label in out}
+    outer = {label for label in labels if label in out and label not in weight.labels}
+    inner = numbers(labels, summed | shared)
+    passing, columns = [], []
+    for factor in x.scale:
+        changes = changing(factor, labels)
+        if changes and changes <= outer and bias is None and not head:
+            passing.append(arranged(factor, labels, out))
+        else:
+            one = ledger.merge_scale(factor, frozenset(range(len(labels))) - inner, call.where)
+            columns.append(-arranged(one, labels, weight.labels))
+    staying, moving, parents = _places(call, x.order, labels, summed, shared, outer)
+    orders = [arranged(factor, labels, weight.labels) for factor in moving]
+    new = [label for label in weight.labels if label in out and label not in shared]
+    if head:
+        weight.attach(Units(tuple(columns), tuple(orders)))
+        return Units(tuple(passing), tuple(arranged(factor, labels, out) for factor in staying))
+    shape = [weight.size(label) if label in out else 1 for label in weight.labels]
+    rows = ledger.fresh_scale(shape, weight.tensor.name)
+    groups = [p for p in parents if p is not None]
+    if shared and all(weight.size(label) == 1 for label in summed):
+        begun = arranged(groups[0], labels, weight.labels).expand(shape) if groups else torch.zeros_like(rows)
+        order = begun
+        for factor in () if groups else (ledger.fresh_order(shape),):
+            ledger.fix(factor)
+    else:
+        order = ledger.fresh_order(shape)
+        if shared:
+            above = ledger.fold(order, numbers(weight.labels, set(new)))
+            if above is not None:
+                known = [arranged(p, labels, weight.labels) for p in groups]
+                for other in known:
+                    ledger.unite_order(above, other)
+                if not known:
+                    ledger.fix(above)
+    if order.numel() > 1:
+        ledger.count(order)
+    weight.attach(Units((rows, *columns), (order, *orders)))
+    if bias is not None:
+        own = Units((arranged(rows, weight.labels, bias.labels),), (arranged(order, weight.labels, bias.labels),))
+        bias.attach(own)
+    scale = (*passing, arranged(rows, weight.labels, out))
+    return Units(scale, (*[arranged(f, labels, out) for f in staying], arranged(order, weight.labels, out)))
+
+
+def _places(
+    call: Call, orders: Sequence[Tensor], labels: Labels, summed: set[str], shared: set[str], outer: set[str]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+    """Order factors that pass by the weight, those that it follows, and what is above them along shared dims."""
+    ledger = call.ledger
+    staying, moving, parents = [], [], []
+    for factor in orders:
+        changes = changing(factor, labels)
+        if not changes:
+            continue
+        if changes <= outer:
+            staying.append(factor)
+        elif not changes & (summed | shared) or changes - summed - shared - outer:
+            ledger.fix(factor)
+        else:
+            one = ledger.merge_order(factor, numbers(labels, set(labels) - summed - shared))
+            ledger.count(one)
+            moving.append(one)
+            above = ledger.fold(one, numbers(labels, summed)) if changes & shared else None
+            parents.append(above)
+    return staying, moving, parents
+
+
+def contract(call: Call, x: Traced, labels: Labels, y: Traced, others: Labels, out: Labels) -> Units:
+    """A product of two activations, summed over the labels that the output lacks."""
+    ledger = call.ledger
+    summed = {label for label in labels if label in others and label not in out}
+    shared = [label for label in labels if label in others and label in out]
+    both = [*shared, *sorted(summed)]
+    scale: list[Tensor] = []
+    inside: list[list[Tensor]] = []
+    for units, own in ((x.units, labels), (y.units, others)):
+        found = []
+        for factor in units.scale:
+            if changing(factor, own) & summed:
+                one = ledger.merge_scale(factor, numbers(own, set(own) - set(both)), call.where)
+                found.append(arranged(one, own, both))
+            else:
+                scale.append(arranged(factor, own, out))
+        inside.append(found)
+    left, right = inside
+    why = "what it sums over carries other factors than what it is multiplied with"
+    if left and right:
+        ledger.agree_scale(left, [-factor for factor in right], call.where, why)
+    else:
+        for factor in left or right:
+            scale.append(arranged(ledger.merge_scale(factor, numbers(both, summed), call.where), both, out))
+    return Units(tuple(scale), _contract_order(call, x, labels, y, others, out, summed, shared))
+
+
+def _contract_order(
+    call: Call, x: Traced, labels: Labels, y: Traced, others: Labels, out: Labels, summed: set[str], shared: list[str]
+) -> tuple[Tensor, ...]:
+    """Places: what is summed over moves alike on both sides; so does each shared label."""
+    ledger = call.ledger
+    both = [*shared, *sorted(summed)]
+    sides: list[tuple[list[Tensor], list[Tensor]]] = []  # factors over summed labels, and over shared ones only
+    kept: list[Tensor] = []
+    for operand, own in ((x, labels), (y, others)):
+        inner, outer = [], []
+        for factor in operand.units.order:
+            changes = changing(factor, own)
+            if changes & summed:
+                one = ledger.merge_order(factor, numbers(own, set(own) - set(both)))
+                inner.append(arranged(one, own, both))
+                continue
+            if changes - set(shared):
+                kept.append(arranged(factor, own, out))
+            above = ledger.fold(factor, numbers(own, set(own) - set(shared))) if changes & set(shared) else None
+            if above is not None:
+                outer.append(arranged(above, own, both))
+        sides.append((inner, outer))
+    differs = [numbers(both, {own[d] for d in differing(operand.value)}) for operand, own in ((x, labels), (y, others))]
+    (inner_x, outer_x), (inner_y, outer_y) = sides
+    met = ledger.agree_order(inner_x, differs[0], inner_y, differs[1])
+    folded = [ledger.fold(factor, numbers(both, summed)) for factor in met]
+    tops = [factor for factor in folded if factor is not None]
+    everywhere = frozenset(range(len(both)))
+    blocks = ledger.agree_order(outer_x, differs[0], outer_y, differs[1])
+    for factor in tops:
+        blocks = ledger.agree_order([factor], everywhere, blocks, everywhere) if blocks else (factor,)
+    covered = frozenset().union(*(varying(factor) for factor in kept)) if kept else frozenset()
+    spare = [arranged(factor, both, out) for factor in blocks]
+    return (*kept, *[factor for factor in spare if not varying(factor) & covered])
+
+
+# The operations.
+
+
+def _bias(argument: object, labels: Labels) -> Weight | None:
+    return None if argument is None else Weight.plain(stored(argument), labels)
+
+
+def _x_labels(rank: int, last: str) -> list[str]:
+    return [*[f"x{d}" for d in range(rank - 1)], last]
+
+
+@rule("linear")
+def linear(call: Call, head: bool = False) -> Outcome:
+    """X W^T + b."""
+    x, weight = tensor(call["input"]), call["weight"]
+    if not isinstance(weight, Stored):
+        return _computed_linear(call, x, tensor(weight))
+    bias = None if head else _bias(call["bias"], ["j"])
+    labels = _x_labels(x.value.dim(), "k")
+    return project(call, x.units, labels, Weight.plain(weight, ["j", "k"]), bias, [*labels[:-1], "j"], head=head)
+
+
+def _computed_linear(call: Call, x: Traced, weight: Traced) -> Outcome:
+    labels = _x_labels(x.value.dim(), "k")
+    units = contract(call, x, labels, weight, ["j", "k"], [*labels[:-1], "j"])
+    bias = call["bias"]
+    return units if bias is None else total(call, Activation(call.output, units), tensor(bias))
+
+
+CONVOLUTIONS = {f"conv{n}d": n for n in (1, 2, 3)}
+TRANSPOSED = {f"conv_transpose{n}d": n for n in (1, 2, 3)}
+
+
+@rule(*CONVOLUTIONS, *TRANSPOSED)
+def convolution(call: Call, head: bool = False) -> Outcome:
     """The weight is (outputs, inputs / groups, ...), or (inputs, outputs / groups, ...) if transposed."""
-    dim = call.x.value.dim() - (weight.dim() - 2) - 1
-    inputs = call.ledger.vector(call.x.units, dim)
-    count = weight.shape[1] * groups if transposed else weight.shape[0]
-    outputs = _outputs(call, inputs, count, groups, weight_name)
-    first, second = (inputs, outputs) if transposed else (outputs, inputs)
-    sign = -1 if transposed else 1
-    shape = weight.shape
-    index = _grouped(second, groups, shape[0] // groups).reshape(shape[0], shape[1], *[1] * (len(shape) - 2))
-    tied = _ties_order(groups, inputs.shape[0])
-    call.ledger.attach(
-        weight_name,
-        along(0, shape, first, power=sign),
-        Attachment(second, index, shape[2:].numel(), power=-sign, moves=not tied),
+    spatial, transposed = (CONVOLUTIONS | TRANSPOSED)[call.name.removesuffix("_")], call.name in TRANSPOSED
+    x, groups = tensor(call["input"]), call["groups"]
+    kernel = [f"kernel{n}" for n in range(spatial)]
+    rows = ["i", "o"] if transposed else ["o", "i"]
+    weight = Weight.plain(stored(call["weight"]), [*rows, *kernel]).grouped(groups, "g")
+    bias = None if head else _bias(call["bias"], ["o"])
+    bias = bias.grouped(groups, "g") if bias else None
+    before, after = x.value.shape, call.output.shape
+    channel = len(before) - spatial - 1
+    batch = ["n"] * channel
+    inputs, outputs = before[channel] // groups, after[channel] // groups
+    split = (*before[:channel], groups, inputs, *before[channel + 1 :])
+    units = x.units.each(lambda factor: reshaped(factor, before, split))
+    places = [f"place{n}" for n in range(spatial)]
+    found = project(
+        call,
+        units,
+        [*batch, "g", "i", *places],
+        weight,
+        bias,
+        [*batch, "g", "o", *[f"after{n}" for n in range(spatial)]],
+        head=head,
     )
-    _bias(call, bias_name, outputs)
-    return spread(outputs, call.output.shape, dim)
+    merged = (*after[:channel], groups, outputs, *after[channel + 1 :])
+    return found.each(lambda factor: reshaped(factor, merged, after))
 
 
-@rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-def _(call: Call) -> Outcome:
-    bias = call.tensor_name("bias") if call.module.bias is not None else None
-    weight, name = call.module.weight, call.tensor_name("weight")
-    return _convolution(call, weight, name, bias, call.module.groups, call.module.transposed)
+@rule("matmul", "bmm", "mm", "mv", "dot")
+def matmul(call: Call) -> Outcome:
+    """Of two activations, or of one and a parameter."""
+    a, b = tensor(call["self"]), tensor(call.get("other", "mat2", "vec", "tensor"))
+    left = _matrix_labels(a.value.dim(), "i", "k", call.rank, first=True)
+    right = _matrix_labels(b.value.dim(), "k", "j", call.rank, first=False)
+    ahead = [f"b{n}" for n in range(max(len(left), len(right)) - 2)]
+    out = [*ahead, *(["i"] if "i" in left else []), *(["j"] if "j" in right else [])]
+    return product_of(call, a, left, b, right, out)
 
 
-@rule(F.conv1d, F.conv2d, F.conv3d)
-def _(call: Call) -> Outcome:
-    weight, bias = _functional(call)
-    groups = call.argument(6, "groups", 1)
-    return _convolution(call, weight.value, weight.name, bias, groups, transposed=False)
+def _matrix_labels(rank: int, row: str, column: str, most: int, *, first: bool) -> list[str]:
+    if rank == 1:
+        return ["k"]
+    most = max(most, rank)
+    return [*[f"b{n}" for n in range(most - 2)][most - rank :], row, column]
 
 
-@rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-def _(call: Call) -> Outcome:
-    weight, bias = _functional(call)
-    groups = call.argument(6, "groups", 1)
-    return _convolution(call, weight.value, weight.name, bias, groups, transposed=True)
+def product_of(call: Call, a: Traced, left: Labels, b: Traced, right: Labels, out: Labels) -> Units:
+    """By `project` if one of them is a parameter as it stands, else by `contract`."""
+    for x, own, weight, labels in ((a, left, b, right), (b, right, a, left)):
+        if isinstance(weight, Stored) and weight.is_parameter and not isinstance(x, Stored):
+            if any(n == 1 and label in own and label.startswith("b") for n, label in _sized(weight, labels)):
+                break  # a weight that is broadcast over heads is an activation like others
+            return project(call, x.units, own, Weight.plain(weight, labels), None, out)
+    return contract(call, a, left, b, right, out)
 
 
-def _embedding(call: Call, weight: Tensor, name: str, max_norm: float | None, sparse: bool) -> Units:
-    if max_norm is not None:
-        raise NoRule("max_norm changes the weight in forward")
-    if sparse:
+def _sized(weight: Stored, labels: Labels) -> list[tuple[int, str]]:
+    return list(zip(weight.value.shape, labels, strict=True))
+
+
+@rule("addmm", "baddbmm", "addmv", "addbmm")
+def addmm(call: Call) -> Outcome:
+    """A product and a sum."""
+    if call.name == "addbmm":
+        raise NoRule("there is no rule for it")
+    pair = [name for name in ("mat1", "mat2", "batch1", "batch2", "mat", "vec") if name in call.arguments]
+    a, b = (tensor(call[name]) for name in pair)
+    left = _matrix_labels(a.value.dim(), "i", "k", 3, first=True)
+    right = _matrix_labels(b.value.dim(), "k", "j", 3, first=False)
+    out = [*left[:-1], *(["j"] if "j" in right else [])]
+    units = product_of(call, a, left, b, right, out)
+    return total(call, Activation(call.output, units), tensor(call["self"]))
+
+
+@rule("einsum")
+def einsum(call: Call) -> Outcome:
+    """Of two tensors, without an ellipsis or a repeated letter."""
+    equation, operands = call["equation"].replace(" ", ""), [tensor(t) for t in call["tensors"]]
+    inputs, _, out = equation.partition("->")
+    terms = inputs.split(",")
+    plain = "->" in equation and "." not in equation and all(len(set(term)) == len(term) for term in [*terms, out])
+    if len(operands) != 2 or not plain:
+        raise NoRule("it is an einsum with an ellipsis, a repeated letter, or other than two tensors")
+    left, right = (list(term) for term in terms)
+    if any(label not in out and label not in other for own, other in ((left, right), (right, left)) for label in own):
+        raise NoRule("it is an einsum that sums over a letter of one tensor only")
+    return product_of(call, operands[0], left, operands[1], right, list(out))
+
+
+@rule("embedding")
+def embedding(call: Call) -> Outcome:
+    """A row per index: any factor and any order of the columns."""
+    weight = stored(call["weight"])
+    if call["sparse"]:
         raise NoRule("its gradient is sparse")
-    outputs = call.ledger.fresh(weight.shape[1], name)
-    call.ledger.attach(name, along(1, weight.shape, outputs))
-    return spread(outputs, call.output.shape, -1)
+    return _columns(call, weight, call.rank)
 
 
-@rule(nn.Embedding)
-def _(call: Call) -> Outcome:
-    module = call.module
-    return _embedding(call, module.weight, call.tensor_name("weight"), module.max_norm, module.sparse)
+def _columns(call: Call, weight: Stored, rank: int) -> Units:
+    size = weight.value.shape[1]
+    units = Units((call.ledger.fresh_scale((1, size), weight.name),), (call.ledger.fresh_order((1, size)),))
+    weight.attach(units)
+    return units.each(lambda factor: factor.reshape([1] * (rank - 1) + [size]))
 
 
-@rule(F.embedding)
-def _(call: Call) -> Outcome:
-    weight = parameter(call.argument(1, "weight"))
-    max_norm, sparse = call.argument(3, "max_norm"), call.argument(6, "sparse", False)
-    return _embedding(call, weight.value, weight.name, max_norm, sparse)
+@rule("embedding_bag", "_embedding_bag")
+def embedding_bag(call: Call) -> Outcome:
+    """Sums and means of rows let everything through, the largest of them positive factors."""
+    from fedveil.graph.symmetry import Symmetry
+
+    if call["sparse"]:
+        raise NoRule("its gradient is sparse")
+    weights = call["per_sample_weights"]
+    if isinstance(weights, Activation | Stored) and (weights.units.scale or weights.units.order):
+        raise NoRule("the weights of its samples are computed")
+    units = _columns(call, stored(call["weight"]), 2)
+    if call["mode"] == 2:
+        call.limit(units.scale, Symmetry.POSITIVE)
+    return [units, *[None] * (len(call.output) - 1)]

@@ -1,85 +1,125 @@
 """Normalisations: what their statistics absorb exactly, and what they do not."""
 
-import torch
-from torch import nn
+from torch import Tensor
 
-from fedveil.graph.calls import Call, Outcome, rule
-from fedveil.graph.ledger import Attachment, Units, pinned, spread
+from fedveil.graph.calls import Call, NoRule, Outcome, Stored, rule
 from fedveil.graph.symmetry import Symmetry
+from fedveil.graph.units import Dims, Units, along, varying
 
 
-def _tie(call: Call, attribute: str, *ties: tuple[Units, int]) -> None:
-    """Ties the module's tensor to units with their powers; the order of the first is the tensor's own."""
-    tensor = getattr(call.module, attribute, None)
-    if tensor is None:
-        return
-    index = torch.arange(tensor.numel()).reshape(tensor.shape)
-    attachments = [Attachment(units, index, 1, power, moves=not i) for i, (units, power) in enumerate(ties)]
-    call.ledger.attach(call.tensor_name(attribute), *attachments)
+def _weights(call: Call) -> tuple[Stored | None, Stored | None]:
+    found = call["weight"], call["bias"]
+    if any(tensor is not None and not isinstance(tensor, Stored) for tensor in found):
+        raise NoRule("its weight is not a parameter as it stands, but computed")
+    return found
 
 
-def _unscaled(units: Units) -> Units:
-    return Units(pinned(units.shape).scale, units.order)
+def _channels(call: Call, units: Units, dim: int) -> Units:
+    """Units that change along `dim` only, as 1-d factors; what else changes is made one."""
+    others = frozenset(range(call.x.value.dim())) - {dim}
+    scale = [call.ledger.merge_scale(factor, others, call.where) for factor in units.scale]
+    order = []
+    for factor in units.order:
+        if dim in varying(factor):
+            order.append(call.ledger.merge_order(factor, others))
+            call.ledger.count(order[-1])
+        elif varying(factor):
+            call.ledger.fix(factor)
+    return Units(tuple(f.flatten() for f in scale), tuple(f.flatten() for f in order))
 
 
-def _affine(call: Call, inputs: Units) -> Units:
-    """The output's units: a new axis if there is a weight, else what passed."""
-    if call.module.weight is None:
+def _affine(call: Call, inputs: Units, weight: Stored | None, bias: Stored | None, size: int) -> Units:
+    """The output's units along the channels: a new axis if there is a weight, else what passed."""
+    if weight is None and bias is None:
         return inputs
-    outputs = Units(call.ledger.fresh_scale(inputs.shape[0], call.tensor_name("weight")), inputs.order)
-    _tie(call, "weight", (outputs, 1), (inputs, -1))
-    _tie(call, "bias", (outputs, 1))
-    return outputs
+    if weight is None:
+        assert bias is not None
+        bias.attach(inputs)
+        return inputs
+    new = call.ledger.fresh_scale([size], weight.name)
+    weight.attach(Units((new, *[-factor for factor in inputs.scale]), inputs.order))
+    if bias is not None:
+        bias.attach(Units((new,), inputs.order))
+    return Units((new,), inputs.order)
 
 
-@rule(
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-)  # fmt: skip
+@rule("batch_norm", "instance_norm", "_native_batch_norm_legit", "native_batch_norm", "cudnn_batch_norm")
 def batch_norm(call: Call) -> Outcome:
     """Statistics of the batch absorb signs exactly (and factors only up to eps); stored ones absorb everything."""
-    module = call.module
-    instance = isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
-    spatial = {"1": 1, "2": 2, "3": 3}[type(module).__name__[-2]]
-    unbatched = instance and call.x.value.dim() == spatial + 1
-    dim = 0 if unbatched else 1
-    inputs = call.ledger.vector(call.x.units, dim)
-    if module.training or module.running_mean is None:
-        call.limit(inputs, Symmetry.SIGN, "statistics of the batch let signs only through, because of eps")
-    _tie(call, "running_mean", (inputs, 1))
-    _tie(call, "running_var", (_unscaled(inputs), 1))
-    return spread(_affine(call, inputs), call.output.shape, dim)
+    x = call.x
+    dim = 1
+    inputs = _channels(call, x.units, dim)
+    if call.get("training", "use_input_stats", "train"):
+        call.limit(inputs.scale, Symmetry.SIGN, "statistics of the batch let signs only through, because of eps")
+    for name, units in (("running_mean", inputs), ("running_var", inputs.unscaled())):
+        if isinstance(call.get(name), Stored):
+            call[name].attach(units)
+    outputs = _affine(call, inputs, *_weights(call), x.value.shape[dim])
+    units = outputs.each(lambda factor: along(factor, dim, x.value.dim()))
+    return [units, *[None] * (len(call.output) - 1)] if isinstance(call.output, tuple | list) else units
 
 
-@rule(nn.GroupNorm)
+@rule("group_norm")
 def group_norm(call: Call) -> Outcome:
-    """A mean over different channels lets no factor through; channels of a group may trade places."""
-    inputs = call.ledger.vector(call.x.units, 1)
-    call.limit(inputs, Symmetry.NOTHING, "statistics over several channels let no factor through")
-    groups = call.module.num_groups
-    call.ledger.mark(inputs.order, torch.arange(groups).repeat_interleave(inputs.shape[0] // groups))
-    return spread(_affine(call, _unscaled(inputs)), call.output.shape, 1)
+    """A mean over different channels lets no factor through; channels of a group may trade places, and groups."""
+    x, groups = call.x, call["num_groups"]
+    inputs = _channels(call, x.units, 1)
+    call.limit(inputs.scale, Symmetry.NOTHING, "statistics over several channels let no factor through")
+    for factor in inputs.order:
+        rows = factor.reshape(groups, -1)
+        call.ledger.fold(rows, frozenset({1}))
+    outputs = _affine(call, inputs.unscaled(), *_weights(call), x.value.shape[1])
+    return outputs.each(lambda factor: along(factor, 1, x.value.dim()))
 
 
 def _last_dims(call: Call, symmetry: Symmetry, why: str) -> Units:
-    """Normalises over the last dims, element by element of their flattened form."""
-    shape = call.output.shape
-    kept = len(shape) - len(call.module.normalized_shape)
-    flat = call.ledger.replay(lambda t: t[0].contiguous().flatten(kept), [call.x.units], call.where)
-    inputs = call.ledger.vector(flat, -1)
-    call.limit(inputs, symmetry, why)
-    outputs = _affine(call, inputs if symmetry else _unscaled(inputs))
-    flat_output = spread(outputs, (*shape[:kept], -1 if kept else inputs.shape[0]), -1) if kept else outputs
-    return call.ledger.replay(lambda t: t[0].reshape(shape), [flat_output], call.where)
+    """Normalises over the last dims; a weight there moves with what it multiplies."""
+    x, (weight, bias) = call.x, (call["weight"], call.get("bias"))
+    if any(tensor is not None and not isinstance(tensor, Stored) for tensor in (weight, bias)):
+        raise NoRule("its weight is not a parameter as it stands, but computed")
+    rank, count = x.value.dim(), len(call["normalized_shape"])
+    inside = frozenset(range(rank - count, rank))
+    call.limit(x.units.scale, symmetry, why)
+    scale = x.units.scale if symmetry else ()
+    if weight is None:
+        for factor in x.units.order:
+            call.ledger.fold(factor, inside)
+        return Units(scale, x.units.order)
+    order, own = _own_order(call, x.units.order, inside)
+    shape = x.value.shape[rank - count :]
+    new = call.ledger.fresh_scale(shape, weight.name)
+    absorbed = [factor for factor in scale if varying(factor) <= inside]
+    passing = [factor for factor in scale if not varying(factor) <= inside]
+    weight.attach(Units((new, *[-factor.reshape(factor.shape[rank - count :]) for factor in absorbed]), own))
+    if bias is not None:
+        if passing:
+            call.limit(passing, Symmetry.NOTHING, "its bias is the same wherever else the input changes")
+            passing = []
+        bias.attach(Units((new,), own))
+    return Units((*passing, new.reshape([1] * (rank - count) + list(shape))), order)
 
 
-@rule(nn.LayerNorm)
+def _own_order(call: Call, orders: tuple[Tensor, ...], inside: Dims) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Places behind a norm over the dims `inside`, and those of its weight."""
+    result, own = [], []
+    for factor in orders:
+        if varying(factor) & inside:
+            one = call.ledger.merge_order(factor, frozenset(range(factor.dim())) - inside)
+            call.ledger.count(one)
+            result.append(one)
+            own.append(one.reshape(one.shape[min(inside) :]))
+        else:
+            result.append(factor)
+    return tuple(result), tuple(own)
+
+
+@rule("layer_norm")
 def layer_norm(call: Call) -> Outcome:
     """A mean over different features lets no factor through, and every permutation."""
     return _last_dims(call, Symmetry.NOTHING, "statistics over several features let no factor through")
 
 
-@rule(nn.RMSNorm)
+@rule("rms_norm")
 def rms_norm(call: Call) -> Outcome:
     """A mean square lets signs through, and every permutation."""
     return _last_dims(call, Symmetry.SIGN, "a mean square over several features lets signs only through")

@@ -25,7 +25,7 @@ class Leaky(Veil):
         secret = self._secret
         known = torch.cat([secret._head.direction.double(), torch.ones(1, dtype=torch.float64)]).tolist()
         numbers = [*secret._noise.scale.tolist(), *secret._head.gamma.tolist(), *secret._sent.how.coefficients]
-        numbers += secret._sent.factors.double().tolist()
+        numbers += secret._sent.cover.factors.double().tolist()
         line = {"secret": sorted({x for x in numbers if abs(x) != 1}), "public": known[:-1]}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,0 +1,234 @@
+"""From units to what they do to the elements of parameters and buffers.
+
+Each factor of each tensor becomes a few *slots*, one per place along it: a scale slot knows the class of one secret
+number and its exponent, an order slot the places that one class of units takes in this tensor. A secret is then two
+short vectors, a number per scale slot and a distance per order slot, whatever the size of the model.
+
+Small tensors are pooled in one flat vector, on which a veil is one product and one gather; a large one is multiplied by
+broadcasting and gathered dim by dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedveil.graph.layout import Entry
+from fedveil.graph.ledger import Ledger, Region
+from fedveil.graph.solve import Integers, Orders, Scales, ranks
+from fedveil.graph.symmetry import Symmetry
+from fedveil.graph.units import compressed, varying
+
+POOLED = 2**16  # elements of the largest tensor that goes into the pool
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A run of slots, one per element of a factor of this shape."""
+
+    first: int
+    shape: tuple[int, ...]
+
+    def of(self, slots: Tensor) -> Tensor:
+        """Their values in the factor's shape."""
+        return slots[self.first : self.first + torch.Size(self.shape).numel()].reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A strided part of a tensor with the slots that act on it."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    scale: tuple[Spread, ...]
+    order: tuple[Spread, ...]
+
+    def part(self, flat: Tensor) -> Tensor:
+        """This part of a tensor's flat elements, which may have dims in front."""
+        ahead = flat.dim() - 1
+        return flat.as_strided(
+            (*flat.shape[:ahead], *self.shape),
+            (*flat.stride()[:ahead], *self.strides),
+            flat.storage_offset() + self.offset,
+        )
+
+
+@dataclass(frozen=True)
+class Slots:
+    """All slots of a model. Slot 0 of either kind does nothing.
+
+    Attributes:
+        unit: scale class of each scale slot; 0 is pinned.
+        power: +1 or -1, its exponent.
+        order: order class of each order slot; 0 stays.
+        origin: in `table`, the slot's occurrence of the first class of its kind, in this tensor.
+        repeat: how often each class of the kind occurs there.
+        place: where it is in the tensor's flat elements, along its own dims.
+        table: places of each tensor, sorted by kind, class and occurrence.
+        classes: how many scale classes there are.
+    """
+
+    unit: Integers
+    power: Integers
+    order: Integers
+    origin: Integers
+    repeat: Integers
+    place: Integers
+    table: Integers
+    classes: int
+
+    def factors(self, scale: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The factor of each scale slot, from one number per scale class; for one secret, or one per row."""
+        return np.concatenate([scale, 1 / scale], -1)[..., self.unit + self.classes * (self.power < 0)]
+
+    def shifts(self, member: Integers) -> Integers:
+        """How far away each order slot's content comes from, by each order class's new number in its kind."""
+        found: Integers = self.table[self.origin + member[..., self.order] * self.repeat] - self.place
+        return found
+
+
+@dataclass
+class SlotRows:
+    """Slots under construction."""
+
+    scales: Scales
+    orders: Orders
+    scale_columns: list[tuple[Integers, Integers]] = field(
+        default_factory=lambda: [(np.zeros(1, np.int64), np.ones(1, np.int64))]
+    )
+    order_columns: list[tuple[Integers, ...]] = field(default_factory=lambda: [(np.zeros(1, np.int64),) * 4])
+    table: list[Integers] = field(default_factory=lambda: [np.zeros(1, np.int64)])
+    scale_count: int = 1
+    order_count: int = 1
+    offset: int = 1
+
+    def piece(self, region: Region) -> Piece:
+        """The region with its slots."""
+        scale = [s for s in map(self._scale, region.units.scale) if s]
+        order, covered = [], frozenset[int]()
+        for factor in region.units.order:
+            found = self._order(factor, region, covered)
+            if found:
+                order.append(found)
+                covered |= frozenset(d for d, n in enumerate(found.shape) if n > 1)
+        return Piece(*region.place, tuple(scale), tuple(order))
+
+    def _scale(self, factor: Tensor) -> Spread | None:
+        unit, power = self.scales.of(factor)
+        unit = np.where(self.scales.symmetries[unit] > 0, unit, 0)
+        whole = compressed(torch.from_numpy(np.asarray(2 * unit + (power < 0) * (unit > 0))))
+        unit, power = (whole // 2).numpy().ravel(), np.where((whole % 2).numpy().ravel() > 0, -1, 1)
+        if not unit.any():
+            return None
+        self.scale_columns.append((unit, power))
+        first, self.scale_count = self.scale_count, self.scale_count + len(unit)
+        return Spread(first, tuple(whole.shape))
+
+    def _order(self, factor: Tensor, region: Region, covered: frozenset[int]) -> Spread | None:
+        kinds, members = self.orders.kinds, self.orders.members
+        label = self.orders.of(factor)
+        label = np.where(kinds[label] > 0, label, 0)
+        if not label.any():
+            return None
+        short = compressed(torch.from_numpy(np.asarray(label)))
+        dims = varying(short) - covered
+        if not dims:
+            return None
+        place = torch.zeros((1,) * short.dim(), dtype=torch.int64)
+        for d in dims:
+            view = [1] * short.dim()
+            view[d] = -1
+            place = place + torch.arange(short.shape[d]).reshape(view) * region.strides[d]
+        label, position = short.numpy().ravel(), place.expand(short.shape).numpy().ravel()
+        count = len(label)
+        rank, kind, member = ranks(label), kinds[label], members[label]
+        group = np.where(kind == 0, -1 - np.arange(count), kind)  # a place that stays is a kind of its own
+        by_kind = np.lexsort((rank, member, group))
+        starts = np.searchsorted(group[by_kind], group)
+        repeat = np.where(kind == 0, 0, np.bincount(label)[label])
+        origin = self.offset + starts + np.where(kind == 0, 0, rank)
+        self.order_columns.append((np.where(kind == 0, 0, label), origin, repeat, position))
+        self.table.append(position[by_kind])
+        first, self.order_count, self.offset = self.order_count, self.order_count + count, self.offset + count
+        return Spread(first, tuple(short.shape))
+
+    def finish(self) -> Slots:
+        """All of them."""
+        unit, power = (np.concatenate(column) for column in zip(*self.scale_columns, strict=True))
+        order, origin, repeat, place = (np.concatenate(column) for column in zip(*self.order_columns, strict=True))
+        table = np.concatenate(self.table)
+        classes = int(self.scales.classes.max()) + 1
+        return Slots(unit, power, order, origin, repeat, place, table, classes)
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Tensors that lie behind one another in one flat vector.
+
+    Attributes:
+        entries: the tensors, with their places in the pool.
+        scale: for each element its scale slots, a row per factor.
+        order: its order slots.
+        arange: 0, 1, 2, ... along the vector.
+    """
+
+    entries: tuple[Entry, ...]
+    scale: Tensor
+    order: Tensor
+    arange: Tensor
+
+    def factors(self, slots: Tensor) -> Tensor:
+        """What each element is multiplied by."""
+        return _combined(slots, self.scale, torch.mul)
+
+    def sources(self, slots: Tensor) -> Tensor:
+        """The place that each element comes from."""
+        return self.arange + _combined(slots, self.order, torch.add)
+
+
+def _combined(slots: Tensor, sides: Tensor, combine: object) -> Tensor:
+    total = slots.index_select(0, sides[0])
+    for side in sides[1:]:
+        total = combine(total, slots.index_select(0, side))  # type: ignore[operator]
+    return total
+
+
+def build_pool(entries: Sequence[Entry], pieces: dict[str, list[Piece]], device: torch.device) -> Pool:
+    """Put tensors into one flat vector, and name the slots of each element."""
+    moved, start = [], 0
+    for entry in entries:
+        size = entry.shape.numel()
+        moved.append(Entry(entry.name, entry.shape, start, start + size, entry.like))
+        start += size
+    every = [piece for entry in moved for piece in pieces.get(entry.name, ())]
+    depth = [max([1, *map(len, kind)]) for kind in ([p.scale for p in every], [p.order for p in every])]
+    sides = [torch.zeros((count, start), dtype=torch.int32) for count in depth]
+    for entry in moved:
+        for piece in pieces.get(entry.name, ()):
+            for side, spreads in zip(sides, (piece.scale, piece.order), strict=True):
+                for row, spread in zip(side, spreads, strict=False):
+                    slots = torch.arange(spread.first, spread.first + torch.Size(spread.shape).numel())
+                    part = piece.part(row[entry.start : entry.stop])
+                    part.copy_(slots.reshape(spread.shape).expand(piece.shape))
+    scale, order = (side.to(device) for side in sides)
+    return Pool(tuple(moved), scale, order, torch.arange(start, device=device))
+
+
+def levels(piece: Piece, slots: Slots, symmetries: Integers) -> Tensor:
+    """What a veil does to each element of a part: 3 scaled, 2 changed in sign, 1 moved, 0 nothing."""
+    total = torch.zeros((1,) * len(piece.shape), dtype=torch.int8)
+    scaled = torch.from_numpy(np.where(symmetries[slots.unit] & Symmetry.POSITIVE, 3, 2 * (symmetries[slots.unit] > 0)))
+    moving = torch.from_numpy((slots.order > 0).astype(np.int8))
+    for spreads, level in ((piece.scale, scaled), (piece.order, moving)):
+        for spread in spreads:
+            total = torch.maximum(total, spread.of(level).to(torch.int8))
+    return total.expand(piece.shape)
+
+
+def pieces_of(ledger: Ledger, rows: SlotRows, names: Sequence[str]) -> dict[str, list[Piece]]:
+    """The pieces of each tensor that travels."""
+    return {name: [rows.piece(region) for region in ledger.regions.get(name, ())] for name in names}

@@ -1,0 +1,104 @@
+"""Which noise each element of a tensor carries, described by axes.
+
+A tensor carries *scale* (its elements are multiplied by secret factors) and *order* (its elements trade places). Each
+is a tuple of *factors*: integer tensors of as many dims as the tensor described, with size 1 along every dim along
+which nothing changes. The channels of an (N, C, H, W) activation are one factor of shape (1, C, 1, 1), however large
+the image.
+
+An element of a scale factor names a scale unit: 5 multiplies by that unit's secret number, -5 divides by it, 0 does
+nothing; an element's scale is the product over all factors. An element of an order factor names an order unit; 0 stays
+in its place.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+Dims = frozenset[int]
+
+
+class Units(NamedTuple):
+    """The noise on a tensor."""
+
+    scale: tuple[Tensor, ...] = ()
+    order: tuple[Tensor, ...] = ()
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Units":
+        """All factors, changed alike."""
+        return Units(tuple(map(change, self.scale)), tuple(map(change, self.order)))
+
+    def unscaled(self) -> "Units":
+        """The same places without factors."""
+        return Units((), self.order)
+
+
+def varying(factor: Tensor) -> Dims:
+    """The dims along which a factor changes."""
+    return frozenset(dim for dim, size in enumerate(factor.shape) if size > 1)
+
+
+def compressed(factor: Tensor) -> Tensor:
+    """The factor with size 1 along every dim along which it is constant."""
+    for dim, size in enumerate(factor.shape):
+        if size > 1:
+            first = factor.narrow(dim, 0, 1)
+            if bool((factor == first).all()):
+                factor = first
+    return factor
+
+
+def widened(factor: Tensor, shape: Sequence[int], dims: Sequence[int] | Dims) -> Tensor:
+    """The factor in full size along `dims`."""
+    return factor.expand([shape[d] if d in dims else size for d, size in enumerate(factor.shape)])
+
+
+def along(values: Tensor, dim: int, rank: int) -> Tensor:
+    """A 1-d list as a factor that changes along `dim` of a tensor with `rank` dims."""
+    shape = [1] * rank
+    shape[dim] = -1
+    return values.reshape(shape)
+
+
+def aligned(factor: Tensor, rank: int) -> Tensor:
+    """A factor for a tensor with more dims in front, as broadcasting sees it."""
+    return factor.reshape((1,) * (rank - factor.dim()) + tuple(factor.shape))
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
+    """Runs of dims before and after a reshape that hold the same elements."""
+    found, i, j = [], 0, 0
+    while i < len(old) and j < len(new):
+        first, other, left, right = i, j, old[i], new[j]
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right:
+                left, i = left * old[i], i + 1
+            else:
+                right, j = right * new[j], j + 1
+        found.append((range(first, i), range(other, j)))
+    if found:  # what is left over are dims of size 1
+        before, after = found.pop()
+        found.append((range(before.start, len(old)), range(after.start, len(new))))
+    return found
+
+
+def reshaped(factor: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
+    """The factor of a tensor of shape `old` after it was reshaped to `new`."""
+    if not old or not new:
+        return factor.reshape([1] * len(new))
+    wide, sizes = list(factor.shape), [1] * len(new)
+    for before, after in _groups(old, new):
+        if any(factor.shape[d] > 1 for d in before):
+            for d in before:
+                wide[d] = old[d]
+            for d in after:
+                sizes[d] = new[d]
+    return compressed(factor.expand(wide).reshape(sizes))
+
+
+def first_along(factor: Tensor, dims: Sequence[int] | Dims) -> Tensor:
+    """The factor's first element along each of `dims`."""
+    for dim in dims:
+        factor = factor.narrow(dim, 0, 1)
+    return factor
