@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.defences.interface import Aggregate, Stateless
-from fedveil.defences.plain import Plain, PlainUpdate, tensors_of
+from fedveil.defences.outputs import outputs_of
+from fedveil.defences.plain import Plain, PlainUpdate, gradients_of, tensors_of
 from fedveil.errors import AnalysisError, BadArgument
+from fedveil.graph.inputs import Inputs
 from fedveil.graph.trace import find_head, symbolic
 from fedveil.scheme import Entropy, Loss, SquaredError
 from fedveil.scheme.losses import per_sample
@@ -111,7 +113,7 @@ class SPN(Stateless):
         self._split: Split | None = None
         self._private: dict[int, Private] = {}
 
-    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Find where the model parts into body and classifier."""
         self._split = find_split(model)
         self._loss = loss
@@ -139,7 +141,7 @@ class SPN(Stateless):
         self,
         model: nn.Module,
         broadcast: nn.Module,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         weights: Tensor | None = None,
         client: int = 0,
@@ -147,7 +149,7 @@ class SPN(Stateless):
         """Gradients of the public network, and of the client's head; a client's first step draws its secrets."""
         trainable, own = tensors_of(broadcast)
         with _entering(broadcast.get_submodule(self.split.path)) as entered:
-            outputs = torch.func.functional_call(broadcast, own, (inputs,)) if own else broadcast(inputs)
+            outputs = outputs_of(broadcast, inputs, own)
         (hidden,) = entered
         with torch.no_grad():
             wanted, share = self._loss.dense(targets, outputs), per_sample(outputs, weights)
@@ -158,8 +160,7 @@ class SPN(Stateless):
             classes = find_classes(wanted, len(features), self.split.outputs, client)
             pull = private.pull(features, classes, self.margin) * (self.weight * shares)
             roots, slopes = (outputs, hidden), (delta, (pull @ private.head).reshape(hidden.shape))
-        found = torch.autograd.grad(roots, list(trainable.values()), slopes)
-        return SPNUpdate(PlainUpdate(dict(zip(trainable, found, strict=True)), own), pull.T @ features)
+        return SPNUpdate(PlainUpdate(gradients_of(trainable, roots, slopes), own), pull.T @ features)
 
     def _of(self, client: int, like: Tensor) -> Private:
         """The client's secrets, drawn if it has none yet."""
@@ -234,6 +235,9 @@ def find_split(model: nn.Module) -> Split:
         what = "SPN reads what enters the model's last Linear: it must end the model, be used once and have no hooks"
         fix = "end the model in nn.Linear, put what follows it into the loss, and let torch.fx trace it"
         raise BadArgument(error.where, what, fix) from error
+    if not isinstance(model.get_submodule(head.path), nn.Linear):
+        what = f"the model ends in {type(model.get_submodule(head.path)).__name__}, and SPN reads what enters a Linear"
+        raise BadArgument(head.path, what, "end the model in nn.Linear, or use another defence")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained - {head.weight, head.bias}:
         what = "nothing but the last Linear is trained, and SPN leaves its gradient as it is"

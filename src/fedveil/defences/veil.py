@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from fedveil.defences.interface import Aggregate, Stateless, one_by_one
 from fedveil.errors import BadArgument
 from fedveil.graph import Plan, analyse
+from fedveil.graph.inputs import Inputs
 from fedveil.scheme import (
     Broadcast,
     Entropy,
@@ -70,16 +72,16 @@ class Veil(Stateless):
         self._tolerance, self._spread, self._fixed = tolerance, spread, nodes
         self._nodes = NodeCount(tolerance or 1e-6)
 
-    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Analyse the model."""
-        self._plan = analyse(model, example, head=self._head)  # type: ignore[arg-type]
+        self._plan = analyse(model, cast(Any, example), head=self._head)  # type: ignore[arg-type]
         self._loss = loss
         by_nodes = not isinstance(loss, SquaredError) and self._plan.head is not None
         self.adapts = by_nodes and self._fixed is None  # the number of nodes is public, and follows gradients
         single = self._plan.layout.dtype == torch.float32
         self._nodes = NodeCount(self._tolerance or (1e-5 if single else 1e-6))
 
-    def prepare_client(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Nothing to do: all that a client needs is in the broadcast."""
 
     @property
@@ -113,13 +115,13 @@ class Veil(Stateless):
         self,
         model: nn.Module,
         broadcast: Broadcast,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         weights: Tensor | None = None,
         client: int = 0,
     ) -> Update:
         """The perturbed gradient and its correction terms."""
-        return client_step(model, broadcast, inputs, targets, weights)
+        return client_step(model, broadcast, cast(Any, inputs), targets, weights)
 
     def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:
         """Sum of passes; statistics go on, still veiled, from where the last batch left them."""
