@@ -74,8 +74,8 @@ class Defence(Protocol):
     ) -> Any:
         """What a client computes of a batch.
 
-        `inputs` are what the model's forward takes, see `fedveil.graph.inputs`; `model` gives the architecture, `weights` the samples' in place of 1 / samples, `client` says whose private
-        state to use.
+        `model` gives the architecture, `inputs` are what its forward takes (`fedveil.graph.inputs`), `weights` the
+        samples' in place of 1 / samples, `client` says whose private state to use.
         """
 
     def accumulate(self, broadcast: Any, total: Any, update: Any) -> tuple[Any, Any]:

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from fedveil.defences import Aggregate, Defence
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
-from fedveil.federation.server import DEFENCES, History, Optimizer, Record, Schedule, Seen, Server
 from fedveil.federation.evaluate import rows_of
+from fedveil.federation.server import DEFENCES, History, Optimizer, Record, Schedule, Seen, Server
 from fedveil.federation.shards import Batch, check_clients, gather
 from fedveil.federation.work import client_update, dense_targets
 from fedveil.scheme.losses import Function, Loss

@@ -31,6 +31,11 @@ def rows_of(inputs: Inputs, start: int, stop: int | None) -> Inputs:
     return inputs[start:stop] if isinstance(inputs, Tensor) else each(lambda tensor: tensor[start:stop], inputs)
 
 
+def moved(inputs: Inputs, device: torch.device) -> Inputs:
+    """The inputs on a device."""
+    return each(lambda tensor: tensor.to(device), inputs)
+
+
 def answers(model: nn.Module, inputs: Inputs, *, batch_size: int = 1000) -> Tensor:
     """The model's outputs."""
     starts = range(0, max(1, count(inputs)), batch_size)
@@ -43,9 +48,7 @@ def predicted(outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tens
     return outputs.argmax(class_axis(outputs, targets, axis))
 
 
-def metrics(
-    outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis: int | None = None
-) -> dict[str, float]:
+def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis: int | None = None) -> dict[str, float]:
     """Accuracy for classes and yes/no targets, mean squared error for numbers; the first counts.
 
     Of class indices at several positions of a record, as in segmentation, accuracy is the share of right positions.

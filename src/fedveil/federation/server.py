@@ -16,9 +16,8 @@ from fedveil.defences import DBCL, PPDL, SPN, Aggregate, Defence, Plain, Veil
 from fedveil.defences.outputs import head_axis
 from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
-from fedveil.federation.evaluate import answers, better, metrics
+from fedveil.federation.evaluate import answers, better, metrics, moved
 from fedveil.federation.shards import Batch
-from fedveil.graph.inputs import each
 from fedveil.scheme.losses import Function, Loss, find_loss
 
 DEFENCES: dict[str, Callable[[], Defence]] = {"plain": Plain, "veil": Veil, "ppdl": PPDL, "dbcl": DBCL, "spn": SPN}
@@ -166,7 +165,7 @@ class Server(ABC):
         return self.history
 
     def _evaluate(self, test: Batch) -> Record:
-        inputs, targets = each(lambda tensor: tensor.to(self.device), test[0]), test[1].to(self.device)
+        inputs, targets = moved(test[0], self.device), test[1].to(self.device)
         found = metrics(answers(self.model, inputs), targets, self.loss, axis=head_axis(self.model))
         name, value = next(iter(found.items()))
         if value != value:

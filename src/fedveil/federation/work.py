@@ -8,9 +8,8 @@ from torch import nn
 from fedveil.defences import Defence
 from fedveil.defences.outputs import are_classes, check_classes, class_axis, head_axis, spread, without
 from fedveil.errors import BadArgument
-from fedveil.federation.evaluate import answers, rows_of
+from fedveil.federation.evaluate import answers, moved, rows_of
 from fedveil.federation.shards import Batch, Shards
-from fedveil.graph.inputs import each
 from fedveil.scheme.losses import BinaryCrossEntropy, CrossEntropy, Custom, Loss
 
 
@@ -29,9 +28,7 @@ def dense_targets(model: nn.Module, loss: Loss, part: Batch, axis: int | None = 
     inputs, targets = part
     if targets.is_floating_point() or isinstance(loss, Custom):
         return inputs, targets
-    device = next(model.parameters()).device
-    one = each(lambda tensor: tensor.to(device), rows_of(inputs, 0, 1))
-    outputs = answers(model, one).cpu()
+    outputs = answers(model, moved(rows_of(inputs, 0, 1), next(model.parameters()).device)).cpu()
     template = outputs.expand(len(targets), *outputs.shape[1:])
     if isinstance(loss, BinaryCrossEntropy):
         return inputs, loss.dense(targets, template)

@@ -15,11 +15,12 @@ from fedveil.defences import Aggregate, Defence, innermost
 from fedveil.defences.wire import wire_of
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate, TooFewAnswers
 from fedveil.federation import server as federation
+from fedveil.federation.evaluate import moved
 from fedveil.federation.server import Optimizer, Schedule, Seen
 from fedveil.federation.shards import generator
 from fedveil.flower.rounds import Fault, collect, fault, push
 from fedveil.flower.wire import Ask, bytes_of, read_answer, write_ask
-from fedveil.graph.inputs import Inputs, each
+from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
 
@@ -108,7 +109,7 @@ class Server(federation.Server):
         self.participation, self.min_answers, self.wait_for = participation, min_answers, wait_for or min_answers
         self.timeout, self.patience, self.attempts, self.pause = timeout, patience, attempts, pause
         self._epoch, self._session, self._started = rounds_per_epoch, Entropy().token(), False
-        self.defence.prepare(model, each(lambda tensor: tensor.to(self.device), example), self.loss)
+        self.defence.prepare(model, moved(example, self.device), self.loss)
 
     @property
     def rounds_per_epoch(self) -> int:
