@@ -31,9 +31,9 @@ def rows_of(inputs: Inputs, start: int, stop: int | None) -> Inputs:
     return inputs[start:stop] if isinstance(inputs, Tensor) else each(lambda tensor: tensor[start:stop], inputs)
 
 
-def moved(inputs: Inputs, device: torch.device) -> Inputs:
-    """The inputs on a device."""
-    return each(lambda tensor: tensor.to(device), inputs)
+def moved(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
+    """The inputs on a device, floating numbers in another dtype if one is given; whole numbers stay what they are."""
+    return each(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None), inputs)
 
 
 def answers(model: nn.Module, inputs: Inputs, *, batch_size: int = 1000) -> Tensor:

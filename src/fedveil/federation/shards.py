@@ -125,12 +125,9 @@ def _check_form(number: int, inputs: Inputs, wanted: Inputs, own: Mapping[str, A
     if "inputs" in own or "inputs" in first:
         what = f"client {number}'s inputs are a {_kind(inputs)}, client 0's a {_kind(wanted)}"
     else:
-        missing, strange = sorted(first.keys() - own.keys()), sorted(own.keys() - first.keys())
-        what = f"client {number} has no {missing[0]}, which client 0 has"
-        if not missing:
-            what = f"client {number} has {strange[0]}, which client 0 has not"
-        elif strange:
-            what = f"client {number} has {strange[0]} and no {missing[0]}, which client 0 has"
+        lacks = [f"no {place}, which client 0 has" for place in sorted(first.keys() - own.keys())[:1]]
+        strange = [f"{place}, which client 0 has not" for place in sorted(own.keys() - first.keys())[:1]]
+        what = f"client {number} has {' and '.join(strange + lacks)}"
     raise BadArgument(WHERE, what, "give all clients' inputs one form")
 
 

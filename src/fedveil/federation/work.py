@@ -28,7 +28,8 @@ def dense_targets(model: nn.Module, loss: Loss, part: Batch, axis: int | None = 
     inputs, targets = part
     if targets.is_floating_point() or isinstance(loss, Custom):
         return inputs, targets
-    outputs = answers(model, moved(rows_of(inputs, 0, 1), next(model.parameters()).device)).cpu()
+    first = next(model.parameters())
+    outputs = answers(model, moved(rows_of(inputs, 0, 1), first.device, first.dtype)).cpu()
     template = outputs.expand(len(targets), *outputs.shape[1:])
     if isinstance(loss, BinaryCrossEntropy):
         return inputs, loss.dense(targets, template)

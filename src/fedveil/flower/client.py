@@ -18,11 +18,11 @@ from fedveil.defences import Defence
 from fedveil.defences.wire import PlainWire, named_wire, wire_of
 from fedveil.errors import BadArgument, StaleUpdate
 from fedveil.federation import checkpoint
-from fedveil.federation.evaluate import rows_of
+from fedveil.federation.evaluate import moved, rows_of
 from fedveil.federation.shards import PLAIN, Batch, check_clients, gather
 from fedveil.federation.work import client_update, dense_targets
 from fedveil.flower.wire import Answer, Ask, read_ask, write_answer
-from fedveil.graph.inputs import Inputs, each
+from fedveil.graph.inputs import Inputs
 from fedveil.scheme.losses import Function, Loss, find_loss, named_loss
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def answer(
     (own_data,) = check_clients([data() if callable(data) else data])
     inputs, targets = dense_targets(model, found, own_data)
     device, dtype = next(model.parameters()).device, _dtype(ask)
-    shards = gather([(_cast(inputs, dtype), targets)], ask.batch_size, ask.seed, device)
+    shards = gather([(moved(inputs, device, dtype), targets)], ask.batch_size, ask.seed, device)
     shards = dataclasses.replace(shards, names=(client,))
     own.prepare_client(model, rows_of(shards.inputs, 0, 2), found)
     _restore(own, context, folder, client)
@@ -197,11 +197,6 @@ def _dtype(ask: Ask) -> torch.dtype:
         if name.startswith("parameter/"):
             return torch.from_numpy(array[:0].copy() if array.ndim else array.copy()).dtype
     raise BadArgument("ask", "it holds no parameters")
-
-
-def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Floating numbers in the model's dtype; whole numbers (token ids) as they are."""
-    return each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
 
 def _file(folder: Path, client: int) -> Path:
