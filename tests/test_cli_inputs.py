@@ -1,6 +1,11 @@
 """`fedveil inspect` and `fedveil train` with models and data of the user's own, of any form."""
 
 import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,6 +162,23 @@ def test_an_attack_on_records_of_several_tensors_says_that_it_takes_one(tmp_path
     arguments = ["attack", "membership", "--data", f"{HERE}:pairs", "--model", f"{HERE}:Both", "--clients", "2"]
     assert main([*arguments, "--defence", "plain", "--epochs", "1", "--out", str(tmp_path / "a")]) == 2
     assert "this takes records of one tensor only" in capsys.readouterr().err
+
+
+def test_what_the_page_shows_runs(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parent.parent / "docs" / "inputs.md").read_text()
+    code, commands = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("python", "sh"))
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        runpy.run_path("mine.py", run_name="__main__")
+        assert float(capsys.readouterr().out) > 0.55
+        for command in commands.splitlines():
+            assert main(shlex.split(command, comments=True)[1:]) == 0
+    assert "head head with 2 outputs" in (printed := capsys.readouterr().out)
+    assert "accuracy" in printed
+    sys.modules.pop("mine")
 
 
 def test_an_error_in_a_factory_is_its_own(tmp_path):
