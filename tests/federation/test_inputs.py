@@ -105,6 +105,12 @@ def test_a_resumed_run_ends_as_if_it_had_not_stopped(form, tmp_path):
     assert all(torch.equal(tensor, straight[name]) for name, tensor in values(second).items())
 
 
+@pytest.mark.parametrize(("targets", "text"), [([0, 1], r"\[0, 1\]"), (torch.tensor(3), "a number")])
+def test_targets_without_records_are_refused(targets, text):
+    with pytest.raises(BadArgument, match=f"client 0's targets are {text}, not a tensor with a dimension of records"):
+        Federation(network(Whole), [(torch.zeros(2, 6).double(), targets)], "plain", sgd)
+
+
 def test_keys_in_another_order_are_the_same_form():
     clients = words()
     inputs, targets = clients[1]

@@ -107,6 +107,9 @@ def check_clients(clients: Sequence[Batch]) -> list[Batch]:
     first, checked = named(clients[0][0]), []
     form = pytree.tree_structure(clients[0][0])
     for number, (inputs, targets) in enumerate(clients):
+        if not isinstance(targets, Tensor) or not targets.dim():
+            what = f"client {number}'s targets are {_value(targets)}, not a tensor with a dimension of records"
+            raise BadArgument(WHERE, what, "Federation(model, [(inputs, targets), ...])")
         own = named(inputs)
         _check_form(number, inputs, clients[0][0], own, first)
         for place, leaf in own.items():
@@ -136,7 +139,7 @@ def _kind(inputs: Inputs) -> str:
 
 
 def _value(leaf: Any) -> str:
-    return "a tensor" if isinstance(leaf, Tensor) else repr(leaf)[:40]
+    return ("a tensor" if leaf.dim() else "a number") if isinstance(leaf, Tensor) else repr(leaf)[:40]
 
 
 def _check_leaf(number: int, place: str, leaf: Any, first: Any, targets: Tensor) -> None:
