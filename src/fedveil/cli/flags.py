@@ -7,6 +7,12 @@ from typing import Any
 
 from fedveil.federation.config import CHOICES, Config, configure, kinds, read_toml
 
+HELP = {
+    "data": "a data set (fedveil data list), or package.module:factory, which returns fedveil.data.Data or "
+    "((inputs, targets), (inputs, targets)) for training and test",
+    "model": "mlp, cnn, lenet, resnet20, densenet ..., or package.module:factory",
+}
+
 
 def add_config(command: Any, without: Sequence[str] = ()) -> None:
     """A TOML file, and a flag for each value of a configuration."""
@@ -21,7 +27,7 @@ def add_values(command: Any, values: Mapping[str, type]) -> None:
         if kind is bool:
             command.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         else:
-            command.add_argument(flag, type=kind, choices=CHOICES.get(name), **options)
+            command.add_argument(flag, type=kind, choices=CHOICES.get(name), help=HELP.get(name), **options)
 
 
 def read_config(options: argparse.Namespace, where: str, defaults: Mapping[str, Any] | None = None) -> Config:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,14 @@ from fedveil.experiments.demo import run_comparison
 from fedveil.federation.config import CHOICES, load_factory
 from fedveil.federation.run import train
 from fedveil.graph import analyse, as_dict
+from fedveil.graph.inputs import Inputs
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
+KINDS = {**DTYPES, "float": torch.float32, "int": torch.int64, "bool": torch.bool}
+INPUT = """sizes of one argument of forward without the batch, such as 3,32,32; once for each argument, in their order.
+NAME=SIZES names a keyword argument, SIZES:TYPE says what it holds (float, int, bool, float32, float64, int64):
+--input ids=128:int --input mask=128. Name all of them, or none. A number per record has no sizes:
+--input length=:int"""
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -34,11 +41,35 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def parse_input(text: str, dtype: torch.dtype = torch.float32) -> tuple[str, torch.Tensor]:
+    """The name of a keyword argument, or "", and two records of zeros for it, from [NAME=]SIZES[:TYPE]."""
+    name, equals, form = text.rpartition("=")
+    sizes, colon, kind = form.partition(":")
+    if equals and not name.isidentifier():
+        raise BadArgument("--input", f"{name!r} in {text!r} is no name of an argument", "--input ids=128:int")
+    if colon and kind not in KINDS:
+        raise BadArgument("--input", f"there is no type {kind!r} in {text!r}", f"one of {', '.join(KINDS)}")
+    shape = () if not sizes and (equals or colon) else parse_shape(sizes)
+    return name, torch.zeros((2, *shape), dtype=KINDS[kind] if colon else dtype)
+
+
+def example_inputs(texts: Sequence[str], dtype: torch.dtype = torch.float32) -> Inputs:
+    """What forward takes: positional arguments, or keyword arguments if they have names."""
+    parsed = [parse_input(text, dtype) for text in texts]
+    names = [name for name, _ in parsed if name]
+    if not names:
+        return tuple([tensor for _, tensor in parsed])
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice or len(names) < len(parsed):
+        what = f"{twice} is there twice" if twice else "some arguments have names and some have none"
+        raise BadArgument("--input", what, "--input ids=128:int --input mask=128")
+    return dict(parsed)
+
+
 def inspect(options: argparse.Namespace) -> None:
     """Print a model's plan."""
     model = load_factory(options.model).train(not options.eval)
-    inputs = [torch.zeros((2, *parse_shape(shape)), dtype=DTYPES[options.dtype]) for shape in options.input]
-    plan = analyse(model, inputs, head=options.head)
+    plan = analyse(model, example_inputs(options.input, DTYPES[options.dtype]), head=options.head)
     print(json.dumps(as_dict(plan), indent=2) if options.json else plan)
 
 
@@ -46,9 +77,8 @@ def add_inspect(commands: Any) -> None:
     """`fedveil inspect`."""
     show = commands.add_parser("inspect", help="show which noise each part of a model lets through")
     show.add_argument("model", help="package.module:factory, called without arguments, or a module there")
-    help_input = "sizes of one input without the batch, such as 3,32,32; once for each argument of forward"
-    show.add_argument("--input", required=True, action="append", metavar="SIZES", help=help_input)
-    show.add_argument("--dtype", choices=DTYPES, default="float32", help="of the inputs")
+    show.add_argument("--input", required=True, action="append", metavar="[NAME=]SIZES[:TYPE]", help=INPUT)
+    show.add_argument("--dtype", choices=DTYPES, default="float32", help="of the inputs without a type of their own")
     show.add_argument("--eval", action="store_true", help="analyse in evaluation mode")
     help_head = "exposed: no additive noise, clients read the true predictions"
     show.add_argument("--head", choices=("linear", "exposed"), default="linear", help=help_head)

@@ -2,23 +2,26 @@
 
 from fedveil.data import bank, cifar, embedded, images, lesion, tabular  # noqa: F401  (each enters its loaders)
 from fedveil.data.catalogue import Entry, available, get
-from fedveil.data.datasets import from_datasets
+from fedveil.data.datasets import from_datasets, from_tensors
 from fedveil.data.labels import keep_labels, other_labels, parse_labels
 from fedveil.data.places import data_folder
-from fedveil.data.records import Data, Part
+from fedveil.data.records import Data, Inputs, Part, one_tensor
 from fedveil.data.registry import load
 from fedveil.data.splits import split
 
 __all__ = [
     "Data",
     "Entry",
+    "Inputs",
     "Part",
     "available",
     "data_folder",
     "from_datasets",
+    "from_tensors",
     "get",
     "keep_labels",
     "load",
+    "one_tensor",
     "other_labels",
     "parse_labels",
     "split",

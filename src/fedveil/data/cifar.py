@@ -117,7 +117,7 @@ def _load(
 
 def _shrunk(part: Part, times: int) -> Part:
     """Images with sides so many times shorter."""
-    return Part(avg_pool2d(part.inputs, times), part.targets)
+    return Part(avg_pool2d(part.tensor, times), part.targets)
 
 
 def _stamps(form: _Form, source: Path) -> tuple[str, ...]:

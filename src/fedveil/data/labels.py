@@ -51,6 +51,8 @@ def keep_labels(data: Data, labels: Sequence[int]) -> Data:
     """
     if not data.classes:
         raise BadArgument("labels", f"{data.name!r} is a regression and has no classes", "a data set with classes")
+    if data.train.targets.dim() > 1:
+        raise BadArgument("labels", f"records of {data.name!r} have a class at each position", "a class per record")
     kept = np.isin(data.train.targets.numpy(), labels)
     return Data(
         data.name,
@@ -73,4 +75,4 @@ def _kept(data: Data, part: Part, labels: Sequence[int]) -> Part:
         names = ", ".join(data.classes[label] for label in labels)
         raise BadArgument("labels", f"a part of {data.name!r} has no record of {names}", "other classes, more records")
     new = part.targets.new_tensor(place[targets[rows]])
-    return Part(part.inputs[rows], new)
+    return Part(part.take(rows).inputs, new)

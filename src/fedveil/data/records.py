@@ -1,16 +1,19 @@
 """What every data set is once loaded: tensors for training and testing, and the names of the classes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fedveil.errors import BadArgument
 
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+"""What a model's forward takes: a tensor, a tuple of arguments or a dict of keyword arguments, of tensors or nested."""
 Progress = Callable[[int, int], None]
 """Called with (done, total) while a long job goes on."""
 
@@ -19,12 +22,39 @@ class Part(NamedTuple):
     """Records of one purpose: training, validation or test.
 
     Attributes:
-        inputs: float32, the first dimension counts records; images are (n, channels, height, width).
-        targets: int64 (n,), an index into the classes; or float32 (n, outputs) for regression.
+        inputs: tensors whose first dimension counts records; float32 or whole numbers (token ids). Mostly one tensor,
+            but a tuple or a dict of them is as good; images are (n, channels, height, width).
+        targets: int64 (n,), an index into the classes, or (n, ...) with one at each pixel or token; float32
+            (n, outputs) or (n, ...) for regression.
     """
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The inputs, where one tensor is all there is; refuses others."""
+        return one_tensor("inputs", self.inputs)
+
+    def take(self, rows: Any) -> "Part":
+        """Some of the records."""
+        return Part(
+            cast(Inputs, pytree.tree_map_only(Tensor, lambda tensor: tensor[rows], self.inputs)), self.targets[rows]
+        )
+
+
+def one_tensor(where: str, inputs: Inputs) -> Tensor:
+    """The inputs, if they are a single tensor."""
+    if not isinstance(inputs, Tensor):
+        what = f"records are a {type(inputs).__name__} of tensors, and this takes records of one tensor only"
+        raise BadArgument(where, what, "data whose inputs are one tensor")
+    return inputs
+
+
+def named(inputs: Inputs) -> dict[str, Any]:
+    """Everything in the inputs by its place there, such as "inputs", "inputs[0]" or "inputs['ids']"."""
+    leaves, _ = pytree.tree_flatten_with_path(inputs)
+    return {"inputs" + pytree.keystr(path): leaf for path, leaf in leaves}
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +83,7 @@ class Data:
         for purpose, part in (("train", self.train), ("test", self.test), ("validation", self.validation)):
             if part is not None:
                 _check_part(f"{self.name}.{purpose}", part, self.classes)
-        records = len(self.train.inputs)
+        records = len(self.train.targets)
         for column, values in self.columns.items():
             if len(values) != records:
                 what = f"{len(values)} values for {records} training records"
@@ -61,8 +91,8 @@ class Data:
 
     @property
     def outputs(self) -> int:
-        """How many outputs a model for this data needs: one a class, or the width of the targets."""
-        return len(self.classes) or int(self.train.targets.shape[1])
+        """How many outputs a model for this data needs: one for each class, or for each number of a target."""
+        return len(self.classes) or self.train.targets[0].numel()
 
     def pixels(self, inputs: Tensor) -> Tensor:
         """Images as pixels in [0, 1]: the scaling undone, what lies outside cut off."""
@@ -84,22 +114,43 @@ class Data:
 
     def __repr__(self) -> str:
         sizes = {"train": self.train, "validation": self.validation, "test": self.test}
-        parts = ", ".join(f"{purpose}={len(part.inputs)}" for purpose, part in sizes.items() if part is not None)
+        parts = ", ".join(f"{purpose}={len(part.targets)}" for purpose, part in sizes.items() if part is not None)
         task = f"{len(self.classes)} classes" if self.classes else f"{self.outputs} regression targets"
-        return f"Data({self.name!r}, {parts}, input {tuple(self.train.inputs.shape[1:])}, {task})"
+        return f"Data({self.name!r}, {parts}, {shapes(self.train.inputs)}, {task})"
+
+
+def shapes(inputs: Inputs) -> str:
+    """The shape of a record's inputs as it is printed, such as "input (64,)" or "inputs[0] (64,), inputs[1] (8,)"."""
+    if isinstance(inputs, Tensor):
+        return f"input {tuple(inputs.shape[1:])}"
+    return ", ".join(f"{place} {tuple(x.shape[1:])}" for place, x in named(inputs).items() if isinstance(x, Tensor))
+
+
+def tensors_of(where: str, inputs: Inputs) -> dict[str, Tensor]:
+    """The tensors in the inputs by their place; at least one."""
+    found = {place: leaf for place, leaf in named(inputs).items() if isinstance(leaf, Tensor)}
+    if not found:
+        fix = "a tensor, a tuple of arguments of forward, or a dict of its keyword arguments"
+        raise BadArgument(where, f"inputs, a {type(inputs).__name__}, hold no tensor", fix)
+    return found
 
 
 def _check_part(where: str, part: Part, classes: tuple[str, ...]) -> None:
     """Refuse a part whose tensors do not belong together."""
     inputs, targets = part
-    if inputs.dtype != torch.float32 or inputs.dim() < 2 or not len(inputs):
-        what = f"inputs are {inputs.dtype} of shape {tuple(inputs.shape)}"
-        raise BadArgument(where, what, "float32 inputs of shape (records, ...), at least one record")
-    wanted = (torch.int64, 1) if classes else (torch.float32, 2)
-    if (targets.dtype, targets.dim()) != wanted or len(targets) != len(inputs):
-        what = f"targets are {targets.dtype} of shape {tuple(targets.shape)} for {len(inputs)} inputs"
-        form = "int64 targets of shape (records,)" if classes else "float32 targets of shape (records, outputs)"
-        raise BadArgument(where, what, form)
+    tensors = tensors_of(where, inputs)
+    for place, tensor in tensors.items():
+        real = tensor.dtype == torch.float32 or not (tensor.is_floating_point() or tensor.is_complex())
+        if not real or tensor.dim() < (2 if tensor is inputs else 1) or not len(tensor):
+            what = f"{place} are {tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise BadArgument(where, what, "float32 or whole numbers of shape (records, ...), at least one record")
+    dtype, least = (torch.int64, 1) if classes else (torch.float32, 2)
+    other = next((place for place, tensor in tensors.items() if len(tensor) != len(targets)), None)
+    if targets.dtype != dtype or targets.dim() < least or other:
+        place = other or next(iter(tensors))
+        what = f"targets are {targets.dtype} of shape {tuple(targets.shape)} for {len(tensors[place])} {place}"
+        form = "int64 targets of shape (records,), or (records, ...) for a class at each position"
+        raise BadArgument(where, what, form if classes else "float32 targets of shape (records, outputs)")
     if classes and not 0 <= int(targets.min()) <= int(targets.max()) < len(classes):
         what = f"a target is {int(targets.min())} or {int(targets.max())}, there are {len(classes)} classes"
         raise BadArgument(where, what, f"targets from 0 to {len(classes) - 1}")

@@ -53,6 +53,9 @@ def _dirichlet(request: _Request, rng: Generator) -> list[Indices]:
     if not data.classes:
         what = f"a Dirichlet split needs classes, and {data.name!r} is a regression"
         raise BadArgument("split", what, 'how="iid" or how="column"')
+    if data.train.targets.dim() > 1:
+        what = f"a Dirichlet split needs one class per record, and {data.name!r} has one at each position"
+        raise BadArgument("split", what, 'how="iid" or how="column"')
     if not (isinstance(alpha, int | float) and math.isfinite(alpha) and alpha > 0):
         raise BadArgument("split", f"alpha is {alpha!r}", "a positive number; 0.5 is usual, 100 is nearly iid")
     targets = data.train.targets.numpy()

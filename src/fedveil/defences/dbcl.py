@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from fedveil.defences.interface import Aggregate, Stateless
 from fedveil.defences.plain import Plain, PlainUpdate, size_of
 from fedveil.errors import BadArgument, StaleUpdate
+from fedveil.graph.inputs import Inputs, call
 from fedveil.scheme import Loss
 
 
@@ -187,7 +188,7 @@ class DBCL(Stateless):
         self._drawn: dict[str, tuple[Sketch, torch.Size]] = {}
         self._down = 0
 
-    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Choose the weights to sketch."""
         self._plain.prepare(model, example, loss)
         called = _called(model, example)
@@ -196,7 +197,7 @@ class DBCL(Stateless):
         kept = (convs[:1] if self.skip_first_conv else []) + (linears[-1:] if self.skip_last else [])
         self._names = _choose(model, self.q, kept, self.skip)
 
-    def prepare_client(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Remember the loss: what is sketched, the broadcast says."""
         self._plain.prepare_client(model, example, loss)
 
@@ -235,7 +236,7 @@ class DBCL(Stateless):
         self,
         model: nn.Module,
         broadcast: SketchedBroadcast,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         weights: Tensor | None = None,
         client: int = 0,
@@ -298,7 +299,7 @@ class DBCL(Stateless):
         self._number, self._drawn = int(state["number"]), {}
 
 
-def _called(model: nn.Module, example: Tensor) -> list[tuple[str, nn.Module]]:
+def _called(model: nn.Module, example: Inputs) -> list[tuple[str, nn.Module]]:
     """The modules without children, in the order in which the model calls them."""
     order: list[tuple[str, nn.Module]] = []
     twin = copy.deepcopy(model).eval()
@@ -310,7 +311,7 @@ def _called(model: nn.Module, example: Tensor) -> list[tuple[str, nn.Module]]:
         if not module._modules:
             module.register_forward_hook(partial(note, path))
     with torch.no_grad():
-        twin(example)
+        call(twin, example)
     return order
 
 

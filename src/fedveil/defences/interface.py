@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from fedveil.errors import UpdateRefused
+from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Loss
 
 Found = TypeVar("Found")
@@ -53,10 +54,10 @@ class Defence(Protocol):
     def repeatable(self) -> bool:
         """See above."""
 
-    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Look at the model once before the first round."""
 
-    def prepare_client(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Look at the model as a client that is not in the server's process: all that its steps need, and no more."""
 
     def broadcast(self, model: nn.Module) -> Any:
@@ -66,15 +67,15 @@ class Defence(Protocol):
         self,
         model: nn.Module,
         broadcast: Any,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         weights: Tensor | None = None,
         client: int = 0,
     ) -> Any:
         """What a client computes of a batch.
 
-        `model` gives the architecture, `weights` the samples' in place of 1 / samples, `client` says whose private
-        state to use.
+        `model` gives the architecture, `inputs` are what its forward takes (`fedveil.graph.inputs`), `weights` the
+        samples' in place of 1 / samples, `client` says whose private state to use.
         """
 
     def accumulate(self, broadcast: Any, total: Any, update: Any) -> tuple[Any, Any]:

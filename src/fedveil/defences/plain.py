@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from fedveil.defences.interface import Aggregate, Stateless
 from fedveil.errors import NonFiniteUpdate
+from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Loss, SquaredError
 from fedveil.scheme.losses import per_sample
+from fedveil.scheme.outputs import head_axis, outputs_of, slope
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +37,12 @@ class Plain(Stateless):
         self._noise = None if rounding is None else torch.Generator().manual_seed(rounding)
 
         self._loss: Loss = SquaredError()
+        self._axis: int | None = None
         self._bytes: dict[str, float] = {}
 
-    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
-        """Remember the loss, and how much travels."""
-        self._loss = loss
+    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
+        """Remember the loss, where classes are, and how much travels."""
+        self._loss, self._axis = loss, head_axis(model)
         trainable, buffers = tensors_of(model)
         up = size_of([*trainable.values(), *buffers.values()])
         self._bytes = {"bytes_down": size_of([*model.parameters(), *buffers.values()]), "bytes_up": up}
@@ -54,18 +57,17 @@ class Plain(Stateless):
         self,
         model: nn.Module,
         broadcast: nn.Module,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         weights: Tensor | None = None,
         client: int = 0,
     ) -> PlainUpdate:
         """Gradients of the loss; buffers are the client's own copies."""
         trainable, own = tensors_of(broadcast)
-        outputs = torch.func.functional_call(broadcast, own, (inputs,)) if own else broadcast(inputs)
+        outputs = outputs_of(broadcast, inputs, own)
         with torch.no_grad():
-            delta = self._loss.gradient(outputs, self._loss.dense(targets, outputs)) * per_sample(outputs, weights)
-        found = torch.autograd.grad(outputs, list(trainable.values()), delta)
-        return PlainUpdate(dict(zip(trainable, found, strict=True)), own)
+            delta = slope(self._loss, outputs, targets, self._axis) * per_sample(outputs, weights)
+        return PlainUpdate(gradients_of(trainable, outputs, delta), own)
 
     def accumulate(
         self, broadcast: nn.Module, total: PlainUpdate | None, update: PlainUpdate
@@ -104,6 +106,15 @@ def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters that want gradients, and a client's own copies of the buffers."""
     trainable: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return trainable, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def gradients_of(
+    trainable: Mapping[str, Tensor], roots: Tensor | Sequence[Tensor], slopes: Tensor | Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """By name; 0 for a parameter that this pass did not use."""
+    found = torch.autograd.grad(roots, list(trainable.values()), slopes, allow_unused=True)
+    pairs = zip(trainable.items(), found, strict=True)
+    return {name: torch.zeros_like(p) if gradient is None else gradient for (name, p), gradient in pairs}
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:

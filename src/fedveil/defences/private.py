@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from fedveil.defences.accountant import epsilon, library
 from fedveil.defences.interface import Aggregate, Defence
 from fedveil.errors import BadArgument, NonFiniteUpdate
+from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy, Loss
+from fedveil.scheme.outputs import outputs_of
 
 LEAST, MOST = 1e-30, 1e30  # of clip: squares and products stay far inside float64
 
@@ -100,7 +102,7 @@ class Private:
         """What the rounds so far have spent, at `delta`; see `accountant.epsilon`."""
         return epsilon(self.rounds, self.noise, self.delta, replace=replace)
 
-    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """As the inner defence; refuses what would tell about clients' data besides the gradients."""
         moving = moving_buffers(model, example)
         if moving:
@@ -112,7 +114,7 @@ class Private:
             what = f"{self.inner.name} chooses its next broadcast by the clients' answers, which no noise covers"
             raise BadArgument("Private", what, "Veil(nodes=32), a fixed number, or squared error")
 
-    def prepare_client(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """As the inner defence: clipping and noise are the server's."""
         self.inner.prepare_client(model, example, loss)
 
@@ -129,7 +131,7 @@ class Private:
         self,
         model: nn.Module,
         broadcast: Any,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         weights: Tensor | None = None,
         client: int = 0,
@@ -246,14 +248,14 @@ def normal(count: int, entropy: Entropy) -> Tensor:
     return drawn
 
 
-def moving_buffers(model: nn.Module, example: Tensor) -> list[str]:
+def moving_buffers(model: nn.Module, example: Inputs) -> list[str]:
     """Names of the buffers that a forward pass changes; the model's own stay as they are."""
     before = dict(model.named_buffers())
     own = {name: buffer.clone() for name, buffer in before.items()}
     if not own:
         return []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.func.functional_call(model, own, (example,))
+        outputs_of(model, example, own)
     return [name for name, buffer in own.items() if not torch.equal(buffer, before[name])]
 
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.defences.interface import Aggregate, Stateless
-from fedveil.defences.plain import Plain, PlainUpdate, tensors_of
+from fedveil.defences.plain import Plain, PlainUpdate, gradients_of, tensors_of
 from fedveil.errors import AnalysisError, BadArgument
 from fedveil.graph.export import export
 from fedveil.graph.head import find_head
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy, Loss, SquaredError
 from fedveil.scheme.losses import per_sample
+from fedveil.scheme.outputs import outputs_of
 
 SLACK = 1e-3  # of the sum of a row of probabilities; far from 0 and 2, which the sums of other rows may be
 
@@ -113,7 +114,7 @@ class SPN(Stateless):
         self._split: Split | None = None
         self._private: dict[int, Private] = {}
 
-    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Find where the model parts into body and classifier."""
         self._split = find_split(model, example)
         self._loss = loss
@@ -141,7 +142,7 @@ class SPN(Stateless):
         self,
         model: nn.Module,
         broadcast: nn.Module,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         weights: Tensor | None = None,
         client: int = 0,
@@ -149,7 +150,7 @@ class SPN(Stateless):
         """Gradients of the public network, and of the client's head; a client's first step draws its secrets."""
         trainable, own = tensors_of(broadcast)
         with _entering(broadcast.get_submodule(self.split.path)) as entered:
-            outputs = torch.func.functional_call(broadcast, own, (inputs,)) if own else broadcast(inputs)
+            outputs = outputs_of(broadcast, inputs, own)
         (hidden,) = entered
         with torch.no_grad():
             wanted, share = self._loss.dense(targets, outputs), per_sample(outputs, weights)
@@ -160,8 +161,7 @@ class SPN(Stateless):
             classes = find_classes(wanted, len(features), self.split.outputs, client)
             pull = private.pull(features, classes, self.margin) * (self.weight * shares)
             roots, slopes = (outputs, hidden), (delta, (pull @ private.head).reshape(hidden.shape))
-        found = torch.autograd.grad(roots, list(trainable.values()), slopes)
-        return SPNUpdate(PlainUpdate(dict(zip(trainable, found, strict=True)), own), pull.T @ features)
+        return SPNUpdate(PlainUpdate(gradients_of(trainable, roots, slopes), own), pull.T @ features)
 
     def _of(self, client: int, like: Tensor) -> Private:
         """The client's secrets, drawn if it has none yet."""

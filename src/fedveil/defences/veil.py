@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fedveil.defences.interface import Aggregate, Stateless, one_by_one
 from fedveil.errors import BadArgument
 from fedveil.graph import Plan, analyse
+from fedveil.graph.inputs import Inputs
 from fedveil.scheme import (
     Broadcast,
     Entropy,
@@ -70,7 +71,7 @@ class Veil(Stateless):
         self._tolerance, self._spread, self._fixed = tolerance, spread, nodes
         self._nodes = NodeCount(tolerance or 1e-6)
 
-    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Analyse the model."""
         self._plan = analyse(model, example, head=self._head)  # type: ignore[arg-type]
         self._loss = loss
@@ -79,7 +80,7 @@ class Veil(Stateless):
         single = self._plan.layout.dtype == torch.float32
         self._nodes = NodeCount(self._tolerance or (1e-5 if single else 1e-6))
 
-    def prepare_client(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Nothing to do: all that a client needs is in the broadcast."""
 
     @property
@@ -113,7 +114,7 @@ class Veil(Stateless):
         self,
         model: nn.Module,
         broadcast: Broadcast,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         weights: Tensor | None = None,
         client: int = 0,

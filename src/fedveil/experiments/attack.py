@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedveil.data import one_tensor
 from fedveil.experiments.cells import Cell, Result, Tell, run_cells
 from fedveil.experiments.compare import check_defences
 from fedveil.experiments.scene import trained
-from fedveil.federation.config import CHOICES, Config
+from fedveil.federation.config import CHOICES, Config, load_data
 from fedveil.federation.run import read_config, write_text
 from fedveil.report import Facts, Section, Table, Text, write
 
@@ -87,6 +88,8 @@ def run_attack(
     if run:
         config = read_config(run)
         defences = [config.defence]
+    if ":" in config.data:
+        one_tensor("attack", load_data(config).train.inputs)  # refused before anything is trained
     runs = {name: run or folder / name / "run" for name in defences}
     own = {name: dataclasses.replace(config, defence=name) for name in defences}
     first = experiment.shared(config, settings, defences, folder)

@@ -36,7 +36,7 @@ class Settings:
 def membership_figures(sight: Sight, records: Records) -> dict[str, Any]:
     """The loss threshold, by class where there are classes: chosen on known records, judged on the others'."""
     device = next(sight.model.parameters()).device
-    outputs = answers(sight.model, records.pool.inputs.to(device)).cpu()
+    outputs = answers(sight.model, records.pool.tensor.to(device)).cpu()
     scores = loss_attacks(sight, outputs, records)
     name = "loss by class" if "loss by class" in scores else "loss"
     found = judged(scores[name], records)

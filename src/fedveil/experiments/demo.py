@@ -15,6 +15,7 @@ from fedveil.data import Data, load, split
 from fedveil.defences import Aggregate, Defence, Plain, Veil
 from fedveil.federation import Federation
 from fedveil.federation.page import PROTECTION, client_models, curve_sections, scores, view_sections
+from fedveil.graph.inputs import Inputs
 from fedveil.models import mlp
 from fedveil.report import Facts, Table, Text, write
 from fedveil.scheme import Broadcast, Loss
@@ -58,7 +59,7 @@ class Watched(Veil):
         self._truth: dict[str, Tensor] = {}
         self._flipped = False
 
-    def prepare(self, model: nn.Module, example: Tensor, loss: Loss) -> None:
+    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """As the veil does."""
         super().prepare(model, example, loss)
         self._plain.prepare(model, example, loss)
@@ -67,12 +68,13 @@ class Watched(Veil):
         self,
         model: nn.Module,
         broadcast: Broadcast,
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         weights: Tensor | None = None,
         client: int = 0,
     ) -> Any:
         """As the veil does; the truth is computed beside it."""
+        assert isinstance(inputs, Tensor)  # digits
         self._truth = self._plain.client_step(model, model, inputs, targets, weights).gradients
         with torch.no_grad():
             sent = self.client_view(model, broadcast)
@@ -93,7 +95,7 @@ class Watched(Veil):
 def federation(start: nn.Module, data: Data, defence: Defence) -> Federation:
     """Five clients, Adam at the server."""
     rows = split(data, CLIENTS, seed=0)
-    parts = [(data.train.inputs[r], data.train.targets[r]) for r in rows]
+    parts = [(data.train.tensor[r], data.train.targets[r]) for r in rows]
     return Federation(copy.deepcopy(start), parts, defence, lambda p: torch.optim.Adam(p, 1e-3), loss="cross_entropy")
 
 
@@ -102,7 +104,7 @@ def run_comparison(folder: Path, opens: Opens) -> Iterator[str]:
     data = load("digits")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        start = mlp(data.train.inputs.shape[1], data.outputs, hidden=HIDDEN)
+        start = mlp(data.train.tensor.shape[1], data.outputs, hidden=HIDDEN)
     watched = Watched(NOISE)
     runs = {
         "plain": federation(start, data, Plain()),
@@ -124,7 +126,8 @@ def run_comparison(folder: Path, opens: Opens) -> Iterator[str]:
     exact = f"largest relative error of a recovered gradient: {worst:.0e}"
     counted = f"{watched.flips} round{'s' if watched.flips > 1 else ''}"
     flips = f" (but for {counted} in which rounding moved a ReLU across 0)" if watched.flips else ""
-    yield f"digits, {len(data.train.inputs)} records, {CLIENTS} clients, {runs['veiled'].round} rounds, noise {NOISE:g}"
+    rounds, records = runs["veiled"].round, len(data.train.targets)
+    yield f"digits, {records} records, {CLIENTS} clients, {rounds} rounds, noise {NOISE:g}"
     yield f"\n{'test accuracy':<34}"
     yield from (f"  {name:<32} {accuracy:>7}  {cost}".rstrip() for name, accuracy, cost in rows)
     yield f"\n{exact}{flips}"

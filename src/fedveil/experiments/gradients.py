@@ -99,12 +99,12 @@ def attack(tell: Tell, config: Config, settings: GradientSettings, folder: Path,
 
 def check(config: Config, settings: GradientSettings, data: Data, run: Path) -> None:
     """Refuse what the protocol cannot do."""
-    data.pixels(data.train.inputs[:1])
+    data.pixels(data.train.tensor[:1])
     if not data.classes:
         raise BadArgument(data.name, "it has no classes, and labels are part of the attack", "--data cifar10")
     wanted = config.batch_size + settings.images
-    if len(data.train.inputs) < wanted:
-        what = f"{len(data.train.inputs)} training records, the attacker and the victim need {wanted}"
+    if len(data.train.targets) < wanted:
+        what = f"{len(data.train.targets)} training records, the attacker and the victim need {wanted}"
         raise BadArgument(data.name, what, "a larger --train-size, or fewer --images")
     plain = config.optimizer == "sgd" and not config.momentum and not config.weight_decay
     if not is_run(run) and not plain:
@@ -131,12 +131,12 @@ def attack_batch(
     tell: Tell, config: Config, settings: GradientSettings, data: Data, run: Path, size: int, group: int
 ) -> Result:
     """One batch of the victim: a round of the federation, and a search for every gradient that it leaks."""
-    order = torch.randperm(len(data.train.inputs), generator=generator("gradients", config.seed))
+    order = torch.randperm(len(data.train.targets), generator=generator("gradients", config.seed))
     own, rows = order[: config.batch_size], order[config.batch_size :][group * size : (group + 1) * size]
     federation = two_clients(config, data, own, rows, run)
     leaks, sight = leaks_of(federation)
     search = settings.search(federation.model)
-    inputs, labels = (part[rows].to(federation.device) for part in (data.train.inputs, data.train.targets))
+    inputs, labels = (part[rows].to(federation.device) for part in (data.train.tensor, data.train.targets))
     views = {}
     for number, (view, leak) in enumerate(leaks.items()):
 
@@ -199,7 +199,7 @@ def two_clients(config: Config, data: Data, own: Tensor, rows: Tensor, run: Path
     model = build_model(config, data).to(config.device)
     if is_run(run):
         model.load_state_dict(open_run(run, data)[1].model.state_dict())
-    parts = [(data.train.inputs[r], data.train.targets[r]) for r in (own, rows)]
+    parts = [(data.train.tensor[r], data.train.targets[r]) for r in (own, rows)]
     return Federation(
         model,
         parts,
@@ -267,7 +267,7 @@ def shared_labels(found: Sequence[int], true: Sequence[int]) -> int:
 
 def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> dict[str, dict[str, list[float]]]:
     """What needs no gradient: the mean image of the data set, and for each image another one of its class."""
-    mean = data.pixels(data.train.inputs.mean(0, keepdim=True)).to(true).expand_as(true)
+    mean = data.pixels(data.train.tensor.mean(0, keepdim=True)).to(true).expand_as(true)
     others = []
     for row in rows.tolist():
         same = (data.train.targets == data.train.targets[row]).nonzero()[:, 0]
@@ -277,7 +277,7 @@ def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> d
                 data.name, f"class {int(data.train.targets[row])} has one record", "a larger --train-size"
             )
         others.append(int(same[torch.randint(len(same), (), generator=chance)]))
-    another = data.pixels(data.train.inputs[others]).to(true)
+    another = data.pixels(data.train.tensor[others]).to(true)
     return {"mean image": figures(mean, true), "another of its class": figures(another, true)}
 
 

@@ -80,8 +80,8 @@ def public_images(config: Config, most: int) -> Tensor:
     data = load_data(dataclasses.replace(config, labels=None))
     others = other_labels(parse_labels(config.labels or "", len(data.classes)), len(data.classes))
     public = keep_labels(data, others)
-    rows = torch.randperm(len(public.train.inputs), generator=generator("public", config.seed))[:most]
-    return public.pixels(public.train.inputs[rows]).to(config.device)
+    rows = torch.randperm(len(public.train.targets), generator=generator("public", config.seed))[:most]
+    return public.pixels(public.train.tensor[rows]).to(config.device)
 
 
 def gan_of(tell: Tell, config: Config, settings: Settings, folder: Path) -> tuple[Gan, list[float], int]:
@@ -102,7 +102,7 @@ def gan_of(tell: Tell, config: Config, settings: Settings, folder: Path) -> tupl
 
 def judge_of(tell: Tell, config: Config, settings: Settings, folder: Path, data: Data) -> nn.Module:
     """The judge, trained or from disk; only colour images are mirrored, since digits are not themselves in a mirror."""
-    images = data.pixels(data.train.inputs).to(config.device)
+    images = data.pixels(data.train.tensor).to(config.device)
     return train_judge(
         images,
         data.train.targets.to(config.device),
@@ -128,7 +128,7 @@ def judge_cell(tell: Tell, config: Config, settings: Settings, folder: Path) -> 
     """Train the judge."""
     begin, data = time.process_time(), load_data(config)
     judge = judge_of(tell, config, settings, folder, data)
-    outputs, _ = look(judge, data.pixels(data.test.inputs).to(config.device))
+    outputs, _ = look(judge, data.pixels(data.test.tensor).to(config.device))
     right = outputs.argmax(1).cpu() == data.test.targets
     return {"accuracy": float(right.double().mean()), "cpu_seconds": time.process_time() - begin}
 
@@ -142,7 +142,7 @@ def shared_cells(config: Config, settings: Settings, defences: Sequence[str], fo
     private = parse_labels(config.labels, len(data.classes))
     if len(private) < 2 or not other_labels(private, len(data.classes)):
         raise BadArgument(where, f"labels {config.labels!r} leave {len(private)} of {len(data.classes)} private", fix)
-    data.pixels(data.train.inputs[:1])  # refuses what is no image
+    data.pixels(data.train.tensor[:1])  # refuses what is no image
     if config.model.startswith("mlp"):
         raise BadArgument(where, "an mlp takes rows of numbers, the generator makes images", "--model cnn or resnet8")
     common = {"config": data_of(config), "settings": settings, "folder": folder}
@@ -153,7 +153,7 @@ def bench_of(config: Config, settings: Settings, folder: Path, data: Data) -> Be
     """The judge and what it sees in the private training images."""
     judge = judge_of(lambda share, what: None, config, settings, folder, data)
     device = torch.device(config.device)
-    _, known = look(judge, data.pixels(data.train.inputs).to(device))
+    _, known = look(judge, data.pixels(data.train.tensor).to(device))
     norm = float(known.norm(dim=1).mean())
     return Bench(data, judge, known / norm, norm, device)
 
@@ -193,7 +193,7 @@ def attack(tell: Tell, config: Config, settings: Settings, folder: Path, run: Pa
         pictures |= {f"{name}, by {how}": images for how, images in shown.items()}
     limits, beside = floor_and_ceiling(gan, bench, wanted, config.seed)
     checkpoint.save(folder / "pictures" / f"{config.defence}.pt", {"made": pictures, **beside})
-    sizes = {"members": len(data.train.inputs), "public": public, "reconstructions": len(wanted)}
+    sizes = {"members": len(data.train.targets), "public": public, "reconstructions": len(wanted)}
     return {
         "defence": config.defence,
         "seed": config.seed,
@@ -217,7 +217,7 @@ def reconstruct(
 ) -> dict[str, Tensor]:
     """Images by the generator, and by the control without it; of several models each gives its part of them."""
     made: dict[str, list[Tensor]] = {}
-    channels, height, width = data.train.inputs.shape[1:]
+    channels, height, width = data.train.tensor.shape[1:]
     for number, (view, part) in enumerate(zip(models, wanted.chunk(len(models)), strict=True)):
         model, seed = on_pixels(view, data.scaled), config.seed * len(models) + number
 
@@ -237,7 +237,7 @@ def reconstruct(
 def utility(federation: Federation, data: Data) -> dict[str, Any]:
     """The server's model on members and held-out images; `macro` is the mean over classes of the held-out share."""
     scene = scene_of(federation, data)
-    outputs, _ = look(federation.model, data.test.inputs.to(federation.device))
+    outputs, _ = look(federation.model, data.test.tensor.to(federation.device))
     shares = per_class(outputs.argmax(1).cpu(), data.test.targets, len(data.classes))
     there = [share for share in shares if share is not None]
     return {"train": scene.train, "test": scene.test, "macro": sum(there) / len(there)}
@@ -249,7 +249,7 @@ def floor_and_ceiling(gan: Gan, bench: Bench, wanted: Tensor, seed: int) -> tupl
     with torch.no_grad():
         blind = gan.generator(torch.randn(len(wanted), CODE, generator=random).clamp(-1, 1).to(bench.device))
     test = bench.data.test
-    pixels, targets = bench.data.pixels(test.inputs), test.targets
+    pixels, targets = bench.data.pixels(test.tensor), test.targets
     real, known = [], []
     for label in range(len(bench.data.classes)):
         rows = (targets == label).nonzero()[:, 0]

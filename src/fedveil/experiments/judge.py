@@ -207,7 +207,7 @@ class Bench:
         parts = zip(images.chunk(len(models)), wanted.chunk(len(models)), strict=True)
         for model, (part, labels) in zip(models, parts, strict=True):
             outputs, features = look(model, self.data.scaled(part))
-            _, known = look(model, self.data.train.inputs.to(self.device))
+            _, known = look(model, self.data.train.tensor.to(self.device))
             far.append(distances(features, labels, known, targets, same_class=False))
             right.append(outputs.argmax(1) == labels)
         mean = {name: sum(getattr(d, name) for d in far) / len(far) for name in ("centroid", "nearest")}

@@ -103,7 +103,7 @@ def attack_sight(
     """All attacks by one attacker; `cleaned` says that its model is no longer as it was sent."""
     extras = EXTRAS if settings.full and records.pool.targets.dim() == 1 else ()
     tell(0.0, "looking at records")
-    features = record_features(sight.model, *records.pool, sight.loss, extras=extras)
+    features = record_features(sight.model, records.pool.tensor, records.pool.targets, sight.loss, extras=extras)
     attacks: dict[str, Any] = {}
     sets = feature_sets(features)
     for place, (name, names) in enumerate(sets.items()):

@@ -51,13 +51,15 @@ def records_of(config: Config, data: Data, *, everyone: bool = False) -> Records
     rows = [part.numpy() for part in shares(config, data)]
     if len(rows) < 2:
         raise BadArgument("membership", "there is nobody else to learn about", "--clients 2 or more")
-    members = set(digests(data.train.inputs))
-    new = [place for place, digest in enumerate(digests(data.test.inputs)) if digest not in members]
+    members = set(digests(data.train.tensor))
+    new = [place for place, digest in enumerate(digests(data.test.tensor)) if digest not in members]
     chance = generator("non-members", config.seed)
-    count = len(data.train.inputs)
+    count = len(data.train.targets)
     most = len(new) if everyone else count
     new = [new[place] for place in torch.randperm(len(new), generator=chance)[:most].tolist()]
-    pool = Part(*(torch.cat([a, b[new]]) for a, b in zip(data.train, data.test, strict=True)))
+    fresh_part = data.test.take(new)
+    inputs = torch.cat([data.train.tensor, fresh_part.tensor])
+    pool = Part(inputs, torch.cat([data.train.targets, fresh_part.targets]))
     known, fresh = np.split(count + np.arange(len(new)), [len(new) // (5 if everyone else 2)])
     victims = np.concatenate([part for client, part in enumerate(rows) if client != ATTACKER])
     victims = victims[torch.randperm(len(victims), generator=chance).numpy()]
@@ -99,14 +101,14 @@ def train_shadow(tell: Tell, config: Config, number: int, shadows: int, files: S
     """
     data = load_data(config)
     pool = records_of(config, data).pool
-    inside = inside_of(config, len(pool.inputs), shadows)[number]
-    own = Data(data.name, Part(*(part[inside] for part in pool)), data.test, classes=data.classes)
+    inside = inside_of(config, len(pool.targets), shadows)[number]
+    own = Data(data.name, pool.take(inside), data.test, classes=data.classes)
     how = "iid" if config.split == "column" else config.split
     config = dataclasses.replace(config, seed=config.seed + 1 + number, split=how, column=None)
     federation = federation_of(config, own)
     federation.fit(config.epochs, on_round=shown(config.epochs, tell))
-    outputs = answers(sight_of(federation).model, pool.inputs.to(federation.device)).cpu()
-    true = answers(federation.model, pool.inputs.to(federation.device)).cpu()
+    outputs = answers(sight_of(federation).model, pool.tensor.to(federation.device)).cpu()
+    true = answers(federation.model, pool.tensor.to(federation.device)).cpu()
     for file, values in zip(files, (outputs, true), strict=True):
         file.parent.mkdir(parents=True, exist_ok=True)
         np.save(file, values.numpy())

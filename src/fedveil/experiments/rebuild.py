@@ -61,11 +61,11 @@ def trial(config: Config, data: Data, number: int) -> tuple[Sight, Tensor]:
 
     Where clients send gradients of whole shards, the victim has 64 records and the attacker 4.
     """
-    order = torch.randperm(len(data.train.inputs), generator=generator("rebuild", config.seed, number))
+    order = torch.randperm(len(data.train.targets), generator=generator("rebuild", config.seed, number))
     mine, victim = order[: len(order) // 2], order[-1:]
     if config.whole_shard:
         mine, victim = order[:OWN_BATCH], order[-SHARD:]
-    clients = [(data.train.inputs[rows], data.train.targets[rows]) for rows in (mine, victim)]
+    clients = [(data.train.tensor[rows], data.train.targets[rows]) for rows in (mine, victim)]
     network = build_model(dataclasses.replace(config, seed=config.seed + number), data)
     federation = Federation(
         network.to(config.device),
@@ -78,12 +78,12 @@ def trial(config: Config, data: Data, number: int) -> tuple[Sight, Tensor]:
         fuse=False,
         seed=config.seed + number,
     )
-    return sight_of(federation, rounds=2), data.train.inputs[victim]
+    return sight_of(federation, rounds=2), data.train.tensor[victim]
 
 
 def rebuilt(tell: Tell, config: Config, data: Data, trials: int) -> dict[str, Any]:
     """PSNR of each attacker's reconstructions, and of the floor: the mean of the attacker's own records."""
-    low, high = float(data.train.inputs.min()), float(data.train.inputs.max())
+    low, high = float(data.train.tensor.min()), float(data.train.tensor.max())
     attackers = {PUBLISHED: from_plain_difference} | REBUILDERS.get(config.defence, {})
     found: dict[str, list[float]] = {name: [] for name in [*attackers, "floor"]}
     for number in range(trials):

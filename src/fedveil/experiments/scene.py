@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedveil.attacks import Round, Sight
 from fedveil.attacks.adaptive import PUBLISHED, ROUNDS, sights
-from fedveil.data import Data
+from fedveil.data import Data, one_tensor
 from fedveil.federation.config import Config, load_data
 from fedveil.federation.engine import Federation
 from fedveil.federation.evaluate import METRICS, answers, metrics
@@ -63,15 +63,14 @@ def trained(config: Config, folder: Path, tell: Callable[[float, str], None]) ->
 
 def scene_of(federation: Federation, data: Data) -> Scene:
     """Who is a member of what."""
-    shards = federation.shards
+    shards, inputs = federation.shards, one_tensor("attack", federation.shards.inputs)
     places = zip(shards.starts, shards.sizes, strict=True)
-    parts = [(shards.inputs[start : start + size], shards.targets[start : start + size]) for start, size in places]
+    parts = [(inputs[start : start + size], shards.targets[start : start + size]) for start, size in places]
     others = [part for number, part in enumerate(parts) if number != ATTACKER]
     victims = torch.cat([x for x, _ in others]), torch.cat([y for _, y in others])
-    members = data.train.inputs, data.train.targets
     found = [
-        metrics(answers(federation.model, x.to(federation.device)).cpu(), y)
-        for x, y in (members, (data.test.inputs, data.test.targets))
+        metrics(answers(federation.model, part.tensor.to(federation.device)).cpu(), part.targets)
+        for part in (data.train, data.test)
     ]
     metric = next(name for name in METRICS if name in found[0])
     return Scene(federation, data, parts[ATTACKER], victims, found[0][metric], found[1][metric], metric)
@@ -93,7 +92,7 @@ def sight_of(federation: Federation, rounds: int = 1) -> Sight:
         seen[-1].model,
         emptied(federation.model),
         tuple(seen),
-        shards.inputs[start : start + size],
+        one_tensor("attack", shards.inputs)[start : start + size],
         shards.targets[start : start + size],
         federation.loss,
         float(federation.optimizer.param_groups[0]["lr"]),

@@ -30,7 +30,7 @@ def view_figures(view: nn.Module, model: nn.Module, data: Data) -> Figures:
 
     A model with one output leaks its ranking whatever is added to it, so there the AUC is what counts.
     """
-    inputs, targets = data.test
+    inputs, targets = data.test.tensor, data.test.targets
     device = next(model.parameters()).device
     seen, true = (answers(net, inputs.to(device)).cpu() for net in (view, model))
     finite = torch.nan_to_num(seen)

@@ -1,10 +1,12 @@
 """A run as plain values: from flags, from a TOML file, into objects."""
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
+import inspect
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -167,9 +169,12 @@ def load_data(config: Config) -> Data:
     options = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if not config.duration:
         options["duration"] = False
-    if config.data == "digits" and not config.model.startswith("mlp"):
-        options["flat"] = False
-    found = datasets.load(config.data, path=config.path, **options)
+    if ":" in config.data:
+        found = load_own_data(config.data, [*options, *(["path"] if config.path is not None else [])])
+    else:
+        if config.data == "digits" and not config.model.startswith("mlp"):
+            options["flat"] = False
+        found = datasets.load(config.data, path=config.path, **options)
     if config.labels is None:
         return found
     return datasets.keep_labels(found, datasets.parse_labels(config.labels, len(found.classes)))
@@ -177,15 +182,20 @@ def load_data(config: Config) -> Data:
 
 def build_model(config: Config, data: Data) -> nn.Module:
     """The named network for the data's shape, or what package.module:factory builds; repeatable by the seed."""
-    shape = data.train.inputs.shape[1:]
-    channels, outputs = (shape[0], data.outputs) if len(shape) == 3 else (1, data.outputs)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
+        if ":" in config.model:
+            return load_factory(config.model)
+        if not isinstance(data.train.inputs, Tensor) or not data.train.inputs.is_floating_point():
+            what = f"{config.model} takes one tensor of floating numbers, {data!r} has others"
+            raise BadArgument("model", what, "--model package.module:factory for a model of your own")
+        shape = data.train.inputs.shape[1:]
+        channels, outputs = (shape[0], data.outputs) if len(shape) == 3 else (1, data.outputs)
         if config.model == "mlp":
             inputs = shape.numel()
             net = mlp(inputs, outputs, layers=config.layers, hidden=config.hidden, bias=config.bias)
             return net if len(shape) == 1 else nn.Sequential(nn.Flatten(), net)
-        if len(shape) == 1 and ":" not in config.model:
+        if len(shape) == 1:
             raise BadArgument(
                 "model", f"{config.model} takes images, {data.name} has rows of {shape[0]} numbers", "mlp"
             )
@@ -199,8 +209,6 @@ def build_model(config: Config, data: Data) -> nn.Module:
             norm, shortcut = config.norm, config.shortcut
             depth = int(config.model[6:])
             return resnet(depth, channels, outputs, width=config.width, norm=norm, shortcut=shortcut)  # type: ignore[arg-type]
-        if ":" in config.model:
-            return load_factory(config.model)
     nets = "resnet8, resnet20, resnet32, resnet44, resnet56, densenet"
     fix = f"mlp, cnn, {', '.join(LENETS)}, {nets} or package.module:factory"
     raise BadArgument("model", f"there is no model {config.model!r}", fix)
@@ -208,22 +216,50 @@ def build_model(config: Config, data: Data) -> nn.Module:
 
 def load_factory(spec: str) -> nn.Module:
     """The model that `package.module:factory` builds, or names."""
+    model = _made(spec, "a model", "fedveil inspect my_package.models:net", nn.Module)
+    if not isinstance(model, nn.Module):
+        raise BadArgument(spec, f"gave {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def load_own_data(spec: str, options: Sequence[str] = ()) -> Data:
+    """The data that `package.module:factory` loads: a `fedveil.data.Data`, or train and test as (inputs, targets).
+
+    `options` are those that were given for data sets of the library, and that mean nothing here.
+    """
+    if options:
+        flag = options[0].replace("_", "-")
+        raise BadArgument(spec, f"--{flag} is for data sets of the library", "let the factory do it, and leave it out")
+    found = _made(spec, "data", "fedveil train --data my_package.data:load --model my_package.models:net", Data)
+    if isinstance(found, Data):
+        return found
+    if isinstance(found, tuple | list) and len(found) == 2:
+        return datasets.from_tensors(spec, found[0], found[1])
+    fix = "return fedveil.data.Data, or ((inputs, targets), (inputs, targets)) for training and test"
+    raise BadArgument(spec, f"gave {type(found).__name__}, not data", fix)
+
+
+def _made(spec: str, kind: str, example: str, made: type) -> Any:
+    """What `package.module:factory` returns, or names if that is what it should return already."""
     path, _, name = spec.partition(":")
     if not path or not name:
-        raise BadArgument(spec, "a model is named as package.module:factory", "fedveil inspect my_package.models:net")
+        raise BadArgument(spec, f"{kind} is named as package.module:factory", example)
     try:
         found = getattr(importlib.import_module(path), name)
     except ImportError as error:
         raise BadArgument(spec, f"cannot import {path}: {error}", "run where `import " + path + "` works") from error
     except AttributeError as error:
         raise BadArgument(spec, f"module {path} has no {name!r}") from error
+    if isinstance(found, made):
+        return found
     try:
-        model = found if isinstance(found, nn.Module) else found()
+        if not callable(found):
+            raise TypeError(f"it is {type(found).__name__}")
+        with contextlib.suppress(ValueError):  # built-in classes do not tell
+            inspect.signature(found).bind()
     except TypeError as error:
         raise BadArgument(spec, f"cannot be called without arguments: {error}", "name a factory that can") from error
-    if not isinstance(model, nn.Module):
-        raise BadArgument(spec, f"gave {type(model).__name__}, not a torch.nn.Module")
-    return model
+    return found()
 
 
 def build_defence(config: Config) -> Defence:

@@ -12,8 +12,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from fedveil.defences import Aggregate, Defence
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
+from fedveil.federation.evaluate import rows_of
 from fedveil.federation.server import DEFENCES, History, Optimizer, Record, Schedule, Seen, Server
-from fedveil.federation.shards import Batch, gather
+from fedveil.federation.shards import Batch, check_clients, gather
 from fedveil.federation.work import client_update, dense_targets
 from fedveil.scheme.losses import Function, Loss
 
@@ -40,13 +41,15 @@ class Federation(Server):
 
     Args:
         model: the server's; trained in place.
-        clients: (inputs, targets) of each.
+        clients: (inputs, targets) of each. Inputs are what forward takes: a tensor, a tuple of arguments or a dict of
+            keyword arguments (docs/inputs.md).
         defence: "plain", "veil", "ppdl", "dbcl", "spn", or an object with the interface of `fedveil.defences.Defence`.
         optimizer: makes the server's optimiser from the parameters.
         schedule: makes a learning-rate schedule from the optimiser; it steps once an epoch.
         batch_size: records a client takes in a round.
         loss: "squared_error", "cross_entropy", "binary_cross_entropy", "log_cosh", "poisson", a loss object, or a
-            function (outputs, targets) -> one value a sample. Class indices become one-hot rows, but for a function.
+            function (outputs, targets) -> one value per sample. Class indices become one-hot rows, but for a function.
+            Targets may have positions (pixels, tokens): their losses are summed, those of samples averaged.
         whole_shard: each client goes through all its records in a round, under one veil, in batches.
         participation: share of the clients in a round.
         fuse: let batches of clients that share a broadcast go through one pass where no module ties samples together;
@@ -70,13 +73,13 @@ class Federation(Server):
         seed: int = 0,
     ) -> None:
         super().__init__(model, defence, optimizer, schedule=schedule, loss=loss)
-        parts = [dense_targets(model, self.loss, part) for part in clients]
+        parts = [dense_targets(model, self.loss, part) for part in check_clients(clients)]
         self.shards = gather(parts, batch_size, seed, self.device)
         if not 0 < participation <= 1:
             raise BadArgument("Federation", f"participation must be above 0 and at most 1, got {participation}")
         self.whole_shard, self.participation = whole_shard, participation
         self.fused = fuse and self.defence.fuses and not mixes_samples(model) and not whole_shard
-        self.defence.prepare(model, self.shards.inputs[:2], self.loss)
+        self.defence.prepare(model, rows_of(self.shards.inputs, 0, 2), self.loss)
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -100,7 +103,7 @@ class Federation(Server):
         """The clients' batches in one pass, each sample weighted by its client's share."""
         rows = [self.shards.rows(client, self.round) for client in clients]
         inputs, targets = self.shards.take(torch.cat(rows))
-        weights = _weights(tuple(sizes), tuple([len(r) for r in rows]), self.dtype, inputs.device)
+        weights = _weights(tuple(sizes), tuple([len(r) for r in rows]), self.dtype, targets.device)
         return self.defence.upload(self.defence.client_step(self.model, broadcast, inputs, targets, weights))
 
     def _alone(self, broadcast: Any, client: int) -> Any:

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from fedveil.data import Data
 from fedveil.defences import Private, Veil, innermost
-from fedveil.federation.evaluate import METRICS, answers, metrics
+from fedveil.federation.evaluate import METRICS, answers, metrics, moved, predicted
 from fedveil.federation.server import History, Server
 from fedveil.report import Beside, Curves, Facts, Matrix, Section, Table, Text, write
-from fedveil.scheme import client_view
+from fedveil.scheme import Loss, client_view
+from fedveil.scheme.outputs import head_axis
 
 MOST_CLASSES = 20
 
@@ -31,9 +32,9 @@ GUARANTEE = (
 SPENT = "The most that any client has spent, at the delta of the configuration."
 
 
-def confusion(outputs: Tensor, targets: Tensor, classes: int) -> list[list[int]]:
-    """Counts: a row a true class, a column an answer."""
-    cells = torch.bincount(targets * classes + outputs.argmax(1), minlength=classes * classes)
+def confusion(outputs: Tensor, targets: Tensor, classes: int, axis: int | None = None) -> list[list[int]]:
+    """Counts, of positions where records have several: one row for each true class, one column for each answer."""
+    cells = torch.bincount((targets * classes + predicted(outputs, targets, axis)).flatten(), minlength=classes**2)
     return [[int(count) for count in row] for row in cells.reshape(classes, classes)]
 
 
@@ -48,27 +49,24 @@ def client_models(federation: Server) -> dict[str, nn.Module]:
     return views
 
 
-def scores(views: Mapping[str, nn.Module], data: Data) -> dict[str, dict[str, float]]:
+def scores(views: Mapping[str, nn.Module], data: Data, loss: Loss | None = None) -> dict[str, dict[str, float]]:
     """Test metrics of each view."""
     device = next(next(iter(views.values())).parameters()).device
-    inputs, targets = data.test.inputs.to(device), data.test.targets.to(device)
-    return {name: metrics(answers(view, inputs), targets) for name, view in views.items()}
+    inputs, targets = moved(data.test.inputs, device), data.test.targets.to(device)
+    return {name: metrics(answers(view, inputs), targets, loss, axis=head_axis(view)) for name, view in views.items()}
 
 
-def view_sections(views: Mapping[str, nn.Module], data: Data) -> list[Section]:
+def view_sections(views: Mapping[str, nn.Module], data: Data, loss: Loss | None = None) -> list[Section]:
     """What the server has against what a client sees."""
-    found = scores(views, data)
-    name = next(iter(next(iter(found.values()))))
+    found = scores(views, data, loss)
+    name = next(metric for metric in METRICS if metric in next(iter(found.values())))
     rows = [[view, f"{values[name]:.4f}"] for view, values in found.items()]
     sections: list[Section] = [Table("What the server has, and what a client sees", ["model", f"test {name}"], rows)]
-    if data.classes and len(data.classes) <= MOST_CLASSES:
+    if name == "accuracy" and 0 < len(data.classes) <= MOST_CLASSES:
         device = next(next(iter(views.values())).parameters()).device
+        inputs, targets = moved(data.test.inputs, device), data.test.targets
         parts = [
-            Matrix(
-                view,
-                data.classes,
-                confusion(answers(m, data.test.inputs.to(device)).cpu(), data.test.targets, data.outputs),
-            )
+            Matrix(view, data.classes, confusion(answers(m, inputs).cpu(), targets, data.outputs, head_axis(m)))
             for view, m in list(views.items())[:2]
         ]
         sections.append(Beside("Answers on the test data", parts, "Rows are true classes, columns answers."))
@@ -118,7 +116,7 @@ def run_page(path: Path, federation: Server, data: Data, config: Mapping[str, An
     histories = {name: federation.history}
     sections = [
         *curve_sections(histories),
-        *view_sections(client_models(federation), data),
+        *view_sections(client_models(federation), data, federation.loss),
         *([Text("What is and is not protected", PROTECTION)] if isinstance(innermost(defence), Veil) else []),
         *([Text("Differential privacy", (GUARANTEE,))] if isinstance(defence, Private) else []),
         cost_section(histories),

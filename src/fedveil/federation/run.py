@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fedveil.data import Data, split
+from fedveil.data import Data, Part, split
 from fedveil.defences import Defence, Private
 from fedveil.errors import BadArgument
 from fedveil.federation.config import (
@@ -31,10 +30,10 @@ from fedveil.federation.page import run_page
 from fedveil.federation.server import Server
 
 
-def client_parts(config: Config, data: Data) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def client_parts(config: Config, data: Data) -> list[Part]:
     """Each client's records."""
     rows = split(data, config.clients, how=config.split, seed=config.seed, alpha=config.alpha, column=config.column)
-    return [(data.train.inputs[r], data.train.targets[r]) for r in rows]
+    return [data.train.take(r) for r in rows]
 
 
 def federation_of(config: Config, data: Data, defence: Defence | None = None) -> Federation:

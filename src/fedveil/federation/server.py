@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from fedveil.defences import DBCL, PPDL, SPN, Aggregate, Defence, Plain, Veil
 from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
-from fedveil.federation.evaluate import answers, better, metrics
+from fedveil.federation.evaluate import answers, better, metrics, moved
 from fedveil.federation.shards import Batch
 from fedveil.scheme.losses import Function, Loss, find_loss
+from fedveil.scheme.outputs import head_axis
 
 DEFENCES: dict[str, Callable[[], Defence]] = {"plain": Plain, "veil": Veil, "ppdl": PPDL, "dbcl": DBCL, "spn": SPN}
 Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -164,8 +165,8 @@ class Server(ABC):
         return self.history
 
     def _evaluate(self, test: Batch) -> Record:
-        inputs, targets = (part.to(self.device) for part in test)
-        found = metrics(answers(self.model, inputs), targets, self.loss)
+        inputs, targets = moved(test[0], self.device), test[1].to(self.device)
+        found = metrics(answers(self.model, inputs), targets, self.loss, axis=head_axis(self.model))
         name, value = next(iter(found.items()))
         if value != value:
             raise Diverged(f"round {self.round}", f"{name} is not a number", "lower the learning rate")

@@ -2,16 +2,21 @@
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fedveil.errors import BadArgument
+from fedveil.graph.inputs import Inputs, each
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Inputs, Tensor]
+WHERE = "Federation"
+PLAIN = bool | int | float | str | None
 
 
 def generator(*parts: object) -> torch.Generator:
@@ -28,7 +33,7 @@ class Shards:
     clients' numbers in the federation, where only some of them are here.
     """
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -75,8 +80,11 @@ class Shards:
 
     def take(self, rows: Tensor) -> Batch:
         """Records of these rows."""
-        rows = rows if self.inputs.device.type == "cpu" else rows.to(self.inputs.device)
-        return self.inputs.index_select(0, rows), self.targets.index_select(0, rows)
+        inputs, targets = self.inputs, self.targets
+        rows = rows if targets.device.type == "cpu" else rows.to(targets.device)
+        if isinstance(inputs, Tensor):  # every round comes here: no walk over a form that has only one tensor
+            return inputs.index_select(0, rows), targets.index_select(0, rows)
+        return each(lambda tensor: tensor.index_select(0, rows), inputs), targets.index_select(0, rows)
 
 
 @lru_cache(maxsize=256)
@@ -84,24 +92,98 @@ def _order(seed: int, client: int, epoch: int, size: int, start: int) -> Tensor:
     return torch.randperm(size, generator=generator("order", seed, client, epoch)) + start
 
 
-def gather(clients: Sequence[Batch], batch_size: int, seed: int, device: torch.device) -> Shards:
-    """Check the clients' data and put it together."""
-    where = "Federation"
+def named(inputs: Inputs) -> dict[str, Any]:
+    """Everything in the inputs by its place there, such as "inputs", "inputs[0]" or "inputs['ids']"."""
+    if isinstance(inputs, Tensor):
+        return {"inputs": inputs}
+    leaves, _ = pytree.tree_flatten_with_path(inputs)
+    return {"inputs" + pytree.keystr(path): leaf for path, leaf in leaves}
+
+
+def check_clients(clients: Sequence[Batch]) -> list[Batch]:
+    """The clients' data, with all inputs in the form of client 0's; refuses what does not belong together."""
     if not clients:
-        raise BadArgument(where, "there are no clients", "Federation(model, [(inputs, targets), ...])")
-    if batch_size < 1:
-        raise BadArgument(where, f"batch_size must be at least 1, got {batch_size}")
+        raise BadArgument(WHERE, "there are no clients", "Federation(model, [(inputs, targets), ...])")
+    first, checked = named(clients[0][0]), []
+    form = pytree.tree_structure(clients[0][0])
     for number, (inputs, targets) in enumerate(clients):
-        if not len(inputs) or len(inputs) != len(targets):
-            what = f"client {number} has {len(inputs)} inputs and {len(targets)} targets: want the same number above 0"
-            raise BadArgument(where, what, "leave empty clients out, or split the data among fewer")
-        if inputs.shape[1:] != clients[0][0].shape[1:] or targets.shape[1:] != clients[0][1].shape[1:]:
-            raise BadArgument(where, f"client {number}'s records have another shape than client 0's")
-        if inputs.is_floating_point() and not torch.isfinite(inputs).all():
-            row = int((~torch.isfinite(inputs.flatten(1)).all(1)).nonzero()[0])
-            raise BadArgument(where, f"client {number}, record {row}: inputs hold NaN or infinity")
-    sizes = tuple(len(inputs) for inputs, _ in clients)
+        if not isinstance(targets, Tensor) or not targets.dim():
+            what = f"client {number}'s targets are {_value(targets)}, not a tensor with a dimension of records"
+            raise BadArgument(WHERE, what, "Federation(model, [(inputs, targets), ...])")
+        own = named(inputs)
+        _check_form(number, inputs, clients[0][0], own, first)
+        for place, leaf in own.items():
+            _check_leaf(number, place, leaf, first[place], targets)
+        checked.append((pytree.tree_unflatten([own[place] for place in first], form), targets))
+    return checked
+
+
+def _check_form(number: int, inputs: Inputs, wanted: Inputs, own: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Refuse inputs without any tensor, and those that have other ones than client 0's."""
+    if not any(isinstance(leaf, Tensor) for leaf in own.values()):
+        fix = "a tensor, a tuple of arguments of forward, or a dict of its keyword arguments (docs/inputs.md)"
+        raise BadArgument(WHERE, f"client {number}'s inputs, a {type(inputs).__name__}, hold no tensor", fix)
+    if own.keys() == first.keys():
+        return
+    if "inputs" in own or "inputs" in first:
+        what = f"client {number}'s inputs are a {_kind(inputs)}, client 0's a {_kind(wanted)}"
+    else:
+        lacks = [f"no {place}, which client 0 has" for place in sorted(first.keys() - own.keys())[:1]]
+        strange = [f"{place}, which client 0 has not" for place in sorted(own.keys() - first.keys())[:1]]
+        what = f"client {number} has {' and '.join(strange + lacks)}"
+    raise BadArgument(WHERE, what, "give all clients' inputs one form")
+
+
+def _kind(inputs: Inputs) -> str:
+    return "tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
+
+
+def _value(leaf: Any) -> str:
+    return ("a tensor" if leaf.dim() else "a number") if isinstance(leaf, Tensor) else repr(leaf)[:40]
+
+
+def _check_leaf(number: int, place: str, leaf: Any, first: Any, targets: Tensor) -> None:
+    """Refuse a tensor that has other records than the targets, or others than client 0's in its place."""
+    if not isinstance(leaf, Tensor | PLAIN):
+        what = f"client {number}'s {place} is a {type(leaf).__name__}, not a tensor"
+        raise BadArgument(WHERE, what, "torch.as_tensor for arrays, dict for other mappings")
+    if not isinstance(leaf, Tensor) or not isinstance(first, Tensor):
+        if type(leaf) is not type(first) or leaf != first:
+            what = f"client {number}'s {place} is {_value(leaf)}, client 0's {_value(first)}"
+            raise BadArgument(WHERE, what, "a tensor for each client, or the same value for all")
+        return
+    records, what = len(leaf) if leaf.dim() else 0, place if place == "inputs" else f"records in {place}"
+    if not records or records != len(targets):
+        what = f"client {number} has {records} {what} and {len(targets)} targets: want the same number above 0"
+        raise BadArgument(WHERE, what, "leave empty clients out, or split the data among fewer")
+    if leaf.shape[1:] != first.shape[1:]:
+        shapes = f"{place} {tuple(leaf.shape[1:])} and {tuple(first.shape[1:])}"
+        raise BadArgument(WHERE, f"client {number}'s records have another shape than client 0's: {shapes}")
+    if leaf.is_floating_point() != first.is_floating_point():
+        raise BadArgument(WHERE, f"client {number}'s {place} are {leaf.dtype}, client 0's {first.dtype}")
+    if leaf.is_floating_point() and not torch.isfinite(leaf).all():
+        row = int((~torch.isfinite(leaf.flatten(1)).all(1)).nonzero()[0])
+        raise BadArgument(WHERE, f"client {number}, record {row}: {place} hold NaN or infinity")
+
+
+def gather(clients: Sequence[Batch], batch_size: int, seed: int, device: torch.device) -> Shards:
+    """Put together the data of clients that were checked."""
+    if batch_size < 1:
+        raise BadArgument(WHERE, f"batch_size must be at least 1, got {batch_size}")
+    for number, (_, targets) in enumerate(clients):
+        if targets.shape[1:] != clients[0][1].shape[1:]:
+            shapes = f"targets {tuple(targets.shape[1:])} and {tuple(clients[0][1].shape[1:])}"
+            raise BadArgument(WHERE, f"client {number}'s records have another shape than client 0's: {shapes}")
+    sizes = tuple(len(targets) for _, targets in clients)
     starts = tuple(sum(sizes[:k]) for k in range(len(sizes)))
-    inputs = torch.cat([inputs for inputs, _ in clients]).to(device)
+    inputs = each(lambda tensor: tensor.to(device), _joined([inputs for inputs, _ in clients]))
     targets = torch.cat([targets for _, targets in clients]).to(device)
     return Shards(inputs, targets, starts, sizes, batch_size, seed)
+
+
+def _joined(parts: Sequence[Inputs]) -> Inputs:
+    """The records of all parts behind one another; what is no tensor is the same in all."""
+    form = pytree.tree_structure(parts[0])
+    places = zip(*(pytree.tree_leaves(part) for part in parts), strict=True)
+    leaves = [torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in places]
+    return cast(Inputs, pytree.tree_unflatten(leaves, form))

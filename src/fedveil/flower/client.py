@@ -3,22 +3,26 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from fedveil.defences import Defence
 from fedveil.defences.wire import PlainWire, named_wire, wire_of
 from fedveil.errors import BadArgument, StaleUpdate
 from fedveil.federation import checkpoint
-from fedveil.federation.shards import Batch, gather
+from fedveil.federation.evaluate import moved, rows_of
+from fedveil.federation.shards import PLAIN, Batch, check_clients, gather
 from fedveil.federation.work import client_update, dense_targets
 from fedveil.flower.wire import Answer, Ask, read_ask, write_answer
+from fedveil.graph.inputs import Inputs
 from fedveil.scheme.losses import Function, Loss, find_loss, named_loss
 
 if TYPE_CHECKING:
@@ -47,6 +51,7 @@ def answer(
         context: Flower's; remembers the last round, and what this client keeps to itself.
         model: gives the architecture; its values are ignored and stay what they are.
         data: this client's (inputs, targets), or a function that loads them; called after the message was checked.
+            Inputs of any form that forward takes (docs/inputs.md), the same one as the server's `example`.
         defence: insist on these settings of a defence (for example PPDL's noise), whatever the server says.
         loss: the server's own function, if its loss has no name.
         client: this client's number, which decides the order of its batches; by default the node's `partition-id`.
@@ -63,11 +68,12 @@ def answer(
     wire, own, found = _defence(ask, defence), defence, _loss(ask, loss)
     own = own or _build(wire, ask)
     broadcast = wire.unpack(model, ask.arrays, ask.values, found)
-    inputs, targets = dense_targets(model, found, data() if callable(data) else data)
+    (own_data,) = check_clients([data() if callable(data) else data])
+    inputs, targets = dense_targets(model, found, own_data)
     device, dtype = next(model.parameters()).device, _dtype(ask)
-    shards = gather([(_cast(inputs, dtype), targets)], ask.batch_size, ask.seed, device)
+    shards = gather([(moved(inputs, device, dtype), targets)], ask.batch_size, ask.seed, device)
     shards = dataclasses.replace(shards, names=(client,))
-    own.prepare_client(model, shards.inputs[:2], found)
+    own.prepare_client(model, rows_of(shards.inputs, 0, 2), found)
     _restore(own, context, folder, client)
     update = client_update(
         own, model, broadcast, shards, client=0, number=ask.round, whole_shard=ask.whole_shard, dtype=dtype
@@ -110,13 +116,38 @@ def prepared(path: Path, make: Callable[[], Batch]) -> Batch:
     """A node's (inputs, targets), made once and then read from a file of this node: a message is a new process."""
     if not path.exists():
         inputs, targets = make()
+        tensors, form = _packed(inputs)
         path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_name(f"{path.name}.{os.getpid()}.part")
-        save_file({"inputs": inputs.contiguous(), "targets": targets.contiguous()}, half)
+        save_file({**tensors, "targets": targets.contiguous()}, half, form)
         half.chmod(0o600)
         os.replace(half, path)
-    found = load_file(path)
-    return found["inputs"], found["targets"]
+    with safe_open(path, "pt") as file:
+        found, form = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    return _unpacked(found, form), found["targets"]
+
+
+def _packed(inputs: Inputs) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
+    """The tensors by name, and what else it takes to put them together again; None for a single tensor."""
+    if isinstance(inputs, torch.Tensor):
+        return {"inputs": inputs.contiguous()}, None
+    leaves, form = pytree.tree_flatten(inputs)
+    tensors = {f"inputs.{k}": leaf.contiguous() for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    others = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    for leaf in others.values():
+        if not isinstance(leaf, PLAIN):
+            raise BadArgument("prepared", f"inputs hold a {type(leaf).__name__}, which is no tensor", "tensors")
+    return tensors, {"form": pytree.treespec_dumps(form), "others": json.dumps(others)}
+
+
+def _unpacked(tensors: Mapping[str, torch.Tensor], form: Mapping[str, str] | None) -> Inputs:
+    """The inverse of `_packed`."""
+    if not form or "form" not in form:
+        return tensors["inputs"]
+    others = {int(k): leaf for k, leaf in json.loads(form["others"]).items()}
+    spec = pytree.treespec_loads(form["form"])
+    leaves = [others[k] if k in others else tensors[f"inputs.{k}"] for k in range(spec.num_leaves)]
+    return cast(Inputs, pytree.tree_unflatten(leaves, spec))
 
 
 def _refuse_old(context: Context, ask: Ask) -> None:
@@ -166,10 +197,6 @@ def _dtype(ask: Ask) -> torch.dtype:
         if name.startswith("parameter/"):
             return torch.from_numpy(array[:0].copy() if array.ndim else array.copy()).dtype
     raise BadArgument("ask", "it holds no parameters")
-
-
-def _cast(inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return inputs.to(dtype) if inputs.is_floating_point() else inputs
 
 
 def _file(folder: Path, client: int) -> Path:

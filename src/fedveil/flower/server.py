@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
-from torch import Tensor, nn
+from torch import nn
 
 from fedveil.defences import Aggregate, Defence, innermost
 from fedveil.defences.wire import wire_of
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate, TooFewAnswers
 from fedveil.federation import server as federation
+from fedveil.federation.evaluate import moved
 from fedveil.federation.server import Optimizer, Schedule, Seen
 from fedveil.federation.shards import generator
 from fedveil.flower.rounds import Fault, collect, fault, push
 from fedveil.flower.wire import Ask, bytes_of, read_answer, write_ask
+from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
 
@@ -47,7 +49,8 @@ class Server(federation.Server):
     Args:
         grid: Flower's, from `@app.main()`.
         model: the server's; trained in place.
-        example: two records' inputs or more, for the analysis of the model; values do not matter.
+        example: two records' inputs or more, for the analysis of the model; values do not matter. In the form that
+            clients have them: a tensor, a tuple of arguments of forward or a dict of its keyword arguments.
         defence: as for `fedveil.Federation`. One with test entropy or a seed is refused.
         optimizer: makes the server's optimiser from the parameters.
         schedule: makes a learning-rate schedule from the optimiser; it steps every `rounds_per_epoch` rounds.
@@ -69,7 +72,7 @@ class Server(federation.Server):
         self,
         grid: Grid,
         model: nn.Module,
-        example: Tensor,
+        example: Inputs,
         defence: str | Defence = "veil",
         optimizer: Optimizer = torch.optim.Adam,
         *,
@@ -106,7 +109,7 @@ class Server(federation.Server):
         self.participation, self.min_answers, self.wait_for = participation, min_answers, wait_for or min_answers
         self.timeout, self.patience, self.attempts, self.pause = timeout, patience, attempts, pause
         self._epoch, self._session, self._started = rounds_per_epoch, Entropy().token(), False
-        self.defence.prepare(model, example.to(self.device), self.loss)
+        self.defence.prepare(model, moved(example, self.device), self.loss)
 
     @property
     def rounds_per_epoch(self) -> int:

@@ -62,25 +62,9 @@ def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
         raise BadArgument("targets", f"classes are {found}, the model has outputs 0 to {classes - 1}") from error
 
 
-def class_axis(outputs: Tensor, targets: Tensor) -> int:
-    """Where classes are in outputs that have class indices as targets: last, or, as PyTorch's losses have it, at 1."""
-    if targets.is_floating_point() or targets.dim() != outputs.dim() - 1 or targets.shape == outputs.shape[:-1]:
-        return -1
-    return 1 if targets.shape == outputs.shape[:1] + outputs.shape[2:] else -1
-
-
 def classes_last(targets: Tensor, rank: int, axis: int) -> Tensor:
     """Targets for outputs of `rank` dims whose classes were moved from `axis` to the last dim."""
     return targets.movedim(axis, -1) if targets.is_floating_point() and targets.dim() == rank else targets
-
-
-def loss_gradient(loss: "Loss", outputs: Tensor, targets: Tensor) -> Tensor:
-    """The derivative of a loss with respect to the outputs, wherever they have their classes."""
-    axis = class_axis(outputs, targets)
-    if axis == -1 or isinstance(loss, Custom):
-        return loss.gradient(outputs, loss.dense(targets, outputs))
-    moved = outputs.movedim(axis, -1)
-    return loss.gradient(moved, loss.dense(targets, moved)).movedim(-1, axis)
 
 
 def per_sample(outputs: Tensor, weights: Tensor | None) -> Tensor | float:

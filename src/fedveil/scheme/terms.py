@@ -25,11 +25,11 @@ from fedveil.scheme.losses import (
     Loss,
     SquaredError,
     classes_last,
-    loss_gradient,
     match_targets,
     per_sample,
 )
 from fedveil.scheme.messages import PublicHead
+from fedveil.scheme.outputs import slope
 
 
 def cotangents(
@@ -41,7 +41,7 @@ def cotangents(
     """
     outputs = outputs.detach()
     if head is None:
-        delta = loss_gradient(loss, outputs, targets)
+        delta = slope(loss, outputs, targets)
         return (delta * per_sample(outputs, weights)).unsqueeze(0)
     axis = head.axis
     if axis != -1:

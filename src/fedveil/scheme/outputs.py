@@ -1,0 +1,101 @@
+"""A model's outputs, and where their classes are: on the last axis, or on axis 1 where a convolution ends the model.
+
+Losses want classes on the last axis. What is here moves them there and back, so that a segmentation network with
+outputs (n, classes, height, width) and targets (n, height, width) trains with the same losses as any other.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from fedveil.errors import BadArgument
+from fedveil.graph.inputs import Inputs, arguments
+from fedveil.scheme.losses import CrossEntropy, Custom, Loss, one_hot
+
+
+def outputs_of(model: nn.Module, inputs: Inputs, buffers: dict[str, Tensor] | None = None) -> Tensor:
+    """What the model answers; with `buffers` in place of its own, which then hold what the pass made of them."""
+    args, kwargs = arguments(inputs)
+    outputs = torch.func.functional_call(model, buffers, args, kwargs) if buffers else model(*args, **kwargs)
+    if not isinstance(outputs, Tensor):
+        what = f"its forward returns {type(outputs).__name__}, not one tensor"
+        raise BadArgument(type(model).__name__, what, "let forward return the outputs that the loss compares")
+    return outputs
+
+
+def head_axis(model: nn.Module) -> int | None:
+    """Where the model's last layer writes classes: 1 for a convolution, -1 for a Linear; None without either."""
+    for module in reversed(list(model.modules())):
+        if isinstance(module, _ConvNd | nn.Linear):
+            return 1 if isinstance(module, _ConvNd) else -1
+    return None
+
+
+def class_axis(outputs: Tensor, targets: Tensor, axis: int | None = None) -> int:
+    """The axis of the outputs that counts classes, 1 or -1.
+
+    Class indices have the outputs' shape without that axis. Where both axes fit, as for outputs (n, c, c), and where
+    neither does, because targets are as dense as outputs, `axis` decides; without it, it is the last.
+    """
+    if outputs.dim() < 3:
+        return -1
+    last, second = (targets.shape == without(outputs.shape, place) for place in (-1, 1))
+    if last != second:
+        return -1 if last else 1
+    return -1 if axis is None else axis
+
+
+def without(shape: torch.Size, axis: int) -> torch.Size:
+    """The shape without an axis."""
+    axis %= max(1, len(shape))
+    return shape[:axis] + shape[axis + 1 :]
+
+
+def are_classes(outputs: Tensor, targets: Tensor) -> bool:
+    """Whether targets are class indices for these outputs."""
+    fits = targets.shape in (without(outputs.shape, -1), without(outputs.shape, 1))
+    return fits and not targets.is_floating_point()
+
+
+def check_classes(targets: Tensor, classes: int) -> None:
+    """Refuse class indices that the model has no outputs for."""
+    low, high = int(targets.min()), int(targets.max())
+    if low < 0 or high >= classes:
+        what = f"classes are from {low} to {high}, the model has outputs 0 to {classes - 1}"
+        raise BadArgument("targets", what, f"class indices from 0 to {classes - 1}")
+
+
+def spread(targets: Tensor, outputs: Tensor, axis: int | None = None) -> Tensor:
+    """Class indices as zeros and a one along the class axis, in the outputs' shape."""
+    place = class_axis(outputs, targets, axis)
+    return one_hot(targets, outputs.movedim(place, -1)).movedim(-1, place)
+
+
+def _classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> tuple[Tensor, Tensor, int]:
+    """Outputs and dense targets as the loss wants them, and the axis that is now the last one.
+
+    Of the losses with a name, cross-entropy alone compares classes with one another; a user's own function gets
+    outputs as the model returns them.
+    """
+    if isinstance(loss, CrossEntropy):
+        place = class_axis(outputs, targets, axis)
+        if place != -1:
+            moved = outputs.movedim(place, -1)
+            wanted = targets.movedim(place, -1) if targets.shape == outputs.shape else targets
+            return moved, loss.dense(wanted, moved), place
+    elif targets.numel() != outputs.numel() and not isinstance(loss, Custom) and are_classes(outputs, targets):
+        return outputs, spread(targets, outputs, axis), -1
+    return outputs, loss.dense(targets, outputs), -1
+
+
+def slope(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
+    """The derivative of the loss with respect to the outputs, in their shape."""
+    moved, wanted, place = _classes_last(loss, outputs, targets, axis)
+    found = loss.gradient(moved, wanted)
+    return found if place == -1 else found.movedim(-1, place)
+
+
+def values(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
+    """One number per sample: the loss, summed over positions."""
+    moved, wanted, _ = _classes_last(loss, outputs, targets, axis)
+    return loss.values(moved, wanted)

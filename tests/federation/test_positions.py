@@ -1,0 +1,193 @@
+"""Class indices at each pixel or token of a record, with classes on axis 1 or on the last one."""
+
+import pytest
+import torch
+from tests.forms import pooled_descent
+from tests.oracle import built, worst
+from torch import nn
+from torch.nn import functional as F
+
+from fedveil import CrossEntropy, Entropy, Federation
+from fedveil.defences import PPDL, Plain, Veil
+from fedveil.errors import BadArgument
+from fedveil.federation.evaluate import metrics
+from fedveil.scheme import SquaredError, find_loss
+from fedveil.scheme.outputs import class_axis, head_axis, slope, values
+
+RATE = 0.05
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, RATE)
+
+
+def draw(*shape, classes=None):
+    generator = torch.Generator().manual_seed(sum(shape))
+    if classes:
+        return torch.randint(0, classes, shape, generator=generator)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def pixelwise(classes):
+    return lambda: nn.Sequential(nn.Conv2d(2, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, classes, 1))
+
+
+def tokenwise(classes):
+    return lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, classes))
+
+
+def summed(outputs, targets, **options):
+    """Torch's own cross-entropy, whose classes are on axis 1."""
+    return F.cross_entropy(outputs, targets, reduction="sum", **options)
+
+
+CASES = {  # model, shape of a record, of its targets, classes, where torch's cross-entropy finds them
+    "pixels": (pixelwise(3), (2, 4, 5), (4, 5), 3, 1),
+    "pixels, as many as classes": (pixelwise(4), (2, 4, 4), (4, 4), 4, 1),
+    "tokens": (tokenwise(3), (4, 5), (4,), 3, -1),
+    "tokens, as many as classes": (tokenwise(4), (4, 5), (4,), 4, -1),
+}
+
+
+def clients_of(case, sizes=(5, 3)):
+    _, shape, target, classes, _ = CASES[case]
+    return [(draw(size, *shape), draw(size, *target, classes=classes)) for size in sizes]
+
+
+def trained(case, clients, defence="plain", rounds=4, **options):
+    federation = Federation(built(CASES[case][0]), clients, defence, sgd, **options)
+    federation.fit(rounds=rounds)
+    return {name: tensor.clone() for name, tensor in federation.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse": False}, {"whole_shard": True, "batch_size": 2}])
+@pytest.mark.parametrize("case", CASES)
+def test_cross_entropy_at_each_position_is_torchs_on_one_machine(case, options):
+    build, _, _, _, axis = CASES[case]
+    clients = clients_of(case)
+    inputs, targets = (torch.cat(part) for part in zip(*clients, strict=True))
+    truth = pooled_descent(
+        built(build), (inputs,), targets, lambda outputs, y: summed(outputs.movedim(axis, 1), y), 4, RATE
+    )
+    assert worst(trained(case, clients, loss="cross_entropy", **options), truth) < 1e-12
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_squared_error_compares_with_ones_on_the_class_axis(case):
+    build, _, _, classes, axis = CASES[case]
+    clients = clients_of(case)
+    inputs, targets = (torch.cat(part) for part in zip(*clients, strict=True))
+    hot = F.one_hot(targets, classes).double().movedim(-1, axis)
+    truth = pooled_descent(built(build), (inputs,), hot, lambda y, t: 0.5 * (y - t).square().sum(), 4, RATE)
+    assert worst(trained(case, clients), truth) < 1e-12
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
+def test_a_veiled_token_model_trains_as_the_plain_one(loss):
+    clients = clients_of("tokens")
+    veil = Veil(additive=10.0, tolerance=1e-9, entropy=Entropy.for_tests(0))
+    runs = [trained("tokens", clients, defence, loss=loss) for defence in (veil, Plain())]
+    assert worst(*runs) < 1e-7
+
+
+def test_other_defences_find_the_classes_too():
+    clients = clients_of("pixels")
+    runs = [trained("pixels", clients, defence, loss="cross_entropy") for defence in (PPDL(1.0), Plain())]
+    assert worst(*runs) < 1e-13
+
+
+@pytest.mark.parametrize("case", ["pixels", "pixels, as many as classes"])
+def test_smoothing_weights_and_probabilities_go_by_the_class_axis(case):
+    build, shape, target, classes, _ = CASES[case]
+    weight = tuple(range(1, classes + 1))
+    outputs, axis = draw(6, classes, *shape[1:]).requires_grad_(), head_axis(built(build))
+    indices = draw(6, *target, classes=classes)
+    soft = draw(6, classes, *shape[1:]).softmax(1)
+    loss = CrossEntropy(weight, label_smoothing=0.1)
+    for targets in (indices, soft):
+        expected = summed(outputs, targets, weight=torch.tensor(weight).double(), label_smoothing=0.1)
+        (gradient,) = torch.autograd.grad(expected, outputs)
+        torch.testing.assert_close(slope(loss, outputs.detach(), targets, axis), gradient)
+        torch.testing.assert_close(values(loss, outputs.detach(), targets, axis).sum(), expected.detach())
+
+
+def test_a_function_of_the_users_own_gets_outputs_as_the_model_returns_them():
+    clients = clients_of("pixels")
+
+    def own(outputs, targets):
+        assert outputs.shape[1:] == (3, 4, 5)
+        assert targets.dtype == torch.int64
+        return F.cross_entropy(outputs, targets, reduction="none").flatten(1).sum(1)
+
+    assert worst(trained("pixels", clients, loss=own), trained("pixels", clients, loss="cross_entropy")) < 1e-13
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_accuracy_is_the_share_of_right_positions(case):
+    build, _, _, _, axis = CASES[case]
+    (inputs, targets), model = clients_of(case)[0], built(build)
+    federation = Federation(model, [(inputs, targets)], "plain", sgd, loss="cross_entropy")
+    last = federation.fit(rounds=1, test=(inputs, targets)).last
+    outputs = model(inputs).detach().movedim(axis, 1)
+    right = sum(
+        int(outputs[place[0], :, *place[1:]].argmax() == targets[tuple(place)])
+        for place in torch.ones_like(targets).nonzero().tolist()
+    )
+    assert last["accuracy"] == right / targets.numel()
+    assert last["loss"] == pytest.approx(float(summed(outputs, targets)) / len(targets))
+
+
+def test_where_both_axes_fit_the_caller_says_which():
+    outputs = draw(2, 3, 3)
+    last, second = outputs.argmax(-1), outputs.argmax(1)
+    assert not torch.equal(last, second)
+    assert metrics(outputs, last)["accuracy"] == metrics(outputs, second, axis=1)["accuracy"] == 1
+    assert metrics(outputs, second)["accuracy"] < 1
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "axis", "found"),
+    [
+        ((5, 3), (5,), 1, -1),
+        ((5, 3, 4), (5, 3), 1, -1),
+        ((5, 3, 4), (5, 4), -1, 1),
+        ((5, 4, 4), (5, 4), None, -1),
+        ((5, 4, 4), (5, 4), 1, 1),
+        ((5, 3, 4, 2), (5, 3, 4, 2), None, -1),
+        ((5, 3, 4, 2), (5, 3, 4, 2), 1, 1),
+    ],
+)
+def test_shapes_say_where_classes_are(outputs, targets, axis, found):
+    assert class_axis(torch.zeros(outputs), torch.zeros(targets), axis) == found
+
+
+def test_the_last_layer_says_where_shapes_do_not():
+    assert head_axis(pixelwise(3)()) == 1
+    assert head_axis(tokenwise(3)()) == -1
+    assert head_axis(nn.Sequential(pixelwise(3)(), nn.Flatten(), nn.Linear(60, 2), nn.ReLU())) == -1
+    assert head_axis(nn.Embedding(3, 4)) is None
+
+
+def test_classes_for_a_loss_that_compares_numbers_are_measured_as_trained():
+    outputs, targets = draw(6, 4), draw(6, classes=4)
+    expected = find_loss("log_cosh").values(outputs, F.one_hot(targets, 4).double()).mean()
+    assert metrics(outputs, targets, find_loss("log_cosh"))["loss"] == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize(
+    ("case", "targets", "text"),
+    [
+        ("pixels", torch.full((2, 4, 5), 3), "classes are from 3 to 3, the model has outputs 0 to 2"),
+        ("tokens", torch.full((2, 4), -100), "classes are from -100 to -100, the model has outputs 0 to 2"),
+        ("pixels", torch.zeros(2, 5, 4).long(), r"shape is \(2, 5, 4\), want class indices of shape \(2, 3, 4\) or"),
+        ("pixels", torch.zeros(2).long(), r"shape is \(2,\), want class indices"),
+    ],
+)
+def test_targets_that_fit_no_axis_are_refused(case, targets, text):
+    with pytest.raises(BadArgument, match=text):
+        Federation(built(CASES[case][0]), [(draw(2, *CASES[case][1]), targets)], "plain", sgd, loss="cross_entropy")
+
+
+def test_targets_that_cannot_be_measured_are_refused():
+    with pytest.raises(BadArgument, match=r"shape is \(2, 7\), the model's outputs have \(2, 3\)"):
+        metrics(torch.zeros(2, 3), torch.zeros(2, 7), SquaredError())

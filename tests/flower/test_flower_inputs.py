@@ -1,0 +1,103 @@
+"""Clients on Flower whose models take more than one tensor."""
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
+
+from tests.federation.test_inputs import words
+from tests.federation.test_positions import draw, pixelwise
+from tests.flower.grid import LocalGrid
+from tests.forms import FORMS, Words, network, records, reformed
+from tests.oracle import built, worst
+
+from fedveil.errors import TooFewAnswers
+from fedveil.federation import Federation
+from fedveil.federation.evaluate import rows_of
+from fedveil.flower import Server, client_app, prepared
+
+ROUNDS = 3
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def values(model):
+    return {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+
+
+def on_flower(build, data, defence, **options):
+    app = client_app(lambda _: build(), lambda context: data[int(context.node_config["partition-id"])])
+    grid = LocalGrid(app, len(data))
+    server = Server(grid, build(), rows_of(data[0][0], 0, 2), defence, sgd, batch_size=8, **options)
+    server.fit(rounds=ROUNDS, test=data[0])
+    return grid, server
+
+
+def in_engine(build, data, **options):
+    federation = Federation(build(), data, "plain", sgd, batch_size=8, whole_shard=True, **options)
+    federation.fit(rounds=ROUNDS, test=data[0])
+    return federation
+
+
+@pytest.mark.parametrize(
+    ("defence", "form"),
+    [("plain", "tuple"), ("plain", "dict"), ("plain", "nested"), ("veil", "tuple"), ("spn", "dict"), ("dbcl", "tuple")],
+)
+def test_every_form_travels_nowhere_and_trains_as_in_one_process(defence, form):
+    kind, change = FORMS[form]
+    data = reformed(records((10, 14, 9), classes=True), change)
+    grid, server = on_flower(lambda: network(kind), data, defence)
+    if defence in ("plain", "veil"):
+        engine = in_engine(lambda: network(kind), data)
+        assert worst(values(server.model), values(engine.model)) < 1e-9
+        assert server.history.last["accuracy"] == engine.history.last["accuracy"]
+    assert [record["answers"] for record in server.history.records] == [3] * ROUNDS
+    sent = b"".join(a.data for m in grid.sent for r in m.content.array_records.values() for a in r.values())
+    assert records((10, 14, 9))[0][0][0, :2].numpy().tobytes() not in sent
+
+
+def test_token_ids_stay_whole_and_numbers_take_the_models_dtype():
+    def single():
+        return built(Words, dtype=torch.float32)
+
+    data = words((5, 9))
+    short = [({"ids": x["ids"], "numbers": x["numbers"].float()}, y) for x, y in data]
+    app = client_app(lambda _: single(), lambda context: data[int(context.node_config["partition-id"])])
+    server = Server(LocalGrid(app, 2), single(), short[0][0], "plain", sgd, loss="cross_entropy", batch_size=8)
+    server.fit(rounds=ROUNDS)
+    engine = in_engine(single, short, loss="cross_entropy")
+    assert worst(values(server.model), values(engine.model)) < 1e-5
+
+
+def test_a_class_at_each_pixel_trains_as_in_one_process():
+    data = [(draw(n, 2, 4, 5), draw(n, 4, 5, classes=3)) for n in (6, 9)]
+    _, server = on_flower(lambda: built(pixelwise(3)), data, "plain", loss="cross_entropy")
+    engine = in_engine(lambda: built(pixelwise(3)), data, loss="cross_entropy")
+    assert worst(values(server.model), values(engine.model)) < 1e-12
+
+
+def test_a_client_whose_records_are_broken_is_named():
+    inputs = {"a": torch.zeros(4, 2).double(), "b": torch.full((4, 4), torch.nan).double()}
+    data = [(inputs, torch.zeros(4, 4).double())]
+    with pytest.raises(TooFewAnswers, match=r"record 0: inputs\['b'\] hold NaN or infinity"):
+        on_flower(lambda: network(FORMS["dict"][0]), data, "plain", attempts=1)
+
+
+@pytest.mark.parametrize("form", [*FORMS, "tensor"])
+def test_records_that_were_prepared_come_back_in_their_form(form, tmp_path):
+    change = FORMS[form][1] if form in FORMS else (lambda x: x)
+    numbers, targets = records((4,), classes=True)[0]
+    made = []
+
+    def make():
+        made.append(1)
+        return change(numbers), targets
+
+    first, second = (prepared(tmp_path / "node" / "records.safetensors", make) for _ in range(2))
+    for inputs, labels in (first, second):
+        assert repr(inputs) == repr(change(numbers))
+        assert torch.equal(labels, targets)
+    assert len(made) == 1
+    assert (tmp_path / "node" / "records.safetensors").stat().st_mode & 0o777 == 0o600
