@@ -10,6 +10,7 @@ from fedveil.federation.config import CHOICES, Config, configure, kinds, read_to
 HELP = {
     "data": "a data set (fedveil data list), or package.module:factory, which returns fedveil.data.Data or "
     "((inputs, targets), (inputs, targets)) for training and test",
+    "min_coverage": "veil: refuse a model of which less than this share of the values can be covered, 0 to 1",
     "model": "mlp, cnn, lenet, resnet20, densenet ..., or package.module:factory",
 }
 

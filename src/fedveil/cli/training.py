@@ -69,19 +69,24 @@ def example_inputs(texts: Sequence[str], dtype: torch.dtype = torch.float32) -> 
 def inspect(options: argparse.Namespace) -> None:
     """Print a model's plan."""
     model = load_factory(options.model).train(not options.eval)
-    plan = analyse(model, example_inputs(options.input, DTYPES[options.dtype]), head=options.head)
+    example = example_inputs(options.input, DTYPES[options.dtype])
+    plan = analyse(model, example, head=options.head, min_coverage=options.min_coverage, public=options.public)
     print(json.dumps(as_dict(plan), indent=2) if options.json else plan)
 
 
 def add_inspect(commands: Any) -> None:
     """`fedveil inspect`."""
-    show = commands.add_parser("inspect", help="show which noise each part of a model lets through")
+    show = commands.add_parser("inspect", help="show which layers of a model can be masked, and how much of it")
     show.add_argument("model", help="package.module:factory, called without arguments, or a module there")
     show.add_argument("--input", required=True, action="append", metavar="[NAME=]SIZES[:TYPE]", help=INPUT)
     show.add_argument("--dtype", choices=DTYPES, default="float32", help="of the inputs without a type of their own")
     show.add_argument("--eval", action="store_true", help="analyse in evaluation mode")
     help_head = "exposed: no additive noise, clients read the true predictions"
     show.add_argument("--head", choices=("linear", "exposed"), default="linear", help=help_head)
+    help_least = "fail if less than this share of the parameters' values can be covered, 0 to 1"
+    show.add_argument("--min-coverage", type=float, default=0.0, help=help_least)
+    help_public = "name, or beginning of a name, of parameters whose values clients know; may be repeated"
+    show.add_argument("--public", action="append", default=[], metavar="NAME", help=help_public)
     show.add_argument("--json", action="store_true", help="for machines")
     show.set_defaults(run=inspect)
 

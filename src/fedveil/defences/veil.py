@@ -1,7 +1,7 @@
 """The paper's defence: one-time noise on the model, lifted from what clients send."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,9 @@ class Veil(Stateless):
         additive: size of the noise on the head.
         multiplicative: bound of the factors on hidden units.
         permute: also permute units secretly.
-        head: "exposed" for models that do not end in a Linear; then clients read true predictions.
+        head: "exposed" for models that do not end in a Linear or convolution; then clients read true predictions.
+        min_coverage: refuse a model of which less than this share of the parameters' values can be covered.
+        public: names of parameters whose values clients know; see `analyse`.
         tolerance: relative error of the gradient that losses other than squared error may have: the number of nodes
             follows from it. By default 1e-6, in float32 1e-5.
         nodes: for such losses a fixed number of nodes, in place of one that follows the clients' gradients. Then no
@@ -58,6 +60,8 @@ class Veil(Stateless):
         *,
         permute: bool = True,
         head: str = "linear",
+        min_coverage: float = 0.0,
+        public: Collection[str] = (),
         tolerance: float | None = None,
         nodes: int | None = None,
         spread: float = SPREAD,
@@ -65,6 +69,7 @@ class Veil(Stateless):
     ) -> None:
         self.groups, self.additive, self.multiplicative, self.permute = groups, additive, multiplicative, permute
         self._head, self._entropy = head, entropy
+        self._asked = {"min_coverage": min_coverage, "public": tuple(public)}
         self._plan: Plan | None = None
         self._secret: Secret | None = None
         self._loss: Loss = SquaredError()
@@ -73,7 +78,7 @@ class Veil(Stateless):
 
     def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Analyse the model."""
-        self._plan = analyse(model, example, head=self._head)  # type: ignore[arg-type]
+        self._plan = analyse(model, example, head=self._head, **self._asked)  # type: ignore[arg-type]
         self._loss = loss
         by_nodes = not isinstance(loss, SquaredError) and self._plan.head is not None
         self.adapts = by_nodes and self._fixed is None  # the number of nodes is public, and follows gradients

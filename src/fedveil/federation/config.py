@@ -64,6 +64,7 @@ class Config:
     additive: float = 1.0
     multiplicative: float = 4.0
     permute: bool = True
+    min_coverage: float = 0.0
     ppdl: str = "sel"
     fraction: float | None = None
     sigma: float | None = None
@@ -268,7 +269,13 @@ def build_defence(config: Config) -> Defence:
     nodes = PRIVATE_NODES if config.nodes is None and asks_privacy(config) else config.nodes
     build: dict[str, Callable[[], Defence]] = {
         "plain": lambda: Plain(rounding=config.rounding),
-        "veil": lambda: Veil(*noise, permute=config.permute, tolerance=config.tolerance, nodes=nodes),
+        "veil": lambda: Veil(
+            *noise,
+            permute=config.permute,
+            min_coverage=config.min_coverage,
+            tolerance=config.tolerance,
+            nodes=nodes,
+        ),
         "ppdl": lambda: PPDL.named(config.ppdl, fraction=config.fraction, sigma=config.sigma),
         "dbcl": lambda: DBCL(config.sketch),
         "spn": lambda: SPN(config.spn_weight, config.spn_bits, lr=config.lr),

@@ -11,6 +11,8 @@ from fedveil.data import Data
 from fedveil.defences import Private, Veil, innermost
 from fedveil.federation.evaluate import METRICS, answers, metrics, moved, predicted
 from fedveil.federation.server import History, Server
+from fedveil.graph import Plan
+from fedveil.graph.describe import known_in_words
 from fedveil.report import Beside, Curves, Facts, Matrix, Section, Table, Text, write
 from fedveil.scheme import Loss, client_view
 from fedveil.scheme.outputs import head_axis
@@ -73,6 +75,21 @@ def view_sections(views: Mapping[str, nn.Module], data: Data, loss: Loss | None 
     return sections
 
 
+SHARES = {
+    "scaled": "multiplied by secret factors, or masked additively (the final layer)",
+    "signed": "multiplied by secret signs",
+    "moved": "sent as they are, in secret places",
+    "bare": "sent as they are",
+}
+
+
+def coverage_section(plan: Plan) -> Section:
+    """How much of the model a veil covers."""
+    rows = [[kind, f"{100 * plan.shares[kind]:.1f} %", words] for kind, words in SHARES.items()]
+    note = "Each value counts once, under the strongest. " + (known_in_words(plan) or "")
+    return Table("What the veil covers", ["parameters' values", "share", "in each broadcast"], rows, note.strip())
+
+
 ESTIMATED = (
     "What the defence itself does to the gradient. Veil: estimated by the server from the terms it adds up. PPDL: "
     "measured beside it. A defence that is not here does not know it, or adds none."
@@ -113,11 +130,12 @@ def cost_section(histories: Mapping[str, History]) -> Section:
 def run_page(path: Path, federation: Server, data: Data, config: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
     """Write the page of one run."""
     defence, name = federation.defence, federation.defence.name
-    histories = {name: federation.history}
+    histories, inner = {name: federation.history}, innermost(defence)
     sections = [
         *curve_sections(histories),
         *view_sections(client_models(federation), data, federation.loss),
-        *([Text("What is and is not protected", PROTECTION)] if isinstance(innermost(defence), Veil) else []),
+        *([coverage_section(inner.plan)] if isinstance(inner, Veil) else []),
+        *([Text("What is and is not protected", PROTECTION)] if isinstance(inner, Veil) else []),
         *([Text("Differential privacy", (GUARANTEE,))] if isinstance(defence, Private) else []),
         cost_section(histories),
         Facts("Configuration", {key: str(value) for key, value in config.items()}),

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedveil.data import Data, Part, split
-from fedveil.defences import Defence, Private
+from fedveil.defences import Defence, Private, Veil, innermost
 from fedveil.errors import BadArgument
 from fedveil.federation.config import (
     Config,
@@ -118,6 +118,12 @@ def spent(defence: Defence) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
+def covered(defence: Defence) -> dict[str, float]:
+    """How much of the model a veil covers: shares of the parameters' values, and of those that known ones reveal."""
+    inner = innermost(defence)
+    return {**inner.plan.shares, "revealed": inner.plan.known.share} if isinstance(inner, Veil) else {}
+
+
 def train(
     config: Config,
     folder: Path,
@@ -192,6 +198,7 @@ def record_run(
         "rounds": server.round,
         **{name: history.last[name] for name in METRICS if name in history.last},
         "best": server.best[0] if server.best else None,
+        **covered(server.defence),
         **spent(server.defence),
         "largest_error": max((record["error"] for record in history.records), default=0.0),
         "seconds": history.records[-1]["seconds"] if history.records else 0.0,

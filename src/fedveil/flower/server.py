@@ -11,7 +11,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from torch import nn
 
-from fedveil.defences import Aggregate, Defence, innermost
+from fedveil.defences import Aggregate, Defence, Veil, innermost
 from fedveil.defences.wire import wire_of
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate, TooFewAnswers
 from fedveil.federation import server as federation
@@ -20,6 +20,7 @@ from fedveil.federation.server import Optimizer, Schedule, Seen
 from fedveil.federation.shards import generator
 from fedveil.flower.rounds import Fault, collect, fault, push
 from fedveil.flower.wire import Ask, bytes_of, read_answer, write_ask
+from fedveil.graph.describe import in_words
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
@@ -110,6 +111,8 @@ class Server(federation.Server):
         self.timeout, self.patience, self.attempts, self.pause = timeout, patience, attempts, pause
         self._epoch, self._session, self._started = rounds_per_epoch, Entropy().token(), False
         self.defence.prepare(model, moved(example, self.device), self.loss)
+        if isinstance(self.inner, Veil):
+            LOG.info("of the model's values, %s", in_words(self.inner.plan))
 
     @property
     def rounds_per_epoch(self) -> int:

@@ -4,7 +4,7 @@ A new BatchNorm's weight is 1 everywhere, and everybody knows it: what is sent o
 Where one of them has a size of its own, that size is then known, and so it is wherever else it was used.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedveil.graph.solve import Integers
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.tables import Piece, Slots
+from fedveil.graph.tables import Piece, Slots, count_all
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ def constant(values: Mapping[str, Tensor]) -> tuple[str, ...]:
     found = []
     for name, value in values.items():
         flat = value.detach().reshape(-1)
-        if flat.numel() > 1 and float(flat[0]) != 0 and bool((flat == flat[0]).all()):
+        one = flat[:1]
+        if flat.numel() > 1 and bool(one != 0) and bool((flat[:64] == one).all()) and bool((flat == one).all()):
             found.append(name)
     return tuple(found)
 
@@ -63,13 +64,10 @@ def _products(piece: Piece, slots: Slots, sized: np.ndarray) -> set[frozenset[in
     return {frozenset(int(c) for c in row if sized[c]) for row in table}
 
 
-def exposed(piece: Piece, slots: Slots, symmetries: Integers, found: set[int]) -> Tensor:
-    """For each element of a piece, whether it is scaled and all its sizes are known."""
+def count_exposed(pieces: Sequence[Piece], slots: Slots, symmetries: Integers, found: set[int]) -> Iterator[int]:
+    """How many elements of each piece are scaled by sizes that are all known."""
     sized = (symmetries[slots.unit] & Symmetry.POSITIVE) > 0
-    open_ = torch.from_numpy(sized & ~np.isin(slots.unit, sorted(found)))
+    hidden = torch.from_numpy(sized & ~np.isin(slots.unit, sorted(found)))
     shown = torch.from_numpy(sized)
-    any_sized = torch.zeros((1,) * len(piece.shape), dtype=torch.bool)
-    any_open = any_sized
-    for spread in piece.scale:
-        any_sized, any_open = any_sized | spread.of(shown), any_open | spread.of(open_)
-    return (any_sized & ~any_open).expand(piece.shape)
+    for piece in pieces:
+        yield count_all(piece, piece.scale, ~hidden) - count_all(piece, piece.scale, ~shown)

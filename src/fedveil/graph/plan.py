@@ -11,12 +11,12 @@ from torch import nn
 
 from fedveil.errors import ModelMismatch
 from fedveil.graph.head import Head
-from fedveil.graph.known import Known, constant, exposed, revealed_classes
+from fedveil.graph.known import Known, constant, count_exposed, revealed_classes
 from fedveil.graph.layout import Entry, Inside, Layout, lay_out, look_inside
 from fedveil.graph.ledger import Ledger
 from fedveil.graph.solve import Integers, Orders, Scales, solve_orders, solve_scales
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.tables import POOLED, Piece, Pool, SlotRows, Slots, build_pool, levels, pieces_of
+from fedveil.graph.tables import POOLED, Piece, Pool, SlotRows, Slots, build_pool, count_levels, pieces_of
 from fedveil.graph.walk import Walk
 
 KINDS = ("bare", "moved", "signed", "scaled")
@@ -186,7 +186,7 @@ def measure(
             continue
         own = np.zeros(len(KINDS), np.int64)
         for piece in pieces.get(entry.name, ()):
-            own += np.bincount(levels(piece, slots, symmetries).flatten().numpy(), minlength=len(KINDS))
+            own += np.array(count_levels(piece, slots, symmetries))
         own[0] = size - own[1:].sum()
         counts += own
     total = max(1, int(counts.sum()))
@@ -203,8 +203,8 @@ def find_known(
     told = {name for name in names if any(name == p or name.startswith(p.rstrip(".") + ".") for p in public)}
     known = tuple(dict.fromkeys([*constant({name: values[name] for name in names}), *sorted(told)]))
     found = revealed_classes([piece for name in known for piece in pieces.get(name, ())], slots, symmetries)
-    shown = sum(int(exposed(piece, slots, symmetries, found).sum()) for name in names for piece in pieces.get(name, ()))
-    return Known(known, shown / max(1, layout.parameters) if found else 0.0)
+    parts = [piece for name in names for piece in pieces.get(name, ())] if found else []
+    return Known(known, sum(count_exposed(parts, slots, symmetries, found)) / max(1, layout.parameters))
 
 
 def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collection[str] = ()) -> Plan:

@@ -218,15 +218,43 @@ def build_pool(entries: Sequence[Entry], pieces: dict[str, list[Piece]], device:
     return Pool(tuple(moved), scale, order, torch.arange(start, device=device))
 
 
-def levels(piece: Piece, slots: Slots, symmetries: Integers) -> Tensor:
-    """What a veil does to each element of a part: 3 scaled, 2 changed in sign, 1 moved, 0 nothing."""
-    total = torch.zeros((1,) * len(piece.shape), dtype=torch.int8)
-    scaled = torch.from_numpy(np.where(symmetries[slots.unit] & Symmetry.POSITIVE, 3, 2 * (symmetries[slots.unit] > 0)))
-    moving = torch.from_numpy((slots.order > 0).astype(np.int8))
-    for spreads, level in ((piece.scale, scaled), (piece.order, moving)):
-        for spread in spreads:
-            total = torch.maximum(total, spread.of(level).to(torch.int8))
-    return total.expand(piece.shape)
+def count_all(piece: Piece, spreads: Sequence[Spread], values: Tensor) -> int:
+    """For how many elements of a part all factors are true at once; `values` has one per slot.
+
+    Factors that change along different dims are independent, so that their counts are multiplied.
+    """
+    groups: list[tuple[frozenset[int], Tensor]] = []
+    for spread in spreads:
+        own = spread.of(values)
+        dims = varying(own)
+        for other, known in [group for group in groups if group[0] & dims]:
+            groups = [group for group in groups if group[0] is not other]
+            own, dims = own & known, dims | other
+        groups.append((dims, own))
+    total = 1
+    for dim, size in enumerate(piece.shape):
+        total *= 1 if any(dim in dims for dims, _ in groups) else size
+    for _, own in groups:
+        total *= int(own.sum())
+    return total
+
+
+def count_levels(piece: Piece, slots: Slots, symmetries: Integers) -> list[int]:
+    """How many elements of a part a veil leaves bare, moves, changes in sign, scales; each at its strongest."""
+    sized = torch.from_numpy((symmetries[slots.unit] & Symmetry.POSITIVE) > 0)
+    free = torch.from_numpy(symmetries[slots.unit] > 0)
+    size = torch.Size(piece.shape).numel()
+    unscaled = count_all(piece, piece.scale, ~sized)
+    unsigned = count_all(piece, piece.scale, ~free)
+    bare = _bare(piece, ~free, torch.from_numpy(slots.order == 0))
+    return [bare, unsigned - bare, unscaled - unsigned, size - unscaled]
+
+
+def _bare(piece: Piece, free: Tensor, still: Tensor) -> int:
+    """Elements that carry neither factor nor place."""
+    both = torch.cat([free, still])
+    moved = [Spread(spread.first + len(free), spread.shape) for spread in piece.order]
+    return count_all(piece, [*piece.scale, *moved], both)
 
 
 def pieces_of(ledger: Ledger, rows: SlotRows, names: Sequence[str]) -> dict[str, list[Piece]]:
