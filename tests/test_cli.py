@@ -22,25 +22,30 @@ MODEL = "tests.test_cli:small"
 def test_inspect_prints_axes_symmetry_coverage_and_limits(capsys):
     assert main(["inspect", MODEL, "--input", "3,8,8"]) == 0
     assert capsys.readouterr().out == (
-        "Plan of Sequential: 1,570 parameters, 100.0% of them changed by a veil, 99.4% moved by a permutation\n"
-        "head 4 with 10 outputs takes the additive noise\n"
+        "Plan of Sequential: 1,570 parameters: 92.9% scaled by secret factors or masked, 7.1% changed in sign, "
+        "0.0% only moved, 0.0% bare\n"
+        "the final layer, 4 with 10 outputs, is masked additively\n"
+        "The factors of 0.5% of the values follow from values that clients know (1.weight): these values are no "
+        "better covered than by their secret places and signs.\n"
         "\n"
-        "  axis written by  units  factors   limited by\n"
-        "  0.weight             4  signs     1 (BatchNorm2d): statistics of the batch let signs only through, "
+        "  channels from  units  factors   limited by\n"
+        "  0.weight           4  signs     1 (BatchNorm2d): statistics of the batch let signs only through, "
         "because of eps\n"
-        "  1.weight             4  positive  2 (ReLU): it lets positive factors only through\n"
+        "  1.weight           4  positive  2 (ReLU): it lets positive factors only through\n"
     )
 
 
 def test_inspect_in_evaluation_mode_lets_more_through(capsys):
     main(["inspect", MODEL, "--input", "3,8,8", "--eval"])
-    assert "  0.weight             4  any" in capsys.readouterr().out
+    assert "  0.weight           4  any" in capsys.readouterr().out
 
 
 def test_inspect_as_json_is_read_by_machines(capsys):
     assert main(["inspect", MODEL, "--input", "3,8,8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["coverage"] == 1.0
+    assert sum(plan["shares"].values()) == pytest.approx(1)
+    assert plan["known"]["names"] == ["1.weight"]
     assert plan["head"] == "4"
     assert [axis["symmetry"] for axis in plan["axes"]] == ["signs", "positive"]
 
@@ -54,7 +59,7 @@ def test_inspect_as_json_is_read_by_machines(capsys):
         (["tests.test_cli:MODEL"], "cannot be called without arguments"),
         (["tests.test_cli:dict"], "has no 'dict'"),
         (["builtins:dict"], "gave dict, not a torch.nn.Module"),
-        (["tests.test_cli:sigmoid"], "ends in Sigmoid, not in a Linear"),
+        (["tests.test_cli:sigmoid"], "3 (Sigmoid): the model does not end in a Linear"),
     ],
 )
 def test_misuse_exits_with_2_and_says_what_is_wrong(capsys, arguments, message):

@@ -446,11 +446,11 @@ LAST = "SPN reads what enters the model's last Linear: it must end the model"
 @pytest.mark.parametrize(
     ("build", "where", "what", "fix"),
     [
-        (lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, CLASSES), nn.Softmax(1)), "2", LAST, "end the model in"),
+        (lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, CLASSES), nn.Softmax(1)), "2 (Softmax)", LAST, "end the model in"),
         (lambda: nn.Sequential(nn.Linear(6, 5), nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 1, 2)), "2", LAST, "end the "),
-        (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2), "0", LAST, "end the model in"),
-        (Asking, "Asking", LAST, "let torch.fx trace it"),
-        (lambda: nn.Linear(6, CLASSES), "Linear", LAST, "end the model in nn.Linear"),
+        (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2), "1 (Linear)", LAST, "end the model in"),
+        (Asking, "Asking", LAST, "let torch.export record it"),
+        (lambda: nn.Linear(6, CLASSES), "Linear", "nothing but the last Linear is trained", "a hidden layer"),
         (lambda: nn.Sequential(nn.Linear(6, CLASSES)), "0", "nothing but the last Linear is trained", "a hidden layer"),
     ],
     ids=["softmax", "conv", "twice", "untraceable", "bare", "no body"],
@@ -459,7 +459,8 @@ def test_models_without_body_and_last_linear_are_refused(build, where, what, fix
     with pytest.raises(BadArgument) as caught:
         prepared((build, (6,)))
     error = caught.value
-    assert (error.where, error.what[: len(what)]) == (where, what)
+    assert error.where.startswith(where)
+    assert error.what.startswith(what)
     assert fix in error.fix
 
 

@@ -242,7 +242,8 @@ def find_split(model: nn.Module, example: Inputs) -> Split:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained - {head.weight, head.bias}:
         what = "nothing but the last Linear is trained, and SPN leaves its gradient as it is"
-        raise BadArgument(head.path, what, "give the model a hidden layer that is trained")
+        fix = "give the model a hidden layer that is trained"
+        raise BadArgument(head.path or type(model).__name__, what, fix)
     return Split(head.path, model.get_parameter(head.weight).shape[1], head.outputs)
 
 

@@ -195,7 +195,7 @@ def measure(
 
 def find_known(
     model: nn.Module, layout: Layout, pieces: Mapping[str, list[Piece]], slots: Slots, symmetries: Integers,
-    public: Collection[str],
+    head: Head | None, public: Collection[str],
 ) -> Known:  # fmt: skip
     """What clients know of the model as it is now."""
     values = look_inside(model).parameters
@@ -203,7 +203,8 @@ def find_known(
     told = {name for name in names if any(name == p or name.startswith(p.rstrip(".") + ".") for p in public)}
     known = tuple(dict.fromkeys([*constant({name: values[name] for name in names}), *sorted(told)]))
     found = revealed_classes([piece for name in known for piece in pieces.get(name, ())], slots, symmetries)
-    parts = [piece for name in names for piece in pieces.get(name, ())] if found else []
+    masked = (head.weight, head.bias) if head else ()  # by a number that no known value reveals
+    parts = [piece for name in names if name not in masked for piece in pieces.get(name, ())] if found else []
     return Known(known, sum(count_exposed(parts, slots, symmetries, found)) / max(1, layout.parameters))
 
 
@@ -230,7 +231,7 @@ def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collecti
         build_pool(small, pieces, layout.device),
         tuple(pins),
         measure(layout, pieces, slots, scales.symmetries, head),
-        find_known(model, layout, pieces, slots, scales.symmetries, public),
+        find_known(model, layout, pieces, slots, scales.symmetries, head, public),
     )
 
 

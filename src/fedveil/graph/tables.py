@@ -22,7 +22,7 @@ from fedveil.graph.solve import Integers, Orders, Scales, ranks
 from fedveil.graph.symmetry import Symmetry
 from fedveil.graph.units import compressed, varying
 
-POOLED = 2**16  # elements of the largest tensor that goes into the pool
+POOLED = 2**15  # elements of the largest tensor that goes into the pool
 
 
 @dataclass(frozen=True)

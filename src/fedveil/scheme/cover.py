@@ -6,6 +6,7 @@ broadcasting, so that no vector of the model's size is ever formed.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,8 +16,12 @@ from torch import Tensor
 from fedveil.graph.layout import Entry, flatten, unflatten
 from fedveil.graph.plan import Plan
 from fedveil.graph.tables import Piece
+from fedveil.scheme.memory import Rooms
 
 Tensors = dict[str, Tensor]
+BLOCK = 2**18  # elements that are worked on at a time
+_ROOMS: WeakKeyDictionary[Plan, Rooms] = WeakKeyDictionary()
+_SCRATCH: WeakKeyDictionary[Plan, Rooms] = WeakKeyDictionary()  # apart: it holds values before they are covered
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,19 +50,52 @@ class Cover:
         plan = self.plan
         flat = flatten(tensors, plan.pool.entries) if plan.pool.entries else self.factors
         veiled = unflatten(self.factors * flat.index_select(0, self.sources), plan.pool.entries)
-        for entry in plan.large:
-            veiled[entry.name] = self._veil_large(entry, tensors[entry.name])
+        if plan.large:
+            self._veil_all_large(tensors, veiled)
         return {entry.name: veiled[entry.name] for entry in plan.layout.entries}
 
-    def _veil_large(self, entry: Entry, tensor: Tensor) -> Tensor:
+    def _veil_all_large(self, tensors: Mapping[str, Tensor], veiled: Tensors) -> None:
+        plan = self.plan
+        sizes = [entry.shape.numel() for entry in plan.large]
+        rooms = _ROOMS.setdefault(plan, Rooms()).take(sizes, plan.layout.dtype, plan.layout.device)
+        (scratch,) = _SCRATCH.setdefault(plan, Rooms()).take([max(sizes)], plan.layout.dtype, plan.layout.device)
+        for entry, room in zip(plan.large, rooms, strict=True):
+            veiled[entry.name] = self._veil_large(entry, tensors[entry.name], room, scratch)
+
+    def _veil_large(self, entry: Entry, tensor: Tensor, room: Tensor, scratch: Tensor) -> Tensor:
+        """A large tensor, covered, in the memory of `room`; steps between use `scratch`."""
         pieces = self.plan.pieces.get(entry.name, [])
         source = tensor.detach().contiguous().view(-1)
-        if len(pieces) == 1 and _whole(pieces[0], entry):
-            return self._scaled(pieces[0], self._gathered(pieces[0], source)).view(entry.shape)
-        result = source.clone()
+        if sum(torch.Size(piece.shape).numel() for piece in pieces) < len(source):
+            room.copy_(source)
         for piece in pieces:
-            piece.part(result).copy_(self._scaled(piece, self._gathered(piece, source)))
-        return result.view(entry.shape)
+            indices = self._indices(piece)
+            if indices and _contiguous(piece) and torch.Size(piece.shape[: indices[0][0]]).numel() == 1:
+                self._veil_rows(piece, indices, source, room, scratch)
+            else:
+                piece.part(room).copy_(self._gathered(piece, indices, source))
+                self._scaled(piece, piece.part(room))
+        return room.view(entry.shape)
+
+    def _veil_rows(
+        self, piece: Piece, indices: list[tuple[int, Tensor]], source: Tensor, room: Tensor, scratch: Tensor
+    ) -> None:
+        """Some rows at a time, which then stay in the processor's cache for all that is done to them."""
+        (first, index), *others = indices
+        size, inner = len(index), torch.Size(piece.shape[first + 1 :]).numel()
+        end = piece.offset + size * inner
+        given, result = source[piece.offset : end].view(size, inner), room[piece.offset : end]
+        step = max(1, BLOCK // inner)
+        for start in range(0, size, step):
+            stop = min(size, start + step)
+            shape = (*piece.shape[:first], stop - start, *piece.shape[first + 1 :])
+            out = result[start * inner : stop * inner]
+            here = scratch[: out.numel()] if others else out
+            torch.index_select(given, 0, index[start:stop], out=here.view(-1, inner))
+            part = here.view(shape)
+            for number, (dim, places) in enumerate(others, 1):
+                part = _taken(part, dim, places, out.view(shape) if number == len(others) else None)
+            self._scaled(piece, part, first, start)
 
     def lift(self, entry: Entry, passes: Tensor) -> None:
         """Multiply passes (rows, elements) of a large tensor's gradient by its factors, in place."""
@@ -69,7 +107,7 @@ class Cover:
         pieces = [piece for piece in self.plan.pieces.get(entry.name, []) if piece.order]
         if not pieces:
             return flat
-        if len(pieces) == 1 and _whole(pieces[0], entry):
+        if len(pieces) == 1 and _contiguous(pieces[0]) and torch.Size(pieces[0].shape).numel() == len(flat):
             return self._returned(pieces[0], flat).view(-1)
         result = flat.clone()
         for piece in pieces:
@@ -85,22 +123,30 @@ class Cover:
                 part /= spread.of(self.scale)
         return result
 
-    def _scaled(self, piece: Piece, part: Tensor) -> Tensor:
-        """Multiply in place."""
-        for spread in piece.scale:
-            part.mul_(spread.of(self.scale))
-        return part
+    def _scaled(self, piece: Piece, part: Tensor, cut: int = -1, start: int = 0) -> None:
+        """Multiply in place: whole rows where a dim in the middle changes, several times faster than broadcasting.
 
-    def _gathered(self, piece: Piece, flat: Tensor) -> Tensor:
-        """The elements of a piece from the places where they come from, in new memory."""
-        indices = self._indices(piece)
+        `part` may be what lies behind `start` along the dim `cut` of the piece, and have dims in front.
+        """
+        ahead = part.dim() - len(piece.shape)
+        for spread in piece.scale:
+            factor, dims = spread.of(self.scale), [dim for dim, size in enumerate(spread.shape) if size > 1]
+            if cut in dims:
+                factor = factor.narrow(cut, start, part.shape[ahead + cut])
+            behind = torch.Size(piece.shape[dims[0] + 1 :]).numel() if len(dims) == 1 else 1
+            if behind > 1 and dims[0] != cut and part.is_contiguous():
+                rows = part.view(-1, factor.numel() * behind)
+                rows.mul_(factor.flatten().repeat_interleave(behind))
+            else:
+                part.mul_(factor)
+
+    def _gathered(self, piece: Piece, indices: list[tuple[int, Tensor]] | None, flat: Tensor) -> Tensor:
+        """The elements of a piece from the places where they come from."""
         if indices is None:
             return flat.index_select(0, self._places(piece)).view(piece.shape)
         part = piece.part(flat)
-        if not indices:
-            return part.clone(memory_format=torch.contiguous_format)
         for dim, index in indices:
-            part = part.index_select(dim, index)
+            part = _taken(part, dim, index)
         return part
 
     def _returned(self, piece: Piece, flat: Tensor) -> Tensor:
@@ -113,7 +159,7 @@ class Cover:
         for dim, index in indices:
             back = torch.empty_like(index)
             back[index] = torch.arange(len(index), device=index.device)
-            part = part.index_select(dim, back)
+            part = _taken(part, dim, back)
         return part
 
     def _indices(self, piece: Piece) -> list[tuple[int, Tensor]] | None:
@@ -140,15 +186,27 @@ class Cover:
         return place.flatten()
 
 
-def _whole(piece: Piece, entry: Entry) -> bool:
-    """Whether a piece is all of its tensor, in the same order."""
-    steps, contiguous = 1, []
-    for size in reversed(piece.shape):
-        contiguous.append(steps)
-        steps *= size
-    wanted = tuple(reversed(contiguous))
-    fits = all(n == 1 or a == b for n, a, b in zip(piece.shape, piece.strides, wanted, strict=True))
-    return piece.offset == 0 and steps == entry.shape.numel() and fits
+def _taken(part: Tensor, dim: int, index: Tensor, out: Tensor | None = None) -> Tensor:
+    """Places along a dim, as a matrix: whole rows of it, or by torch.gather its columns."""
+    ahead, inner = part.shape[:dim].numel(), part.shape[dim + 1 :].numel()
+    if ahead == 1:
+        rows = part.reshape(len(index), inner)
+        room = None if out is None else out.view(rows.shape)
+        return torch.index_select(rows, 0, index, out=room).view(part.shape)
+    rows = part.reshape(ahead, -1)
+    room = None if out is None else out.view(rows.shape)
+    columns = (index.unsqueeze(1) * inner + torch.arange(inner, device=index.device)).flatten()
+    return torch.gather(rows, 1, columns.expand(ahead, -1), out=room).view(part.shape)
+
+
+def _contiguous(piece: Piece) -> bool:
+    """Whether the elements of a piece lie behind one another."""
+    step = 1
+    for size, stride in zip(reversed(piece.shape), reversed(piece.strides), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def make_cover(plan: Plan, factors: NDArray[np.float64], shifts: NDArray[np.int64]) -> Cover:
