@@ -1,4 +1,4 @@
-"""Attention and recurrent networks: exact in every form in which they are written, and broken by every wrong exponent."""
+"""Attention and recurrent networks: exact in every form in which people write them, broken by a wrong exponent."""
 
 import warnings
 
@@ -13,6 +13,7 @@ from torch import nn
 import fedveil
 
 FLOAT64, BROKEN = 1e-9, 1e-3
+EXAMPLES = 20
 NOISE = {"additive": st.sampled_from([1e-3, 1.0, 1e3]), "multiplicative": st.sampled_from([1.0, 4.0, 10.0])}
 
 
@@ -34,13 +35,13 @@ def assert_exact(model, seed, **noise):
         assert (found[key] - g).norm() <= FLOAT64 * g.norm() + 1e-12 * total, (key, model)
 
 
-@settings(max_examples=40)
+@settings(max_examples=EXAMPLES)
 @given(model=attention_networks(), groups=st.integers(1, 4), seed=st.integers(0, 2**64 - 1), **NOISE)
 def test_any_attention_network_recovers_the_plain_gradient(model, groups, seed, additive, multiplicative):
     assert_exact(model, seed, groups=groups, additive=additive, multiplicative=multiplicative)
 
 
-@settings(max_examples=40)
+@settings(max_examples=EXAMPLES)
 @given(model=recurrent_networks(), groups=st.integers(1, 4), seed=st.integers(0, 2**64 - 1), **NOISE)
 def test_any_recurrent_network_recovers_the_plain_gradient(model, groups, seed, additive, multiplicative):
     assert_exact(model, seed, groups=groups, additive=additive, multiplicative=multiplicative)

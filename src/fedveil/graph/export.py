@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from fedveil.errors import AnalysisError, BadArgument, NotTraceable
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
@@ -174,12 +175,21 @@ def _place(model: nn.Module, twin: nn.Module, error: Exception) -> str:
     return where + line
 
 
+def _holds(error: Exception, kind: type) -> bool:
+    """Whether a function that the error went through had such an object."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(isinstance(value, kind) for frame, _ in frames for value in frame.f_locals.values())
+
+
 def _refusal(model: nn.Module, twin: nn.Module, error: Exception) -> AnalysisError | BadArgument:
     """The line of the user's code at which the export stopped, and what to do there."""
     where = _place(model, twin, error)
     text = str(error).strip()
     first = text.splitlines()[0][:300] if text else type(error).__name__
     kind = type(error).__name__
+    if _holds(error, PackedSequence):
+        fix = "pass padded batches without packing them, and mask the outputs behind each sequence's end"
+        return NotTraceable(where, "torch.export cannot record packed sequences", fix)
     if "_detect_is_causal_mask" in "".join(traceback.format_tb(error.__traceback__)):
         what = "PyTorch looks at the values of the mask to find out whether it is causal"
         return NotTraceable(where, what, "say so: is_causal=True (tgt_is_causal=True) beside the mask, or False")
@@ -195,9 +205,6 @@ def _refusal(model: nn.Module, twin: nn.Module, error: Exception) -> AnalysisErr
         return BadArgument("analyse", f"example_inputs do not fit forward: {first}", fix)
     if "numpy" in text.lower():
         return NotTraceable(where, "its forward leaves PyTorch for NumPy", "use torch functions in place of numpy's")
-    if "pack_padded_sequence" in where or "pack_sequence" in where:
-        fix = "pass padded batches without packing them, and mask the outputs behind each sequence's end"
-        return NotTraceable(where, "torch.export cannot record packed sequences", fix)
     if "pytree" in text.lower():
         what = "its forward takes or returns an object that is neither tensor, tuple, list nor dict"
         return NotTraceable(where, what, LOGITS)
