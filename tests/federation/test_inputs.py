@@ -46,9 +46,11 @@ def test_every_form_of_the_inputs_is_the_run_with_one_tensor(form, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"fuse": False}, {"whole_shard": True}], ids=["fused", "apart", "shard"])
-def test_a_veiled_run_with_two_arguments_is_the_plain_run_with_one(options):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_veiled_run_with_inputs_of_any_form_is_the_plain_run_with_one(form, options):
     veil = Veil(groups=2, additive=100.0, entropy=Entropy.for_tests(0))
-    found = run(Apart, reformed(records(), FORMS["tuple"][1]), veil, **options)
+    kind, change = FORMS[form]
+    found = run(kind, reformed(records(), change), veil, **options)
     assert worst(values(found), values(run(Whole, records(), **options))) < 1e-9
 
 

@@ -191,3 +191,12 @@ def test_targets_that_fit_no_axis_are_refused(case, targets, text):
 def test_targets_that_cannot_be_measured_are_refused():
     with pytest.raises(BadArgument, match=r"shape is \(2, 7\), the model's outputs have \(2, 3\)"):
         metrics(torch.zeros(2, 3), torch.zeros(2, 7), SquaredError())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
+def test_a_veiled_run_is_the_plain_one_wherever_classes_are(case, loss):
+    clients = clients_of(case)
+    plain = trained(case, clients, loss=loss)
+    veiled = trained(case, clients, Veil(additive=10.0, nodes=40, entropy=Entropy.for_tests(0)), loss=loss)
+    assert worst(veiled, plain) < 1e-9

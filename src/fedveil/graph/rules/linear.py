@@ -94,22 +94,12 @@ def project(
         return Units(tuple(passing), tuple(arranged(factor, labels, out) for factor in staying))
     shape = [weight.size(label) if label in out else 1 for label in weight.labels]
     rows = ledger.fresh_scale(shape, weight.tensor.name)
-    groups = [p for p in parents if p is not None]
-    if shared and all(weight.size(label) == 1 for label in summed):
-        begun = arranged(groups[0], labels, weight.labels).expand(shape) if groups else torch.zeros_like(rows)
-        order = begun
-        for factor in () if groups else (ledger.fresh_order(shape),):
-            ledger.fix(factor)
+    above = [arranged(factor, labels, weight.labels) for factor in parents if factor is not None]
+    if shared and all(weight.size(label) == 1 for label in summed):  # depthwise: outputs are in the inputs' order
+        order = above[0].expand(shape) if above else torch.zeros_like(rows)
     else:
         order = ledger.fresh_order(shape)
-        if shared:
-            above = ledger.fold(order, numbers(weight.labels, set(new)))
-            if above is not None:
-                known = [arranged(p, labels, weight.labels) for p in groups]
-                for other in known:
-                    ledger.unite_order(above, other)
-                if not known:
-                    ledger.fix(above)
+        _put_below(call, order, numbers(weight.labels, set(new)), above)
     if order.numel() > 1:
         ledger.count(order)
     weight.attach(Units((rows, *columns), (order, *orders)))
@@ -118,6 +108,18 @@ def project(
         bias.attach(own)
     scale = (*passing, arranged(rows, weight.labels, out))
     return Units(scale, (*[arranged(f, labels, out) for f in staying], arranged(order, weight.labels, out)))
+
+
+def _put_below(call: Call, order: Tensor, inner: frozenset[int], above: Sequence[Tensor]) -> None:
+    """Outputs of a group move with the group's inputs, and stay if these do."""
+    if not varying(order) - inner:
+        return
+    own = call.ledger.fold(order, inner)
+    assert own is not None
+    for other in above:
+        call.ledger.unite_order(own, other)
+    if not above:
+        call.ledger.fix(own)
 
 
 def _places(

@@ -43,7 +43,7 @@ def _affine(call: Call, inputs: Units, weight: Stored | None, bias: Stored | Non
     return Units((new,), inputs.order)
 
 
-@rule("batch_norm", "instance_norm", "_native_batch_norm_legit", "native_batch_norm", "cudnn_batch_norm")
+@rule("batch_norm", "instance_norm", "_native_batch_norm_legit_functional")
 def batch_norm(call: Call) -> Outcome:
     """Statistics of the batch absorb signs exactly (and factors only up to eps); stored ones absorb everything."""
     x = call.x
