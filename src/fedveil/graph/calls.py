@@ -82,7 +82,7 @@ class Stored:
 
 
 Traced = Activation | Stored
-Outcome = Units | Activation | Sequence[Units | None]
+Outcome = Units | Activation | Stored | Sequence[Units | None]
 
 
 @dataclass(eq=False)

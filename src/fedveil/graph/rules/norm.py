@@ -1,5 +1,9 @@
 """Normalisations: what their statistics absorb exactly, and what they do not."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from fedveil.graph.calls import Call, NoRule, Outcome, Stored, rule
@@ -123,3 +127,57 @@ def layer_norm(call: Call) -> Outcome:
 def rms_norm(call: Call) -> Outcome:
     """A mean square lets signs through, and every permutation."""
     return _last_dims(call, Symmetry.SIGN, "a mean square over several features lets signs only through")
+
+
+@dataclass(eq=False)
+class Normed(Stored):
+    """A weight whose rows have the length that another parameter says: g v / |v|.
+
+    Factors of its rows go to g; columns change sign at most, because the lengths of rows may not change; rows and
+    columns of v move, and g with the rows.
+    """
+
+    length: Stored | None = None
+
+    @property
+    def units(self) -> Units:
+        """As an activation it carries nothing."""
+        for tensor in (self, self.length):
+            if tensor is not None:
+                Stored.leave_bare(tensor, tensor.name, "a normed weight is used in another way than as a weight")
+        return Units()
+
+    def attach(self, units: Units, shape: Sequence[int] | None = None, strides: Sequence[int] | None = None) -> None:
+        """Tie v and g to the noise of the weight that they make."""
+        own = tuple(shape if shape is not None else self.value.shape)
+        rows = _rows(own, self.value.shape[0])
+        outputs = [factor for factor in units.scale if varying(factor) <= rows]
+        columns = [factor for factor in units.scale if not varying(factor) <= rows]
+        why = "the length of each row of the weight is normed"
+        self.ledger.limit(columns, Symmetry.SIGN, self.name, why)
+        super().attach(Units(tuple(columns), units.order), shape, strides)
+        assert self.length is not None
+        above = [factor for factor in units.order if varying(factor) <= rows]
+        first = [size if dim in rows else 1 for dim, size in enumerate(own)]
+        steps = torch.empty(first, device="meta").stride()
+        self.length.attach(Units(tuple(outputs), tuple(above)), first, steps)
+
+
+def _rows(shape: Sequence[int], count: int) -> Dims:
+    """The dims in front that count rows, of a weight that may be in groups."""
+    total, dims = 1, []
+    for dim, size in enumerate(shape):
+        if total == count and size > 1:
+            break
+        total *= size
+        dims.append(dim)
+    return frozenset(dims)
+
+
+@rule("_weight_norm")
+def weight_norm(call: Call) -> Outcome:
+    """torch.nn.utils.weight_norm over all but the first dim."""
+    direction, length = call["v"], call["g"]
+    if not isinstance(direction, Stored) or not isinstance(length, Stored) or call["dim"] != 0:
+        raise NoRule("the weight that it makes is computed")
+    return Normed(direction.value, direction.name, True, call.ledger, direction.known, length)
