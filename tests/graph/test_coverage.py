@@ -84,8 +84,8 @@ def test_a_new_norm_shows_its_factors_and_the_plan_says_what_they_were_to_protec
     model = normed()
     plan = fedveil.analyse(model, torch.zeros(2, 3, 2, 2))
     assert plan.known.names == ("1.weight",)
-    # its own 4 weights and 4 biases; the next convolution keeps the factors of its rows
-    assert plan.known.share == pytest.approx(8 / plan.layout.parameters)
+    # its own 4 weights and 4 biases, and the signs of the 12 weights before; the next layer keeps its rows' factors
+    assert plan.known.share == pytest.approx((8 + 12) / plan.layout.parameters)
     sent = fedveil.perturb(model, fedveil.draw_secret(plan)).parameters
     shown = sent["1.weight"].abs()  # what a client divides out: |r| o 1
     rows = sent["3.weight"][:, :, 0, 0] * shown
@@ -93,6 +93,8 @@ def test_a_new_norm_shows_its_factors_and_the_plan_says_what_they_were_to_protec
     ratio = rows.sort(1).values / rows.abs().sum(1, keepdim=True)
     wanted = (true / true.abs().sum(1, keepdim=True)).sort(1).values
     assert all(any(torch.allclose(r, w, rtol=1e-4) for w in wanted) for r in ratio)  # rows up to their own factor
+    before = sent["0.weight"] * sent["1.weight"].sign().view(-1, 1, 1, 1)
+    assert all(any(torch.equal(row, true) for true in model[0].weight) for row in before)  # rows up to their order
     assert "follow from values that clients know (1.weight)" in str(plan)
 
 
@@ -101,7 +103,7 @@ def test_trained_norms_are_not_known_but_public_ones_are():
     assert fedveil.analyse(model, torch.zeros(2, 3, 2, 2)).known.share == 0
     plan = fedveil.analyse(model, torch.zeros(2, 3, 2, 2), public=["1", "3.weight"])
     assert plan.known.names == ("1.bias", "1.weight", "3.weight")
-    assert plan.known.share == pytest.approx((8 + 25) / plan.layout.parameters)  # with all of "3", bias included
+    assert plan.known.share == pytest.approx((8 + 12 + 25) / plan.layout.parameters)  # with all of "3", bias included
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

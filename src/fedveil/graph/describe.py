@@ -54,8 +54,8 @@ def known_in_words(plan: Plan) -> str | None:
         return None
     names = ", ".join(plan.known.names[:3]) + (", ..." if len(plan.known.names) > 3 else "")
     return (
-        f"The factors of {plan.known.share:.1%} of the values follow from values that clients know "
-        f"({names}): these values are no better covered than by their secret places and signs."
+        f"The factors (or signs) of {plan.known.share:.1%} of the values follow from values that clients know "
+        f"({names}): what is left to cover them are their places, and signs where factors have any."
     )
 
 

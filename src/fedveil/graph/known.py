@@ -4,11 +4,12 @@ A new BatchNorm's weight is 1 everywhere, and everybody knows it: what is sent o
 Where one of them has a size of its own, that size is then known, and so it is wherever else it was used.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.graph.solve import Integers
@@ -22,8 +23,9 @@ class Known:
 
     Attributes:
         names: the parameters whose values are known: those that hold one number throughout, and those declared public.
-        share: of all parameters' values, those whose secret factors have a size that follows from known values. Their
-            order, if it is secret, stays so.
+        share: of all parameters' values, those that known ones uncover: the sizes of all their factors follow from
+            known values or, where only their signs are secret, these do. What is left to them are signs (of the
+            former) and places; a public tensor of distinct values gives places away too.
     """
 
     names: tuple[str, ...]
@@ -41,10 +43,10 @@ def constant(values: Mapping[str, Tensor]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def revealed_classes(pieces: Sequence[Piece], slots: Slots, symmetries: Integers) -> set[int]:
-    """Scale classes whose size follows from known values: wherever all other sizes in a product are known."""
-    sized = (symmetries & Symmetry.POSITIVE) > 0
-    products = [p for piece in pieces for p in _products(piece, slots, sized)]
+def revealed_classes(pieces: Sequence[Piece], slots: Slots, symmetries: Integers, part: Symmetry) -> set[int]:
+    """Scale classes whose size (or sign) follows from known values: wherever all others in a product are known."""
+    secret = (symmetries & part) > 0
+    products = [p for piece in pieces for p in _products(piece, slots, secret)]
     found: set[int] = set()
     while True:
         new = {next(iter(rest)) for product in products if len(rest := product - found) == 1}
@@ -53,21 +55,31 @@ def revealed_classes(pieces: Sequence[Piece], slots: Slots, symmetries: Integers
         found |= new
 
 
-def _products(piece: Piece, slots: Slots, sized: np.ndarray) -> set[frozenset[int]]:
-    """The sets of sized classes that multiply an element of the piece."""
+def _products(piece: Piece, slots: Slots, secret: NDArray[np.bool_]) -> set[frozenset[int]]:
+    """The sets of secret classes that multiply an element of the piece; a class that occurs twice says nothing here."""
     shape = np.broadcast_shapes(*[spread.shape for spread in piece.scale]) if piece.scale else ()
     unit = torch.from_numpy(slots.unit)
     rows = [spread.of(unit).expand(shape).reshape(-1).numpy() for spread in piece.scale]
     if not rows:
         return set()
     table = np.unique(np.stack(rows, 1), axis=0)
-    return {frozenset(int(c) for c in row if sized[c]) for row in table}
+    return {frozenset(int(c) for c in row if secret[c]) for row in table}
 
 
-def count_exposed(pieces: Sequence[Piece], slots: Slots, symmetries: Integers, found: set[int]) -> Iterator[int]:
-    """How many elements of each piece are scaled by sizes that are all known."""
-    sized = (symmetries[slots.unit] & Symmetry.POSITIVE) > 0
-    hidden = torch.from_numpy(sized & ~np.isin(slots.unit, sorted(found)))
-    shown = torch.from_numpy(sized)
+def count_uncovered(pieces: Sequence[Piece], known: Sequence[Piece], slots: Slots, symmetries: Integers) -> int:
+    """How many elements of the pieces lose their factors to what is known."""
+    sized, signed = ((symmetries[slots.unit] & part) > 0 for part in (Symmetry.POSITIVE, Symmetry.SIGN))
+    open_size, open_sign = (
+        secret & ~np.isin(slots.unit, sorted(revealed_classes(known, slots, symmetries, part)))
+        for secret, part in ((sized, Symmetry.POSITIVE), (signed, Symmetry.SIGN))
+    )
+    total = 0
     for piece in pieces:
-        yield count_all(piece, piece.scale, ~hidden) - count_all(piece, piece.scale, ~shown)
+
+        def count(excluded: NDArray[np.bool_], piece: Piece = piece) -> int:
+            return count_all(piece, piece.scale, torch.from_numpy(~excluded))
+
+        scaled = count(open_size) - count(sized)  # of some size, and none of them open
+        only_signed = count(sized | open_sign) - count(sized | signed)
+        total += scaled + only_signed
+    return total

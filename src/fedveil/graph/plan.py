@@ -11,7 +11,7 @@ from torch import nn
 
 from fedveil.errors import ModelMismatch
 from fedveil.graph.head import Head
-from fedveil.graph.known import Known, constant, count_exposed, revealed_classes
+from fedveil.graph.known import Known, constant, count_uncovered
 from fedveil.graph.layout import Entry, Inside, Layout, lay_out, look_inside
 from fedveil.graph.ledger import Ledger
 from fedveil.graph.solve import Integers, Orders, Scales, solve_orders, solve_scales
@@ -202,10 +202,11 @@ def find_known(
     names = [entry.name for entry in layout.trainable + layout.frozen]
     told = {name for name in names if any(name == p or name.startswith(p.rstrip(".") + ".") for p in public)}
     known = tuple(dict.fromkeys([*constant({name: values[name] for name in names}), *sorted(told)]))
-    found = revealed_classes([piece for name in known for piece in pieces.get(name, ())], slots, symmetries)
     masked = (head.weight, head.bias) if head else ()  # by a number that no known value reveals
-    parts = [piece for name in names if name not in masked for piece in pieces.get(name, ())] if found else []
-    return Known(known, sum(count_exposed(parts, slots, symmetries, found)) / max(1, layout.parameters))
+    parts = [piece for name in names if name not in masked for piece in pieces.get(name, ())]
+    told_by = [piece for name in known for piece in pieces.get(name, ())]
+    shown = count_uncovered(parts, told_by, slots, symmetries) if known else 0
+    return Known(known, shown / max(1, layout.parameters))
 
 
 def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collection[str] = ()) -> Plan:

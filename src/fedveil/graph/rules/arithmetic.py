@@ -1,5 +1,7 @@
 """Sums, products and choices of tensors, element by element."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -136,3 +138,22 @@ def _(call: Call) -> Outcome:
     found = Units(call.broadcast(weight).scale, ())
     call.limit(found.scale, Symmetry.NOTHING, "a weight between two tensors keeps its scale")
     return Units(between.units.scale, meet(call, between, weight))
+
+
+@rule("glu")
+def glu(call: Call) -> Outcome:
+    """One half times the sigmoid of the other: that lets no factor through, and moves with the first."""
+    x, dim = call.x, call.dim()
+    size = x.value.shape[dim] // 2
+    halves = []
+    for start in (0, size):
+        cut = partial(_half, dim, start, size)
+        order = tuple(call.ledger.moved(cut, [factor]) for factor in x.units.order)
+        halves.append(Units(tuple(cut([factor]) for factor in x.units.scale), order))
+    value, gate = halves
+    return product(call, Activation(call.output, value), Activation(call.output, call.unscaled(gate)))
+
+
+def _half(dim: int, start: int, size: int, factors: Sequence[Tensor]) -> Tensor:
+    (factor,) = factors
+    return factor.narrow(dim, start, size) if factor.shape[dim] > 1 else factor
