@@ -38,7 +38,7 @@ class Activation:
 
 @dataclass(eq=False)
 class Stored:
-    """A parameter or buffer of the model, or a view of one.
+    """A parameter or buffer of the model, or a view of one; `whole` is all of it.
 
     Where an operation has no special use for it, it counts as an activation: every element of a parameter begins
     units of its own, and a buffer carries none.
@@ -48,7 +48,8 @@ class Stored:
     name: str
     is_parameter: bool
     ledger: Ledger
-    known: dict[Any, Units]
+    known: dict[str, Units]
+    whole: Tensor
 
     zero = False
 
@@ -57,16 +58,24 @@ class Stored:
         """As an activation."""
         if not self.is_parameter:
             return Units()
-        place = (self.name, self.value.storage_offset(), tuple(self.value.shape), tuple(self.value.stride()))
-        if place not in self.known:
-            shape = self.value.shape
+        if self.name not in self.known:
+            shape = self.whole.shape
             if shape.numel() > MOST_ELEMENTS:
                 self.leave_bare(self.name, "its elements are used one by one, and it is too large for that")
                 return Units()
             units = Units((self.ledger.fresh_scale(shape, self.name),), (self.ledger.fresh_order(shape),))
-            self.known[place] = units
-            self.attach(units)
-        return self.known[place]
+            self.known[self.name] = units
+            self.ledger.attach(self.name, Region(0, tuple(shape), tuple(self.whole.stride()), units))
+        whole = self.known[self.name]
+        if self.value is self.whole:
+            return whole
+        form = tuple(self.value.shape), tuple(self.value.stride()), int(self.value.storage_offset())
+
+        def view(given: Sequence[Tensor]) -> Tensor:
+            return given[0].contiguous().as_strided(*form)
+
+        order = tuple(self.ledger.moved(view, [factor]) for factor in whole.order)
+        return Units(tuple(view([factor]) for factor in whole.scale), order)
 
     def attach(self, units: Units, shape: Sequence[int] | None = None, strides: Sequence[int] | None = None) -> None:
         """Tie it, or a reshaped view of it, to its noise."""

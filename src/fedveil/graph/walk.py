@@ -57,7 +57,7 @@ class Walk:
     used: set[str] = field(default_factory=set)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     storages: dict[int, Stored] = field(default_factory=dict)
-    raw: dict[Any, Units] = field(default_factory=dict)
+    raw: dict[str, Units] = field(default_factory=dict)
 
     def run(self) -> None:
         """Visit every operation in order."""
@@ -83,7 +83,7 @@ class Walk:
         is_parameter = node.name in self.exported.parameters
         if is_parameter and node.users:
             self.used.add(name)
-        found = Stored(value, name, is_parameter, self.ledger, self.raw)
+        found = Stored(value, name, is_parameter, self.ledger, self.raw, value)
         self.storages[value.untyped_storage()._cdata] = found
         return found
 
@@ -128,7 +128,7 @@ class Walk:
             if not isinstance(value, Tensor):
                 return value
             owner = self.storages[value.untyped_storage()._cdata]
-            return Stored(value, owner.name, owner.is_parameter, self.ledger, self.raw)
+            return Stored(value, owner.name, owner.is_parameter, self.ledger, self.raw, owner.whole)
 
         return [view(v) for v in call.output] if isinstance(call.output, tuple | list) else view(call.output)
 

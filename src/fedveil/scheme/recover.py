@@ -137,7 +137,7 @@ class _Sums:
             return eps * (terms / total if total else 1.0), None
         total = total or 1.0
         found = tuple((np.sqrt(self._terms) / total).tolist())
-        spectrum = Spectrum(found, eps * sizes.max() / total, self._how.shift, math.sqrt(self._ending) / total)
+        spectrum = Spectrum(found, float(eps * sizes.max() / total), self._how.shift, math.sqrt(self._ending) / total)
         return spectrum.error(self._how.place), spectrum
 
 

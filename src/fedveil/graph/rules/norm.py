@@ -180,4 +180,4 @@ def weight_norm(call: Call) -> Outcome:
     direction, length = call["v"], call["g"]
     if not isinstance(direction, Stored) or not isinstance(length, Stored) or call["dim"] != 0:
         raise NoRule("the weight that it makes is computed")
-    return Normed(direction.value, direction.name, True, call.ledger, direction.known, length)
+    return Normed(direction.value, direction.name, True, call.ledger, direction.known, direction.whole, length)
