@@ -125,6 +125,7 @@ CHANNELS = {
     "pixels to channels": (Do(lambda x: F.pixel_unshuffle(x, 2)), 16),
     "sum with its flip": (Do(lambda x: x + x.flip(1)), 4),
     "roll": (Do(lambda x: x + torch.roll(x, 1, 1)), 4),
+    "products of all pairs": (Do(lambda x: (x.unsqueeze(1) * x.unsqueeze(2)).flatten(1, 2)), 16),
     "F.glu": (Do(lambda x: F.glu(x, 1)), 2),
     "unbind": (Do(lambda x: torch.stack(x.unbind(1)[:3], 1)), 3),
     "two channels multiplied": (Do(lambda x: torch.cat([x[:, :2] * x[:, 2:], x], 1)), 6),

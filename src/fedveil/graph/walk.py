@@ -14,7 +14,7 @@ from fedveil.graph.calls import RULES, Activation, Call, NoRule, Outcome, Stored
 from fedveil.graph.export import Exported, short_name
 from fedveil.graph.ledger import Ledger
 from fedveil.graph.rules import linear
-from fedveil.graph.units import Units
+from fedveil.graph.units import Units, varying
 
 HEADS: dict[str, Callable[[Call, bool], Outcome]] = {
     "linear": linear.linear,
@@ -140,10 +140,26 @@ class Walk:
         try:
             if found is None:
                 raise NoRule("there is no rule for it")
-            return _joined(call.output, found(call))
+            return self._apart(_joined(call.output, found(call)))
         except NoRule as reason:
             self._pin(call, str(reason))
             return _joined(call.output, Units() if isinstance(call.output, Tensor) else [])
+
+    def _apart(self, result: Any) -> Any:
+        """The result, if its order factors change along dims of their own; of those that share a dim the first moves.
+
+        Two of them share one after a reshape that puts their dims together.
+        """
+        for value in result if isinstance(result, list) else [result]:
+            if isinstance(value, Activation):
+                kept: list[Tensor] = []
+                for factor in value.units.order:
+                    if any(varying(factor) & varying(other) for other in kept):
+                        self.ledger.fix(factor)
+                    else:
+                        kept.append(factor)
+                value.units = Units(value.units.scale, tuple(kept))
+        return result
 
     def _pin(self, call: Call, reason: str) -> None:
         for operand in call.operands:
