@@ -76,7 +76,7 @@ def image_cells(name: str, clients: int, quick: bool) -> list[Config]:
 
 
 def loss_cells(clients: int, quick: bool) -> list[Config]:
-    """Losses by nodes; `epochs` are rounds here."""
+    """Losses other than squared error; `epochs` are rounds here."""
     base = Config(clients=clients, lr=1e-3, epochs=10 if quick else 200, loss="cross_entropy")
     one = dataclasses.replace(base, data="cifar10", train_size=2000, test_size=500, clients=1, batch_size=16)
     return [

@@ -1,4 +1,4 @@
-"""Losses by nodes: error against nodes, what keeps the count low over a training run, and what nodes cost.
+"""Losses by nodes, in place of decoys: error against nodes, what keeps the count low in training, and what nodes cost.
 
     python -m benchmarks.nodes [--quick] [--threads 2] [--svg docs/losses-nodes.svg]
 
@@ -8,7 +8,6 @@ with counts that adapt. The third is ResNet20: a client's step over its ideal, o
 """
 
 import argparse
-import copy
 import math
 import statistics
 import sys
@@ -23,13 +22,12 @@ from torch import nn
 
 import fedveil
 from benchmarks.picture import draw
-from benchmarks.speed import Case, against_ideal, passes_of, plain_step, residual
+from benchmarks.speed import TOLERANCE, Case, against_ideal, node_count, passes_of, plain_step, residual
 from benchmarks.timing import compare, machine, table, verdict
 from fedveil.data import Data, load, split
 from fedveil.defences import Plain, Veil
 from fedveil.federation import Federation
 from fedveil.models import mlp
-from fedveil.scheme import NodeCount
 
 COUNTS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
 STAGES = (1, 5, 20, 60)
@@ -93,23 +91,23 @@ def given_away(run: Federation, spread: float) -> float:
 
 def agreement(run: Federation, data: Data, spread: float) -> float:
     """Share of test records on which the centred model answers as the true one does, mean of 50 secrets."""
+    plan, found = run.defence.plan, []  # type: ignore[attr-defined]
     with torch.no_grad():
         truth = run.model(data.test.inputs).argmax(1)
-        found = []
         for _ in range(50):
-            secret = fedveil.draw_secret(run.defence.plan, "cross_entropy", spread=spread)  # type: ignore[attr-defined]
+            secret = fedveil.draw_secret(plan, "cross_entropy", spread=spread, nodes=8)
             view = fedveil.client_view(run.model, fedveil.perturb(run.model, secret), centred=True)
             found.append(float((view(data.test.inputs).argmax(1) == truth).double().mean()))
     return statistics.mean(found)
 
 
 def growth_table(data: Data, quick: bool) -> None:
-    """Nodes over a training run for several settings; the first is the default."""
+    """Nodes over a training run for several settings; the first has the tolerance and nothing else."""
     settings: list[dict[str, Any]] = [{}, {"spread": 1.0}, {"spread": 4.0}, {"multiplicative": 1.5}]
     settings += [{"multiplicative": 10.0}, {"tolerance": 1e-4}, {"tolerance": 1e-6}]
     rows = []
     for setting in settings[: 2 if quick else None]:
-        run = federation(data, Veil(**setting))
+        run = federation(data, Veil(**{"tolerance": TOLERANCE, **setting}))
         history = run.fit(6 if quick else 60)
         counts = [record["nodes"] for record in history.records]
         fifth = len(counts) // 5
@@ -117,26 +115,11 @@ def growth_table(data: Data, quick: bool) -> None:
         spread = setting.get("spread", 2.0)
         repeated = sum(record.get("repeated", 0) for record in history.records)
         largest = max(record["error"] for record in history.records)
-        name = ", ".join(f"{key} {value:g}" for key, value in setting.items()) or "default"
+        name = ", ".join(f"{key} {value:g}" for key, value in setting.items()) or f"tolerance {TOLERANCE:g}"
         bits, same = given_away(run, spread), agreement(run, data, spread)
         rows.append([name, *means, str(max(counts)), str(repeated), f"{largest:.0e}", f"{bits:.2f}", f"{same:.3f}"])
     header = ["setting", *[f"nodes {k}/5" for k in range(1, 6)], "most", "repeated", "largest error"]
     print(table([*header, "bits", "centred agrees"], rows))
-
-
-def node_count(case: Case, tolerance: float) -> int:
-    """The count that adapts to this network and eight of its samples, in float64: the largest of three, after three."""
-    model = copy.deepcopy(case.model).double()
-    inputs, targets = case.inputs[:8].double(), case.targets[:8].double()
-    plan, count, counts = fedveil.analyse(model, inputs), NodeCount(tolerance), []
-    for _ in range(6):
-        secret = fedveil.draw_secret(plan, "cross_entropy", nodes=count)
-        update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
-        found = fedveil.recover(secret, [update])
-        assert found.spectrum is not None
-        count.observe(found.spectrum)
-        counts.append(len(found.spectrum.sizes))
-    return max(counts[3:])
 
 
 def cost_rows(case: Case, bound: float | None) -> list[list[str]]:
@@ -144,7 +127,7 @@ def cost_rows(case: Case, bound: float | None) -> list[list[str]]:
     model, plan = case.model, fedveil.analyse(case.model, case.inputs)
     secrets = {f"squared error, m = {m}": fedveil.draw_secret(plan, groups=m) for m in (1, 3, 10)}
     for tolerance in (1e-4, 1e-6, 1e-8):
-        count = node_count(case, tolerance)
+        count = node_count(case, "cross_entropy", tolerance)
         secrets[f"cross-entropy, {tolerance:.0e}"] = fedveil.draw_secret(plan, "cross_entropy", nodes=count)
     sent = {name: fedveil.perturb(model, secret) for name, secret in secrets.items()}
     timings, found = against_ideal(case, sent, {"plain": plain_step(case)})

@@ -4,8 +4,8 @@
 
 segmentation: lesion pictures of 64 x 64; a pixel belongs to the lesion if it is darker than its picture's mean by half
 a standard deviation; UNet, cross-entropy per pixel. lstm, transformer: passages of 16 words of Python's own help texts,
-which of four topics they come from; cross-entropy. Three clients, Adam, 60 rounds (segmentation 24, because a final
-layer with 8 inputs takes up to 100 nodes). The test loss per position and the parameters at the end: |veil - plain|
+which of four topics they come from; cross-entropy. Three clients, Adam, 60 rounds (segmentation 24). The test loss
+per position and the parameters at the end: |veil - plain|
 against three times the largest baseline (docs/maths.md, 'What "equal" means'; floors: 1e-4 of a loss, 1e-6 of the
 parameters).
 """

@@ -84,6 +84,14 @@ def planned(model: nn.Module, inputs: Inputs) -> fedveil.Plan:
     return known[key]
 
 
+def gamma_of(secret: fedveil.Secret) -> Tensor:
+    """The paper's gamma of a secret that covered a broadcast for squared error, for each output."""
+    assert secret._sent
+    assert secret._head
+    gamma = torch.from_numpy(secret._head.offset) - torch.tensor(secret._sent.how.coefficients[1:-1]).double()
+    return gamma[secret._head.partition]
+
+
 def veiled_round(  # type: ignore[no-untyped-def]
     model: nn.Module, inputs: Inputs, targets: Tensor, *, seed: int | None = None, **noise
 ) -> fedveil.Recovered:

@@ -16,6 +16,10 @@ def sigmoid():
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), nn.Sigmoid())
 
 
+def headless():
+    return nn.Sequential(nn.LayerNorm(3), nn.Sigmoid())
+
+
 MODEL = "tests.test_cli:small"
 
 
@@ -59,7 +63,7 @@ def test_inspect_as_json_is_read_by_machines(capsys):
         (["tests.test_cli:MODEL"], "cannot be called without arguments"),
         (["tests.test_cli:dict"], "has no 'dict'"),
         (["builtins:dict"], "gave dict, not a torch.nn.Module"),
-        (["tests.test_cli:sigmoid"], "3 (Sigmoid): the model does not end in a Linear"),
+        (["tests.test_cli:headless"], "Sequential: no layer can take additive noise"),
     ],
 )
 def test_misuse_exits_with_2_and_says_what_is_wrong(capsys, arguments, message):

@@ -4,9 +4,11 @@ from fedveil.errors import FedveilError
 from fedveil.federation import Federation, History
 from fedveil.graph import Plan, Symmetry, analyse
 from fedveil.scheme import (
+    BatchLoss,
     Broadcast,
     CrossEntropy,
     Entropy,
+    Huber,
     NodeCount,
     Recovered,
     Secret,
@@ -19,12 +21,14 @@ from fedveil.scheme import (
 )
 
 __all__ = [
+    "BatchLoss",
     "Broadcast",
     "CrossEntropy",
     "Entropy",
     "Federation",
     "FedveilError",
     "History",
+    "Huber",
     "NodeCount",
     "Plan",
     "Recovered",

@@ -4,7 +4,7 @@ FedveilError
 ├── BadArgument          a value that no call of this kind accepts (also a ValueError)
 ├── AnalysisError        the model cannot be veiled
 │   ├── NotTraceable     torch.export cannot follow its forward
-│   ├── HeadNotLinear    it does not end in a Linear or convolution, so no additive noise can be lifted again
+│   ├── HeadNotLinear    no Linear or convolution of it can take additive noise
 │   ├── NothingToVeil    every axis is pinned: a veil would change nothing
 │   └── TooLittleCovered less of it can be covered than was asked for
 ├── ModelMismatch        a model is not the one that was analysed or broadcast
@@ -45,7 +45,7 @@ class NotTraceable(AnalysisError):
 
 
 class HeadNotLinear(AnalysisError):
-    """The model does not end in a Linear or convolution."""
+    """No Linear or convolution of the model can take additive noise."""
 
 
 class NothingToVeil(AnalysisError):

@@ -448,12 +448,12 @@ LAST = "SPN reads what enters the model's last Linear: it must end the model"
     [
         (
             lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, CLASSES), nn.Softmax(1)),
-            "2 (Softmax)",
+            "1",
             LAST,
             "end the model in",
         ),
         (lambda: nn.Sequential(nn.Linear(6, 5), nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 1, 2)), "2", LAST, "end the "),
-        (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2), "1 (Linear)", LAST, "end the model in"),
+        (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2), "", LAST, "end the model in"),
         (Asking, "Asking", LAST, "let torch.export record it"),
         (lambda: nn.Linear(6, CLASSES), "Linear", "nothing but the last Linear is trained", "a hidden layer"),
         (lambda: nn.Sequential(nn.Linear(6, CLASSES)), "0", "nothing but the last Linear is trained", "a hidden layer"),

@@ -7,7 +7,7 @@ import torch
 from tests.federation.test_engine import net, normed, parts, sgd, trained, veil
 from tests.oracle import built, worst
 
-from fedveil import CrossEntropy, errors
+from fedveil import BatchLoss, CrossEntropy, errors
 from fedveil.defences import Plain
 from fedveil.federation import Federation
 from fedveil.federation.config import Config
@@ -28,10 +28,43 @@ def test_a_veiled_run_with_cross_entropy_is_the_plain_one(build, loss):
     assert worst(runs[1], runs[0]) < TENTH
 
 
-def test_fused_clients_are_clients_apart():
+@pytest.mark.parametrize("settings", [{}, {"decoys": 1, "groups": 4}, {"tolerance": 1e-6}], ids=str)
+def test_fused_clients_are_clients_apart(settings):
     data = parts(classes=4)
-    runs = [trained(net, veil(seed), data, loss="cross_entropy", fuse=fuse) for seed, fuse in ((0, True), (1, False))]
+    runs = [
+        trained(net, veil(seed, **settings), data, loss="cross_entropy", fuse=fuse)
+        for seed, fuse in ((0, True), (1, False))
+    ]
     assert worst(runs[1], runs[0]) < TENTH
+
+
+def ranked(outputs, targets):
+    """A number for the batch: each pair of samples in the order of their targets, by a margin."""
+    ahead = (targets.unsqueeze(0) > targets.unsqueeze(1)).to(outputs.dtype)
+    behind = (1 - outputs[:, 0].unsqueeze(0) + outputs[:, 0].unsqueeze(1)).relu()
+    return (ahead * behind).sum() / ahead.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("whole_shard", [False, True])
+def test_a_loss_of_the_whole_batch_is_plain_federated_training(whole_shard):
+    data = parts(classes=4)
+    runs = [
+        trained(net, defence, data, loss=BatchLoss(ranked), whole_shard=whole_shard) for defence in (Plain(), veil())
+    ]
+    assert worst(runs[1], runs[0]) < TENTH
+
+
+def test_a_loss_of_the_whole_batch_never_fuses_clients():
+    data = parts(classes=4)
+    run = Federation(net(), data, veil(), sgd, batch_size=8, loss=BatchLoss(ranked))
+    assert not run.fused
+    assert Federation(net(), data, veil(), sgd, batch_size=8, loss="cross_entropy").fused
+    inputs, targets = data[0][0][:4], data[0][1][:4]
+    weights = torch.tensor([0.3, 0.3, 0.2, 0.2]).double()
+    for defence in (Plain(), veil()):
+        defence.prepare(run.model, inputs, run.loss)
+        with pytest.raises(errors.BadArgument, match="ranked compares samples of a batch with one another"):
+            defence.client_step(run.model, defence.broadcast(run.model), inputs, targets, weights)
 
 
 def test_whole_shards_go_through_one_veil():
@@ -55,7 +88,7 @@ def test_a_round_with_far_too_few_nodes_is_repeated_once_and_says_so(monkeypatch
     model = built(lambda: mlp(6, 4, hidden=10))
     with torch.no_grad():
         model[-1].weight.mul_(20)  # logits that move far over the interval
-    federation = Federation(model, parts(classes=4), veil(), sgd, batch_size=8, loss="cross_entropy")
+    federation = Federation(model, parts(classes=4), veil(tolerance=1e-6), sgd, batch_size=8, loss="cross_entropy")
     history = federation.fit(rounds=3)
     assert [record.get("repeated", 0) for record in history.records] == [1, 0, 0]
     assert [record["nodes"] for record in history.records] == [40, 40, 40]
@@ -92,7 +125,7 @@ def test_binary_cross_entropy_takes_classes_and_numbers():
 
 
 def test_a_run_says_how_many_nodes_it_took(tmp_path):
-    config = Config(epochs=1, loss="cross_entropy", hidden=10)
+    config = Config(epochs=1, loss="cross_entropy", hidden=10, tolerance=1e-5)
     summary = train(config, tmp_path)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(record["nodes"] >= 4 for record in records)

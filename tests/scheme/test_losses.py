@@ -12,7 +12,17 @@ from torch.nn import functional as F
 import fedveil
 from fedveil.errors import BadArgument
 from fedveil.models import mlp, resnet
-from fedveil.scheme import BinaryCrossEntropy, CrossEntropy, LogCosh, Poisson, SquaredError
+from fedveil.scheme import (
+    AbsoluteError,
+    BatchLoss,
+    BinaryCrossEntropy,
+    CrossEntropy,
+    Hinge,
+    Huber,
+    LogCosh,
+    Poisson,
+    SquaredError,
+)
 from fedveil.scheme.losses import find_loss
 
 FLOAT64 = 1e-6  # what any loss promises; with the nodes used here interpolation is far below it
@@ -24,9 +34,9 @@ def true_gradients(model, loss, inputs):
     return dict(zip(names, found, strict=True))
 
 
-def recovered(model, loss, inputs, targets, nodes=40, seed=0):
+def recovered(model, loss, inputs, targets, seed=0, **how):
     plan = fedveil.analyse(model, inputs)
-    secret = fedveil.draw_secret(plan, loss, nodes=nodes, entropy=fedveil.Entropy.for_tests(seed))
+    secret = fedveil.draw_secret(plan, loss, entropy=fedveil.Entropy.for_tests(seed), **how)
     return fedveil.recover(secret, [fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)])
 
 
@@ -39,6 +49,13 @@ YES = (SOFT > 0.3).double()
 
 def weighted(outputs):
     return F.cross_entropy(outputs, LABELS, torch.tensor(WEIGHT).double(), reduction="sum") / len(LABELS)
+
+
+def pairs(outputs, targets):
+    """Contrastive: samples of one class together, others apart."""
+    near = (outputs.unsqueeze(0) - outputs.unsqueeze(1)).square().sum(2)
+    same = (targets.unsqueeze(0) == targets.unsqueeze(1)).to(outputs.dtype)
+    return (same * near + (1 - same) * (2 - near).relu()).mean()
 
 
 CASES = {
@@ -56,6 +73,10 @@ CASES = {
     "binary": ("binary_cross_entropy", YES, lambda y: F.binary_cross_entropy_with_logits(y, YES, reduction="sum") / 6),
     "log-cosh": ("log_cosh", COUNTS, lambda y: (y - COUNTS).cosh().log().sum() / 6),
     "poisson": ("poisson", COUNTS, lambda y: F.poisson_nll_loss(y, COUNTS, reduction="sum") / 6),
+    "absolute": ("absolute_error", COUNTS, lambda y: (y - COUNTS).abs().sum() / 6),
+    "huber": (Huber(0.5), COUNTS, lambda y: F.huber_loss(y, COUNTS, reduction="sum", delta=0.5) / 6),
+    "hinge": ("hinge", LABELS, lambda y: 3 * F.multi_margin_loss(y, LABELS)),
+    "a batch's": (BatchLoss(pairs), LABELS, lambda y: pairs(y, LABELS)),
     "squared": ("squared_error", COUNTS, lambda y: (y - COUNTS).square().sum() / 12),
     "a function": (
         lambda y, t: (1 + (y - t).square()).sqrt().sum(1), COUNTS,
@@ -81,7 +102,20 @@ def test_a_veil_recovers_its_gradient(name):
     loss, targets, truth = CASES[name]
     model = built(lambda: mlp(5, 3, layers=2, hidden=16))
     inputs, _ = batch((5,), 3)
-    found = recovered(model, loss, inputs, targets)
+    for groups in (1, 3):
+        found = recovered(model, loss, inputs, targets, groups=groups, additive=1e4)
+        assert worst(found.gradients, true_gradients(model, truth, inputs)) < 1e-9
+
+
+KINKED = ("absolute", "huber", "hinge", "a batch's")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in KINKED])
+def test_nodes_recover_smooth_losses(name):
+    loss, targets, truth = CASES[name]
+    model = built(lambda: mlp(5, 3, layers=2, hidden=16))
+    inputs, _ = batch((5,), 3)
+    found = recovered(model, loss, inputs, targets, nodes=40)
     assert worst(found.gradients, true_gradients(model, truth, inputs)) < FLOAT64
 
 
@@ -150,7 +184,8 @@ def test_an_exposed_head_takes_any_loss_in_one_pass():
 def test_a_loss_travels_with_its_settings_and_a_function_does_not():
     model = built(lambda: mlp(5, 3, layers=1, hidden=8))
     plan = fedveil.analyse(model, torch.zeros(1, 5).double())
-    for loss in (SquaredError(), CrossEntropy((1, 2, 3), 0.1), BinaryCrossEntropy(), LogCosh(), Poisson()):
+    named = (SquaredError(), CrossEntropy((1, 2, 3), 0.1), BinaryCrossEntropy(), LogCosh(), Poisson())
+    for loss in (*named, AbsoluteError(), Huber(0.3), Hinge()):
         arrays, metadata = fedveil.perturb(model, fedveil.draw_secret(plan, loss)).pack()
         assert fedveil.Broadcast.unpack(arrays, json.loads(json.dumps(metadata))).loss == loss
 
@@ -176,9 +211,11 @@ def test_settings_that_a_loss_does_not_have_are_refused():
 @pytest.mark.parametrize(
     "loss", ["absolute_error", "hinge", "huber", F.l1_loss, nn.HuberLoss(), F.smooth_l1_loss, nn.MultiMarginLoss()]
 )
-def test_losses_with_a_kink_are_refused(loss):
-    with pytest.raises(BadArgument, match="has a kink"):
-        find_loss(loss)
+def test_nodes_refuse_losses_with_a_kink(loss):
+    plan = fedveil.analyse(mlp(5, 3), torch.zeros(1, 5))
+    with pytest.raises(BadArgument, match=r"(?s)has a kink, and nodes recover smooth losses only.*Fix: decoys=2"):
+        fedveil.draw_secret(plan, loss, nodes=16)
+    fedveil.draw_secret(plan, loss)
 
 
 def test_a_kink_that_nobody_announced_is_reported_as_an_error():
@@ -186,7 +223,7 @@ def test_a_kink_that_nobody_announced_is_reported_as_an_error():
     inputs, _ = batch((5,), 3, samples=200)
     with torch.no_grad():  # residuals on both sides of 0, at every place of the interval
         targets = model(inputs) + 0.05 * torch.randn(200, 3, generator=torch.Generator().manual_seed(0)).double()
-    found = recovered(model, lambda y, t: (y - t).abs().sum(1), inputs, targets)
+    found = recovered(model, lambda y, t: (y - t).abs().sum(1), inputs, targets, nodes=40)
     truth = true_gradients(model, lambda y: (y - targets).abs().sum(1).mean(), inputs)
     error = worst(found.gradients, truth)
     assert error > 1e-3
@@ -200,7 +237,11 @@ def test_a_kink_that_nobody_announced_is_reported_as_an_error():
         ("cross_entropy", torch.tensor([0, 1, -1, 1, 0, 0]), "classes are from -1 to 1"),
         (CrossEntropy(weight=(1, 2)), LABELS, "there are 2 class weights, the model has 3 outputs"),
         ("binary_cross_entropy", torch.zeros(6, 2), r"shape is \(6, 2\)"),
-        (F.mse_loss, COUNTS, "not one value a sample"),
+        (F.mse_loss, COUNTS, r"(?s)returned shape \(\) .*not one value per sample.*fedveil.BatchLoss\(function\)"),
+        (lambda y, t: (y - t).abs(), COUNTS, r"returned shape \(6, 3\) for outputs of shape \(6, 3\)"),
+        (lambda y, t: 1.0, COUNTS, "returned a float"),
+        (BatchLoss(lambda y, t: (y - t).abs().sum(1)), COUNTS, r"returned shape \(6,\), not one number for the batch"),
+        (lambda y, t: t.sum(1), COUNTS, "it does not depend on the outputs"),
     ],
 )
 def test_targets_and_functions_that_do_not_fit_are_refused(loss, targets, text):
@@ -215,6 +256,7 @@ def test_targets_and_functions_that_do_not_fit_are_refused(loss, targets, text):
         (lambda: CrossEntropy(label_smoothing=1.0), "label_smoothing must be at least 0 and below 1"),
         (lambda: CrossEntropy(weight=(1.0, -1.0)), "class weights must be finite and not below 0"),
         (lambda: find_loss(3), "a int is no loss"),
+        (lambda: Huber(0.0), "delta must be a number above 0"),
     ],
 )
 def test_losses_that_make_no_sense_are_refused(make, text):
@@ -222,10 +264,10 @@ def test_losses_that_make_no_sense_are_refused(make, text):
         make()
 
 
-def test_more_groups_are_refused_with_the_reason():
+def test_nodes_refuse_more_groups_with_the_reason():
     plan = fedveil.analyse(mlp(5, 3), torch.zeros(1, 5))
-    with pytest.raises(BadArgument, match="nodes recover cross_entropy along one secret number, not 2"):
-        fedveil.draw_secret(plan, "cross_entropy", groups=2)
+    with pytest.raises(BadArgument, match="nodes recover cross_entropy along one secret number, not along groups=2"):
+        fedveil.draw_secret(plan, "cross_entropy", groups=2, nodes=16)
 
 
 def test_batch_norm_statistics_are_the_plain_ones():

@@ -72,7 +72,7 @@ def shift_of(model, plan, inputs, seed):
     with torch.no_grad():
         view(inputs)
     alpha = seen[0].sum(-1) + bool(head.bias)
-    reach = float(head.nodes.abs().max()) / math.cos(math.pi / 16)
+    reach = float(head.candidates[:, 0].abs().max()) / math.cos(math.pi / 16)
     return reach * float(alpha.abs().max()) * float(head.direction.abs().max())
 
 
@@ -163,7 +163,7 @@ def test_the_nodes_follow_from_the_public_head_alone():
         head = broadcast.head
         base = torch.cat([broadcast.parameters[head.weight], broadcast.parameters[head.bias].unsqueeze(1)], 1)
         reach = 2 * standard_error(base.numpy(), head.direction.numpy())
-        assert np.allclose(head.nodes.numpy(), reach * chebyshev(9), rtol=1e-12)
+        assert np.allclose(head.candidates[:, 0].numpy(), reach * chebyshev(9), rtol=1e-12)
         assert abs(secret._sent.how.place) <= 1
 
 
@@ -185,7 +185,7 @@ def test_a_head_that_leans_to_one_side_gets_a_wider_interval():
     base = broadcast.parameters[broadcast.head.weight]
     base = torch.cat([base, broadcast.parameters[broadcast.head.bias].unsqueeze(1)], 1)
     narrow = 2 * standard_error(base.numpy(), broadcast.head.direction.numpy())
-    assert float(broadcast.head.nodes.max()) > narrow
+    assert float(broadcast.head.candidates[:, 0].max()) > narrow
 
 
 def test_fewer_nodes_than_three_are_refused():

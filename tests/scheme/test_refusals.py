@@ -9,9 +9,11 @@ import torch
 from tests.oracle import batch, built
 from tests.zoo import ZOO
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import fedveil
 from fedveil import errors
+from fedveil.defences import Veil
 
 
 def refused(kind, *texts):
@@ -77,14 +79,44 @@ def test_too_few_examples_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("tail", "where"),
-    [(nn.Sigmoid(), "3 (Sigmoid): the model does not end"), (nn.ReLU(), "3 (ReLU): the model does not end")],
+    ("net", "why"),
+    [
+        (nn.Sequential(nn.LayerNorm(5), nn.ReLU()), "it has no Linear and no convolution"),
+        (nn.Sequential(nn.Conv1d(5, 5, 1, groups=5), nn.ReLU()), "0 (Conv1d): it has 5 groups"),
+        (
+            nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 5)), nn.ReLU()),
+            "0 (linear): its weight or bias is not a parameter as it stands",
+        ),
+    ],
 )
-def test_a_head_that_is_not_linear_is_refused_with_the_way_out(tail, where):
-    net = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3), tail)
+def test_a_model_without_a_layer_that_can_take_noise_is_refused_with_the_way_out(net, why):
     way_out = 'analyse(model, inputs, head="exposed"): then clients read the true predictions'
-    with refused(errors.HeadNotLinear, where, "in a Linear or convolution", way_out):
-        fedveil.analyse(net, torch.zeros(1, 5))
+    with refused(errors.HeadNotLinear, "Sequential: no layer can take additive noise", why, "Fix:", way_out):
+        fedveil.analyse(net, torch.zeros(1, 5, 5))
+
+
+@pytest.mark.parametrize("decoys", [0, -1, 10**6, 65, 1.5, True, "2"])
+def test_a_number_of_decoys_that_makes_no_sense_is_refused(plan, decoys):
+    with refused(errors.BadArgument, "decoys must be from 1 to 64", "Fix: decoys=2"):
+        fedveil.draw_secret(plan, "cross_entropy", decoys=decoys)
+    with refused(errors.BadArgument, "Veil: decoys must be from 1 to 64"):
+        Veil(decoys=decoys)
+
+
+def test_decoys_and_nodes_together_are_refused(plan):
+    with refused(errors.BadArgument, "decoys=2 and nodes are two ways to do the same"):
+        fedveil.draw_secret(plan, "cross_entropy", decoys=2, nodes=16)
+    for other in ({"nodes": 16}, {"tolerance": 1e-6}):
+        with refused(errors.BadArgument, f"decoys=2 needs no {next(iter(other))}"):
+            Veil(decoys=2, **other)
+    with refused(errors.BadArgument, "tolerance must be a number above 0"):
+        Veil(tolerance=0.0)
+
+
+def test_nodes_behind_which_something_follows_are_refused():
+    plan = fedveil.analyse(nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3), nn.Softmax(1)), torch.zeros(1, 5))
+    with refused(errors.BadArgument, "nodes need a model that ends in the layer", "something follows 2"):
+        fedveil.draw_secret(plan, "log_cosh", nodes=16)
 
 
 class TwoOutputs(nn.Module):
@@ -96,29 +128,13 @@ class TwoOutputs(nn.Module):
         return self.fc(x), x
 
 
-class HeadTwice(TwoOutputs):
-    def forward(self, x):
-        return self.fc(self.fc(x))
-
-
 def test_two_outputs_are_refused():
     with refused(
-        errors.HeadNotLinear,
+        errors.AnalysisError,
         "TwoOutputs: the model returns more than one tensor, or a dict",
         "Fix: return the logits alone",
     ):
         fedveil.analyse(TwoOutputs(), torch.zeros(1, 5))
-
-
-def test_a_head_that_is_used_twice_is_refused():
-    net = HeadTwice()
-    net.fc = nn.Linear(5, 5)
-    with refused(
-        errors.HeadNotLinear,
-        "fc (Linear): the last layer's fc.weight is used in more than one place",
-        "Fix: give it a weight of its own",
-    ):
-        fedveil.analyse(net, torch.zeros(1, 5))
 
 
 def test_a_model_of_which_nothing_would_be_perturbed_is_refused():
@@ -309,7 +325,7 @@ def test_no_updates_are_refused(answered):
 
 def test_no_error_shows_a_secret(answered):
     _, _, secret, updates = answered
-    numbers = {f"{value:.12g}" for value in [*secret._noise.scale, *secret._head.gamma] if abs(value) != 1}
+    numbers = {f"{value:.12g}" for value in [*secret._noise.scale, *secret._head.offset] if abs(value) != 1}
     for spoil, _, _ in BAD.values():
         with pytest.raises(errors.UpdateRefused) as caught:
             fedveil.recover(secret, [spoil(updates[0])])

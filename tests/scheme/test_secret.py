@@ -46,14 +46,17 @@ def test_the_partition_has_no_empty_group_and_the_direction_differs_everywhere(p
         head = draw_secret(plan, groups=groups)._head
         assert set(head.partition.tolist()) == set(range(groups))
         assert len(head.direction.unique()) == 12
-        assert ((head.direction.abs() >= 0.5) & (head.direction.abs() <= 2)).all()
+        assert ((head.direction.abs() >= 1 / 6) & (head.direction.abs() <= 6)).all()  # 2 sqrt(8) in a group of three
+        for group in range(groups):
+            own = head.direction[head.partition == group].double()
+            assert len(own) == 1 or abs(own.sum()) < 1e-6 * own.abs().sum()
 
 
-def test_gamma_has_the_asked_size_and_either_sign(plan):
-    gammas = np.concatenate([draw_secret(plan, groups=12, additive=30.0)._head.gamma for _ in range(20)])
-    assert (np.abs(gammas) >= 15).all()
-    assert (np.abs(gammas) <= 60).all()
-    assert 0.3 < (gammas > 0).mean() < 0.7
+def test_the_offset_has_the_asked_size_and_either_sign(plan):
+    offsets = np.concatenate([draw_secret(plan, groups=12, additive=30.0)._head.offset for _ in range(20)])
+    assert (np.abs(offsets) >= 15).all()
+    assert (np.abs(offsets) <= 60).all()
+    assert 0.3 < (offsets > 0).mean() < 0.7
 
 
 def test_everything_is_new_in_every_secret(plan):
@@ -61,7 +64,7 @@ def test_everything_is_new_in_every_secret(plan):
     assert first.round != second.round
     moving = plan.symmetries >= 2
     assert (first._noise.scale[moving] != second._noise.scale[moving]).all()
-    assert (first._head.gamma != second._head.gamma).all()
+    assert (first._head.offset != second._head.offset).all()
     assert (first._head.direction != second._head.direction).all()
     assert (first._noise.members != second._noise.members).mean() > 0.9
 

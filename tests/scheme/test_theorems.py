@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.oracle import batch, built, plain
+from tests.oracle import batch, built, gamma_of, plain
 from torch import nn
 
 import fedveil
@@ -44,7 +44,7 @@ def test_theorem_1_hidden_outputs_are_scaled_and_final_ones_shifted_by_alpha_r(p
         assert permute == (not torch.equal(source, torch.arange(9)))
         torch.testing.assert_close(y_veiled, r * y[:, source])
     alpha = 1 + veiled_hidden[-1].sum(1, keepdim=True)
-    r = torch.from_numpy(secret._head.gamma[secret._head.partition]) * secret._head.direction
+    r = gamma_of(secret) * secret._head.direction
     torch.testing.assert_close(veiled, true + alpha * r)
 
 
@@ -65,7 +65,7 @@ def test_theorem_2_the_perturbed_gradient_is_the_true_one_scaled_plus_r_sigma_mi
     gradient = torch.autograd.grad(0.5 * (y - targets).pow(2).sum(), weights, retain_graph=True)
     dalpha = torch.autograd.grad(alpha, weights, retain_graph=True, materialize_grads=True)
     dy = jacobians(y[0], weights)
-    r = torch.from_numpy(secret._head.gamma[secret._head.partition]) * secret._head.direction
+    r = gamma_of(secret) * secret._head.direction
     R = [secret._sent.cover.factors[e.start : e.stop].view(e.shape) for e in secret.plan.layout.trainable]
     truth = plain(model, inputs, targets)[0].values()
     for layer, true in enumerate(truth):

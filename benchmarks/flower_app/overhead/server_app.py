@@ -1,4 +1,4 @@
-"""Two servers on one grid take rounds in turn, so that both see the same machine."""
+"""Servers on one grid take rounds in turn, so that all see the same machine."""
 
 import json
 import time
@@ -9,6 +9,7 @@ import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedveil.defences import Plain, Veil
 from fedveil.flower import Server
 from overhead.task import CLIENTS, make_model, records
 
@@ -17,23 +18,26 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Seconds and bytes of each round; the first pair, in which data is prepared and workers start, is left out."""
+    """Seconds and bytes of each round; the first ones, in which data is prepared and workers start, are left out."""
     config = context.run_config
     net, out = str(config["net"]), Path(str(config["out"]))
     example, size = records(net, 0)[0][:2], {"mlp": 8192, "mlp-512": 512}.get(net, 64)
-    whole = net != "mlp-512"
+    whole, loss = net != "mlp-512", str(config["loss"])
+    other = {"decoys": Veil(), "nodes": Veil(tolerance=1e-5)}
+    defences = {"plain": Plain(), **({"veil": Veil()} if loss == "squared_error" else other)}
     servers = {
         name: Server(
             grid,
             make_model(net),
             example,
-            name,
+            defence,
             torch.optim.Adam,
+            loss=loss,
             batch_size=size,
             whole_shard=whole,
             wait_for=CLIENTS,
         )
-        for name in ("plain", "veil")
+        for name, defence in defences.items()
     }
     found: list[dict[str, Any]] = []
     for _ in range(int(config["pairs"]) + 1):

@@ -13,6 +13,7 @@ from fedveil.defences.plain import PlainUpdate
 from fedveil.errors import BadArgument
 from fedveil.scheme import Broadcast, Loss, Update, client_view
 from fedveil.scheme.losses import one_hot
+from fedveil.scheme.perturb import move_head
 
 Gradients = dict[str, Tensor]
 
@@ -110,8 +111,8 @@ def from_upload(seen: Round, upload: Any, loss: Loss) -> Leak:
     """A victim's upload beside the broadcast that it answers (V-up): what an eavesdropper or a leaky server has.
 
     A client of a veil uploads gradients of the veiled model with its head at public places: its first pass is the
-    gradient for the centred head (squared error); of the nodes of another loss the one nearest to 0 is taken, whose
-    pass is the gradient for the head base - t r_a.
+    gradient for the centred head (squared error); of the candidates of another loss the one nearest to 0 is taken,
+    whose pass is the gradient for the head base - t r_a.
 
     Args:
         seen: the round, with broadcast and model.
@@ -132,11 +133,8 @@ def veiled_model(seen: Round) -> tuple[nn.Module, int]:
     with torch.no_grad():
         model = client_view(seen.model, broadcast, centred=True)
         head = broadcast.head
-        if head is None or not len(head.nodes):
+        if head is None or not len(head.candidates):
             return model, 0
-        number = int(head.nodes.abs().argmin())
-        away = (head.nodes[number] * head.direction.double()).to(head.direction.dtype)
-        model.get_parameter(head.weight).sub_(away.unsqueeze(1))
-        if head.bias:
-            model.get_parameter(head.bias).sub_(away)
+        number = int(head.candidates.square().sum(1).argmin())
+        move_head(model, head, -head.noise(head.direction)[number])
     return model, number

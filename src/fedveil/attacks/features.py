@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import evaluating
-from fedveil.scheme.losses import BinaryCrossEntropy, Custom, Loss, one_hot
+from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, one_hot
 
 LAYERS = ("last", "second", "third")  # to last
 Call = tuple[nn.Module, Tensor]
@@ -73,7 +73,7 @@ def layer_outputs(
 
 def dense_targets(loss: Loss, targets: Tensor, outputs: Tensor) -> Tensor:
     """Targets as the federation compares them with outputs: class indices become rows of zeros and a one."""
-    if targets.is_floating_point() or isinstance(loss, Custom | BinaryCrossEntropy):
+    if targets.is_floating_point() or isinstance(loss, (*USERS, BinaryCrossEntropy)):
         return loss.dense(targets, outputs)
     return one_hot(targets, outputs)
 

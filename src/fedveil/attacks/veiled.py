@@ -18,6 +18,8 @@ from fedveil.graph.layout import flatten, unflatten
 from fedveil.graph.plan import Plan
 from fedveil.scheme.losses import Loss, SquaredError
 from fedveil.scheme.messages import Broadcast, PublicHead
+from fedveil.scheme.outputs import values
+from fedveil.scheme.perturb import move_head
 
 STEPS = 200
 
@@ -46,12 +48,12 @@ def centred(sight: Sight) -> Sight:
 
 
 def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
-    """For each record alpha: what the head's outputs grow by when 1 is added to all its weights and its bias."""
+    """For each record alpha: what the head's outputs grow by when 1 is added to all that has noise in it."""
     ones = copy.deepcopy(base)
     with torch.no_grad():
-        for name in (head.weight, head.bias):
-            if name:
-                ones.get_parameter(name).fill_(1.0)
+        ones.get_parameter(head.weight).fill_(1.0)
+        if head.bias:
+            ones.get_parameter(head.bias).fill_(float(head.masked_bias))
     return answers(ones, inputs)[:, :1].double()
 
 
@@ -85,18 +87,27 @@ def calibrate(sight: Sight, sent: Broadcast) -> nn.Module:
     head = sent.head
     if head is None:
         return base
+    if head.decoys:
+        return picked(sight, base, head)
     outputs = answers(base, sight.inputs).double()
     flat = outputs.reshape(len(outputs), -1)
     groups = torch.arange(head.groups, device=head.partition.device)
     rows = (head.partition == groups[:, None]) * head.direction.double()
     targets = sight.loss.dense(sight.targets, outputs).double().reshape(flat.shape)
     offset = fit_offset(flat, leverage(base, head, sight.inputs), rows, targets, sight.loss)
-    noise = (offset @ rows).to(head.direction.dtype)
-    with torch.no_grad():
-        base.get_parameter(head.weight).sub_(noise.unsqueeze(1))
-        if head.bias:
-            base.get_parameter(head.bias).sub_(noise)
+    move_head(base, head, -(offset @ rows).to(head.direction.dtype))
     return base
+
+
+def picked(sight: Sight, base: nn.Module, head: PublicHead) -> nn.Module:
+    """Of a few candidates for the noise, the one whose head fits the attacker's own records best, taken out."""
+    found = []
+    for noise in head.noise(head.direction):
+        model = copy.deepcopy(base)
+        move_head(model, head, -noise)
+        outputs = answers(model, sight.inputs)
+        found.append((float(values(sight.loss, outputs, sight.targets).mean()), model))
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def calibrated(sight: Sight) -> Sight:

@@ -66,7 +66,7 @@ class Plain(Stateless):
         trainable, own = tensors_of(broadcast)
         outputs = outputs_of(broadcast, inputs, own)
         with torch.no_grad():
-            delta = slope(self._loss, outputs, targets, self._axis) * per_sample(outputs, weights)
+            delta = slope(self._loss, outputs, targets, self._axis) * per_sample(self._loss, outputs, weights)
         return PlainUpdate(gradients_of(trainable, outputs, delta), own)
 
     def accumulate(

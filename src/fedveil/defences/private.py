@@ -112,7 +112,7 @@ class Private:
         self.inner.prepare(model, example, loss)
         if self.inner.adapts:
             what = f"{self.inner.name} chooses its next broadcast by the clients' answers, which no noise covers"
-            raise BadArgument("Private", what, "Veil(nodes=32), a fixed number, or squared error")
+            raise BadArgument("Private", what, "Veil(decoys=2), or Veil(nodes=32), a fixed number")
 
     def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """As the inner defence: clipping and noise are the server's."""

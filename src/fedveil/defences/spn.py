@@ -153,7 +153,7 @@ class SPN(Stateless):
             outputs = outputs_of(broadcast, inputs, own)
         (hidden,) = entered
         with torch.no_grad():
-            wanted, share = self._loss.dense(targets, outputs), per_sample(outputs, weights)
+            wanted, share = self._loss.dense(targets, outputs), per_sample(self._loss, outputs, weights)
             delta = self._loss.gradient(outputs, wanted) * share
             features = hidden.detach().reshape(-1, self.split.features)
             shares = (torch.ones_like(outputs) * share).reshape(len(features), -1)[:, :1]
@@ -237,7 +237,7 @@ def find_split(model: nn.Module, example: Inputs) -> Split:
     except AnalysisError as error:
         raise BadArgument(error.where, what, fix) from error
     last = model.get_submodule(head.path)
-    if not isinstance(last, nn.Linear) or head.weight != f"{head.path}.weight".lstrip("."):
+    if head.within or not isinstance(last, nn.Linear) or head.weight != f"{head.path}.weight".lstrip("."):
         raise BadArgument(head.path or type(model).__name__, what, fix)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained - {head.weight, head.bias}:

@@ -1,6 +1,7 @@
 """The paper's defence: one-time noise on the model, lifted from what clients send."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -27,6 +28,7 @@ from fedveil.scheme import (
 )
 from fedveil.scheme.nodes import SPREAD, Spectrum
 from fedveil.scheme.recover import check_update, refuse_non_finite
+from fedveil.scheme.secret import check_decoys
 
 MISSED = 10  # times the tolerance
 
@@ -39,14 +41,15 @@ class Veil(Stateless):
         additive: size of the noise on the head.
         multiplicative: bound of the factors on hidden units.
         permute: also permute units secretly.
-        head: "exposed" for models that do not end in a Linear or convolution; then clients read true predictions.
+        head: "exposed" for models of which no layer can take additive noise; then clients read true predictions.
         min_coverage: refuse a model of which less than this share of the parameters' values can be covered.
         public: names of parameters whose values clients know; see `analyse`.
-        tolerance: relative error of the gradient that losses other than squared error may have: the number of nodes
-            follows from it. By default 1e-6, in float32 1e-5.
-        nodes: for such losses a fixed number of nodes, in place of one that follows the clients' gradients. Then no
-            round is repeated, and the tolerance is not watched; `error` is.
-        spread: see `draw_secret`.
+        decoys: false offsets of the head beside the true one; see `draw_secret`.
+        tolerance: for losses other than squared error, nodes in place of decoys: as many as keep the relative error of
+            the gradient below this, going by the clients' gradients.
+        nodes: nodes in place of decoys, a fixed number of them. Then no round is repeated, and no tolerance is watched;
+            `error` is.
+        spread: of the nodes; see `draw_secret`.
         entropy: `Entropy.for_tests(seed)` for repeatable tests.
     """
 
@@ -62,6 +65,7 @@ class Veil(Stateless):
         head: str = "linear",
         min_coverage: float = 0.0,
         public: Collection[str] = (),
+        decoys: int | None = None,
         tolerance: float | None = None,
         nodes: int | None = None,
         spread: float = SPREAD,
@@ -73,17 +77,23 @@ class Veil(Stateless):
         self._plan: Plan | None = None
         self._secret: Secret | None = None
         self._loss: Loss = SquaredError()
-        self._tolerance, self._spread, self._fixed = tolerance, spread, nodes
-        self._nodes = NodeCount(tolerance or 1e-6)
+        self.decoys = decoys
+        self._spread, self._fixed = spread, nodes
+        self._count = NodeCount(tolerance) if tolerance is not None and nodes is None else None
+        check_decoys("Veil", decoys)
+        if decoys is not None and (nodes is not None or tolerance is not None):
+            given = "nodes" if nodes is not None else "tolerance"
+            what = f"decoys={decoys} needs no {given}: nodes are another way to recover a loss"
+            raise BadArgument("Veil", what, f"leave out decoys or {given}")
+        if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf):
+            raise BadArgument("Veil", f"tolerance must be a number above 0, got {tolerance!r}", "tolerance=1e-6")
 
     def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Analyse the model."""
         self._plan = analyse(model, example, head=self._head, **self._asked)  # type: ignore[arg-type]
         self._loss = loss
         by_nodes = not isinstance(loss, SquaredError) and self._plan.head is not None
-        self.adapts = by_nodes and self._fixed is None  # the number of nodes is public, and follows gradients
-        single = self._plan.layout.dtype == torch.float32
-        self._nodes = NodeCount(self._tolerance or (1e-5 if single else 1e-6))
+        self.adapts = by_nodes and self._count is not None  # the number of nodes is public, and follows gradients
 
     def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Nothing to do: all that a client needs is in the broadcast."""
@@ -109,7 +119,8 @@ class Veil(Stateless):
             self.additive,
             self.multiplicative,
             permute=self.permute,
-            nodes=self._nodes if self._fixed is None else self._fixed,
+            decoys=self.decoys,
+            nodes=self._fixed if self._count is None else self._count,
             spread=self._spread,
             entropy=self._entropy,
         )
@@ -130,7 +141,8 @@ class Veil(Stateless):
     def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:
         """Sum of passes; statistics go on, still veiled, from where the last batch left them."""
         if update.buffers:
-            broadcast = dataclasses.replace(broadcast, buffers=update.buffers)
+            rows = broadcast.head is not None and broadcast.head.tail == "repeated"
+            broadcast = dataclasses.replace(broadcast, buffers=update.buffers, continued=rows)
         if total is not None:
             passes = {name: total.passes[name] + more for name, more in update.passes.items()}
             update = dataclasses.replace(update, passes=passes, samples=total.samples + update.samples)
@@ -169,14 +181,15 @@ class Veil(Stateless):
     def _observe(self, found: Sequence[Recovered]) -> None:
         """Let the count of nodes learn from a round: from the update that wanted most."""
         spectra = [recovered.spectrum for recovered in found if recovered.spectrum]
-        if spectra and self._fixed is None:
-            self._nodes.observe(max(spectra, key=Spectrum.truncation))
+        if spectra and self._count:
+            self._count.observe(max(spectra, key=Spectrum.truncation))
 
     def _result(self, recovered: Recovered) -> Aggregate:
         details, again = _traffic(recovered.passes, self.plan), False
         if recovered.spectrum:
             details["nodes"] = len(recovered.spectrum.sizes)
-            again = self._fixed is None and recovered.spectrum.truncation() > MISSED * self._nodes.tolerance
+            tolerance = self._count.tolerance if self._count else math.inf
+            again = recovered.spectrum.truncation() > MISSED * tolerance
         return Aggregate(recovered.gradients, recovered.buffers, recovered.error, details, again)
 
     def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
@@ -191,7 +204,7 @@ def _traffic(passes: int, plan: Plan) -> dict[str, float]:
     buffers = item * (layout.total - layout.parameters) + 8 * len(layout.counters)
     head = 0
     if plan.head:
-        head = (item + 8) * plan.head.outputs + 8 + 8 * passes  # direction, partition, offset, nodes
+        head = (item + 8) * plan.head.outputs + 8 + 8 * passes  # direction, partition, offset, candidates
     return {
         "bytes_down": item * layout.parameters + buffers + head,
         "bytes_up": item * layout.weights * passes + buffers,

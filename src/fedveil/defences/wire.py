@@ -19,7 +19,7 @@ from fedveil.defences.ppdl import PPDL
 from fedveil.defences.spn import SPN
 from fedveil.defences.veil import Veil
 from fedveil.errors import BadArgument, IncompleteUpdate, MisshapenUpdate, ModelMismatch, NonFiniteUpdate
-from fedveil.scheme.losses import Loss
+from fedveil.scheme.losses import USERS, Loss
 from fedveil.scheme.messages import Arrays, Broadcast, Tensors, Update, pack_tensors, unpack_tensors
 
 Values = dict[str, Any]
@@ -253,7 +253,7 @@ class VeilWire(PlainWire):
 
     def unpack(self, model: nn.Module, arrays: Arrays, values: Values, loss: Loss) -> Broadcast:
         """See `Broadcast.unpack`."""
-        return Broadcast.unpack(arrays, values, getattr(loss, "function", None))
+        return Broadcast.unpack(arrays, values, loss if isinstance(loss, USERS) else None)
 
     def pack_update(self, defence: Veil, update: Update) -> Packed:
         """See `Update.pack`."""

@@ -21,7 +21,6 @@ from fedveil.report import Facts, Table, Text, write
 from fedveil.scheme import Broadcast, Loss
 
 CLIENTS, EPOCHS, NOISE, HIDDEN = 5, 60, 100.0, 50
-TOLERANCE = 1e-7  # of the whole gradient, so that its worst parameter is at the level of rounding too
 MEASURED = (
     "Measured in every round against plain autograd on the true model: the worst parameter. A peak is a round in which "
     "rounding moved a ReLU across 0, as it does between any two plain runs."
@@ -52,7 +51,7 @@ class Watched(Veil):
     """A veil whose every recovered gradient is compared with plain autograd on the true model."""
 
     def __init__(self, additive: float) -> None:
-        super().__init__(additive=additive, tolerance=TOLERANCE)
+        super().__init__(additive=additive)
         self.errors: list[float] = []
         self.flips = 0
         self._plain = Plain()

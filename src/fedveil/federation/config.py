@@ -21,7 +21,6 @@ from fedveil.errors import BadArgument
 from fedveil.models import cnn, densenet, lenet, mlp, resnet
 from fedveil.scheme import LOSSES, CrossEntropy, Loss, find_loss
 
-PRIVATE_NODES = 32  # of losses by nodes, where their number must not follow the clients' data
 CHOICES: dict[str, tuple[str, ...]] = {
     "defence": ("plain", "veil", "ppdl", "dbcl", "spn"),
     "ppdl": ("sel", "noise", "both"),
@@ -77,6 +76,7 @@ class Config:
     dp_delta: float = 1e-5
     loss: str = "squared_error"
     label_smoothing: float = 0.0
+    decoys: int | None = None
     tolerance: float | None = None
     nodes: int | None = None
     optimizer: str = "adam"
@@ -266,15 +266,15 @@ def _made(spec: str, kind: str, example: str, made: type) -> Any:
 def build_defence(config: Config) -> Defence:
     """The named defence with its settings, private if that is asked for."""
     noise = config.groups, config.additive, config.multiplicative
-    nodes = PRIVATE_NODES if config.nodes is None and asks_privacy(config) else config.nodes
     build: dict[str, Callable[[], Defence]] = {
         "plain": lambda: Plain(rounding=config.rounding),
         "veil": lambda: Veil(
             *noise,
             permute=config.permute,
             min_coverage=config.min_coverage,
+            decoys=config.decoys,
             tolerance=config.tolerance,
-            nodes=nodes,
+            nodes=config.nodes,
         ),
         "ppdl": lambda: PPDL.named(config.ppdl, fraction=config.fraction, sigma=config.sigma),
         "dbcl": lambda: DBCL(config.sketch),

@@ -16,7 +16,7 @@ from fedveil.federation.evaluate import rows_of
 from fedveil.federation.server import DEFENCES, History, Optimizer, Record, Schedule, Seen, Server
 from fedveil.federation.shards import Batch, check_clients, gather
 from fedveil.federation.work import client_update, dense_targets
-from fedveil.scheme.losses import Function, Loss
+from fedveil.scheme.losses import Function, Loss, couples_samples
 
 __all__ = ["DEFENCES", "Federation", "History", "Record", "mixes_samples"]
 
@@ -47,13 +47,13 @@ class Federation(Server):
         optimizer: makes the server's optimiser from the parameters.
         schedule: makes a learning-rate schedule from the optimiser; it steps once an epoch.
         batch_size: records a client takes in a round.
-        loss: "squared_error", "cross_entropy", "binary_cross_entropy", "log_cosh", "poisson", a loss object, or a
-            function (outputs, targets) -> one value per sample. Class indices become one-hot rows, but for a function.
+        loss: a name (`fedveil.scheme.LOSSES` has them), a loss object, a function (outputs, targets) -> one value per
+            sample, or a `BatchLoss` of the whole batch. Class indices become one-hot rows, but for a function.
             Targets may have positions (pixels, tokens): their losses are summed, those of samples averaged.
         whole_shard: each client goes through all its records in a round, under one veil, in batches.
         participation: share of the clients in a round.
-        fuse: let batches of clients that share a broadcast go through one pass where no module ties samples together;
-            a model whose own code does so needs fuse=False.
+        fuse: let batches of clients that share a broadcast go through one pass where no module and no loss ties samples
+            together; a model whose own code does so needs fuse=False.
         seed: of the order of records and the choice of clients.
     """
 
@@ -78,7 +78,8 @@ class Federation(Server):
         if not 0 < participation <= 1:
             raise BadArgument("Federation", f"participation must be above 0 and at most 1, got {participation}")
         self.whole_shard, self.participation = whole_shard, participation
-        self.fused = fuse and self.defence.fuses and not mixes_samples(model) and not whole_shard
+        apart = mixes_samples(model) or couples_samples(self.loss)
+        self.fused = fuse and self.defence.fuses and not apart and not whole_shard
         self.defence.prepare(model, rows_of(self.shards.inputs, 0, 2), self.loss)
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
-from fedveil.scheme.losses import BinaryCrossEntropy, Custom, Loss, SquaredError, match_targets
+from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, SquaredError, match_targets
 from fedveil.scheme.outputs import are_classes, class_axis, outputs_of, values
 
 METRICS = ("accuracy", "mse", "loss")
@@ -68,7 +68,7 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
         found = {"accuracy": float((predicted(outputs, targets, axis) == targets).double().mean())}
     elif targets.numel() == outputs.numel():
         found = {"mse": float((outputs.reshape(targets.shape) - targets).double().pow(2).mean())}
-    elif isinstance(loss, Custom):
+    elif isinstance(loss, USERS):
         found = {}
     else:
         what = f"shape is {tuple(targets.shape)}, the model's outputs have {tuple(outputs.shape)}"

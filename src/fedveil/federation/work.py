@@ -9,7 +9,7 @@ from fedveil.defences import Defence
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import answers, moved, rows_of
 from fedveil.federation.shards import Batch, Shards
-from fedveil.scheme.losses import BinaryCrossEntropy, CrossEntropy, Custom, Loss
+from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss
 from fedveil.scheme.outputs import are_classes, check_classes, class_axis, head_axis, spread, without
 
 
@@ -26,7 +26,7 @@ def dense_targets(model: nn.Module, loss: Loss, part: Batch, axis: int | None = 
         axis: of classes where shapes leave it open; by default the one that the model's last layer writes.
     """
     inputs, targets = part
-    if targets.is_floating_point() or isinstance(loss, Custom):
+    if targets.is_floating_point() or isinstance(loss, USERS):
         return inputs, targets
     first = next(model.parameters())
     outputs = answers(model, moved(rows_of(inputs, 0, 1), first.device, first.dtype)).cpu()
@@ -37,7 +37,7 @@ def dense_targets(model: nn.Module, loss: Loss, part: Batch, axis: int | None = 
         wanted = " or ".join(sorted({str(tuple(without(template.shape, place))) for place in (-1, 1)}))
         raise BadArgument("targets", f"shape is {tuple(targets.shape)}, want class indices of shape {wanted}")
     axis = head_axis(model) if axis is None else axis
-    if not isinstance(loss, CrossEntropy) or template.dim() < 3:
+    if not isinstance(loss, OF_CLASSES) or template.dim() < 3:
         return inputs, spread(targets, template, axis).contiguous()
     check_classes(targets, template.shape[class_axis(template, targets, axis)])
     return inputs, targets

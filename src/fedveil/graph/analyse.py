@@ -35,9 +35,9 @@ def analyse(
         model: any network that torch.export can record.
         example_inputs: one tensor, a tuple with one per argument of forward, or a dict of keyword arguments; the first
             dimension of each counts samples.
-        head: "linear" asks for a model that ends in a Linear or a convolution, which is masked additively. "exposed"
-            takes any model and does without: **clients then read the true predictions**, only hidden layers are
-            covered.
+        head: "linear" looks for the last Linear or convolution that can take additive noise: the model's last layer, or
+            one that something follows. "exposed" does without: **clients then read the true predictions**, only hidden
+            layers are covered.
         min_coverage: refuse a model of which less than this share of the parameters' values can be covered.
         public: names, or beginnings of names, of parameters whose values clients know, such as a published backbone;
             `plan.known` then counts what they reveal.
@@ -48,10 +48,11 @@ def analyse(
 
     Raises:
         NotTraceable: torch.export cannot follow forward.
-        HeadNotLinear: the model does not end in a Linear or convolution, and `head` is not "exposed".
+        HeadNotLinear: no Linear or convolution can take additive noise, and `head` is not "exposed".
         NothingToVeil: every axis is pinned.
         TooLittleCovered: less than `min_coverage` can be covered.
-        AnalysisError: no parameter wants a gradient, tensors differ in dtype or device, or are not float32 or float64.
+        AnalysisError: forward returns more than one tensor, no parameter wants a gradient, tensors differ in dtype or
+            device, or are not float32 or float64.
 
     Warns:
         UserWarning: more than a tenth of the parameters' values would be sent as they are.

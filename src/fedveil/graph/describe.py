@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+from fedveil.graph.head import Head
 from fedveil.graph.plan import Plan
 
 
@@ -25,6 +26,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "known": {"names": list(plan.known.names), "share": plan.known.share},
         "head": plan.head.path if plan.head else None,
         "outputs": plan.head.outputs if plan.head else None,
+        "tail": plan.head.tail if plan.head else None,
         "axes": [
             {
                 "written_by": list(axis.written_by),
@@ -63,14 +65,22 @@ def _names(names: tuple[str, ...]) -> str:
     return names[0] + (f" (+{len(names) - 1})" if len(names) > 1 else "")
 
 
+def _about(head: Head | None) -> str:
+    """Which layer takes the additive noise, and what that means for what follows it."""
+    if head is None:
+        return "HEAD EXPOSED: no additive noise, clients read the true predictions"
+    layer = f"{head.path or head.weight} with {head.outputs} outputs"
+    if not head.within:
+        return f"the final layer, {layer}, is masked additively"
+    runs = (
+        "on all candidates for its noise at once" if head.tail == "stacked" else "once for each candidate for its noise"
+    )
+    return f"{layer} is masked additively; clients run what follows it {runs}"
+
+
 def describe(plan: Plan) -> str:
     """The plan as a table: axes, their factors, what limits them; then what is pinned and why."""
-    head = (
-        f"the final layer, {plan.head.path or plan.head.weight} with {plan.head.outputs} outputs, is masked additively"
-        if plan.head
-        else "HEAD EXPOSED: no additive noise, clients read the true predictions"
-    )
-    lines = [f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {in_words(plan)}", head]
+    lines = [f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {in_words(plan)}", _about(plan.head)]
     known = known_in_words(plan)
     lines += [known, ""] if known else [""]
     rows = [("channels from", "units", "factors", "limited by")]

@@ -1,16 +1,17 @@
-"""The layer at the end of a model that takes the additive noise."""
+"""The layer of a model that takes the additive noise: the one at the end, or the last that can."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fedveil.errors import HeadNotLinear
+from fedveil.errors import AnalysisError, HeadNotLinear
 from fedveil.graph.export import LOGITS, Exported, check_example, short_name, stand_in
 from fedveil.graph.inputs import Inputs, arguments, each
+from fedveil.graph.tail import AtLayer, keeps_samples_apart
 from fedveil.graph.walk import HEADS, module_of, place_of
 
 RESHAPES = {
@@ -34,9 +35,14 @@ EQUAL = {
 }  # fmt: skip
 
 
+Tail = Literal["alike", "reshaped", "stacked", "repeated"]
+TAILS: tuple[Tail, ...] = get_args(Tail)
+WITHIN = ("stacked", "repeated")
+
+
 @dataclass(frozen=True)
 class Head:
-    """The layer whose outputs are the model's.
+    """The layer that takes the additive noise.
 
     Attributes:
         path: of the module in whose forward it is.
@@ -44,8 +50,11 @@ class Head:
         bias: name of its bias, if it has one.
         outputs: how many there are.
         dim: which dim of the weight counts outputs: 0, or 1 for a transposed convolution.
-        axis: which dim of what clients compare with targets counts outputs: -1 for a Linear, 1 for a convolution.
-        last: whether clients run the whole model; else only up to this layer, because what follows merely reshapes.
+        axis: which dim of what takes the noise counts outputs: -1 for a Linear, 1 for a convolution.
+        tail: what follows it. "alike": at most operations that are linear and equal for every output, so that its
+            outputs are the model's. "reshaped": they are after a reshape, which clients need not run. Otherwise clients
+            put each candidate for the noise in where the layer's output appears: "stacked" along the batch, if nothing
+            that follows couples samples; else forward is "repeated" for each.
     """
 
     path: str
@@ -54,85 +63,144 @@ class Head:
     outputs: int
     dim: int
     axis: int
-    last: bool
+    tail: Tail
+
+    @property
+    def within(self) -> bool:
+        """Whether what follows is more than a rearrangement of its outputs."""
+        return self.tail in WITHIN
 
 
-def find_head(model: nn.Module, exported: Exported, inputs: Inputs) -> tuple[Head, fx.Node]:
-    """The Linear or convolution at the end, behind nothing but what is linear and equal for every output."""
-    title = type(model).__name__
+def find_head(model: nn.Module, exported: Exported, inputs: Inputs) -> tuple[Head, fx.Node | None]:
+    """The Linear or convolution at the end; else the last one that can take noise.
+
+    Returns:
+        The head, and its node if its outputs are the model's.
+    """
     if not exported.single:
-        what = "the model returns more than one tensor, or a dict"
-        raise HeadNotLinear(title, what, LOGITS)
+        raise AnalysisError(type(model).__name__, "the model returns more than one tensor, or a dict", LOGITS)
+    found = _at_end(model, exported, inputs)
+    if found:
+        return found
+    tried: list[str] = []
+    for node in _layers(exported):
+        layer = _described(model, exported, node)
+        head = layer if isinstance(layer, str) else _within(model, exported, layer, node, inputs)
+        if isinstance(head, Head):
+            return head, None
+        tried.append(f"{place_of(node)}: {head}")
+    what = "; ".join(tried[:3]) or "it has no Linear and no convolution"
+    raise HeadNotLinear(
+        type(model).__name__,
+        f"no layer can take additive noise: {what}",
+        "give the model a Linear or a convolution with a weight of its own; or, for multiplicative noise only, "
+        'analyse(model, inputs, head="exposed"): then clients read the true predictions',
+    )
+
+
+def _at_end(model: nn.Module, exported: Exported, inputs: Inputs) -> tuple[Head, fx.Node] | None:
+    """The Linear or convolution behind nothing but what is linear and equal for every output."""
     node, tail = exported.outputs[0], []
     while node.op == "call_function" and short_name(node.target) in EQUAL:
         tail.append(node)
         node = node.args[0]  # type: ignore[assignment]
-    name = short_name(node.target) if node.op == "call_function" else node.op
-    if name not in HEADS:
-        where = place_of(tail[-1]) if node.op != "call_function" and tail else title
-        where = place_of(node) if node.op == "call_function" else where
-        raise _refused(where, "the model does not end in a Linear or convolution")
-    head = _described(model, exported, node, name)
+    if node.op != "call_function" or short_name(node.target) not in HEADS or len(node.users) > 1:
+        return None
+    layer = _described(model, exported, node)
+    if isinstance(layer, str) or layer.calls > 1:
+        return None
+    head = layer.head
     if not tail:
         return head, node
     axis = _class_axis(model, head, inputs)
     if axis is not None:
-        return _replaced(head, axis=axis), node
+        return replace(head, axis=axis), node
     reshapes = all(short_name(step.target) in RESHAPES for step in tail)
-    if reshapes and name == "linear" and _is_linear(model, head):
-        return _replaced(head, last=False), node
-    what = "what follows the last layer does not treat all outputs alike, or fixes their number"
-    raise _refused(place_of(tail[0]), what)
+    return (replace(head, tail="reshaped"), node) if reshapes and _is_linear(model, head) else None
 
 
-def _replaced(head: Head, **changes: Any) -> Head:
-    return Head(**{**head.__dict__, **changes})
+def _layers(exported: Exported) -> Iterator[fx.Node]:
+    """Linears and convolutions from the last to the first; those that no way to the output leads around come first."""
+    nodes = [n for n in exported.graph.nodes if n.op == "call_function" and short_name(n.target) in HEADS]
+    given = {n for n in exported.graph.nodes if n.op == "placeholder"}
+    given -= {n for n in given if n.name in exported.parameters or n.name in exported.buffers}
+    alone = [node for node in reversed(nodes) if not _reaches(exported.outputs[0], given, node)]
+    yield from alone
+    yield from (node for node in reversed(nodes) if node not in alone and _reaches(exported.outputs[0], {node}, None))
+
+
+def _reaches(node: fx.Node, goals: set[fx.Node], around: fx.Node | None) -> bool:
+    """Whether a node depends on one of the goals by a way around another node."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        here = waiting.pop()
+        if here in goals:
+            return True
+        if here is not around:
+            waiting += [n for n in here.all_input_nodes if n not in seen]
+            seen.update(here.all_input_nodes)
+    return False
 
 
 def _is_linear(model: nn.Module, head: Head) -> bool:
     return isinstance(model.get_submodule(head.path), nn.Linear) and head.weight == f"{head.path}.weight"
 
 
-def _described(model: nn.Module, exported: Exported, node: fx.Node, name: str) -> Head:
-    """The layer, if its weight is its own."""
-    where, path = place_of(node), module_of(node)[0]
-    if len(node.users) > 1:
-        raise _refused(where, "the last layer's output is used in more than one place")
-    arguments_ = [*node.args, *[None] * 3][1:3]
+class _Layer(NamedTuple):
+    """A layer, and how often forward calls it."""
+
+    head: Head
+    calls: int
+
+
+def _described(model: nn.Module, exported: Exported, node: fx.Node) -> _Layer | str:
+    """The layer, or why it takes no noise."""
+    name = short_name(node.target)
     found: list[str | None] = []
-    for argument in arguments_:
+    calls = 0
+    for place, argument in enumerate([*node.args, *[None] * 3][1:3], 1):
         if argument is None:
             found.append(None)
             continue
         known = exported.parameters.get(argument.name) if isinstance(argument, fx.Node) else None
         if known is None:
-            raise _refused(where, "the last layer's weight is not a parameter as it stands")
-        uses = [n for n in exported.graph.nodes if n.op == "placeholder" and exported.parameters.get(n.name) == known]
-        if sum(len(n.users) for n in uses) > 1:
-            fix = (
-                "give it a weight of its own: layer.weight = nn.Parameter(layer.weight.detach().clone()); or, for "
-                'multiplicative noise only, analyse(model, inputs, head="exposed"): then clients read the true '
-                "predictions"
-            )
-            raise HeadNotLinear(where, f"the last layer's {known} is used in more than one place (tied weights)", fix)
+            return "its weight or bias is not a parameter as it stands"
+        same = [n for n in exported.graph.nodes if n.op == "placeholder" and exported.parameters.get(n.name) == known]
+        users = [user for n in same for user in n.users]
+        if any(short_name(u.target) != name or [*u.args, *[None] * 3][place] not in same for u in users):
+            return f"{known} is also used elsewhere (tied weights)"
+        calls = max(calls, len(users))
         found.append(known)
     weight, bias = found
     assert weight is not None
-    transposed = name.startswith("conv_transpose")
     groups = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)).get("groups", 1)  # type: ignore[union-attr]
     if groups != 1:
-        raise _refused(where, f"the last convolution has {groups} groups")
-    dim = 1 if transposed else 0
+        return f"it has {groups} groups"
+    dim = 1 if name.startswith("conv_transpose") else 0
     shape = node.args[1].meta["val"].shape  # type: ignore[union-attr]
-    return Head(path, weight, bias, shape[dim], dim, -1 if name == "linear" else 1, True)
+    axis = -1 if name == "linear" else 1
+    return _Layer(Head(module_of(node)[0], weight, bias, shape[dim], dim, axis, "alike"), calls)
+
+
+def _within(model: nn.Module, exported: Exported, layer: _Layer, node: fx.Node, inputs: Inputs) -> Head | str:
+    """The layer as a head with something behind it, or why it is none."""
+    head = layer.head
+    alone = _run(model, head, inputs, 1, copies=1)
+    if alone is None or alone.calls != layer.calls:
+        return "forward calls it where its output cannot be changed"
+    if layer.calls == 1 and keeps_samples_apart(exported, node):
+        stacked = _run(model, head, inputs, 1, copies=3)
+        if stacked and list(stacked.shape) == [3 * alone.shape[0], *alone.shape[1:]]:
+            return replace(head, tail="stacked")
+    return replace(head, tail="repeated")
 
 
 def _class_axis(model: nn.Module, head: Head, inputs: Inputs) -> int | None:
     """Where the model's output grows if the head has more outputs; None if it does not, or cannot."""
-    shapes = [_output_shape(model, head, inputs, more) for more in (1, 3)]
-    if any(shape is None for shape in shapes):
+    runs = [_run(model, head, inputs, more) for more in (1, 3)]
+    if any(run is None for run in runs):
         return None
-    one, three = (tuple(shape or ()) for shape in shapes)
+    one, three = (tuple(run.shape) for run in runs if run)
     if len(one) != len(three):
         return None
     grown = [d for d, (a, b) in enumerate(zip(one, three, strict=True)) if a != b]
@@ -141,8 +209,18 @@ def _class_axis(model: nn.Module, head: Head, inputs: Inputs) -> int | None:
     return -1 if grown[0] == len(one) - 1 and head.axis == -1 else grown[0]
 
 
-def _output_shape(model: nn.Module, head: Head, inputs: Inputs, more: int) -> Sequence[int] | None:
-    """The shape of the output with `more` outputs, on tensors without numbers."""
+class _Ran(NamedTuple):
+    """The shape of a model's output, and how often its head was called."""
+
+    shape: Sequence[int]
+    calls: int
+
+
+def _run(model: nn.Module, head: Head, inputs: Inputs, more: int, copies: int = 0) -> _Ran | None:
+    """Run the model on tensors without numbers, with `more` outputs of the head.
+
+    With `copies` these are taken off again, and what is left goes on that many times, one behind the other.
+    """
     twin = stand_in(model)
     values: dict[str, Tensor] = {}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
@@ -151,19 +229,16 @@ def _output_shape(model: nn.Module, head: Head, inputs: Inputs, more: int) -> Se
             if name in (head.weight, head.bias):
                 shape[head.dim if name == head.weight else 0] += more
             values[name] = torch.empty(shape, dtype=value.dtype, device=value.device)
+
+        def change(output: Tensor) -> Tensor:
+            own = output.narrow(head.axis, 0, head.outputs)
+            return torch.cat([own] * copies) if copies else output
+
         example = each(mode.from_tensor, check_example(model, inputs))
         args, kwargs = arguments(example)
         try:
-            out = torch.func.functional_call(twin, values, args, kwargs)
-        except Exception:  # code behind the head that counts on the number of outputs
+            with AtLayer(values[head.weight], change) as layer:
+                out = torch.func.functional_call(twin, values, args, kwargs)
+        except Exception:  # code behind the head that counts on the number of outputs, or of samples
             return None
-    return out.shape if isinstance(out, Tensor) else None
-
-
-def _refused(where: str, what: str) -> HeadNotLinear:
-    return HeadNotLinear(
-        where,
-        f"{what}, so additive noise on its outputs could not be lifted again",
-        "end the model in nn.Linear or a convolution and put what follows it into the loss; or, for multiplicative "
-        'noise only, analyse(model, inputs, head="exposed"): then clients read the true predictions',
-    )
+    return _Ran(out.shape, layer.calls) if isinstance(out, Tensor) else None

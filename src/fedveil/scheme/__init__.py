@@ -4,8 +4,12 @@ from fedveil.scheme.client import client_step
 from fedveil.scheme.entropy import Entropy
 from fedveil.scheme.losses import (
     LOSSES,
+    AbsoluteError,
+    BatchLoss,
     BinaryCrossEntropy,
     CrossEntropy,
+    Hinge,
+    Huber,
     LogCosh,
     Loss,
     Poisson,
@@ -20,10 +24,14 @@ from fedveil.scheme.secret import Secret, draw_secret
 
 __all__ = [
     "LOSSES",
+    "AbsoluteError",
+    "BatchLoss",
     "BinaryCrossEntropy",
     "Broadcast",
     "CrossEntropy",
     "Entropy",
+    "Hinge",
+    "Huber",
     "LogCosh",
     "Loss",
     "NodeCount",

@@ -27,10 +27,10 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
     total = np.partition(votes, columns // 2, axis=1)[:, columns // 2]
     for _ in range(MOST_ROUNDS):
         away = votes - total[:, None]
-        weights, small = _weights(energy @ (away * away) + beside)
+        weights, small = column_weights(energy @ (away * away) + beside)
         step = away @ weights / weights.sum()
         total = total + step
-        if energy @ (step * step) <= SETTLED * small:
+        if energy @ (step * step) <= SETTLED * small[0]:
             break
     return total
 
@@ -39,7 +39,7 @@ def standard_error(base: Reals, direction: Reals) -> float:
     """How uncertain the anchor of a centred head is, from the scatter of its columns' votes (m = 1)."""
     energy = direction @ direction
     votes, beside = _votes(base, direction[None], energy)
-    weights, _ = _weights(energy * votes[0] ** 2 + beside)
+    weights, _ = column_weights(energy * votes[0] ** 2 + beside)
     weights /= weights.sum()
     away = votes[0] - weights @ votes[0]
     return float(np.sqrt(weights**2 @ away**2))
@@ -52,8 +52,9 @@ def _votes(head: Reals, rows: Reals, energy: Reals) -> tuple[Reals, Reals]:
     return votes, (misfit * misfit).sum(0) + TINY
 
 
-def _weights(squares: Reals) -> tuple[Reals, float]:
-    """The weight of each column, and the square of a small one."""
-    tenth = min(max(1, int(QUANTILE * len(squares))), len(squares) - 1)
-    small = float(np.partition(squares, tenth)[tenth])
+def column_weights(squares: Reals) -> tuple[Reals, Reals]:
+    """The weight of each column, from their squares along the last axis; and the square of a small one."""
+    columns = squares.shape[-1]
+    tenth = min(max(1, int(QUANTILE * columns)), columns - 1)
+    small: Reals = np.partition(squares, tenth, axis=-1)[..., tenth : tenth + 1]
     return 1 / (squares + small), small

@@ -1,6 +1,6 @@
 """A client's work (paper, Sec. 4.2): one forward pass and a few backward passes, whatever the network."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.inputs import Inputs, call, count
 from fedveil.graph.layout import Inside, look_inside
+from fedveil.graph.tail import AtLayer
 from fedveil.scheme.chain import backward, forward, links_of
+from fedveil.scheme.losses import per_sample
 from fedveil.scheme.messages import Broadcast, PublicHead, Tensors, Update
+from fedveil.scheme.outputs import head_axis, slope
 from fedveil.scheme.terms import cotangents
 
 
@@ -21,9 +24,11 @@ def _check_architecture(model: nn.Module, broadcast: Broadcast) -> Inside:
     for sent, own in ((broadcast.parameters, inside.parameters), (broadcast.buffers, inside.buffers)):
         for name, value in sent.items():
             tensor = own.get(name)
-            if tensor is None or tensor.shape != value.shape:
+            rows = broadcast.continued and sent is broadcast.buffers and value.is_floating_point()
+            shape = value.shape[1:] if rows else value.shape
+            if tensor is None or tensor.shape != shape:
                 found = "nothing" if tensor is None else str(tuple(tensor.shape))
-                raise ModelMismatch(name, f"the broadcast has {tuple(value.shape)}, the model {found}", fix)
+                raise ModelMismatch(name, f"the broadcast has {tuple(shape)}, the model {found}", fix)
     training = tuple([path for path, mode in inside.modes if mode])
     if training != broadcast.training:
         path = sorted(set(training) ^ set(broadcast.training))[0]
@@ -51,13 +56,13 @@ def _filled(inside: Inside, values: Tensors) -> Iterator[None]:
 
 
 def _with_alpha(head: PublicHead, values: Tensors) -> Tensors:
-    """The head with one more output of ones, which is alpha: the sum of its inputs, plus 1 if it has a bias."""
+    """The head with one more output of ones, which is alpha: the sum of its inputs, plus 1 if its bias has noise."""
     weight = values[head.weight]
     shape = list(weight.shape)
     shape[head.dim] = 1
     grown = {head.weight: torch.cat([weight, weight.new_ones(shape)], head.dim)}
     if head.bias:
-        grown[head.bias] = torch.cat([values[head.bias], weight.new_ones(1)])
+        grown[head.bias] = torch.cat([values[head.bias], weight.new_full((1,), float(head.masked_bias))])
     return values | grown
 
 
@@ -65,25 +70,32 @@ class _HeadReached(Exception):
     """The head's output is there; what follows only reshapes it."""
 
 
-def _forward(model: nn.Module, head: PublicHead | None, inputs: Inputs) -> Tensor:
+def _forward(model: nn.Module, head: PublicHead | None, values: Tensors, inputs: Inputs) -> Tensor:
     """The model's outputs, or its head's outputs and alpha beside them."""
-    if head is None or head.last:
+    if head is None or head.tail == "alike":
         result: Tensor = call(model, inputs)
         return result
     seen: list[Tensor] = []
 
-    def capture(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+    def capture(output: Tensor) -> Tensor:
         seen.append(output)
         raise _HeadReached
 
-    handle = model.get_submodule(head.path).register_forward_hook(capture)
     try:
-        call(model, inputs)
+        with AtLayer(values[head.weight], capture):
+            call(model, inputs)
     except _HeadReached:
         pass
-    finally:
-        handle.remove()
     return seen[0]
+
+
+def _corrected(head: PublicHead, output: Tensor, numbers: Iterable[int]) -> Tensor:
+    """The head's output as it is if a candidate is the true offset, for each of some candidates, along the batch."""
+    y, alpha = torch.split_with_sizes(output, [output.shape[head.axis] - 1, 1], head.axis)
+    shape = [1] * y.dim()
+    shape[head.axis] = -1
+    noise = head.noise(y)
+    return torch.cat([y - noise[number].view(shape) * alpha for number in numbers])
 
 
 def client_step(
@@ -96,8 +108,8 @@ def client_step(
     """Compute what a client uploads for a batch.
 
     Paper, Sec. 4.2: the perturbed gradient, sigma~_1 ... sigma~_m and beta, each averaged over the samples; for a loss
-    other than squared error the gradient at each of the broadcast's nodes. Every one is a gradient of (y, alpha) with a
-    pair of cotangents, so no per-sample Jacobian is formed.
+    other than squared error the gradient for each of the broadcast's candidates. Every one is a gradient of (y, alpha)
+    with a pair of cotangents, so no per-sample Jacobian is formed.
 
     Args:
         model: gives the architecture; its values are ignored and, when the call ends, what they were.
@@ -123,19 +135,18 @@ def client_step(
     if not samples or samples != targets.shape[0]:
         what = f"{samples} inputs and {targets.shape[0]} targets: want the same number above 0"
         raise BadArgument("client_step", what)
-    head, trainable = broadcast.head, broadcast.trainable
+    head = broadcast.head
     values = _with_alpha(head, broadcast.parameters) if head else broadcast.parameters
-    links = links_of(model, inputs, values)
+    links = links_of(model, inputs, values) if head and not head.within else None
     if head and links and isinstance(inputs, Tensor):
         with torch.no_grad():
             seen = forward(links, values, inputs)
-            passes = backward(
-                links, values, seen, cotangents(broadcast.loss, head, seen[-1], targets, weights), trainable
-            )
-        buffers = {}
+            backs = cotangents(broadcast.loss, head, seen[-1], targets, weights)
+            passes = backward(links, values, seen, backs, broadcast.trainable)
+        buffers: Tensors = {}
     else:
-        buffers = {name: value.clone() for name, value in broadcast.buffers.items()}
-        passes = _passes(model, inside, broadcast, values | buffers, inputs, targets, weights)
+        work = _Work(model, inside, broadcast, values, inputs, targets, weights)
+        passes, buffers = _passes_within(work, head) if head and head.within else _passes(work)
     if head:
         for name, dim in ((head.weight, head.dim), (head.bias, 0)):
             if name in passes:
@@ -143,30 +154,119 @@ def client_step(
     return Update(broadcast.round, broadcast.model, samples, passes, buffers)
 
 
-def _passes(
-    model: nn.Module,
-    inside: Inside,
-    broadcast: Broadcast,
-    values: Tensors,
-    inputs: Inputs,
-    targets: Tensor,
-    weights: Tensor | None,
-) -> Tensors:
-    """Forward by the model's own code, and one backward pass of autograd for each cotangent."""
-    head, names = broadcast.head, broadcast.trainable
-    values = {name: value.detach() if name in broadcast.parameters else value for name, value in values.items()}
-    leaves = [values[name].requires_grad_() for name in names]
-    with torch.enable_grad(), _filled(inside, values):
-        outputs = _forward(model, head, inputs)
-    with torch.no_grad():
-        backs = cotangents(broadcast.loss, head, outputs, targets, weights)
-    last = len(backs) - 1
-    passes = {name: leaf.new_empty((last + 1, *leaf.shape)) for name, leaf in zip(names, leaves, strict=True)}
-    for number, cotangent in enumerate(backs):
-        found = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=number < last, allow_unused=True)
-        for stack, gradient in zip(passes.values(), found, strict=True):
+class _Work:
+    """A batch and the model that it goes through.
+
+    Attributes:
+        leaves: what gradients are wanted of, by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inside: Inside,
+        broadcast: Broadcast,
+        values: Tensors,
+        inputs: Inputs,
+        targets: Tensor,
+        weights: Tensor | None,
+    ) -> None:
+        self.model, self.inside, self.broadcast = model, inside, broadcast
+        self.inputs, self.targets, self.weights = inputs, targets, weights
+        self.values = {name: value.detach() for name, value in values.items()}
+        self.leaves = {name: self.values[name].requires_grad_() for name in broadcast.trainable}
+
+    def buffers(self, number: int = 0) -> Tensors:
+        """Own copies of the buffers; for a candidate, where its last batch left them."""
+        sent = self.broadcast.buffers
+        if self.broadcast.continued:
+            sent = {name: value[number] if value.is_floating_point() else value for name, value in sent.items()}
+        return {name: value.clone() for name, value in sent.items()}
+
+    @contextmanager
+    def filled(self, buffers: Tensors) -> Iterator[None]:
+        """The model with the broadcast's values; gradients are recorded."""
+        with torch.enable_grad(), _filled(self.inside, self.values | buffers):
+            yield
+
+    def room(self, passes: int) -> Tensors:
+        """Memory for the passes."""
+        return {name: leaf.new_empty((passes, *leaf.shape)) for name, leaf in self.leaves.items()}
+
+    def back(self, room: Tensors, number: int, outputs: Tensor, cotangent: Tensor, *, last: bool) -> None:
+        """One backward pass of autograd."""
+        leaves = list(self.leaves.values())
+        found = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=not last, allow_unused=True)
+        for stack, gradient in zip(room.values(), found, strict=True):
             if gradient is None:
                 stack[number].zero_()
             else:
                 stack[number].copy_(gradient)
-    return passes
+
+
+def _passes(work: _Work) -> tuple[Tensors, Tensors]:
+    """Forward by the model's own code, and one backward pass for each cotangent."""
+    head, loss, buffers = work.broadcast.head, work.broadcast.loss, work.buffers()
+    with work.filled(buffers):
+        outputs = _forward(work.model, head, work.values, work.inputs)
+        with torch.no_grad():
+            backs = cotangents(loss, head, outputs, work.targets, work.weights)
+        room = work.room(len(backs))
+        for number, cotangent in enumerate(backs):
+            work.back(room, number, outputs, cotangent, last=number == len(backs) - 1)
+    return room, buffers
+
+
+def _passes_within(work: _Work, head: PublicHead) -> tuple[Tensors, Tensors]:
+    """Each candidate put in where the head's output appears, and what follows run on it, forward and back."""
+    count = len(head.candidates)
+    room = work.room(count)
+    if head.tail == "stacked":
+        buffers = work.buffers()
+        with work.filled(buffers):
+            parts = _outputs_within(work, head, range(count)).chunk(count)
+            for number, part in enumerate(parts):
+                work.back(room, number, part, _delta(work, part), last=number == count - 1)
+        return room, buffers
+    started, kept = _random_state(work), []
+    for number in range(count):
+        _set_random_state(work, started)  # so that dropout leaves the same units out for every candidate
+        buffers = work.buffers(number)
+        with work.filled(buffers):
+            outputs = _outputs_within(work, head, [number])
+            work.back(room, number, outputs, _delta(work, outputs), last=True)
+        kept.append(buffers)
+    stacked = {
+        name: torch.stack([own[name] for own in kept]) if value.is_floating_point() else value
+        for name, value in buffers.items()
+    }
+    return room, stacked
+
+
+def _outputs_within(work: _Work, head: PublicHead, numbers: Sequence[int]) -> Tensor:
+    """The model's outputs for some candidates, along the batch."""
+    with AtLayer(work.values[head.weight], lambda output: _corrected(head, output, numbers)) as layer:
+        outputs: Tensor = call(work.model, work.inputs)
+    if not layer.calls:
+        fix = "build the client's model with the code that built the server's"
+        raise ModelMismatch(head.path, "forward did not call the layer that takes the noise", fix)
+    return outputs
+
+
+def _delta(work: _Work, outputs: Tensor) -> Tensor:
+    """The cotangent of the model's own outputs."""
+    loss = work.broadcast.loss
+    with torch.no_grad():
+        found = slope(loss, outputs.detach(), work.targets, head_axis(work.model))
+        return found * per_sample(loss, outputs, work.weights)
+
+
+def _random_state(work: _Work) -> tuple[Tensor, Tensor | None]:
+    device = work.broadcast.head.direction.device if work.broadcast.head else torch.device("cpu")
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random_state(work: _Work, state: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None and work.broadcast.head:
+        torch.cuda.set_rng_state(state[1], work.broadcast.head.direction.device)

@@ -97,6 +97,16 @@ class Cover:
                 part = _taken(part, dim, places, out.view(shape) if number == len(others) else None)
             self._scaled(piece, part, first, start)
 
+    def factors_of(self, name: str) -> Tensor:
+        """R for one tensor, in its shape."""
+        for pooled in self.plan.pool.entries:
+            if pooled.name == name:
+                return self.factors[pooled.start : pooled.stop].view(pooled.shape)
+        entry = next(entry for entry in self.plan.layout.entries if entry.name == name)
+        ones = torch.ones(1, entry.shape.numel(), dtype=self.scale.dtype, device=self.scale.device)
+        self.lift(entry, ones)
+        return ones.view(entry.shape)
+
     def lift(self, entry: Entry, passes: Tensor) -> None:
         """Multiply passes (rows, elements) of a large tensor's gradient by its factors, in place."""
         for piece in self.plan.pieces.get(entry.name, []):

@@ -36,5 +36,20 @@ class Entropy:
         size: NDArray[np.float64] = np.exp((words >> _UNUSED) * (width * 2**-52) - width)
         return size * (1.0 - 2.0 * (words & signed))
 
+    def keys(self, count: int) -> NDArray[np.uint32]:
+        """Uniform 32-bit numbers, to sort by."""
+        return np.frombuffer(self._bytes(4 * count), dtype=np.uint32)
+
+    def fractions(self, count: int) -> NDArray[np.float64]:
+        """Uniform in [-1/2, 1/2), from 16 bits each."""
+        words = np.frombuffer(self._bytes(2 * count), dtype=np.uint16).astype(np.float64)
+        return words * 2.0**-16 - 0.5
+
+    def normal(self, count: int) -> NDArray[np.float64]:
+        """Normal numbers, by Box and Muller."""
+        words = ((self.words(2 * count) >> _UNUSED) + np.uint64(1)) * 2.0**-53
+        found: NDArray[np.float64] = np.sqrt(-2 * np.log(words[:count])) * np.cos(2 * np.pi * words[count:])
+        return found
+
 
 _UNUSED = np.uint64(11)

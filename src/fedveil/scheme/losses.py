@@ -35,7 +35,10 @@ class Loss(Protocol):
         """One number a sample."""
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The derivative of values with respect to the outputs, for dense targets."""
+        """The derivative of values with respect to the outputs, for dense targets.
+
+        Outputs of a named loss may have more dims in front, for which the same targets are meant.
+        """
 
 
 def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -67,10 +70,13 @@ def classes_last(targets: Tensor, rank: int, axis: int) -> Tensor:
     return targets.movedim(axis, -1) if targets.is_floating_point() and targets.dim() == rank else targets
 
 
-def per_sample(outputs: Tensor, weights: Tensor | None) -> Tensor | float:
+def per_sample(loss: "Loss", outputs: Tensor, weights: Tensor | None) -> Tensor | float:
     """The weight of each sample, to multiply outputs with: 1 / samples unless given."""
     if weights is None:
         return 1 / outputs.shape[0]
+    if couples_samples(loss) and bool((weights != weights[0]).any()):
+        what = f"{loss.name} compares samples of a batch with one another, and these have weights of several clients"
+        raise BadArgument("weights", what, "one client_step for each client: their batches cannot be fused")
     return weights.to(outputs).reshape(-1, *[1] * (outputs.dim() - 1))
 
 
@@ -136,7 +142,7 @@ class LogCosh(_Elementwise):
 class Poisson(_Elementwise):
     """Negative log likelihood of counts, exp(y) - target y, whose rate is exp(output).
 
-    It grows so fast that a veil needs many nodes for it: logit shifts of about 3 are the most it carries.
+    It grows so fast that nodes carry logit shifts of about 3 at most; decoys carry any.
     """
 
     name: ClassVar[str] = "poisson"
@@ -148,6 +154,72 @@ class Poisson(_Elementwise):
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """exp(y) - target."""
         return outputs.exp() - targets
+
+
+@dataclass(frozen=True)
+class AbsoluteError(_Elementwise):
+    """Sum of |y - target|."""
+
+    name: ClassVar[str] = "absolute_error"
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Summed over outputs."""
+        return (outputs - targets).abs().flatten(1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The sign of y - target."""
+        return (outputs - targets).sign()
+
+
+@dataclass(frozen=True)
+class Huber(_Elementwise):
+    """Half the squared distance up to `delta`, and beyond it delta times (distance - delta / 2)."""
+
+    delta: float = 1.0
+    name: ClassVar[str] = "huber"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta < math.inf:
+            raise BadArgument("Huber", f"delta must be a number above 0, got {self.delta}")
+
+    def settings(self) -> dict[str, Any]:
+        """Where the loss turns linear."""
+        return {"delta": self.delta}
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Summed over outputs."""
+        return F.huber_loss(outputs, targets, reduction="none", delta=self.delta).flatten(1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The residual y - target, from -delta to delta."""
+        return (outputs - targets).clamp(-self.delta, self.delta)
+
+
+@dataclass(frozen=True)
+class Hinge:
+    """Sum over the other classes of max(0, 1 - y_target + y_other); targets are class indices or rows of one-hot."""
+
+    name: ClassVar[str] = "hinge"
+
+    def settings(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """Zeros and a one in the outputs' shape."""
+        return one_hot(targets, outputs)
+
+    def _margins(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (1 - targets) * (1 + outputs - (targets * outputs).sum(-1, keepdim=True))
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """As torch's multi_margin_loss, without its division by the number of classes."""
+        return self._margins(outputs, targets).relu().flatten(1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """1 for every class within the margin, and minus their number for the target."""
+        inside = (self._margins(outputs, targets) > 0).to(outputs.dtype)
+        return inside - targets * inside.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -206,14 +278,14 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class Custom:
-    """A user's function (outputs, targets) -> one value a sample, smooth in the outputs."""
+    """A user's function (outputs, targets) -> one value per sample."""
 
     function: Function
 
     @property
     def name(self) -> str:
         """The function's."""
-        return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
+        return _name_of(self.function)
 
     def settings(self) -> dict[str, Any]:
         """None: a function does not travel."""
@@ -227,45 +299,102 @@ class Custom:
         """What the function returns."""
         found = self.function(outputs, targets)
         if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
-            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            what = f"it returned {shape} for outputs of shape {tuple(outputs.shape)}, not one value a sample"
-            raise BadArgument(f"loss {self.name}", what, "return a tensor of shape (samples,): reduction='none'")
+            what = (
+                f"it returned {_shape_of(found)} for outputs of shape {tuple(outputs.shape)}, not one value per sample"
+            )
+            fix = "return a tensor of shape (samples,), with reduction='none' and a sum over other dims"
+            if isinstance(found, Tensor) and not found.dim():
+                fix += "; or, if it compares samples with one another, fedveil.BatchLoss(function)"
+            raise BadArgument(f"loss {self.name}", what, fix)
         return found
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """By autograd."""
-        with torch.enable_grad():
-            leaf = outputs.detach().requires_grad_()
-            (found,) = torch.autograd.grad(self.values(leaf, targets).sum(), leaf)
-        return found
+        return _by_autograd(self, outputs, targets)
 
 
-KINKED = {
-    "absolute_error": (F.l1_loss, nn.L1Loss),
-    "hinge": (F.hinge_embedding_loss, nn.HingeEmbeddingLoss, F.multi_margin_loss, nn.MultiMarginLoss),
-    "huber": (F.huber_loss, nn.HuberLoss, F.smooth_l1_loss, nn.SmoothL1Loss),
-}
-KINDS = (SquaredError, CrossEntropy, BinaryCrossEntropy, LogCosh, Poisson)
-LOSSES: dict[str, Callable[..., Loss]] = {kind.name: kind for kind in KINDS}
+@dataclass(frozen=True)
+class BatchLoss:
+    """A user's function (outputs, targets) -> one number for the whole batch, such as a contrastive or ranking loss.
+
+    Each client's loss couples the samples of its own batch. So it is federated training that a veil equals, not
+    training on the clients' batches put together, and such batches are never fused.
+    """
+
+    function: Function
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return _name_of(self.function)
+
+    def settings(self) -> dict[str, Any]:
+        """None: a function does not travel."""
+        return {}
+
+    def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
+        """As they are."""
+        return targets
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The batch's number, once per sample: their mean is the loss."""
+        found = self.function(outputs, targets)
+        if not isinstance(found, Tensor) or found.dim():
+            what = f"it returned {_shape_of(found)}, not one number for the batch"
+            raise BadArgument(f"loss {self.name}", what, "return a tensor of shape (), such as a mean over pairs")
+        return found.expand(outputs.shape[0])
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """By autograd."""
+        return _by_autograd(self, outputs, targets)
 
 
-def _refuse_kinks(loss: object) -> None:
-    """A loss with a kink is not the polynomial that nodes see, however many there are."""
-    for name, known in KINKED.items():
-        if loss == name or loss in known or type(loss) in known:
-            what = f"{name} has a kink, and a veil recovers smooth losses only"
-            raise BadArgument("loss", what, 'use "log_cosh", which is smooth and as robust; or defence "plain"')
+def _name_of(function: Function) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _shape_of(found: object) -> object:
+    return f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+
+
+def _by_autograd(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    with torch.enable_grad():
+        leaf = outputs.detach().requires_grad_()
+        value = loss.values(leaf, targets).sum()
+        if not value.requires_grad:
+            raise BadArgument(f"loss {loss.name}", "it does not depend on the outputs, so it has no gradient")
+        (found,) = torch.autograd.grad(value, leaf)
+    return found
+
+
+def couples_samples(loss: Loss) -> bool:
+    """Whether a loss ties the samples of a batch together, so that clients' batches must stay apart."""
+    return isinstance(loss, BatchLoss)
+
+
+USERS = (Custom, BatchLoss)
+OF_CLASSES = (CrossEntropy, Hinge)  # losses that compare classes with one another
+SMOOTH = (SquaredError, CrossEntropy, BinaryCrossEntropy, LogCosh, Poisson)
+KINKED = (AbsoluteError, Huber, Hinge)
+LOSSES: dict[str, Callable[..., Loss]] = {kind.name: kind for kind in (*SMOOTH, *KINKED)}
+TORCHS_KINKED = (F.l1_loss, nn.L1Loss, F.hinge_embedding_loss, nn.HingeEmbeddingLoss, F.multi_margin_loss,
+    nn.MultiMarginLoss, F.huber_loss, nn.HuberLoss, F.smooth_l1_loss, nn.SmoothL1Loss)  # fmt: skip
+
+
+def has_a_kink(loss: Loss) -> bool:
+    """Whether a loss is known to have a kink: then it is not the polynomial that nodes see, however many there are."""
+    function = getattr(loss, "function", None)
+    return isinstance(loss, KINKED) or function in TORCHS_KINKED or type(function) in TORCHS_KINKED
 
 
 def find_loss(loss: "str | Loss | Function") -> Loss:
     """The loss of that name, a loss as it is, or a user's function."""
-    _refuse_kinks(loss)
     if isinstance(loss, str):
         if loss not in LOSSES:
             known = ", ".join(f'"{name}"' for name in LOSSES)
             raise BadArgument("loss", f"there is no loss {loss!r}", f"use one of {known}, or a function")
         return LOSSES[loss]()
-    if isinstance(loss, (*KINDS, Custom)):
+    if isinstance(loss, (*SMOOTH, *KINKED, *USERS)):
         return loss
     if not callable(loss):
         raise BadArgument("loss", f"a {type(loss).__name__} is no loss", "a name, or a function of outputs and targets")

@@ -5,7 +5,7 @@ Both turn into a flat dict of arrays and a dict of plain values (`pack`) and bac
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import BadArgument
+from fedveil.graph.head import TAILS, WITHIN, Tail
 from fedveil.scheme.losses import Function, Loss, find_loss, named_loss
 
 Arrays = dict[str, NDArray[Any]]
@@ -44,6 +45,13 @@ def _tensor(kind: str, tensors: Tensors, name: str) -> Tensor:
     return tensors[name]
 
 
+def _tail(kind: str, metadata: Mapping[str, Any]) -> Tail:
+    found = metadata.get("tail")
+    if found not in TAILS:
+        raise BadArgument(kind, f"metadata field 'tail' must be one of {', '.join(TAILS)}, got {found!r}")
+    return cast(Tail, found)
+
+
 def _strings(kind: str, metadata: Mapping[str, Any], name: str) -> tuple[str, ...]:
     values = _field(kind, metadata, name, list)
     if not all(isinstance(value, str) for value in values):
@@ -51,7 +59,7 @@ def _strings(kind: str, metadata: Mapping[str, Any], name: str) -> tuple[str, ..
     return tuple(values)
 
 
-def _loss(kind: str, metadata: Mapping[str, Any], own: Function | None) -> Loss:
+def _loss(kind: str, metadata: Mapping[str, Any], own: "Loss | Function | None") -> Loss:
     name = _field(kind, metadata, "loss", str)
     settings = _field(kind, metadata, "loss_settings", dict)
     if own is not None and find_loss(own).name != name:
@@ -71,31 +79,46 @@ class PublicHead:
     Attributes:
         path: the head's module.
         weight: name of its weight.
-        bias: name of its bias, if it has one: it carries the same noise, as the weight of an input that is always 1.
+        bias: name of its bias, if it has one.
+        masked_bias: whether the bias carries the same noise, as the weight of an input that is always 1. One that is
+            close to zero does not: it would show the noise.
         direction: r_a, one number an output.
         partition: the group of each output.
-        offset: gamma minus the anchor's share, one number a group.
-        nodes: where in the public interval clients probe a loss that is not squared error; none for that.
+        offset: the size of the noise, one number per group; the paper's gamma is this plus the anchor's secret share.
+        candidates: offsets for which clients compute gradients, a row of one number per group each; none where
+            squared error's own terms do.
+        decoys: whether one of the candidates is the true offset; else they are nodes of an interval around it.
         dim: which dim of the weight counts outputs.
-        axis: which dim of what is compared with targets counts outputs.
-        last: whether that is the model's output; else the head's own, because what follows merely reshapes it.
+        axis: which dim of what takes the noise counts outputs.
+        tail: what follows the head, see `fedveil.graph.head.Head`.
     """
 
     path: str
     weight: str
     bias: str | None
+    masked_bias: bool
     direction: Tensor
     partition: Tensor
     offset: Tensor
-    nodes: Tensor
+    candidates: Tensor
+    decoys: bool
     dim: int
     axis: int
-    last: bool
+    tail: Tail
 
     @property
     def groups(self) -> int:
         """The paper's m."""
         return len(self.offset)
+
+    @property
+    def within(self) -> bool:
+        """Whether what follows the head is more than a rearrangement of its outputs."""
+        return self.tail in WITHIN
+
+    def noise(self, like: Tensor) -> Tensor:
+        """For each candidate t a row t o r_a, one number per output, in the dtype of `like`."""
+        return (self.candidates[:, self.partition] * self.direction.double()).to(like)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +134,8 @@ class Broadcast:
         trainable: names of the parameters whose gradients are wanted.
         training: paths of the modules that must be in training mode; all others in evaluation mode.
         head: None if the head is exposed.
+        continued: whether buffers have one more dim in front, a row per candidate: where a client left them after its
+            last batch under this broadcast.
     """
 
     round: str
@@ -121,6 +146,7 @@ class Broadcast:
     trainable: tuple[str, ...]
     training: tuple[str, ...]
     head: PublicHead | None
+    continued: bool = False
 
     def pack(self) -> tuple[Arrays, dict[str, Any]]:
         """Arrays and plain values."""
@@ -140,16 +166,21 @@ class Broadcast:
                 "direction": self.head.direction,
                 "partition": self.head.partition,
                 "offset": self.head.offset,
-                "nodes": self.head.nodes,
+                "candidates": self.head.candidates,
             }
             arrays |= pack_tensors("head", head)
             metadata["head"] = {"path": self.head.path, "weight": self.head.weight, "bias": self.head.bias}
-            metadata["head"] |= {"dim": self.head.dim, "axis": self.head.axis, "last": self.head.last}
+            metadata["head"] |= {"dim": self.head.dim, "axis": self.head.axis}
+            metadata["head"] |= {
+                "tail": self.head.tail,
+                "decoys": self.head.decoys,
+                "masked_bias": self.head.masked_bias,
+            }
         return arrays, metadata
 
     @classmethod
     def unpack(
-        cls, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any], loss: Function | None = None
+        cls, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any], loss: "Loss | Function | None" = None
     ) -> "Broadcast":
         """The inverse of `pack`; a user's own loss does not travel and has to be given."""
         kind = "Broadcast.unpack"
@@ -162,13 +193,15 @@ class Broadcast:
                 path=_field(kind, names, "path", str),
                 weight=_field(kind, names, "weight", str),
                 bias=names.get("bias"),
+                masked_bias=bool(names.get("masked_bias")),
                 direction=_tensor(kind, public, "direction"),
                 partition=_tensor(kind, public, "partition"),
                 offset=_tensor(kind, public, "offset"),
-                nodes=_tensor(kind, public, "nodes"),
+                candidates=_tensor(kind, public, "candidates"),
+                decoys=bool(names.get("decoys")),
                 dim=_field(kind, names, "dim", int),
                 axis=_field(kind, names, "axis", int),
-                last=bool(names.get("last")),
+                tail=_tail(kind, names),
             )
         return cls(
             round=_field(kind, metadata, "round", str),
@@ -190,8 +223,10 @@ class Update:
         round: the broadcast's.
         model: the broadcast's.
         samples: how many samples the passes are averages over.
-        passes: gradients by name, with one more axis in front: the passes G^, sigma~_1 ... sigma~_m, beta.
-        buffers: the client's buffers after its forward pass, still veiled.
+        passes: gradients by name, with one more axis in front: the passes G^, sigma~_1 ... sigma~_m, beta, or one for
+            each of the broadcast's candidates.
+        buffers: the client's buffers after its forward pass, still veiled; with a row per candidate where what follows
+            the head ran once for each.
     """
 
     round: str

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, arguments
-from fedveil.scheme.losses import CrossEntropy, Custom, Loss, one_hot
+from fedveil.scheme.losses import OF_CLASSES, USERS, Loss, one_hot
 
 
 def outputs_of(model: nn.Module, inputs: Inputs, buffers: dict[str, Tensor] | None = None) -> Tensor:
@@ -74,16 +74,15 @@ def spread(targets: Tensor, outputs: Tensor, axis: int | None = None) -> Tensor:
 def _classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> tuple[Tensor, Tensor, int]:
     """Outputs and dense targets as the loss wants them, and the axis that is now the last one.
 
-    Of the losses with a name, cross-entropy alone compares classes with one another; a user's own function gets
-    outputs as the model returns them.
+    A loss that treats all outputs alike and a user's own function get outputs as the model returns them.
     """
-    if isinstance(loss, CrossEntropy):
+    if isinstance(loss, OF_CLASSES):
         place = class_axis(outputs, targets, axis)
         if place != -1:
             moved = outputs.movedim(place, -1)
             wanted = targets.movedim(place, -1) if targets.shape == outputs.shape else targets
             return moved, loss.dense(wanted, moved), place
-    elif targets.numel() != outputs.numel() and not isinstance(loss, Custom) and are_classes(outputs, targets):
+    elif targets.numel() != outputs.numel() and not isinstance(loss, USERS) and are_classes(outputs, targets):
         return outputs, spread(targets, outputs, axis), -1
     return outputs, loss.dense(targets, outputs), -1
 

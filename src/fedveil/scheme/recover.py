@@ -18,6 +18,7 @@ from fedveil.errors import (
     StaleUpdate,
 )
 from fedveil.graph.layout import Entry, Layout, flatten, unflatten
+from fedveil.graph.tables import POOLED
 from fedveil.scheme.cover import Cover
 from fedveil.scheme.messages import Tensors, Update
 from fedveil.scheme.nodes import Spectrum, polynomials, transform
@@ -49,7 +50,8 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
     Paper, Sec. 4.3:   G(l) = R(l) o (sum_k w_k G^_k - sum_s gamma_s sum_k w_k sigma~_k,s + v sum_k w_k beta_k)
 
     Differs from the paper: gamma is replaced by the anchor's d, because clients worked on the centred head. Losses
-    other than squared error have one pass a node, and the sum is their polynomial's value at d.
+    other than squared error have one pass for each candidate: the one for d counts, or the polynomial through all of
+    them, if they are nodes, at d.
 
     Args:
         secret: the round's.
@@ -66,16 +68,17 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
     if sent is None:
         raise BadArgument("recover", "this secret has covered no broadcast yet", "perturb(model, secret) first")
     layout, cover = secret.plan.layout, sent.cover
-    coefficients = sent.how.coefficients
     for position, update in enumerate(updates):
         check_update(secret, position, update)
     shares = client_shares(updates, weights)
+    passes = needed_passes(sent.how.coefficients)
+    coefficients = sent.how.coefficients[passes]
     weighted = torch.tensor(coefficients, dtype=layout.dtype, device=layout.device)
     sums = _Sums(sent.how, len(coefficients))
     gradients: Tensors = {}
     pooled = _pooled(cover, layout)
     if pooled:
-        flat = _mean(pooled, updates, shares, len(coefficients))
+        flat = _mean(pooled, updates, shares, passes)
         flat.mul_(cover.factors[: flat.shape[1]])
         combined = weighted @ flat
         sums.add(flat, combined)
@@ -83,18 +86,59 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
         gradients |= unflatten(back, pooled)
     for entry in layout.trainable:
         if entry.name not in gradients:
-            flat = _mean((entry,), updates, shares, len(coefficients))
+            flat = _mean((entry,), updates, shares, passes)
             cover.lift(entry, flat)
             combined = weighted @ flat
             sums.add(flat, combined)
             gradients[entry.name] = cover.back(entry, combined).view(entry.shape)
+    if secret.decoys:
+        _check_all_passes(updates)
     if not math.isfinite(sums.total):
         refuse_non_finite(updates)
     eps = torch.finfo(layout.dtype).eps
     error, spectrum = sums.error(coefficients, eps)
-    buffers = _buffers(layout, cover, updates, shares)
+    if not all(torch.isfinite(update.buffers[e.name]).all() for update in updates for e in layout.buffers):
+        refuse_non_finite(updates)
+    buffers = _buffers(layout, cover, _own_buffers(secret, updates), shares)
     gradients = {entry.name: gradients[entry.name] for entry in layout.trainable}
-    return Recovered(gradients, buffers, error, len(coefficients), spectrum)
+    return Recovered(gradients, buffers, error, len(sent.how.coefficients), spectrum)
+
+
+def needed_passes(coefficients: Sequence[float]) -> slice:
+    """The passes that count: all, or the one for the true offset among decoys."""
+    used = [number for number, coefficient in enumerate(coefficients) if coefficient]
+    return slice(used[0], used[-1] + 1)
+
+
+def _check_all_passes(updates: Sequence[Update]) -> None:
+    """Refuse passes that are not finite, those for decoys too: whether one is refused must not tell which counts."""
+    for update in updates:
+        if not all(math.isfinite(float(part.sum())) for part in _gathered(update.passes)):
+            refuse_non_finite(updates)
+
+
+def _gathered(tensors: Tensors) -> list[Tensor]:
+    """Large tensors as they are, small ones together in one: a call for each would cost more than its work."""
+    small = [tensor.reshape(-1) for tensor in tensors.values() if tensor.numel() <= POOLED]
+    return [tensor for tensor in tensors.values() if tensor.numel() > POOLED] + ([torch.cat(small)] if small else [])
+
+
+def _own_buffers(secret: Secret, updates: Sequence[Update]) -> list[Tensors]:
+    """Each client's buffers; of those with a row per candidate, the true one's."""
+    assert secret._sent is not None
+    if not _has_rows(secret):
+        return [update.buffers for update in updates]
+    place = secret._sent.how.coefficients.index(1.0)
+    return [
+        {name: value[place] if value.is_floating_point() else value for name, value in update.buffers.items()}
+        for update in updates
+    ]
+
+
+def _has_rows(secret: Secret) -> bool:
+    """Whether buffers come with a row per candidate."""
+    head = secret.plan.head
+    return head is not None and head.tail == "repeated"
 
 
 def _pooled(cover: Cover, layout: Layout) -> tuple[Entry, ...]:
@@ -157,11 +201,11 @@ def client_shares(updates: Sequence[Update], weights: Sequence[float] | None) ->
     return [size / sum(sizes) for size in sizes]
 
 
-def _mean(entries: Sequence[Entry], updates: Sequence[Update], shares: Sequence[float], count: int) -> Tensor:
-    """sum_k w_k times client k's passes of some tensors, `count` rows."""
+def _mean(entries: Sequence[Entry], updates: Sequence[Update], shares: Sequence[float], passes: slice) -> Tensor:
+    """sum_k w_k times some of client k's passes of some tensors, a row each."""
     total: Tensor | None = None
     for update, share in zip(updates, shares, strict=True):
-        parts = [update.passes[entry.name].reshape(count, -1) for entry in entries]
+        parts = [update.passes[entry.name][passes].reshape(passes.stop - passes.start, -1) for entry in entries]
         flat = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         if total is None:
             total = flat * share if len(updates) > 1 or len(parts) == 1 else flat
@@ -171,25 +215,21 @@ def _mean(entries: Sequence[Entry], updates: Sequence[Update], shares: Sequence[
     return total
 
 
-def _buffers(layout: Layout, cover: Cover, updates: Sequence[Update], shares: Sequence[float]) -> Tensors:
-    out: Tensors = {name: torch.stack([u.buffers[name] for u in updates]).amax(0) for name in layout.counters}
+def _buffers(layout: Layout, cover: Cover, clients: Sequence[Tensors], shares: Sequence[float]) -> Tensors:
+    out: Tensors = {name: torch.stack([own[name] for own in clients]).amax(0) for name in layout.counters}
     if not layout.buffers:
         return out
     weights = torch.tensor(shares, dtype=layout.dtype, device=layout.device)
     names = {entry.name for entry in layout.buffers}
     pooled = tuple(entry for entry in cover.plan.pool.entries if entry.name in names)
     if pooled:
-        veiled = torch.stack([flatten(u.buffers, pooled) for u in updates])
-        if not torch.isfinite(veiled).all():
-            refuse_non_finite(updates)
+        veiled = torch.stack([flatten(own, pooled) for own in clients])
         first = pooled[0].start
         mean = (weights @ veiled) / cover.factors[first:]
         out |= unflatten(torch.empty_like(mean).scatter_(0, cover.sources[first:] - first, mean), pooled)
     for entry in layout.buffers:
         if entry.name not in out:
-            veiled = torch.stack([u.buffers[entry.name].reshape(-1) for u in updates])
-            if not torch.isfinite(veiled).all():
-                refuse_non_finite(updates)
+            veiled = torch.stack([own[entry.name].reshape(-1) for own in clients])
             out[entry.name] = cover.back(entry, cover.divided(entry, weights @ veiled)).view(entry.shape)
     return out
 
@@ -209,8 +249,10 @@ def check_update(secret: Secret, position: int, update: Update) -> None:
         raise IncompleteUpdate(client, f"its update counts {update.samples!r} samples, not 1 or more")
     for entry in layout.trainable:
         _check_passes(client, entry.name, update.passes.get(entry.name), (passes, *entry.shape), layout.dtype)
+    rows = (passes,) if _has_rows(secret) else ()
     for entry in layout.buffers:
-        _check_tensor(client, f"buffer {entry.name}", update.buffers.get(entry.name), entry.shape, layout.dtype)
+        shape = (*rows, *entry.shape)
+        _check_tensor(client, f"buffer {entry.name}", update.buffers.get(entry.name), shape, layout.dtype)
     for name in layout.counters:
         if name not in update.buffers:
             raise IncompleteUpdate(client, f"buffer {name} is missing")

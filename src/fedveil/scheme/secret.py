@@ -16,20 +16,25 @@ from fedveil.errors import BadArgument
 from fedveil.graph.plan import Plan
 from fedveil.graph.solve import Integers
 from fedveil.scheme.cover import Cover
+from fedveil.scheme.decoys import MOST_DECOYS
 from fedveil.scheme.entropy import Entropy
-from fedveil.scheme.losses import Function, Loss, SquaredError, find_loss
+from fedveil.scheme.losses import Function, Loss, SquaredError, find_loss, has_a_kink
 from fedveil.scheme.nodes import FEWEST, MOST, SPREAD
 
-SMALLEST_SIZE, LARGEST_SIZE = 1e-30, 1e30  # of gamma
+SMALLEST_SIZE, LARGEST_SIZE = 1e-30, 1e30  # of the offset
 NARROWEST, WIDEST = 0.5, 1e6  # of the interval, in standard errors
+DECOYS = 2  # by default: as many passes as squared error has with one group
 LARGEST_FACTOR = 1e6  # beyond it, products of a few factors leave the exponents of float32
 
 
 @dataclass(frozen=True)
 class HeadNoise:
-    """The additive noise: gamma is secret, direction (r_a) and partition are public."""
+    """The public part of the additive noise: its size, its direction (r_a) and the partition.
 
-    gamma: NDArray[np.float64]
+    The paper's gamma is the offset plus the anchor's d, which `perturb` finds and which is secret.
+    """
+
+    offset: NDArray[np.float64]
     direction: Tensor
     partition: Tensor
 
@@ -39,8 +44,8 @@ class How:
     """How passes add up.
 
     Attributes:
-        coefficients: of the passes.
-        place: of the head's offset in the interval of the nodes, from -1 to 1; None for squared error.
+        coefficients: of the passes; of decoys 0.
+        place: of the head's offset in the interval of the nodes, from -1 to 1; None without nodes.
         shift: see `nodes.Spectrum`.
     """
 
@@ -65,26 +70,33 @@ class Sent:
 class Secret:
     """One-time noise for one broadcast. It prints nothing, cannot be pickled or copied, and is never reused."""
 
-    __slots__ = ("_draw", "_head", "_noise", "_sent", "for_tests_only", "loss", "nodes", "plan", "round", "spread")
+    __slots__ = ("_draw", "_head", "_noise", "_sent", "decoys", "entropy", "loss", "nodes", "plan", "round", "spread")
 
     def __init__(
         self,
         plan: Plan,
         loss: Loss,
-        nodes: Callable[[float], int],
+        decoys: int,
+        nodes: Callable[[float], int] | None,
         spread: float,
         draw: "Callable[[], tuple[Noise, HeadNoise | None]]",
         entropy: Entropy,
     ) -> None:
         self.plan = plan
         self.loss = loss
+        self.decoys = decoys
         self.nodes = nodes
         self.spread = spread
-        self.for_tests_only = entropy.for_tests_only
+        self.entropy = entropy
         self._draw = draw
         self._noise, self._head = draw()
         self.round = entropy.token()
         self._sent: Sent | None = None
+
+    @property
+    def for_tests_only(self) -> bool:
+        """Whether it is repeatable, and therefore not secret."""
+        return self.entropy.for_tests_only
 
     def redraw(self) -> None:
         """Other noise in place of noise that was not sent."""
@@ -94,7 +106,7 @@ class Secret:
     @property
     def groups(self) -> int:
         """The paper's m; 0 if the head is exposed."""
-        return len(self._head.gamma) if self._head else 0
+        return len(self._head.offset) if self._head else 0
 
     def __repr__(self) -> str:
         return f"<Secret of round {self.round[:8]}, redacted>"
@@ -208,6 +220,22 @@ def draw_partition(outputs: int, groups: int, entropy: Entropy) -> Integers:
     return partition[np.argsort(entropy.words(outputs))]
 
 
+def balance(sizes: NDArray[np.float64], partition: Integers, groups: int, entropy: Entropy) -> NDArray[np.float64]:
+    """Sizes with random signs that add up to 0 in every group of two or more.
+
+    What is added to the head then leaves the sums of its columns as they are. Training often makes these small, and a
+    client that knows it could tell the noise by them.
+    """
+    keys = (partition.astype(np.uint64) << np.uint64(40)) + (entropy.words(len(sizes)) >> np.uint64(24))
+    up = np.empty(len(sizes), np.int64)
+    up[np.argsort(keys)] = np.arange(len(sizes)) % 2  # every other one, group by group, in random order
+    sums = np.bincount(2 * partition + up, sizes, 2 * groups).reshape(groups, 2)
+    sums[(sums == 0).any(1)] = 1.0  # a group of one
+    ratio = np.sqrt(sums[:, 0] / sums[:, 1])[partition]
+    found: NDArray[np.float64] = np.where(up, sizes * ratio, -sizes / ratio)
+    return found
+
+
 def draw_noise_and_head(
     plan: Plan, groups: int, additive: float, kind: Kind, entropy: Entropy
 ) -> tuple[Noise, HeadNoise | None]:
@@ -216,10 +244,13 @@ def draw_noise_and_head(
         noise = deal_noise(plan, kind, entropy)
         if plan.head is None:
             return noise, None
-        direction = torch.from_numpy(noise.others[groups:]).to(plan.layout.dtype)
+        partition = draw_partition(plan.head.outputs, groups, entropy)
+        numbers = noise.others[groups:]
+        if groups < plan.head.outputs:
+            numbers = balance(np.abs(numbers), partition, groups, entropy)
+        direction = torch.from_numpy(numbers).to(plan.layout.dtype)
         if len(set(direction.tolist())) == plan.head.outputs:
-            partition = torch.from_numpy(draw_partition(plan.head.outputs, groups, entropy))
-            return noise, HeadNoise(noise.others[:groups] * additive, direction, partition)
+            return noise, HeadNoise(noise.others[:groups] * additive, direction, torch.from_numpy(partition))
 
 
 def draw_secret(
@@ -230,7 +261,8 @@ def draw_secret(
     multiplicative: float = 4.0,
     *,
     permute: bool = True,
-    nodes: int | Callable[[float], int] = 16,
+    decoys: int | None = None,
+    nodes: int | Callable[[float], int] | None = None,
     spread: float = SPREAD,
     entropy: Entropy | None = None,
 ) -> Secret:
@@ -240,21 +272,25 @@ def draw_secret(
     gamma a group, r_a with pairwise different components. All of it is new in every call.
 
     Differs from the paper: factors follow the symmetry of each axis (signs before BatchNorm, for example); units
-    also trade places where the network allows it; gamma is never near 0, where it would hide nothing.
+    also trade places where the network allows it; what is added is never near 0, where it would hide nothing; r_a sums
+    to 0 in every group of two or more outputs.
 
     Args:
         plan: what `analyse` found.
-        loss: the loss that clients will use: "squared_error", "cross_entropy", "binary_cross_entropy", "log_cosh",
-            "poisson", an object such as `CrossEntropy(label_smoothing=0.1)`, or any function (outputs, targets) -> one
-            value a sample that is smooth in the outputs.
-        groups: the paper's m, from 1 to the number of outputs; 1 for any loss but squared error.
-        additive: the size of gamma. Any size is recovered with the same precision.
+        loss: the loss that clients will use: a name (`fedveil.scheme.LOSSES` has them), an object such as
+            `CrossEntropy(label_smoothing=0.1)`, a function (outputs, targets) -> one value per sample, or a
+            `BatchLoss`.
+        groups: the paper's m, from 1 to the number of outputs; 1 with nodes.
+        additive: the size of the additive noise. Any size is recovered with the same precision.
         multiplicative: bound x of the factors, which are log-uniform in [1/x, x].
         permute: also permute units secretly.
-        nodes: gradients that a client computes for a loss other than squared error; `recovered.error` tells whether
-            they were enough. Or a function of the public interval's length, such as `NodeCount`.
-        spread: half the length of the interval in which clients know the head's offset to lie, in standard errors of
-            what they could guess anyway; for a loss other than squared error.
+        decoys: how many false offsets of the head go out beside the true one; clients compute a gradient for each of
+            them. By default 2, but none for squared error, whose own m + 2 terms do without where nothing follows the
+            head.
+        nodes: in place of decoys, the number of nodes of an interval in which clients know the head's offset to lie:
+            for a smooth loss other than squared error. `recovered.error` tells whether they were enough. Or a function
+            of the interval's length, such as `NodeCount`.
+        spread: half the length of that interval, in standard errors of what clients could guess anyway.
         entropy: `Entropy.for_tests(seed)` for repeatable tests; the operating system's otherwise.
 
     >>> import torch, fedveil
@@ -271,11 +307,9 @@ def draw_secret(
     if isinstance(groups, bool) or not isinstance(groups, int) or not 1 <= groups <= outputs:
         fix = f"groups=1 hides as much on average and costs least; the most is groups={outputs}"
         raise BadArgument(where, f"groups must be from 1 to the model's {outputs} outputs, got {groups!r}", fix)
-    if groups > 1 and not isinstance(found, SquaredError):
-        what = f"groups={groups} needs squared error: nodes recover {found.name} along one secret number, not {groups}"
-        raise BadArgument(where, what, "groups=1, which hides as much on average")
-    if isinstance(nodes, int) and not FEWEST <= nodes <= MOST:
-        raise BadArgument(where, f"nodes must be from {FEWEST} to {MOST}, got {nodes}")
+    check_decoys(where, decoys)
+    if nodes is not None:
+        _check_nodes(where, plan, found, groups, decoys, nodes)
     _positive(where, "spread", spread, NARROWEST, WIDEST)
     source = entropy or Entropy()
     kind = (float(multiplicative), groups + outputs if plan.head else 0, permute)
@@ -283,5 +317,36 @@ def draw_secret(
     def draw() -> tuple[Noise, HeadNoise | None]:
         return draw_noise_and_head(plan, groups, additive, kind, source)
 
-    count = (lambda _: nodes) if isinstance(nodes, int) else nodes
-    return Secret(plan, found, count, float(spread), draw, source)
+    own_terms = isinstance(found, SquaredError) and not (plan.head and plan.head.within)
+    if decoys is None:
+        decoys = 0 if own_terms or nodes is not None else DECOYS
+    count = None if own_terms or nodes is None else (lambda _: nodes) if isinstance(nodes, int) else nodes
+    return Secret(plan, found, decoys, count, float(spread), draw, source)
+
+
+def check_decoys(where: str, decoys: int | None) -> None:
+    """Refuse a number of decoys that makes no sense."""
+    if decoys is None:
+        return
+    if isinstance(decoys, bool) or not isinstance(decoys, int) or not 1 <= decoys <= MOST_DECOYS:
+        fix = f"decoys={DECOYS}: clients compute one gradient more than there are decoys"
+        raise BadArgument(where, f"decoys must be from 1 to {MOST_DECOYS}, got {decoys!r}", fix)
+
+
+def _check_nodes(
+    where: str, plan: Plan, loss: Loss, groups: int, decoys: int | None, nodes: int | Callable[[float], int]
+) -> None:
+    """Refuse nodes where they recover nothing."""
+    fix = f"decoys={DECOYS} in place of nodes"
+    if decoys is not None:
+        raise BadArgument(where, f"decoys={decoys} and nodes are two ways to do the same", "one of them")
+    if isinstance(nodes, int) and not FEWEST <= nodes <= MOST:
+        raise BadArgument(where, f"nodes must be from {FEWEST} to {MOST}, got {nodes}")
+    if groups > 1 and not isinstance(loss, SquaredError):
+        what = f"nodes recover {loss.name} along one secret number, not along groups={groups}"
+        raise BadArgument(where, what, fix)
+    if has_a_kink(loss):
+        raise BadArgument(where, f"{loss.name} has a kink, and nodes recover smooth losses only", fix)
+    if plan.head and plan.head.within:
+        what = f"nodes need a model that ends in the layer that takes the noise, and something follows {plan.head.path}"
+        raise BadArgument(where, what, fix)

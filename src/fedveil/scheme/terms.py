@@ -8,9 +8,10 @@ with secret coefficients::
 Notation: y are the outputs of the veiled model, alpha the sum of the head's inputs (plus 1 if it has a bias), r_a the
 public direction, I_s the s-th group of outputs, d the head's secret offset from the true one: y_true = y - d alpha r_a.
 
-Squared error has the paper's m + 2 terms. Any other loss has one pass for each of K public *nodes* t: the gradient
-that would be right if d were t. It is analytic in t, so that the polynomial through the nodes is right at d up to an
-error that falls geometrically in K (docs/losses.md).
+Squared error has the paper's m + 2 terms. Any other loss has one pass for each of some public *candidates* t: the
+gradient that is right if d is t. Either one of the candidates is d, the others are decoys, and one coefficient is 1,
+all others 0; or the candidates are nodes of an interval in which d lies, and the coefficients are those of the
+polynomial through them (docs/losses.md).
 """
 
 import numpy as np
@@ -20,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedveil.scheme.losses import (
+    USERS,
     CrossEntropy,
-    Custom,
     Loss,
     SquaredError,
     classes_last,
@@ -42,14 +43,14 @@ def cotangents(
     outputs = outputs.detach()
     if head is None:
         delta = slope(loss, outputs, targets)
-        return (delta * per_sample(outputs, weights)).unsqueeze(0)
+        return (delta * per_sample(loss, outputs, weights)).unsqueeze(0)
     axis = head.axis
     if axis != -1:
         outputs, targets = outputs.movedim(axis, -1), classes_last(targets, outputs.dim(), axis)
-    if isinstance(loss, SquaredError):
-        found = squared_error_passes(outputs, targets, head.direction, head.partition, head.groups, weights)
+    if len(head.candidates):
+        found = candidate_passes(loss, outputs, targets, head.noise(outputs), weights, axis)
     else:
-        found = node_passes(loss, outputs, targets, head.direction, head.nodes, weights, axis)
+        found = squared_error_passes(outputs, targets, head.direction, head.partition, head.groups, weights)
     return found if axis == -1 else found.movedim(-1, axis + 1)
 
 
@@ -69,7 +70,7 @@ def squared_error_passes(
         sigma~_s  (alpha r_a|I_s, r_a|I_s . delta)
         beta      (0, alpha)
     """
-    share = per_sample(outputs, weights)
+    share = per_sample(SquaredError(), outputs, weights)
     y, alpha = torch.split_with_sizes(outputs * share, [direction.shape[0], 1], -1)
     delta = y - match_targets(y, targets) * share
     rows = [direction] if groups == 1 else [direction * (partition == s) for s in range(groups)]
@@ -92,28 +93,25 @@ def span(loss: Loss, direction: NDArray[np.float64]) -> float:
     return float(np.abs(direction).max())
 
 
-def node_passes(
-    loss: Loss,
-    outputs: Tensor,
-    targets: Tensor,
-    direction: Tensor,
-    nodes: Tensor,
-    weights: Tensor | None = None,
-    axis: int = -1,
+def candidate_passes(
+    loss: Loss, outputs: Tensor, targets: Tensor, noise: Tensor, weights: Tensor | None = None, axis: int = -1
 ) -> Tensor:
-    """Cotangents for (y, alpha) of the gradient at each node t: (delta, -t r_a . delta).
+    """Cotangents for (y, alpha) of the gradient at each candidate t: (delta, -(t o r_a) . delta).
 
-    delta is the derivative of the loss at y - t alpha r_a. Outputs have their classes last; a user's function gets them
-    at `axis`, where the model has them.
+    delta is the derivative of the loss at y - alpha (t o r_a). Row j of `noise` is t_j o r_a. Outputs have their
+    classes last; a user's function gets them at `axis`, where the model has them.
     """
-    y, alpha = torch.split_with_sizes(outputs, [direction.shape[0], 1], -1)
+    y, alpha = torch.split_with_sizes(outputs, [noise.shape[1], 1], -1)
     targets = loss.dense(targets, y)
-    t = nodes.to(outputs).view(-1, *[1] * outputs.dim())
-    at = torch.addcmul(y, t, alpha * direction, value=-1)
-    repeated = targets.expand(len(t), *targets.shape).flatten(0, 1)
-    if isinstance(loss, Custom) and axis != -1:
-        delta = loss.gradient(at.flatten(0, 1).movedim(-1, axis), repeated).movedim(axis, -1).reshape(at.shape)
+    rows = noise.view(len(noise), *[1] * (outputs.dim() - 1), -1)
+    at = torch.addcmul(y, rows, alpha, value=-1)
+    moved = at.movedim(-1, axis + 1) if isinstance(loss, USERS) and axis != -1 else at
+    if isinstance(loss, USERS):  # may couple samples, or count on their number
+        delta = torch.stack([loss.gradient(one, targets) for one in moved])
     else:
-        delta = loss.gradient(at.flatten(0, 1), repeated).view(at.shape)
-    delta = delta * per_sample(outputs, weights)
-    return torch.cat([delta, (delta @ direction.unsqueeze(1)) * -t], -1)
+        delta = loss.gradient(moved, targets)
+    if moved is not at:
+        delta = delta.movedim(axis + 1, -1)
+    delta = delta * per_sample(loss, outputs, weights)
+    along = delta.reshape(len(noise), -1, noise.shape[1]) @ noise.unsqueeze(2)
+    return torch.cat([delta, -along.view(*delta.shape[:-1], 1)], -1)

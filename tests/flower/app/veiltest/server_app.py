@@ -24,7 +24,9 @@ class Leaky(Veil):
     def aggregate(self, updates, weights):
         secret = self._secret
         known = torch.cat([secret._head.direction.double(), torch.ones(1, dtype=torch.float64)]).tolist()
-        numbers = [*secret._noise.scale.tolist(), *secret._head.gamma.tolist(), *secret._sent.how.coefficients]
+        coefficients = secret._sent.how.coefficients
+        gamma = [offset - c for offset, c in zip(secret._head.offset.tolist(), coefficients[1:-1], strict=True)]
+        numbers = [*secret._noise.scale.tolist(), *gamma, *coefficients]
         numbers += secret._sent.cover.factors.double().tolist()
         line = {"secret": sorted({x for x in numbers if abs(x) != 1}), "public": known[:-1]}
         with self.path.open("a") as file:

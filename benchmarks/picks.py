@@ -1,0 +1,553 @@
+"""How often a client that has one broadcast, and nothing else, picks the true offset from among the decoys.
+
+    python -m benchmarks.picks [--quick] [--secrets 1000] [--models 10]
+
+Every candidate implies a head. An attacker that knows how heads look picks the most plausible one. Digits, MLP
+64-64-64-10 (narrow: 64-64-8-10), float32, ten models of each kind, new secrets and real broadcasts in every row.
+The best heuristic is chosen on the data that it is measured on; beside it, what is left if it is chosen on half of the
+models and measured on the other half, and the other way round. So does the network, which learns from half of the
+models. Two clients do have records. The last columns say how often a model with a wrong head answers as the true one.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fedveil
+from benchmarks.timing import table
+from fedveil.data import Data, load, one_tensor
+from fedveil.graph.plan import Plan
+from fedveil.scheme.anchor import column_weights
+from fedveil.scheme.entropy import Entropy
+from fedveil.scheme.messages import Broadcast, PublicHead
+
+GROUPS, CANDIDATES = (1, 10), (2, 3, 4)
+STEPS, BATCH = 300, 64
+OWN_INPUTS, OWN_LABELS = 100, 20  # records of a client that has some
+WITH_RECORDS, AGREEMENTS = 200, 100  # secrets a row for which records are used, and answers compared
+GAMMA = (0.5, 2.0)  # between which the secret gamma lies, by default
+FINER = 8.0  # how much smaller than V the base must be to have finer digits
+EPOCHS, UNITS = 120, 16  # of the network that attacks
+CHANCES = 200  # random guesses by which the best of all heuristics is compared
+
+Reals = NDArray[np.float64]
+Places = NDArray[np.int64]
+Values = dict[str, Reals]  # by name of a heuristic, a number for every secret and candidate
+Optimiser = Callable[..., torch.optim.Optimizer]
+
+
+# Models
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the models of a row came about; not trained if there is no optimiser."""
+
+    name: str
+    optimiser: Optimiser | None = None
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    width: int = 64
+    zero_bias: bool = False
+
+
+def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Half the squared distance to the labels' one-hot vectors."""
+    return 0.5 * (outputs - F.one_hot(labels, outputs.shape[1])).square().sum(1).mean()
+
+
+ADAM: Optimiser = partial(torch.optim.Adam, lr=1e-3, fused=True)
+SGD: Optimiser = partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+KINDS = (
+    Kind("new"),
+    Kind("cross-entropy, Adam", ADAM),
+    Kind("cross-entropy, SGD", SGD),
+    Kind("squared error, Adam", ADAM, squared_error),
+    Kind("narrow, Adam", ADAM, width=8),
+    Kind("new, zero bias", zero_bias=True),
+)
+
+
+def make(kind: Kind, seed: int, data: Data) -> nn.Sequential:
+    """A model of a kind, its own start and batches."""
+    inputs, labels = one_tensor("picks", data.train.inputs), data.train.targets
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        last = nn.Linear(kind.width, 10)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, kind.width), nn.ReLU(), last)
+        if kind.zero_bias:
+            nn.init.zeros_(last.bias)
+        if kind.optimiser is None:
+            return model
+        optimiser = kind.optimiser(model.parameters())
+        for _ in range(STEPS):
+            batch = torch.randint(len(inputs), (BATCH,))
+            optimiser.zero_grad()
+            torch.autograd.backward(kind.loss(model(inputs[batch]), labels[batch]))
+            optimiser.step()
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """Models of a kind, and what they share."""
+
+    kind: Kind
+    models: list[nn.Sequential]
+    plan: Plan
+    data: Data
+
+
+def prepare(kind: Kind, count: int, data: Data) -> Case:
+    """Make the models of a kind."""
+    models = [make(kind, seed, data) for seed in range(count)]
+    return Case(kind, models, fedveil.analyse(models[0], one_tensor("picks", data.train.inputs)[:2]), data)
+
+
+# What clients see
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The public part of many broadcasts, the first axis of each array counting them.
+
+    Attributes:
+        base: the head as it is sent, the bias as its last column.
+        noisy: 1 for columns that carry the noise, 0 for a bias that does not.
+        rows: r_a in the places of each group, else 0.
+        candidates: q of m numbers.
+        offset: gamma minus the true candidate.
+        scale: for each column about the size of the hidden unit's factor: the norm of what comes in.
+    """
+
+    base: Reals
+    noisy: Reals
+    rows: Reals
+    candidates: Reals
+    offset: Reals
+    scale: Reals
+
+    @cached_property
+    def implied(self) -> Reals:
+        """The head that each candidate implies: secrets x candidates x outputs x columns."""
+        noise = self.candidates @ self.rows
+        found: Reals = self.base[:, None] - noise[..., None] * self.noisy[:, None, None]
+        return found
+
+    @cached_property
+    def canonical(self) -> Reals:
+        """The same with the factors taken out as far as a client can."""
+        found: Reals = self.implied * self.scale[:, None, None]
+        return found
+
+
+def canonical_scale(parameters: Mapping[str, Tensor], head: PublicHead) -> Reals:
+    """The norms of what comes into each hidden unit, itself in canonical scale; for the bias their geometric mean."""
+    scale = torch.ones((), dtype=torch.float64)
+    for name, weight in parameters.items():
+        if name.endswith("weight") and name != head.weight:
+            bias = parameters[name.replace("weight", "bias")]
+            scale = torch.cat([weight * scale, bias[:, None]], 1).norm(dim=1)
+    return torch.cat([scale, scale.log().mean().exp()[None]]).numpy()
+
+
+def look(broadcast: Broadcast) -> tuple[Reals, ...]:
+    """One broadcast's part of `Seen`."""
+    head = broadcast.head
+    assert head is not None
+    assert head.bias is not None
+    base = torch.cat([broadcast.parameters[head.weight], broadcast.parameters[head.bias][:, None]], 1)
+    noisy = np.append(np.ones(base.shape[1] - 1), float(head.masked_bias))
+    rows = F.one_hot(head.partition, head.groups).double().T * head.direction.double()
+    scale = canonical_scale(broadcast.parameters, head)
+    return base.double().numpy(), noisy, rows.numpy(), head.candidates.numpy(), head.offset.numpy(), scale
+
+
+def pick(values: Reals, random: np.random.Generator) -> Places:
+    """Which candidate has the smallest value, for each secret; one of them at random if several do."""
+    smallest = values == values.min(1, keepdims=True)
+    places: Places = (smallest * (1 + random.random(values.shape))).argmax(1)
+    return places
+
+
+# Heuristics: a value for each candidate, of which the smallest or the largest is picked
+
+
+def distances(seen: Seen) -> Values:
+    """From estimates of the offset: weighted means of what each column says alone, in their standard errors."""
+    energy = (seen.rows**2).sum(2)
+    votes = seen.rows @ seen.base / energy[..., None]
+    misfit = seen.base - seen.rows.transpose(0, 2, 1) @ votes
+    squares = (energy[..., None] * votes**2).sum(1) + (misfit**2).sum(1)
+    robust = column_weights(np.where(seen.noisy > 0, squares, np.inf))[0]
+    inputs = np.ones_like(robust)
+    inputs[:, -1] = 0
+    slope = inputs * (seen.scale - seen.scale[:, :-1].mean(1, keepdims=True))
+    weights = {
+        "robust mean": robust,
+        "least squares": seen.scale**2,
+        "scaled mean": seen.scale,
+        "mean": np.ones_like(robust),
+        "slope": slope * seen.scale,
+    }
+    found: Values = {}
+    for name, weight in weights.items():
+        share = weight * seen.noisy
+        share = (share / share.sum(1, keepdims=True))[:, None]
+        centre = (share * votes).sum(2, keepdims=True)
+        error = np.sqrt((share**2 * (votes - centre) ** 2).sum(2))[:, None]
+        found["distance from " + name] = (((seen.candidates - centre[:, None, :, 0]) / error) ** 2).sum(2)
+        if name == "robust mean":
+            found["distance from zero"] = ((seen.candidates / error) ** 2).sum(2)
+    middle = np.median(votes[..., :-1], axis=2)
+    found["distance from median"] = (energy[:, None] * (seen.candidates - middle[:, None]) ** 2).sum(2)
+    others = seen.candidates - seen.candidates.mean(1, keepdims=True)
+    found["distance from the others"] = (energy[:, None] * others**2).sum(2)
+    found["size"] = (energy[:, None] * seen.candidates**2).sum(2)
+    return found
+
+
+def gammas(seen: Seen) -> Values:
+    """Of the secret numbers that a candidate and the public offset imply."""
+    implied = np.abs(seen.offset[:, None] + seen.candidates)
+    outside = np.maximum(GAMMA[0] - implied, 0) + np.maximum(implied - GAMMA[1], 0)
+    return {"gamma": np.log(implied).sum(2), "gamma out of range": outside.sum(2)}
+
+
+def moments(heads: Reals) -> Values:
+    """Of the sums, sizes and shapes of the implied heads in one scale."""
+    weights, bias = heads[..., :-1], heads[..., -1]
+    squares = heads**2
+    power = squares.mean((2, 3))
+    by_column, by_row = squares[..., :-1].sum(2), squares.sum(3)
+    return {
+        "norm": power,
+        "absolute sum": np.abs(heads).sum((2, 3)),
+        "column sums": (weights.sum(2) ** 2).sum(2),
+        "row means": (weights.sum(3) ** 2).sum(2),
+        "total": weights.sum((2, 3)),
+        "size of total": np.abs(weights.sum((2, 3))),
+        "median": np.median(weights, axis=(2, 3)),
+        "size of median": np.abs(np.median(weights, axis=(2, 3))),
+        "bias": (bias**2).sum(2),
+        "bias sum": bias.sum(2),
+        "largest entry": np.abs(weights).max((2, 3)),
+        "largest entry by norm": np.abs(heads).max((2, 3)) / np.sqrt(power),
+        "smallest entry": np.abs(weights).min((2, 3)),
+        "kurtosis": (squares**2).mean((2, 3)) / power**2,
+        "skewness": (squares * heads).mean((2, 3)) / power**1.5,
+        "spread of columns": np.log(by_column).std(2),
+        "spread of rows": np.log(by_row).std(2),
+        "smallest column": by_column.min(2),
+        "largest row": by_row.max(2),
+    }
+
+
+def spectra(seen: Seen) -> Values:
+    """Of the singular values, and of how columns grow with their scale."""
+    sizes = np.linalg.svd(seen.canonical[..., :-1], compute_uv=False)
+    logs = np.log((seen.canonical[..., :-1] ** 2).sum(2))
+    scale = np.log(seen.scale[:, None, :-1])
+    scale = scale - scale.mean(2, keepdims=True)
+    lean = (logs * scale).sum(2)
+    return {
+        "largest singular value": sizes[..., 0],
+        "smallest singular value": sizes[..., -1],
+        "nuclear norm": sizes.sum(2),
+        "determinant": np.log(sizes).sum(2),
+        "lean to large factors": lean,
+        "size of that lean": np.abs(lean),
+    }
+
+
+def heuristics(seen: Seen) -> Values:
+    """All of them."""
+    found = distances(seen) | gammas(seen) | spectra(seen)
+    for scale, heads in (("sent", seen.implied), ("canonical", seen.canonical)):
+        found |= {f"{name}, {scale}": values for name, values in moments(heads).items()}
+    return found
+
+
+def grid(seen: Seen) -> Reals:
+    """How far the implied head is from float32's numbers, where the base has finer digits than these."""
+    heads = np.abs(seen.implied)
+    finer = (np.abs(seen.base)[:, None] < heads / FINER) & (seen.noisy[:, None, None] > 0)
+    digits = heads / np.spacing(heads.astype(np.float32))
+    away = np.where(finer, np.abs(digits - np.round(digits)), 0.0).sum((2, 3))
+    count = finer.sum((2, 3))
+    found: Reals = np.where(count > 0, away / np.maximum(count, 1), 0.25)
+    return found
+
+
+def trailing_zeros(seen: Seen) -> Reals:
+    """Of a candidate's binary digits: small sums of large numbers end in more of them, and decoys are sums.
+
+    Size alone tells a part of it: compare the heuristic "distance from zero".
+    """
+    bits = np.ascontiguousarray(seen.candidates).view(np.int64) | np.int64(1 << 52)
+    found: Reals = np.log2((bits & -bits).astype(np.float64)).sum(2)
+    return found
+
+
+def off_the_line(seen: Seen) -> Reals:
+    """The largest distance, in last digits, of the others from the best line through a candidate.
+
+    Candidates lie on a line. The true one does exactly, the others as well as rounding lets them.
+    """
+    points = seen.candidates.astype(np.longdouble)
+    digits = np.spacing(np.abs(seen.candidates)).astype(np.longdouble)
+    found = np.zeros(points.shape[:2])
+    count = points.shape[1]
+    if count == 2 or points.shape[2] == 1:
+        return found
+    for place in range(count):
+        others = [number for number in range(count) if number != place]
+        away, weights = points[:, others] - points[:, [place]], digits[:, others] ** -2
+        line = away[:, :1]
+        for _ in range(6):  # least squares for the places along the line and for its direction, in turn
+            along = (weights * away * line).sum(2, keepdims=True) / (weights * line**2).sum(2, keepdims=True)
+            line = (weights * away * along).sum(1, keepdims=True) / (weights * along**2).sum(1, keepdims=True)
+        found[:, place] = (np.abs(away - along * line) / digits[:, others]).max((1, 2))
+    return found
+
+
+# A network that learns how to pick
+
+
+def features(values: Values) -> Reals:
+    """Of each candidate against the others, and the size of each value: secrets x candidates x features."""
+    plain = np.clip(np.stack(list(values.values()), 2), -1e6, 1e6)
+    logs = np.log(np.abs(plain) + 1e-12)
+    relative = [part - part.mean(1, keepdims=True) for part in (plain, logs)]
+    return np.concatenate([*relative, logs], 2)
+
+
+def learn(inputs: Reals, places: Places, train: NDArray[np.bool_]) -> Reals:
+    """Values for the secrets that are not in `train`, smallest for the likeliest candidate."""
+    centre, spread = inputs[train].mean((0, 1)), inputs[train].std((0, 1)) + 1e-12
+    scaled = torch.from_numpy(np.clip((inputs - centre) / spread, -5, 5)).float()
+    known, truth = scaled[torch.from_numpy(train)], torch.from_numpy(places[train])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(scaled.shape[2], UNITS), nn.Tanh(), nn.Linear(UNITS, 1))
+        optimiser = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+        for _ in range(EPOCHS):
+            optimiser.zero_grad()
+            torch.autograd.backward(F.cross_entropy(network(known)[..., 0], truth))
+            optimiser.step()
+    with torch.no_grad():
+        found: Reals = -network(scaled[torch.from_numpy(~train)])[..., 0].double().numpy()
+    return found
+
+
+def network_picks(values: Values, places: Places, owners: Places, random: np.random.Generator) -> Places:
+    """What a network picks that learned from the other half of the models."""
+    inputs, second = features(values), owners >= (owners.max() + 1) / 2
+    found = np.zeros_like(places)
+    for train in (second, ~second):
+        found[~train] = pick(learn(inputs, places, train), random)
+    return found
+
+
+# Clients with records
+
+
+class Trial(NamedTuple):
+    """What records tell about one secret.
+
+    Attributes:
+        decoys_agree: share of test records on which a decoy's model answers as the true one.
+        centred_agrees: the same of the base, no candidate subtracted.
+        confident: whether the model that is surest of a client's inputs is the true one.
+        labelled: whether the model with the lowest loss on a client's labels is.
+    """
+
+    decoys_agree: float
+    centred_agrees: float
+    confident: bool
+    labelled: bool
+
+
+def outputs_of(model: nn.Sequential, broadcast: Broadcast, inputs: Tensor) -> Tensor:
+    """Of the base, then of each candidate's model."""
+    head = broadcast.head
+    assert head is not None
+    assert head.bias is not None
+    sent = dict(broadcast.parameters)
+    weight, bias = sent.pop(head.weight), sent.pop(head.bias)
+    hidden = torch.func.functional_call(model[:-1], sent, inputs)
+    centred = F.linear(hidden, weight, bias)
+    alpha = hidden.sum(1, keepdim=True) + float(head.masked_bias)
+    return torch.cat([centred[None], centred - alpha * head.noise(centred)[:, None]])
+
+
+def try_records(
+    model: nn.Sequential, broadcast: Broadcast, place: int, data: Data, random: np.random.Generator
+) -> Trial:
+    """One secret, with records that a client might have."""
+    inputs, labels = one_tensor("picks", data.test.inputs), data.test.targets
+    with torch.no_grad():
+        outputs = outputs_of(model, broadcast, inputs).double()
+    answers = outputs.argmax(2)
+    agree = (answers == answers[1 + place]).double().mean(1).numpy()
+    own = torch.from_numpy(random.permutation(len(inputs)))
+    sure = outputs[1:, own[:OWN_INPUTS]].softmax(2).amax(2).mean(1)
+    few = own[:OWN_LABELS]
+    losses = -outputs[1:, few].log_softmax(2)[:, torch.arange(OWN_LABELS), labels[few]].mean(1)
+    confident, labelled = (int(pick(values[None].numpy(), random)[0]) == place for values in (-sure, losses))
+    return Trial(float(np.delete(agree[1:], place).mean()), float(agree[0]), confident, labelled)
+
+
+# A row of the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """Pick rates of one kind of head, m and q.
+
+    Attributes:
+        rates: by attacker.
+        best: the best heuristic's name.
+        by_chance: what the best of all heuristics would reach if all of them guessed.
+        scatter: half of a heuristic's 95 % interval, from how much its rates differ between models; mean of all.
+    """
+
+    kind: str
+    groups: int
+    candidates: int
+    rates: dict[str, float]
+    best: str
+    by_chance: float
+    scatter: float
+
+    def cells(self) -> list[str]:
+        """For the table."""
+        rates = {name: f"{rate:.3f}" for name, rate in self.rates.items()}
+        rates["best heuristic"] += f" {self.best}"
+        return [self.kind, str(self.groups), str(self.candidates), f"{1 / self.candidates:.3f}", *rates.values()]
+
+
+def send(
+    models: Sequence[nn.Sequential], plan: Plan, groups: int, candidates: int, secrets: int, entropy: Entropy
+) -> Iterator[tuple[nn.Sequential, Broadcast, int]]:
+    """Broadcasts of the models in turn, and where the true candidate is."""
+    for number in range(secrets):
+        model = models[number % len(models)]
+        secret = fedveil.draw_secret(plan, "cross_entropy", groups, decoys=candidates - 1, entropy=entropy)
+        broadcast = fedveil.perturb(model, secret)
+        assert secret._sent is not None
+        yield model, broadcast, secret._sent.how.coefficients.index(1.0)
+
+
+def measure(case: Case, groups: int, candidates: int, secrets: int, seed: int) -> Row:
+    """All attackers on new secrets."""
+    random, entropy = np.random.default_rng(seed), Entropy.for_tests(seed)
+    looks: list[tuple[Reals, ...]] = []
+    true: list[int] = []
+    trials: list[Trial] = []
+    for model, broadcast, place in send(case.models, case.plan, groups, candidates, secrets, entropy):
+        looks.append(look(broadcast))
+        true.append(place)
+        if len(trials) < WITH_RECORDS:
+            trials.append(try_records(model, broadcast, place, case.data, random))
+    seen, places = Seen(*(np.stack(parts) for parts in zip(*looks, strict=True))), np.array(true)
+    values = heuristics(seen)
+    signs = (("smallest", 1), ("largest", -1))
+    picks = {f"{word} {name}": pick(sign * found, random) for name, found in values.items() for word, sign in signs}
+    rates = {name: float((picked == places).mean()) for name, picked in picks.items()}
+    best = max(rates, key=lambda name: rates[name])
+    all_picks = np.stack(list(picks.values()))
+    guesses = [(all_picks == random.integers(candidates, size=secrets)).mean(1).max() for _ in range(CHANCES)]
+    owners = np.arange(secrets) % len(case.models)
+    by_model = np.stack([(all_picks == places)[:, owners == owner].mean(1) for owner in range(len(case.models))])
+    scatter = 1.96 * by_model.std(0, ddof=1).mean() / np.sqrt(len(by_model))
+
+    def rate(picked: Places) -> float:
+        return float((picked == places).mean())
+
+    found = {
+        "nearest to zero": rates["smallest distance from zero"],
+        "smallest norm": max(rates["smallest norm, sent"], rates["smallest norm, canonical"]),
+        "column sums": max(rates["smallest column sums, sent"], rates["largest column sums, sent"]),
+        "rounding": rate(pick(grid(seen), random)),
+        "digits": max(rate(pick(rule(seen), random)) for rule in (trailing_zeros, off_the_line)),
+        "best heuristic": rates[best],
+        "chosen elsewhere": chosen_elsewhere(by_model),
+        "network": rate(network_picks(values, places, owners, random)),
+        "own inputs": float(np.mean([trial.confident for trial in trials])),
+        "own labels": float(np.mean([trial.labelled for trial in trials])),
+        "decoy agrees": float(np.mean([trial.decoys_agree for trial in trials[:AGREEMENTS]])),
+        "centred agrees": float(np.mean([trial.centred_agrees for trial in trials[:AGREEMENTS]])),
+    }
+    return Row(case.kind.name, groups, candidates, found, best, float(np.mean(guesses)), float(scatter))
+
+
+def chosen_elsewhere(by_model: Reals) -> float:
+    """The rate of the heuristic that is best on one half of the models on the other half; mean of both ways."""
+    halves = [half.mean(0) for half in np.array_split(by_model, 2)]
+    return float(np.mean([halves[1][halves[0].argmax()], halves[0][halves[1].argmax()]]))
+
+
+def half_width(candidates: int, secrets: int) -> float:
+    """Of a 95 % interval around the rate of guessing."""
+    share = 1 / candidates
+    return float(1.96 * np.sqrt(share * (1 - share) / secrets))
+
+
+def foot(rows: Sequence[Row], secrets: int) -> str:
+    """What to know when reading the table."""
+    lines = []
+    for candidates in sorted({row.candidates for row in rows}):
+        same = [row for row in rows if row.candidates == candidates]
+        chance, scatter = np.mean([row.by_chance for row in same]), np.mean([row.scatter for row in same])
+        wide, narrow = half_width(candidates, min(secrets, WITH_RECORDS)), half_width(candidates, secrets)
+        lines.append(
+            f"q = {candidates}: 95 % within +-{narrow:.3f} of 1/q, own inputs and labels +-{wide:.3f}, by the scatter "
+            f"between models +-{scatter:.3f}; the best of all heuristics, if all of them guessed: {chance:.3f}"
+        )
+    return "\n".join(
+        [
+            *lines,
+            "smallest norm: as sent or canonical, the better; column sums: smallest or largest, the better",
+            "rounding: is the implied head on float32's grid; digits: the candidates' own last digits, the better of "
+            "fewest trailing zeros and nearest to the line through the others",
+            f"own inputs: surest of {OWN_INPUTS} unlabelled records; own labels: lowest cross-entropy of {OWN_LABELS}; "
+            "agrees: share of test records answered as the true model does",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; there is no bound."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.picks", description="Picking the true candidate.")
+    parser.add_argument("--quick", action="store_true", help="few models and secrets, q = 3 only")
+    parser.add_argument("--secrets", type=int, help="a row (default 1000; quick 40)")
+    parser.add_argument("--models", type=int, help="of each kind (default 10; quick 2)")
+    arguments = parser.parse_args(argv)
+    secrets = arguments.secrets or (40 if arguments.quick else 1000)
+    count = arguments.models or (2 if arguments.quick else 10)
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    data, rows = load("digits"), list[Row]()
+    for kind in KINDS:
+        case = prepare(kind, count, data)
+        for groups in GROUPS:
+            for candidates in CANDIDATES[1:2] if arguments.quick else CANDIDATES:
+                rows.append(measure(case, groups, candidates, secrets, len(rows)))
+    print(table(["head", "m", "q", "1/q", *rows[0].rates], [row.cells() for row in rows]))
+    print(foot(rows, secrets))
+    print(f"{secrets} secrets a row, {count} models a kind, {time.perf_counter() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

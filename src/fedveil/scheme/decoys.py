@@ -1,0 +1,145 @@
+"""Offsets that the head could have had as well (docs/losses.md, "How decoys are drawn").
+
+A client subtracts each candidate from the head it received, and knows what heads look like: small, their columns
+without a common direction. Three estimates of the true offset follow from that, weighted means of what each column says
+alone, and each is off by some error. A decoy is what the offset would have been, had these errors been those of the
+same head with its rows and columns shuffled.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedveil.graph.plan import Plan
+from fedveil.scheme.anchor import TINY, column_weights
+from fedveil.scheme.entropy import Entropy
+
+Reals = NDArray[np.float64]
+SHUFFLES = 64
+MOST_DECOYS = SHUFFLES
+GRID = -28  # the last binary digit of a candidate, from the spread of what columns say on
+RIDGE = 0.01  # of the regression's sum of squares, so that estimates which nearly agree do no harm
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What shuffled heads show.
+
+    Attributes:
+        slope: what the differences between the estimates tell about the first one's error.
+        rest: for each shuffled head, what they do not tell; each is used for one decoy.
+    """
+
+    slope: Reals
+    rest: list[float]
+
+
+class _Estimates(NamedTuple):
+    """Of heads, a column each: the error of the first estimate, how far it is from the others, and its unit."""
+
+    error: Reals
+    apart: Reals
+    unit: Reals
+
+
+# Shuffling costs as much as all else that a broadcast of a small model does, and what it shows changes slowly: a fit
+# serves some broadcasts in a row, its numbers one decoy each. A forked process starts with none.
+_FITS: WeakKeyDictionary[Plan, Fit] = WeakKeyDictionary()
+os.register_at_fork(after_in_child=_FITS.clear)
+
+
+def draw_candidates(
+    plan: Plan, covered: Reals, factors: Reals, rows: Reals, offset: Reals, decoys: int, bias: bool, entropy: Entropy
+) -> Reals:
+    """The offset, rounded, and behind it `decoys` others, a row each.
+
+    All are rounded to the same grid, the offset too: otherwise its last digits, or where it lies on the line through
+    the others, would tell it from them.
+
+    Args:
+        plan: of the model.
+        covered: V, the head as its factors leave it, a bias as its last column.
+        factors: of its columns.
+        rows: r_a in the places of each group, a row per group, else 0.
+        offset: d, which may be any number close to the head's anchor.
+        decoys: how many.
+        bias: whether the last column is a bias, which keeps its place.
+        entropy: where random numbers come from.
+    """
+    step = _direction(rows, entropy)
+    along = rows.T @ step
+    fit = _FITS.get(plan)
+    if fit is None or len(fit.rest) < decoys or entropy.for_tests_only:
+        fit = fit_shuffled(covered, factors, along, bias, entropy)
+        if np.isfinite(fit.rest).all() and not entropy.for_tests_only:  # not of a model that diverged
+            _FITS[plan] = fit
+    votes = along @ covered / (along @ along)
+    own = _estimates(votes[None], (covered * covered).sum(0)[None], factors)
+    rest = own.error - fit.slope @ own.apart
+    moved = (rest - [rest[0], *(fit.rest.pop() for _ in range(decoys))]) * own.unit
+    grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # which no candidate changes
+    found: Reals = np.round((offset + moved[:, None] * step) / grid) * grid
+    return found
+
+
+def fit_shuffled(covered: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
+    """Ridge regression of the first estimate's error on the differences, over heads with rows and columns shuffled.
+
+    From each head the fit that leaves it out is taken: with itself in the fit the rest would come out too small.
+    """
+    columns = covered.shape[1]
+    order = _shuffles(columns, columns - bias, entropy)
+    bare = covered / factors
+    votes = np.take_along_axis(along[_shuffles(len(along), len(along), entropy)] @ bare, order, 1)
+    squares = (bare * bare).sum(0)[order] * factors**2
+    found = _estimates(votes * (factors / (along @ along)), squares, factors)
+    (a, b), (_, c) = found.apart @ found.apart.T + RIDGE * SHUFFLES * np.eye(2)
+    weights = np.array([[c, -b], [-b, a]]) / (a * c - b * b) @ found.apart
+    slope = weights @ found.error
+    rest = (found.error - slope @ found.apart) / (1 - (found.apart * weights).sum(0))
+    return Fit(slope, rest.tolist())
+
+
+def _estimates(votes: Reals, squares: Reals, factors: Reals) -> _Estimates:
+    """Three weighted means of columns' votes, which are errors if the head is the true one, in their standard error.
+
+    The weights are those of the anchor, those of the head's own scale, and equal ones.
+    """
+    weights = column_weights(squares + TINY)[0]
+    weighted = weights * votes / weights.sum(1, keepdims=True)
+    unit = np.sqrt((weighted * weighted).sum(1)) + TINY
+    error = weighted.sum(1) / unit
+    scale = factors**-2.0
+    others = np.stack([votes @ (scale / scale.sum()), votes.mean(1)])
+    return _Estimates(error, error - others / unit, unit)
+
+
+def _direction(rows: Reals, entropy: Entropy) -> Reals:
+    """In which direction of R^m the candidates differ: a random one in which the head's column sums stay.
+
+    Candidates that differ in all m numbers would have to be right in all of them; in one direction m > 1 tells no more
+    than m = 1.
+    """
+    groups = len(rows)
+    if groups == 1:
+        return np.ones(1, np.float64)
+    scale = 1 / np.sqrt((rows * rows).sum(1))
+    found = entropy.normal(groups)
+    sums = scale * rows.sum(1)
+    size = sums @ sums
+    if size > 1e-12:
+        found = found - sums * (sums @ found / size)
+    step: Reals = scale * found
+    return step
+
+
+def _shuffles(size: int, moving: int, entropy: Entropy) -> NDArray[np.int64]:
+    """Random orders, a row each, in which the first `moving` places take part."""
+    found = np.empty((SHUFFLES, size), np.int64)
+    found[:] = np.arange(size)
+    found[:, :moving] = np.argsort(entropy.keys(SHUFFLES * moving).reshape(SHUFFLES, moving), axis=1)
+    return found
