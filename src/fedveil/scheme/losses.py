@@ -5,6 +5,7 @@ summed; what samples have is averaged by whoever calls.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -277,15 +278,15 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True)
-class Custom:
-    """A user's function (outputs, targets) -> one value per sample."""
+class _Own(ABC):
+    """A user's function."""
 
     function: Function
 
     @property
     def name(self) -> str:
         """The function's."""
-        return _name_of(self.function)
+        return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
 
     def settings(self) -> dict[str, Any]:
         """None: a function does not travel."""
@@ -294,6 +295,25 @@ class Custom:
     def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """As they are."""
         return targets
+
+    @abstractmethod
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One number per sample."""
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """By autograd."""
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            value = self.values(leaf, targets).sum()
+            if not value.requires_grad:
+                raise BadArgument(f"loss {self.name}", "it does not depend on the outputs, so it has no gradient")
+            (found,) = torch.autograd.grad(value, leaf)
+        return found
+
+
+@dataclass(frozen=True)
+class Custom(_Own):
+    """A user's function (outputs, targets) -> one value per sample."""
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """What the function returns."""
@@ -308,33 +328,14 @@ class Custom:
             raise BadArgument(f"loss {self.name}", what, fix)
         return found
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """By autograd."""
-        return _by_autograd(self, outputs, targets)
-
 
 @dataclass(frozen=True)
-class BatchLoss:
+class BatchLoss(_Own):
     """A user's function (outputs, targets) -> one number for the whole batch, such as a contrastive or ranking loss.
 
     Each client's loss couples the samples of its own batch. So it is federated training that a veil equals, not
     training on the clients' batches put together, and such batches are never fused.
     """
-
-    function: Function
-
-    @property
-    def name(self) -> str:
-        """The function's."""
-        return _name_of(self.function)
-
-    def settings(self) -> dict[str, Any]:
-        """None: a function does not travel."""
-        return {}
-
-    def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """As they are."""
-        return targets
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The batch's number, once per sample: their mean is the loss."""
@@ -344,27 +345,9 @@ class BatchLoss:
             raise BadArgument(f"loss {self.name}", what, "return a tensor of shape (), such as a mean over pairs")
         return found.expand(outputs.shape[0])
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """By autograd."""
-        return _by_autograd(self, outputs, targets)
 
-
-def _name_of(function: Function) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def _shape_of(found: object) -> object:
+def _shape_of(found: object) -> str:
     return f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-
-
-def _by_autograd(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    with torch.enable_grad():
-        leaf = outputs.detach().requires_grad_()
-        value = loss.values(leaf, targets).sum()
-        if not value.requires_grad:
-            raise BadArgument(f"loss {loss.name}", "it does not depend on the outputs, so it has no gradient")
-        (found,) = torch.autograd.grad(value, leaf)
-    return found
 
 
 def couples_samples(loss: Loss) -> bool:
