@@ -267,3 +267,10 @@ def test_a_model_that_diverged_leaves_nothing_behind(case, value):
     update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, labels)
     truth = plain(model, "cross_entropy", inputs, labels)
     assert worst(fedveil.recover(secret, [update]).gradients, truth) < 1e-9
+
+
+def test_nothing_that_says_which_one_is_true_prints(case):
+    secret, _ = round_of(case[0], "cross_entropy", *case[1:])
+    for thing in (secret, secret._sent, secret._sent.how):
+        assert "1.0" not in repr(thing)
+        assert "coefficients" not in repr(thing)

@@ -84,7 +84,7 @@ def find_head(model: nn.Module, exported: Exported, inputs: Inputs) -> tuple[Hea
         return found
     tried: list[str] = []
     for node in _layers(exported):
-        layer = _described(model, exported, node)
+        layer = _described(exported, node)
         head = layer if isinstance(layer, str) else _within(model, exported, layer, node, inputs)
         if isinstance(head, Head):
             return head, None
@@ -106,7 +106,7 @@ def _at_end(model: nn.Module, exported: Exported, inputs: Inputs) -> tuple[Head,
         node = node.args[0]  # type: ignore[assignment]
     if node.op != "call_function" or short_name(node.target) not in HEADS or len(node.users) > 1:
         return None
-    layer = _described(model, exported, node)
+    layer = _described(exported, node)
     if isinstance(layer, str) or layer.calls > 1:
         return None
     head = layer.head
@@ -153,7 +153,7 @@ class _Layer(NamedTuple):
     calls: int
 
 
-def _described(model: nn.Module, exported: Exported, node: fx.Node) -> _Layer | str:
+def _described(exported: Exported, node: fx.Node) -> _Layer | str:
     """The layer, or why it takes no noise."""
     name = short_name(node.target)
     found: list[str | None] = []

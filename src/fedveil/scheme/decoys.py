@@ -25,7 +25,7 @@ GRID = -28  # the last binary digit of a candidate, from the spread of what colu
 RIDGE = 0.01  # of the regression's sum of squares, so that estimates which nearly agree do no harm
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fit:
     """What shuffled heads show.
 

@@ -39,7 +39,7 @@ class HeadNoise:
     partition: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class How:
     """How passes add up.
 
