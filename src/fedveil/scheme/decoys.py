@@ -72,15 +72,15 @@ def draw_candidates(
     """
     step = _direction(rows, entropy)
     along = rows.T @ step
-    fit = _FITS.get(plan)
+    fit = _FITS.pop(plan, None)  # nobody else has it meanwhile
     if fit is None or len(fit.rest) < decoys or entropy.for_tests_only:
         fit = fit_shuffled(covered, factors, along, bias, entropy)
-        if np.isfinite(fit.rest).all() and not entropy.for_tests_only:  # not of a model that diverged
-            _FITS[plan] = fit
     votes = along @ covered / (along @ along)
     own = _estimates(votes[None], (covered * covered).sum(0)[None], factors)
     rest = own.error - fit.slope @ own.apart
     moved = (rest - [rest[0], *(fit.rest.pop() for _ in range(decoys))]) * own.unit
+    if np.isfinite(moved).all() and not entropy.for_tests_only:  # not of a model that diverged
+        _FITS[plan] = fit
     grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # which no candidate changes
     found: Reals = np.round((offset + moved[:, None] * step) / grid) * grid
     return found
