@@ -23,8 +23,8 @@ from benchmarks.timing import table
 from fedveil.data import Data
 from fedveil.defences import Defence, Plain, Veil
 from fedveil.federation import Federation
-from fedveil.federation.config import Config, build_loss, build_model, build_optimizer, load_data
-from fedveil.federation.run import client_parts
+from fedveil.runs.config import Config, build_loss, build_model, build_optimizer, load_data
+from fedveil.runs.folder import client_parts
 
 CONTROLS = 3
 RUNS: dict[str, Callable[[], Defence]] = {

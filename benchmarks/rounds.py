@@ -23,8 +23,8 @@ import torch
 from benchmarks.timing import machine, table
 from fedveil.data import Data, Part
 from fedveil.federation import Federation
-from fedveil.federation.config import Config, build_model, build_optimizer, load_data
-from fedveil.federation.run import client_parts
+from fedveil.runs.config import Config, build_model, build_optimizer, load_data
+from fedveil.runs.folder import client_parts
 
 BASE = Config(data="bank", clients=5, bias=False, lr=1e-3, weight_decay=5e-4, batch_size=512, epochs=20)
 EXAMPLE = Path(__file__).parents[1] / "examples" / "flower_app"

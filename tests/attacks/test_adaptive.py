@@ -7,12 +7,12 @@ import torch
 from tests.oracle import built
 
 import fedveil
-from fedveil.attacks import Round, Sight
-from fedveil.attacks.gauge import canonical, matched
-from fedveil.attacks.sketched import stacked
-from fedveil.attacks.veiled import aligned, calibrated, centred, plan_of, standardised
+from fedveil.attacks import Observed, Round
+from fedveil.attacks.canonical import canonical, matched
+from fedveil.attacks.dbcl import stacked
+from fedveil.attacks.veil import aligned, calibrated, centred, plan_of, standardised
 from fedveil.defences import DBCL, Plain, Veil
-from fedveil.federation.evaluate import answers
+from fedveil.federation.evaluate import predict
 from fedveil.graph.layout import flatten
 from fedveil.models import cnn, mlp, resnet
 from fedveil.scheme import CrossEntropy, Entropy, SquaredError
@@ -30,10 +30,10 @@ NETWORKS = {
 
 def records(model, shape, count=200):
     inputs = torch.randn(count, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return inputs, answers(model, inputs)
+    return inputs, predict(model, inputs)
 
 
-def sight_of(defence, model, inputs, targets, loss, rounds=2):
+def observe(defence, model, inputs, targets, loss, rounds=2):
     defence.prepare(model, inputs[:2], loss)
     seen = []
     for _ in range(rounds):
@@ -42,7 +42,7 @@ def sight_of(defence, model, inputs, targets, loss, rounds=2):
     empty = copy.deepcopy(model)
     for tensor in [*empty.parameters(), *empty.buffers()]:
         tensor.data.zero_()
-    return Sight(defence.name, seen[-1].model, empty, tuple(seen), inputs, targets, loss, 0.1, 0.5)
+    return Observed(defence.name, seen[-1].model, empty, tuple(seen), inputs, targets, loss, 0.1, 0.5)
 
 
 def veiled(name, loss, targets, **noise):
@@ -50,21 +50,21 @@ def veiled(name, loss, targets, **noise):
     model = built(make)
     inputs, outputs = records(model, shape)
     veil = Veil(entropy=Entropy.for_tests(3), **noise)
-    return model, inputs, sight_of(veil, model, inputs, targets(outputs), loss)
+    return model, inputs, observe(veil, model, inputs, targets(outputs), loss)
 
 
 def apart(view, model, inputs):
-    truth = answers(model, inputs)
-    return float((answers(view, inputs) - truth).norm() / truth.norm())
+    truth = predict(model, inputs)
+    return float((predict(view, inputs) - truth).norm() / truth.norm())
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("groups", [1, OUTPUTS])
 def test_calibration_finds_the_head_s_noise_when_labels_are_the_true_outputs(name, groups):
-    model, inputs, sight = veiled(name, SquaredError(), lambda out: out, groups=groups, additive=100.0)
-    assert apart(sight.model, model, inputs) > 10  # what was sent
-    assert apart(calibrated(sight).model, model, inputs) < 1e-9
-    assert apart(centred(sight).model, model, inputs) < apart(sight.model, model, inputs) / 10
+    model, inputs, observed = veiled(name, SquaredError(), lambda out: out, groups=groups, additive=100.0)
+    assert apart(observed.model, model, inputs) > 10  # what was sent
+    assert apart(calibrated(observed).model, model, inputs) < 1e-9
+    assert apart(centred(observed).model, model, inputs) < apart(observed.model, model, inputs) / 10
 
 
 SMOOTH = {
@@ -77,8 +77,8 @@ SMOOTH = {
 @pytest.mark.parametrize("loss", SMOOTH)
 def test_calibration_fits_any_smooth_loss(loss):
     found, targets = SMOOTH[loss]  # at these targets the true outputs have the least loss
-    model, inputs, sight = veiled("mlp", found, targets, additive=100.0)
-    truth, seen = answers(model, inputs), answers(calibrated(sight).model, inputs)
+    model, inputs, observed = veiled("mlp", found, targets, additive=100.0)
+    truth, seen = predict(model, inputs), predict(calibrated(observed).model, inputs)
     assert float((seen - truth).norm() / truth.norm()) < 1e-3
     assert (seen.argmax(1) == truth.argmax(1)).all()
 
@@ -86,10 +86,10 @@ def test_calibration_fits_any_smooth_loss(loss):
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("permute", [True, False])
 def test_alignment_gives_two_veils_of_one_model_the_same_values(name, permute):
-    model, inputs, sight = veiled(name, SquaredError(), lambda out: out, permute=permute)
-    first, second = (dict(seen.model.named_parameters()) for seen in sight.rounds)
+    model, inputs, observed = veiled(name, SquaredError(), lambda out: out, permute=permute)
+    first, second = (dict(seen.model.named_parameters()) for seen in observed.rounds)
     assert any(not torch.allclose(first[n], second[n], rtol=0.1) for n in first)
-    found = aligned(sight)
+    found = aligned(observed)
     first, second = (dict(seen.model.state_dict()) for seen in found.rounds)
     for n in first:
         assert torch.allclose(first[n].double(), second[n].double(), rtol=1e-6, atol=1e-6), n
@@ -97,10 +97,10 @@ def test_alignment_gives_two_veils_of_one_model_the_same_values(name, permute):
 
 
 def test_the_canonical_form_does_not_depend_on_the_veil_and_computes_the_same():
-    model, inputs, sight = veiled("mlp", SquaredError(), lambda out: out)
-    plan = plan_of(sight)
+    model, inputs, observed = veiled("mlp", SquaredError(), lambda out: out)
+    plan = plan_of(observed)
     own = canonical(plan, flatten({n: p.detach() for n, p in model.named_parameters()}, plan.layout.entries))
-    view = standardised(sight).model
+    view = standardised(observed).model
     seen = flatten({n: p.detach() for n, p in view.named_parameters()}, plan.layout.entries)
     assert torch.allclose(matched(plan, seen, own), own, rtol=1e-6, atol=1e-6)
     assert apart(view, model, inputs) < 1e-6
@@ -112,12 +112,12 @@ def test_stacked_sketches_give_the_weights_once_there_are_enough_of_them(name):
     model = built(make)
     inputs, outputs = records(model, shape)
     defence = DBCL(2, seed=5)
-    one = stacked(sight_of(defence, model, inputs, outputs, SquaredError(), rounds=1))
-    few = stacked(sight_of(defence, model, inputs, outputs, SquaredError(), rounds=6))
+    one = stacked(observe(defence, model, inputs, outputs, SquaredError(), rounds=1))
+    few = stacked(observe(defence, model, inputs, outputs, SquaredError(), rounds=6))
     true = torch.cat([model.get_parameter(name).detach().flatten() for name in defence.sketched])
     errors = [
-        torch.cat([sight.model.get_parameter(name).detach().flatten() for name in defence.sketched]) - true
-        for sight in (one, few)
+        torch.cat([observed.model.get_parameter(name).detach().flatten() for name in defence.sketched]) - true
+        for observed in (one, few)
     ]
     assert errors[0].norm() / true.norm() > 0.5  # half of the numbers are not known
     assert errors[1].norm() / true.norm() < 1e-5
@@ -127,13 +127,13 @@ def test_stacked_sketches_give_the_weights_once_there_are_enough_of_them(name):
 def test_a_plain_model_is_left_alone(attacker):
     model = built(NETWORKS["mlp"][0])
     inputs, outputs = records(model, (12,))
-    sight = sight_of(Plain(), model, inputs, outputs, SquaredError())
-    assert attacker(sight) is sight
+    observed = observe(Plain(), model, inputs, outputs, SquaredError())
+    assert attacker(observed) is observed
 
 
 def test_an_exposed_head_needs_no_calibration():
     model = built(NETWORKS["mlp"][0])
     inputs, outputs = records(model, (12,))
-    sight = sight_of(Veil(head="exposed"), model, inputs, outputs, SquaredError())
-    assert apart(calibrated(sight).model, model, inputs) < 1e-9
+    observed = observe(Veil(head="exposed"), model, inputs, outputs, SquaredError())
+    assert apart(calibrated(observed).model, model, inputs) < 1e-9
     assert fedveil.analyse(model, inputs[:2]).head is not None

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedveil.attacks.differences import Leak, gradients_of
 from fedveil.attacks.gradients import (
     Search,
     cosine_distance,
@@ -14,8 +13,9 @@ from fedveil.attacks.gradients import (
     squared_distance,
     total_variation,
 )
-from fedveil.attacks.images import match, psnr, ssim
 from fedveil.attacks.labels import batch_labels, single_label
+from fedveil.attacks.leaks import Leak, gradients_of
+from fedveil.attacks.similarity import match, psnr, ssim
 from fedveil.data import load
 from fedveil.errors import BadArgument
 from fedveil.federation.shards import generator

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedveil.attacks.images import match, mse, psnr, ssim
+from fedveil.attacks.similarity import match, mse, psnr, ssim
 
 
 def pair(seed, shape):

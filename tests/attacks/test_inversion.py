@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from fedveil.attacks.generator import CODE, Gan, make_critic, make_generator, penalty, train_gan, widths
 from fedveil.attacks.inversion import on_pixels, search, search_pixels, variation
 from fedveil.errors import BadArgument
-from fedveil.experiments.judge import wilson
 from fedveil.models import cnn
+from fedveil.studies.inversion.evaluator import wilson
 
 HUES = torch.tensor([[0.9, 0.1, 0.1], [0.1, 0.9, 0.1], [0.1, 0.1, 0.9], [0.9, 0.9, 0.1]])
 

@@ -9,7 +9,7 @@ import torch
 from fedveil.cli import main
 from fedveil.data import Data, Part, keep_labels, load, other_labels, parse_labels
 from fedveil.errors import BadArgument
-from fedveil.federation.config import Config, load_data
+from fedveil.runs.config import Config, load_data
 
 
 def small():

@@ -99,7 +99,7 @@ def test_records_of_a_client_are_mixed(how):
         ({"how": "dirichlet", "alpha": float("inf")}, ["alpha is inf"]),
         ({"how": "dirichlet", "clients": 6, "alpha": 1e-3}, ["in 100 draws", "got no record", "larger alpha"]),
         ({"how": "column"}, ["needs a column", "column= one of 'site'"]),
-        ({"how": "column", "column": "sight"}, ["there is no column 'sight'", "'site' is the nearest"]),
+        ({"how": "column", "column": "observed"}, ["there is no column 'observed'", "'site' is the nearest"]),
         ({"how": "column", "column": "site", "clients": 4}, ["has 2 values", "at most 2 clients"]),
         ({"column": "site"}, ["column='site' means nothing to how=\"iid\"", 'how="column"']),
     ],

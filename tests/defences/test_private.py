@@ -20,9 +20,9 @@ from fedveil.defences.accountant import epsilon
 from fedveil.defences.plain import PlainUpdate
 from fedveil.defences.private import moving_buffers, normal, shorten
 from fedveil.federation import Federation
-from fedveil.federation.config import Config, build_defence, configure
-from fedveil.federation.run import prepare_folder, train
 from fedveil.models import cnn, mlp, resnet
+from fedveil.runs.config import Config, build_defence, configure
+from fedveil.runs.folder import prepare_folder, train
 from fedveil.scheme.losses import CrossEntropy, SquaredError
 
 EPS = torch.finfo(torch.float64).eps

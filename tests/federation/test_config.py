@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from fedveil.cli import main
 from fedveil.errors import BadArgument
-from fedveil.federation.config import Config, build_model, configure, load_data, read_toml
+from fedveil.runs.config import Config, build_model, configure, load_data, read_toml
 
 
 def test_a_file_is_read_and_flags_override_it(tmp_path, capsys):

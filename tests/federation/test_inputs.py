@@ -13,8 +13,8 @@ from fedveil import Entropy, Federation
 from fedveil.data import Data, Part
 from fedveil.defences import Veil
 from fedveil.errors import BadArgument
-from fedveil.federation.evaluate import answers
-from fedveil.federation.run import record_run
+from fedveil.federation.evaluate import predict
+from fedveil.runs.folder import record_run
 
 RATE = 0.1
 
@@ -92,7 +92,7 @@ def test_a_test_set_in_the_same_form_is_evaluated():
 def test_answers_come_in_batches_and_in_order():
     (inputs, _), model = words((10,))[0], built(Words)
     for batch_size in (3, 10, 1000):
-        torch.testing.assert_close(answers(model, inputs, batch_size=batch_size), model(**inputs).detach())
+        torch.testing.assert_close(predict(model, inputs, batch_size=batch_size), model(**inputs).detach())
 
 
 @pytest.mark.parametrize("form", ["tuple", "dict"])

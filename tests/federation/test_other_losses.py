@@ -10,10 +10,10 @@ from tests.oracle import built, worst
 from fedveil import BatchLoss, CrossEntropy, errors
 from fedveil.defences import Plain
 from fedveil.federation import Federation
-from fedveil.federation.config import Config
 from fedveil.federation.evaluate import metrics
-from fedveil.federation.run import train
 from fedveil.models import mlp
+from fedveil.runs.config import Config
+from fedveil.runs.folder import train
 from fedveil.scheme import BinaryCrossEntropy
 from fedveil.scheme.nodes import NodeCount
 

@@ -13,9 +13,9 @@ from tests.oracle import built, worst
 from fedveil.defences import Plain, Veil
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
-from fedveil.federation.config import Config
-from fedveil.federation.run import train
 from fedveil.models import mlp
+from fedveil.runs.config import Config
+from fedveil.runs.folder import train
 
 ROUNDS = 300
 

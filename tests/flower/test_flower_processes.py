@@ -27,7 +27,7 @@ from fedveil import Broadcast, client_view
 from fedveil.data import load
 from fedveil.defences import Plain, Veil
 from fedveil.federation import Federation
-from fedveil.federation.evaluate import answers, metrics
+from fedveil.federation.evaluate import metrics, predict
 from fedveil.flower import Server, client_app
 
 pytestmark = pytest.mark.slow
@@ -142,13 +142,13 @@ def test_nothing_that_supernodes_receive_holds_a_secret_or_predicts(tmp_path):
         assert len(line["secret"]) > 90, number
     test = load("digits").test
     inputs = test.inputs.double()
-    assert metrics(answers(trained.model, inputs), test.targets)["accuracy"] > 0.7
+    assert metrics(predict(trained.model, inputs), test.targets)["accuracy"] > 0.7
     for file in captured.glob("*.npz"):
         with np.load(file) as opened:
             arrays = dict(opened)
         values = json.loads(str(arrays.pop("values.json")))
         view = client_view(make_model(MLP), Broadcast.unpack(arrays, values))
-        assert metrics(answers(view, inputs), test.targets)["accuracy"] < 0.3
+        assert metrics(predict(view, inputs), test.targets)["accuracy"] < 0.3
     assert len(list(captured.glob("*.npz"))) == 9
 
 

@@ -17,8 +17,8 @@ from tests.oracle import built, worst
 
 from fedveil.data import from_tensors
 from fedveil.federation import Federation
-from fedveil.federation.run import record_run
 from fedveil.flower import Server, client_app
+from fedveil.runs.folder import record_run
 
 BUILD = {
     "lstm": lambda: LstmClassifier(vocabulary=VOCABULARY, width=8, hidden=8, classes=len(TOPICS)),

@@ -9,8 +9,8 @@ from flwr.serverapp import Grid, ServerApp
 from bank_app.task import make_model
 from fedveil.data import load
 from fedveil.defences import Veil
-from fedveil.federation.run import record_run
 from fedveil.flower import Server
+from fedveil.runs.folder import record_run
 
 app = ServerApp()
 

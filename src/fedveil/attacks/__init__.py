@@ -1,5 +1,5 @@
 """Attacks by a participant. They see what a client was sent and the client's own records, nothing else."""
 
-from fedveil.attacks.sight import Round, Sight
+from fedveil.attacks.observed import Observed, Round
 
-__all__ = ["Round", "Sight"]
+__all__ = ["Observed", "Round"]

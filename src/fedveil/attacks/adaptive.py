@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping
 
-from fedveil.attacks.sight import Sight
-from fedveil.attacks.sketched import stacked
-from fedveil.attacks.veiled import calibrated, centred, standardised
+from fedveil.attacks.dbcl import stacked
+from fedveil.attacks.observed import Observed
+from fedveil.attacks.veil import calibrated, centred, standardised
 
-Attacker = Callable[[Sight], Sight]
+Attacker = Callable[[Observed], Observed]
 PUBLISHED = "as published"
 
 ADAPTIVE: Mapping[str, Mapping[str, Attacker]] = {
@@ -20,6 +20,6 @@ ROUNDS: Mapping[str, int] = {"dbcl": 6}
 """Broadcasts that an attacker of the defence collects; one where it is not listed."""
 
 
-def sights(defence: str, sight: Sight) -> dict[str, Sight]:
+def observations(defence: str, observed: Observed) -> dict[str, Observed]:
     """What every attacker of a defence has to attack."""
-    return {PUBLISHED: sight} | {name: attacker(sight) for name, attacker in ADAPTIVE.get(defence, {}).items()}
+    return {PUBLISHED: observed} | {name: attacker(observed) for name, attacker in ADAPTIVE.get(defence, {}).items()}

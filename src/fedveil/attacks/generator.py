@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.kept import keep, kept
 from fedveil.errors import BadArgument
+from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.shards import generator as source
 
 CODE = 100  # numbers in a code z
@@ -175,7 +175,7 @@ def train_gan(
         raise BadArgument("generator", f"{len(images)} images, {epochs} epochs", "at least 2 images and 1 epoch")
     key = repr((asked, tuple(images.shape), width, lr, seed))
     training = _start(channels, size, width, lr, seed, images.device)
-    old = kept(path, key, images.device) if path else None
+    old = load_for(path, key, images.device) if path else None
     if old and old["epoch"] <= epochs:
         training.restore(old)
     for epoch in range(training.epoch, epochs):
@@ -188,7 +188,7 @@ def train_gan(
             tell((epoch + number / len(batches)) / epochs, f"generator, epoch {epoch + 1}/{epochs}")
         training.epoch, training.distances = epoch + 1, [*training.distances, sum(found) / len(found)]
         if path and (training.epoch % every == 0 or training.epoch == epochs):
-            keep(path, key, training.state())
+            save_for(path, key, training.state())
     training.gan.generator.eval()
     training.gan.critic.eval()
     return training.gan, training.distances

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.attacks.differences import Gradients, Leak, gradients_of
+from fedveil.attacks.leaks import Gradients, Leak, gradients_of
 from fedveil.errors import BadArgument
 
 METHODS = ("dlg", "idlg", "cosine")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedveil.attacks.differences import Leak
+from fedveil.attacks.leaks import Leak
 from fedveil.errors import BadArgument
 
 

@@ -10,7 +10,7 @@ from fedveil.cli.curious import add_attack, add_audit
 from fedveil.cli.paper import add_reproduce
 from fedveil.cli.training import add_compare, add_data, add_inspect, add_train, run_demo
 from fedveil.errors import BadArgument, FedveilError
-from fedveil.federation.config import kinds
+from fedveil.runs.config import kinds
 
 __all__ = ["main"]
 

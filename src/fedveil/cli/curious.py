@@ -9,13 +9,13 @@ from fedveil.cli.flags import add_config, add_values, flag_of, read_without_defe
 from fedveil.cli.show import Cells, print_shown, print_table
 from fedveil.data import available
 from fedveil.errors import BadArgument
-from fedveil.experiments.attack import defences_of
-from fedveil.experiments.attack import run_attack as attack
-from fedveil.experiments.attacks import ATTACKS
-from fedveil.experiments.audit import AUDIT, SUITE
-from fedveil.experiments.harden import harden
-from fedveil.federation.config import CHOICES, Config, configure, kinds
-from fedveil.federation.run import read_config as read_folder
+from fedveil.runs.config import CHOICES, Config, configure, kinds
+from fedveil.runs.folder import read_config as read_folder
+from fedveil.studies.attack import defences_of
+from fedveil.studies.attack import run_attack as attack
+from fedveil.studies.attacks import ATTACKS
+from fedveil.studies.audit.harden import harden
+from fedveil.studies.audit.run import AUDIT, SUITE
 
 
 def add_attack(commands: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedveil.federation.config import CHOICES, Config, configure, kinds, read_toml
+from fedveil.runs.config import CHOICES, Config, configure, kinds, read_toml
 
 HELP = {
     "data": "a data set (fedveil data list), or package.module:factory, which returns fedveil.data.Data or "

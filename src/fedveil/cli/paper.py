@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.cli.show import Cells, print_table, print_words
-from fedveil.experiments.attack import Shown
-from fedveil.experiments.reproduce import EXHIBITS, reproduce
-from fedveil.experiments.reproduce.exhibit import SCALES, read_plan
+from fedveil.studies.attack import Shown
+from fedveil.studies.paper import EXHIBITS, reproduce
+from fedveil.studies.paper.plan import SCALES, read_plan
 
 
 def add_reproduce(commands: Any) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fedveil.experiments.attack import Shown
 from fedveil.federation.evaluate import METRICS
 from fedveil.report import Text
+from fedveil.studies.attack import Shown
 
 
 class Progress:

@@ -14,13 +14,13 @@ from fedveil.cli.flags import add_config, read_config
 from fedveil.cli.show import Progress, print_table
 from fedveil.data import available, data_folder, get
 from fedveil.errors import BadArgument
-from fedveil.experiments.compare import CONTROL
-from fedveil.experiments.compare import run_comparison as compare
-from fedveil.experiments.demo import run_comparison
-from fedveil.federation.config import CHOICES, load_factory
-from fedveil.federation.run import train
 from fedveil.graph import analyse, as_dict
 from fedveil.graph.inputs import Inputs
+from fedveil.runs.config import CHOICES, load_factory
+from fedveil.runs.folder import train
+from fedveil.studies.compare import CONTROL
+from fedveil.studies.compare import run_comparison as compare
+from fedveil.studies.demo import run_comparison
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 KINDS = {**DTYPES, "float": torch.float32, "int": torch.int64, "bool": torch.bool}

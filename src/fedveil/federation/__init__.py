@@ -1,5 +1,5 @@
 """Who says what, round by round: server, clients, engine, checkpoints."""
 
-from fedveil.federation.engine import Federation, History
+from fedveil.federation.local import Federation, History
 
 __all__ = ["Federation", "History"]

@@ -1,25 +1,19 @@
 """What a run needs to go on: written whole or not at all, and without secrets (a resumed round draws a new one)."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedveil.errors import BadArgument
+from fedveil.files import write_whole
 
 FORMAT = 2
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint so that a reader finds the old one or the new one, never a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_suffix(".part")
-    with half.open("wb") as file:
-        torch.save({"format": FORMAT, **state}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(half, path)
+    write_whole(path, lambda file: torch.save({"format": FORMAT, **state}, file))
 
 
 def load(path: Path, device: torch.device) -> dict[str, Any]:
@@ -33,3 +27,16 @@ def load(path: Path, device: torch.device) -> dict[str, Any]:
     if state.get("format") != FORMAT:
         raise BadArgument(str(path), f"the checkpoint has format {state.get('format')!r}, not {FORMAT}")
     return state
+
+
+def save_for(path: Path, asked: str, state: dict[str, Any]) -> None:
+    """Write a state, and what it was asked for."""
+    save(path, {"asked": asked, **state})
+
+
+def load_for(path: Path, asked: str, device: torch.device) -> dict[str, Any] | None:
+    """The state on disk if it is the one asked for, else None."""
+    if not path.exists():
+        return None
+    state = load(path, device)
+    return state if state["asked"] == asked else None

@@ -36,7 +36,7 @@ def moved(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None
     return each(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None), inputs)
 
 
-def answers(model: nn.Module, inputs: Inputs, *, batch_size: int = 1000) -> Tensor:
+def predict(model: nn.Module, inputs: Inputs, *, batch_size: int = 1000) -> Tensor:
     """The model's outputs."""
     starts = range(0, max(1, count(inputs)), batch_size)
     with torch.no_grad(), evaluating(model):

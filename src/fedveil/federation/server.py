@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedveil.defences import DBCL, PPDL, SPN, Aggregate, Defence, Plain, Veil
 from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
-from fedveil.federation.evaluate import answers, better, metrics, moved
+from fedveil.federation.evaluate import better, metrics, moved, predict
 from fedveil.federation.shards import Batch
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
@@ -166,7 +166,7 @@ class Server(ABC):
 
     def _evaluate(self, test: Batch) -> Record:
         inputs, targets = moved(test[0], self.device), test[1].to(self.device)
-        found = metrics(answers(self.model, inputs), targets, self.loss, axis=head_axis(self.model))
+        found = metrics(predict(self.model, inputs), targets, self.loss, axis=head_axis(self.model))
         name, value = next(iter(found.items()))
         if value != value:
             raise Diverged(f"round {self.round}", f"{name} is not a number", "lower the learning rate")

@@ -18,9 +18,9 @@ from fedveil.defences import Defence
 from fedveil.defences.wire import PlainWire, named_wire, wire_of
 from fedveil.errors import BadArgument, StaleUpdate
 from fedveil.federation import checkpoint
+from fedveil.federation.client import client_update, dense_targets
 from fedveil.federation.evaluate import moved, rows_of
 from fedveil.federation.shards import PLAIN, Batch, check_clients, gather
-from fedveil.federation.work import client_update, dense_targets
 from fedveil.flower.wire import Answer, Ask, read_ask, write_answer
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme.losses import Function, Loss, find_loss, named_loss

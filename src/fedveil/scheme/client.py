@@ -10,10 +10,10 @@ from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.inputs import Inputs, call, count
 from fedveil.graph.layout import Inside, look_inside
 from fedveil.graph.tail import AtLayer
-from fedveil.scheme.chain import backward, forward, links_of
 from fedveil.scheme.losses import per_sample
 from fedveil.scheme.messages import Broadcast, PublicHead, Tensors, Update
 from fedveil.scheme.outputs import head_axis, slope
+from fedveil.scheme.perceptron import backward, forward, links_of
 from fedveil.scheme.terms import cotangents
 
 

@@ -7,8 +7,8 @@ import torch
 from flwr.serverapp import ServerApp
 
 from fedveil.defences import Plain, Veil
-from fedveil.federation.run import save_model
 from fedveil.flower import Server
+from fedveil.runs.folder import save_model
 from veiltest.task import images, make_model, parts
 
 app = ServerApp()

@@ -1,0 +1,145 @@
+"""One record from the gradient of a network's first Linear layer, without any search.
+
+For one record x the gradient of row i of the first layer is delta_i (x, 1): every row is a multiple of the record, and
+the bias holds the factor. A server of plain SGD shows that gradient in the difference of two broadcasts. A veil scales
+and permutes the rows, anew in each round; rows of unit length have lost their factor, and consecutive ones are close
+enough to be paired (`record_under_a_veil`).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from fedveil.attacks.leaks import Leak
+from fedveil.attacks.observed import Observed
+from fedveil.errors import BadArgument
+from fedveil.scheme.messages import Broadcast
+
+TINY = 1e-30
+SMOOTH = 1e-3  # of the mean square of a coordinate: what the covariance of few records misses
+SURE = 1e6  # deviations: the coordinate that is always 1
+
+
+def first_linear(model: nn.Module) -> str:
+    """The path of the first layer, which must be a Linear with a bias."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            return str(path)
+        if not module._modules and any(True for _ in module.parameters()):
+            break
+    raise BadArgument("dense record", "the network does not begin with a Linear with a bias", "an MLP")
+
+
+def joined(model_values: dict[str, Tensor], path: str) -> Tensor:
+    """Weight and bias of a layer side by side, a row a unit."""
+    return torch.cat([model_values[f"{path}.weight"], model_values[f"{path}.bias"].unsqueeze(1)], 1).double()
+
+
+def record_from_gradient(leak: Leak, path: str) -> Tensor:
+    """The record x that explains G_i = b_i x best, over the numbers that were received (`mask`)."""
+    gradient = joined({name: value.detach() for name, value in leak.gradients.items()}, path)
+    kept = joined({name: m.double() for name, m in leak.mask.items()}, path) if leak.mask else torch.ones_like(gradient)
+    factor = gradient[:, -1:] * kept[:, -1:]
+    both = kept[:, :-1] * kept[:, -1:]
+    return (factor * both * gradient[:, :-1]).sum(0) / (factor**2 * both).sum(0).clamp_min(TINY)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Two rounds' first layers with their factors and places undone.
+
+    Attributes:
+        directions: rows of unit length in the earlier round.
+        moved: how far each moved until the later.
+    """
+
+    directions: Tensor
+    moved: Tensor
+
+
+def unit_rows(values: Tensor) -> Tensor:
+    """Rows of length 1."""
+    length: Tensor = torch.linalg.vector_norm(values, dim=1, keepdim=True)
+    return values / length.clamp_min(TINY)
+
+
+def paired_rows(now: Tensor, later: Tensor) -> Rows:
+    """Rows of unit length, each with the one of the later round that points the same way."""
+    first, second = unit_rows(now), unit_rows(later)
+    pairs = linear_sum_assignment(-(first @ second.T).cpu().numpy())[1]
+    return Rows(first, second[torch.from_numpy(pairs).to(second.device)] - first)
+
+
+def bottom_direction(rows: Rows, outside: Tensor) -> Tensor:
+    """The x', in the coordinates of `outside`, of which every row moved by a multiple, but for its own direction.
+
+    D_i = -kappa_i (I - N_i N_i^T)(own part + delta_i x). Outside of the span of the attacker's own inputs the own part
+    is 0; without N_i too, what is left of D_i is a multiple of what is left of x. x' is the direction for which that
+    holds best: the bottom eigenvector of sum_i |q_i|^2 (I - n n^T)(I - u u^T)(I - n n^T).
+    """
+    away, moved = unit_rows(rows.directions @ outside), rows.moved @ outside
+    left = moved - (moved * away).sum(1, keepdim=True) * away
+    size = outside.shape[1]
+    total = torch.zeros(size, size, dtype=outside.dtype, device=outside.device)
+    same = torch.eye(size, dtype=outside.dtype, device=outside.device)
+    for n, q in zip(away, left, strict=True):
+        free = same - torch.outer(n, n)
+        total += (q @ q) * free - torch.outer(q, q)
+    found: Tensor = torch.linalg.eigh(total)[1]
+    return found[:, 0]
+
+
+def likely_record(known: Tensor, own: Tensor, seen: Tensor) -> Tensor:
+    """The most likely record of which only a part is known, and of this only the direction.
+
+    The record with a 1 behind it is sigma `known` plus anything in the span of `own`. Taking the attacker's records
+    `seen` as a sample of a normal distribution, sigma has the density exp(-Q(sigma) / 2) |sigma|^(free - 1), with Q the
+    squared distance from the mean that is left at best, and `free` the dimension of the part that is known.
+    """
+    mean = torch.cat([seen.mean(0), seen.new_ones(1)])
+    spread = torch.cov(seen.T) if len(seen) > 1 else torch.zeros_like(torch.outer(seen[0], seen[0]))
+    ridge = SMOOTH * float(seen.square().mean()) + TINY
+    root = torch.linalg.cholesky(spread + ridge * torch.eye(len(spread), dtype=seen.dtype, device=seen.device))
+    columns = torch.cat([known.unsqueeze(1), mean.unsqueeze(1), own.T], 1)
+    white = torch.linalg.solve_triangular(root, columns[:-1], upper=False)
+    white = torch.cat([white, SURE * columns[-1:]])
+    wanted, others = white[:, :2], white[:, 2:]
+    left = wanted - others @ torch.linalg.lstsq(others, wanted).solution
+    a, b = float(left[:, 0] @ left[:, 0]) + TINY, float(left[:, 0] @ left[:, 1])
+    free = len(known) - len(own)
+    wide = math.sqrt(b * b + 4 * a * (free - 1))
+    choices = [(b + sign * wide) / (2 * a) for sign in (1, -1)]
+    sigma = max(choices, key=lambda v: -0.5 * (a * v * v - 2 * b * v) + (free - 1) * math.log(abs(v) + TINY))
+    inside = torch.linalg.lstsq(others, (wanted[:, 1] - sigma * wanted[:, 0]).unsqueeze(1)).solution[:, 0]
+    record: Tensor = sigma * known + own.T @ inside
+    return record[:-1]
+
+
+def record_under_a_veil(observed: Observed, at: int = -2) -> Tensor:
+    """The record of the only other client of a round, from two veiled broadcasts of a server of plain SGD.
+
+    Outside of the span of the attacker's own inputs the record is found up to rounding; inside of it, where the
+    attacker's own part of the step covers it, by what is likely given the attacker's records.
+    """
+    now, later = observed.rounds[at], observed.rounds[len(observed.rounds) + at + 1]
+    if not isinstance(now.broadcast, Broadcast) or not isinstance(later.broadcast, Broadcast):
+        raise BadArgument(
+            "dense record", "these broadcasts are not veiled", "record_from_gradient(from_difference(..))"
+        )
+    path = first_linear(observed.architecture)
+    before, after = (joined(dict(seen.broadcast.parameters), path) for seen in (now, later))
+    own = with_one(observed.inputs[now.rows])
+    if len(own) >= before.shape[1]:
+        raise BadArgument("dense record", f"{len(own)} own records leave no direction free", "a smaller own batch")
+    outside = torch.linalg.svd(own.T, full_matrices=True)[0][:, int(torch.linalg.matrix_rank(own)) :]
+    known = outside @ bottom_direction(paired_rows(before, after), outside)
+    return likely_record(known, own, observed.inputs.flatten(1).double())
+
+
+def with_one(inputs: Tensor) -> Tensor:
+    """Records as rows with a 1 behind each, as a layer with a bias sees them."""
+    rows = inputs.flatten(1).double()
+    return torch.cat([rows, torch.ones_like(rows[:, :1])], 1)

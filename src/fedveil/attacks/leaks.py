@@ -1,0 +1,155 @@
+"""Gradients that an attacker gets hold of: from the difference of consecutive broadcasts, or from a victim's upload."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.attacks.observed import Observed, Round
+from fedveil.defences.dbcl import SketchedLayer
+from fedveil.defences.plain import PlainUpdate
+from fedveil.errors import BadArgument
+from fedveil.scheme import Broadcast, Loss, Update, client_view
+from fedveil.scheme.losses import one_hot
+from fedveil.scheme.perturb import move_head
+
+Gradients = dict[str, Tensor]
+ULPS = 4  # of a weight: a step and a difference round twice each
+
+
+@dataclass(frozen=True, eq=False)
+class Leak:
+    """A gradient, and the model that it is taken to be a gradient of.
+
+    Attributes:
+        model: in the mode in which clients compute gradients.
+        gradients: of the mean loss of some records, by the model's parameter names.
+        loss: what clients minimise.
+        mask: for each name, which numbers were received at all; None where all were.
+    """
+
+    model: nn.Module
+    gradients: Gradients
+    loss: Loss
+    mask: Mapping[str, Tensor] | None = None
+
+
+def gradients_of(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
+    """Gradients of the mean loss by parameter name; the model's buffers stay as they are.
+
+    Args:
+        model: with its own values.
+        loss: of the federation.
+        inputs: a batch.
+        targets: class indices, or rows of probabilities.
+        graph: whether the gradients can be differentiated once more.
+    """
+    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    outputs = torch.func.functional_call(model, own, (inputs,)) if own else model(inputs)
+    value = loss.values(outputs, one_hot(targets, outputs)).mean()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = torch.autograd.grad(value, list(trained.values()), create_graph=graph)
+    return dict(zip(trained, found, strict=True))
+
+
+def from_difference(observed: Observed, at: int = -2) -> Leak:
+    """What a client gets from two broadcasts (V-diff): the mean gradient of all the others.
+
+        U = (W_t - W_{t+1}) / lr - share_a g_a,      U / (1 - share_a) = mean of g_k over k != a
+
+    With two clients it is the victim's gradient. It is right for a server of plain SGD that sends its model. For any
+    other defence it is what an attacker gets who does as published: where layers are sketched, both sketches are lifted
+    to the layer's own inputs and their difference is taken down into the first one's, S_t^T S_t = q I.
+
+    Args:
+        observed: with two rounds or more, the first of them answered.
+        at: which round.
+    """
+    rounds = list(observed.rounds)
+    if len(rounds) < 2 or rounds[at] is rounds[-1]:
+        raise BadArgument("from_difference", "a difference needs a round and the one after it", "observe(..., 2)")
+    now, later = rounds[at], rounds[rounds.index(rounds[at]) + 1]
+    own, before, after = own_gradients(observed, now), full_weights(now.model), full_weights(later.model)
+    change = as_sketched(now.model, {name: (before[name] - after[name]) / observed.learning_rate for name in own})
+    others = {name: (change[name] - observed.share * own[name]) / (1 - observed.share) for name in own}
+    return Leak(now.model, others, observed.loss)
+
+
+def own_gradients(observed: Observed, seen: Round) -> Gradients:
+    """The attacker's own part of a round: what it sent, or, where that is no gradient of the model, computed anew."""
+    if isinstance(seen.upload, PlainUpdate):
+        return dict(seen.upload.gradients)
+    if seen.rows is None:
+        raise BadArgument("own_gradients", "the attacker has not answered this round", "an earlier round")
+    return gradients_of(seen.model, observed.loss, observed.inputs[seen.rows], observed.targets[seen.rows])
+
+
+def full_weights(model: nn.Module) -> Gradients:
+    """Parameters by name; of a sketched layer W~ S^T, in the shape (units, inputs)."""
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, layer in sketched_layers(model):
+        values[name] = layer.sketch.up(values[name])
+    return values
+
+
+def as_sketched(model: nn.Module, values: Mapping[str, Tensor]) -> Gradients:
+    """Numbers of `full_weights`' shapes in the shapes of the model's parameters: C S / q for a sketched layer."""
+    small = dict(values)
+    for name, layer in sketched_layers(model):
+        small[name] = layer.sketch.down(values[name]) / layer.sketch.inputs.shape[0]
+    return small
+
+
+def sketched_layers(model: nn.Module) -> list[tuple[str, SketchedLayer]]:
+    """Each layer that came as a sketch, by its weight's name."""
+    found = [(path, module) for path, module in model.named_modules() if isinstance(module, SketchedLayer)]
+    return [(f"{path}.weight" if path else "weight", module) for path, module in found]
+
+
+def from_upload(seen: Round, upload: Any, loss: Loss) -> Leak:
+    """A victim's upload beside the broadcast that it answers (V-up): what an eavesdropper or a leaky server has.
+
+    A client of a veil uploads gradients of the veiled model with its head at public places: its first pass is the
+    gradient for the centred head (squared error); of the candidates of another loss the one nearest to 0 is taken,
+    whose pass is the gradient for the head base - t r_a.
+
+    Args:
+        seen: the round, with broadcast and model.
+        upload: the victim's.
+        loss: of the federation.
+    """
+    if isinstance(upload, PlainUpdate):
+        return Leak(seen.model, dict(upload.gradients), loss)
+    if not isinstance(upload, Update) or not isinstance(seen.broadcast, Broadcast):
+        raise BadArgument("from_upload", f"a {type(upload).__name__} holds no gradients that are known here")
+    model, number = veiled_model(seen)
+    return Leak(model, {name: passes[number] for name, passes in upload.passes.items()}, loss)
+
+
+def veiled_model(seen: Round) -> tuple[nn.Module, int]:
+    """The network that a veil's clients differentiate in one of their passes, and which pass."""
+    broadcast: Broadcast = seen.broadcast
+    with torch.no_grad():
+        model = client_view(seen.model, broadcast, centred=True)
+        head = broadcast.head
+        if head is None or not len(head.candidates):
+            return model, 0
+        number = int(head.candidates.square().sum(1).argmin())
+        move_head(model, head, -head.noise(head.direction)[number])
+    return model, number
+
+
+def received(leak: Leak, *, learning_rate: float) -> Leak:
+    """PPDL's selection shows its support: only numbers that are not 0 were sent, so only these are to be matched.
+
+    A difference of two broadcasts is 0 up to the rounding of the weights, over the learning rate.
+    """
+    weights = dict(leak.model.named_parameters())
+    mask = {}
+    for name, value in leak.gradients.items():
+        rounding = ULPS * torch.finfo(value.dtype).eps * weights[name].detach().abs() / learning_rate
+        mask[name] = value.abs() > rounding
+    return dataclasses.replace(leak, mask=mask)

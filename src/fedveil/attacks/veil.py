@@ -1,0 +1,158 @@
+"""Attackers of the veil: each turns what a client saw into a model that is nearer to the true one.
+
+None of them needs more than the broadcast and, for calibration, the client's own labelled records. docs/threat-model.md
+has what they achieve.
+"""
+
+import copy
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.attacks.canonical import canonical, matched
+from fedveil.attacks.observed import Observed, Round
+from fedveil.federation.evaluate import predict
+from fedveil.graph import analyse
+from fedveil.graph.layout import flatten, unflatten
+from fedveil.graph.plan import Plan
+from fedveil.scheme.losses import Loss, SquaredError
+from fedveil.scheme.messages import Broadcast, PublicHead
+from fedveil.scheme.outputs import values
+from fedveil.scheme.perturb import move_head
+
+STEPS = 200
+
+
+def with_values(architecture: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """A network of that architecture with these values."""
+    model = copy.deepcopy(architecture)
+    model.load_state_dict(values, strict=False)
+    return model
+
+
+def base_of(architecture: nn.Module, broadcast: Broadcast) -> nn.Module:
+    """The model that is sent, without the public offset of its head."""
+    return with_values(architecture, {**broadcast.parameters, **broadcast.buffers})
+
+
+def centred(observed: Observed) -> Observed:
+    """Centring: the head without its mean row, which the scheme itself sends apart for the sake of precision.
+
+    Needs no data. What is left of the noise is as large as the anchor's error (docs/maths.md, "Anchoring").
+    """
+    sent = observed.rounds[-1].broadcast
+    if not isinstance(sent, Broadcast) or sent.head is None:
+        return observed
+    return dataclasses.replace(observed, model=base_of(observed.architecture, sent))
+
+
+def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
+    """For each record alpha: what the head's outputs grow by when 1 is added to all that has noise in it."""
+    ones = copy.deepcopy(base)
+    with torch.no_grad():
+        ones.get_parameter(head.weight).fill_(1.0)
+        if head.bias:
+            ones.get_parameter(head.bias).fill_(float(head.masked_bias))
+    return predict(ones, inputs)[:, :1].double()
+
+
+def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, loss: Loss, steps: int = STEPS) -> Tensor:
+    """The m numbers c for which outputs - alpha (c rows) fit the targets best.
+
+    `rows` is (m, n_L): r_a in the places of each group, else 0. Squared error: least squares. Any other loss: a fit
+    that is convex where the loss is, from c = 0.
+    """
+    energy = (rows**2).sum(1) * float((alpha**2).sum())
+    if isinstance(loss, SquaredError):
+        left = (outputs - targets) * alpha
+        return (left.sum(0) @ rows.T) / energy
+    unit = 1 / (energy / len(outputs)).sqrt()
+    free = torch.zeros_like(unit, requires_grad=True)
+    search = torch.optim.LBFGS([free], max_iter=steps, line_search_fn="strong_wolfe")
+
+    def misfit() -> Tensor:
+        search.zero_grad()
+        value = loss.values(outputs - alpha * ((free * unit) @ rows), targets).mean()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    search.step(misfit)  # type: ignore[no-untyped-call]
+    return (free * unit).detach()
+
+
+def calibrate(observed: Observed, sent: Broadcast) -> nn.Module:
+    """A round's model with the noise of its head fitted on the attacker's own records, and taken out."""
+    base = base_of(observed.architecture, sent)
+    head = sent.head
+    if head is None:
+        return base
+    if head.decoys:
+        return picked(observed, base, head)
+    outputs = predict(base, observed.inputs).double()
+    flat = outputs.reshape(len(outputs), -1)
+    groups = torch.arange(head.groups, device=head.partition.device)
+    rows = (head.partition == groups[:, None]) * head.direction.double()
+    targets = observed.loss.dense(observed.targets, outputs).double().reshape(flat.shape)
+    offset = fit_offset(flat, leverage(base, head, observed.inputs), rows, targets, observed.loss)
+    move_head(base, head, -(offset @ rows).to(head.direction.dtype))
+    return base
+
+
+def picked(observed: Observed, base: nn.Module, head: PublicHead) -> nn.Module:
+    """Of a few candidates for the noise, the one whose head fits the attacker's own records best, taken out."""
+    found = []
+    for noise in head.noise(head.direction):
+        model = copy.deepcopy(base)
+        move_head(model, head, -noise)
+        outputs = predict(model, observed.inputs)
+        found.append((float(values(observed.loss, outputs, observed.targets).mean()), model))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def calibrated(observed: Observed) -> Observed:
+    """Calibration: y = y^ - alpha r has m unknowns that all records of a round share; fit them on one's own."""
+    sent = observed.rounds[-1].broadcast
+    return dataclasses.replace(observed, model=calibrate(observed, sent)) if isinstance(sent, Broadcast) else observed
+
+
+def plan_of(observed: Observed) -> Plan:
+    """What a veil may do to this architecture, which is public."""
+    return analyse(observed.architecture, observed.inputs[:2], head="exposed")
+
+
+def in_form(plan: Plan, model: nn.Module, like: nn.Module | None = None) -> nn.Module:
+    """The model in canonical form, its units in the order of `like`."""
+    entries = plan.layout.entries
+    flat = canonical(plan, flatten(_tensors(model), entries))
+    if like is not None:
+        flat = matched(plan, flat, flatten(_tensors(like), entries).double())
+    values = {name: value.to(plan.layout.dtype) for name, value in unflatten(flat, entries).items()}
+    return with_values(model, values)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def standardised(observed: Observed) -> Observed:
+    """Calibrated, and hidden units scaled by a rule of the attacker's own: factors that a veil put there are gone."""
+    sent = observed.rounds[-1].broadcast
+    if not isinstance(sent, Broadcast):
+        return observed
+    return dataclasses.replace(observed, model=in_form(plan_of(observed), calibrate(observed, sent)))
+
+
+def aligned(observed: Observed) -> Observed:
+    """All rounds calibrated, in canonical form, units in the order of the first: now their differences mean something.
+
+    Consecutive true models are close, so once factors and places are undone, so are these.
+    """
+    if not isinstance(observed.rounds[-1].broadcast, Broadcast):
+        return observed
+    plan = plan_of(observed)
+    rounds: list[Round] = []
+    for seen in observed.rounds:
+        model = calibrate(observed, seen.broadcast)
+        rounds.append(dataclasses.replace(seen, model=in_form(plan, model, rounds[0].model if rounds else None)))
+    return dataclasses.replace(observed, model=rounds[-1].model, rounds=tuple(rounds))

@@ -1,0 +1,43 @@
+"""One wording for each kind of bad value. Each function returns the value that it was given, or raises BadArgument."""
+
+import difflib
+import math
+from collections.abc import Iterable
+
+from fedveil.errors import BadArgument
+
+
+def one_of(where: str, name: str, value: str, allowed: Iterable[str]) -> str:
+    """One of a few words; any other is refused, and the nearest named.
+
+    >>> one_of("load", "task", "regression", ("classification", "regression"))
+    'regression'
+    """
+    names = sorted(allowed)
+    if value in names:
+        return value
+    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    every = ", ".join(repr(known) for known in names)
+    fix = f"{near[0]!r} is the nearest of {every}" if near else (f"one of {every}" if names else None)
+    raise BadArgument(where, f"there is no {name} {value!r}", fix)
+
+
+def whole(where: str, name: str, value: object, least: int = 1, fix: str | None = None) -> int:
+    """A whole number of at least `least`; True and False are none."""
+    if type(value) is not int or value < least:
+        raise BadArgument(where, f"{name} must be a whole number of at least {least}, got {value!r}", fix)
+    return value
+
+
+def positive(where: str, name: str, value: object, fix: str | None = None) -> float:
+    """A finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise BadArgument(where, f"{name} must be a finite number above 0, got {value!r}", fix)
+    return float(value)
+
+
+def share(where: str, name: str, value: object, fix: str | None = None) -> float:
+    """A number above 0 and at most 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise BadArgument(where, f"{name} must be above 0 and at most 1, got {value!r}", fix)
+    return float(value)

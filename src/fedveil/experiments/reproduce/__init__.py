@@ -1,5 +1,0 @@
-"""The paper's tables and figures from our code, the paper's values beside ours."""
-
-from fedveil.experiments.reproduce.run import EXHIBITS, reproduce
-
-__all__ = ["EXHIBITS", "reproduce"]

@@ -1,0 +1,145 @@
+"""Training together in one process."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fedveil.defences import Aggregate, Defence
+from fedveil.errors import BadArgument
+from fedveil.federation import checkpoint
+from fedveil.federation.client import client_update, dense_targets
+from fedveil.federation.evaluate import rows_of
+from fedveil.federation.server import DEFENCES, History, Optimizer, Record, Schedule, Seen, Server
+from fedveil.federation.shards import Batch, check_clients, gather
+from fedveil.scheme.losses import Function, Loss, couples_samples
+
+__all__ = ["DEFENCES", "Federation", "History", "Record", "mixes_samples"]
+
+
+def mixes_samples(model: nn.Module) -> bool:
+    """Whether a module's statistics tie the samples of a batch together, so that clients' batches must stay apart."""
+    return any(isinstance(m, _NormBase) and (m.training or m.running_mean is None) for m in model.modules())
+
+
+@lru_cache(maxsize=16)
+def _weights(sizes: tuple[float, ...], counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For each sample of the clients' batches |D_k| / (|D| times its batch's size)."""
+    shares = [size / (sum(sizes) * count) for size, count in zip(sizes, counts, strict=True)]
+    return torch.tensor(shares, dtype=torch.float64).repeat_interleave(torch.tensor(counts)).to(device, dtype)
+
+
+class Federation(Server):
+    """A server and its clients in one process.
+
+    Every round the server broadcasts, each client takes its next batch and answers, the server aggregates with
+    |D_k| / |D| and lets its optimiser step. The same seed gives every defence the same batches.
+
+    Args:
+        model: the server's; trained in place.
+        clients: (inputs, targets) of each. Inputs are what forward takes: a tensor, a tuple of arguments or a dict of
+            keyword arguments (docs/inputs.md).
+        defence: "plain", "veil", "ppdl", "dbcl", "spn", or an object with the interface of `fedveil.defences.Defence`.
+        optimizer: makes the server's optimiser from the parameters.
+        schedule: makes a learning-rate schedule from the optimiser; it steps once an epoch.
+        batch_size: records a client takes in a round.
+        loss: a name (`fedveil.scheme.LOSSES` has them), a loss object, a function (outputs, targets) -> one value per
+            sample, or a `BatchLoss` of the whole batch. Class indices become one-hot rows, but for a function.
+            Targets may have positions (pixels, tokens): their losses are summed, those of samples averaged.
+        whole_shard: each client goes through all its records in a round, under one veil, in batches.
+        participation: share of the clients in a round.
+        fuse: let batches of clients that share a broadcast go through one pass where no module and no loss ties samples
+            together; a model whose own code does so needs fuse=False.
+        seed: of the order of records and the choice of clients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clients: Sequence[Batch],
+        defence: str | Defence = "veil",
+        optimizer: Optimizer = torch.optim.Adam,
+        *,
+        schedule: Schedule | None = None,
+        batch_size: int = 32,
+        loss: str | Loss | Function = "squared_error",
+        whole_shard: bool = False,
+        participation: float = 1.0,
+        fuse: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, defence, optimizer, schedule=schedule, loss=loss)
+        parts = [dense_targets(model, self.loss, part) for part in check_clients(clients)]
+        self.shards = gather(parts, batch_size, seed, self.device)
+        if not 0 < participation <= 1:
+            raise BadArgument("Federation", f"participation must be above 0 and at most 1, got {participation}")
+        self.whole_shard, self.participation = whole_shard, participation
+        apart = mixes_samples(model) or couples_samples(self.loss)
+        self.fused = fuse and self.defence.fuses and not apart and not whole_shard
+        self.defence.prepare(model, rows_of(self.shards.inputs, 0, 2), self.loss)
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        """Rounds in which the largest client sees each of its records once."""
+        return 1 if self.whole_shard else self.shards.rounds_per_epoch
+
+    def exchange(self, seen: Seen | None = None) -> Aggregate:
+        """Broadcast, the clients' work, and what the server makes of it; the model stays as it is."""
+        clients = self.shards.chosen(self.round, self.participation)
+        sizes = [float(self.shards.sizes[client]) for client in clients]
+        broadcast = self.defence.broadcast(self.model)
+        if self.fused:
+            updates, sizes = [self._together(broadcast, clients, sizes)], [1.0]
+        else:
+            updates = [self._alone(broadcast, client) for client in clients]
+        if seen:
+            seen(broadcast, updates)
+        return self.defence.aggregate(updates, sizes)
+
+    def _together(self, broadcast: Any, clients: Sequence[int], sizes: Sequence[float]) -> Any:
+        """The clients' batches in one pass, each sample weighted by its client's share."""
+        rows = [self.shards.rows(client, self.round) for client in clients]
+        inputs, targets = self.shards.take(torch.cat(rows))
+        weights = _weights(tuple(sizes), tuple([len(r) for r in rows]), self.dtype, targets.device)
+        return self.defence.upload(self.defence.client_step(self.model, broadcast, inputs, targets, weights))
+
+    def _alone(self, broadcast: Any, client: int) -> Any:
+        """One client's update."""
+        return client_update(
+            self.defence,
+            self.model,
+            broadcast,
+            self.shards,
+            client=client,
+            number=self.round,
+            whole_shard=self.whole_shard,
+            dtype=self.dtype,
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the clients' private states, a file each and only where there are any, and then the checkpoint."""
+        for client in range(len(self.shards.sizes)):
+            private = self.defence.client_state(client)
+            if private:
+                checkpoint.save(_private_file(folder, client, self.round), private)
+        super().save(folder)
+        for old in (folder / "clients").glob("*/*.pt"):
+            if old.stem != str(self.round):
+                old.unlink()
+
+    def resume(self, folder: Path) -> None:
+        """Go on from a folder's checkpoint: same data order and optimiser state, new secrets."""
+        super().resume(folder)
+        for client in range(len(self.shards.sizes)):
+            private = _private_file(folder, client, self.round)
+            if private.exists():
+                self.defence.restore_client(client, checkpoint.load(private, self.device))
+
+
+def _private_file(folder: Path, client: int, number: int) -> Path:
+    """Where a client keeps its own state after a round: its folder, not the server's checkpoint."""
+    return folder / "clients" / str(client) / f"{number}.pt"

@@ -1,0 +1,1 @@
+"""`fedveil audit`: what every attacker learns under each defence."""

@@ -1,0 +1,1 @@
+"""`fedveil attack gradients`: a victim's images from a gradient."""

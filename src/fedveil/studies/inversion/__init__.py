@@ -1,0 +1,1 @@
+"""`fedveil attack inversion`: what the private classes look like."""

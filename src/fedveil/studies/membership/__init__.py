@@ -1,0 +1,1 @@
+"""`fedveil attack membership`: which records the other clients trained on."""

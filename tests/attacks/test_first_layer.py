@@ -1,0 +1,107 @@
+"""A record from the first layer's gradient: exact without a defence, and from two veiled broadcasts too."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fedveil.attacks.first_layer import (
+    bottom_direction,
+    first_linear,
+    joined,
+    paired_rows,
+    record_from_gradient,
+    record_under_a_veil,
+    with_one,
+)
+from fedveil.attacks.leaks import from_difference, received
+from fedveil.data import load
+from fedveil.defences import PPDL, Plain, Veil
+from fedveil.errors import BadArgument
+from fedveil.federation import Federation
+from fedveil.models import cnn, mlp
+from fedveil.runs.config import Config
+from fedveil.scheme import Entropy
+from fedveil.studies.audit.rebuild import quality, rebuilt
+from fedveil.studies.victim import observe
+
+DATA = load("digits")
+RECORDS = DATA.train.inputs.double()
+
+
+def seen_by_a_client(defence, *, own=400, batch=4, seed=0):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = mlp(64, 10).double()
+    parts = [(RECORDS[:own], DATA.train.targets[:own]), (RECORDS[1000:1001], DATA.train.targets[1000:1001])]
+    federation = Federation(
+        network, parts, defence, lambda p: torch.optim.SGD(p, 0.1), batch_size=batch, fuse=False, seed=seed
+    )
+    return observe(federation, rounds=2), RECORDS[1000]
+
+
+def test_a_plain_difference_gives_the_victim_s_record():
+    observed, record = seen_by_a_client(Plain())
+    found = record_from_gradient(from_difference(observed), first_linear(observed.architecture))
+    assert torch.allclose(found, record, atol=1e-9)
+
+
+@pytest.mark.parametrize("permute", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_two_veiled_broadcasts_give_it_too_outside_of_the_attacker_s_own_inputs(permute, seed):
+    veil = Veil(10, 100.0, permute=permute, entropy=Entropy.for_tests(seed))
+    observed, record = seen_by_a_client(veil, seed=seed)
+    before, after = (joined(dict(seen.broadcast.parameters), "0") for seen in observed.rounds)
+    own = with_one(observed.inputs[observed.rounds[0].rows])
+    outside = torch.linalg.svd(own.T)[0][:, len(own) :]
+    direction = bottom_direction(paired_rows(before, after), outside)
+    wanted = outside.T @ with_one(record[None])[0]
+    assert abs(float(direction @ wanted / wanted.norm())) > 1 - 1e-4  # the step's square is not part of the formula
+    floor = quality(observed.inputs.mean(0), record, 1.0)
+    assert quality(record_under_a_veil(observed), record, 1.0) > floor + 3
+
+
+def test_noise_in_place_of_a_gradient_gives_nothing():
+    observed, record = seen_by_a_client(Plain())
+    leak = from_difference(observed)
+    chance = torch.Generator().manual_seed(0)
+    noise = {
+        name: torch.randn(value.shape, generator=chance, dtype=value.dtype) for name, value in leak.gradients.items()
+    }
+    found = record_from_gradient(dataclasses.replace(leak, gradients=noise), "0").clamp(0, 1)
+    assert quality(found, record, 1.0) < quality(observed.inputs.mean(0), record, 1.0)
+
+
+def test_what_was_not_sent_is_not_matched():
+    kept = []
+    for seed in range(5):
+        observed, record = seen_by_a_client(PPDL(0.1, seed=seed), seed=seed)
+        leak = from_difference(observed)
+        masked = received(leak, learning_rate=observed.learning_rate)
+        with_mask, without = (record_from_gradient(x, "0").clamp(0, 1) for x in (masked, leak))
+        kept.append(quality(with_mask, record, 1.0) - quality(without, record, 1.0))
+    assert sorted(kept)[2] > 0  # the middle one of five: where a unit lost its bias, a mask can cost something
+
+
+def test_networks_and_batches_that_do_not_fit_are_refused():
+    with pytest.raises(BadArgument, match="does not begin with a Linear"):
+        first_linear(cnn(1, 10, size=8))
+    observed, _ = seen_by_a_client(Veil(entropy=Entropy.for_tests(0)), batch=65)
+    with pytest.raises(BadArgument, match="65 own records leave no direction free"):
+        record_under_a_veil(observed)
+    plain, _ = seen_by_a_client(Plain())
+    with pytest.raises(BadArgument, match="not veiled"):
+        record_under_a_veil(plain)
+
+
+def test_every_defence_has_its_figures_and_a_floor():
+    for defence, attackers in {
+        "plain": set(),
+        "veil": {"aligned"},
+        "ppdl": {"masked"},
+        "dbcl": set(),
+        "spn": set(),
+    }.items():
+        found = rebuilt(lambda share, what: None, Config(data="digits", defence=defence), DATA, 2)
+        assert set(found) == {"as published", "floor", *attackers}
+        assert all(figures["low"] <= figures["value"] <= figures["high"] for figures in found.values())

@@ -1,0 +1,78 @@
+"""The perceptron's side-by-side passes are autograd's."""
+
+import pytest
+import torch
+from tests.oracle import batch, built, plain, veiled_round, worst
+from torch import nn
+
+import fedveil
+from fedveil.models import mlp
+from fedveil.scheme.perceptron import links_of
+
+
+class Same(nn.Sequential):
+    """A subclass, which goes the general way."""
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("frozen", [(), (0,), (2, 6)])
+def test_a_chain_gives_the_passes_that_autograd_gives(bias, groups, frozen):
+    chain = built(lambda: mlp(5, 4, layers=3, hidden=7, bias=bias))
+    for number in frozen:
+        chain[number].requires_grad_(False)
+    general = Same(*chain)
+    inputs, targets = batch((5,), 4)
+    names = {name for name, _ in chain.named_parameters()}
+    assert links_of(chain, inputs, names) == ["0", None, "2", None, "4", None, "6"]
+    assert links_of(general, inputs, names) is None
+    broadcast = fedveil.perturb(chain, fedveil.draw_secret(fedveil.analyse(chain, inputs), groups=groups))
+    found, expected = (fedveil.client_step(net, broadcast, inputs, targets) for net in (chain, general))
+    assert list(found.passes) == list(expected.passes)
+    for number in range(groups + 2):
+        passes, truth = ({name: stack[number] for name, stack in u.passes.items()} for u in (found, expected))
+        assert worst(passes, truth) < 1e-9  # a float64 rounding error, and the 1e-6 floor of a pass that is 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4)),
+        nn.Sequential(nn.Sequential(nn.Linear(5, 5)), nn.ReLU(), nn.Linear(5, 4)),
+        nn.Linear(5, 4),
+    ],
+)
+def test_other_networks_go_the_general_way(model):
+    assert links_of(model, torch.zeros(2, 5), set(model.state_dict())) is None
+
+
+def test_inputs_of_more_dimensions_go_the_general_way():
+    model = mlp(5, 4)
+    assert links_of(model, torch.zeros(2, 3, 5), set(model.state_dict())) is None
+
+
+def test_hooks_go_the_general_way():
+    model = mlp(5, 4)
+    model[1].register_forward_hook(lambda *_: None)
+    assert links_of(model, torch.zeros(2, 5), set(model.state_dict())) is None
+
+
+def twice():
+    layer = nn.Linear(5, 5)
+    return nn.Sequential(layer, nn.ReLU(), layer, nn.ReLU(), nn.Linear(5, 4))
+
+
+def shared(name):
+    def build():
+        model = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 4))
+        setattr(model[2], name, getattr(model[0], name))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("build", [twice, shared("weight"), shared("bias")], ids=["module", "weight", "bias"])
+def test_a_stack_that_shares_a_module_or_a_tensor_is_exact(build):
+    model = built(build)
+    inputs, targets = batch((5,), 4)
+    assert worst(veiled_round(model, inputs, targets, seed=0).gradients, plain(model, inputs, targets)[0]) < 1e-9

@@ -1,0 +1,130 @@
+"""`fedveil attack inversion` from the command line, on digits."""
+
+import json
+
+import pytest
+import torch
+
+from fedveil.cli import main
+from fedveil.errors import BadArgument
+from fedveil.runs.config import Config, load_data
+from fedveil.studies.inversion.page import by_broadcast, present, shown_images, standard_error
+from fedveil.studies.inversion.run import Settings, data_of, public_images, shared_cells
+
+SMALL = {
+    "codes": 4,
+    "broadcasts": 2,
+    "steps": 5,
+    "restarts": 1,
+    "pixel_steps": 5,
+    "gan_epochs": 1,
+    "judge_epochs": 2,
+    "judge_width": 8,
+}
+FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+VICTIM = ["--data", "digits", "--model", "cnn", "--width", "4", "--epochs", "2", "--clients", "2", "--labels", "5-9"]
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    def call(*words):
+        code = main(["attack", "inversion", *FLAGS, "--workers", "1", "--out", str(tmp_path / "out"), *words])
+        return code, capsys.readouterr(), tmp_path / "out"
+
+    return call
+
+
+def test_the_table_has_a_row_a_defence_beside_floor_and_ceiling_and_is_kept(run):
+    code, captured, folder = run(*VICTIM, "--defence", "plain,veil,dbcl", "--json")
+    assert code == 0, captured.err
+    rows = json.loads(captured.out)
+    assert [row["defence"] for row in rows] == ["plain", "veil", "veil", "dbcl", "dbcl", "floor", "ceiling"]
+    assert rows[0]["view, attacker"] == "V-out, as published"
+    found = json.loads((folder / "results.json").read_text())["results"]["veil"]
+    published = found["attackers"]["as published"]
+    everything = load_data(Config(data="digits")).train.targets
+    sizes = {
+        "members": int((everything >= 5).sum()),
+        "public": int((everything < 5).sum()),
+        "reconstructions": 20,
+        "broadcasts": 2,
+    }
+    assert found["records"] == sizes
+    assert published["codes"]["trials"] == 20
+    assert sum(published["codes"]["per_class"]) / 5 == pytest.approx(published["codes"]["value"])
+    assert {"as_sent", "true_model", "pixels"} <= set(published)
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png") >= 5 * 2 * (2 + 2 * 3)
+    before = (folder / "results" / "veil.json").stat().st_mtime_ns
+    assert run(*VICTIM, "--defence", "plain,veil,dbcl", "--json")[0] == 0
+    assert (folder / "results" / "veil.json").stat().st_mtime_ns == before
+
+
+def test_a_run_s_folder_is_attacked(run, tmp_path):
+    assert main(["train", *VICTIM, "--defence", "spn", "--out", str(tmp_path / "victim")]) == 0
+    code, captured, _ = run("--run", str(tmp_path / "victim"))
+    assert code == 0, captured.err
+    assert "spn" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--labels", "0-9"], "leave 10 of 10 private"),
+        (["--labels", "3"], "leave 1 of 10 private"),
+        (["--model", "mlp"], "an mlp takes rows of numbers"),
+        (["--codes", "0"], "must be at least 1, got 0"),
+        (["--codes", "5"], "5 cannot be shared among 2 broadcasts"),
+    ],
+)
+def test_what_cannot_be_attacked_is_refused(run, words, text):
+    code, captured, _ = run(*VICTIM, "--defence", "plain", *words)
+    assert code == 2
+    assert text in captured.err
+
+
+def test_a_federation_of_all_classes_is_refused(tmp_path):
+    with pytest.raises(BadArgument, match="no public one is left"):
+        shared_cells(Config(data="digits", model="cnn"), Settings(), ["plain"], tmp_path)
+
+
+def test_public_images_are_of_no_private_class():
+    config = Config(data="digits", model="cnn", labels="5-9")
+    private = {image.numpy().tobytes() for image in load_data(config).train.inputs}
+    public = public_images(config, 10_000)
+    everything = load_data(Config(data="digits", model="cnn"))
+    assert len(public) == int((everything.train.targets < 5).sum())
+    assert not private & {image.numpy().tobytes() for image in public}
+    assert len(public_images(config, 30)) == 30
+
+
+def test_a_defence_that_failed_keeps_its_row_and_a_class_without_images_its_place(tmp_path):
+    shown = present(Config(), Settings(), {"veil": {"failed": "diverged"}}, tmp_path)
+    assert shown.rows[0][:2] == ["veil", "failed"]
+    images = shown_images(torch.ones(3, 1, 8, 8), torch.tensor([0, 0, 0]), 2)
+    assert images.flatten(1).amax(1).tolist() == [255, 255, 128, 128]
+
+
+def test_success_by_broadcast_and_its_error_by_hand():
+    parts = by_broadcast({"right": [1, 0, 1, 1, 0, 0]}, {"records": {"broadcasts": 3}})
+    assert parts == [0.5, 1.0, 0.0]
+    assert standard_error(parts) == pytest.approx(0.5 / 3**0.5)
+    assert standard_error([0.5]) is None
+
+
+def test_generator_and_judge_are_kept_when_the_victim_changes():
+    first = Config(data="digits", model="cnn", labels="5-9", epochs=3, defence="plain")
+    second = Config(data="digits", model="resnet8", labels="5-9", epochs=9, lr=0.1)
+    assert data_of(first) == data_of(second)
+    assert data_of(first) != data_of(Config(data="digits", model="cnn", labels="0-4"))
+
+
+@pytest.mark.slow
+def test_digits_are_recovered_from_a_plain_federation(run):
+    victim = [*VICTIM, "--epochs", "15", "--width", "8"]
+    enough = ["--codes", "20", "--steps", "150", "--restarts", "2", "--gan-epochs", "80", "--gan-lr", "2e-3"]
+    judge = ["--judge-epochs", "8", "--judge-width", "16"]
+    code, captured, folder = run(*victim, *enough, *judge, "--defence", "plain")
+    assert code == 0, captured.err
+    found = json.loads((folder / "results.json").read_text())["results"]["plain"]
+    assert found["attackers"]["as published"]["codes"]["low"] > found["floor"]["high"]

@@ -1,0 +1,149 @@
+"""`fedveil attack membership`: who is a member, what is kept, what is printed."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedveil.cli import main
+from fedveil.data import Data
+from fedveil.data.records import Part
+from fedveil.errors import BadArgument
+from fedveil.runs.config import Config, load_data
+from fedveil.studies.attack import run_attack
+from fedveil.studies.jobs import asked
+from fedveil.studies.membership.records import inside_of, records_of
+from fedveil.studies.membership.run import MEMBERSHIP, Settings, shadow_cells
+
+CONFIG = Config(data="digits", train_size=120, clients=2, hidden=12, epochs=3)
+QUICK = Settings(shadows=2, lira=True, attack_epochs=3)
+
+
+def test_members_and_non_members_are_told_apart_and_tests_are_balanced():
+    data = load_data(CONFIG)
+    records = records_of(CONFIG, data)
+    parts = [records.own, records.known, records.victims, records.fresh]
+    every = np.concatenate(parts)
+    assert len(set(every.tolist())) == len(every)
+    assert len(records.victims) == len(records.fresh)
+    members = len(data.train.inputs)
+    assert (records.own < members).all()
+    assert (records.victims < members).all()
+    assert (records.known >= members).all()
+    assert (records.fresh >= members).all()
+    assert len(records.pool.inputs) <= 2 * members
+    assert torch.equal(records.pool.inputs[:members], data.train.inputs)
+    again = records_of(CONFIG, data)
+    assert all(np.array_equal(getattr(records, n), getattr(again, n)) for n in ("own", "known", "victims", "fresh"))
+
+
+def test_a_held_out_record_that_equals_a_member_is_no_non_member():
+    inputs = torch.arange(40.0).reshape(20, 2)
+    test = torch.cat([inputs[:5], 100 + inputs[:7]])
+    data = Data("made", Part(inputs, torch.arange(20) % 2), Part(test, torch.arange(12) % 2), classes=("a", "b"))
+    records = records_of(dataclasses.replace(CONFIG, train_size=None), data)
+    others = records.pool.inputs[20:]
+    assert sorted(others[:, 0].tolist()) == sorted((100 + inputs[:7, 0]).tolist())
+    with pytest.raises(BadArgument, match="nobody else to learn about"):
+        records_of(dataclasses.replace(CONFIG, clients=1), data)
+
+
+def test_plain_and_veil_share_shadows_and_others_have_their_own(tmp_path):
+    cells = shadow_cells(CONFIG, QUICK, ["plain", "veil", "dbcl"], tmp_path)
+    assert [cell.name for cell in cells] == [f"shadow-{kind}-{k}" for kind in ("plain", "dbcl") for k in range(2)]
+    assert len({asked(cell) for cell in cells}) == len(cells)
+    assert shadow_cells(CONFIG, dataclasses.replace(QUICK, shadows=0), ["plain"], tmp_path) == []
+    with pytest.raises(BadArgument, match="in pairs"):
+        shadow_cells(CONFIG, dataclasses.replace(QUICK, shadows=3), ["plain"], tmp_path)
+    first, second = inside_of(CONFIG, 10, 2)
+    assert (first != second).all()
+
+
+def finite(value):
+    json.loads(json.dumps(value), parse_constant=lambda name: pytest.fail(f"{name} in the results"))
+
+
+def test_it_attacks_every_defence_prints_table_3_and_goes_on(tmp_path):
+    defences = ["plain", "veil", "ppdl", "dbcl", "spn"]
+    first = run_attack(MEMBERSHIP, CONFIG, QUICK, defences, tmp_path, workers=1, command="again")
+    found = json.loads((tmp_path / "results.json").read_text())["results"]
+    finite(found)
+    names = {"last", "second", "third", "three", "full", "loss", "loss by class", "RMIA", "LiRA online", "LiRA offline"}
+    every = {name: ["as published"] for name in defences} | {
+        "veil": ["as published", "calibrated"],
+        "dbcl": ["as published", "stacked"],
+    }
+    assert {name: list(found[name]["attackers"]) for name in defences} == every
+    for defence, attacker in [(d, found[d]["attackers"][who]) for d, whole in every.items() for who in whole]:
+        assert attacker["view"] == "V-out"
+        assert set(attacker["attacks"]) == names
+        for attack in attacker["attacks"].values():
+            for figure in (attack["accuracy"], attack["auc"]):
+                assert 0 <= figure["low"] <= figure["value"] <= figure["high"] <= 1
+            assert attack["tpr"] == {"0.01": None, "0.001": None}  # too few records
+        assert found[defence]["gap"] == pytest.approx(found[defence]["train"] - found[defence]["test"])
+    assert [row[0] for row in first.rows] == ["plain", "veil", "veil", "ppdl", "dbcl", "dbcl", "spn"]
+    assert first.header[3] == "train-test gap"
+    assert "0.1 % false positives is left out" in first.note
+    page = (tmp_path / "report.html").read_text()
+    assert "ROC: RMIA" in page
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.np[yz]")}
+    again = run_attack(MEMBERSHIP, CONFIG, QUICK, defences, tmp_path, workers=1, command="again")
+    assert again.rows == first.rows
+    assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.np[yz]")}
+
+
+def test_the_command_line_attacks_a_run_and_says_how_to_repeat_it(tmp_path, capsys):
+    flags = ["--data", "digits", "--train-size", "120", "--clients", "2", "--hidden", "12", "--epochs", "2"]
+    run, own = tmp_path / "run", ["--shadows", "0", "--attack-epochs", "2", "--no-full", "--workers", "1"]
+    assert main(["train", *flags, "--defence", "plain", "--out", str(run)]) == 0
+    assert main(["attack", "membership", "--run", str(run), *own]) == 0
+    out = capsys.readouterr().out
+    assert "plain    V-out, as published" in out
+    assert f"--run {run} --shadows 0 --no-full" in out
+    found = json.loads((run / "attack-membership" / "results.json").read_text())["results"]["plain"]
+    assert set(found["attackers"]["as published"]["attacks"]) == {
+        "last",
+        "second",
+        "third",
+        "three",
+        "loss",
+        "loss by class",
+    }
+    assert (
+        main(["attack", "membership", *flags, "--model", "mlp", *own, "--defence", "plain", "--out", str(run / "b")])
+        == 0
+    )
+    assert "--data digits" in capsys.readouterr().out
+
+
+def test_a_shadow_that_is_missing_is_a_failed_attack_and_not_a_smaller_one(tmp_path):
+    defences = ["plain"]
+    run_attack(MEMBERSHIP, CONFIG, QUICK, defences, tmp_path, workers=1)
+    (tmp_path / "shadows" / "plain-1.npy").unlink()
+    (tmp_path / "results" / "plain.json").unlink()
+    run_attack(MEMBERSHIP, CONFIG, QUICK, defences, tmp_path, workers=1)
+    found = json.loads((tmp_path / "results" / "plain.json").read_text())["result"]["attackers"]["as published"]
+    assert "plain-1.npy" in found["attacks"]["RMIA"]["failed"]
+    assert "failed" in (tmp_path / "report.html").read_text()
+
+
+REAL = Path(os.environ.get("FEDVEIL_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
+
+
+@pytest.mark.slow
+def test_an_overfitted_plain_federation_on_cifar10_gives_its_members_away(tmp_path, monkeypatch):
+    if not (REAL / "cifar10").is_dir():
+        pytest.skip(f"no cifar10 in {REAL}")
+    monkeypatch.setenv("FEDVEIL_DATA", str(REAL))
+    config = Config(**{**MEMBERSHIP.defaults, "train_size": 2000, "test_size": 2000})
+    run_attack(MEMBERSHIP, config, Settings(shadows=0, attack_epochs=30), ["plain"], tmp_path, workers=1)
+    found = json.loads((tmp_path / "results.json").read_text())["results"]["plain"]
+    assert found["train"] >= 0.95
+    attacks = found["attackers"]["as published"]["attacks"]
+    assert attacks["full"]["accuracy"]["low"] > 0.6
+    assert attacks["loss"]["accuracy"]["low"] > 0.6

@@ -1,0 +1,229 @@
+"""`fedveil reproduce`: the whole of it at the quick scale, plans against the paper, and what happens to failures."""
+
+import dataclasses
+import itertools
+import json
+import re
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from fedveil.cli import main
+from fedveil.errors import BadArgument
+from fedveil.report import Beside, Intervals, Pictures
+from fedveil.runs.config import Config, configure
+from fedveil.studies.paper import EXHIBITS, reproduce
+from fedveil.studies.paper.plan import SCALES, read_plan
+from fedveil.studies.paper.run import broken, names_of, read
+from fedveil.studies.paper.table1 import largest_gap
+from fedveil.studies.paper.training import Apart, aparts, cell, configs_of, gather, kind_of, name_of
+
+COMMITTED = Path(__file__).parents[2] / "results" / "cpu"
+DEFENCES = ("plain", "ppdl", "dbcl", "spn", "veil")
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("paper")
+    reproduce(["all"], "quick", folder, workers=1)
+    return folder
+
+
+def test_all_of_the_paper_at_the_quick_scale(quick):
+    page = (quick / "report.html").read_text()
+    for name in EXHIBITS:
+        plan = read_plan(name, "quick")
+        found = read(plan, quick)
+        assert not broken(found["results"]), name
+        assert plan.title in page
+        assert found["command"] in page
+    assert page.count("data:image/png") > 100
+
+
+def test_a_table_that_is_there_is_not_computed_again(quick, capsys):
+    before = {path: path.stat().st_mtime_ns for path in quick.glob("*.json")}
+    assert main(["reproduce", "all", "--out", str(quick)]) == 0
+    assert {path: path.stat().st_mtime_ns for path in quick.glob("*.json")} == before
+    printed = capsys.readouterr().out
+    assert all(read_plan(name, "quick").title in printed for name in EXHIBITS)
+
+
+def test_the_page_is_built_from_the_data_alone(quick, tmp_path):
+    for path in quick.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    reproduce(["all"], "quick", tmp_path)
+    ours, theirs = ((place / "report.html").read_text() for place in (tmp_path, quick))
+    assert ours.replace(str(tmp_path), str(quick)) == theirs
+    assert not (tmp_path / "work").exists()
+
+
+def test_veil_and_plain_agree_at_the_quick_scale(quick):
+    results = read(read_plan("table1", "quick"), quick)["results"]
+    pairs = list(aparts(results, ("layers", "clients")))
+    assert len(pairs) == 9
+    assert max(one.largest / max(one.plain) for one in pairs) < 1e-4  # float32 and a few dozen steps
+
+
+def test_tables_3_and_4_have_both_attackers(quick):
+    for name in ("table3", "table4"):
+        plan = read_plan(name, "quick")
+        shown = EXHIBITS[name].present(plan, read(plan, quick)["results"])
+        veiled = [row for row in shown.rows if row[2] == "veil" and row[1].startswith("ASR")]
+        assert veiled
+        assert all(re.match(r"\d", cell) for row in veiled for cell in row[3:])
+        [chart] = [section for section in shown.sections if isinstance(section, Intervals)]
+        assert {mark.name for mark in chart.rows} == {"paper", "ours, as published", "ours, knows the defence"}
+
+
+def test_table_2_has_the_control_beside_the_veil(quick):
+    plan = read_plan("table2", "quick")
+    *tables, words = EXHIBITS["table2"].present(plan, read(plan, quick)["results"]).sections
+    assert len(tables) == 2  # one for each loss
+    rows = [dict(zip(table.header, row, strict=True)) for table in tables for row in table.rows]
+    assert {row["network"] for row in rows if re.fullmatch(r"[\d.]+ \([\d.]+\)", row["means apart"])} == {"resnet20"}
+    assert {row["network"] for row in rows if re.fullmatch(r"[\d.]+", row["means apart"])} == {"resnet32", "resnet56"}
+    assert all("The control" in paragraph for paragraph in words.paragraphs)
+
+
+def test_ranges_overlap_where_they_meet():
+    def apart(plain, other):
+        return Apart({}, plain, other, 0.0, 0.0)
+
+    assert apart([0.0, 2.0], [2.5, 4.5]).overlap  # 1 ± 1.41 and 3.5 ± 1.41
+    assert not apart([0.0, 2.0], [4.0, 6.0]).overlap
+    assert not apart([1.0, 1.0], [1.1, 1.1]).overlap
+
+
+def test_figures_show_what_they_are_named_after(quick):
+    kinds = {"fig3": Beside, "fig4": Pictures, "fig5": Pictures}
+    for name, kind in kinds.items():
+        plan = read_plan(name, "quick")
+        shown = EXHIBITS[name].present(plan, read(plan, quick)["results"])
+        assert any(isinstance(section, kind) for section in shown.sections), name
+
+
+def test_results_hold_no_secret_and_no_place_of_this_machine(quick):
+    for path in quick.glob("*.json"):
+        found = json.loads(path.read_text())
+        assert str(quick) not in json.dumps(found["results"]), path.name
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_plan_describes_runs_that_can_be_configured(name, scale):
+    plan = read_plan(name, scale)
+    assert plan.about
+    assert plan.why
+    if name in ("table1", "table2", "fig3"):
+        assert configs_of(plan)
+    elif name == "fig5":
+        configure(plan.settings["run"])
+    else:
+        assert all(configure(group) for group in plan.settings["runs"])
+
+
+def test_committed_results_are_whole_and_the_page_is_theirs(tmp_path):
+    for name in EXHIBITS:
+        found = read(read_plan(name, "cpu"), COMMITTED)
+        assert found, f"{name}.json was made with other settings than {name}.toml has now"
+        assert not broken(found["results"])
+        (tmp_path / f"{name}.json").write_text((COMMITTED / f"{name}.json").read_text())
+    reproduce(["all"], "cpu", tmp_path)
+    built = (tmp_path / "report.html").read_text().replace(str(tmp_path), "results/cpu")
+    assert built == (COMMITTED / "report.html").read_text()
+
+
+def test_figures_in_the_documentation_are_those_of_the_page():
+    page = (COMMITTED / "report.html").read_text()
+    text = (COMMITTED.parents[1] / "docs" / "reproduce.md").read_text()
+    rows = [line.split("|")[2:4] for line in text.splitlines() if re.match(r"\| (Table|Figure) \d", line)]
+    assert len(rows) == 5
+    for paper, ours in rows:
+        figures = re.findall(r"\d+\.\d+(?:e-\d+)?", paper + ours)
+        assert all(re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", page) for figure in figures), (paper, ours)
+
+
+def test_the_papers_values_are_all_there():
+    one = read_plan("table1", "cpu").paper
+    assert sum(len(row) for name in DEFENCES for row in one[name].values()) == 45
+    assert largest_gap(one) == pytest.approx(0.011)
+    two = read_plan("table2", "cpu").paper
+    assert sum(len(row) for data in ("LDC", "CIFAR10") for name in DEFENCES for row in two[data][name].values()) == 90
+    for table, measures in (("table3", 5), ("table4", 4)):
+        values = read_plan(table, "cpu").paper
+        assert {len(values[data]) for data in ("LDC", "CIFAR10")} == {measures}
+        assert {tuple(row) for data in values.values() for row in data.values()} == {DEFENCES}
+
+
+def test_the_cpu_scale_is_what_was_asked_for():
+    runs = configs_of(read_plan("table1", "cpu"))
+    assert len(runs) == 45 * 3
+    assert {(run.epochs, run.batch_size, run.train_size) for run in runs} == {(100, 512, None)}
+    wide = [run for run in configs_of(read_plan("table2", "cpu")) if run.model == "resnet20"]
+    assert {run.width for run in wide} == {16}
+    both = {(run.loss, kind_of(run)) for run in wide}
+    assert both >= set(itertools.product(("squared_error", "cross_entropy"), ("plain", "veil", "control")))
+    assert {run.clients * run.batch_size for run in wide} == {40}
+    assert len({run.seed for run in configs_of(read_plan("fig3", "cpu"))}) == 5
+
+
+def test_figure_3_takes_its_runs_from_table_2_where_they_are_the_same():
+    table, figure = (set(map(name_of, configs_of(read_plan(name, "quick")))) for name in ("table2", "fig3"))
+    assert figure <= table
+
+
+def test_groups_share_what_is_common_and_values_follow_others():
+    settings = {
+        "common": {"clients": [1, 5], "batch_size": {"of": "clients", "1": 40, "5": 8}, "seeds": 2, "lr": 1e-2},
+        "runs": [{"defence": ["plain", "veil"], "lr": 2e-2}, {"defence": "plain", "rounding": 1, "seeds": 1}],
+    }
+    found = configs_of(dataclasses.replace(read_plan("table2", "quick"), settings=settings))
+    assert len(found) == 2 * 2 * 2 + 2
+    assert {(run.clients, run.batch_size) for run in found} == {(1, 40), (5, 8)}
+    assert {(run.lr, run.rounding, kind_of(run)) for run in found} == {
+        (2e-2, None, "plain"),
+        (2e-2, None, "veil"),
+        (1e-2, 1, "control"),
+    }
+
+
+def test_configurations_have_names_of_their_own():
+    names = {name_of(config) for config in (Config(), Config(lr=2e-3), Config(seed=1), Config(layers=5))}
+    assert len(names) == 4
+
+
+def test_a_failed_cell_is_shown_as_failed(tmp_path):
+    plan = read_plan("table1", "quick")
+    runs = [{**plan.settings["runs"][0], "layers": 3, "clients": [1, 400], "defence": ["plain", "veil"], "seeds": 1}]
+    plan.settings["runs"][:] = runs
+    results = gather(plan, tmp_path, 1, lambda *_: None)
+    assert [("failed" in result) for result in results] == [False, False, True, True]
+    assert broken(results)
+    assert cell(results[2:], ".3f").startswith("failed: ")
+    moved = [{**result, "clients": 10 if "failed" in result else 1} for result in results]
+    shown = EXHIBITS["table1"].present(plan, moved)
+    found = {tuple(row[:2]): row[3] for row in shown.rows}
+    assert re.match(r"\d", found["veil", "1"])
+    assert found["veil", "10"].startswith("failed: ")
+
+
+def test_missing_data_are_named_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path / "none"))
+    with pytest.raises(BadArgument, match="bank"):
+        reproduce(["table1"], "cpu", tmp_path / "out", workers=1)
+    assert not list((tmp_path / "out").glob("**/*.json"))
+
+
+def test_unknown_names_and_scales_are_refused(tmp_path):
+    assert names_of(["fig5", "table1"]) == ["table1", "fig5"]
+    with pytest.raises(BadArgument, match="table9"):
+        names_of(["table9"])
+    with pytest.raises(BadArgument, match="huge"):
+        read_plan("table1", "huge")
+
+
+def test_plans_come_with_the_package():
+    for name in EXHIBITS:
+        assert tomllib.loads(files("fedveil.studies.paper").joinpath(f"{name}.toml").read_text())
