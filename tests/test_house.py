@@ -8,7 +8,7 @@ import pytest
 import fedveil
 
 SOURCE = Path(fedveil.__file__).parent
-EVERYONE = {"checks", "errors", "files"}  # what every room may use
+EVERYONE = {"checks", "errors", "files", "lookup"}  # what every room may use
 LEAVES = ("data", "models", "report")
 BELOW = {
     **{leaf: set() for leaf in LEAVES},

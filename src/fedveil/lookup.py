@@ -1,0 +1,35 @@
+"""Objects of users' own packages: by `package.module:name`, or by an entry point of an installed package."""
+
+import importlib
+from functools import lru_cache
+from importlib.metadata import entry_points
+
+from fedveil.errors import BadArgument
+
+
+def imported(spec: str, kind: str, example: str) -> object:
+    """The object that `package.module:name` names.
+
+    Args:
+        spec: as the user wrote it.
+        kind: what it should be, such as "a model", for messages.
+        example: of a spec that would do.
+    """
+    path, _, name = spec.partition(":")
+    if not path or not name:
+        raise BadArgument(spec, f"{kind} is named as package.module:name", example)
+    try:
+        found: object = importlib.import_module(path)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except ImportError as error:
+        raise BadArgument(spec, f"cannot import {path}: {error}", f"run where `import {path}` works") from error
+    except AttributeError as error:
+        raise BadArgument(spec, f"module {path} has no {name!r}") from error
+    return found
+
+
+@lru_cache(maxsize=8)
+def installed(group: str) -> dict[str, str]:
+    """The names that installed packages enter in a group of entry points, each with its `package.module:name`."""
+    return {point.name: point.value for point in entry_points(group=group)}
