@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from tests.data.making import bank_row, bank_text, class_folders, refused, write_folder, write_zip
 
-from fedveil.data import available, catalogue, get, load
-from fedveil.data.catalogue import Download
+from fedveil.data import available, get, load
+from fedveil.data.catalogue import ABOUT, Download
 
 CONTENT = bytes(range(256)) * 4000
 
@@ -56,7 +56,8 @@ def server(monkeypatch):
 def offer(monkeypatch, url, name="cifar10", content=CONTENT, inside=(), file="cifar-10-python.tar.gz"):
     """Put a download into the catalogue."""
     digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
-    monkeypatch.setitem(catalogue.DOWNLOADS, name, Download(url, file, digest, inside))
+    about = ABOUT[name]._replace(download=Download(url, file, digest, inside))
+    monkeypatch.setitem(ABOUT, name, about)
 
 
 def files_in(folder):
@@ -189,7 +190,7 @@ def test_the_catalogue_says_what_is_there(tmp_path, monkeypatch):
     for path in (archive, tmp_path / "cifar100" / "a.zip", tmp_path / "cifar100" / "b.zip"):
         path.parent.mkdir(exist_ok=True)
         write_zip(path, class_folders())
-    found = {entry.name: (entry.state, entry.where) for entry in available()}
+    found = {info.name: (info.state, info.where) for info in available()}
     assert found["digits"] == ("embedded", None)
     assert found["csv"] == ("yours", None)
     assert found["cifar10"] == ("found", archive)
@@ -197,5 +198,5 @@ def test_the_catalogue_says_what_is_there(tmp_path, monkeypatch):
     assert found["bank"] == ("missing", tmp_path / "bank")
 
 
-def test_every_entry_names_source_and_licence():
-    assert all(entry.description and entry.source and entry.licence for entry in available())
+def test_every_data_set_names_source_and_licence():
+    assert all(info.description and info.source and info.licence for info in available())

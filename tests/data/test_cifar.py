@@ -18,7 +18,7 @@ from tests.data.making import (
 )
 
 from fedveil.data import cifar, load
-from fedveil.data.pickles import read_pickle
+from fedveil.data.cifar import read_pickle
 from fedveil.errors import BadArgument
 
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from tests.data.making import class_folders, picture, refused, write_folder, write_zip
 
-from fedveil.data import load, pixels
+from fedveil.data import images, load
 
 
 @pytest.fixture(params=["folder", "zip", "zip with a top folder"])
@@ -79,7 +79,7 @@ def test_progress_is_told_to_the_end(source):
 
 def test_a_second_load_decodes_nothing(source, monkeypatch):
     first = load("images", path=source, size=8)
-    monkeypatch.setattr(pixels, "_decode_all", None)
+    monkeypatch.setattr(images, "_decode_all", None)
     assert torch.equal(first.train.inputs, load("images", path=source, size=8).train.inputs)
 
 
@@ -173,9 +173,9 @@ def test_a_damaged_member_of_a_zip_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "texts"),
     [
-        ({"size": 0}, ["load('images'): size is 0"]),
+        ({"size": 0}, ["load('images'): size must be a whole number of at least 1, got 0"]),
         ({"train_size": 7}, ["load of 'pets': train_size is 7, there are 6 records"]),
-        ({"test_size": 0}, ["test_size is 0"]),
+        ({"test_size": 0}, ["test_size must be a whole number of at least 1, got 0"]),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(options, texts, source):

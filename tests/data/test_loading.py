@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from fedveil import data
 from fedveil.data import Data, Part, from_datasets, load
-from fedveil.data.registry import LOADERS
+from fedveil.data.catalogue import LOADERS
 
 
 def test_digits_are_flat_or_images_in_the_unit_interval():
@@ -40,7 +40,7 @@ def test_a_repr_says_what_is_there():
 
 
 def test_every_loader_is_in_the_catalogue():
-    assert [entry.name for entry in data.available()] == sorted(LOADERS)
+    assert [info.name for info in data.available()] == sorted(LOADERS)
 
 
 def test_options_are_keywords_with_types():

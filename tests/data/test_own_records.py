@@ -1,6 +1,5 @@
 """A user's own records: several tensors, whole numbers, targets at each position."""
 
-import doctest
 from collections import UserDict
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from tests.data.making import refused
 from tests.data.test_loading import Items
 
-from fedveil.data import Data, Part, datasets, from_datasets, from_tensors, keep_labels, split
+from fedveil.data import Data, Part, from_datasets, from_tensors, keep_labels, split
 
 IDS = torch.arange(12).reshape(4, 3)
 MASK = torch.tensor([[True, False]] * 4)
@@ -127,11 +126,6 @@ def test_items_of_other_forms_are_named(items, texts):
 def test_tensors_that_do_not_belong_together_are_named(pair, texts):
     with refused(*texts):
         from_tensors("mine", pair, (IDS, LABELS) if "mine.test" in texts[0] else pair)
-
-
-def test_examples_in_the_documentation_are_right():
-    found = doctest.testmod(datasets)
-    assert (found.attempted, found.failed) == (5, 0)
 
 
 def test_data_takes_every_form():

@@ -3,7 +3,7 @@
 import pytest
 
 from fedveil.data import load
-from fedveil.data.catalogue import DOWNLOADS
+from fedveil.data.catalogue import ABOUT
 from fedveil.data.download import digest_of
 
 
@@ -13,7 +13,7 @@ def test_the_real_bank_has_its_records(real_data):
     parts = (found.train, found.validation, found.test)
     assert [len(part.inputs) for part in parts] == [32950, 4119, 4119]
     assert sum(int(part.targets.sum()) for part in parts) == 4640
-    digest = DOWNLOADS["bank"].digest
+    digest = ABOUT["bank"].download.digest
     assert digest_of(folder / "bank-additional-full.csv", digest) == digest
 
 

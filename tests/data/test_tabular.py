@@ -153,7 +153,7 @@ def test_the_seed_decides_which_records_test(tmp_path):
         ({"test_share": 1.0}, ["test_share is 1.0", "between 0 and 1"]),
         ({"test_share": 0.001}, ["20 records leave a part empty"]),
         ({"delimiter": ";;"}, ["delimiter is ';;'"]),
-        ({"seed": -1}, ["seed is -1"]),
+        ({"seed": -1}, ["seed must be a whole number of at least 0, got -1"]),
         ({"task": "regression"}, ["column 'kind': 'b' is not a number"]),
     ],
 )

@@ -1,17 +1,16 @@
 """Data sets by name, and their division among clients. A leaf: nothing here knows of models or veils."""
 
-from fedveil.data import bank, cifar, embedded, images, lesion, tabular  # noqa: F401  (each enters its loaders)
-from fedveil.data.catalogue import Entry, available, get
-from fedveil.data.datasets import from_datasets, from_tensors
+from fedveil.data import bank, cifar, embedded, images, lesion, tables  # noqa: F401  (each enters its loaders)
+from fedveil.data.catalogue import DatasetInfo, available, data_folder, load
+from fedveil.data.download import get
 from fedveil.data.labels import keep_labels, other_labels, parse_labels
-from fedveil.data.places import data_folder
+from fedveil.data.own import from_datasets, from_tensors
 from fedveil.data.records import Data, Inputs, Part, one_tensor
-from fedveil.data.registry import load
 from fedveil.data.splits import split
 
 __all__ = [
     "Data",
-    "Entry",
+    "DatasetInfo",
     "Inputs",
     "Part",
     "available",

@@ -4,65 +4,46 @@ from pathlib import Path
 
 import numpy as np
 
-from fedveil.data.choices import choose
-from fedveil.data.divide import parts
-from fedveil.data.places import source_of
+from fedveil.checks import one_of
+from fedveil.data.catalogue import About, Download, dataset, source_of
 from fedveil.data.records import Data, tensor_part
-from fedveil.data.registry import dataset
-from fedveil.data.standard import standardised
-from fedveil.data.tables import codes, need_columns, numbers, one_hot, read_table
+from fedveil.data.splits import parts
+from fedveil.data.tables import TASKS, read_table, standardised
 
-NUMBERS = (
-    "age",
-    "duration",
-    "campaign",
-    "pdays",
-    "previous",
-    "emp.var.rate",
-    "cons.price.idx",
-    "cons.conf.idx",
-    "euribor3m",
-    "nr.employed",
-)
-CATEGORIES = {
-    "job": [
-        "admin.",
-        "blue-collar",
-        "entrepreneur",
-        "housemaid",
-        "management",
-        "retired",
-        "self-employed",
-        "services",
-        "student",
-        "technician",
-        "unemployed",
-        "unknown",
-    ],
-    "marital": ["divorced", "married", "single", "unknown"],
-    "education": [
-        "basic.4y",
-        "basic.6y",
-        "basic.9y",
-        "high.school",
-        "illiterate",
-        "professional.course",
-        "university.degree",
-        "unknown",
-    ],
-    "default": ["no", "unknown", "yes"],
-    "housing": ["no", "unknown", "yes"],
-    "loan": ["no", "unknown", "yes"],
-    "contact": ["cellular", "telephone"],
-    "month": ["mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"],
-    "day_of_week": ["mon", "tue", "wed", "thu", "fri"],
-    "poutcome": ["failure", "nonexistent", "success"],
+_NUMBERS = "age duration campaign pdays previous emp.var.rate cons.price.idx cons.conf.idx euribor3m nr.employed"
+NUMBERS = tuple(_NUMBERS.split())
+_WORDS = {
+    "job": "admin. blue-collar entrepreneur housemaid management retired self-employed services student technician "
+    "unemployed unknown",
+    "marital": "divorced married single unknown",
+    "education": "basic.4y basic.6y basic.9y high.school illiterate professional.course university.degree unknown",
+    "default": "no unknown yes",
+    "housing": "no unknown yes",
+    "loan": "no unknown yes",
+    "contact": "cellular telephone",
+    "month": "mar apr may jun jul aug sep oct nov dec",
+    "day_of_week": "mon tue wed thu fri",
+    "poutcome": "failure nonexistent success",
 }
+CATEGORIES = {column: words.split() for column, words in _WORDS.items()}
 ANSWERS = ("no", "yes")
-TASKS = ("classification", "regression")
+_FILE = "bank-additional-full.csv"
+_ABOUT = About(
+    "Bank Marketing: 41,188 calls, 20 inputs, did the client subscribe?",
+    "Moro, Cortez, Rita 2014; UCI Machine Learning Repository, data set 222",
+    "CC BY 4.0",
+    files=(_FILE, f"bank-additional/{_FILE}"),
+    wanted=_FILE,
+    download=Download(
+        "https://archive.ics.uci.edu/static/public/222/bank+marketing.zip",
+        _FILE,
+        "sha256:74adfc578bf77a7ff4bb1ba4a9f8709d9e3c6907342959c2c8416847e0afb4d8",
+        inside=("bank-additional.zip", f"bank-additional/{_FILE}"),
+    ),
+)
 
 
-@dataset("bank")
+@dataset("bank", _ABOUT)
 def bank(*, path: Path | None = None, task: str = "regression", duration: bool = True) -> Data:
     """Bank Marketing: 41,188 calls, 20 inputs (63 numbers), 8:1:1 for training, validation and test.
 
@@ -75,20 +56,21 @@ def bank(*, path: Path | None = None, task: str = "regression", duration: bool =
         duration: with the length of the call as an input. It is known only after the call, and nearly gives the
             answer away.
     """
-    choose("load('bank')", "task", task, TASKS)
+    one_of("load('bank')", "task", task, TASKS)
     table = read_table(source_of("bank", path), ";")
-    need_columns(table, [*NUMBERS, *CATEGORIES, "y"])
-    kept = [column for column in NUMBERS if duration or column != "duration"]
+    table.need([*NUMBERS, *CATEGORIES, "y"])
+    names = [column for column in NUMBERS if duration or column != "duration"]
     train, validation, test = parts(len(table), (0.8, 0.1, 0.1))
-    numeric = standardised(np.stack([numbers(table, column) for column in kept], 1), train)
-    inputs = np.concatenate([numeric, *(one_hot(table, column, known) for column, known in CATEGORIES.items())], 1)
-    answers = codes(table, "y", ANSWERS)
+    numeric = standardised(np.stack([table.numbers(column) for column in names], 1), train)
+    hot = [table.one_hot(column, known) for column, known in CATEGORIES.items()]
+    answers = table.codes("y", ANSWERS)
     targets = answers if task == "classification" else answers[:, None].astype(np.float32)
+    records = tensor_part(np.concatenate([numeric, *hot], 1), targets)
     return Data(
         "bank",
-        tensor_part(inputs[train], targets[train]),
-        tensor_part(inputs[test], targets[test]),
-        tensor_part(inputs[validation], targets[validation]),
+        records.take(train),
+        records.take(test),
+        records.take(validation),
         ANSWERS if task == "classification" else (),
         {column: np.array(table.columns[column])[train] for column in CATEGORIES},
     )

@@ -1,20 +1,64 @@
-"""What data sets there are, where they are, and how to get them."""
+"""What data sets there are, where their files are, and loading by name.
 
-import io
-import zipfile
-import zlib
+A loader enters itself with `dataset`; its keyword-only parameters are its options.
+"""
+
+import inspect
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from fedveil.data.choices import choose
-from fedveil.data.download import digest_of, fetch
-from fedveil.data.places import FILES, WANTED, data_folder, find_inside
-from fedveil.data.records import Progress
+from fedveil.checks import one_of
+from fedveil.data.records import Data
 from fedveil.errors import BadArgument
+
+Loader = Callable[..., Data]
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Download(NamedTuple):
+    """A public file: its address, what lands in the folder and that file's checksum.
+
+    Attributes:
+        url: of the download.
+        file: name of the file in the data set's folder.
+        digest: "md5:..." or "sha256:..." of the file.
+        inside: zip members to open in turn to come from the download to the file; () if it is the download.
+    """
+
+    url: str
+    file: str
+    digest: str
+    inside: tuple[str, ...] = ()
+
+
+class About(NamedTuple):
+    """What the catalogue says of a data set.
+
+    Attributes:
+        description: in a few words.
+        source: who made it, and where it is published.
+        licence: what its makers allow.
+        files: patterns that show that a folder holds it, best first; what matches one that starts with "./" stands
+            for the folder it is in. () for a data set without files of its own.
+        wanted: what to put into its folder, in words.
+        download: if anybody may download it.
+    """
+
+    description: str
+    source: str
+    licence: str
+    files: tuple[str, ...] = ()
+    wanted: str = ""
+    download: Download | None = None
 
 
 @dataclass(frozen=True)
-class Entry:
+class DatasetInfo:
     """A line of the catalogue.
 
     Attributes:
@@ -34,136 +78,157 @@ class Entry:
     licence: str
 
 
-@dataclass(frozen=True)
-class Download:
-    """A public file: its address, what lands in the folder and that file's checksum.
+LOADERS: dict[str, Loader] = {}
+ABOUT: dict[str, About] = {}
 
-    Attributes:
-        inside: zip members to open in turn to come from the download to the file; () if it is the download.
+
+def dataset(name: str, about: About) -> Callable[[Loader], Loader]:
+    """Enter a loader under a name."""
+
+    def enter(loader: Loader) -> Loader:
+        LOADERS[name], ABOUT[name] = loader, about
+        return loader
+
+    return enter
+
+
+def load(name: str, *, path: str | Path | None = None, **options: Any) -> Data:
+    """Load a data set.
+
+    Without `path` its files are looked for in the folder `name` of $FEDVEIL_DATA. Images are decoded once and cached in
+    $FEDVEIL_CACHE (default ~/.cache/fedveil). The same name, files and options always give the same records in the
+    same order.
+
+    Args:
+        name: one of `fedveil.data.available()`, such as "digits", "bank", "cifar10", "lesion", "images", "csv".
+        path: the file or folder to read instead.
+        **options: what this data set offers; an unknown one is refused with the list.
+
+    Returns:
+        The data set, in memory.
+
+    Raises:
+        BadArgument: the name or an option is unknown, or a file is missing, damaged, mislabelled or not readable.
+
+    Example:
+        >>> load("digits")
+        Data('digits', train=1438, test=359, input (64,), 10 classes)
     """
-
-    url: str
-    file: str
-    digest: str
-    inside: tuple[str, ...] = ()
-
-
-_KRIZ = "https://www.cs.toronto.edu/~kriz"
-DOWNLOADS = {
-    "bank": Download(
-        "https://archive.ics.uci.edu/static/public/222/bank+marketing.zip",
-        "bank-additional-full.csv",
-        "sha256:74adfc578bf77a7ff4bb1ba4a9f8709d9e3c6907342959c2c8416847e0afb4d8",
-        ("bank-additional.zip", "bank-additional/bank-additional-full.csv"),
-    ),
-    "cifar10": Download(
-        f"{_KRIZ}/cifar-10-python.tar.gz", "cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a"
-    ),
-    "cifar100": Download(
-        f"{_KRIZ}/cifar-100-python.tar.gz", "cifar-100-python.tar.gz", "md5:eb9058c3a382ffc7106e4002c42a8d85"
-    ),
-}
-"""Data sets that anybody may download."""
-
-_LESION_PAGE = "https://doi.org/10.7910/DVN/DBW86T"
-_NOTES = {
-    "bank": (
-        "Bank Marketing: 41,188 calls, 20 inputs, did the client subscribe?",
-        "Moro, Cortez, Rita 2014; UCI Machine Learning Repository, data set 222",
-        "CC BY 4.0",
-    ),
-    "cifar10": ("60,000 photographs of 32 x 32, 10 classes", f"Krizhevsky 2009; {_KRIZ}/cifar.html", "none stated"),
-    "cifar100": ("60,000 photographs of 32 x 32, 100 classes", f"Krizhevsky 2009; {_KRIZ}/cifar.html", "none stated"),
-    "csv": ("any CSV file with a header; needs path= and target=", "yours", "yours"),
-    "diabetes": (
-        "442 patients, 10 measures, progression of diabetes",
-        "Efron et al. 2004; scikit-learn",
-        "none stated",
-    ),
-    "digits": ("1,797 handwritten digits of 8 x 8", "Alpaydin, Kaynak 1998; scikit-learn", "CC BY 4.0"),
-    "images": ("any folder or zip of train|test/<class>/<image>; needs path=", "yours", "yours"),
-    "lesion": (
-        "HAM10000: skin lesions at 64 x 64, 7 classes",
-        f"Tschandl, Rosendahl, Kittler 2018; Harvard Dataverse, {_LESION_PAGE}",
-        "Creative Commons, not for commercial use",
-    ),
-}
-_EMBEDDED = {"digits", "diabetes"}
+    loader = LOADERS[one_of("load", "data set", name, LOADERS)]
+    where, hints = f"load({name!r})", _hints(loader)
+    if path is not None:
+        if "path" not in hints:
+            raise BadArgument(where, "it comes with the library and takes no path", where)
+        options["path"] = Path(os.path.expanduser(path))
+    for option, value in options.items():
+        _check_option(where, option, value, hints[one_of(where, "option", option, hints)])
+    try:
+        return loader(**options)
+    except OSError as error:
+        what = f"cannot be read: {error.strerror or error}"
+        raise BadArgument(str(error.filename or path or where), what, "files and folders that can be read") from error
 
 
-def available() -> list[Entry]:
+def _hints(loader: Loader) -> dict[str, Any]:
+    """The options of a loader with their types."""
+    return {option: found.annotation for option, found in inspect.signature(loader).parameters.items()}
+
+
+def _check_option(where: str, option: str, value: object, hint: Any) -> None:
+    """Refuse a plain value of the wrong type."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    fits = type(value) in kinds or (float in kinds and type(value) is int)
+    if not fits and all(kind in _PLAIN for kind in kinds):
+        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise BadArgument(where, f"{option} is {value!r}", f"{option} as {wanted}")
+
+
+def available() -> list[DatasetInfo]:
     """Every data set that `load` knows, sorted by name, and whether its files are there.
 
     Example:
-        >>> [entry.state for entry in available() if entry.name == "digits"]
+        >>> [info.state for info in available() if info.name == "digits"]
         ['embedded']
     """
-    return [Entry(name, notes[0], *_state(name), *notes[1:]) for name, notes in sorted(_NOTES.items())]
+    return [
+        DatasetInfo(name, about.description, *_state(name), about.source, about.licence)
+        for name, about in sorted(ABOUT.items())
+    ]
 
 
 def _state(name: str) -> tuple[str, Path | None]:
     """Whether the files of a data set are there, and where."""
-    if name not in FILES:
-        return ("embedded" if name in _EMBEDDED else "yours"), None
+    if not ABOUT[name].files:
+        return ("yours" if "path" in _hints(LOADERS[name]) else "embedded"), None
     folder = data_folder() / name
     try:
         found = find_inside(name, folder)
     except BadArgument:  # several archives: they are there, and `load` says which to name
         found = folder
+    except OSError:  # the folder cannot be read, and `load` says why
+        found = None
     return ("missing", folder) if found is None else ("found", found)
 
 
-def get(name: str, folder: str | Path | None = None, progress: Progress | None = None) -> Path:
-    """Download a data set, so that `load` finds it.
-
-    An interrupted download is resumed; a file with a wrong checksum is not kept.
-
-    Args:
-        name: of the data set.
-        folder: with one folder a data set inside; $FEDVEIL_DATA by default.
-        progress: called with (done, total) in bytes.
-
-    Returns:
-        The file.
-
-    Raises:
-        BadArgument: it needs no download, cannot be downloaded, or the download failed; says what to put where.
-    """
-    choose("get", "data set", name, _NOTES)
-    if name not in FILES:
-        raise BadArgument("get", f"{name!r} needs no download", f"fedveil.data.load({name!r})")
-    home = (data_folder() if folder is None else Path(folder).expanduser()) / name
-    if name not in DOWNLOADS:
-        fix = f"get it from {_LESION_PAGE} (its terms must be accepted there) and put {WANTED[name]} into {home}"
-        raise BadArgument("get", f"{name!r} cannot be downloaded by a program", fix)
-    source = DOWNLOADS[name]
-    target = home / source.file
-    if not source.inside or target.exists():
-        return fetch(source.url, target, source.digest, progress)
-    archive = fetch(source.url, home / f"{name}-download.zip", None, progress)
-    try:
-        _unpack(archive, source, target)
-    finally:
-        archive.unlink()
-    return target
+def cache_folder() -> Path:
+    """Where decoded images are cached: $FEDVEIL_CACHE, else ~/.cache/fedveil."""
+    return Path(os.path.expanduser(os.environ.get("FEDVEIL_CACHE") or "~/.cache/fedveil"))
 
 
-def _unpack(archive: Path, source: Download, target: Path) -> None:
-    """Take one file out of a zip, or out of zips within it, check it and put it in place whole."""
-    content = archive.read_bytes()
-    for member in source.inside:
-        try:
-            with zipfile.ZipFile(io.BytesIO(content)) as opened:
-                content = opened.read(member)
-        except (zipfile.BadZipFile, KeyError, zlib.error, RuntimeError, NotImplementedError) as error:
-            fix = f"put {source.file} into {target.parent} yourself"
-            raise BadArgument(source.url, f"the download has no readable {member}", fix) from error
-    part = target.with_name(target.name + ".part")
-    try:
-        part.write_bytes(content)
-        if digest_of(part, source.digest) != source.digest:
-            what = f"{source.file} in the download is not the expected file, and was not kept"
-            raise BadArgument(source.url, what, f"put {source.file} into {target.parent} yourself")
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+def data_folder() -> Path:
+    """Where data sets are looked for and downloaded to: $FEDVEIL_DATA, else `data` in the cache folder."""
+    given = os.environ.get("FEDVEIL_DATA")
+    return Path(os.path.expanduser(given)) if given else cache_folder() / "data"
+
+
+def find_inside(name: str, folder: Path) -> Path | None:
+    """The best source of a data set in a folder; None if there is none."""
+    for pattern in ABOUT[name].files:
+        found = sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+        if found and pattern.startswith("./"):
+            return folder
+        if len(found) > 1:
+            what = f"several archives could be {name!r}: {few(path.name for path in found)}"
+            raise BadArgument(str(folder), what, "path= one of them, or unpack them into this folder")
+        if found:
+            return found[0]
+    return None
+
+
+def source_of(name: str, path: Path | None) -> Path:
+    """The file or folder to read a data set from: `path`, or what its folder in $FEDVEIL_DATA holds."""
+    if path is not None and not path.is_dir():
+        return _existing(path, _how_to_get(name, path.parent))
+    folder = data_folder() / name if path is None else path
+    found = find_inside(name, folder)
+    if found is None:
+        what = f"no files of {name!r} here" if folder.is_dir() else f"there is no such folder, so no {name!r}"
+        raise BadArgument(str(folder), what, _how_to_get(name, folder))
+    return found
+
+
+def required(name: str, path: Path | None, example: str) -> Path:
+    """The path of a data set that has no place of its own."""
+    if path is None:
+        raise BadArgument(f"load({name!r})", "it needs a path", f"load({name!r}, path={example!r})")
+    return _existing(path, "path= an existing file or folder")
+
+
+def _existing(path: Path, fix: str) -> Path:
+    """Return `path` if there is something there."""
+    if not path.exists():
+        what = "it is a link to a file that is not there" if path.is_symlink() else "there is no such file"
+        raise BadArgument(str(path), what, fix)
+    return path
+
+
+def _how_to_get(name: str, folder: Path) -> str:
+    """What to put where, in words."""
+    here = f"put {ABOUT[name].wanted} into {folder}"
+    return f"{here}, or set FEDVEIL_DATA, or pass path=, or run `fedveil data get {name}`"
+
+
+def few(names: Iterable[str], most: int = 5) -> str:
+    """The first of some names, for a message."""
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

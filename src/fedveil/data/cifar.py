@@ -1,30 +1,44 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), from the published archive or from image files."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), from the published archive or from image files.
+
+The published archive holds pickles, and a pickle is a program. The reader here knows two words of it, "an array" and
+"its type", and gives inert stand-ins for them; any other word is refused. No code of numpy or of the file runs while a
+pickle is read.
+"""
 
 import dataclasses
+import functools
+import io
+import pickle
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.nn.functional import avg_pool2d
 
-from fedveil.data.cache import Arrays, kept
-from fedveil.data.cifar_names import CIFAR10, CIFAR100
-from fedveil.data.images import Folders, Labelled, assembled, read_folders
-from fedveil.data.pickles import read_pickle
-from fedveil.data.pixels import Channels
-from fedveil.data.places import source_of
+from fedveil.data.catalogue import About, Download, dataset, source_of
+from fedveil.data.images import Arrays, Channels, Folders, Labelled, assembled, cached, read_folders
 from fedveil.data.records import Data, Part, Progress
-from fedveil.data.registry import dataset
 from fedveil.errors import BadArgument
 
 SIDE = 32
 SIZES = (32, 16, 8)
 _WIDTH = 3 * SIDE * SIDE
+_AGAIN = "fetch the archive again"
+_KRIZ = "https://www.cs.toronto.edu/~kriz"
+_TEN = "airplane automobile bird cat deer dog frog horse ship truck"
+_HUNDRED = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard
+    lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear
+    pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark
+    shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
+    television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
 
 
 @dataclass(frozen=True)
@@ -38,30 +52,48 @@ class _Form:
     labels: str
     mean: Channels
     deviation: Channels
+    folder: str
+    digest: str
+
+    def about(self) -> About:
+        """The line in the catalogue."""
+        count, archive = len(self.classes), f"cifar-{len(self.classes)}-python.tar.gz"
+        return About(
+            f"60,000 photographs of 32 x 32, {count} classes",
+            f"Krizhevsky 2009; {_KRIZ}/cifar.html",
+            "none stated",
+            files=(archive, self.folder, f"./{self.train[0]}", "./train", "*.zip"),
+            wanted=f"{archive} (or a zip of train|test/<class>/<image>)",
+            download=Download(f"{_KRIZ}/{archive}", archive, self.digest),
+        )
 
 
 TEN = _Form(
     "cifar10",
-    CIFAR10,
+    tuple(_TEN.split()),
     tuple(f"data_batch_{number}" for number in range(1, 6)),
     ("test_batch",),
     "labels",
     (0.4914, 0.4822, 0.4465),
     (0.2470, 0.2435, 0.2616),
+    "cifar-10-batches-py",
+    "md5:c58f30108f718f92721af3b95e74349a",
 )
 HUNDRED = _Form(
     "cifar100",
-    CIFAR100,
+    tuple(_HUNDRED.split()),
     ("train",),
     ("test",),
     "fine_labels",
     (0.5071, 0.4865, 0.4409),
     (0.2673, 0.2564, 0.2762),
+    "cifar-100-python",
+    "md5:eb9058c3a382ffc7106e4002c42a8d85",
 )
 
 
-@dataset("cifar10")
-def cifar10(
+def _load(
+    form: _Form,
     *,
     path: Path | None = None,
     train_size: int | None = None,
@@ -69,55 +101,36 @@ def cifar10(
     size: int = SIDE,
     progress: Progress | None = None,
 ) -> Data:
-    """CIFAR-10: 50,000 + 10,000 colour images of 32 x 32, ten classes; channels scaled with the usual constants.
+    """Colour images, 50,000 + 10,000 of 32 x 32, in ten or a hundred classes; channels scaled with the usual constants.
 
     Args:
-        path: cifar-10-python.tar.gz, its unpacked folder, a folder or zip of train|test/<class>/<image>, or a folder
-            that holds one of these.
+        form: which of the two; of CIFAR-100 the fine labels are read.
+        path: cifar-10-python.tar.gz or cifar-100-python.tar.gz, its unpacked folder, a folder or zip of
+            train|test/<class>/<image>, or a folder that holds one of these.
         train_size: how many training records, as many of each class; all by default.
         test_size: how many test records.
         size: sides of the images: 32, or 16 or 8 by the mean of neighbours.
         progress: called with (done, total) while images are decoded.
     """
-    return _load(TEN, path, train_size, test_size, size, progress)
-
-
-@dataset("cifar100")
-def cifar100(
-    *,
-    path: Path | None = None,
-    train_size: int | None = None,
-    test_size: int | None = None,
-    size: int = SIDE,
-    progress: Progress | None = None,
-) -> Data:
-    """CIFAR-100: as cifar10, with a hundred classes (the fine labels); the archive is cifar-100-python.tar.gz."""
-    return _load(HUNDRED, path, train_size, test_size, size, progress)
-
-
-def _load(
-    form: _Form, path: Path | None, train_size: int | None, test_size: int | None, size: int, progress: Progress | None
-) -> Data:
-    """Either data set, from whatever holds it."""
     if size not in SIZES:
         raise BadArgument(f"load({form.name!r})", f"size must be one of {', '.join(map(str, SIZES))}, got {size}")
     source = source_of(form.name, path)
     batches = source.is_file() and source.name.endswith((".tar.gz", ".tgz", ".tar"))
     if batches or (source / form.train[0]).is_file():
-        arrays = kept(_stamps(form, source), lambda: _read_batches(form, source))
+        arrays = cached(_stamps(form, source), lambda: _read_batches(form, source))
         train, test = (Labelled(arrays[f"{part}_pixels"], arrays[f"{part}_labels"]) for part in ("train", "test"))
         folders = Folders(train, test, form.classes)
     else:
         folders = read_folders(source, SIDE, classes=form.classes, progress=progress)
-    found = assembled(form.name, folders, (form.mean, form.deviation), train_size, test_size)
+    found = assembled(form.name, folders, form.mean, form.deviation, train_size, test_size)
     if size == SIDE:
         return found
-    return dataclasses.replace(found, train=_shrunk(found.train, SIDE // size), test=_shrunk(found.test, SIDE // size))
+    small = [Part(avg_pool2d(part.tensor, SIDE // size), part.targets) for part in (found.train, found.test)]
+    return dataclasses.replace(found, train=small[0], test=small[1])
 
 
-def _shrunk(part: Part, times: int) -> Part:
-    """Images with sides so many times shorter."""
-    return Part(avg_pool2d(part.tensor, times), part.targets)
+for _form in (TEN, HUNDRED):
+    dataset(_form.name, _form.about())(functools.partial(_load, _form))
 
 
 def _stamps(form: _Form, source: Path) -> tuple[str, ...]:
@@ -128,55 +141,128 @@ def _stamps(form: _Form, source: Path) -> tuple[str, ...]:
 
 
 def _read_batches(form: _Form, source: Path) -> Arrays:
-    """All batches of the published archive, as pixels and labels of each part."""
+    """All batches of the published archive or its unpacked folder, as pixels and labels of each part."""
+    contents = _contents(source, (*form.train, *form.test))
     arrays: dict[str, Any] = {}
-    with _batch_reader(source) as read:
-        for part, names in (("train", form.train), ("test", form.test)):
-            found = [_batch(form, f"{source}, member {name}", read(name)) for name in names]
-            arrays[f"{part}_pixels"] = np.concatenate([batch.pixels for batch in found])
-            arrays[f"{part}_labels"] = np.concatenate([batch.targets for batch in found])
+    for part, names in (("train", form.train), ("test", form.test)):
+        found = [_batch(form, f"{source}, member {name}", contents.get(name)) for name in names]
+        arrays[f"{part}_pixels"] = np.concatenate([batch.pixels for batch in found])
+        arrays[f"{part}_labels"] = np.concatenate([batch.targets for batch in found])
     return arrays
 
 
-def _batch(form: _Form, where: str, content: bytes) -> Labelled:
+def _contents(source: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+    """Batches by name, as far as they are there; a tar archive is read in one pass, and nothing is written to disk."""
+    if source.is_dir():
+        return {name: (source / name).read_bytes() for name in names if (source / name).is_file()}
+    with source.open("rb") as file:
+        try:
+            with tarfile.open(fileobj=file) as opened:
+                files = ((PurePosixPath(member.name).name, member) for member in opened if member.isfile())
+                found = ((name, opened.extractfile(member)) for name, member in files if name in names)
+                return {name: batch.read() for name, batch in found if batch is not None}
+        except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+            what = f"not a readable tar archive: {error}"
+            raise BadArgument(str(source), what, "it is damaged or cut off: fetch it again") from error
+
+
+def _batch(form: _Form, where: str, content: bytes | None) -> Labelled:
     """One batch, checked."""
+    if not content:
+        raise BadArgument(where, "it is missing or empty", _AGAIN)
     found = read_pickle(where, content)
     pixels, labels = found.get("data"), found.get(form.labels)
     if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != _WIDTH or not len(pixels):
-        raise BadArgument(where, f"it has no images of {_WIDTH} bytes", "fetch the archive again")
+        raise BadArgument(where, f"it has no images of {_WIDTH} bytes", _AGAIN)
     if not isinstance(labels, list) or len(labels) != len(pixels):
         count = len(labels) if isinstance(labels, list) else "no"
-        raise BadArgument(where, f"{count} {form.labels} for {len(pixels)} images", "fetch the archive again")
+        raise BadArgument(where, f"{count} {form.labels} for {len(pixels)} images", _AGAIN)
     for row, label in enumerate(labels):
         if type(label) is not int or not 0 <= label < len(form.classes):
             what = f"label {label!r} is not one of {len(form.classes)} classes"
-            raise BadArgument(f"{where}, row {row}", what, "fetch the archive again")
+            raise BadArgument(f"{where}, row {row}", what, _AGAIN)
     return Labelled(pixels.reshape(-1, 3, SIDE, SIDE), np.array(labels, dtype=np.int64))
 
 
-@contextmanager
-def _batch_reader(source: Path) -> Iterator[Callable[[str], bytes]]:
-    """A function from a batch's name to its bytes, for the archive or its unpacked folder."""
-    if source.is_dir():
-        yield lambda name: _present(source, name, (source / name).read_bytes() if (source / name).is_file() else None)
-        return
-    contents = _untar(source)
-    yield lambda name: _present(source, name, contents.get(name))
+class _Type:
+    """Stands for numpy.dtype."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.code = arguments[0] if arguments else None
+
+    def __setstate__(self, state: Any) -> None:
+        pass
 
 
-def _present(source: Path, name: str, content: bytes | None) -> bytes:
-    """The content of a batch; its absence is an error."""
-    if not content:
-        raise BadArgument(f"{source}, member {name}", "it is missing or empty", "fetch the archive again")
-    return content
+class _Array:
+    """Stands for numpy.ndarray: holds what a pickle says of shape, type and bytes."""
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def pixels(self) -> NDArray[np.uint8]:
+        """The array, if it is one of bytes in the usual order."""
+        _, shape, kind, fortran, content = self.state
+        if kind.code not in (b"u1", "u1") or fortran or not isinstance(content, bytes):
+            raise ValueError("an array is not of bytes")
+        return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
 
-def _untar(source: Path) -> dict[str, bytes]:
-    """Files of a tar archive by their last name, read in one pass; nothing is written to disk."""
+def _reconstruct(*_: Any) -> _Array:
+    """Stands for numpy's function that makes an empty array."""
+    return _Array()
+
+
+def _encode(text: Any, encoding: Any = "latin1") -> bytes:
+    """Stands for codecs.encode, which Python 3 writes around bytes."""
+    if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
+        raise pickle.UnpicklingError("an unusual encoding")
+    return text.encode("latin1")
+
+
+_WORDS = {
+    ("numpy", "dtype"): _Type,
+    ("numpy", "ndarray"): _Array,
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("_codecs", "encode"): _encode,
+    ("codecs", "encode"): _encode,
+}
+
+
+class _Reader(pickle.Unpickler):
+    """An unpickler that knows these words only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for a word; any other is refused."""
+        try:
+            return _WORDS[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file needs") from None
+
+
+def read_pickle(where: str, content: bytes) -> dict[str, Any]:
+    """The dictionary in a pickle of the CIFAR archives; byte arrays become numpy arrays, names become text.
+
+    Args:
+        where: how messages name the file.
+        content: of the file.
+
+    Raises:
+        BadArgument: it is damaged, or asks for anything but arrays.
+    """
     try:
-        with tarfile.open(source) as opened:
-            files = ((member, opened.extractfile(member)) for member in opened if member.isfile())
-            return {PurePosixPath(member.name).name: file.read() for member, file in files if file is not None}
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        what = f"not a readable tar archive: {error}"
-        raise BadArgument(str(source), what, "it is damaged or cut off: fetch it again") from error
+        found = _Reader(io.BytesIO(content), encoding="bytes").load()
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {type(found).__name__}, not a dictionary")
+        return {_text(key): value.pixels() if isinstance(value, _Array) else value for key, value in found.items()}
+    except Exception as error:  # a damaged pickle may fail in any way
+        what = f"not a CIFAR file: {error or type(error).__name__}"
+        raise BadArgument(where, what, _AGAIN) from error
+
+
+def _text(value: Any) -> str:
+    """Names are bytes in files that Python 2 wrote."""
+    return value.decode("latin1") if isinstance(value, bytes) else str(value)

@@ -2,69 +2,112 @@
 
 import hashlib
 import http.client
+import io
+import os
 import urllib.error
 import urllib.request
+import zipfile
+import zlib
 from pathlib import Path
 
+from fedveil.checks import one_of
+from fedveil.data.catalogue import ABOUT, Download, data_folder
 from fedveil.data.records import Progress
 from fedveil.errors import BadArgument
+from fedveil.files import write_whole
 
 _BLOCK = 1 << 18
 _TIMEOUT = 30.0
 _DONE_ALREADY = 416
 
 
-def fetch(url: str, target: Path, digest: str | None = None, progress: Progress | None = None) -> Path:
-    """Download a file, or go on with an earlier attempt.
+def get(name: str, folder: str | Path | None = None, progress: Progress | None = None) -> Path:
+    """Download a data set, so that `load` finds it.
+
+    An interrupted download is resumed; a file with a wrong checksum is not kept.
 
     Args:
-        url: of the file.
-        target: where to put it. Until it is whole and checked it is called `<target>.part`.
-        digest: "md5:..." or "sha256:..." of the file.
-        progress: called with (done, total) in bytes; total is 0 if the server does not tell.
+        name: of the data set.
+        folder: with one folder per data set inside; $FEDVEIL_DATA by default.
+        progress: called with (done, total) in bytes.
 
     Returns:
-        `target`.
+        The file.
 
     Raises:
-        BadArgument: there is no connection, it broke, or the file is not the expected one.
+        BadArgument: it needs no download, cannot be downloaded, or the download failed; says what to put where.
     """
+    about = ABOUT[one_of("get", "data set", name, ABOUT)]
+    if not about.files:
+        raise BadArgument("get", f"{name!r} needs no download", f"fedveil.data.load({name!r})")
+    home = (data_folder() if folder is None else Path(os.path.expanduser(folder))) / name
+    if about.download is None:
+        fix = f"get it from {about.source} (its terms must be accepted there) and put {about.wanted} into {home}"
+        raise BadArgument("get", f"{name!r} cannot be downloaded by a program", fix)
+    source, target = about.download, home / about.download.file
+    try:
+        if not source.inside or target.exists():
+            return _fetch(source.url, target, source.digest, progress)
+        archive = _fetch(source.url, home / f"{name}-download.zip", None, progress)
+        try:
+            return _unpack(archive, source, target)
+        finally:
+            archive.unlink()
+    except (OSError, http.client.HTTPException) as error:
+        fix = f"run again (what is there already is kept), or {_by_hand(target)}"
+        raise BadArgument(source.url, _why(error), fix) from error
+
+
+def _by_hand(target: Path) -> str:
+    return f"put {target.name} into {target.parent} yourself"
+
+
+def _why(error: Exception) -> str:
+    """What went wrong."""
+    if isinstance(error, urllib.error.HTTPError):
+        error.close()
+        return f"the server answered {error.code} {error.reason}"
+    if isinstance(error, urllib.error.URLError):
+        return f"it cannot be reached ({error.reason})"
+    return f"the download failed ({error})"
+
+
+def _unpack(archive: Path, source: Download, target: Path) -> Path:
+    """Take one file out of a zip, or out of zips within it, check it and put it in place whole."""
+    content = archive.read_bytes()
+    for member in source.inside:
+        try:
+            with zipfile.ZipFile(io.BytesIO(content)) as opened:
+                content = opened.read(member)
+        except (zipfile.BadZipFile, KeyError, zlib.error, RuntimeError, NotImplementedError) as error:
+            raise BadArgument(source.url, f"the download has no readable {member}", _by_hand(target)) from error
+    if digest_of(content, source.digest) != source.digest:
+        what = f"{source.file} in the download is not the expected file, and was not kept"
+        raise BadArgument(source.url, what, _by_hand(target))
+    return write_whole(target, content)
+
+
+def _fetch(url: str, target: Path, digest: str | None, progress: Progress | None) -> Path:
+    """Download a file, or go on with an earlier attempt; until it is whole and checked it is called `<target>.part`."""
     if target.exists():
-        if digest and digest_of(target, digest) != digest:
+        if digest and not (target.is_file() and digest_of(target, digest) == digest):
             what = f"there is another file of this name (its checksum is not {digest})"
             raise BadArgument(str(target), what, "move it away and run again")
         return target
     part = target.with_name(target.name + ".part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _transfer(url, part, progress)
-        if digest and digest_of(part, digest) != digest:
-            part.unlink()
-            what = f"the download is not the expected file (its checksum is not {digest}), and was not kept"
-            raise BadArgument(url, what, f"run again, or put {target.name} into {target.parent} yourself")
-        part.replace(target)
-    except (OSError, http.client.HTTPException) as error:
-        raise _explained(error, url, target) from error
-    return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _transfer(url, part, progress)
+    if digest and digest_of(part, digest) != digest:
+        part.unlink()
+        what = f"the download is not the expected file (its checksum is not {digest}), and was not kept"
+        raise BadArgument(url, what, f"run again, or {_by_hand(target)}")
+    return part.replace(target)
 
 
-def _explained(error: Exception, url: str, target: Path) -> BadArgument:
-    """What went wrong, and which file to put where."""
-    if isinstance(error, urllib.error.HTTPError):
-        why = f"the server answered {error.code} {error.reason}"
-        error.close()
-    elif isinstance(error, urllib.error.URLError):
-        why = f"it cannot be reached ({error.reason})"
-    else:
-        why = f"the download failed ({error})"
-    here = f"put {target.name} into {target.parent} yourself"
-    return BadArgument(url, why, f"run again (what is there already is kept), or {here}")
-
-
-def digest_of(path: Path, like: str) -> str:
-    """The checksum of a file, in the form of `like`, such as "md5:..."."""
+def digest_of(content: Path | bytes, like: str) -> str:
+    """The checksum of a file or of bytes, in the form of `like`, such as "md5:..."."""
     kind = like.partition(":")[0]
-    with path.open("rb") as file:
+    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
         return f"{kind}:{hashlib.file_digest(file, kind).hexdigest()}"
 
 

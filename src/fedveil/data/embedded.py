@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from fedveil.data.choices import whole
-from fedveil.data.divide import parts
+from fedveil.checks import whole
+from fedveil.data.catalogue import About, dataset
 from fedveil.data.records import Data, tensor_part
-from fedveil.data.registry import dataset
-from fedveil.data.standard import standardised
+from fedveil.data.splits import parts
+from fedveil.data.tables import standardised
 from fedveil.errors import BadArgument
 
 
-@dataset("digits")
+@dataset("digits", About("1,797 handwritten digits of 8 x 8", "Alpaydin, Kaynak 1998; scikit-learn", "CC BY 4.0"))
 def digits(*, flat: bool = True, train_size: int | None = None, test_size: int | None = None) -> Data:
     """Handwritten digits: 1,797 grey images of 8 x 8 in [0, 1], ten classes, 80:20.
 
@@ -34,21 +34,19 @@ def digits(*, flat: bool = True, train_size: int | None = None, test_size: int |
         if whole("load('digits')", "test_size", test_size, 1) > len(test):
             raise BadArgument("load('digits')", f"test_size is {test_size}", f"at most {len(test)}")
         test = test[:test_size]
-    return Data(
-        "digits",
-        tensor_part(inputs[train], targets[train]),
-        tensor_part(inputs[test], targets[test]),
-        classes=tuple(str(label) for label in range(10)),
-        scale=None if flat else ((0.0,), (1.0,)),
-    )
+    records, scale = tensor_part(inputs, targets), None if flat else ((0.0,), (1.0,))
+    return Data("digits", records.take(train), records.take(test), classes=tuple("0123456789"), scale=scale)
 
 
-@dataset("diabetes")
+@dataset(
+    "diabetes",
+    About("442 patients, 10 measures, progression of diabetes", "Efron et al. 2004; scikit-learn", "none stated"),
+)
 def diabetes() -> Data:
     """Progression of diabetes: 442 patients, 10 measures, one target; all standardised on the training part, 80:20."""
     from sklearn.datasets import load_diabetes
 
     inputs, targets = load_diabetes(return_X_y=True, scaled=False)
     train, test = parts(len(targets), (0.8, 0.2))
-    inputs, targets = standardised(inputs, train), standardised(targets[:, None], train)
-    return Data("diabetes", tensor_part(inputs[train], targets[train]), tensor_part(inputs[test], targets[test]))
+    records = tensor_part(standardised(inputs, train), standardised(targets[:, None], train))
+    return Data("diabetes", records.take(train), records.take(test))

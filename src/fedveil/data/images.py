@@ -1,22 +1,40 @@
-"""Any folder or zip of images, `train|test/<class>/<file>`."""
+"""Any folder or zip of images, `train|test/<class>/<file>`: decoded once to bytes, cached, scaled on loading.
 
-from collections.abc import Sequence
+Nothing is ever unpacked to disk.
+"""
+
+import errno
+import hashlib
+import importlib
+import io
+import os
+import stat
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from fedveil.data.archives import Archive, open_archive
-from fedveil.data.choices import whole
-from fedveil.data.divide import stratified
-from fedveil.data.pixels import Bytes, Channels, decoded, image_part, shown, statistics
-from fedveil.data.places import few, required
-from fedveil.data.records import Data, Progress
-from fedveil.data.registry import dataset
+from fedveil.checks import whole
+from fedveil.data.catalogue import About, cache_folder, dataset, few, required
+from fedveil.data.records import Data, Part, Progress
+from fedveil.data.splits import stratified
 from fedveil.errors import BadArgument
+from fedveil.files import write_whole
 
 FORM = "train/<class>/<image> and test/<class>/<image>"
+Arrays = Mapping[str, NDArray[Any]]
+Bytes = NDArray[np.uint8]
+Channels = tuple[float, ...]
+_CACHE_VERSION = "1"
+_DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError)
+_EVERY = 100
 
 
 class Labelled(NamedTuple):
@@ -34,7 +52,46 @@ class Folders(NamedTuple):
     classes: tuple[str, ...]
 
 
-@dataset("images")
+@dataclass(frozen=True)
+class Archive:
+    """A folder or a zip file, seen alike: named members that can be read.
+
+    Attributes:
+        path: of the folder or file.
+        names: of the files in it, sorted, with `/` between folders; hidden files are left out.
+        stamp: changes when the content does.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    stamp: str
+
+    @contextmanager
+    def reader(self) -> Iterator[Callable[[str], bytes]]:
+        """A function from a member's name to its bytes."""
+        if self.path.is_dir():
+            yield lambda name: self._guarded(name, lambda: _regular(self.path / name).read_bytes())
+            return
+        with zipfile.ZipFile(self.path) as opened:
+            yield lambda name: self._guarded(name, lambda: opened.read(name))
+
+    def _guarded(self, name: str, read: Callable[[], bytes]) -> bytes:
+        """The bytes of a member; damage is named."""
+        try:
+            content = read()
+        except _DAMAGE as error:
+            fix = "replace it or leave it out, or fetch the archive again"
+            raise BadArgument(self.where(name), f"cannot be read: {error}", fix) from error
+        if not content:
+            raise BadArgument(self.where(name), "the file is empty", "replace it or leave it out")
+        return content
+
+    def where(self, name: str) -> str:
+        """How messages name a member."""
+        return f"{self.path}, member {name}"
+
+
+@dataset("images", About("any folder or zip of train|test/<class>/<image>; needs path=", "yours", "yours"))
 def images(
     *,
     path: Path | None = None,
@@ -43,7 +100,7 @@ def images(
     test_size: int | None = None,
     progress: Progress | None = None,
 ) -> Data:
-    """A folder or zip of images, one folder a class; channels are standardised on the training part.
+    """A folder or zip of images, one folder per class; channels are standardised on the training part.
 
     Args:
         path: of the folder or zip, which holds train/<class>/<image> and test/<class>/<image>.
@@ -53,23 +110,19 @@ def images(
         progress: called with (done, total) while images are decoded.
     """
     source = required("images", path, "folder_or.zip")
-    folders = read_folders(source, whole("load('images')", "size", size, 1), progress=progress)
-    return assembled(source.stem, folders, statistics(folders.train.pixels), train_size, test_size)
+    folders = read_folders(source, whole("load('images')", "size", size), progress=progress)
+    return assembled(source.stem, folders, *_statistics(folders.train.pixels), train_size, test_size)
 
 
 def assembled(
-    name: str,
-    folders: Folders,
-    scale: tuple[Channels, Channels],
-    train_size: int | None,
-    test_size: int | None,
+    name: str, folders: Folders, mean: Channels, deviation: Channels, train_size: int | None, test_size: int | None
 ) -> Data:
     """A data set from labelled images: subsets are chosen, records shuffled, channels scaled."""
     parts = []
     for option, size, part in (("train_size", train_size, folders.train), ("test_size", test_size, folders.test)):
         chosen = stratified(f"load of {name!r}", option, part.targets, size)
-        parts.append(image_part(part.pixels[chosen], part.targets[chosen], *scale))
-    return Data(name, parts[0], parts[1], classes=folders.classes, scale=shown(scale))
+        parts.append(image_part(part.pixels[chosen], part.targets[chosen], mean, deviation))
+    return Data(name, parts[0], parts[1], classes=folders.classes, scale=(mean, deviation))
 
 
 def read_folders(
@@ -84,10 +137,8 @@ def read_folders(
     position = {label: index for index, label in enumerate(known)}
     pixels = decoded(archive, [name for name, _, _ in places], side, progress)
     targets = np.array([position[label] for _, _, label in places], dtype=np.int64)
-    training = np.array([purpose == "train" for _, purpose, _ in places])
-    return Folders(
-        Labelled(pixels[training], targets[training]), Labelled(pixels[~training], targets[~training]), known
-    )
+    train, test = (np.array([where == purpose for _, where, _ in places]) for purpose in found)
+    return Folders(Labelled(pixels[train], targets[train]), Labelled(pixels[test], targets[test]), known)
 
 
 def _place(archive: Archive, name: str) -> tuple[str, str] | None:
@@ -114,3 +165,130 @@ def _check_classes(archive: Archive, found: dict[str, set[str]], known: tuple[st
         if missing and all_named:
             what = f"{purpose}/ has no images of {few(missing)}"
             raise BadArgument(str(archive.path), what, "fetch the archive again")
+
+
+def decoded(archive: Archive, names: Sequence[str], side: int, progress: Progress | None = None) -> Bytes:
+    """Members of an archive as (n, 3, side, side) bytes, in the order of `names`; cached."""
+    parts = (str(archive.path.resolve()), archive.stamp, str(side), *names)
+    return cached(parts, lambda: {"images": _decode_all(archive, names, side, progress)})["images"]
+
+
+def _decode_all(archive: Archive, names: Sequence[str], side: int, progress: Progress | None) -> Bytes:
+    """Decode member by member, and say now and then how far it is."""
+    image_module = _pillow()
+    pixels = np.empty((len(names), 3, side, side), dtype=np.uint8)
+    with archive.reader() as read:
+        for index, name in enumerate(names):
+            pixels[index] = _decode(image_module, archive.where(name), read(name), side)
+            if progress and ((index + 1) % _EVERY == 0 or index + 1 == len(names)):
+                progress(index + 1, len(names))
+    return pixels
+
+
+def _pillow() -> Any:
+    """The module PIL.Image; it comes with an extra."""
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError as error:
+        fix = "pip install 'fedveil[images]'"
+        raise BadArgument("images", "reading image files needs Pillow, which is not installed", fix) from error
+
+
+def _decode(image_module: Any, where: str, content: bytes, side: int) -> Bytes:
+    """One image as (3, side, side)."""
+    damage = (OSError, ValueError, SyntaxError, EOFError, image_module.DecompressionBombError)
+    try:
+        with image_module.open(io.BytesIO(content)) as opened:
+            image = opened.convert("RGB")
+    except damage as error:
+        raise BadArgument(where, f"not a readable image: {error}", "replace it or leave it out") from error
+    if image.size != (side, side):
+        image = image.resize((side, side), image_module.Resampling.BILINEAR)
+    return np.asarray(image).transpose(2, 0, 1)
+
+
+def _statistics(pixels: Bytes) -> tuple[Channels, Channels]:
+    """Mean and deviation of each channel in [0, 1], from counts of the 256 values; deviation 0 becomes 1."""
+    values = np.arange(256) / 255
+    counts = np.stack([np.bincount(pixels[:, channel].reshape(-1), minlength=256) for channel in range(3)])
+    shares = counts / counts.sum(1, keepdims=True)
+    mean = shares @ values
+    deviation = np.sqrt((shares * (values - mean[:, None]) ** 2).sum(1))
+    return tuple(mean.tolist()), tuple(np.where(deviation, deviation, 1.0).tolist())
+
+
+def image_part(pixels: Bytes, targets: NDArray[np.int64], mean: Channels, deviation: Channels) -> Part:
+    """Bytes as float32, scaled to [0, 1] and then by mean and deviation of each channel."""
+    shift, scale = (torch.tensor([255 * channel for channel in part]).view(3, 1, 1) for part in (mean, deviation))
+    inputs = torch.from_numpy(np.ascontiguousarray(pixels)).to(torch.float32)
+    return Part(inputs.sub_(shift).div_(scale), torch.from_numpy(np.ascontiguousarray(targets, dtype=np.int64)))
+
+
+def open_archive(path: Path) -> Archive:
+    """List a folder or a zip file; the stamp covers size and time of each file in a folder, or of the zip file."""
+    if not path.is_dir():
+        return Archive(path, _zip_names(_regular(path)), _stamp(path))
+    names = []
+    for folder, folders, files in os.walk(path, onerror=_refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names += [Path(folder, file).relative_to(path).as_posix() for file in files]
+    names = sorted(name for name in names if not _hidden(name))
+    return Archive(path, tuple(names), " ".join(_stamp(path / name) for name in names))
+
+
+def _stamp(path: Path) -> str:
+    """Size and time of a file, of a link itself if it leads nowhere."""
+    status = path.stat() if path.exists() else path.lstat()
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _regular(path: Path) -> Path:
+    """Return `path` if it is a file: a pipe would never end, and a link may lead nowhere."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return path
+
+
+def _refuse(error: OSError) -> NoReturn:
+    """A folder that cannot be listed is an error: its images would be missed in silence."""
+    raise error
+
+
+def _zip_names(path: Path) -> tuple[str, ...]:
+    """Members of a zip file, sorted."""
+    with path.open("rb") as file:
+        try:
+            names = zipfile.ZipFile(file).namelist()
+        except (OSError, zipfile.BadZipFile) as error:
+            what = f"not a readable zip file: {error}" if path.stat().st_size else "the file is empty"
+            raise BadArgument(str(path), what, "it is damaged or cut off: fetch it again") from error
+    return tuple(sorted({name for name in names if not name.endswith("/") and not _hidden(name)}))
+
+
+def _hidden(name: str) -> bool:
+    """Whether a file is the operating system's, not the user's."""
+    return any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in PurePosixPath(name).parts)
+
+
+def cached(parts: tuple[str, ...], build: Callable[[], Arrays]) -> Arrays:
+    """What `build` gives, from the cache if it was built before for the same `parts`.
+
+    A damaged or unwritable cache costs time, never correctness.
+    """
+    key = hashlib.sha256(os.fsencode("\n".join((_CACHE_VERSION, *parts)))).hexdigest()[:32]
+    path = cache_folder() / f"{key}.npz"
+    arrays = _read_cache(path)
+    if arrays is None:
+        built = arrays = build()
+        with suppress(BadArgument):
+            write_whole(path, lambda file: np.savez(file, allow_pickle=False, **built))
+    return arrays
+
+
+def _read_cache(path: Path) -> Arrays | None:
+    """The arrays of a cache file; None if it is absent or damaged (zip checksums tell)."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files} or None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error):
+        return None

@@ -1,8 +1,10 @@
 """Some classes of a data set as a data set of its own, as where one part of the labels is private and one public."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from fedveil.data.records import Data, Part
 from fedveil.errors import BadArgument
@@ -53,26 +55,23 @@ def keep_labels(data: Data, labels: Sequence[int]) -> Data:
         raise BadArgument("labels", f"{data.name!r} is a regression and has no classes", "a data set with classes")
     if data.train.targets.dim() > 1:
         raise BadArgument("labels", f"records of {data.name!r} have a class at each position", "a class per record")
-    kept = np.isin(data.train.targets.numpy(), labels)
-    return Data(
-        data.name,
-        _kept(data, data.train, labels),
-        _kept(data, data.test, labels),
-        None if data.validation is None else _kept(data, data.validation, labels),
-        tuple(data.classes[label] for label in labels),
-        {name: values[kept] for name, values in data.columns.items()},
-        data.scale,
+    rows = np.isin(data.train.targets.numpy(), labels)
+    return dataclasses.replace(
+        data,
+        train=_with_labels(data, data.train, labels),
+        test=_with_labels(data, data.test, labels),
+        validation=None if data.validation is None else _with_labels(data, data.validation, labels),
+        classes=tuple(data.classes[label] for label in labels),
+        columns={name: values[rows] for name, values in data.columns.items()},
     )
 
 
-def _kept(data: Data, part: Part, labels: Sequence[int]) -> Part:
-    """The records of one part, renumbered."""
-    targets = part.targets.numpy()
-    place = np.full(len(data.classes), -1, dtype=np.int64)
-    place[list(labels)] = np.arange(len(labels))
-    rows = np.flatnonzero(place[targets] >= 0)
-    if not len(rows):
+def _with_labels(data: Data, part: Part, labels: Sequence[int]) -> Part:
+    """The records of one part with these labels, renumbered."""
+    place = part.targets.new_full((len(data.classes),), -1)
+    place[list(labels)] = torch.arange(len(labels))
+    renumbered = place[part.targets]
+    if not (renumbered >= 0).any():
         names = ", ".join(data.classes[label] for label in labels)
         raise BadArgument("labels", f"a part of {data.name!r} has no record of {names}", "other classes, more records")
-    new = part.targets.new_tensor(place[targets[rows]])
-    return Part(part.take(rows).inputs, new)
+    return Part(part.inputs, renumbered).take(renumbered >= 0)

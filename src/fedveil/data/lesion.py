@@ -4,13 +4,11 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from fedveil.data.archives import Archive, open_archive
-from fedveil.data.divide import group_parts, stratified
-from fedveil.data.pixels import decoded, image_part
-from fedveil.data.places import source_of
+from fedveil.data.catalogue import About, dataset, source_of
+from fedveil.data.images import Archive, decoded, image_part, open_archive
 from fedveil.data.records import Data, Progress
-from fedveil.data.registry import dataset
-from fedveil.data.tables import Table, codes, need_columns, parse_table, read_table
+from fedveil.data.splits import group_parts, stratified
+from fedveil.data.tables import CsvTable, parse_table, read_table
 from fedveil.errors import BadArgument
 
 SIDE = 64
@@ -20,9 +18,16 @@ MEAN = (0.7630, 0.5456, 0.5700)
 DEVIATION = (0.1409, 0.1526, 0.1700)
 COLUMNS = ("dx_type", "sex", "localization")
 _SUFFIXES = {".jpg", ".jpeg", ".png"}
+_ABOUT = About(
+    "HAM10000: skin lesions at 64 x 64, 7 classes",
+    "Tschandl, Rosendahl, Kittler 2018; Harvard Dataverse, https://doi.org/10.7910/DVN/DBW86T",
+    "Creative Commons, not for commercial use",
+    files=("./*.jpg", "./*/*.jpg", "*.zip", f"./{METADATA}"),
+    wanted=f"the HAM10000 images, in a folder or a zip, with {METADATA}",
+)
 
 
-@dataset("lesion")
+@dataset("lesion", _ABOUT)
 def lesion(
     *,
     path: Path | None = None,
@@ -47,7 +52,7 @@ def lesion(
     archive = open_archive(source_of("lesion", path))
     table = _metadata(archive)
     names, rows = _matched(archive, table)
-    targets = codes(table, "dx", CLASSES)[rows]
+    targets = table.codes("dx", CLASSES)[rows]
     _, lesions = np.unique(np.array(table.columns["lesion_id"])[rows], return_inverse=True)
     train, test = group_parts(lesions, 0.8)
     if not (len(train) and len(test)):
@@ -65,7 +70,7 @@ def lesion(
     )
 
 
-def _metadata(archive: Archive) -> Table:
+def _metadata(archive: Archive) -> CsvTable:
     """The table of images, from inside the archive or from beside it."""
     inside = [name for name in archive.names if PurePosixPath(name).name == METADATA]
     beside = archive.path.parent / METADATA
@@ -76,16 +81,16 @@ def _metadata(archive: Archive) -> Table:
         table = read_table(beside)
     else:
         raise BadArgument(str(archive.path), f"there is no {METADATA} in it or beside it", f"put {METADATA} beside it")
-    need_columns(table, ["lesion_id", "image_id", "dx", *COLUMNS])
+    table.need(["lesion_id", "image_id", "dx", *COLUMNS])
     return table
 
 
-def _matched(archive: Archive, table: Table) -> tuple[list[str], list[int]]:
+def _matched(archive: Archive, table: CsvTable) -> tuple[list[str], list[int]]:
     """Image files, and for each the row of the metadata that describes it."""
     row_of: dict[str, int] = {}
     for row, image in enumerate(table.columns["image_id"]):
         if image in row_of:
-            table.refuse(row, "image_id", f"{image!r} is listed twice", "one row an image")
+            table.refuse(row, "image_id", f"{image!r} is listed twice", "one row per image")
         row_of[image] = row
     names = [name for name in archive.names if PurePosixPath(name).suffix.lower() in _SUFFIXES]
     if not names:

@@ -38,9 +38,8 @@ class Part(NamedTuple):
 
     def take(self, rows: Any) -> "Part":
         """Some of the records."""
-        return Part(
-            cast(Inputs, pytree.tree_map_only(Tensor, lambda tensor: tensor[rows], self.inputs)), self.targets[rows]
-        )
+        inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor[rows], self.inputs)
+        return Part(cast(Inputs, inputs), self.targets[rows])
 
 
 def one_tensor(where: str, inputs: Inputs) -> Tensor:
@@ -87,7 +86,7 @@ class Data:
         for column, values in self.columns.items():
             if len(values) != records:
                 what = f"{len(values)} values for {records} training records"
-                raise BadArgument(f"{self.name}.columns[{column!r}]", what, "one value a training record")
+                raise BadArgument(f"{self.name}.columns[{column!r}]", what, "one value per training record")
 
     @property
     def outputs(self) -> int:
@@ -116,14 +115,17 @@ class Data:
         sizes = {"train": self.train, "validation": self.validation, "test": self.test}
         parts = ", ".join(f"{purpose}={len(part.targets)}" for purpose, part in sizes.items() if part is not None)
         task = f"{len(self.classes)} classes" if self.classes else f"{self.outputs} regression targets"
-        return f"Data({self.name!r}, {parts}, {shapes(self.train.inputs)}, {task})"
+        shape = record_shape(self.train.inputs)
+        places = {"input": shape} if isinstance(shape, tuple) else shape
+        inputs = ", ".join(f"{place} {shape}" for place, shape in places.items())
+        return f"Data({self.name!r}, {parts}, {inputs}, {task})"
 
 
-def shapes(inputs: Inputs) -> str:
-    """The shape of a record's inputs as it is printed, such as "input (64,)" or "inputs[0] (64,), inputs[1] (8,)"."""
+def record_shape(inputs: Inputs) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
+    """The shape of one record's input, or those of its inputs by their place."""
     if isinstance(inputs, Tensor):
-        return f"input {tuple(inputs.shape[1:])}"
-    return ", ".join(f"{place} {tuple(x.shape[1:])}" for place, x in named(inputs).items() if isinstance(x, Tensor))
+        return tuple(inputs.shape[1:])
+    return {place: tuple(leaf.shape[1:]) for place, leaf in named(inputs).items() if isinstance(leaf, Tensor)}
 
 
 def tensors_of(where: str, inputs: Inputs) -> dict[str, Tensor]:

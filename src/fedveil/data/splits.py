@@ -1,8 +1,8 @@
-"""Division of the training records among clients."""
+"""Seeded divisions of records: among clients, into training and test, and subsets that keep the shares of classes."""
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,13 +10,15 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedveil.data.choices import choose, whole
+from fedveil.checks import one_of, positive, whole
 from fedveil.data.records import Data
 from fedveil.errors import BadArgument
 
 Indices = NDArray[np.int64]
 DRAWS = 100
 """How often a Dirichlet division is drawn before a client without records is an error."""
+SEED = 20220
+"""The fixed seed of every division that a data set comes with."""
 
 
 class _Request(NamedTuple):
@@ -56,8 +58,7 @@ def _dirichlet(request: _Request, rng: Generator) -> list[Indices]:
     if data.train.targets.dim() > 1:
         what = f"a Dirichlet split needs one class per record, and {data.name!r} has one at each position"
         raise BadArgument("split", what, 'how="iid" or how="column"')
-    if not (isinstance(alpha, int | float) and math.isfinite(alpha) and alpha > 0):
-        raise BadArgument("split", f"alpha is {alpha!r}", "a positive number; 0.5 is usual, 100 is nearly iid")
+    positive("split", "alpha", alpha, "0.5 is usual, 100 is nearly iid")
     targets = data.train.targets.numpy()
     groups = [np.flatnonzero(targets == label) for label in range(len(data.classes))]
     for _ in range(DRAWS):
@@ -74,7 +75,7 @@ def _column(request: _Request, rng: Generator) -> list[Indices]:
     if request.column is None:
         named = ", ".join(repr(name) for name in sorted(data.columns))
         raise BadArgument("split", 'how="column" needs a column', f"column= one of {named}" if named else None)
-    column = choose(f"split of {data.name!r}", "column", request.column, data.columns)
+    column = one_of(f"split of {data.name!r}", "column", request.column, data.columns)
     values, group_of = np.unique(np.asarray(data.columns[column]), return_inverse=True)
     if clients > len(values):
         what = f"{clients} clients, but column {column!r} has {len(values)} values and none is divided"
@@ -86,11 +87,8 @@ def _column(request: _Request, rng: Generator) -> list[Indices]:
     return [np.concatenate(share) for share in shares]
 
 
-_WAYS: dict[str, Callable[[_Request, Generator], list[Indices]]] = {
-    "iid": _iid,
-    "dirichlet": _dirichlet,
-    "column": _column,
-}
+_WAYS: dict[str, Callable[[_Request, Generator], list[Indices]]]
+_WAYS = {"iid": _iid, "dirichlet": _dirichlet, "column": _column}
 
 
 def split(
@@ -121,7 +119,7 @@ def split(
         >>> [len(share) for share in split(load("digits"), 4)]
         [360, 360, 359, 359]
     """
-    way = _WAYS[choose("split", "way to split, how =", how, _WAYS)]
+    way = _WAYS[one_of("split", "way to split, how =", how, _WAYS)]
     records = len(data.train.targets)
     whole("split", "seed", seed, 0)
     if whole("split", "clients", clients, 1) > records:
@@ -130,9 +128,43 @@ def split(
         raise BadArgument("split", f'column={column!r} means nothing to how="{how}"', 'how="column"')
     rng = np.random.default_rng(seed)
     shares = way(_Request(data, clients, alpha, column), rng)
-    return [_shuffled(share, rng) for share in shares]
+    # in random order, so that batches cut from a share are mixed
+    return [torch.from_numpy(rng.permutation(share).astype(np.int64)) for share in shares]
 
 
-def _shuffled(share: NDArray[Any], rng: Generator) -> Tensor:
-    """Indices in random order, so that batches cut from them are mixed."""
-    return torch.from_numpy(rng.permutation(share).astype(np.int64))
+def parts(records: int, shares: tuple[float, ...], seed: int = SEED) -> list[Indices]:
+    """Record indices in random order, cut in shares that add up to 1."""
+    order = np.random.default_rng(seed).permutation(records)
+    cuts = np.rint(np.cumsum(shares)[:-1] * records).astype(np.int64)
+    return list(np.split(order, cuts))
+
+
+def group_parts(groups: NDArray[np.int64], share: float, seed: int = SEED) -> tuple[Indices, Indices]:
+    """Two parts of about `share` and 1 - `share` of all records, no group in both; in random order."""
+    rng = np.random.default_rng(seed)
+    names, sizes = np.unique(groups, return_counts=True)
+    order = rng.permutation(len(names))
+    first = names[order][np.cumsum(sizes[order]) <= share * len(groups)]
+    records = rng.permutation(len(groups))
+    inside = np.isin(groups[records], first)
+    return records[inside], records[~inside]
+
+
+def stratified(where: str, option: str, targets: NDArray[np.int64], size: int | None) -> Indices:
+    """A seeded subset in which each class keeps its share, in random order; all records if `size` is None.
+
+    Larger subsets hold the smaller ones, up to one record per class.
+    """
+    rng = np.random.default_rng(SEED)
+    order = rng.permutation(len(targets))
+    if size is None:
+        return order
+    if whole(where, option, size, 1) > len(targets):
+        raise BadArgument(where, f"{option} is {size}, there are {len(targets)} records", f"at most {len(targets)}")
+    counts = np.bincount(targets)
+    exact = counts * (size / len(targets))
+    quota = np.floor(exact).astype(np.int64)
+    largest = np.argsort(quota - exact, kind="stable")[: size - int(quota.sum())]
+    quota[largest] += 1
+    chosen = [order[targets[order] == label][:count] for label, count in enumerate(quota)]
+    return rng.permutation(np.concatenate(chosen))

@@ -1,4 +1,4 @@
-"""Tables of text with their line numbers, so that an error can say where."""
+"""Any CSV file as a data set, read with line numbers so that an error can say where."""
 
 import csv
 import io
@@ -6,17 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.data.places import few
+from fedveil.checks import one_of, whole
+from fedveil.data.catalogue import About, dataset, few, required
+from fedveil.data.records import Data, tensor_part
+from fedveil.data.splits import parts
 from fedveil.errors import BadArgument
+
+TASKS = ("classification", "regression")
+MOST_CATEGORIES = 1000
 
 
 @dataclass(frozen=True)
-class Table:
+class CsvTable:
     """Cells of a CSV file by column, and the line each row ends on."""
 
     path: str
@@ -30,17 +36,49 @@ class Table:
         """Raise an error about one cell."""
         raise BadArgument(f"{self.path}, line {self.lines[row]}, column {column!r}", what, fix)
 
+    def need(self, wanted: Sequence[str]) -> None:
+        """Refuse a table that lacks a column."""
+        missing = [column for column in wanted if column not in self.columns]
+        if missing:
+            what = f"no column {few(missing)}; found {few(self.columns, 8)}"
+            raise BadArgument(f"{self.path}, line 1", what, "check the delimiter")
 
-def read_table(path: Path, delimiter: str = ",") -> Table:
+    def numbers(self, column: str) -> NDArray[np.float64]:
+        """A numeric column; any other cell is an error."""
+        values = [_number(cell) for cell in self.columns[column]]
+        for row, value in enumerate(values):
+            if value is None:
+                self.refuse(row, column, f"{self.columns[column][row]!r} is not a number", "mend the cell")
+        return np.array(values, dtype=np.float64)
+
+    def codes(self, column: str, categories: Sequence[str]) -> NDArray[np.int64]:
+        """Positions in `categories` of the cells of a column; any other cell is an error."""
+        position = {category: index for index, category in enumerate(categories)}
+        cells = self.columns[column]
+        for row, cell in enumerate(cells):
+            if cell not in position:
+                self.refuse(row, column, f"{cell!r} is not a known value", f"one of {few(categories, 20)}")
+        return np.array([position[cell] for cell in cells], dtype=np.int64)
+
+    def one_hot(self, column: str, categories: Sequence[str]) -> NDArray[np.float64]:
+        """A column of categories as one column of 0 and 1 for each of them."""
+        return np.eye(len(categories))[self.codes(column, categories)]
+
+    def categories(self, column: str) -> tuple[str, ...]:
+        """The sorted values of a column that is not an identifier."""
+        values = tuple(sorted(set(self.columns[column])))
+        if len(values) > MOST_CATEGORIES:
+            what = f"{len(values)} different values are too many for one-hot inputs (at most {MOST_CATEGORIES})"
+            raise BadArgument(f"{self.path}, column {column!r}", what, f'ignore=["{column}"]')
+        return values
+
+
+def read_table(path: Path, delimiter: str = ",") -> CsvTable:
     """A CSV file with a header."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise BadArgument(str(path), f"cannot be read: {error.strerror}", "path= a readable CSV file") from error
-    return parse_table(str(path), content, delimiter)
+    return parse_table(str(path), path.read_bytes(), delimiter)
 
 
-def parse_table(path: str, content: bytes, delimiter: str = ",") -> Table:
+def parse_table(path: str, content: bytes, delimiter: str = ",") -> CsvTable:
     """The table that the bytes of a CSV file hold."""
     try:
         text = content.decode("utf-8-sig")
@@ -64,14 +102,16 @@ def parse_table(path: str, content: bytes, delimiter: str = ",") -> Table:
     return _checked(path, rows, lines)
 
 
-def _checked(path: str, rows: list[list[str]], lines: list[int]) -> Table:
+def _checked(path: str, rows: list[list[str]], lines: list[int]) -> CsvTable:
     """A table from a header and rows of equal width."""
     if not rows:
         raise BadArgument(path, "the file is empty", "a CSV file with a header")
     header = [name.strip() for name in rows[0]]
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:
-        raise BadArgument(f"{path}, line {lines[0]}", f"columns are named twice: {few(repeated)}", "one name a column")
+        raise BadArgument(
+            f"{path}, line {lines[0]}", f"columns are named twice: {few(repeated)}", "one name per column"
+        )
     if len(rows) == 1:
         raise BadArgument(path, "there is a header and no row", "a CSV file with records")
     for row, line in zip(rows[1:], lines[1:], strict=True):
@@ -79,18 +119,10 @@ def _checked(path: str, rows: list[list[str]], lines: list[int]) -> Table:
             what = f"{len(row)} fields, the header has {len(header)}"
             raise BadArgument(f"{path}, line {line}", what, "the line is damaged or cut off, or the delimiter is wrong")
     columns = dict(zip(header, zip(*rows[1:], strict=True), strict=True))
-    return Table(path, columns, tuple(lines[1:]))
+    return CsvTable(path, columns, tuple(lines[1:]))
 
 
-def need_columns(table: Table, wanted: Sequence[str]) -> None:
-    """Refuse a table that lacks a column."""
-    missing = [column for column in wanted if column not in table.columns]
-    if missing:
-        found = few(table.columns, 8)
-        raise BadArgument(f"{table.path}, line 1", f"no column {few(missing)}; found {found}", "check the delimiter")
-
-
-def number(cell: str) -> float | None:
+def _number(cell: str) -> float | None:
     """The finite number in a cell; None if it holds anything else."""
     try:
         value = float(cell)
@@ -99,25 +131,81 @@ def number(cell: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def numbers(table: Table, column: str) -> NDArray[np.float64]:
-    """A numeric column; any other cell is an error."""
-    values = [number(cell) for cell in table.columns[column]]
-    for row, value in enumerate(values):
-        if value is None:
-            table.refuse(row, column, f"{table.columns[column][row]!r} is not a number", "mend the cell")
-    return np.array(values, dtype=np.float64)
+def standardised(values: NDArray[Any], train: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Columns with mean 0 and deviation 1 over the training rows; a column that is constant there becomes 0 there."""
+    table = np.asarray(values, dtype=np.float64)
+    mean, deviation = table[train].mean(0), table[train].std(0)
+    flat = deviation <= 1e-12 * np.maximum(1.0, np.abs(mean))
+    scaled: NDArray[np.float64] = (table - mean) / np.where(flat, 1.0, deviation)
+    return scaled
 
 
-def codes(table: Table, column: str, categories: Sequence[str]) -> NDArray[np.int64]:
-    """Positions in `categories` of the cells of a column; any other cell is an error."""
-    position = {category: index for index, category in enumerate(categories)}
+@dataset("csv", About("any CSV file with a header; needs path= and target=", "yours", "yours"))
+def csv_file(
+    *,
+    path: Path | None = None,
+    target: str | None = None,
+    task: str = "classification",
+    delimiter: str = ",",
+    test_share: float = 0.2,
+    seed: int = 0,
+    ignore: Sequence[str] = (),
+    categorical: Sequence[str] = (),
+) -> Data:
+    """Any CSV file with a header: numeric columns standardised on the training part, others one-hot.
+
+    Args:
+        path: the file.
+        target: the column to predict.
+        task: "classification" (classes are the sorted values of the target) or "regression" (a numeric target,
+            standardised on the training part).
+        delimiter: between fields.
+        test_share: of the records, between 0 and 1.
+        seed: of the division into training and test records.
+        ignore: columns to leave out.
+        categorical: columns to take as categories although they hold numbers.
+    """
+    where = "load('csv')"
+    one_of(where, "task", task, TASKS)
+    if not 0 < test_share < 1:
+        raise BadArgument(where, f"test_share is {test_share}", "a number between 0 and 1")
+    if len(delimiter) != 1 or delimiter in '"\r\n':
+        raise BadArgument(where, f"delimiter is {delimiter!r}", 'one character, such as "," or ";"')
+    table = read_table(required("csv", path, "records.csv"), delimiter)
+    if target is None:
+        raise BadArgument(where, "it needs the column to predict", f"target= one of {', '.join(table.columns)}")
+    for column in (target, *ignore, *categorical):
+        one_of(table.path, "column", column, table.columns)
+    train, test = parts(len(table), (1 - test_share, test_share), whole(where, "seed", seed, 0))
+    if not (len(train) and len(test)):
+        raise BadArgument(table.path, f"{len(table)} records leave a part empty", "more records, or another test_share")
+    names = [column for column in table.columns if column != target and column not in ignore]
+    if not names:
+        raise BadArgument(table.path, "no column is left for the inputs", "ignore fewer columns")
+    blocks = [_encoded(table, column, train, column in categorical) for column in names]
+    classes = _classes(table, target) if task == "classification" else ()
+    targets = table.codes(target, classes) if classes else standardised(table.numbers(target)[:, None], train)
+    records = tensor_part(np.concatenate(blocks, 1), targets)
+    columns = {column: np.array(table.columns[column])[train] for column in names}
+    return Data(Path(table.path).stem, records.take(train), records.take(test), classes=classes, columns=columns)
+
+
+def _encoded(table: CsvTable, column: str, train: NDArray[np.int64], categorical: bool) -> NDArray[np.float64]:
+    """One column as numbers: standardised if it is numeric, else one-hot."""
     cells = table.columns[column]
-    for row, cell in enumerate(cells):
-        if cell not in position:
-            table.refuse(row, column, f"{cell!r} is not a known value", f"one of {few(categories, 20)}")
-    return np.array([position[cell] for cell in cells], dtype=np.int64)
+    odd = [row for row, cell in enumerate(cells) if _number(cell) is None]
+    if not odd and not categorical:
+        return standardised(table.numbers(column)[:, None], train)
+    if not categorical and len(odd) < len(cells) / 2:
+        what = f"{cells[odd[0]]!r} is not a number, and most of this column is"
+        table.refuse(odd[0], column, what, f'mend the cell, or categorical=["{column}"]')
+    return table.one_hot(column, table.categories(column))
 
 
-def one_hot(table: Table, column: str, categories: Sequence[str]) -> NDArray[np.float64]:
-    """A column of categories as one column of 0 and 1 for each of them."""
-    return np.eye(len(categories))[codes(table, column, categories)]
+def _classes(table: CsvTable, target: str) -> tuple[str, ...]:
+    """The classes of a target column, at least two."""
+    classes = table.categories(target)
+    if len(classes) < 2:
+        what = f"every record has the value {classes[0]!r}"
+        raise BadArgument(f"{table.path}, column {target!r}", what, "a target with two classes or more")
+    return classes

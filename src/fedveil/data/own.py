@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
-from fedveil.data.records import Data, Inputs, Part, named, tensors_of
+from fedveil.data.records import Data, Inputs, Part, named, record_shape, tensors_of
 from fedveil.errors import BadArgument
 
 
@@ -71,7 +71,7 @@ def _tensors(where: str, pair: Any) -> Part:
 
 def _data(name: str, train: Part, test: Part, classes: Sequence[str]) -> Data:
     """Two parts as a data set, if they have one form."""
-    forms = [(_shapes(part.inputs), part.targets.dtype, tuple(part.targets.shape[1:])) for part in (train, test)]
+    forms = [(record_shape(part.inputs), part.targets.dtype, tuple(part.targets.shape[1:])) for part in (train, test)]
     if forms[0] != forms[1]:
         what = f"items are {forms[1]}, those of train are {forms[0]} (input shape, target type, target shape)"
         raise BadArgument(f"{name}.test", what, "give both parts the same form")
@@ -81,13 +81,6 @@ def _data(name: str, train: Part, test: Part, classes: Sequence[str]) -> Data:
     if whole and not classes:
         classes = [str(label) for label in range(1 + int(max(train.targets.max(), test.targets.max())))]
     return Data(name, train, test, classes=tuple(classes))
-
-
-def _shapes(inputs: Inputs) -> Any:
-    """Shape of a record, or those of all its tensors."""
-    if isinstance(inputs, Tensor):
-        return tuple(inputs.shape[1:])
-    return {place: tuple(x.shape[1:]) for place, x in named(inputs).items() if isinstance(x, Tensor)}
 
 
 def _read(where: str, dataset: Dataset[Any]) -> Part:
