@@ -34,6 +34,15 @@ def test_channels_are_standardised_on_the_training_part(source):
     torch.testing.assert_close(deviations, torch.tensor([1.0, 1.0, 0.0]))  # blue is the same in all, and stays 0
 
 
+@pytest.mark.parametrize("blue", [11, 13, 26])  # sums of these, divided again, are not the same number
+def test_a_channel_that_is_the_same_in_all_training_images_is_only_shifted(blue, tmp_path):
+    files = {f"train/{label}/{n}.png": picture((9 * n, n, blue)) for label in ("cat", "dog") for n in range(3)}
+    files |= {f"test/{label}/0.png": picture((0, 0, 255)) for label in ("cat", "dog")}
+    found = load("images", path=write_folder(tmp_path / "pets", files), size=8)
+    assert found.scale[1][2] == 1
+    torch.testing.assert_close(found.test.inputs[:, 2], torch.full((2, 8, 8), (255 - blue) / 255))
+
+
 def test_each_image_keeps_its_class(source):
     found = load("images", path=source, size=8)
     red = found.train.inputs[:, 0, 0, 0]
