@@ -8,7 +8,7 @@ import pytest
 from tests.report import demo
 from tests.report.tree import read
 
-from fedveil.report import render
+from fedveil.report import Page, render
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
@@ -74,7 +74,7 @@ def chromium(profile, page, width, *more):
 
 def wrapped(folder, width, theme):
     """A test-only page that holds the report in a frame `width` pixels wide and asks it some questions."""
-    page = render(demo.TITLE, demo.LEAD, demo.sections(), demo.COMMAND)
+    page = render(Page(demo.TITLE, demo.LEAD, demo.sections(), demo.COMMAND))
     page = page.replace('<html lang="en">', f'<html lang="en" data-theme="{theme}">')
     path = folder / "wrapper.html"
     path.write_text(WRAPPER % {"width": width, "page": json.dumps(page).replace("<", "\\u003c")}, encoding="utf-8")
