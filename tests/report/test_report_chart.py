@@ -176,6 +176,11 @@ def test_ticks_are_round(low, high, labels):
     assert [label for _, label in linear(low, high, wanted=5, outward=True).ticks] == labels
 
 
+def test_rounds_are_whole_numbers_on_the_axis():
+    ticks = drawn({"a": [(1, 0.5), (2, 0.6), (4, 0.7)]}).all("text")
+    assert [node.text for node in ticks if "up" not in node.attributes["class"]] == ["1", "2", "3", "4"]
+
+
 @pytest.mark.parametrize(
     ("low", "high", "labels"),
     [

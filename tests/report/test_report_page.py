@@ -122,6 +122,13 @@ def test_columns_of_numbers_are_aligned_and_failures_marked(tree):
     assert [node.text for node in results.all("td", "failed")] == ["failed: out of memory"]
 
 
+def test_an_interval_in_brackets_is_set_smaller_and_the_cell_reads_the_same():
+    rows = [["plain", "89.1% [87.7%, 90.4%]"], ["veil", "0.30 (0.55)"], ["dp", "12 (of 40) clients"]]
+    tree = read(render(Page("t", "l", [Table("t", ["defence", "success"], rows)], "c")))
+    assert [node.text for node in tree.all("td")] == [row[1] for row in rows]
+    assert [node.text for node in tree.all("small")] == ["[87.7%, 90.4%]", "(0.55)"]
+
+
 def test_a_matrix_marks_its_diagonal_and_says_what_it_shows():
     tree = read(render(Page("t", "l", [Matrix("m", ["cat", "dog"], [[9, 1], [0, 0]])], "c")))
     assert [node.text for node in tree.all("td", "hit")] == ["9", "0"]

@@ -41,7 +41,11 @@ def _scales(curves: Curves, lines: Sequence[Line], bands: Sequence[Band]) -> Sca
         return None
     xs = [x for x, _ in drawn]
     ys = [y for _, y in (*drawn, *chain(*chain(*bands))) if not math.isnan(y)]
-    across = (logarithmic if curves.log_x else linear)(min(xs), max(xs), wanted=6, outward=False)
+    if curves.log_x:
+        across = logarithmic(min(xs), max(xs), wanted=6, outward=False)
+    else:
+        whole = max(xs) > min(xs) and all(x.is_integer() for x in xs)  # no tick at half a round
+        across = linear(min(xs), max(xs), wanted=6, outward=False, least=1.0 if whole else 0.0)
     if curves.log_y:
         return across, logarithmic(min(ys), max(ys), wanted=6)
     return across, linear(min(ys), max(ys), wanted=5, outward=True)

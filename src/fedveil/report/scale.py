@@ -105,10 +105,10 @@ def _linear_ticks(low: float, high: float, step: float) -> Ticks:
     return tuple((number * step, stepped(number * step, step)) for number in range(first, last + 1))
 
 
-def linear(low: float, high: float, *, wanted: int, outward: bool) -> Scale:
-    """A linear axis. `outward` moves its ends to ticks, else they stay where the data ends."""
+def linear(low: float, high: float, *, wanted: int, outward: bool, least: float = 0.0) -> Scale:
+    """A linear axis with ticks at least `least` apart. `outward` moves its ends to ticks, else the data ends it."""
     low, high = _widened(low, high)
-    step = nice_step(high - low, wanted)
+    step = max(nice_step(high - low, wanted), least)
     if outward:
         low, high = math.floor(low / step + 1e-6) * step, math.ceil(high / step - 1e-6) * step
     return Scale(low, high, False, _linear_ticks(low, high, step))
