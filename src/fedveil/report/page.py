@@ -97,7 +97,7 @@ def render(page: Page) -> str:
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-    return str(made)
+    return f"{made}\n"
 
 
 def write(page: Page, path: Path) -> Path:
