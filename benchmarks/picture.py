@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fedveil.report.palette import LIGHT
 from fedveil.report.scale import linear, logarithmic
+from fedveil.report.style import LIGHT
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 420, 70, 20, 210, 50
 

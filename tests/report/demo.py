@@ -47,7 +47,7 @@ def _losses(draw):
         "Loss and time",
         [
             Curves("Training loss", "step", "loss", {"plain": loss, "veil": [(x, y * (1 + 1e-6)) for x, y in loss]}),
-            Curves("Seconds a round", "clients", "seconds", times),
+            Curves("Seconds per round", "clients", "seconds", times),
         ],
     )
 
@@ -92,7 +92,7 @@ def _pictures(draw):
 def sections():
     """The sections of the page, the same at every call."""
     draw = random.Random(1)
-    header = ["data / model", "paper", "plain", "veil", "difference", "seconds a round", "verdict"]
+    header = ["data / model", "paper", "plain", "veil", "difference", "seconds per round", "verdict"]
     rows = [
         ["digits / mlp", "97.4", "97.33 ± 0.21", "97.33 ± 0.21", "2.1e-7", "0.04", "ok"],
         ["cifar / resnet20", "86.1", "failed: out of memory", "84.20", "-", "12.40", "outside tolerance"],

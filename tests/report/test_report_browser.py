@@ -8,7 +8,7 @@ import pytest
 from tests.report import demo
 from tests.report.tree import read
 
-from fedveil.report import render
+from fedveil.report import Page, render
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
@@ -49,6 +49,11 @@ frame.onload = () => {
   roc.querySelector(".cursor").dispatchEvent(new view.PointerEvent("pointerleave"));
   found.pictures = [...new Set([...page.querySelectorAll(".pictures img")].map((image) => image.clientWidth))];
   found.decoded = [...page.querySelectorAll(".pictures img")].every((image) => image.naturalWidth === 32);
+  found.contents = page.querySelector("nav details").open;
+  const wide = page.querySelector(".of-pictures .scroll"), left = (element) => element.getBoundingClientRect().left;
+  wide.scrollLeft = 150;
+  const first = ["thead td", "tbody th"].map((cell) => left(wide.querySelector(cell)));
+  found.scrolled = [wide.scrollLeft, ...first.map((place) => place - left(wide))];
   const inside = (box, outer) => box.left >= outer.left && box.right <= outer.right;
   const plot = page.querySelector(".intervals").getBoundingClientRect();
   const names = [...page.querySelectorAll("text.reference")].map((name) => name.getBoundingClientRect());
@@ -74,7 +79,7 @@ def chromium(profile, page, width, *more):
 
 def wrapped(folder, width, theme):
     """A test-only page that holds the report in a frame `width` pixels wide and asks it some questions."""
-    page = render(demo.TITLE, demo.LEAD, demo.sections(), demo.COMMAND)
+    page = render(Page(demo.TITLE, demo.LEAD, demo.sections(), demo.COMMAND))
     page = page.replace('<html lang="en">', f'<html lang="en" data-theme="{theme}">')
     path = folder / "wrapper.html"
     path.write_text(WRAPPER % {"width": width, "page": json.dumps(page).replace("<", "\\u003c")}, encoding="utf-8")
@@ -103,6 +108,8 @@ def test_the_page_works_in_a_browser(tmp_path, width, theme):
     assert found["decoded"]
     assert found["pictures"] == [{1280: 96, 390: 64}[width]]
     assert found["names"]
+    assert found["contents"] == (width == 1280)  # folded on a phone
+    assert found["scrolled"] == [150, 0, 0]  # a box scrolls by itself, its first column stays
     assert (found["button"], found["changed"]) == {"light": ("Dark", "dark"), "dark": ("Light", "light")}[theme]
 
 

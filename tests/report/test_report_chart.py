@@ -3,6 +3,7 @@
 import doctest
 import math
 import random
+import re
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,8 @@ from tests.report.tree import read
 
 from fedveil import report
 from fedveil.errors import BadArgument
-from fedveil.report import Curves, markup, numbers, png, render, series
-from fedveil.report.chart import chart
+from fedveil.report import Curves, Page, pictures, render, scale, series, style, tables
+from fedveil.report.curves import chart
 from fedveil.report.scale import linear, logarithmic
 from fedveil.report.series import clean, thin
 
@@ -28,7 +29,7 @@ def notes(tree):
     return " ".join(node.text for node in tree.all("p", "note"))
 
 
-@pytest.mark.parametrize("module", [report, markup, numbers, png, series], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [report, pictures, scale, series, style, tables], ids=lambda module: module.__name__)
 def test_the_examples_in_docstrings_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
@@ -175,6 +176,11 @@ def test_ticks_are_round(low, high, labels):
     assert [label for _, label in linear(low, high, wanted=5, outward=True).ticks] == labels
 
 
+def test_rounds_are_whole_numbers_on_the_axis():
+    ticks = drawn({"a": [(1, 0.5), (2, 0.6), (4, 0.7)]}).all("text")
+    assert [node.text for node in ticks if "up" not in node.attributes["class"]] == ["1", "2", "3", "4"]
+
+
 @pytest.mark.parametrize(
     ("low", "high", "labels"),
     [
@@ -192,7 +198,7 @@ values = st.floats() | st.sampled_from([0.0, 1.0, 1.0 + 2**-52, 5e-324, 1e-300, 
 
 @given(points=st.lists(st.tuples(values, values), max_size=40), log=st.booleans(), log_x=st.booleans())
 def test_any_values_make_a_chart_whose_lines_stay_inside(points, log, log_x):
-    tree = read(render("t", "l", [Curves("c", "x", "y", {"a": points}, log_y=log, log_x=log_x)], "c"))
+    tree = read(render(Page("t", "l", [Curves("c", "x", "y", {"a": points}, log_y=log, log_x=log_x)], "c")))
     for frame in tree.all("div", "frame"):
         assert frame.all("text", "up")
         for mark in frame.all("use"):
@@ -200,28 +206,55 @@ def test_any_values_make_a_chart_whose_lines_stay_inside(points, log, log_x):
         assert not {"nan", "inf"} & set(frame.all("path")[0].attributes["d"].replace("L", " ").split())
 
 
-def test_a_band_reaches_as_far_as_its_width_and_the_axis_holds_it():
-    section = Curves("t", "epoch", "accuracy", {"a": [(0, 10.0), (1, 20.0)]}, spread={"a": [5.0, 0.0]})
+def heights(band, frame):
+    """The ends of the y axis, and the shares of it at which a band's outline stands."""
+    low, high = float(frame.attributes["data-y0"]), float(frame.attributes["data-y1"])
+    steps = re.findall(r"[\d.]+ ([\d.]+)", band.attributes["d"])
+    return low, high, [1 - float(y) / 1000 for y in steps]
+
+
+def test_a_band_reaches_from_low_to_high_and_the_axis_holds_it():
+    section = Curves("t", "epoch", "accuracy", {"a": [(0, 10.0), (1, 20.0)]}, bands={"a": [(5.0, 12.0), (20.0, 20.0)]})
     tree = read(chart(section, 500))
-    [band] = tree.all("path", "band")
-    frame = tree.all("div", "frame")[0].attributes
-    low, high = float(frame["data-y0"]), float(frame["data-y1"])
+    low, high, shares = heights(tree.all("path", "band")[0], tree.all("div", "frame")[0])
     assert low <= 5.0 <= 20.0 <= high
-    steps = [tuple(map(float, pair.split())) for pair in band.attributes["d"].strip("MZ").split("L")]
-    found = [low + (1 - y / 1000) * (high - low) for _, y in steps]
-    assert found == pytest.approx([15.0, 20.0, 20.0, 5.0], abs=(high - low) / 5000)
+    found = [low + share * (high - low) for share in shares]
+    assert found == pytest.approx([12.0, 20.0, 20.0, 5.0], abs=(high - low) / 5000)
+
+
+def test_a_band_on_a_logarithmic_axis_is_left_out_where_it_reaches_zero_and_the_page_says_so():
+    points = [(0, 1e-7), (1, 2e-7), (2, NAN), (3, 1e-6), (4, 1e-6), (5, 1e-6)]
+    ends = [(1e-8, 1e-6), (1e-7, 3e-7), (1e-7, 1e-5), (1e-7, 1e-5), (0.0, 1e-5), (1e-7, 1e-4)]
+    tree = read(chart(Curves("t", "round", "error", {"a": points}, log_y=True, bands={"a": ends}), 500))
+    [band] = tree.all("path", "band")
+    assert band.attributes["d"].count("M") == band.attributes["d"].count("Z") == 3
+    low, high, shares = heights(band, tree.all("div", "frame")[0])
+    found = [math.log10(low) + share * (math.log10(high) - math.log10(low)) for share in shares]
+    assert found == pytest.approx([-6, math.log10(3e-7), -7, -8, -5, -7, -4, -7], abs=0.01)
+    assert "a: band left out at 1 point, where it reaches zero." in notes(tree)
+
+
+def test_a_long_band_is_thinned_and_keeps_its_extremes():
+    line = [(float(k), 0.5) for k in range(20_000)]
+    ends = [(0.25 if k == 777 else 0.5, 1.0 if k == 15_123 else 0.5) for k in range(20_000)]
+    tree = read(chart(Curves("t", "step", "loss", {"a": line}, bands={"a": ends}), 500))
+    low, high, shares = heights(tree.all("path", "band")[0], tree.all("div", "frame")[0])
+    assert len(shares) <= 1004
+    assert low + min(shares) * (high - low) == pytest.approx(0.25, abs=0.001)
+    assert low + max(shares) * (high - low) == pytest.approx(1.0, abs=0.001)
 
 
 @pytest.mark.parametrize(
-    ("spread", "log", "what"),
+    ("bands", "what"),
     [
-        ({"a": [1.0]}, False, "2 points"),
-        ({"b": [1.0]}, False, "0 points"),
-        ({"a": [1.0, -1.0]}, False, "0 or more"),
-        ({"a": [1.0, NAN]}, False, "finite"),
-        ({"a": [1.0, 1.0]}, True, "linear"),
+        ({"a": [(0.0, 1.0)]}, "'a' has 2 points and a band of 1"),
+        ({"b": [(0.0, 1.0)]}, "'b' has 0 points and a band of 1"),
+        ({"a": [(0.0, 1.0), (2.0, 1.0)]}, "the band of 'a' must be finite, low before high, got 2.0 to 1.0"),
+        ({"a": [(0.0, 1.0), (1.0, NAN)]}, "the band of 'a' must be finite, low before high, got 1.0 to nan"),
+        ({"a": [(0.0, 1.0), (-INF, 1.0)]}, "the band of 'a' must be finite, low before high, got -inf to 1.0"),
     ],
 )
-def test_a_band_that_fits_no_line_is_refused(spread, log, what):
-    with pytest.raises(BadArgument, match=what):
-        Curves("t", "epoch", "accuracy", {"a": [(0, 1.0), (1, 2.0)]}, log_y=log, spread=spread)
+@pytest.mark.parametrize("log", [False, True])
+def test_a_band_that_fits_no_line_is_refused(bands, what, log):
+    with pytest.raises(BadArgument, match=f"Curves 't': {what}"):
+        Curves("t", "epoch", "accuracy", {"a": [(0, 1.0), (1, 2.0)]}, log_y=log, bands=bands)

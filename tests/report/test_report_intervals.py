@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from tests.report.tree import read
 
 from fedveil.errors import BadArgument
-from fedveil.report import Interval, Intervals
-from fedveil.report.intervals import axis_of, intervals
-from fedveil.report.numbers import NOTHING
-from fedveil.report.references import levels, placed
+from fedveil.report import NOTHING, Interval, Intervals
+from fedveil.report.intervals import axis_of, intervals, levels, placed
 from fedveil.report.scale import linear
 
 AUDIT = [

@@ -1,5 +1,6 @@
 """The page: its structure, what it refuses, what it never lets through, how it is written."""
 
+import errno
 import os
 import stat
 
@@ -7,6 +8,7 @@ import pytest
 from tests.report import demo
 from tests.report.tree import read
 
+from fedveil import files
 from fedveil.errors import BadArgument
 from fedveil.report import (
     Beside,
@@ -15,22 +17,22 @@ from fedveil.report import (
     Interval,
     Intervals,
     Matrix,
+    Page,
     Picture,
     Pictures,
     Table,
     Text,
-    page,
     render,
     write,
 )
-from fedveil.report.palette import DARK, LIGHT
+from fedveil.report.style import DARK, LIGHT
 
 EVIL = "<script>alert('x')</script>\"&' onload=\"x"
 
 
 @pytest.fixture(scope="module")
 def text():
-    return render(demo.TITLE, demo.LEAD, demo.sections(), demo.COMMAND)
+    return render(Page(demo.TITLE, demo.LEAD, demo.sections(), demo.COMMAND))
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def tree(text):
     return read(text)
 
 
-def test_the_page_has_one_first_heading_and_a_heading_a_section(tree):
+def test_the_page_has_one_first_heading_and_one_heading_per_section(tree):
     assert [node.text for node in tree.all("h1")] == [demo.TITLE]
     assert [node.text for node in tree.all("h2")] == [section.title for section in demo.sections()]
 
@@ -73,7 +75,7 @@ def test_the_page_states_result_and_command(tree):
 
 
 def test_sections_of_one_title_have_ids_of_their_own():
-    tree = read(render("t", "l", [Text("Same", ["a"]), Text("Same", ["b"]), Text("日本", ["c"])], "c"))
+    tree = read(render(Page("t", "l", [Text("Same", ["a"]), Text("Same", ["b"]), Text("日本", ["c"])], "c")))
     assert len({node.attributes["id"] for node in tree.all("section")}) == 3
 
 
@@ -100,7 +102,7 @@ def test_nothing_a_caller_supplies_becomes_markup():
     rows = [Interval(EVIL, 0.5, 0.4, 0.6, EVIL), Interval(EVIL, None, group=EVIL, missing=EVIL)]
     intervals = Intervals(EVIL, EVIL, rows, {EVIL: 0.5}, note=EVIL)
     sections = [matrix, curves, table, text, pictures, intervals, Facts(EVIL, {EVIL: EVIL}), Beside(EVIL, [matrix])]
-    tree = read(render(EVIL, EVIL, sections, EVIL))
+    tree = read(render(Page(EVIL, EVIL, sections, EVIL)))
     assert len(tree.all("script")) == 1
     assert not any("onload" in node.attributes for node in tree.walk())
     assert tree.all("h1")[0].text == EVIL
@@ -120,12 +122,19 @@ def test_columns_of_numbers_are_aligned_and_failures_marked(tree):
     assert [node.text for node in results.all("td", "failed")] == ["failed: out of memory"]
 
 
+def test_an_interval_in_brackets_is_set_smaller_and_the_cell_reads_the_same():
+    rows = [["plain", "89.1% [87.7%, 90.4%]"], ["veil", "0.30 (0.55)"], ["dp", "12 (of 40) clients"]]
+    tree = read(render(Page("t", "l", [Table("t", ["defence", "success"], rows)], "c")))
+    assert [node.text for node in tree.all("td")] == [row[1] for row in rows]
+    assert [node.text for node in tree.all("small")] == ["[87.7%, 90.4%]", "(0.55)"]
+
+
 def test_a_matrix_marks_its_diagonal_and_says_what_it_shows():
-    tree = read(render("t", "l", [Matrix("m", ["cat", "dog"], [[9, 1], [0, 0]])], "c"))
+    tree = read(render(Page("t", "l", [Matrix("m", ["cat", "dog"], [[9, 1], [0, 0]])], "c")))
     assert [node.text for node in tree.all("td", "hit")] == ["9", "0"]
     assert (
         tree.all("p", "summary")[0].text
-        == "90.00% right: 9 of 10 answers. Commonest mistake: cat answered as dog, 1 time."
+        == "90.00% right: 9 of 10 answers. Most common mistake: cat answered as dog, 1 time."
     )
 
 
@@ -142,7 +151,7 @@ def test_a_matrix_marks_its_diagonal_and_says_what_it_shows():
     ],
 )
 def test_an_empty_section_is_no_reason_to_fail(section):
-    assert len(read(render("t", "l", [section], "c")).all("section")) == 1
+    assert len(read(render(Page("t", "l", [section], "c"))).all("section")) == 1
 
 
 def test_sections_that_do_not_add_up_are_refused():
@@ -156,19 +165,28 @@ def test_sections_that_do_not_add_up_are_refused():
 
 def test_writing_replaces_a_page_whole(tmp_path):
     path = tmp_path / "runs" / "report.html"
-    assert write(path, "one", "l", [], "c") == path
-    write(path, "two", "l", [], "c")
+    assert write(Page("one", "l", [], "c"), path) == path
+    write(Page("two", "l", [], "c"), path)
     assert "<h1>two</h1>" in path.read_text(encoding="utf-8")
     assert [entry.name for entry in path.parent.iterdir()] == ["report.html"]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_the_umask_decides_who_may_read_a_page(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        path = write(Page("one", "l", [], "c"), tmp_path / "report.html")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
 def test_a_write_that_fails_leaves_the_older_page_and_no_rubbish(tmp_path, monkeypatch):
-    path = write(tmp_path / "report.html", "one", "l", [], "c")
+    path = write(Page("one", "l", [], "c"), tmp_path / "report.html")
     before = path.read_bytes()
-    monkeypatch.setattr(page.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        write(path, "two", "l", [], "c")
+    monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "disk full")))
+    with pytest.raises(BadArgument, match="cannot be written: disk full"):
+        write(Page("two", "l", [], "c"), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["report.html"]
 
@@ -178,7 +196,7 @@ def test_a_page_of_a_dozen_long_charts_stays_below_a_megabyte():
         name: [(k / 7, (k * 7919 % 1013) / 997 + k) for k in range(20_000)] for name in ("plain", "veil", "control")
     }
     charts = [Curves(f"chart {number}", "step", "loss", series) for number in range(12)]
-    assert len(render("t", "l", charts, "c").encode()) < 1_000_000
+    assert len(render(Page("t", "l", charts, "c")).encode()) < 1_000_000
 
 
 def _luminance(colour):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.report.tree import read
 
 from fedveil.errors import BadArgument
-from fedveil.report import Picture, Pictures, png
-from fedveil.report.pictures import pictures
+from fedveil.report import Picture, Pictures
+from fedveil.report.pictures import encode, pictures
 
 GREY = Picture(2, 2, 1, bytes([0, 90, 180, 255]))
 
@@ -26,13 +26,13 @@ def rasters(draw):
 def test_a_png_holds_the_pixels_given(raster):
     image = pytest.importorskip("PIL.Image")
     width, height, channels, data = raster
-    with image.open(io.BytesIO(png.encode(width, height, channels, data))) as opened:
+    with image.open(io.BytesIO(encode(Picture(*raster)))) as opened:
         opened.load()  # checks every checksum
         assert (opened.format, opened.size, opened.mode) == ("PNG", (width, height), {1: "L", 3: "RGB"}[channels])
         assert opened.tobytes() == data
 
 
-def test_a_grid_has_a_picture_a_cell_with_alternative_text_and_caption():
+def test_a_grid_has_one_picture_per_cell_with_alternative_text_and_caption():
     rows = [("original", [GREY, GREY]), ("veil", [None, Picture(2, 2, 1, GREY.data, "7.2 dB")])]
     tree = read(pictures(Pictures("p", ["image 1", "image 2"], rows, note="PSNR.")))
     images = tree.all("img")
@@ -41,7 +41,7 @@ def test_a_grid_has_a_picture_a_cell_with_alternative_text_and_caption():
     assert [node.text for node in tree.all("thead")[0].all("th")] == ["image 1", "image 2"]
     prefix, _, data = images[0].attributes["src"].partition(",")
     assert prefix == "data:image/png;base64"
-    assert base64.b64decode(data) == png.encode(2, 2, 1, GREY.data)
+    assert base64.b64decode(data) == encode(GREY)
     assert tree.all("div", "scroll")[0].attributes["aria-label"] == "p"
     assert tree.all("p", "note")[0].text == "PSNR."
 

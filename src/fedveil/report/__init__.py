@@ -1,11 +1,12 @@
 """Results in one self-contained HTML page: tables, curves, confusion matrices, intervals, pictures, settings.
 
->>> page = render("A run", "It worked.", [Facts("Settings", {"rounds": "20"})], "fedveil run digits")
+>>> page = render(Page("A run", "It worked.", [Facts("Settings", {"rounds": "20"})], "fedveil run digits"))
 >>> page.startswith("<!doctype html>")
 True
 """
 
-from fedveil.report.page import render, write
+from fedveil.report.page import Page, render, write
+from fedveil.report.scale import NOTHING
 from fedveil.report.sections import (
     Beside,
     Curves,
@@ -21,12 +22,14 @@ from fedveil.report.sections import (
 )
 
 __all__ = [
+    "NOTHING",
     "Beside",
     "Curves",
     "Facts",
     "Interval",
     "Intervals",
     "Matrix",
+    "Page",
     "Picture",
     "Pictures",
     "Section",

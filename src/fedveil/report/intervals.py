@@ -1,35 +1,79 @@
-"""Values with their intervals, a row each, over one axis with reference lines.
+"""Values with their intervals, one row each, over one axis with reference lines.
 
 Names and values are text in a CSS grid, so that they wrap, and on a phone stand above their row. The rest is SVG.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 
-from fedveil.report.markup import Attributes, Html, join, note, tag
-from fedveil.report.numbers import NOTHING, aligned, short
-from fedveil.report.palette import COLOURS, series_class
-from fedveil.report.references import LEVEL, Reference, drawn, levels, placed
-from fedveil.report.scale import Scale, linear
+from markupsafe import Markup
+
+from fedveil.report.scale import NOTHING, Scale, aligned, linear, short
 from fedveil.report.sections import Interval, Intervals
-from fedveil.report.strokes import SHAPES, percent
-from fedveil.report.tables import failed, interval_data
-from fedveil.report.words import intervals_in_words
+from fedveil.report.style import filled
+from fedveil.report.tables import interval_data
 
-HEIGHT = 30  # pixels of a row; its middle is at half of them
-CAP = 5  # pixels from the middle to the end of a whisker's cap
+LETTER = 6.7 / 320  # about a letter's share of a plot on a phone
+BESIDE = 0.015  # of the plot: between a name and the line it stands beside
+LEVEL = 19  # pixels that a level of names takes
+TRIED = 5  # lines for which one level of names is tried
+
 Written = tuple[str, str, str]  # value, low, high
 
 
-def _gathered(rows: Sequence[Interval]) -> list[Interval]:
-    """The rows, those of a group together; groups stand in the order of their first rows."""
-    order = list(dict.fromkeys(row.group for row in rows))
-    return sorted(rows, key=lambda row: order.index(row.group))
+@dataclass(frozen=True)
+class Reference:
+    """A line at a share of the axis; its name is anchored as SVG says, on a level above the plot (0 is the lowest)."""
+
+    name: str
+    share: float
+    anchor: str = "middle"
+    level: int = 0
+
+    @property
+    def shift(self) -> float:
+        """How far the name stands from the line, in shares of the axis."""
+        return {"start": BESIDE, "middle": 0.0, "end": -BESIDE}[self.anchor]
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """From where to where the name reaches."""
+        width = LETTER * len(self.name)
+        start = self.share + self.shift - {"start": 0.0, "middle": width / 2, "end": width}[self.anchor]
+        return start, start + width
 
 
-def _looks(rows: Sequence[Interval]) -> dict[str, int]:
-    """A number for each name: it chooses colour and mark."""
-    return {name: number for number, name in enumerate(dict.fromkeys(row.name for row in rows))}
+def _clear(lines: Sequence[Reference]) -> bool:
+    """Whether no name of these lines, from left to right, leaves the plot or touches another name or its line."""
+    inside = all(line.span[0] >= -0.04 and line.span[1] <= 1.04 for line in lines)
+    return inside and all(
+        one.span[1] + BESIDE < min(other.span[0], other.share) and one.share < other.span[0] - BESIDE
+        for one, other in pairwise(lines)
+    )
+
+
+def placed(references: Mapping[str, float], axis: Scale) -> list[Reference]:
+    """The references with a place for each name, which tells the value too.
+
+    Names stand on one level, all over their lines or all beside them. If there is no room, each has a level of its own;
+    the outer ones stand higher, so that few lines cross a name.
+    """
+    lines = [Reference(f"{name} {short(value)}", axis.place(value)) for name, value in references.items()]
+    lines.sort(key=lambda line: line.share)
+    beside = product(("start", "end"), repeat=len(lines)) if len(lines) <= TRIED else ()
+    for anchors in [("middle",) * len(lines), *beside]:
+        named = [replace(line, anchor=anchor) for line, anchor in zip(lines, anchors, strict=True)]
+        if _clear(named):
+            return named
+    outward = enumerate(sorted(lines, key=lambda line: abs(line.share - 0.5)))
+    return [replace(line, anchor="start" if line.share <= 0.5 else "end", level=level) for level, line in outward]
+
+
+def levels(lines: Sequence[Reference]) -> int:
+    """How many levels the names take."""
+    return 1 + max((line.level for line in lines), default=-1)
 
 
 def axis_of(section: Intervals) -> Scale:
@@ -54,96 +98,42 @@ def _written(rows: Sequence[Interval], axis: Scale) -> list[Written]:
     return list(zip(cells, cells, cells, strict=True))
 
 
-def _mark(number: int, x: str | int, y: int) -> Html:
-    """The mark of an entry, larger than a curve's; names that share a colour differ in shape."""
-    shape = (number + number // COLOURS) % len(SHAPES)
-    size = 1.6 if shape % 2 else 1.25  # the solid ones are drawn small
-    return tag("svg", {"x": x, "y": y}, tag("use", {"href": f"#mark-{shape}", "transform": f"scale({size})"}))
-
-
-def _track(row: Interval, number: int, axis: Scale) -> Html:
-    """The whisker and the mark of a row."""
-    middle, parts = HEIGHT // 2, []
-    if row.low is not None and row.high is not None:
-        low, high = percent(axis.place(row.low)), percent(axis.place(row.high))
-        ends = [(low, high, middle, middle), *((x, x, middle - CAP, middle + CAP) for x in (low, high))]
-        parts = [tag("line", {"x1": x1, "x2": x2, "y1": y1, "y2": y2}) for x1, x2, y1, y2 in ends]
-    if row.value is not None:
-        parts.append(_mark(number, percent(axis.place(row.value)), middle))
-    return tag("svg", {"class": f"track {series_class(number)}", "height": HEIGHT}, *parts)
-
-
-def _value(row: Interval, written: Written) -> Html:
-    """What is printed beside a row."""
+def _row_in_words(row: Interval, written: Written, references: Mapping[str, float]) -> str:
+    """One value with its interval in a sentence, with the references that the interval holds."""
+    name, (value, low, high) = f"{row.group}, {row.name}" if row.group else row.name, written
     if row.value is None:
-        kind = "failed" if failed(row.missing) else "unmeasured"
-        return tag("div", {"class": "value"}, tag("span", {"class": kind}, row.missing))
-    value, low, high = written
-    ends = tag("span", {"class": "whole"}, f"[{low}, {high}]") if row.low is not None else ""
-    return tag("div", {"class": "value"}, tag("b", {}, value), " ", ends)
+        return f"{name}: {row.missing}."
+    if row.low is None or row.high is None:
+        return f"{name}: {value}."
+    held = [reference for reference, place in references.items() if row.low <= place <= row.high]
+    return f"{name}: {value}, interval {low} to {high}" + (f", holds {' and '.join(held)}." if held else ".")
 
 
-def _rows(rows: Sequence[Interval], written: Sequence[Written], axis: Scale, looks: Mapping[str, int]) -> list[Html]:
-    """The cells of the grid, row after row: group (if there are any), name, track, value; a rule between groups."""
-    grouped, cells, before = any(row.group for row in rows), [], None
-    for row, texts in zip(rows, written, strict=True):
-        fresh = row.group != before
-        if grouped and fresh and before is not None:
-            cells.append(tag("div", {"class": "rule"}))
-        if grouped:
-            cells.append(tag("div", {"class": "group"}, row.group if fresh else ""))
-        cells += [tag("div", {"class": "name"}, row.name), _track(row, looks[row.name], axis), _value(row, texts)]
-        before = row.group
-    return cells
+def _in_words(section: Intervals, rows: Sequence[tuple[Interval, Written]]) -> str:
+    """The plot in a few sentences."""
+    lines = ", ".join(f"{name} {short(value)}" for name, value in section.references.items())
+    opening = f"Values with intervals: {section.label}." + (f" Reference lines: {lines}." if lines else "")
+    said = [_row_in_words(row, written, section.references) for row, written in rows]
+    return " ".join([opening, *said, "The values are in the table below."])
 
 
-def _ladder(axis: Scale, references: Sequence[Reference]) -> Html:
-    """What lies behind all rows: grid, axis, ticks, references."""
-    top = levels(references) * LEVEL
-    ticks = []
-    for number, (value, label) in enumerate(axis.ticks):
-        x, odd = percent(axis.place(value)), " odd" if number % 2 else ""
-        ticks.append(tag("line", {"class": "grid", "x1": x, "x2": x, "y1": top, "y2": "100%"}))
-        ticks.append(tag("text", {"class": f"tick{odd}", "x": x, "y": "100%", "dy": "1.7em"}, label))
-    base = tag("line", {"class": "axis", "x1": 0, "x2": "100%", "y1": "100%", "y2": "100%"})
-    return tag("svg", {"class": "ladder"}, *ticks, base, drawn(references))
-
-
-def _legend(rows: Sequence[Interval], looks: Mapping[str, int]) -> Html:
-    """The look of each name, where rows share one."""
-    if len(looks) == len(rows):
-        return Html()
-    entries = []
-    for name, number in looks.items():
-        stroke = tag("line", {"x1": 1, "x2": 27, "y1": 8, "y2": 8})
-        swatch: Attributes = {
-            "class": f"track {series_class(number)}",
-            "width": 28,
-            "height": 16,
-            "aria-hidden": "true",
-        }
-        entries.append(tag("li", {}, tag("svg", swatch, stroke, _mark(number, 14, 8)), tag("span", {}, name)))
-    return tag("ul", {"class": "legend"}, *entries)
-
-
-def intervals(section: Intervals) -> Html:
-    """The plot with legend, axis, remark and its data."""
-    if not section.rows:
-        return join([tag("p", {"class": "empty"}, "No values to draw."), note(section.note)])
-    rows, looks, axis = _gathered(section.rows), _looks(section.rows), axis_of(section)
-    references, written = placed(section.references, axis), _written(rows, axis)
-    shape = {
-        "class": "rows" + (" grouped" if any(row.group for row in rows) else ""),
-        "style": f"--top:{levels(references) * LEVEL}px",
-        "role": "img",
-        "aria-label": intervals_in_words(section, rows, written),
-    }
-    label = tag("p", {"class": "axis-name"}, section.label)
-    return tag(
-        "figure",
-        {"class": "intervals"},
-        _legend(rows, looks),
-        tag("div", shape, _ladder(axis, references), *_rows(rows, written, axis, looks), label),
-        note(section.note),
-        interval_data(section),
+def intervals(section: Intervals) -> Markup:
+    """The plot with legend, axis, remark and its data: rows of a group together, in the order of their first rows."""
+    groups = list(dict.fromkeys(row.group for row in section.rows))
+    gathered = sorted(section.rows, key=lambda row: groups.index(row.group))
+    axis = axis_of(section)
+    rows = list(zip(gathered, _written(gathered, axis), strict=True))
+    references = placed(section.references, axis)
+    return filled(
+        "intervals.html",
+        section=section,
+        rows=rows,
+        grouped=any(groups),
+        looks={name: number for number, name in enumerate(dict.fromkeys(row.name for row in section.rows))},
+        axis=axis,
+        references=references,
+        levels=levels(references),
+        LEVEL=LEVEL,
+        words=_in_words(section, rows),
+        data=interval_data(section),
     )

@@ -1,5 +1,5 @@
 "use strict";
-// The page reads well without this. It adds: a remembered theme, values under the pointer, a copy button, the current section.
+// The page reads well without this. It adds: a remembered theme, values under the pointer, a copy button, folded contents on a phone, the current section.
 (() => {
   const root = document.documentElement, KEY = "fedveil-theme";
   const stored = () => { try { return localStorage.getItem(KEY); } catch { return null; } };
@@ -116,6 +116,10 @@
   };
 
   const contents = () => {
+    const fold = document.querySelector("nav details"), wide = matchMedia("(min-width: 72rem)"); // as in the style
+    const follow = () => { fold.open = wide.matches; };
+    wide.addEventListener("change", follow);
+    follow();
     const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
     const seen = new IntersectionObserver((entries) => {
       for (const entry of entries) {

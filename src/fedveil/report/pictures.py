@@ -1,12 +1,41 @@
-"""A grid of small pictures, enlarged by whole factors so that their pixels stay square."""
+"""A grid of small pictures as PNG (https://www.w3.org/TR/png-3), enlarged by whole factors: pixels stay square."""
 
 import base64
+import struct
+import zlib
 
-from fedveil.report.markup import Attributes, Html, join, note, scrollable, tag
-from fedveil.report.png import encode
+from markupsafe import Markup
+
 from fedveil.report.sections import Picture, Pictures
+from fedveil.report.style import filled
 
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+GREY, RED_GREEN_BLUE = 0, 2  # PNG's types of colour
 WIDE, NARROW = 96, 64  # about how many pixels of the screen the longer side takes, on a desktop and on a phone
+
+
+def _chunk(kind: bytes, body: bytes) -> bytes:
+    """A part of the file: length, kind, body, checksum."""
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def encode(picture: Picture) -> bytes:
+    r"""The picture as a PNG file, without row filters: small pictures do not need them.
+
+    >>> encode(Picture(2, 1, 1, bytes([0, 255])))[:16]
+    b'\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR'
+    """
+    stride = picture.width * picture.channels
+    rows = (b"\0" + picture.data[start : start + stride] for start in range(0, len(picture.data), stride))
+    colour = GREY if picture.channels == 1 else RED_GREEN_BLUE
+    header = struct.pack(">IIBBBBB", picture.width, picture.height, 8, colour, 0, 0, 0)
+    packed = zlib.compress(b"".join(rows), 9)
+    return SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", packed) + _chunk(b"IEND", b"")
+
+
+def _source(picture: Picture) -> str:
+    """The picture as an address that holds it."""
+    return f"data:image/png;base64,{base64.b64encode(encode(picture)).decode()}"
 
 
 def _enlarged(picture: Picture) -> str:
@@ -16,30 +45,6 @@ def _enlarged(picture: Picture) -> str:
     return f"--wide:{wide}px;--narrow:{narrow}px"
 
 
-def _cell(row: str, column: str, picture: Picture | None) -> Html:
-    """A picture over its caption, or a blank."""
-    if picture is None:
-        return tag("td", {})
-    data = encode(picture.width, picture.height, picture.channels, picture.data)
-    image: Attributes = {
-        "src": f"data:image/png;base64,{base64.b64encode(data).decode()}",
-        "alt": ", ".join(label for label in (row, column) if label) or "picture",
-        "width": picture.width,
-        "height": picture.height,
-    }
-    caption = tag("span", {}, picture.caption) if picture.caption else ""
-    return tag("td", {"style": _enlarged(picture)}, tag("img", image), caption)
-
-
-def pictures(section: Pictures) -> Html:
+def pictures(section: Pictures) -> Markup:
     """The grid, in a box that scrolls by itself."""
-    if not section.rows or not section.columns:
-        return join([tag("p", {"class": "empty"}, "No pictures."), note(section.note)])
-    names = [tag("th", {"scope": "col"}, column) for column in section.columns]
-    head = tag("thead", {}, tag("tr", {}, tag("td", {}), *names))
-    rows = [
-        tag("tr", {}, tag("th", {"scope": "row"}, label), *map(_cell, [label] * len(cells), section.columns, cells))
-        for label, cells in section.rows
-    ]
-    body = tag("table", {"class": "pictures"}, head, tag("tbody", {}, *rows))
-    return join([scrollable(section.title, body), note(section.note)])
+    return filled("pictures.html", section=section, source=_source, enlarged=_enlarged)

@@ -1,11 +1,71 @@
-"""Axes: where a value stands between the ends, and where the ticks are."""
+"""Numbers as text, and axes: where a value stands between the ends, and where the ticks are."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedveil.report.numbers import short, stepped
-
+NOTHING = "\u2013"  # a dash where there is no number
+LARGEST = 1e300  # beyond this a span between two values may overflow
 FLAT = 1e-9  # a span this small beside its values is drawn as one level
+
+Ticks = tuple[tuple[float, str], ...]  # value, label
+
+
+def finite(value: float) -> bool:
+    """Whether a value can be placed on an axis."""
+    return abs(value) < LARGEST  # False for NaN too
+
+
+def short(value: float) -> str:
+    """Six significant digits at most, powers of ten as 1e-6.
+
+    >>> short(0.97222222), short(2.5e-7), short(20000.0), short(math.nan)
+    ('0.972222', '2.5e-7', '20000', 'nan')
+    """
+    text = f"{value:.6g}"
+    if "e" not in text:
+        return text
+    mantissa, exponent = text.split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def aligned(cells: Sequence[str]) -> list[str]:
+    """The cells of a column with zeros added so that their points stand below one another; powers of ten stay.
+
+    >>> aligned(["0.51", "0.6319", NOTHING, "2e-7"])
+    ['0.5100', '0.6319', '\u2013', '2e-7']
+    """
+    decimals = max((len(cell.partition(".")[2]) for cell in cells if _plain(cell)), default=0)
+    return [f"{float(cell):.{decimals}f}" if decimals and _plain(cell) else cell for cell in cells]
+
+
+def _plain(cell: str) -> bool:
+    """Whether a cell is a number without a power of ten."""
+    return cell != NOTHING and "e" not in cell
+
+
+def stepped(value: float, step: float) -> str:
+    """A tick's label: as many decimals as the step between ticks needs, thousands apart.
+
+    >>> stepped(0.5, 0.25), stepped(15000, 5000), stepped(3e-7, 1e-7)
+    ('0.50', '15,000', '3e-7')
+    """
+    if step < 1e-4 or abs(value) >= 1e7:
+        return short(round(value / step) * step)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    if decimals and round(step * 10**decimals, 6) != round(step * 10**decimals):
+        decimals += 1
+    text = f"{value:,.{decimals}f}"
+    return text.removeprefix("-") if float(text.replace(",", "")) == 0 else text
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "value"), count(2000, "value")
+    ('1 value', '2,000 values')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 @dataclass(frozen=True)
@@ -15,7 +75,7 @@ class Scale:
     low: float
     high: float
     log: bool
-    ticks: tuple[tuple[float, str], ...]
+    ticks: Ticks
 
     def place(self, value: float) -> float:
         """Where the value stands, from 0 at the low end to 1 at the high end."""
@@ -39,22 +99,22 @@ def _widened(low: float, high: float) -> tuple[float, float]:
     return low - around, high + around
 
 
-def _linear_ticks(low: float, high: float, step: float) -> tuple[tuple[float, str], ...]:
+def _linear_ticks(low: float, high: float, step: float) -> Ticks:
     """The multiples of `step` between the ends."""
     first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
     return tuple((number * step, stepped(number * step, step)) for number in range(first, last + 1))
 
 
-def linear(low: float, high: float, *, wanted: int, outward: bool) -> Scale:
-    """A linear axis. `outward` moves its ends to ticks, else they stay where the data ends."""
+def linear(low: float, high: float, *, wanted: int, outward: bool, least: float = 0.0) -> Scale:
+    """A linear axis with ticks at least `least` apart. `outward` moves its ends to ticks, else the data ends it."""
     low, high = _widened(low, high)
-    step = nice_step(high - low, wanted)
+    step = max(nice_step(high - low, wanted), least)
     if outward:
         low, high = math.floor(low / step + 1e-6) * step, math.ceil(high / step - 1e-6) * step
     return Scale(low, high, False, _linear_ticks(low, high, step))
 
 
-def _decades(low: float, high: float, wanted: int) -> tuple[tuple[float, str], ...]:
+def _decades(low: float, high: float, wanted: int) -> Ticks:
     """Powers of ten between the ends, every few if there are many."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     every = max(1, math.ceil((last - first) / wanted))
@@ -63,7 +123,7 @@ def _decades(low: float, high: float, wanted: int) -> tuple[tuple[float, str], .
     )
 
 
-def _within_decades(low: float, high: float) -> tuple[tuple[float, str], ...]:
+def _within_decades(low: float, high: float) -> Ticks:
     """Ticks at 1, 2 and 5 times a power of ten, for an axis of less than two decades."""
     powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
     values = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]

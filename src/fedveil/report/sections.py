@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedveil.errors import BadArgument
-from fedveil.report.png import COLOUR_TYPES
-from fedveil.report.series import finite
+from fedveil.report.scale import finite
+
+CHANNELS = (1, 3)  # of a picture: grey, red-green-blue
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,8 @@ class Curves:
     """Lines over a common x axis. A later line is drawn dashed over an earlier one: give the reference first.
 
     Values that cannot be drawn (NaN, infinity, zero or less on a logarithmic axis) leave a gap, and the page says so.
-    `spread` gives a line a band: for each of its points how far the band reaches up and down.
+    `bands` gives a line a band: (low, high) for each of its points. On a logarithmic y axis a band is left out where it
+    reaches zero, and the page says so.
     """
 
     title: str
@@ -23,19 +25,19 @@ class Curves:
     log_y: bool = False
     note: str = ""
     log_x: bool = False
-    spread: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    bands: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse a band around no line, of another length, on a logarithmic axis, or not finite and 0 or more."""
+        """Refuse a band around no line, of another length, not finite, or upside down."""
         where = f"Curves {self.title!r}"
-        if self.spread and self.log_y:
-            raise BadArgument(where, "a band needs a linear y axis", "log_y=False")
-        for name, widths in self.spread.items():
+        for name, ends in self.bands.items():
             points = len(self.series.get(name, ()))
-            if len(widths) != points:
-                raise BadArgument(where, f"{name!r} has {points} points and a band of {len(widths)}")
-            if not all(finite(width) and width >= 0 for width in widths):
-                raise BadArgument(where, f"the band of {name!r} must be finite and 0 or more")
+            if len(ends) != points:
+                raise BadArgument(where, f"{name!r} has {points} points and a band of {len(ends)}")
+            odd = [end for end in ends if not (finite(end[0]) and finite(end[1]) and end[0] <= end[1])]
+            if odd:
+                what = f"the band of {name!r} must be finite, low before high, got {odd[0][0]} to {odd[0][1]}"
+                raise BadArgument(where, what)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Picture:
-    """A small picture: `data` holds a byte a channel (1 grey, 3 red-green-blue), row by row from the top."""
+    """A small picture: `data` holds one byte per channel (1 grey, 3 red-green-blue), row by row from the top."""
 
     width: int
     height: int
@@ -88,8 +90,8 @@ class Picture:
         """Refuse data that is not bytes, or not as many as the size says."""
         size = f"{self.width} x {self.height} pixels of {self.channels} channels"
         fix = "data = array.tobytes() of an array of uint8 with shape (height, width, channels)"
-        if self.channels not in COLOUR_TYPES or self.width < 1 or self.height < 1:
-            allowed = " or ".join(map(str, COLOUR_TYPES))
+        if self.channels not in CHANNELS or self.width < 1 or self.height < 1:
+            allowed = " or ".join(map(str, CHANNELS))
             raise BadArgument("Picture", f"{size}: sides must be at least 1, channels {allowed}", fix)
         if not isinstance(self.data, bytes):
             raise BadArgument("Picture", f"data must be bytes, got {type(self.data).__name__}", fix)
@@ -100,7 +102,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """A grid of pictures: rows (label, a picture a column), such as "original" over "recovered"; None is left blank."""
+    """A grid of pictures: rows (label, one picture per column), such as "original" over "recovered"; None: blank."""
 
     title: str
     columns: Sequence[str]
@@ -142,7 +144,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Values with their intervals, a row each, gathered by group in the order given, beside named reference lines.
+    """Values with their intervals, one row each, gathered by group in the order given, beside named reference lines.
 
     Entries of one name look the same in every group. The axis holds all numbers, and `low` and `high` where given.
     """

@@ -1,28 +1,34 @@
-"""A series made fit to draw: what cannot be drawn becomes a gap, and there are no more points than a screen shows."""
+"""Lines ready to draw, thinned to what a screen shows, and described in words for those who cannot see them."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 
-LARGEST = 1e300  # beyond this a span between two values may overflow
+from fedveil.report.scale import LARGEST, Scale, count, finite, short
+from fedveil.report.sections import Curves
+
+SAME = 0.006  # of the axis: about a line's width
+AXES = {  # by (log_x, log_y)
+    (False, False): "",
+    (False, True): ", logarithmic axis",
+    (True, False): ", logarithmic x axis",
+    (True, True): ", both axes logarithmic",
+}
 
 Point = tuple[float, float]
+Reason = tuple[str, str]  # why something is not drawn: of what, and what is said of it
 
 
 @dataclass(frozen=True)
 class Line:
-    """A named series. Points that cannot be drawn have y = NaN and are counted by reason.
-
-    `missing`: not finite; `non_positive`: y at or below zero on a logarithmic axis; `non_positive_x`: x so.
-    """
+    """A named series. Points that cannot be drawn have y = NaN and are counted by reason."""
 
     name: str
     points: tuple[Point, ...]
-    missing: int
-    non_positive: int
-    non_positive_x: int = 0
+    left_out: Counter[Reason]
 
     @cached_property
     def drawn(self) -> tuple[Point, ...]:
@@ -30,38 +36,31 @@ class Line:
         return tuple(point for point in self.points if not math.isnan(point[1]))
 
 
-def finite(value: float) -> bool:
-    """Whether a value can be placed on an axis."""
-    return abs(value) < LARGEST  # False for NaN too
+def _reason(x: float, y: float, log: bool, log_x: bool) -> Reason | None:
+    """Why a point cannot be drawn; None if it can."""
+    if not (finite(x) and finite(y)):
+        return "value", "not finite, left out"
+    if log_x and x < 1 / LARGEST:
+        return "point", "with x at or below zero, left out of the logarithmic x axis"
+    if log and y < 1 / LARGEST:
+        return "value", "at or below zero, left out of the logarithmic axis"
+    return None
 
 
 def clean(name: str, points: Sequence[Point], *, log: bool, log_x: bool = False) -> Line:
     """The series with NaN for each y that cannot be drawn, or whose x cannot."""
-    kept: list[Point] = []
-    missing = non_positive = non_positive_x = 0
-    for x, y in ((float(x), float(y)) for x, y in points):
-        if not (finite(x) and finite(y)):
-            missing += 1
-            kept.append((x, math.nan))
-        elif log_x and x < 1 / LARGEST:
-            non_positive_x += 1
-            kept.append((x, math.nan))
-        elif log and y < 1 / LARGEST:
-            non_positive += 1
-            kept.append((x, math.nan))
-        else:
-            kept.append((x, y))
-    return Line(name, tuple(kept), missing, non_positive, non_positive_x)
+    reasons = [_reason(x, y, log, log_x) for x, y in points]
+    kept = ((float(x), math.nan if why else float(y)) for (x, y), why in zip(points, reasons, strict=True))
+    return Line(name, tuple(kept), Counter(why for why in reasons if why))
 
 
 def _telling(start: int, points: Sequence[Point]) -> set[int]:
     """Of a run of points: the lowest, the highest and the first gap, by index."""
-    drawn = [index for index, (_, y) in enumerate(points, start) if not math.isnan(y)]
-    gaps = (index for index, (_, y) in enumerate(points, start) if math.isnan(y))
-    if not drawn:
-        return set(list(gaps)[:1])
-    height = {index: points[index - start][1] for index in drawn}
-    return {min(drawn, key=height.__getitem__), max(drawn, key=height.__getitem__), *list(gaps)[:1]}
+    heights = {index: y for index, (_, y) in enumerate(points, start)}
+    gaps = [index for index, y in heights.items() if math.isnan(y)]
+    drawn = [index for index, y in heights.items() if not math.isnan(y)]
+    ends = {choose(drawn, key=heights.__getitem__) for choose in (min, max) if drawn}
+    return {*ends, *gaps[:1]}
 
 
 def _log_starts(points: Sequence[Point], bins: int) -> list[int]:
@@ -102,3 +101,60 @@ def pieces(points: Sequence[Point]) -> list[list[Point]]:
         else:
             runs[-1].append(point)
     return [run for run in runs if run]
+
+
+def missing(lines: Sequence[Line]) -> list[str]:
+    """A sentence for each thing that the chart leaves out."""
+    empty = [f"{line.name}: no values." for line in lines if not line.points]
+    reasons = [(line.name, *why, amount) for line in lines for why, amount in line.left_out.items()]
+    return [*empty, *(f"{name}: {count(amount, what)} {said}." for name, what, said, amount in reasons)]
+
+
+def _gap(one: Line, other: Line, scale: Scale) -> float | None:
+    """The largest difference of two lines over the same x if the eye cannot see it, else None."""
+    left, right = dict(one.drawn), dict(other.drawn)
+    if not left or left.keys() != right.keys():
+        return None
+    if any(abs(scale.place(left[x]) - scale.place(right[x])) > SAME for x in left):
+        return None
+    return max(abs(left[x] - right[x]) for x in left)
+
+
+def overlap(one: Line, other: Line, scale: Scale) -> bool:
+    """Whether the eye sees one line where there are two, for at least half of the x that they share."""
+    left, right = dict(one.drawn), dict(other.drawn)
+    shared = left.keys() & right.keys()
+    close = sum(abs(scale.place(left[x]) - scale.place(right[x])) <= SAME for x in shared)
+    return bool(shared) and 2 * close >= len(shared)
+
+
+def coincidences(lines: Sequence[Line], scale: Scale) -> list[str]:
+    """A sentence for each pair of lines that lie on one another (of the first few lines)."""
+    pairs = [(one, other, _gap(one, other, scale)) for one, other in combinations(lines[:6], 2)]
+    return [
+        f"{one.name} and {other.name} coincide: "
+        + ("no difference at all." if gap == 0 else f"largest difference {short(float(f'{gap:.2g}'))}.")
+        for one, other, gap in pairs
+        if gap is not None
+    ]
+
+
+def _line(line: Line) -> str:
+    """One line in a sentence."""
+    ys = [y for _, y in line.drawn]
+    if not ys:
+        return f"{line.name}: nothing to draw."
+    span = f"lowest {short(min(ys))}, highest {short(max(ys))}, last {short(ys[-1])}"
+    return f"{line.name}: {count(len(ys), 'value')}, {span}."
+
+
+def alternative(curves: Curves, lines: Sequence[Line], same: Sequence[str]) -> str:
+    """The chart in a few sentences; `same` says which lines coincide."""
+    opening = f"Line chart{AXES[curves.log_x, curves.log_y]}: {curves.y_label} over {curves.x_label}."
+    return " ".join([opening, *map(_line, lines), *same, "The values are in the table below."])
+
+
+def at_last(lines: Sequence[Line], x_label: str) -> str:
+    """Which values a legend shows before the reader points at any."""
+    ends = {line.drawn[-1][0] for line in lines if line.drawn}
+    return f"{x_label} = {short(ends.pop())}" if len(ends) == 1 else "last values"

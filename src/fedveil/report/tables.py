@@ -1,20 +1,24 @@
-"""Tables, facts, and the figures behind a chart."""
+"""Tables, confusion matrices, and the figures behind a chart."""
 
 import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from fedveil.report.markup import Html, join, note, scrollable, tag
-from fedveil.report.numbers import NOTHING, aligned, count, short
-from fedveil.report.sections import Curves, Facts, Interval, Intervals, Table
+from markupsafe import Markup
+
+from fedveil.report.scale import NOTHING, aligned, count, short
+from fedveil.report.sections import Curves, Interval, Intervals, Matrix
 from fedveil.report.series import Line
+from fedveil.report.style import failed, filled
 
 NUMERIC = re.compile(
     r"[<>≤≥~≈]?\s*[-+\u2212±]?\s*[\d.,]*\d(e[-+]?\d+)?\b.{0,24}", re.IGNORECASE
 )  # a number, then its unit
+RANGE = re.compile(r"(.*\S) (\[[^\]]*\]|\([^)]*\))")  # a value, then its interval or another value in brackets
 BLANK = frozenset({"", "-", "\u2013", "\u2014", "n/a", "nan", "inf", "not measured"})
 DATA_ROWS = 100
+UPRIGHT = 3  # letters; longer labels of a matrix stand on their side
 
 
 def _numeric(cells: Sequence[str]) -> bool:
@@ -23,48 +27,40 @@ def _numeric(cells: Sequence[str]) -> bool:
     return bool(telling) and all(NUMERIC.fullmatch(cell) for cell in telling)
 
 
-def failed(cell: str) -> bool:
-    """Whether a cell tells of a failure."""
-    return cell.strip().lower().startswith("failed")
+def _parted(cell: str) -> tuple[str, str]:
+    """A cell's value, and what follows it in brackets: set smaller, below the value where columns are narrow.
+
+    >>> _parted("89.1% [87.7%, 90.4%]"), _parted("12.5")
+    (('89.1%', '[87.7%, 90.4%]'), ('12.5', ''))
+    """
+    found = RANGE.fullmatch(cell)
+    return (found[1], found[2]) if found else (cell, "")
 
 
-def _classes(cell: str, numeric: bool) -> str | None:
-    """How a cell looks, as classes."""
-    return " ".join(["number"] * numeric + ["failed"] * failed(cell)) or None
-
-
-def grid(label: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Html:
+def grid(label: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     """A table in a box that scrolls by itself; the first column names the row."""
     numeric = [_numeric([row[place] for row in rows]) for place in range(len(header))]
-    head = [
-        tag("th", {"scope": "col", "class": "number" if right else None}, name)
-        for name, right in zip(header, numeric, strict=True)
-    ]
-    body = []
-    for row in rows:
-        cells = [
-            tag(
-                "td" if place else "th",
-                {"scope": None if place else "row", "class": _classes(cell, numeric[place])},
-                cell,
-            )
-            for place, cell in enumerate(row)
-        ]
-        body.append(tag("tr", {}, *cells))
-    return scrollable(label, tag("table", {}, tag("thead", {}, tag("tr", {}, *head)), tag("tbody", {}, *body)))
+    return filled("grid.html", label=label, header=header, rows=rows, numeric=numeric, parted=_parted)
 
 
-def table(section: Table) -> Html:
-    """A table with its remark."""
-    if not section.rows:
-        return join([tag("p", {"class": "empty"}, "No rows."), note(section.note)])
-    return join([grid(section.title, section.header, section.rows), note(section.note)])
+def matrix(section: Matrix) -> Markup:
+    """A confusion matrix, with a line that says what it shows."""
+    aside = max(map(len, section.labels), default=0) > UPRIGHT
+    return filled("matrix.html", section=section, aside=aside, summary=_matrix_in_words(section), NOTHING=NOTHING)
 
 
-def facts(section: Facts) -> Html:
-    """Names and values, a pair a line."""
-    pairs = [tag("div", {}, tag("dt", {}, name), tag("dd", {}, str(value))) for name, value in section.facts.items()]
-    return join([tag("dl", {"class": "facts"}, *pairs), note(section.note)])
+def _matrix_in_words(matrix: Matrix) -> str:
+    """How many answers are right, and the most common mistake."""
+    size = range(len(matrix.labels))
+    total = sum(map(sum, matrix.counts))
+    if not total:
+        return "No answers counted."
+    right = sum(matrix.counts[place][place] for place in size)
+    said = f"{right / total:.2%} right: {right:,} of {count(total, 'answer')}."
+    wrong = [(matrix.counts[truth][answer], truth, answer) for truth in size for answer in size if truth != answer]
+    most, truth, answer = max(wrong, default=(0, 0, 0))
+    mistake = f"{matrix.labels[truth]} answered as {matrix.labels[answer]}, {count(most, 'time')}" if most else ""
+    return f"{said} Most common mistake: {mistake}." if most else said
 
 
 def _evenly(values: Sequence[float], limit: int) -> list[float]:
@@ -84,36 +80,32 @@ def _evenly_by_decade(values: Sequence[float], limit: int) -> list[float]:
     return [values[len(values) - len(levels) + index] for index in sorted(chosen)]
 
 
-def _folded(title: str, amount: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Html:
+def _folded(title: str, amount: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     """A table that opens when asked to."""
-    return tag(
-        "details", {}, tag("summary", {}, "Data", tag("span", {}, amount)), grid(f"Data of {title}", header, rows)
-    )
+    return filled("data.html", amount=amount, grid=grid(f"Data of {title}", header, rows))
 
 
-def curve_data(curves: Curves, lines: Sequence[Line]) -> Html:
+def _column(numbers: Sequence[float | None]) -> list[str]:
+    """Numbers, their points below one another."""
+    return aligned([NOTHING if number is None or math.isnan(number) else short(number) for number in numbers])
+
+
+def curve_data(curves: Curves, lines: Sequence[Line]) -> Markup:
     """The figures behind a chart, folded; of long lines a selection."""
-    values = [dict(line.points) for line in lines]
     every = sorted({x for line in lines for x, _ in line.points if math.isfinite(x)})
     if not every:
-        return Html()
+        return Markup()
     chosen = (_evenly_by_decade if curves.log_x else _evenly)(every, DATA_ROWS)
-    columns = [
-        aligned([NOTHING if math.isnan(known.get(x, math.nan)) else short(known[x]) for x in chosen])
-        for known in values
-    ]
-    rows = list(zip(aligned([short(x) for x in chosen]), *columns, strict=True))
+    columns = [_column([known.get(x) for x in chosen]) for known in (dict(line.points) for line in lines)]
+    rows = list(zip(_column(chosen), *columns, strict=True))
     amount = (f"{len(chosen)} of " if len(chosen) < len(every) else "") + count(len(every), "row")
     return _folded(curves.title, amount, [curves.x_label, *(line.name for line in lines)], rows)
 
 
-def interval_data(section: Intervals) -> Html:
+def interval_data(section: Intervals) -> Markup:
     """The figures behind intervals, folded, with the references below."""
     rows = [*section.rows, *(Interval(name, value, group="reference") for name, value in section.references.items())]
-    columns = [
-        aligned([NOTHING if number is None else short(number) for number in column])
-        for column in ([row.value for row in rows], [row.low for row in rows], [row.high for row in rows])
-    ]
+    columns = [_column([getattr(row, end) for row in rows]) for end in ("value", "low", "high")]
     cells = [
         [f"{row.group}: {row.name}" if row.group else row.name, row.missing if row.value is None else value, low, high]
         for row, value, low, high in zip(rows, *columns, strict=True)

@@ -13,7 +13,7 @@ from fedveil.federation.evaluate import METRICS, metrics, moved, predict, predic
 from fedveil.federation.server import History, Server
 from fedveil.graph import Plan
 from fedveil.graph.describe import known_in_words
-from fedveil.report import Beside, Curves, Facts, Matrix, Section, Table, Text, write
+from fedveil.report import Beside, Curves, Facts, Matrix, Page, Section, Table, Text, write
 from fedveil.scheme import Loss, client_view
 from fedveil.scheme.outputs import head_axis
 
@@ -144,4 +144,4 @@ def run_page(path: Path, federation: Server, data: Data, config: Mapping[str, An
     lead = f"{name}: {metric} after {summary['rounds']} rounds with {config['clients']} clients."
     if summary.get("epsilon") is not None:
         lead += f" Epsilon {summary['epsilon']:.3g} at delta {summary['delta']:g}."
-    return write(path, f"{data.name}, {config['model']}, {name}", lead, sections, str(summary["repeat"]))
+    return write(Page(f"{data.name}, {config['model']}, {name}", lead, sections, str(summary["repeat"])), path)

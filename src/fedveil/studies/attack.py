@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.data import one_tensor
-from fedveil.report import Facts, Section, Table, Text, write
+from fedveil.report import Facts, Page, Section, Table, Text, write
 from fedveil.runs.config import CHOICES, Config, load_data
 from fedveil.runs.folder import read_config, write_text
 from fedveil.studies.compare import check_defences
@@ -136,4 +136,4 @@ def write_page(
     ]
     where = f"{config.data}, {config.model}, {config.clients} clients"
     lead = f"{experiment.summary[0].upper()}{experiment.summary[1:]}: {where}."
-    write(path, experiment.title or f"Attack: {experiment.name}", lead, sections, command)
+    write(Page(experiment.title or f"Attack: {experiment.name}", lead, sections, command), path)

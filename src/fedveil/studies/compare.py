@@ -14,7 +14,7 @@ from fedveil.data import Data
 from fedveil.errors import BadArgument, Diverged
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.local import History
-from fedveil.report import Facts, Section, Table, Text, write
+from fedveil.report import Facts, Page, Section, Table, Text, write
 from fedveil.runs.config import CHOICES, Config, asks_privacy, load_data
 from fedveil.runs.folder import federation_of, write_text
 from fedveil.runs.page import cost_section, curve_sections
@@ -169,4 +169,4 @@ def write_page(
     lead = (
         f"{len(first)} ways to train {config.model} on {data.name} with {config.clients} clients. Curves: first seed."
     )
-    write(path, f"{data.name}, {config.model}: defences compared", lead, sections, command)
+    write(Page(f"{data.name}, {config.model}: defences compared", lead, sections, command), path)

@@ -16,7 +16,7 @@ from fedveil.defences import Aggregate, Defence, Plain, Veil
 from fedveil.federation import Federation
 from fedveil.graph.inputs import Inputs
 from fedveil.models import mlp
-from fedveil.report import Facts, Table, Text, write
+from fedveil.report import Facts, Page, Table, Text, write
 from fedveil.runs.page import PROTECTION, client_models, curve_sections, scores, view_sections
 from fedveil.scheme import Broadcast, Loss
 
@@ -143,4 +143,4 @@ def run_comparison(folder: Path, opens: Opens) -> Iterator[str]:
     ]
     folder.mkdir(parents=True, exist_ok=True)
     lead = f"Veiled and plain training end at {rows[1][1]} and {rows[0][1]}; a client's model as sent at {rows[3][1]}."
-    yield f"report: {write(folder / 'report.html', 'Fedveil demo', lead, sections, 'make demo')}"
+    yield f"report: {write(Page('Fedveil demo', lead, sections, 'make demo'), folder / 'report.html')}"

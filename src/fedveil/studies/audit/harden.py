@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedveil.report import Facts, Interval, Intervals, Section, Table, Text, write
+from fedveil.report import Facts, Interval, Intervals, Page, Section, Table, Text, write
 from fedveil.runs.config import Config
 from fedveil.runs.folder import write_text
 from fedveil.studies.agreement import mean_interval
@@ -130,7 +130,7 @@ def harden(
     sections.append(Text("How to read it", READING))
     sections.append(Facts("Configuration", {key: str(v) for key, v in dataclasses.asdict(Config(**base)).items()}))
     lead = f"{len(MEASURES)} settings, {seeds} seeds each, against a participant that thinks."
-    write(folder / "report.html", "What hardens the veil", lead, sections, command)
+    write(Page("What hardens the veil", lead, sections, command), folder / "report.html")
     return Shown(header, rows, NOTE, sections)
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
-from fedveil.report import Interval, Intervals, Picture, Pictures, Section, Table, Text
-from fedveil.report.numbers import NOTHING
+from fedveil.report import NOTHING, Interval, Intervals, Picture, Pictures, Section, Table, Text
 from fedveil.runs.config import Config
 from fedveil.studies.attack import Shown
 from fedveil.studies.jobs import Result

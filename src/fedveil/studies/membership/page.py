@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedveil.report import Curves, Interval, Intervals, Section, Table, Text
-from fedveil.report.numbers import NOTHING
+from fedveil.report import NOTHING, Curves, Interval, Intervals, Section, Table, Text
 from fedveil.runs.config import Config
 from fedveil.studies.attack import Shown
 from fedveil.studies.jobs import Result

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.attacks.adaptive import PUBLISHED, STRONGEST
-from fedveil.report import Interval
-from fedveil.report.numbers import NOTHING
+from fedveil.report import NOTHING, Interval
 from fedveil.runs.config import configure, load_data
 from fedveil.studies.attack import Experiment, Show, run_attack
 from fedveil.studies.jobs import Result

@@ -77,8 +77,8 @@ def curves(results: Sequence[Result]) -> Line:
 def chart(clients: int, lines: dict[str, Line]) -> Curves:
     """Both curves with their bands."""
     series = {name: [(epoch, mean) for epoch, mean, _ in points] for name, points in lines.items()}
-    bands = {name: [deviation for _, _, deviation in points] for name, points in lines.items()}
-    return Curves(counted(clients), "epoch", "test accuracy (%)", series, spread=bands)
+    bands = {name: [(mean - off, mean + off) for _, mean, off in points] for name, points in lines.items()}
+    return Curves(counted(clients), "epoch", "test accuracy (%)", series, bands=bands)
 
 
 FIG3 = Exhibit("fig3", gather, present)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fedveil.errors import BadArgument
-from fedveil.report import Facts, Section, Table, Text, write
+from fedveil.report import Facts, Page, Section, Table, Text, write
 from fedveil.runs.folder import write_text
 from fedveil.studies.attack import Show, Shown
 from fedveil.studies.paper.fig3 import FIG3
@@ -126,7 +126,7 @@ def write_page(folder: Path, plans: Mapping[str, Plan]) -> None:
             sections += exhibit_sections(plan, EXHIBITS[name].present(plan, found["results"]), found)
     one = next(iter(plans.values()))
     title = f"The paper, reproduced ({one.scale})"
-    write(folder / "report.html", title, LEAD, sections, repeat("all", one, folder))
+    write(Page(title, LEAD, sections, repeat("all", one, folder)), folder / "report.html")
 
 
 def exhibit_sections(plan: Plan, shown: Shown, found: Mapping[str, Any]) -> list[Section]:

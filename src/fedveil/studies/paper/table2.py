@@ -3,8 +3,7 @@
 import statistics
 from collections.abc import Callable, Sequence
 
-from fedveil.report import Section, Table, Text
-from fedveil.report.numbers import NOTHING
+from fedveil.report import NOTHING, Section, Table, Text
 from fedveil.studies.attack import Shown
 from fedveil.studies.compare import CONTROL
 from fedveil.studies.jobs import Result

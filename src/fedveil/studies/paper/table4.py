@@ -5,8 +5,7 @@ from functools import partial
 from typing import Any
 
 from fedveil.attacks.adaptive import PUBLISHED, STRONGEST
-from fedveil.report import Intervals, Section, Text
-from fedveil.report.numbers import NOTHING
+from fedveil.report import NOTHING, Intervals, Section, Text
 from fedveil.studies.attack import Shown
 from fedveil.studies.inversion.run import INVERSION
 from fedveil.studies.jobs import Result

@@ -15,7 +15,7 @@ import torch
 
 from fedveil.data import Data
 from fedveil.federation.evaluate import METRICS
-from fedveil.report.numbers import NOTHING
+from fedveil.report import NOTHING
 from fedveil.runs.config import Config, configure, load_data
 from fedveil.runs.folder import train
 from fedveil.studies.attack import Show
