@@ -63,7 +63,7 @@ def test_inspect_as_json_is_read_by_machines(capsys):
         (["tests.test_cli:MODEL"], "cannot be called without arguments"),
         (["tests.test_cli:dict"], "has no 'dict'"),
         (["builtins:dict"], "gave dict, not a torch.nn.Module"),
-        (["tests.test_cli:headless"], "Sequential: no layer can take additive noise"),
+        (["tests.test_cli:headless"], "Sequential: no layer can be masked additively"),
     ],
 )
 def test_misuse_exits_with_2_and_says_what_is_wrong(capsys, arguments, message):

@@ -85,13 +85,13 @@ def test_too_few_examples_are_refused():
         (nn.Sequential(nn.Conv1d(5, 5, 1, groups=5), nn.ReLU()), "0 (Conv1d): it has 5 groups"),
         (
             nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 5)), nn.ReLU()),
-            "0 (linear): its weight or bias is not a parameter as it stands",
+            "0 (linear): its weight or bias is computed, not a parameter itself",
         ),
     ],
 )
 def test_a_model_without_a_layer_that_can_take_noise_is_refused_with_the_way_out(net, why):
     way_out = 'analyse(model, inputs, head="exposed"): then clients read the true predictions'
-    with refused(errors.HeadNotLinear, "Sequential: no layer can take additive noise", why, "Fix:", way_out):
+    with refused(errors.HeadNotLinear, "Sequential: no layer can be masked additively", why, "Fix:", way_out):
         fedveil.analyse(net, torch.zeros(1, 5, 5))
 
 
@@ -156,7 +156,7 @@ def test_mixed_dtypes_are_refused(model):
 
 def test_a_model_without_anything_to_train_is_refused(model):
     with refused(
-        errors.AnalysisError, "Sequential: no parameter that forward reads wants a gradient", "Fix: model.req"
+        errors.AnalysisError, "Sequential: no parameter that forward reads requires a gradient", "Fix: call req"
     ):
         fedveil.analyse(model.requires_grad_(False), torch.zeros(1, 5))
 
@@ -196,7 +196,7 @@ def test_a_secret_that_covered_nothing_recovers_nothing(plan):
 
 def test_another_model_than_the_one_analysed_is_refused(plan):
     other = built(lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)))
-    with refused(errors.ModelMismatch, "0.weight: the plan wants (6, 5) torch.float64, the model has (7, 5)", "Fix:"):
+    with refused(errors.ModelMismatch, "0.weight: the plan expects (6, 5) torch.float64, the model has (7, 5)", "Fix:"):
         fedveil.perturb(other, fedveil.draw_secret(plan))
 
 

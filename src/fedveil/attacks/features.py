@@ -16,7 +16,7 @@ Call = tuple[nn.Module, Tensor]
 
 @contextmanager
 def _entering(model: nn.Module) -> Iterator[list[Call]]:
-    """The modules with a weight (a parameter of two or more dimensions), in the order of their calls, with their inputs.
+    """The modules with a weight (a parameter of two or more dimensions), in call order, with their inputs.
 
     If an input comes from nn.Flatten, the maps before flattening.
     """
@@ -57,8 +57,8 @@ def layer_outputs(
 ) -> tuple[Tensor, ...]:
     """Outputs of the last layers, the very last first, each (records, features); fewer if the model has fewer layers.
 
-    A layer is a module with a weight and the activation, norm and pooling that follow: its output, the paper's y^(l), is
-    the input of the next such module.
+    A layer is a module with a weight and the activation, norm and pooling that follow: its output, the paper's y^(l),
+    is the input of the next such module.
     """
     device = next((p.device for p in model.parameters()), inputs.device)
     found: list[tuple[Tensor, ...]] = []

@@ -102,7 +102,7 @@ def reconstruct(
     box: Box | None = None,
     tell: Tell = lambda share: None,
 ) -> Found:
-    """Inputs, (records, ...), whose gradient is close to the leak's; the restart of least distance, never of least error.
+    """Inputs, (records, ...), whose gradient is close to the leak's; keeps the restart of least distance.
 
     Args:
         leak: the leaked gradient.
@@ -139,7 +139,7 @@ def reconstruct(
 
 
 def by_signs(leak: Leak, start: Tensor, labels: Tensor, search: Search, box: Box | None, tell: Tell) -> Found:
-    """Adam on the signs of the pixels' gradients, ten times slower after 3/8, 5/8 and 7/8 of the steps (arXiv 2003.14053).
+    """Adam on the signs of the pixels' gradients, ten times slower after 3/8, 5/8 and 7/8 of the steps.
 
     The result's distance does not include the total variation.
 

@@ -50,8 +50,8 @@ def search(
     min_z  (1 / classes) sum_i  -D(G(z_i)) + 100 CE(T(G(z_i)), c_i)
 
     by Nesterov's momentum 0.9 from z ~ N(0, I); z is clipped to [-1, 1] after each step. Each image keeps the restart
-    with the largest output of T for its class. Outputs of T are taken as logits whatever loss it was trained with: after
-    squared error they lie near 0 and 1, so the cross-entropy never vanishes and the search goes on.
+    with the largest output of T for its class. Outputs of T are taken as logits whatever loss it was trained with:
+    after squared error they lie near 0 and 1, so the cross-entropy never vanishes and the search goes on.
 
     Differs from the original: there, the mean is over a batch of one code per class, so a code's step depends on the
     number of classes; here any number of codes is optimised together with that same step. There, the maximum over

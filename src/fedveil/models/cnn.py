@@ -6,7 +6,7 @@ from torch import nn
 def cnn(channels: int = 3, outputs: int = 10, *, width: int = 16, size: int = 32) -> nn.Sequential:
     """Three convolutions with ReLU, two of them followed by max-pooling, and two linear layers.
 
-    For square images of `size` pixels a side, at least 4.
+    For square images of `size` pixels per side, at least 4.
     """
     side = size // 4
     return nn.Sequential(

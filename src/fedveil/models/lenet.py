@@ -19,7 +19,7 @@ def lenet(channels: int = 3, outputs: int = 10, *, size: int = 32, activation: s
     Args:
         channels: of the images.
         outputs: of the head.
-        size: pixels a side.
+        size: pixels per side.
         activation: "relu" or "sigmoid".
     """
     if activation not in ACTIVATIONS:

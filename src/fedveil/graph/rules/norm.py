@@ -14,7 +14,7 @@ from fedveil.graph.units import Dims, Units, along, varying
 def _weights(call: Call) -> tuple[Stored | None, Stored | None]:
     found = call["weight"], call["bias"]
     if any(tensor is not None and not isinstance(tensor, Stored) for tensor in found):
-        raise NoRule("its weight is not a parameter as it stands, but computed")
+        raise NoRule("its weight is computed, not a parameter itself")
     return found
 
 
@@ -80,7 +80,7 @@ def _last_dims(call: Call, symmetry: Symmetry, why: str) -> Units:
     """Normalises over the last dims; a weight there moves with what it multiplies."""
     x, (weight, bias) = call.x, (call["weight"], call.get("bias"))
     if any(tensor is not None and not isinstance(tensor, Stored) for tensor in (weight, bias)):
-        raise NoRule("its weight is not a parameter as it stands, but computed")
+        raise NoRule("its weight is computed, not a parameter itself")
     rank, count = x.value.dim(), len(call["normalized_shape"])
     inside = frozenset(range(rank - count, rank))
     call.limit(x.units.scale, symmetry, why)
