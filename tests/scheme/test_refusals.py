@@ -104,7 +104,7 @@ def test_a_number_of_decoys_that_makes_no_sense_is_refused(plan, decoys):
 
 
 def test_decoys_and_nodes_together_are_refused(plan):
-    with refused(errors.BadArgument, "decoys=2 and nodes are two ways to do the same"):
+    with refused(errors.BadArgument, "decoys=2 and nodes exclude one another"):
         fedveil.draw_secret(plan, "cross_entropy", decoys=2, nodes=16)
     for other in ({"nodes": 16}, {"tolerance": 1e-6}):
         with refused(errors.BadArgument, f"decoys=2 needs no {next(iter(other))}"):
@@ -185,12 +185,12 @@ def test_an_unknown_loss_is_refused(plan):
 def test_a_secret_is_used_once(model, plan):
     secret = fedveil.draw_secret(plan)
     fedveil.perturb(model, secret)
-    with refused(errors.SecretReused, "perturb: this secret has covered a broadcast already", "Fix: draw_secret"):
+    with refused(errors.SecretReused, "perturb: this secret was used for a broadcast already", "Fix: draw_secret"):
         fedveil.perturb(model, secret)
 
 
 def test_a_secret_that_covered_nothing_recovers_nothing(plan):
-    with refused(errors.BadArgument, "recover: this secret has covered no broadcast yet", "Fix: perturb"):
+    with refused(errors.BadArgument, "recover: this secret was not used for a broadcast yet", "Fix: perturb"):
         fedveil.recover(fedveil.draw_secret(plan), [])
 
 
@@ -219,7 +219,7 @@ def test_a_clients_model_must_match_the_broadcast(model, plan):
 def test_empty_and_mismatched_batches_are_refused(model, plan):
     broadcast = fedveil.perturb(model, fedveil.draw_secret(plan))
     inputs, targets = batch((5,), 3)
-    with refused(errors.BadArgument, "0 inputs and 0 targets: want the same number above 0"):
+    with refused(errors.BadArgument, "0 inputs and 0 targets: there must be as many of each, at least 1"):
         fedveil.client_step(model, broadcast, inputs[:0], targets[:0])
     with refused(errors.BadArgument, "6 inputs and 5 targets"):
         fedveil.client_step(model, broadcast, inputs, targets[:5])
@@ -310,7 +310,7 @@ def test_an_update_of_the_last_round_is_stale(answered):
 
 @pytest.mark.parametrize(
     ("weights", "text"),
-    [([1, 2], "3 updates and 2 weights"), ([1, -1, 1], "none below 0"), ([0, 0, 0], "not all 0")],
+    [([1, 2], "3 updates and 2 weights"), ([1, -1, 1], "not negative"), ([0, 0, 0], "not all 0")],
 )
 def test_bad_weights_are_refused(answered, weights, text):
     _, _, secret, updates = answered

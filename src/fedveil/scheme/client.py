@@ -56,7 +56,7 @@ def _filled(inside: Inside, values: Tensors) -> Iterator[None]:
 
 
 def _with_alpha(head: PublicHead, values: Tensors) -> Tensors:
-    """The head with one more row of ones, whose output is alpha: the sum of its inputs, plus 1 if its bias has noise."""
+    """The head with a row of ones, whose output is alpha: the sum of its inputs, plus 1 if its bias has noise."""
     weight = values[head.weight]
     shape = list(weight.shape)
     shape[head.dim] = 1

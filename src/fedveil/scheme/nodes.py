@@ -51,7 +51,7 @@ def lagrange(count: int, place: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Sizes of the Chebyshev coefficients of a round's gradient; secret.
+    """Sizes of the Chebyshev coefficients of a round's gradient; for the server only.
 
     Attributes:
         sizes: |a_0| ... |a_(K-1)|, over the size of the recovered gradient.
