@@ -115,7 +115,7 @@ def test_decoys_and_nodes_together_are_refused(plan):
 
 def test_nodes_behind_which_something_follows_are_refused():
     plan = fedveil.analyse(nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3), nn.Softmax(1)), torch.zeros(1, 5))
-    with refused(errors.BadArgument, "nodes need a model that ends in the layer", "something follows 2"):
+    with refused(errors.BadArgument, "nodes need a model that ends in the masked layer", "other operations follow 2"):
         fedveil.draw_secret(plan, "log_cosh", nodes=16)
 
 

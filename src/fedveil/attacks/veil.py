@@ -47,7 +47,7 @@ def centred(observed: Observed) -> Observed:
 
 
 def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
-    """alpha of each record: how much the head's outputs grow when 1 is added to all of its masked values."""
+    """For each record alpha: how much the head's outputs grow when 1 is added to all of its masked values."""
     ones = copy.deepcopy(base)
     with torch.no_grad():
         ones.get_parameter(head.weight).fill_(1.0)
