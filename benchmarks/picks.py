@@ -121,7 +121,7 @@ class Seen:
     """The public part of many broadcasts, the first axis of each array counting them.
 
     Attributes:
-        base: the head as it is sent, the bias as its last column.
+        base: the head without its public offset, the bias as its last column.
         noisy: 1 for columns that carry the noise, 0 for a bias that does not.
         rows: r_a in the places of each group, else 0.
         candidates: q of m numbers.

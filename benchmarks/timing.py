@@ -57,7 +57,7 @@ def machine() -> str:
 
 
 def busy_seconds() -> float | None:
-    """CPU time that all processes, and the host, have used since boot; None where nobody counts it."""
+    """CPU time that all processes, and the host, have used since boot; None if not available."""
     try:
         counters = [int(field) for field in STAT.read_text().split("\n", 1)[0].split()[COUNTERS]]
     except (OSError, ValueError):

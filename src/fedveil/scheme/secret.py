@@ -215,7 +215,7 @@ def draw_partition(outputs: int, groups: int, entropy: Entropy) -> Integers:
     """The group of each output: a random partition into `groups` non-empty parts."""
     if groups == 1:
         return np.zeros(outputs, dtype=np.int64)
-    extra = entropy.words(outputs - groups) % np.uint64(groups)  # uniform but for 2^-64 x groups
+    extra = entropy.words(outputs - groups) % np.uint64(groups)  # uniform up to 2^-64 x groups
     partition = np.concatenate([np.arange(groups), extra.astype(np.int64)])
     return partition[np.argsort(entropy.words(outputs))]
 
