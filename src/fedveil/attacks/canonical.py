@@ -95,11 +95,7 @@ def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
 
 
 def matched(plan: Plan, flat: Tensor, reference: Tensor) -> Tensor:
-    """The same model with each unit in the place of the most similar unit of `reference`; both in canonical form.
-
-    Units that may trade places are paired so that the distances of their fingerprints have the least sum (the Hungarian
-    method).
-    """
+    """The model with each unit in the place of its match in `reference` (Hungarian method); both in canonical form."""
     own, wanted = (fingerprints(plan, vector.double().cpu().numpy()) for vector in (flat, reference))
     members = plan.orders.members.copy()
     for cell in np.unique(plan.cells[plan.cells > 0]):

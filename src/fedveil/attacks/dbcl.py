@@ -15,10 +15,7 @@ SETTLED = 1e-12  # of the squared right-hand side
 
 
 def solve_sketches(sketches: Sequence[Sketch], seen: Sequence[Tensor], steps: int = STEPS) -> Tensor:
-    """Solve W S_t = W~_t over all rounds t: min_W sum_t |W S_t - W~_t|^2, by conjugate gradients.
-
-    If there are several solutions (fewer rounds than about q), the one of least norm, since the search starts at 0.
-    """
+    """min_W sum_t |W S_t - W~_t|^2 over rounds t, by conjugate gradients from 0: the solution of least norm."""
     wanted = torch.stack([sketch.up(small) for sketch, small in zip(sketches, seen, strict=True)]).sum(0)
     weight = torch.zeros_like(wanted)
     left, way = wanted.clone(), wanted.clone()

@@ -16,10 +16,7 @@ Call = tuple[nn.Module, Tensor]
 
 @contextmanager
 def _entering(model: nn.Module) -> Iterator[list[Call]]:
-    """The modules with a weight (a parameter of two or more dimensions), in call order, with their inputs.
-
-    If an input comes from nn.Flatten, the maps before flattening.
-    """
+    """Modules with a weight, in call order, with their inputs; for inputs from nn.Flatten the maps before it."""
     calls: list[Call] = []
     maps: list[tuple[Tensor, Tensor]] = []
 

@@ -143,10 +143,7 @@ def veiled_model(seen: Round) -> tuple[nn.Module, int]:
 
 
 def received(leak: Leak, *, learning_rate: float) -> Leak:
-    """Mask what PPDL did not select: only numbers other than 0 were sent, so only these need to be matched.
-
-    A difference of two broadcasts counts as 0 up to the rounding of the weights, over the learning rate.
-    """
+    """Mask what PPDL did not send: gradients that are 0 up to the rounding of the weights, over the learning rate."""
     weights = dict(leak.model.named_parameters())
     mask = {}
     for name, value in leak.gradients.items():

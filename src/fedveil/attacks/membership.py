@@ -80,10 +80,7 @@ class Shadows:
 
 
 def shadow_scores(outputs: Array, shadows: Shadows, population: NDArray[np.int64], *, both: bool) -> dict[str, Array]:
-    """RMIA's score of every record of the pool, and LiRA's if `both`, from the attacked model's outputs.
-
-    `population` are indices of records that the attacker knows to be non-members.
-    """
+    """RMIA's score of every record, and LiRA's if `both`; `population` are indices of known non-members."""
     heat, classes = shadows.temperature, shadows.classes
     phi, others = confidence(outputs / heat, classes), confidence(shadows.outputs / heat, classes)
     target, shadow = _sigmoid(phi), _sigmoid(others)

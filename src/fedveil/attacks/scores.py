@@ -42,10 +42,7 @@ def checked(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
 
 
 def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
-    """Share of hits, with the interval of Clopper and Pearson (1934): never less than `level`.
-
-    Its ends are quantiles of Beta(hits, misses + 1) and Beta(hits + 1, misses).
-    """
+    """Share of hits, with the interval of Clopper and Pearson (1934): its coverage is at least `level`."""
     if not 0 <= hits <= trials or trials < 1:
         raise BadArgument("proportion", f"{hits} hits in {trials} trials")
     tail, misses = (1 - level) / 2, trials - hits
@@ -105,10 +102,7 @@ def threshold_at(others: ArrayLike, rate: float) -> float:
 
 
 def tpr_at(members: ArrayLike, others: ArrayLike, rate: float, *, level: float = 0.95) -> Estimate:
-    """Share of members above the threshold that at most a share `rate` of the others exceeds; Clopper-Pearson.
-
-    The threshold comes from these others, as usual; the interval is for members given the threshold.
-    """
+    """Share of members above the threshold that a share `rate` of the others exceeds; Clopper-Pearson given it."""
     ins, outs = checked(members, others)
     return proportion(int((ins > threshold_at(outs, rate)).sum()), len(ins), level=level)
 

@@ -54,10 +54,7 @@ def _window(size: int) -> Tensor:
 
 
 def match(found: Tensor, true: Tensor) -> list[int]:
-    """The reconstruction that belongs to each true image: the assignment of least summed squared difference.
-
-    A gradient does not reveal the order of a batch; found[match(found, true)] is in the order of `true`.
-    """
+    """The reconstruction of each true image, by least summed squared difference: gradients do not reveal the order."""
     costs = torch.cdist(
         true.double().flatten(1), found.double().flatten(1), compute_mode="donot_use_mm_for_euclid_dist"
     )

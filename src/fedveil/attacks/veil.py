@@ -143,10 +143,7 @@ def standardised(observed: Observed) -> Observed:
 
 
 def aligned(observed: Observed) -> Observed:
-    """All rounds fitted with own labels, in canonical form, with units in the order of the first round.
-
-    Consecutive true models are close, so these are too, and their differences are meaningful.
-    """
+    """All rounds fitted with own labels, in canonical form, with units in the order of the first round."""
     if not isinstance(observed.rounds[-1].broadcast, Broadcast):
         return observed
     plan = plan_of(observed)

@@ -99,10 +99,7 @@ def select(features: Features, rows: Tensor | slice) -> dict[str, Tensor]:
 
 
 def standardised(known: Features) -> Callable[[Features], dict[str, Tensor]]:
-    """Scale features to mean 0 and deviation 1 over the known records; constant dimensions become 0.
-
-    A factor on a unit, such as a veil's, has no effect on the result.
-    """
+    """Scale features to mean 0 and deviation 1 over the known records, which removes any factor on a unit."""
     means = {name: values.mean(0) for name, values in known.items()}
     scales = {name: values.std(0) for name, values in known.items()}
     floors = {name: torch.finfo(v.dtype).eps * v.abs().amax(0) * 10 for name, v in known.items()}

@@ -71,11 +71,7 @@ class Head:
 
 
 def find_head(model: nn.Module, exported: Exported, inputs: Inputs) -> tuple[Head, fx.Node | None]:
-    """The Linear or convolution at the end; else the last one that can be masked.
-
-    Returns:
-        The head, and its node if its outputs are the model's.
-    """
+    """The Linear or convolution at the end, with its node; else the last one that can be masked, and None."""
     if not exported.single:
         raise AnalysisError(type(model).__name__, "the model returns more than one tensor, or a dict", LOGITS)
     found = _at_end(model, exported, inputs)

@@ -26,10 +26,7 @@ class Inside:
 
 
 def look_inside(model: nn.Module) -> Inside:
-    """Read a model in one pass; a tensor with several names is listed under the first, with several homes.
-
-    Modules come in the order of nn.Module.named_modules, but faster: a small model is read twice in every round.
-    """
+    """Read a model in one pass, in the order of named_modules; a tensor is listed under its first name."""
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     homes: dict[int, list[Home]] = {}

@@ -19,7 +19,7 @@ from fedveil.graph.symmetry import Symmetry
 from fedveil.graph.units import Dims, Units, first_along, varying
 
 Rank = Callable[[Tensor], Tensor]
-WORDS = {0: "no factor", 1: "signs only", 2: "positive factors only"}
+WORDS = {0: "no factor", 1: "only signs", 2: "only positive factors"}
 
 
 @dataclass(frozen=True)

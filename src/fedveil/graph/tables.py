@@ -219,10 +219,7 @@ def build_pool(entries: Sequence[Entry], pieces: dict[str, list[Piece]], device:
 
 
 def count_all(piece: Piece, spreads: Sequence[Spread], values: Tensor) -> int:
-    """The number of elements of a part for which all factors are true; `values` has one per slot.
-
-    Factors that change along different dims are independent, so their counts are multiplied.
-    """
+    """How many elements of a part have `values` true in all factors; independent dims multiply."""
     groups: list[tuple[frozenset[int], Tensor]] = []
     for spread in spreads:
         own = spread.of(values)

@@ -40,10 +40,7 @@ def _check_architecture(model: nn.Module, broadcast: Broadcast) -> Inside:
 
 @contextmanager
 def _filled(inside: Inside, values: Tensors) -> Iterator[None]:
-    """The model with other values in place of its own, which are always restored at the end.
-
-    Like torch.func.functional_call, without a second walk over the model.
-    """
+    """Fill the model with other values, and restore its own; torch.func.functional_call without a second walk."""
     homes = [(home, name, value) for key, value in values.items() for home, name in inside.homes[key]]
     own = [home[name] for home, name, _ in homes]
     try:

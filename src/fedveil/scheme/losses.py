@@ -141,10 +141,7 @@ class LogCosh(_Elementwise):
 
 @dataclass(frozen=True)
 class Poisson(_Elementwise):
-    """Negative log likelihood of counts, exp(y) - target y, whose rate is exp(output).
-
-    It grows so fast that nodes work for logit shifts of about 3 at most; decoys work for any.
-    """
+    """Negative log likelihood of counts with rate exp(output); nodes work for logit shifts of about 3 at most."""
 
     name: ClassVar[str] = "poisson"
 

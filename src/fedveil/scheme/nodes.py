@@ -80,11 +80,7 @@ class Spectrum:
         return max(size, last[-1]), min(SLOWEST, math.exp(slope))
 
     def truncation(self) -> float:
-        """The extrapolated sum of the coefficients beyond the last, where T_K is 1.
-
-        It is at most |a_K + 2 a_(K+1) T_1 + 2 a_(K+2) T_2 + ...| with unknown phases; this is the root mean square over
-        them.
-        """
+        """The extrapolated sum of the coefficients beyond the last: its root mean square over unknown phases."""
         size, rate = self.decay()
         return CAUTION * size * rate * math.sqrt((1 + 3 * rate**2) / (1 - rate**2))
 

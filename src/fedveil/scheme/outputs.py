@@ -72,10 +72,7 @@ def spread(targets: Tensor, outputs: Tensor, axis: int | None = None) -> Tensor:
 
 
 def _classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> tuple[Tensor, Tensor, int]:
-    """Outputs and dense targets as the loss needs them, and the axis that was moved to the end.
-
-    A loss that treats all outputs alike, or a user's function, gets outputs as the model returns them.
-    """
+    """Outputs with classes last and dense targets, if the loss compares classes; and the axis that was moved."""
     if isinstance(loss, OF_CLASSES):
         place = class_axis(outputs, targets, axis)
         if place != -1:

@@ -134,10 +134,7 @@ def draw_numbers(plan: Plan, bound: float, extra: int, count: int, entropy: Entr
 
 
 def draw_members(plan: Plan, count: int, entropy: Entropy | None) -> Integers:
-    """New numbers of the order classes in their kinds, one row per secret; without entropy nothing moves.
-
-    Classes of a cell trade places among themselves, and cells of a block move with their block.
-    """
+    """New numbers of the order classes in their kinds, one row per secret; without entropy nothing moves."""
     moves = plan.moves
     members = np.zeros((count, len(plan.cells)), dtype=np.int64)
     inside = _shuffled(moves.cells, moves.starts, count, entropy)

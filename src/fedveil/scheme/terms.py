@@ -36,10 +36,7 @@ from fedveil.scheme.outputs import slope
 def cotangents(
     loss: Loss, head: PublicHead | None, outputs: Tensor, targets: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """The cotangent of the outputs for each pass; with a head the outputs are (y, alpha).
-
-    `weights` are the samples' weights in place of 1 / samples.
-    """
+    """The cotangent of the outputs, (y, alpha) with a head, per pass; `weights` replace 1 / samples."""
     outputs = outputs.detach()
     if head is None:
         delta = slope(loss, outputs, targets)

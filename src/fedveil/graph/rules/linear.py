@@ -69,10 +69,7 @@ class Weight:
 def project(
     call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight | None, out: Labels, *, head: bool = False
 ) -> Units:
-    """A product with a weight; labels that neither the weight nor the output has are mixed, and carry no noise.
-
-    A head starts no units: its own noise is the additive term.
-    """
+    """A product with a weight; labels that neither weight nor output has are mixed. A head starts no units."""
     ledger = call.ledger
     summed = {label for label in weight.labels if label in labels and label not in out}
     shared = {label for label in weight.labels if label in labels and label in out}

@@ -54,7 +54,7 @@ def batch_norm(call: Call) -> Outcome:
     dim = 1
     inputs = _channels(call, x.units, dim)
     if call.get("training", "use_input_stats", "train"):
-        call.limit(inputs.scale, Symmetry.SIGN, "statistics of the batch let signs only through, because of eps")
+        call.limit(inputs.scale, Symmetry.SIGN, "batch statistics let only signs through, because of eps")
     for name, units in (("running_mean", inputs), ("running_var", inputs.unscaled())):
         if isinstance(call.get(name), Stored):
             call[name].attach(units)
@@ -126,15 +126,15 @@ def layer_norm(call: Call) -> Outcome:
 @rule("rms_norm")
 def rms_norm(call: Call) -> Outcome:
     """A mean square lets every permutation and signs through."""
-    return _last_dims(call, Symmetry.SIGN, "a mean square over several features lets signs only through")
+    return _last_dims(call, Symmetry.SIGN, "a mean square over several features lets only signs through")
 
 
 @dataclass(eq=False)
 class Normed(Stored):
-    """A weight whose rows have the length that another parameter says: g v / |v|.
+    """The weight of weight_norm, g v / |v| by rows.
 
-    Factors of its rows go to g; columns change sign at most, because the lengths of rows may not change; rows and
-    columns of v move, and g with the rows.
+    Factors of its rows go to g; columns only change sign, because the lengths of rows must not change; rows and columns
+    of v move, and g moves with the rows.
     """
 
     length: Stored | None = None

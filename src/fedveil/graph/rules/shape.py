@@ -179,10 +179,10 @@ def replay(call: Call) -> Outcome:
 
 
 def _joined(call: Call, operands: Sequence[Traced], dim: int) -> Units:
-    """Units of tensors one behind another along `dim`.
+    """Units of tensors concatenated along `dim`.
 
-    Where no tensor's noise changes along `dim`, all share one noise: tokens that are put in front of others, for
-    example. Elsewhere each keeps its own; zeros take any, and get new units.
+    If no tensor's noise changes along `dim`, all share one noise, such as tokens put in front of others. Otherwise each
+    keeps its own; zeros get new units.
     """
     ledger, shapes = call.ledger, [operand.value.shape for operand in operands]
     present = [operand for operand in operands if not operand.zero]
