@@ -1,11 +1,11 @@
-"""What the anchor leaves of the additive noise in the head that clients work on.
+"""The additive noise that remains in the head that clients work on.
 
     PYTHONPATH=src python -m benchmarks.anchor
 
 Clients compute y + alpha d o r_a in place of y, with d = -A(V) for a head V (docs/maths.md, "Anchoring"), and
 the server subtracts it again. Rounding grows like (1 + ratio)^2 with ratio = |alpha d o r_a| / |y|, both root
-mean squares over samples: a ratio up to 1 costs two bits at most, and no gamma changes it, because d does not
-know gamma. Beside it the plain means of the head's rows, which wide factors mislead.
+mean squares over samples: a ratio up to 1 costs two bits at most, whatever gamma is, because d does not depend on
+gamma. Compared with plain means of the head's rows, which fail for wide factors.
 """
 
 import sys

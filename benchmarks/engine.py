@@ -1,4 +1,4 @@
-"""Rounds a second of the one-machine engine: clients fused and apart, plain and veiled.
+"""Rounds per second of the one-process federation: clients fused and apart, plain and veiled.
 
     python -m benchmarks.engine [--quick] [--threads 2] [--only clients|losses]
 
@@ -8,7 +8,7 @@ rounds where that is installed, memory flat over 10,000 rounds.
 
 The veil fuses twice: clients' batches into one, and for a stack of Linear and ReLU each client's passes into one. With
 the second kept and only the first undone ("veil, apart") the loop over clients is so fast that the server's work,
-which no fusion touches, limits the ratio; it is printed without a bound.
+which fusion does not change, limits the ratio; it is printed without a bound.
 
 A second table compares losses, all fused: cross-entropy with decoys, with nodes whose number adapts, and plain, beside
 squared error plain and veiled. Digits, MLP 64-50-50-50-10, ten clients, batches of 32 and 128 each. All are trained
@@ -43,7 +43,7 @@ FASTER = 2.5
 
 
 class Apart(nn.Sequential):
-    """Not the stack that `client_step` takes all passes of side by side: each pass is a backward of its own."""
+    """Not a stack whose passes `client_step` runs together: each pass is a backward of its own."""
 
 
 def federation(defence: str, fuse: bool, passes_apart: bool = False) -> Federation:
@@ -94,12 +94,12 @@ def counted(run: Federation, passes: list[float]) -> Callable[[], None]:
 
 
 def losses_tables(quick: bool) -> bool:
-    """Print rounds a second by loss for two sizes of batches; returns whether the bound is kept."""
+    """Print rounds per second by loss for two sizes of batches; returns whether the bound is kept."""
     return min([losses_table(quick, batch) for batch in BATCHES]) >= FASTER
 
 
 def losses_table(quick: bool, batch: int) -> float:
-    """Print rounds a second by loss, all fused; returns how much faster decoys are than nodes."""
+    """Print rounds per second by loss, all fused; returns how much faster decoys are than nodes."""
     data = load("digits")
     decoys, nodes = f"veil, cross-entropy, {DECOYS} decoys", f"veil, cross-entropy, nodes for {TOLERANCE:g}"
     base = "plain, squared error"
@@ -129,7 +129,7 @@ def losses_table(quick: bool, batch: int) -> float:
 
 
 def clients_table(quick: bool) -> bool:
-    """Print rounds a second with clients fused and apart; returns whether all bounds are kept."""
+    """Print rounds per second with clients fused and apart; returns whether all bounds are kept."""
     runs = {f"{d}, {'fused' if f else 'apart'}": federation(d, f) for d in ("plain", "veil") for f in (True, False)}
     runs[APART] = federation("veil", False, passes_apart=True)
     timings = interleave({name: run.step for name, run in runs.items()}, 5 if quick else 30, 20)
@@ -164,7 +164,7 @@ def clients_table(quick: bool) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description="Rounds a second.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description="Rounds per second.")
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch (default 2)")
     parser.add_argument("--only", choices=TABLES, help="one of the tables")

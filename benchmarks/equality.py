@@ -1,10 +1,10 @@
-"""Is a veiled run the plain run? Each beside three rounding controls (docs/maths.md, 'What "equal" means').
+"""Is a veiled run equal to a plain run? Compared with three rounding baselines (docs/maths.md, 'What "equal" means').
 
     FEDVEIL_DATA=folder python -m benchmarks.equality bank|cifar10|lesion|losses [--clients 5] [--quick]
 
 bank: the paper's setting (MLP, L in {3, 5, 7}, K in {1, 5, 10}, Adam 1e-3, batch 512, weight decay 5e-4, 20 epochs);
-|MSE(veil) - MSE(plain)| at the end against twice the largest control, and 1e-3. cifar10, lesion: subsets, ResNet8 and
-ResNet20, both norms, 3 epochs; the largest distance between the curves against three times the largest control's.
+|MSE(veil) - MSE(plain)| at the end against twice the largest baseline, and 1e-3. cifar10, lesion: subsets, ResNet8 and
+ResNet20, both norms, 3 epochs; the largest distance between the curves against three times the largest baseline's.
 losses: 200 rounds with cross-entropy (digits; 2,000 images of CIFAR-10 with ResNet20, both norms, one client, batch 16)
 and binary cross-entropy (bank); the test loss every 20 rounds, judged as the images are.
 Floors as in the maths: 1e-4 for an error, one test sample for an accuracy.
@@ -26,11 +26,11 @@ from fedveil.federation import Federation
 from fedveil.runs.config import Config, build_loss, build_model, build_optimizer, load_data
 from fedveil.runs.folder import client_parts
 
-CONTROLS = 3
+BASELINES = 3
 RUNS: dict[str, Callable[[], Defence]] = {
     "plain": Plain,
     "veil": lambda: Veil(additive=100.0),
-    **{f"control {seed}": lambda seed=seed: Plain(rounding=seed) for seed in range(1, CONTROLS + 1)},  # type: ignore[misc]
+    **{f"baseline {seed}": lambda seed=seed: Plain(rounding=seed) for seed in range(1, BASELINES + 1)},  # type: ignore[misc]
 }
 
 
@@ -97,12 +97,12 @@ def judge(config: Config, curves: dict[str, list[float]]) -> tuple[list[str], bo
     def apart(name: str) -> float:
         return max(abs(a - b) for a, b in list(zip(curves[name], plain, strict=True))[-1 if ends else 0 :])
 
-    control = max(apart(f"control {seed}") for seed in range(1, CONTROLS + 1))
-    found, bound = apart("veil"), (2 if ends else 3) * max(control, floor)
+    baseline = max(apart(f"baseline {seed}") for seed in range(1, BASELINES + 1))
+    found, bound = apart("veil"), (2 if ends else 3) * max(baseline, floor)
     kept = found <= bound and (not ends or found < 1e-3)
     net = f"L={config.layers}" if ends else f"{config.model}, norm {config.norm}"
     net = net if squared else f"{config.data}, {net if config.model != 'mlp' else 'mlp'}"
-    figures = [f"{plain[-1]:.5f}", f"{curves['veil'][-1]:.5f}", f"{found:.1e}", f"{control:.1e}", f"{bound:.1e}"]
+    figures = [f"{plain[-1]:.5f}", f"{curves['veil'][-1]:.5f}", f"{found:.1e}", f"{baseline:.1e}", f"{bound:.1e}"]
     return [net, str(config.clients), *figures, "ok" if kept else "OVER"], kept
 
 
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = image_cells(options.data, options.clients, options.quick)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         found = [judge(config, curves) for config, curves in zip(cells, pool.map(cell, cells), strict=True)]
-    header = ["network", "K", "plain", "veil", "apart", "controls apart", "bound", ""]
+    header = ["network", "K", "plain", "veil", "apart", "baselines apart", "bound", ""]
     print(table(header, [row for row, _ in found]))
     return int(not all(kept for _, kept in found))
 

@@ -4,8 +4,8 @@
 
 Float64: the worst error of a parameter, |found - true| / max(|true|, 1e-6 |all true|). Float32: that error,
 against the gradient in float64 of the same float32 values, over the error of plain float32 autograd; the
-median of 5 batches, each under a secret of its own. The largest ratio of a single round is shown for
-information: a rare secret leaves the anchor of a narrow head far off. Takes about a minute on 2 cores.
+median of 5 batches, each with its own secret. The largest ratio of a single round is shown for information:
+the worst draws of the noise leave the anchor of a narrow head far off. Takes about a minute on 2 cores.
 
 The second table has the losses of `benchmarks/losses.py`, recovered with decoys: for each network and loss the worst
 over groups, decoys and additive noise, in float32 the median of 3 batches. Takes two to three minutes on one core.

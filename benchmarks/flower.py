@@ -1,11 +1,11 @@
-"""Rounds a second of the same federation in Flower's simulation, where the extra is installed.
+"""Rounds per second of the same federation in Flower's simulation, where the extra is installed.
 
     pip install 'flwr[simulation]==1.41.0'
     python -m benchmarks.flower [--rounds 30]
 
 Ten clients with the data, the model and the batch of benchmarks.engine. A round sends the weights to every client as
-Flower messages and takes gradients back; the server averages and lets Adam step. Plain only: what Flower costs does not
-depend on what is in its messages.
+Flower messages and gets gradients back; the server averages them and takes an Adam step. Plain only: Flower's cost does
+not depend on the content of its messages.
 """
 
 import argparse
@@ -101,8 +101,8 @@ def rounds_a_second(rounds: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the rounds a second."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.flower", description="Flower's rounds a second.")
+    """Print the rounds per second."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.flower", description="Flower's rounds per second.")
     parser.add_argument("--rounds", type=int, default=30, help="rounds (default 30)")
     arguments = parser.parse_args(argv)
     if not installed():

@@ -1,10 +1,10 @@
-"""How much memory a client needs at its peak, beside a plain step: ResNet20, batch 32, m = 1.
+"""A client's peak memory, compared with a plain step: ResNet20, batch 32, m = 1.
 
     PYTHONPATH=src python -m benchmarks.memory
 
 Counted are the bytes of live CPU tensors, by the profiler's record of each allocation and release, above
-those that live when the call begins. What the call returns (uploads, or a plain step's gradient) is shown
-apart: the bound is for the rest.
+those alive when the call begins. What the call returns (uploads, or a plain step's gradient) is shown
+separately: the bound is for the rest.
 """
 
 import json

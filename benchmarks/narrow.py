@@ -1,4 +1,4 @@
-"""How far rare secrets on narrow heads are from the median, in float32.
+"""How far the worst draws of the noise on narrow heads are from the median, in float32.
 
     python -m benchmarks.narrow
 
@@ -20,7 +20,7 @@ SECRETS = 200
 
 
 def ratios(inputs: int, outputs: int, groups: int, factor: float) -> list[float]:
-    """Error over plain autograd's, one number a secret."""
+    """Error over plain autograd's, one number per secret."""
     net = built(lambda: nn.Sequential(nn.Linear(12, inputs), nn.ReLU(), nn.Linear(inputs, outputs)))
     x, t = batch((12,), outputs, samples=16, dtype=torch.float32)
     net.float()

@@ -79,7 +79,7 @@ def error_table(data: Data, quick: bool) -> dict[str, list[tuple[float, float]]]
 
 
 def given_away(run: Federation, spread: float) -> float:
-    """Bits that the interval tells about the offset: - log2 of the chance of being inside, 300 secrets."""
+    """Bits that the interval reveals about the offset: - log2 of the chance of being inside, 300 secrets."""
     plan, inside = run.defence.plan, 0  # type: ignore[attr-defined]
     for _ in range(300):
         secret = fedveil.draw_secret(plan, "cross_entropy", spread=1e3, nodes=8)
@@ -90,7 +90,7 @@ def given_away(run: Federation, spread: float) -> float:
 
 
 def agreement(run: Federation, data: Data, spread: float) -> float:
-    """Share of test records on which the centred model answers as the true one does, mean of 50 secrets."""
+    """Share of test records on which the base predicts the same as the true model, mean of 50 secrets."""
     plan, found = run.defence.plan, []  # type: ignore[attr-defined]
     with torch.no_grad():
         truth = run.model(data.test.inputs).argmax(1)
@@ -119,7 +119,7 @@ def growth_table(data: Data, quick: bool) -> None:
         bits, same = given_away(run, spread), agreement(run, data, spread)
         rows.append([name, *means, str(max(counts)), str(repeated), f"{largest:.0e}", f"{bits:.2f}", f"{same:.3f}"])
     header = ["setting", *[f"nodes {k}/5" for k in range(1, 6)], "most", "repeated", "largest error"]
-    print(table([*header, "bits", "centred agrees"], rows))
+    print(table([*header, "bits", "base agrees"], rows))
 
 
 def cost_rows(case: Case, bound: float | None) -> list[list[str]]:

@@ -1,13 +1,13 @@
-"""What the veil costs over Flower: seconds and bytes a round against plain, in simulation and with real processes.
+"""What the veil costs over Flower: seconds and bytes per round against plain, in simulation and with real processes.
 
     python -m benchmarks.overhead [--quick] [--pairs 10] [--only squared|others]
 
-Three clients: the MLP of bank with a batch of 512 a round, as in the paper's setting, and with whole shards (6,590
+Three clients: the MLP of bank with a batch of 512 per round, as in the paper's setting, and with whole shards (6,590
 records each), as a deployment should; ResNet20 with whole shards (256 images each). Plain and veiled rounds alternate
 in one run, so that both see the same machine; the ratio is the median over pairs. Bounds: 1.15 for the MLP; for
-ResNet20 its extra passes, (1 + 2 * 3) / (1 + 2) with a backward pass of two forward ones. So too for whole shards of
-the MLP in simulation, where a round costs little besides its passes. A second table has losses other than squared
-error, by decoys and by nodes, whose number follows the gradients from twelve on.
+ResNet20 its extra passes, (1 + 2 * 3) / (1 + 2) if a backward pass costs two forward ones; the same for whole shards of
+the MLP in simulation, where a round costs little more than its passes. A second table has losses other than squared
+error, with decoys and with nodes, whose number starts at twelve and adapts to the gradients.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = [other_row(*case, measure(*case[:2], pairs, case[2])) for case in OTHERS]
         heads = ["net", "where", "loss", "plain s", "decoys s", "nodes s", "nodes/decoys"]
         print(table([*heads, "plain MB up", "decoys", "nodes", "nodes/plain"], lines))
-    print(f"MB a client and round; load at the end {os.getloadavg()[0]:.1f};", machine())
+    print(f"MB per client and round; load at the end {os.getloadavg()[0]:.1f};", machine())
     return int(not all(kept for _, kept in found))
 
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.picks [--quick] [--secrets 1000] [--models 10]
 
-Every candidate implies a head. An attacker that knows how heads look picks the most plausible one. Digits, MLP
+Every candidate implies a head. An attacker that knows what heads look like picks the most plausible one. Digits, MLP
 64-64-64-10 (narrow: 64-64-8-10), float32, ten models of each kind, new secrets and real broadcasts in every row.
-The best heuristic is chosen on the data that it is measured on; beside it, what is left if it is chosen on half of the
-models and measured on the other half, and the other way round. So does the network, which learns from half of the
-models. Two clients do have records. The last columns say how often a model with a wrong head answers as the true one.
+The best heuristic is chosen on the data that it is measured on. "Elsewhere" chooses it on half of the models and
+measures it on the other half, and the reverse; so does the network. Two clients do have records. The last columns say
+how often a model with a wrong head predicts the same as the true one.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from fedveil.scheme.messages import Broadcast, PublicHead
 GROUPS, CANDIDATES = (1, 10), (2, 3, 4)
 STEPS, BATCH = 300, 64
 OWN_INPUTS, OWN_LABELS = 100, 20  # records of a client that has some
-WITH_RECORDS, AGREEMENTS = 200, 100  # secrets a row for which records are used, and answers compared
+WITH_RECORDS, AGREEMENTS = 200, 100  # secrets per row for which records are used, and predictions compared
 GAMMA = (0.5, 2.0)  # between which the size of the public offset is drawn, by default
 FINER = 8.0  # how much smaller than V the base must be to have finer digits
 EPOCHS, UNITS = 120, 16  # of the network that attacks
@@ -121,7 +121,7 @@ class Seen:
     """The public part of many broadcasts, the first axis of each array counting them.
 
     Attributes:
-        base: the head as it is sent, the bias as its last column.
+        base: the head without its public offset, the bias as its last column.
         noisy: 1 for columns that carry the noise, 0 for a bias that does not.
         rows: r_a in the places of each group, else 0.
         candidates: q of m numbers.
@@ -183,7 +183,7 @@ def pick(values: Reals, random: np.random.Generator) -> Places:
 
 
 def distances(seen: Seen) -> Values:
-    """From estimates of the offset: weighted means of what each column says alone, in their standard errors."""
+    """From estimates of the offset: weighted means of the columns' votes, in their standard errors."""
     energy = (seen.rows**2).sum(2)
     votes = seen.rows @ seen.base / energy[..., None]
     misfit = seen.base - seen.rows.transpose(0, 2, 1) @ votes
@@ -362,17 +362,17 @@ def network_picks(values: Values, places: Places, owners: Places, random: np.ran
 
 
 class Trial(NamedTuple):
-    """What records tell about one secret.
+    """What records reveal about one secret.
 
     Attributes:
-        decoys_agree: share of test records on which a decoy's model answers as the true one.
-        centred_agrees: the same of the base, no candidate subtracted.
-        confident: whether the model that is surest of a client's inputs is the true one.
+        decoys_agree: share of test records on which a decoy's model predicts the same as the true one.
+        base_agrees: the same for the base, with no candidate subtracted.
+        confident: whether the model that is most confident on a client's inputs is the true one.
         labelled: whether the model with the lowest loss on a client's labels is.
     """
 
     decoys_agree: float
-    centred_agrees: float
+    base_agrees: float
     confident: bool
     labelled: bool
 
@@ -385,9 +385,9 @@ def outputs_of(model: nn.Sequential, broadcast: Broadcast, inputs: Tensor) -> Te
     sent = dict(broadcast.parameters)
     weight, bias = sent.pop(head.weight), sent.pop(head.bias)
     hidden = torch.func.functional_call(model[:-1], sent, inputs)
-    centred = F.linear(hidden, weight, bias)
+    base = F.linear(hidden, weight, bias)
     alpha = hidden.sum(1, keepdim=True) + float(head.masked_bias)
-    return torch.cat([centred[None], centred - alpha * head.noise(centred)[:, None]])
+    return torch.cat([base[None], base - alpha * head.noise(base)[:, None]])
 
 
 def try_records(
@@ -486,7 +486,7 @@ def measure(case: Case, groups: int, candidates: int, secrets: int, seed: int) -
         "own inputs": float(np.mean([trial.confident for trial in trials])),
         "own labels": float(np.mean([trial.labelled for trial in trials])),
         "decoy agrees": float(np.mean([trial.decoys_agree for trial in trials[:AGREEMENTS]])),
-        "centred agrees": float(np.mean([trial.centred_agrees for trial in trials[:AGREEMENTS]])),
+        "base agrees": float(np.mean([trial.base_agrees for trial in trials[:AGREEMENTS]])),
     }
     return Row(case.kind.name, groups, candidates, found, best, float(np.mean(guesses)), float(scatter))
 
@@ -504,7 +504,7 @@ def half_width(candidates: int, secrets: int) -> float:
 
 
 def foot(rows: Sequence[Row], secrets: int) -> str:
-    """What to know when reading the table."""
+    """Notes on the table."""
     lines = []
     for candidates in sorted({row.candidates for row in rows}):
         same = [row for row in rows if row.candidates == candidates]
@@ -517,11 +517,11 @@ def foot(rows: Sequence[Row], secrets: int) -> str:
     return "\n".join(
         [
             *lines,
-            "smallest norm: as sent or canonical, the better; column sums: smallest or largest, the better",
+            "smallest norm: as received or canonical, the better; column sums: smallest or largest, the better",
             "rounding: is the implied head on float32's grid; digits: the candidates' own last digits, the better of "
             "fewest trailing zeros and nearest to the line through the others",
-            f"own inputs: surest of {OWN_INPUTS} unlabelled records; own labels: lowest cross-entropy of {OWN_LABELS}; "
-            "agrees: share of test records answered as the true model does",
+            f"own inputs: most confident on {OWN_INPUTS} unlabelled records; own labels: lowest cross-entropy on "
+            f"{OWN_LABELS}; agrees: share of test records with the true model's prediction",
         ]
     )
 
@@ -530,8 +530,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; there is no bound."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.picks", description="Picking the true candidate.")
     parser.add_argument("--quick", action="store_true", help="few models and secrets, q = 3 only")
-    parser.add_argument("--secrets", type=int, help="a row (default 1000; quick 40)")
-    parser.add_argument("--models", type=int, help="of each kind (default 10; quick 2)")
+    parser.add_argument("--secrets", type=int, help="per row (default 1000; quick 40)")
+    parser.add_argument("--models", type=int, help="per kind (default 10; quick 2)")
     arguments = parser.parse_args(argv)
     secrets = arguments.secrets or (40 if arguments.quick else 1000)
     count = arguments.models or (2 if arguments.quick else 10)
@@ -545,7 +545,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append(measure(case, groups, candidates, secrets, len(rows)))
     print(table(["head", "m", "q", "1/q", *rows[0].rates], [row.cells() for row in rows]))
     print(foot(rows, secrets))
-    print(f"{secrets} secrets a row, {count} models a kind, {time.perf_counter() - start:.0f} s")
+    print(f"{secrets} secrets per row, {count} models per kind, {time.perf_counter() - start:.0f} s")
     return 0
 
 

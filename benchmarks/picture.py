@@ -1,4 +1,4 @@
-"""Lines on a logarithmic axis as an SVG file that stands alone, for the docs."""
+"""Lines on a logarithmic axis as a standalone SVG file, for the docs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 420, 70, 20, 210, 50
 
 
 def draw(path: Path, x_label: str, y_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Write the picture: a line a series, named at its end."""
+    """Write the picture: one line per series, named at its end."""
     points = [point for line in series.values() for point in line]
     across = linear(min(x for x, _ in points), max(x for x, _ in points), wanted=8, outward=False)
     up = logarithmic(min(y for _, y in points), max(y for _, y in points), wanted=8)

@@ -4,9 +4,9 @@
 
 Digits, MLP 64-50-50-50-10, SGD 0.05 with momentum 0.9, clip 1, 100 rounds, delta 1e-5, 100 and 10 clients. One learning
 rate for all rows, chosen by looking at such runs. Each seed draws one series of noise, and plain+dp, veil+dp and a
-rounding control (plain+dp with one unit of noise in the last place of every client's gradient) all get it: what is left
-between them is rounding. "Apart" is the largest distance from plain+dp's accuracy in any evaluation (every 10 rounds);
-veil+dp may be 3 times as far as the control, or 3 test records. Time is CPU time of one thread, evaluation included.
+rounding baseline (plain+dp with one unit of noise in the last place of every client's gradient) all use it: they differ
+by rounding only. "Apart" is the largest distance from plain+dp's accuracy in any evaluation (every 10 rounds); veil+dp
+may be 3 times as far as the baseline, or 3 test records. Time is CPU time of one thread, evaluation included.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """A run's accuracies, and its milliseconds a round."""
+    """A run's accuracies, and its milliseconds per round."""
 
     curve: list[float]
     cost: float
@@ -82,8 +82,8 @@ def line(row: Row, data: Data, seeds: int, rounds: int) -> list[str]:
     """Run a row, and print its figures as cells."""
     plain = [run(row, data, Plain(), seed, rounds) for seed in range(seeds)]
     veil = [run(row, data, Veil(), seed, rounds) for seed in range(seeds)]
-    control = [run(row, data, Plain(rounding=seed + 1), seed, rounds) for seed in range(seeds)]
-    far, rounding = apart(veil, plain), apart(control, plain)
+    baseline = [run(row, data, Plain(rounding=seed + 1), seed, rounds) for seed in range(seeds)]
+    far, rounding = apart(veil, plain), apart(baseline, plain)
     kept = far <= 3 * max(rounding, 1 / len(data.test.targets))
     noise, spent = "none", ["", ""]
     if row.noise is not None:
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         lines.append(line(row, data, seeds, rounds))
         print(*lines[-1], sep="  ", file=sys.stderr, flush=True)  # a long run that is stopped leaves its rows
-    header = ["loss", "clients", "noise", "epsilon", "replace", "plain+dp", "veil+dp", "apart", "control", ""]
+    header = ["loss", "clients", "noise", "epsilon", "replace", "plain+dp", "veil+dp", "apart", "baseline", ""]
     print(table([*header, "plain, ms", "veil, ms"], lines))
     print(f"{rounds} rounds, {seeds} seeds, delta {DELTA:g}; {machine()}")
     return int(any("OVER" in cells for cells in lines))

@@ -1,4 +1,4 @@
-"""How few rounds train bank: whole-shard gradients under one veil, against the paper's setting with small batches.
+"""How few rounds are enough for bank: whole-shard gradients under one veil, against the paper's small batches.
 
     FEDVEIL_DATA=folder python -m benchmarks.rounds [--quick] [--deployed 50]
 
@@ -60,7 +60,7 @@ def few(data: Data, rounds: int, lr: float = 1e-2, defence: str = "veil") -> Fed
 
 
 def deployed(path: str | None, rounds: int) -> tuple[float, float]:
-    """Test MSE of the example app on real processes, and seconds a round."""
+    """Test MSE of the example app on real processes, and seconds per round."""
     from tests.flower.processes import Deployment
 
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found.append(mse - aim <= BOUND)
         verdict = "ok" if found[-1] else "not yet"
         rows.append(["deployed", str(arguments.deployed), f"{mse:.5f}", f"{mse - aim:+.5f}", verdict])
-        print(f"deployed: {seconds:.1f} s a round, load at the end {os.getloadavg()[0]:.1f}")
+        print(f"deployed: {seconds:.1f} s per round, load at the end {os.getloadavg()[0]:.1f}")
     print(table(["gradients", "rounds", "test MSE", "above", f"within {BOUND}"], rows))
     print(machine())
     return int(not any(found) or (bool(arguments.deployed) and not found[-1]))

@@ -1,4 +1,4 @@
-"""What a server's work costs beside copying the same bytes.
+"""What the server's work costs, compared with copying the same bytes.
 
     PYTHONPATH=src python -m benchmarks.server [--quick] [--threads 2] [--only NAME]
 

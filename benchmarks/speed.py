@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python -m benchmarks.speed [--quick] [--threads 2] [--only squared-error|cross-entropy]
 
-Ideal is one forward and m + 2 backward passes of the plain network, measured beside. A whole round is
+Ideal is one forward and m + 2 backward passes of the plain network, measured in the same run. A whole round is
 draw_secret, perturb, client_step and recover for one client; a plain step is forward, squared error and
-autograd.grad. `analyse` runs once a model and is not timed. Float32, normal inputs, targets 0 or 1.
+autograd.grad. `analyse` runs once per model and is not timed. Float32, normal inputs, targets 0 or 1.
 
 Cross-entropy, binary for the one output of the MLP, has as many backward passes as candidates: the true offset and its
 decoys, or the nodes whose number adapts to this network, for a tolerance of 1e-5. The plain step has the same loss.

@@ -1,13 +1,12 @@
-"""Is a veiled run the plain run, beyond classified images? Segmentation and text, each beside three rounding baselines.
+"""Is a veiled run equal to a plain run for segmentation and text? Compared with three rounding baselines.
 
     FEDVEIL_DATA=folder python -m benchmarks.tasks [segmentation] [lstm] [transformer] [--quick]
 
 segmentation: lesion pictures of 64 x 64; a pixel belongs to the lesion if it is darker than its picture's mean by half
 a standard deviation; UNet, cross-entropy per pixel. lstm, transformer: passages of 16 words of Python's own help texts,
 which of four topics they come from; cross-entropy. Three clients, Adam, 60 rounds (segmentation 24). The test loss
-per position and the parameters at the end: |veil - plain|
-against three times the largest baseline (docs/maths.md, 'What "equal" means'; floors: 1e-4 of a loss, 1e-6 of the
-parameters).
+per position and the parameters at the end: |veil - plain| against three times the largest baseline (docs/maths.md,
+'What "equal" means'; floors: 1e-4 of a loss, 1e-6 of the parameters).
 """
 
 import argparse

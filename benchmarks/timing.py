@@ -1,7 +1,7 @@
-"""Times variants of one piece of work against one another on a machine that is not quiet.
+"""Compare the times of several variants on a busy machine.
 
-A repetition times every variant once, in rotated order, and a ratio is taken within a repetition: what slows
-the machine for a second slows both sides. Repetitions during which others used the cores are left out.
+A repetition times every variant once, in rotated order, and ratios are taken within a repetition, so that a
+slow second slows all variants. Repetitions during which other processes used the cores are dropped.
 """
 
 import os
@@ -23,7 +23,7 @@ Quartiles = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds a call by variant, one number a repetition that was kept.
+    """Seconds per call by variant, one number per repetition that was kept.
 
     Attributes:
         seconds: by variant.
@@ -45,7 +45,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Summary:
-    """Median seconds a call, and quartiles of the ratios to the baseline of the same repetition."""
+    """Median seconds per call, and quartiles of the ratios to the baseline of the same repetition."""
 
     seconds: float
     ratio: Quartiles
@@ -57,7 +57,7 @@ def machine() -> str:
 
 
 def busy_seconds() -> float | None:
-    """CPU time that all processes, and the host, have used since boot; None where nobody counts it."""
+    """CPU time that all processes, and the host, have used since boot; None if not available."""
     try:
         counters = [int(field) for field in STAT.read_text().split("\n", 1)[0].split()[COUNTERS]]
     except (OSError, ValueError):
@@ -89,7 +89,7 @@ def interleave(
     warm_up: int = 2,
     least: int = 5,
 ) -> Timings:
-    """Time every variant once a repetition.
+    """Time every variant once per repetition.
 
     Args:
         variants: name -> work.

@@ -29,13 +29,12 @@ def test_inspect_prints_axes_symmetry_coverage_and_limits(capsys):
         "Plan of Sequential: 1,570 parameters: 92.9% scaled by secret factors or masked, 7.1% changed in sign, "
         "0.0% only moved, 0.0% bare\n"
         "the final layer, 4 with 10 outputs, is masked additively\n"
-        "The factors (or signs) of 7.6% of the values follow from values that clients know (1.weight): what is left "
-        "to cover them are their places, and signs where factors have any.\n"
+        "The factors (or signs) of 7.6% of the values follow from values that clients know (1.weight): only their "
+        "places, and signs where factors have any, stay secret.\n"
         "\n"
         "  channels from  units  factors   limited by\n"
-        "  0.weight           4  signs     1 (BatchNorm2d): statistics of the batch let signs only through, "
-        "because of eps\n"
-        "  1.weight           4  positive  2 (ReLU): it lets positive factors only through\n"
+        "  0.weight           4  signs     1 (BatchNorm2d): batch statistics let only signs through, because of eps\n"
+        "  1.weight           4  positive  2 (ReLU): it lets only positive factors through\n"
     )
 
 
@@ -63,7 +62,7 @@ def test_inspect_as_json_is_read_by_machines(capsys):
         (["tests.test_cli:MODEL"], "cannot be called without arguments"),
         (["tests.test_cli:dict"], "has no 'dict'"),
         (["builtins:dict"], "gave dict, not a torch.nn.Module"),
-        (["tests.test_cli:headless"], "Sequential: no layer can take additive noise"),
+        (["tests.test_cli:headless"], "Sequential: no layer can be masked additively"),
     ],
 )
 def test_misuse_exits_with_2_and_says_what_is_wrong(capsys, arguments, message):

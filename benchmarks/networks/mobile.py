@@ -179,7 +179,7 @@ def shufflenet(classes: int = 10) -> nn.Module:
 
 
 class DenseLayer(nn.Module):
-    """Norm, ReLU and convolution twice; what it finds is put beside its input."""
+    """Norm, ReLU and convolution twice; its output is concatenated with its input."""
 
     def __init__(self, before: int, growth: int) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ def double_conv(before: int, after: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Down, up, and what was seen on the way down beside it."""
+    """Down and up, with skip connections."""
 
     def __init__(self, width: int = 8, classes: int = 4) -> None:
         super().__init__()

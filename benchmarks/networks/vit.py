@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
 
 class ModuleAttention(nn.Module):
-    """nn.MultiheadAttention with its defaults: it also computes the weights that nobody reads."""
+    """nn.MultiheadAttention with its defaults: it also computes weights that are not used."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that a TLS federation with authenticated nodes needs: a CA, the SuperLink's certificate, a key a node.
+# Everything that a TLS federation with authenticated nodes needs: a CA, the SuperLink's certificate, one key per node.
 #   ./make_certificates.sh FOLDER NODES [HOST ...]
 # HOST: names or IP addresses under which nodes reach the SuperLink; localhost and 127.0.0.1 are always among them.
 set -euo pipefail

@@ -169,7 +169,7 @@ def test_networks_fit_their_images(size, channels):
 def test_sizes_that_no_doubling_reaches_are_refused():
     assert widths(32, 16) == [64, 32, 16]
     for size in (4, 28, 48):
-        with pytest.raises(BadArgument, match=f"{size} pixels a side"):
+        with pytest.raises(BadArgument, match=f"{size} pixels per side"):
             widths(size, 16)
     with pytest.raises(BadArgument, match="at least 2 images"):
         train_gan(torch.zeros(1, 1, 8, 8), 1)

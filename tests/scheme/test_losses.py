@@ -254,8 +254,8 @@ def test_targets_and_functions_that_do_not_fit_are_refused(loss, targets, text):
     ("make", "text"),
     [
         (lambda: CrossEntropy(label_smoothing=1.0), "label_smoothing must be at least 0 and below 1"),
-        (lambda: CrossEntropy(weight=(1.0, -1.0)), "class weights must be finite and not below 0"),
-        (lambda: find_loss(3), "a int is no loss"),
+        (lambda: CrossEntropy(weight=(1.0, -1.0)), "class weights must be finite and not negative"),
+        (lambda: find_loss(3), "a int is not a loss"),
         (lambda: Huber(0.0), "delta must be a number above 0"),
     ],
 )

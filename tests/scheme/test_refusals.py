@@ -85,13 +85,13 @@ def test_too_few_examples_are_refused():
         (nn.Sequential(nn.Conv1d(5, 5, 1, groups=5), nn.ReLU()), "0 (Conv1d): it has 5 groups"),
         (
             nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 5)), nn.ReLU()),
-            "0 (linear): its weight or bias is not a parameter as it stands",
+            "0 (linear): its weight or bias is computed, not a parameter itself",
         ),
     ],
 )
 def test_a_model_without_a_layer_that_can_take_noise_is_refused_with_the_way_out(net, why):
     way_out = 'analyse(model, inputs, head="exposed"): then clients read the true predictions'
-    with refused(errors.HeadNotLinear, "Sequential: no layer can take additive noise", why, "Fix:", way_out):
+    with refused(errors.HeadNotLinear, "Sequential: no layer can be masked additively", why, "Fix:", way_out):
         fedveil.analyse(net, torch.zeros(1, 5, 5))
 
 
@@ -104,7 +104,7 @@ def test_a_number_of_decoys_that_makes_no_sense_is_refused(plan, decoys):
 
 
 def test_decoys_and_nodes_together_are_refused(plan):
-    with refused(errors.BadArgument, "decoys=2 and nodes are two ways to do the same"):
+    with refused(errors.BadArgument, "decoys=2 and nodes exclude one another"):
         fedveil.draw_secret(plan, "cross_entropy", decoys=2, nodes=16)
     for other in ({"nodes": 16}, {"tolerance": 1e-6}):
         with refused(errors.BadArgument, f"decoys=2 needs no {next(iter(other))}"):
@@ -115,7 +115,7 @@ def test_decoys_and_nodes_together_are_refused(plan):
 
 def test_nodes_behind_which_something_follows_are_refused():
     plan = fedveil.analyse(nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3), nn.Softmax(1)), torch.zeros(1, 5))
-    with refused(errors.BadArgument, "nodes need a model that ends in the layer", "something follows 2"):
+    with refused(errors.BadArgument, "nodes need a model that ends in the masked layer", "other operations follow 2"):
         fedveil.draw_secret(plan, "log_cosh", nodes=16)
 
 
@@ -156,7 +156,7 @@ def test_mixed_dtypes_are_refused(model):
 
 def test_a_model_without_anything_to_train_is_refused(model):
     with refused(
-        errors.AnalysisError, "Sequential: no parameter that forward reads wants a gradient", "Fix: model.req"
+        errors.AnalysisError, "Sequential: no parameter that forward reads requires a gradient", "Fix: call req"
     ):
         fedveil.analyse(model.requires_grad_(False), torch.zeros(1, 5))
 
@@ -185,18 +185,18 @@ def test_an_unknown_loss_is_refused(plan):
 def test_a_secret_is_used_once(model, plan):
     secret = fedveil.draw_secret(plan)
     fedveil.perturb(model, secret)
-    with refused(errors.SecretReused, "perturb: this secret has covered a broadcast already", "Fix: draw_secret"):
+    with refused(errors.SecretReused, "perturb: this secret was used for a broadcast already", "Fix: draw_secret"):
         fedveil.perturb(model, secret)
 
 
 def test_a_secret_that_covered_nothing_recovers_nothing(plan):
-    with refused(errors.BadArgument, "recover: this secret has covered no broadcast yet", "Fix: perturb"):
+    with refused(errors.BadArgument, "recover: this secret was not used for a broadcast yet", "Fix: perturb"):
         fedveil.recover(fedveil.draw_secret(plan), [])
 
 
 def test_another_model_than_the_one_analysed_is_refused(plan):
     other = built(lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)))
-    with refused(errors.ModelMismatch, "0.weight: the plan wants (6, 5) torch.float64, the model has (7, 5)", "Fix:"):
+    with refused(errors.ModelMismatch, "0.weight: the plan expects (6, 5) torch.float64, the model has (7, 5)", "Fix:"):
         fedveil.perturb(other, fedveil.draw_secret(plan))
 
 
@@ -219,7 +219,7 @@ def test_a_clients_model_must_match_the_broadcast(model, plan):
 def test_empty_and_mismatched_batches_are_refused(model, plan):
     broadcast = fedveil.perturb(model, fedveil.draw_secret(plan))
     inputs, targets = batch((5,), 3)
-    with refused(errors.BadArgument, "0 inputs and 0 targets: want the same number above 0"):
+    with refused(errors.BadArgument, "0 inputs and 0 targets: there must be as many of each, at least 1"):
         fedveil.client_step(model, broadcast, inputs[:0], targets[:0])
     with refused(errors.BadArgument, "6 inputs and 5 targets"):
         fedveil.client_step(model, broadcast, inputs, targets[:5])
@@ -310,7 +310,7 @@ def test_an_update_of_the_last_round_is_stale(answered):
 
 @pytest.mark.parametrize(
     ("weights", "text"),
-    [([1, 2], "3 updates and 2 weights"), ([1, -1, 1], "none below 0"), ([0, 0, 0], "not all 0")],
+    [([1, 2], "3 updates and 2 weights"), ([1, -1, 1], "not negative"), ([0, 0, 0], "not all 0")],
 )
 def test_bad_weights_are_refused(answered, weights, text):
     _, _, secret, updates = answered

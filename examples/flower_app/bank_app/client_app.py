@@ -1,4 +1,4 @@
-"""The client: two names of its own, the rest is Fedveil's."""
+"""The client: its model and data; Fedveil does the rest."""
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp

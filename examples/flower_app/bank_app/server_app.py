@@ -53,6 +53,6 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def show(record: dict[str, object]) -> None:
-    """A line a round."""
+    """Print one line per round."""
     names = ("round", "mse", "accuracy", "answers", "asked", "bytes_down", "bytes_up", "faults", "seconds")
     print(", ".join(f"{name} {record[name]}" for name in names if name in record), flush=True)

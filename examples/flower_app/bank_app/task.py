@@ -15,7 +15,7 @@ SHAPES = {"bank": (63, 1), "digits": (64, 10)}  # inputs and outputs, so that a 
 
 
 def make_model(config: Any) -> nn.Module:
-    """The paper's MLP without biases; the same values wherever it is built."""
+    """The paper's MLP without biases; with the same initial values everywhere."""
     inputs, outputs = SHAPES[str(config["data"])]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(config["seed"]))

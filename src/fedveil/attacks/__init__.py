@@ -1,4 +1,4 @@
-"""Attacks by a participant. They see what a client was sent and the client's own records, nothing else."""
+"""Attacks by a client. They see what the client received and its own records, nothing else."""
 
 from fedveil.attacks.observed import Observed, Round
 

@@ -1,4 +1,4 @@
-"""The attackers of each defence, by name: as published, and those that know the defence."""
+"""The attackers of each defence, by name: as published, and adaptive ones, which know the defence."""
 
 from collections.abc import Callable, Mapping
 
@@ -13,13 +13,13 @@ ADAPTIVE: Mapping[str, Mapping[str, Attacker]] = {
     "veil": {"centred": centred, "calibrated": calibrated, "standardised": standardised},
     "dbcl": {"stacked": stacked},
 }
-"""What a client can make of what it saw. Plain, PPDL and SPN send a model that needs no cleaning."""
+"""How an adaptive client improves the model it received. Plain, PPDL and SPN send the model itself."""
 
 STRONGEST: Mapping[str, str] = {"veil": "calibrated", "dbcl": "stacked"}
 ROUNDS: Mapping[str, int] = {"dbcl": 6}
-"""Broadcasts that an attacker of the defence collects; one where it is not listed."""
+"""How many broadcasts an attacker collects; 1 for defences not listed."""
 
 
 def observations(defence: str, observed: Observed) -> dict[str, Observed]:
-    """What every attacker of a defence has to attack."""
+    """What each attacker of a defence attacks, by the attacker's name."""
     return {PUBLISHED: observed} | {name: attacker(observed) for name, attacker in ADAPTIVE.get(defence, {}).items()}

@@ -1,8 +1,7 @@
-"""Undoing factors and permutations without knowing them: every veiled model of a network has one canonical form.
+"""Undo factors and permutations without knowing them: all veiled versions of a network share one canonical form.
 
-Factors and places of hidden units leave what a network computes as it is, so all that a veil does to hidden layers is
-to choose another member of the same orbit. Whoever picks a member by a rule that does not depend on where it started
-has undone the choice.
+Factors and places of hidden units do not change what a network computes: a veil only picks another member of the same
+orbit. Picking a member by a rule that does not depend on the starting point undoes that.
 """
 
 import numpy as np
@@ -27,11 +26,11 @@ def _sides(plan: Plan) -> Pool:
 
 
 def least_factors(plan: Plan, flat: Reals) -> Reals:
-    """One factor a scale class, such that the parameters have the least sum of squares on their orbit.
+    """One factor per scale class that gives the parameters the least sum of squares on their orbit.
 
-    Over t = log r this sum is convex, so the least member is unique, whichever member the search began with
-    (Stock et al. 2019, "Equi-normalization of neural networks"). Each step sets every class to its own optimum, and
-    goes half the way: every element belongs to at most two classes, so by convexity the sum never grows.
+    The sum is convex in t = log r, so the minimum does not depend on the starting point (Stock et al. 2019,
+    "Equi-normalization of neural networks"). Each step moves every class half the way to its own optimum: every element
+    belongs to at most two classes, so by convexity the sum never grows.
     """
     p, slots = plan.layout.parameters, plan.slots
     free = (plan.symmetries & Symmetry.POSITIVE) > 0
@@ -46,7 +45,7 @@ def least_factors(plan: Plan, flat: Reals) -> Reals:
             out += np.bincount(u[w < 0], squares[w < 0], slots.classes)
         open_ = free & (into > 0) & (out > 0)
         step = np.zeros_like(t)
-        step[open_] = np.log(out[open_] / into[open_]) / 8  # a quarter of it is the optimum, and half the way there
+        step[open_] = np.log(out[open_] / into[open_]) / 8  # the optimum is at a quarter; half the way is an eighth
         t += step
         if np.abs(step).max(initial=0.0) < SETTLED:
             break
@@ -54,7 +53,7 @@ def least_factors(plan: Plan, flat: Reals) -> Reals:
 
 
 def signs(plan: Plan, flat: Reals) -> Reals:
-    """+1 or -1 a scale class that takes signs: what leads into a unit gets a positive sum of cubes."""
+    """+1 or -1 per scale class that takes signs, so that the weights into a unit have a positive sum of cubes."""
     p, slots = plan.layout.parameters, plan.slots
     free = (plan.symmetries & Symmetry.SIGN) > 0
     rows = _sides(plan).scale[0][:p].cpu().numpy()
@@ -76,7 +75,7 @@ def canonical(plan: Plan, flat: Tensor) -> Tensor:
 
 
 def _profiles(plan: Plan, slots: Integers, values: Reals) -> dict[int, Reals]:
-    """For each order class that a tensor's axis moves: its elements by size, which no permutation changes."""
+    """For each order class that a tensor's axis moves, its sorted elements, which no permutation changes."""
     order = plan.slots.order[slots]
     order, values = order[plan.cells[order] > 0], values[plan.cells[order] > 0]
     by_class = np.lexsort((values, order))
@@ -85,7 +84,7 @@ def _profiles(plan: Plan, slots: Integers, values: Reals) -> dict[int, Reals]:
 
 
 def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
-    """What identifies each order class: all the parameters that lead into it and out of it, each tensor's by size."""
+    """What identifies each order class: all parameters that lead into it and out of it, sorted per tensor."""
     found: dict[int, list[Reals]] = {}
     for side in _sides(plan).order:
         for entry in plan.layout.trainable + plan.layout.frozen:
@@ -96,11 +95,7 @@ def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
 
 
 def matched(plan: Plan, flat: Tensor, reference: Tensor) -> Tensor:
-    """The same model with its units in the places that their likes have in `reference`.
-
-    Both in canonical form. In each cell of units that may trade places, units are paired so that the distances of their
-    fingerprints add up to the least (the Hungarian method).
-    """
+    """The model with each unit in the place of its match in `reference` (Hungarian method); both in canonical form."""
     own, wanted = (fingerprints(plan, vector.double().cpu().numpy()) for vector in (flat, reference))
     members = plan.orders.members.copy()
     for cell in np.unique(plan.cells[plan.cells > 0]):

@@ -1,4 +1,4 @@
-"""The attacker of DBCL: weights drift slowly, so a few rounds' sketches of them add up to the weights themselves."""
+"""The attacker of DBCL: weights change slowly, so the sketches of a few rounds determine them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,14 +11,11 @@ from fedveil.attacks.veil import with_values
 from fedveil.defences.dbcl import Sketch, SketchedBroadcast, SketchedLayer
 
 STEPS = 500
-SETTLED = 1e-12  # of the square of what is to be explained
+SETTLED = 1e-12  # of the squared right-hand side
 
 
 def solve_sketches(sketches: Sequence[Sketch], seen: Sequence[Tensor], steps: int = STEPS) -> Tensor:
-    """W that explains W S_t = W~_t best over all rounds t: min_W sum_t |W S_t - W~_t|^2, by conjugate gradients.
-
-    Of several solutions (fewer rounds than about q) the one of least norm, since the search begins at 0.
-    """
+    """min_W sum_t |W S_t - W~_t|^2 over rounds t, by conjugate gradients from 0: the solution of least norm."""
     wanted = torch.stack([sketch.up(small) for sketch, small in zip(sketches, seen, strict=True)]).sum(0)
     weight = torch.zeros_like(wanted)
     left, way = wanted.clone(), wanted.clone()
@@ -36,7 +33,7 @@ def solve_sketches(sketches: Sequence[Sketch], seen: Sequence[Tensor], steps: in
 
 
 def stacked(observed: Observed) -> Observed:
-    """The model that explains all rounds' sketches; biases, norms and unsketched layers as they were sent last."""
+    """The model that fits the sketches of all rounds; biases, norms and unsketched layers from the last broadcast."""
     if not all(isinstance(seen.broadcast, SketchedBroadcast) for seen in observed.rounds):
         return observed
     networks: list[nn.Module] = [seen.broadcast.network for seen in observed.rounds]

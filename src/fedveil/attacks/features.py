@@ -1,4 +1,4 @@
-"""What a model gives away about a record: outputs of its last layers, its loss, its last layer's gradient."""
+"""What a model reveals about a record: outputs of its last layers, its loss, its last layer's gradient."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +16,7 @@ Call = tuple[nn.Module, Tensor]
 
 @contextmanager
 def _entering(model: nn.Module) -> Iterator[list[Call]]:
-    """The modules that hold a weight (a parameter of two dimensions or more), as they are called, and what enters.
-
-    Of what nn.Flatten made of maps, the maps.
-    """
+    """Modules with a weight, in call order, with their inputs; for inputs from nn.Flatten the maps before it."""
     calls: list[Call] = []
     maps: list[tuple[Tensor, Tensor]] = []
 
@@ -42,7 +39,7 @@ def _entering(model: nn.Module) -> Iterator[list[Call]]:
 
 
 def _rows(values: Tensor, records: int) -> Tensor:
-    """A row a record: maps are averaged over their pixels, sequences over their steps."""
+    """One row per record: maps are averaged over their pixels, sequences over their steps."""
     if len(values) != records:
         what = f"a layer takes {tuple(values.shape)} for {records} records"
         raise BadArgument("features", what, "a model whose first dimension is that of records in every layer")
@@ -57,8 +54,8 @@ def layer_outputs(
 ) -> tuple[Tensor, ...]:
     """Outputs of the last layers, the very last first, each (records, features); fewer if the model has fewer layers.
 
-    A layer is a module with a weight, together with the activation, norm and pooling that follow: its output is what
-    the next such module takes in. That is the paper's y^(l), and what enters a ResNet's head counts as pooled.
+    A layer is a module with a weight and the activation, norm and pooling that follow: its output, the paper's y^(l),
+    is the input of the next such module.
     """
     device = next((p.device for p in model.parameters()), inputs.device)
     found: list[tuple[Tensor, ...]] = []
@@ -72,7 +69,7 @@ def layer_outputs(
 
 
 def dense_targets(loss: Loss, targets: Tensor, outputs: Tensor) -> Tensor:
-    """Targets as the federation compares them with outputs: class indices become rows of zeros and a one."""
+    """Targets as the federation compares them with outputs: class indices become one-hot rows."""
     if targets.is_floating_point() or isinstance(loss, (*USERS, BinaryCrossEntropy)):
         return loss.dense(targets, outputs)
     return one_hot(targets, outputs)
@@ -85,14 +82,14 @@ def losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def labels(targets: Tensor) -> Tensor:
-    """Class indices, from indices or from rows that name a class."""
+    """Class indices, from indices or from rows of class scores."""
     return targets.argmax(-1) if targets.dim() > 1 else targets.long()
 
 
 def head_gradients(loss: Loss, outputs: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
     """Gradient of each record's loss in the last Linear's weight and bias: (records, outputs, features + 1).
 
-    delta (h, 1)^T with delta the loss's slope in the outputs and h what enters the layer: no backward pass is needed.
+    It is delta (h, 1)^T with the loss's gradient delta in the outputs and the layer's input h: no backward pass.
     """
     delta = loss.gradient(outputs, dense_targets(loss, targets, outputs))
     with_bias = torch.cat([hidden, torch.ones_like(hidden[:, :1])], 1)
@@ -100,7 +97,7 @@ def head_gradients(loss: Loss, outputs: Tensor, hidden: Tensor, targets: Tensor)
 
 
 def ends_in_linear(model: nn.Module, example: Tensor) -> bool:
-    """Whether the model's outputs are those of a Linear that takes one row a record."""
+    """Whether the model's outputs are those of a Linear that takes one row per record."""
     device = next((p.device for p in model.parameters()), example.device)
     made: list[Tensor] = []
 

@@ -1,9 +1,9 @@
 """One record from the gradient of a network's first Linear layer, without any search.
 
 For one record x the gradient of row i of the first layer is delta_i (x, 1): every row is a multiple of the record, and
-the bias holds the factor. A server of plain SGD shows that gradient in the difference of two broadcasts. A veil scales
-and permutes the rows, anew in each round; rows of unit length have lost their factor, and consecutive ones are close
-enough to be paired (`record_under_a_veil`).
+the bias holds the factor. With plain SGD, the difference of two broadcasts shows that gradient. A veil scales and
+permutes the rows differently in each round; but rows scaled to unit length have lost their factor, and those of
+consecutive rounds are close enough to be paired (`record_under_a_veil`).
 """
 
 import math
@@ -19,8 +19,8 @@ from fedveil.errors import BadArgument
 from fedveil.scheme.messages import Broadcast
 
 TINY = 1e-30
-SMOOTH = 1e-3  # of the mean square of a coordinate: what the covariance of few records misses
-SURE = 1e6  # deviations: the coordinate that is always 1
+SMOOTH = 1e-3  # ridge for the covariance of few records, over the mean square of a coordinate
+SURE = 1e6  # weight of the coordinate that is always 1, in deviations
 
 
 def first_linear(model: nn.Module) -> str:
@@ -34,12 +34,12 @@ def first_linear(model: nn.Module) -> str:
 
 
 def joined(model_values: dict[str, Tensor], path: str) -> Tensor:
-    """Weight and bias of a layer side by side, a row a unit."""
+    """Weight and bias of a layer side by side, one row per unit."""
     return torch.cat([model_values[f"{path}.weight"], model_values[f"{path}.bias"].unsqueeze(1)], 1).double()
 
 
 def record_from_gradient(leak: Leak, path: str) -> Tensor:
-    """The record x that explains G_i = b_i x best, over the numbers that were received (`mask`)."""
+    """The record x that fits G_i = b_i x best, over the numbers that were received (`mask`)."""
     gradient = joined({name: value.detach() for name, value in leak.gradients.items()}, path)
     kept = joined({name: m.double() for name, m in leak.mask.items()}, path) if leak.mask else torch.ones_like(gradient)
     factor = gradient[:, -1:] * kept[:, -1:]
@@ -49,11 +49,11 @@ def record_from_gradient(leak: Leak, path: str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Two rounds' first layers with their factors and places undone.
+    """First layers of two rounds with their factors and places undone.
 
     Attributes:
         directions: rows of unit length in the earlier round.
-        moved: how far each moved until the later.
+        moved: the change of each row to the later round.
     """
 
     directions: Tensor
@@ -67,18 +67,18 @@ def unit_rows(values: Tensor) -> Tensor:
 
 
 def paired_rows(now: Tensor, later: Tensor) -> Rows:
-    """Rows of unit length, each with the one of the later round that points the same way."""
+    """Rows of unit length, each paired with the row of the later round in the same direction."""
     first, second = unit_rows(now), unit_rows(later)
     pairs = linear_sum_assignment(-(first @ second.T).cpu().numpy())[1]
     return Rows(first, second[torch.from_numpy(pairs).to(second.device)] - first)
 
 
 def bottom_direction(rows: Rows, outside: Tensor) -> Tensor:
-    """The x', in the coordinates of `outside`, of which every row moved by a multiple, but for its own direction.
+    """The direction x', in the coordinates of `outside`, along which all rows moved, apart from their own direction.
 
-    D_i = -kappa_i (I - N_i N_i^T)(own part + delta_i x). Outside of the span of the attacker's own inputs the own part
-    is 0; without N_i too, what is left of D_i is a multiple of what is left of x. x' is the direction for which that
-    holds best: the bottom eigenvector of sum_i |q_i|^2 (I - n n^T)(I - u u^T)(I - n n^T).
+    D_i = -kappa_i (I - N_i N_i^T)(own part + delta_i x). Outside the span of the attacker's own inputs the own part is
+    0, and orthogonal to N_i the rest of D_i is a multiple of the rest of x. x' is the direction that fits this best:
+    the bottom eigenvector of sum_i |q_i|^2 (I - n n^T)(I - u u^T)(I - n n^T).
     """
     away, moved = unit_rows(rows.directions @ outside), rows.moved @ outside
     left = moved - (moved * away).sum(1, keepdim=True) * away
@@ -93,11 +93,11 @@ def bottom_direction(rows: Rows, outside: Tensor) -> Tensor:
 
 
 def likely_record(known: Tensor, own: Tensor, seen: Tensor) -> Tensor:
-    """The most likely record of which only a part is known, and of this only the direction.
+    """The most likely record, given only the direction of a part of it.
 
-    The record with a 1 behind it is sigma `known` plus anything in the span of `own`. Taking the attacker's records
-    `seen` as a sample of a normal distribution, sigma has the density exp(-Q(sigma) / 2) |sigma|^(free - 1), with Q the
-    squared distance from the mean that is left at best, and `free` the dimension of the part that is known.
+    The record, with a 1 appended, is sigma `known` plus anything in the span of `own`. With the attacker's records
+    `seen` as a sample of a normal distribution, sigma has the density exp(-Q(sigma) / 2) |sigma|^(free - 1), where Q is
+    the least squared distance from the mean and `free` the dimension of the known part.
     """
     mean = torch.cat([seen.mean(0), seen.new_ones(1)])
     spread = torch.cov(seen.T) if len(seen) > 1 else torch.zeros_like(torch.outer(seen[0], seen[0]))
@@ -119,10 +119,10 @@ def likely_record(known: Tensor, own: Tensor, seen: Tensor) -> Tensor:
 
 
 def record_under_a_veil(observed: Observed, at: int = -2) -> Tensor:
-    """The record of the only other client of a round, from two veiled broadcasts of a server of plain SGD.
+    """The record of the only other client of a round, from two veiled broadcasts, if the server uses plain SGD.
 
-    Outside of the span of the attacker's own inputs the record is found up to rounding; inside of it, where the
-    attacker's own part of the step covers it, by what is likely given the attacker's records.
+    Outside the span of the attacker's own inputs the record is found up to rounding; inside, where the attacker's own
+    part of the step covers it, the most likely values are taken, given the attacker's records.
     """
     now, later = observed.rounds[at], observed.rounds[len(observed.rounds) + at + 1]
     if not isinstance(now.broadcast, Broadcast) or not isinstance(later.broadcast, Broadcast):
@@ -140,6 +140,6 @@ def record_under_a_veil(observed: Observed, at: int = -2) -> Tensor:
 
 
 def with_one(inputs: Tensor) -> Tensor:
-    """Records as rows with a 1 behind each, as a layer with a bias sees them."""
+    """Records as rows with a 1 appended, as a layer with a bias sees them."""
     rows = inputs.flatten(1).double()
     return torch.cat([rows, torch.ones_like(rows[:, :1])], 1)

@@ -1,6 +1,6 @@
 """A generator of images like the attacker's public ones: a Wasserstein GAN with gradient penalty.
 
-Networks and settings are those of GMI (Zhang et al. 2020, arXiv 1911.07135, and its code) where none is said to differ.
+Networks and settings are those of GMI (Zhang et al. 2020, arXiv 1911.07135, and its code) unless stated otherwise.
 """
 
 import itertools
@@ -17,13 +17,13 @@ from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.shards import generator as source
 
 CODE = 100  # numbers in a code z
-SMALLEST = 4  # pixels a side from which images grow
+SMALLEST = 4  # pixels per side of the first hidden image
 LR, BETAS, BATCH, CRITIC_STEPS, PENALTY = 2e-4, (0.5, 0.999), 64, 5, 10.0
 
 
 @dataclass(frozen=True, eq=False)
 class Gan:
-    """Codes to pixels in [0, 1], and pixels to how real they look (larger: more real)."""
+    """A generator from codes to pixels in [0, 1], and a critic of pixels (larger: more real)."""
 
     generator: nn.Module
     critic: nn.Module
@@ -33,7 +33,7 @@ def widths(size: int, width: int) -> list[int]:
     """Channels from the smallest image to the full one: twice as many where the side is half."""
     doublings = (size // SMALLEST).bit_length() - 1
     if size != SMALLEST * 2**doublings or doublings < 1:
-        raise BadArgument("generator", f"images have {size} pixels a side", "8, 16, 32, 64 or 128 pixels a side")
+        raise BadArgument("generator", f"images have {size} pixels per side", "8, 16, 32, 64 or 128 pixels per side")
     return [width * 2**k for k in reversed(range(doublings))]
 
 
@@ -58,7 +58,7 @@ def _doubled(before: int, after: int, *, bias: bool) -> nn.Module:
 
 
 def make_critic(channels: int, size: int, width: int) -> nn.Sequential:
-    """5 x 5 convolutions of stride 2 with instance norm (but for the first) and LeakyReLU 0.2 -> one number."""
+    """5 x 5 convolutions of stride 2 with instance norm (except the first) and LeakyReLU 0.2 -> one number."""
     sides = widths(size, width)[::-1]
     layers: list[nn.Module] = [nn.Conv2d(channels, sides[0], 5, stride=2, padding=2), nn.LeakyReLU(0.2)]
     for before, after in itertools.pairwise(sides):
@@ -80,7 +80,7 @@ def penalty(critic: nn.Module, real: Tensor, fake: Tensor, share: Tensor) -> Ten
 
 @dataclass(eq=False)
 class _Training:
-    """Both networks, their optimisers, and what happened so far."""
+    """Both networks, their optimisers, and the progress so far."""
 
     gan: Gan
     optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer]  # of the generator and of the critic
@@ -107,7 +107,7 @@ class _Training:
         self.epoch, self.steps, self.distances = state["epoch"], state["steps"], list(state["distances"])
 
     def step(self, real: Tensor, random: torch.Generator) -> float:
-        """One step of the critic, and after every fifth one of the generator; the critic's distance."""
+        """One step of the critic, and after every fifth one step of the generator; returns the critic's distance."""
         generator, critic = self.gan.generator, self.gan.critic
         with torch.no_grad():
             fake = generator(_codes(len(real), random).to(real.device))
@@ -154,7 +154,7 @@ def train_gan(
     every: int = 2,
     tell: Callable[[float, str], None] = lambda share, what: None,
 ) -> tuple[Gan, list[float]]:
-    """Train on public images; returns both networks, and of each epoch the distance that the critic sees.
+    """Train on public images; returns both networks, and the critic's distance in each epoch.
 
     min_G max_D  E D(x) - E D(G(z)) - 10 penalty,  z ~ N(0, I) of 100 numbers; five steps of D for one of G, batches of
     64, Adam 2e-4 with betas (0.5, 0.999). The original has width 64 and 100 epochs for 32 x 32 images.
@@ -164,11 +164,11 @@ def train_gan(
         epochs: times through the images.
         width: channels of the largest hidden image.
         lr: of both networks; few epochs need a larger one than the original's.
-        seed: of start, order and codes; an epoch's draws follow from it and the epoch alone.
-        path: where the state is kept; a training that was stopped goes on from there.
-        asked: what decides the images; a state kept for anything else is not used.
-        every: epochs between two states kept.
-        tell: called with the share that is done and what is being done.
+        seed: of start, order and codes; an epoch's draws depend only on it and the epoch.
+        path: where the state is saved; interrupted training resumes from it.
+        asked: identifies the images; a state saved for anything else is not used.
+        every: epochs between two saved states.
+        tell: called with the share done and the current step.
     """
     channels, size = images.shape[1], images.shape[-1]
     if len(images) < 2 or epochs < 1:

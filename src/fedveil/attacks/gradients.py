@@ -1,12 +1,12 @@
 """Inputs from their gradient: DLG, iDLG and Inverting Gradients.
 
-All look for inputs whose gradient is like the one that was caught. DLG (Zhu et al. 2019, arXiv 1906.08935) and iDLG
-(Zhao et al. 2020, arXiv 2001.02610) minimise the squared distance by L-BFGS, which wants smooth activations. Inverting
+All search inputs whose gradient is close to the leaked one. DLG (Zhu et al. 2019, arXiv 1906.08935) and iDLG (Zhao et
+al. 2020, arXiv 2001.02610) minimise the squared distance by L-BFGS, which needs smooth activations. Inverting
 Gradients (Geiping et al. 2020, arXiv 2003.14053) minimises
 
     1 - <g', g> / (|g'| |g|) + weight TV(x')
 
-by Adam on the signs of the pixels' gradients, inside of the range of pixels, and works with ReLU.
+by Adam on the signs of the pixels' gradients, within the range of pixels, and works with ReLU.
 """
 
 import math
@@ -21,20 +21,20 @@ from fedveil.errors import BadArgument
 
 METHODS = ("dlg", "idlg", "cosine")
 DECAYS = (3 / 8, 5 / 8, 7 / 8)
-ENOUGH = 1e-6  # iDLG's: a squared distance below which L-BFGS stops
+ENOUGH = 1e-6  # squared distance at which L-BFGS stops, as in iDLG
 Tell = Callable[[float], None]
 Box = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Search:
-    """How to look.
+    """Settings of a search.
 
     Attributes:
         method: "dlg" also searches labels, "idlg" and "cosine" are given them.
         steps: of Adam, or outer steps of L-BFGS, each of up to 20 evaluations.
-        restarts: from new random inputs; the one whose gradient is nearest counts.
-        lr: of Adam; L-BFGS has 1.
+        restarts: from new random inputs; the one with the nearest gradient is kept.
+        lr: of Adam; L-BFGS uses 1.
         smooth: weight of each image's total variation, "cosine" only.
     """
 
@@ -45,7 +45,7 @@ class Search:
     smooth: float = 1e-2
 
     def __post_init__(self) -> None:
-        """Refuse what nobody knows."""
+        """Refuse unknown methods and empty searches."""
         if self.method not in METHODS:
             raise BadArgument("Search", f"there is no method {self.method!r}", f"one of {', '.join(METHODS)}")
         if self.steps < 1 or self.restarts < 1:
@@ -57,10 +57,10 @@ class Found:
     """A reconstruction.
 
     Attributes:
-        inputs: in the order in which the search has them; the true order is not known.
+        inputs: in the search's order; the true order is not known.
         labels: class indices.
-        distance: of its gradient from the one that was caught, by the method's objective.
-        distances: of every restart; infinite where a search broke down.
+        distance: of its gradient from the leaked one, by the method's objective.
+        distances: of every restart; infinite where a search failed.
     """
 
     inputs: Tensor
@@ -70,13 +70,13 @@ class Found:
 
 
 def squared_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
-    """Sum of squared differences, over what was received."""
+    """Sum of squared differences, over the numbers that were received."""
     gaps = [(gradient - wanted[name], name) for name, gradient in found.items()]
     return torch.stack([(gap * mask[name] if mask else gap).square().sum() for gap, name in gaps]).sum()
 
 
 def cosine_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
-    """1 - <g', g> / (|g'| |g|), over what was received and all parameters together."""
+    """1 - <g', g> / (|g'| |g|), over the numbers that were received, all parameters together."""
     if mask:
         found = {name: gradient * mask[name] for name, gradient in found.items()}
         wanted = {name: gradient * mask[name] for name, gradient in wanted.items()}
@@ -86,7 +86,7 @@ def cosine_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mappin
 
 
 def total_variation(images: Tensor) -> Tensor:
-    """Mean size of the steps between neighbours to the right plus that to neighbours below."""
+    """Mean absolute difference of horizontal neighbours plus that of vertical neighbours."""
     across = (images[..., :, 1:] - images[..., :, :-1]).abs().mean()
     return across + (images[..., 1:, :] - images[..., :-1, :]).abs().mean()
 
@@ -102,17 +102,17 @@ def reconstruct(
     box: Box | None = None,
     tell: Tell = lambda share: None,
 ) -> Found:
-    """Inputs, (records, ...), whose gradient is like the leak's; the restart of least distance, never of least error.
+    """Inputs, (records, ...), whose gradient is close to the leak's; keeps the restart of least distance.
 
     Args:
-        leak: what was caught.
+        leak: the leaked gradient.
         shape: of the inputs, records first.
         search: the method and its settings.
-        classes: how many there are.
-        generator: of the random beginnings, on the CPU.
+        classes: their number.
+        generator: of the random starts, on the CPU.
         labels: class indices; "dlg" finds its own.
-        box: smallest and largest value of each channel, (channels, 1, 1); "cosine" never leaves it.
-        tell: called with the share that is done.
+        box: smallest and largest value of each channel, (channels, 1, 1); "cosine" stays within it.
+        tell: called with the share done.
     """
     if (labels is None) != (search.method == "dlg"):
         raise BadArgument("reconstruct", f"{search.method} {'needs' if labels is None else 'finds its own'} labels")
@@ -139,12 +139,12 @@ def reconstruct(
 
 
 def by_signs(leak: Leak, start: Tensor, labels: Tensor, search: Search, box: Box | None, tell: Tell) -> Found:
-    """Adam on the signs of the pixels' gradients, slower by ten after 3/8, 5/8 and 7/8 of the steps (arXiv 2003.14053).
+    """Adam on the signs of the pixels' gradients, ten times slower after 3/8, 5/8 and 7/8 of the steps.
 
-    The distance of the result leaves the total variation out.
+    The result's distance does not include the total variation.
 
-    Differs from Inverting Gradients: the total variation's weight grows with the batch, so that a pixel is smoothed
-    alike in a batch of any size; there it is a mean over the batch.
+    Differs from Inverting Gradients: the total variation's weight grows with the batch, so that a pixel is smoothed the
+    same in a batch of any size; there it is a mean over the batch.
     """
     weight = search.smooth * len(start)
     x = start.clone().requires_grad_()
@@ -171,8 +171,8 @@ def by_signs(leak: Leak, start: Tensor, labels: Tensor, search: Search, box: Box
 def by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, tell: Tell) -> Found:
     """L-BFGS with torch's defaults on the squared distance; labels that are not integers are searched too (as logits).
 
-    Keeps the inputs of the least distance it came by: L-BFGS without a line search may leave them again. It ends when
-    that distance is below 1e-6, or when it stands still or is not finite.
+    Keeps the inputs of least distance, since L-BFGS without a line search may leave them again. Stops when that
+    distance is below 1e-6, or no longer changes, or is not finite.
     """
     x, joint = start.clone().requires_grad_(), labels.is_floating_point()
     y = labels.clone().requires_grad_(joint)

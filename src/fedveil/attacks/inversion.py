@@ -45,27 +45,26 @@ def search(
     seed: int = 0,
     tell: Tell = lambda share, what: None,
 ) -> Found:
-    """For each wanted class an image of the generator that the model takes for that class.
+    """For each wanted class, an image of the generator that the model assigns to that class.
 
     min_z  (1 / classes) sum_i  -D(G(z_i)) + 100 CE(T(G(z_i)), c_i)
 
-    by Nesterov's momentum 0.9 from z ~ N(0, I); z is cut to [-1, 1] after each step. Of the restarts each image keeps
-    the one with the largest output of T for its class. Outputs of T are taken as logits whatever loss it was trained
-    with: after squared error they lie near 0 and 1, their cross-entropy never vanishes and goes on to pull.
+    by Nesterov's momentum 0.9 from z ~ N(0, I); z is clipped to [-1, 1] after each step. Each image keeps the restart
+    with the largest output of T for its class. Outputs of T are taken as logits whatever loss it was trained with:
+    after squared error they lie near 0 and 1, so the cross-entropy never vanishes and the search goes on.
 
-    Differs from the original: its mean runs over a batch of one code a class, so that a code's step depends on the
-    number of classes; here any number of codes goes together and each takes the step it would take in such a batch.
-    Its maximum over restarts begins at 0, so that an image whose outputs are all negative is never kept; here at minus
-    infinity.
+    Differs from the original: there, the mean is over a batch of one code per class, so a code's step depends on the
+    number of classes; here any number of codes is optimised together with that same step. There, the maximum over
+    restarts begins at 0, so an image whose outputs are all negative is never kept; here at minus infinity.
 
     Args:
-        model: T, from pixels in [0, 1] to an output a class; differentiable, each image for itself.
+        model: T, from pixels in [0, 1] to one output per class; differentiable, images independent of one another.
         gan: trained on public images, in evaluation mode.
         wanted: the class to reconstruct, for each image.
         steps: of each restart.
-        restarts: starts at random; image i of restart k starts at the same code for every model.
+        restarts: random starts; image i of restart k starts at the same code for every model.
         seed: of these codes.
-        tell: called with the share that is done and what is being done.
+        tell: called with the share done and the current step.
     """
     gan.generator.eval()
     gan.critic.eval()
@@ -99,7 +98,7 @@ def _scores(model: Model, images: Tensor, wanted: Tensor) -> Tensor:
 
 
 def variation(images: Tensor) -> Tensor:
-    """Total variation of each image: the mean difference between pixels beside and above one another."""
+    """Total variation of each image: the mean absolute difference of neighbouring pixels, horizontal plus vertical."""
     across, down = images.diff(dim=-1).abs(), images.diff(dim=-2).abs()
     return across.flatten(1).mean(1) + down.flatten(1).mean(1)
 
@@ -113,17 +112,17 @@ def search_pixels(
     seed: int = 0,
     tell: Tell = lambda share, what: None,
 ) -> Found:
-    """The control without a generator: pixels in place of codes, smoothness in place of public images.
+    """The attack without a generator: pixels in place of codes, smoothness in place of public images.
 
-    min_x  CE(T(x), c) + TV(x)  by Adam 0.05 from noise around grey; x is cut to [0, 1] after each step.
+    min_x  CE(T(x), c) + TV(x)  by Adam 0.05 from noise around grey; x is clipped to [0, 1] after each step.
 
     Args:
-        model: T, from pixels in [0, 1] to an output a class.
+        model: T, from pixels in [0, 1] to one output per class.
         shape: of an image.
         wanted: the class to reconstruct, for each image.
         steps: of Adam.
         seed: of the noise.
-        tell: called with the share that is done and what is being done.
+        tell: called with the share done and the current step.
     """
     noise = torch.randn(len(wanted), *shape, generator=source("pixels", seed))
     x = (0.5 + 0.1 * noise).clamp(0, 1).to(wanted.device).requires_grad_()
@@ -139,7 +138,7 @@ def search_pixels(
 
 
 def on_pixels(model: torch.nn.Module, scaled: Callable[[Tensor], Tensor]) -> Model:
-    """A model of scaled inputs as a model of pixels, in evaluation mode while it answers."""
+    """Turn a model of scaled inputs into a model of pixels, in evaluation mode."""
 
     def answer(pixels: Tensor) -> Tensor:
         with evaluating(model):

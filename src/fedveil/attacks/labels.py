@@ -1,4 +1,4 @@
-"""Labels that a gradient gives away."""
+"""Labels that a gradient reveals."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,24 +14,24 @@ from fedveil.errors import BadArgument
 def single_label(leak: Leak) -> int:
     """The label of one record: the class whose row of the head's gradient has the least sum (iDLG, arXiv 2001.02610).
 
-    Row c is (p_c - [c = label]) h for features h, below 0 for the label alone if no feature is. The bias's gradient,
-    where there is one, is p_c - [c = label] itself and asks nothing of the features.
+    Row c is (p_c - [c = label]) h for features h. If no feature is negative, only the label's row is. The bias's
+    gradient, if there is one, is p_c - [c = label] itself, whatever the features.
     """
     return int(class_sums(leak).argmin())
 
 
 def batch_labels(leak: Leak, records: int, own: Tensor) -> list[int]:
-    """Labels of several records, lowest first, some perhaps more than once.
+    """Labels of several records, sorted; a label may occur more than once.
 
-    For a loss whose slope is s(y) - target (cross-entropy, squared error) the bias's gradient is mean s(y)_c - n_c / B
-    with n_c records of class c. The attacker takes the mean from its own records, and then the largest of what is left
-    of B (mean s(y)_c - gradient_c), one record after the other. Without a bias, rows' sums are divided by the mean sum
-    of its own records' features.
+    For a loss with the gradient s(y) - target (cross-entropy, squared error), the bias's gradient is
+    mean s(y)_c - n_c / B with n_c records of class c. The attacker estimates the mean with its own records and assigns
+    labels one by one, each to the class with the most left of B (mean s(y)_c - gradient_c). Without a bias, row sums
+    are divided by the mean sum of its own records' features.
 
     Source: the counting idea of LLG (Wainakh et al. 2022, arXiv 2105.09369), with own records in place of a fit.
 
     Args:
-        leak: what was caught.
+        leak: the leaked gradient.
         records: B.
         own: the attacker's own inputs.
     """
@@ -52,7 +52,7 @@ def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
     """The model's last Linear, by name."""
     found = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not found:
-        raise BadArgument("labels", "the model has no Linear whose gradient would tell labels", "--method dlg")
+        raise BadArgument("labels", "the model has no Linear whose gradient would reveal labels", "--method dlg")
     return found[-1]
 
 
@@ -62,13 +62,13 @@ def has_bias(leak: Leak) -> bool:
 
 
 def prefix(leak: Leak) -> str:
-    """Of the names of the head's parameters."""
+    """The prefix of the names of the head's parameters."""
     path = last_linear(leak.model)[0]
     return f"{path}." if path else ""
 
 
 def class_sums(leak: Leak) -> Tensor:
-    """For each class the gradient of its bias, or else the sum of its row."""
+    """The gradient of each class's bias, or without a bias the sum of its row."""
     if has_bias(leak):
         return leak.gradients[prefix(leak) + "bias"]
     return leak.gradients[prefix(leak) + "weight"].sum(1)
@@ -76,7 +76,7 @@ def class_sums(leak: Leak) -> Tensor:
 
 @contextmanager
 def entering(module: nn.Module) -> Iterator[list[Tensor]]:
-    """What enters a module in each forward pass."""
+    """Collect a module's input in each forward pass."""
     seen: list[Tensor] = []
     handle = module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     try:

@@ -1,4 +1,4 @@
-"""Gradients that an attacker gets hold of: from the difference of consecutive broadcasts, or from a victim's upload."""
+"""Gradients that an attacker obtains: from the difference of consecutive broadcasts, or from a victim's upload."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ from fedveil.scheme.losses import one_hot
 from fedveil.scheme.perturb import move_head
 
 Gradients = dict[str, Tensor]
-ULPS = 4  # of a weight: a step and a difference round twice each
+ULPS = 4  # of a weight: a step and a difference each round twice
 
 
 @dataclass(frozen=True, eq=False)
 class Leak:
-    """A gradient, and the model that it is taken to be a gradient of.
+    """A gradient, and the model that it belongs to as far as the attacker knows.
 
     Attributes:
         model: in the mode in which clients compute gradients.
         gradients: of the mean loss of some records, by the model's parameter names.
         loss: what clients minimise.
-        mask: for each name, which numbers were received at all; None where all were.
+        mask: for each name, which numbers were received; None if all were.
     """
 
     model: nn.Module
@@ -38,14 +38,14 @@ class Leak:
 
 
 def gradients_of(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
-    """Gradients of the mean loss by parameter name; the model's buffers stay as they are.
+    """Gradients of the mean loss by parameter name; the model's buffers do not change.
 
     Args:
         model: with its own values.
         loss: of the federation.
         inputs: a batch.
         targets: class indices, or rows of probabilities.
-        graph: whether the gradients can be differentiated once more.
+        graph: whether the gradients can be differentiated again.
     """
     own = {name: buffer.clone() for name, buffer in model.named_buffers()}
     outputs = torch.func.functional_call(model, own, (inputs,)) if own else model(inputs)
@@ -56,16 +56,16 @@ def gradients_of(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, 
 
 
 def from_difference(observed: Observed, at: int = -2) -> Leak:
-    """What a client gets from two broadcasts (V-diff): the mean gradient of all the others.
+    """What a client gets from two broadcasts (V-diff): the mean gradient of all other clients.
 
         U = (W_t - W_{t+1}) / lr - share_a g_a,      U / (1 - share_a) = mean of g_k over k != a
 
-    With two clients it is the victim's gradient. It is right for a server of plain SGD that sends its model. For any
-    other defence it is what an attacker gets who does as published: where layers are sketched, both sketches are lifted
-    to the layer's own inputs and their difference is taken down into the first one's, S_t^T S_t = q I.
+    With two clients it is the victim's gradient. It is right if the server uses plain SGD and sends its model. For any
+    other defence it is what the published attack gets: sketches are mapped back to the layer's own inputs, and their
+    difference is sketched again as in the first round, S_t^T S_t = q I.
 
     Args:
-        observed: with two rounds or more, the first of them answered.
+        observed: at least two rounds, the first of them answered.
         at: which round.
     """
     rounds = list(observed.rounds)
@@ -79,7 +79,7 @@ def from_difference(observed: Observed, at: int = -2) -> Leak:
 
 
 def own_gradients(observed: Observed, seen: Round) -> Gradients:
-    """The attacker's own part of a round: what it sent, or, where that is no gradient of the model, computed anew."""
+    """The attacker's own gradient of a round: its upload or, if that is no gradient of the model, computed again."""
     if isinstance(seen.upload, PlainUpdate):
         return dict(seen.upload.gradients)
     if seen.rows is None:
@@ -88,7 +88,7 @@ def own_gradients(observed: Observed, seen: Round) -> Gradients:
 
 
 def full_weights(model: nn.Module) -> Gradients:
-    """Parameters by name; of a sketched layer W~ S^T, in the shape (units, inputs)."""
+    """Parameters by name; for a sketched layer W~ S^T, in the shape (units, inputs)."""
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, layer in sketched_layers(model):
         values[name] = layer.sketch.up(values[name])
@@ -96,7 +96,7 @@ def full_weights(model: nn.Module) -> Gradients:
 
 
 def as_sketched(model: nn.Module, values: Mapping[str, Tensor]) -> Gradients:
-    """Numbers of `full_weights`' shapes in the shapes of the model's parameters: C S / q for a sketched layer."""
+    """Map values in the shapes of `full_weights` to the shapes of the parameters: C S / q for a sketched layer."""
     small = dict(values)
     for name, layer in sketched_layers(model):
         small[name] = layer.sketch.down(values[name]) / layer.sketch.inputs.shape[0]
@@ -104,17 +104,17 @@ def as_sketched(model: nn.Module, values: Mapping[str, Tensor]) -> Gradients:
 
 
 def sketched_layers(model: nn.Module) -> list[tuple[str, SketchedLayer]]:
-    """Each layer that came as a sketch, by its weight's name."""
+    """All sketched layers, by their weight's name."""
     found = [(path, module) for path, module in model.named_modules() if isinstance(module, SketchedLayer)]
     return [(f"{path}.weight" if path else "weight", module) for path, module in found]
 
 
 def from_upload(seen: Round, upload: Any, loss: Loss) -> Leak:
-    """A victim's upload beside the broadcast that it answers (V-up): what an eavesdropper or a leaky server has.
+    """A victim's upload with the broadcast that it answers (V-up), as seen by an eavesdropper or a leaky server.
 
-    A client of a veil uploads gradients of the veiled model with its head at public places: its first pass is the
-    gradient for the centred head (squared error); of the candidates of another loss the one nearest to 0 is taken,
-    whose pass is the gradient for the head base - t r_a.
+    A veil's client uploads gradients of the veiled model with publicly known heads. For squared error, its first pass
+    is the gradient for the base. For other losses, the candidate t nearest to 0 is taken, whose pass is the gradient
+    for the head base - t r_a.
 
     Args:
         seen: the round, with broadcast and model.
@@ -130,7 +130,7 @@ def from_upload(seen: Round, upload: Any, loss: Loss) -> Leak:
 
 
 def veiled_model(seen: Round) -> tuple[nn.Module, int]:
-    """The network that a veil's clients differentiate in one of their passes, and which pass."""
+    """The network that a veil's clients differentiate in one of their passes, and that pass's number."""
     broadcast: Broadcast = seen.broadcast
     with torch.no_grad():
         model = client_view(seen.model, broadcast, centred=True)
@@ -143,10 +143,7 @@ def veiled_model(seen: Round) -> tuple[nn.Module, int]:
 
 
 def received(leak: Leak, *, learning_rate: float) -> Leak:
-    """PPDL's selection shows its support: only numbers that are not 0 were sent, so only these are to be matched.
-
-    A difference of two broadcasts is 0 up to the rounding of the weights, over the learning rate.
-    """
+    """Mask what PPDL did not send: gradients that are 0 up to the rounding of the weights, over the learning rate."""
     weights = dict(leak.model.named_parameters())
     mask = {}
     for name, value in leak.gradients.items():

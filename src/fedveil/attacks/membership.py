@@ -1,4 +1,4 @@
-"""Membership by a score a record: the loss, LiRA and RMIA. Larger = member, in all of them."""
+"""Membership by one score per record: the loss, LiRA and RMIA. Larger means member."""
 
 import math
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from fedveil.scheme.losses import CrossEntropy, Loss, SquaredError
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-PER_RECORD = 64  # shadows from which on each record has a spread of its own
-FALLBACK = 0.3  # RMIA's a where no shadow can be spared to choose it
+PER_RECORD = 64  # from this number of shadows on, each record has its own spread
+FALLBACK = 0.3  # RMIA's a if there are too few shadows to choose it
 GRID = tuple(step / 10 for step in range(11))
 
 
@@ -26,7 +26,7 @@ def loss_scores(losses: Tensor) -> Tensor:
 
 
 def calibrated_scores(losses: Tensor, classes: Tensor, known: Tensor, known_classes: Tensor) -> Tensor:
-    """s(x) = mean loss of known non-members of x's class - loss(x); of a class without any, of all of them."""
+    """s(x) = mean loss of the known non-members of x's class (or of all, if it has none) - loss(x)."""
     fallback = float(known.mean())
     means = losses.new_full((int(max(classes.max(), known_classes.max())) + 1,), fallback)
     for number in set(known_classes.tolist()):
@@ -39,9 +39,9 @@ class Shadows:
     """Models that the attacker trained as the federation did, on records drawn from a pool.
 
     Attributes:
-        outputs: (shadows, pool, classes), as a client of each shadow federation would see them.
-        inside: (shadows, pool): which record each was trained on.
-        targets: (pool, classes), rows with a one.
+        outputs: (shadows, pool, classes), as received by a client of each shadow federation.
+        inside: (shadows, pool): which records each was trained on.
+        targets: (pool, classes), one-hot.
         loss: what they minimised.
     """
 
@@ -66,10 +66,10 @@ class Shadows:
 
     @property
     def temperature(self) -> float:
-        """What outputs are divided by to become logits.
+        """The divisor that turns outputs into logits.
 
-        1 for cross-entropy. Squared error is -log of a normal density around the outputs; with its variance v a class
-        has the posterior softmax(outputs / v), and v is the shadows' mean squared residual outside of their records.
+        1 for cross-entropy. Squared error is -log of a normal density around the outputs; with variance v a class has
+        the posterior softmax(outputs / v), where v is the shadows' mean squared residual on records they did not see.
         """
         if isinstance(self.loss, CrossEntropy):
             return 1.0
@@ -80,10 +80,7 @@ class Shadows:
 
 
 def shadow_scores(outputs: Array, shadows: Shadows, population: NDArray[np.int64], *, both: bool) -> dict[str, Array]:
-    """RMIA's score of every record of the pool, and LiRA's if `both`, from the attacked model's outputs.
-
-    `population` are places of records that the attacker knows to be non-members.
-    """
+    """RMIA's score of every record, and LiRA's if `both`; `population` are indices of known non-members."""
     heat, classes = shadows.temperature, shadows.classes
     phi, others = confidence(outputs / heat, classes), confidence(shadows.outputs / heat, classes)
     target, shadow = _sigmoid(phi), _sigmoid(others)
@@ -96,7 +93,7 @@ def shadow_scores(outputs: Array, shadows: Shadows, population: NDArray[np.int64
 
 
 def confidence(logits: Array, classes: NDArray[np.int64]) -> Array:
-    """Log-odds of the true class, phi = log p_y - log(1 - p_y), of (..., records, classes); without overflow."""
+    """Log-odds of the true class, phi = log p_y - log(1 - p_y), from logits (..., records, classes); no overflow."""
     index = np.broadcast_to(classes, logits.shape[:-1])[..., None]
     true = np.take_along_axis(logits, index, -1)[..., 0]
     others = logits.copy()
@@ -112,10 +109,10 @@ def _sigmoid(phi: Array) -> Array:
 
 
 def lira(phi: Array, shadow: Array, inside: Mask, *, online: bool = True) -> Array:
-    """The likelihood ratio attack of Carlini et al. (2022), from phi of the target and (shadows, records) of shadows.
+    """The likelihood ratio attack of Carlini et al. (2022), from the target's phi and the shadows' (shadows, records).
 
     Online:  log N(phi; mu_in, var_in) - log N(phi; mu_out, var_out).  Offline:  Phi((phi - mu_out) / sigma_out).
-    mu is a record's median over its shadows; sigma is a record's own with 64 shadows or more, else one for all.
+    mu is the median per record over its shadows; sigma is per record with 64 shadows or more, otherwise shared.
 
     Differs from the released script: its offline score is a two-sided density, ours is one-sided, as in the paper.
     """
@@ -130,7 +127,7 @@ def lira(phi: Array, shadow: Array, inside: Mask, *, online: bool = True) -> Arr
 
 
 def _normal(shadow: Array, chosen: Mask) -> tuple[Array, Array]:
-    """Each record's median, and its spread (or everyone's, where shadows are few), over the chosen shadows."""
+    """Each record's median and spread over the chosen shadows; with few shadows, one spread for all records."""
     values = np.where(chosen, shadow, math.nan)
     middle: Array = np.nanmedian(values, 0)
     own = len(shadow) >= PER_RECORD
@@ -144,7 +141,7 @@ def rmia(target: Array, shadow: Array, inside: Mask, population: NDArray[np.int6
         R_x = p_y(x) / P(x),    P(x) = ((1 + a) P_out(x) + (1 - a)) / 2
 
     with P_out the mean of p_y over shadows without x, and gamma = 1. `target` is p_y of the attacked model,
-    `population` the places of z among the records.
+    `population` the indices of z among the records.
     """
     outside = np.where(inside, math.nan, shadow)
     reference = ((1 + a) * np.nanmean(outside, 0) + (1 - a)) / 2
@@ -155,7 +152,7 @@ def rmia(target: Array, shadow: Array, inside: Mask, population: NDArray[np.int6
 
 
 def choose_a(shadow: Array, inside: Mask) -> float:
-    """RMIA's a: the best of 0, 0.1, ... 1 (AUC) against the first shadow, with those that are not its complement."""
+    """RMIA's a: the best of 0, 0.1, ... 1 by AUC against the first shadow, using all others except its complement."""
     rest = [k for k in range(1, len(shadow)) if (inside[k] == inside[0]).any()]
     usable = ~inside[rest].all(0) if rest else np.zeros(inside.shape[1], bool)
     ins, outs = usable & inside[0], usable & ~inside[0]
@@ -171,7 +168,7 @@ def choose_a(shadow: Array, inside: Mask) -> float:
 
 
 def halves(records: int, shadows: int, chance: torch.Generator) -> Mask:
-    """Which record goes into which shadow: pairs of a random half and the other half, so each is in half of them."""
+    """Which record goes into which shadow: complementary random halves, so each record is in half of the shadows."""
     if shadows < 2 or shadows % 2:
         raise BadArgument("shadows", f"they come in pairs, got {shadows}", "an even number, at least 2")
     rows = []

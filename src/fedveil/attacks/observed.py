@@ -1,4 +1,4 @@
-"""What an attacker has: a client of the federation that follows the protocol and looks around."""
+"""What an attacker sees: it is a client that follows the protocol (honest but curious)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,10 @@ class Round:
     """One round as a client saw it.
 
     Attributes:
-        broadcast: as it was sent; the defence's own kind.
+        broadcast: as received; its type depends on the defence.
         model: the broadcast as a model, by the defence's `client_view`.
-        rows: which of its own records the client took; None before it answers.
-        upload: what the client itself sent back; None where it has not answered, or its batch was fused with others'.
+        rows: which of its own records the client used; None before it answers.
+        upload: the client's own answer; None if it has not answered, or its batch was fused with others'.
     """
 
     broadcast: Any
@@ -27,15 +27,14 @@ class Round:
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """Everything that an attack gets.
+    """Everything that an attack may use.
 
     Attributes:
-        defence: what the federation says it uses; no secret.
-        model: the model to attack. As published: the last one that was sent. An adaptive attacker puts a better
-            estimate in its place.
-        architecture: a network of the federation's architecture with zeros for values.
-        rounds: what was sent, oldest first; the last has no answer yet.
-        inputs, targets: the attacker's own records, members all of them.
+        defence: its name, which is public.
+        model: the model to attack: the last one received, or an adaptive attacker's better estimate.
+        architecture: a network of the federation's architecture, filled with zeros.
+        rounds: the broadcasts, oldest first; the last has no answer yet.
+        inputs, targets: the attacker's own records, all of them members.
         loss: what the federation minimises.
         learning_rate: of the server's last step.
         share: the attacker's |D_a| / |D|.

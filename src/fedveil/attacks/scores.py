@@ -15,7 +15,7 @@ from scipy.special import betaincinv, ndtri, stdtrit
 from fedveil.errors import BadArgument
 
 Scores = NDArray[np.float64]
-EXPECTED = 10  # false positives: fewer say nothing about a rate
+EXPECTED = 10  # false positives needed to estimate a rate
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Estimate:
 
 
 def checked(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
-    """Both as rows of float64; refuses none, and scores that have no order."""
+    """Both as flat float64 arrays; refuses empty ones and NaN."""
     found = np.asarray(members, np.float64).ravel(), np.asarray(others, np.float64).ravel()
     for name, scores in zip(("members", "others"), found, strict=True):
         if not len(scores):
@@ -42,10 +42,7 @@ def checked(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
 
 
 def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
-    """Share of hits, with the interval of Clopper and Pearson (1934): never less than `level`.
-
-    Its ends are quantiles of Beta(hits, misses + 1) and Beta(hits + 1, misses).
-    """
+    """Share of hits, with the interval of Clopper and Pearson (1934): its coverage is at least `level`."""
     if not 0 <= hits <= trials or trials < 1:
         raise BadArgument("proportion", f"{hits} hits in {trials} trials")
     tail, misses = (1 - level) / 2, trials - hits
@@ -55,7 +52,7 @@ def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
 
 
 def average(values: Sequence[float], *, level: float = 0.95) -> Estimate:
-    """The mean of repeated measurements with Student's interval; a single one is given alone, as a point."""
+    """The mean of repeated measurements with Student's interval; of a single one, the interval is a point."""
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
         return Estimate(mean, mean, mean)
@@ -64,7 +61,7 @@ def average(values: Sequence[float], *, level: float = 0.95) -> Estimate:
 
 
 def placements(scores: Scores, against: Scores) -> Scores:
-    """For each score the share of `against` below it, ties by half."""
+    """For each score the share of `against` below it; ties count half."""
     order = np.sort(against)
     below, upto = np.searchsorted(order, scores, "left"), np.searchsorted(order, scores, "right")
     found: Scores = (below + upto) / (2 * len(order))
@@ -72,12 +69,12 @@ def placements(scores: Scores, against: Scores) -> Scores:
 
 
 def auc(members: ArrayLike, others: ArrayLike, *, level: float = 0.95) -> Estimate:
-    """P(a member's score > another's), ties by half; the variance of DeLong et al. (1988), the interval on logits.
+    """P(a member's score > another's), ties count half; variance of DeLong et al. (1988), interval on logits.
 
         var = var(placements of members) / members + var(placements of others) / others
 
-    Where that is 0 (all pairs in order, or all tied), min(members, others) disjoint pairs are a binomial sample, and
-    their interval of Clopper and Pearson is given: wider than needed, but not a point.
+    If that is 0 (all pairs in order, or all tied), the interval is that of Clopper and Pearson for min(members, others)
+    disjoint pairs, a binomial sample: wider than needed, but not a point.
     """
     ins, outs = checked(members, others)
     up, down = placements(ins, outs), placements(outs, ins)
@@ -93,28 +90,25 @@ def auc(members: ArrayLike, others: ArrayLike, *, level: float = 0.95) -> Estima
 
 
 def enough(others: int, rate: float) -> bool:
-    """Whether so many others give a false-positive rate any meaning: ten of them, so 10,000 for 0.1 %."""
+    """Whether there are enough others for a false-positive rate: ten expected, so 10,000 others for 0.1 %."""
     return others * rate >= EXPECTED - 1e-9
 
 
 def threshold_at(others: ArrayLike, rate: float) -> float:
-    """The lowest threshold that at most a share `rate` of the others lies above."""
+    """The lowest threshold that at most a share `rate` of the others exceeds."""
     order = np.sort(np.asarray(others, np.float64).ravel())[::-1]
     allowed = math.floor(rate * len(order) + 1e-9)
     return float(order[allowed]) if allowed < len(order) else -math.inf
 
 
 def tpr_at(members: ArrayLike, others: ArrayLike, rate: float, *, level: float = 0.95) -> Estimate:
-    """Share of members above the threshold that at most a share `rate` of the others exceeds; Clopper-Pearson.
-
-    The threshold is that of these others, as usual; the interval is that of members given the threshold.
-    """
+    """Share of members above the threshold that a share `rate` of the others exceeds; Clopper-Pearson given it."""
     ins, outs = checked(members, others)
     return proportion(int((ins > threshold_at(outs, rate)).sum()), len(ins), level=level)
 
 
 def best_threshold(members: ArrayLike, others: ArrayLike) -> float:
-    """The threshold with the largest balanced accuracy, between two scores; -inf where no threshold helps."""
+    """The threshold with the largest balanced accuracy, between two scores; -inf if no threshold helps."""
     ins, outs = checked(members, others)
     values = np.unique(np.concatenate([ins, outs]))
     right = len(ins) - np.searchsorted(np.sort(ins), values, "left")
@@ -129,10 +123,10 @@ def best_threshold(members: ArrayLike, others: ArrayLike) -> float:
 
 
 def balanced_accuracy(members: ArrayLike, others: ArrayLike, threshold: float, *, level: float = 0.95) -> Estimate:
-    """(TPR + TNR) / 2 where a score of at least `threshold` is taken for a member: the paper's attack success rate.
+    """(TPR + TNR) / 2, where scores of at least `threshold` mean member: the paper's attack success rate.
 
-    The interval joins those of Clopper and Pearson for both rates as Zou and Donner (2008) join independent ones:
-    value - sqrt((TPR - low)^2 + (TNR - low)^2) / 2, and so upwards.
+    The interval combines those of Clopper and Pearson for both rates by the method of Zou and Donner (2008) for
+    independent estimates: value - sqrt((TPR - low)^2 + (TNR - low)^2) / 2, and the same upwards.
     """
     ins, outs = checked(members, others)
     right = proportion(int((ins >= threshold).sum()), len(ins), level=level)

@@ -1,4 +1,4 @@
-"""How near reconstructed images are to the true ones, for pixels in [0, 1]."""
+"""How similar reconstructed images are to the true ones, for pixels in [0, 1]."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 SIGMA = 1.5
 BRIGHTNESS, CONTRAST = 0.01**2, 0.03**2
-MOST = 120.0  # decibels: what an image counts for that is equal to the last bit
+MOST = 120.0  # decibels, for images that are equal to the last bit
 
 
 def mse(found: Tensor, true: Tensor) -> list[float]:
@@ -19,15 +19,15 @@ def mse(found: Tensor, true: Tensor) -> list[float]:
 
 
 def psnr(found: Tensor, true: Tensor) -> list[float]:
-    """-10 log10 of the mean squared difference, in decibels; equal images have 120."""
+    """-10 log10 of the mean squared difference, in decibels; 120 for equal images."""
     return [min(MOST, -10 * math.log10(value)) if value else MOST for value in mse(found, true)]
 
 
 def ssim(found: Tensor, true: Tensor) -> list[float]:
-    """Structural similarity of each image (Wang et al. 2004), averaged over channels and the places of a window.
+    """Structural similarity of each image (Wang et al. 2004), averaged over channels and window positions.
 
-    Gaussian windows of 11 x 11 pixels with a deviation of 1.5, of 7 x 7 for images under 16 pixels, that lie inside of
-    the image; constants 0.01^2 and 0.03^2.
+    Gaussian windows inside the image, 11 x 11 pixels (7 x 7 for images under 16 pixels), deviation 1.5; constants
+    0.01^2 and 0.03^2.
     """
     size = 11 if min(true.shape[-2:]) >= 16 else 7
     a, b = (image.double().flatten(0, 1).unsqueeze(1) for image in (found, true))
@@ -54,10 +54,7 @@ def _window(size: int) -> Tensor:
 
 
 def match(found: Tensor, true: Tensor) -> list[int]:
-    """For each true image the reconstruction that belongs to it: the assignment of least summed squared difference.
-
-    A gradient does not say in which order a batch was; found[match(found, true)] is in the order of `true`.
-    """
+    """The reconstruction of each true image, by least summed squared difference: gradients do not reveal the order."""
     costs = torch.cdist(
         true.double().flatten(1), found.double().flatten(1), compute_mode="donot_use_mm_for_euclid_dist"
     )

@@ -1,7 +1,6 @@
-"""Attackers of the veil: each turns what a client saw into a model that is nearer to the true one.
+"""Attackers of the veil: each turns what a client saw into a model that is closer to the true one.
 
-None of them needs more than the broadcast and, for calibration, the client's own labelled records. docs/threat-model.md
-has what they achieve.
+They use only the broadcasts and, to fit the noise, the client's own labelled records (docs/threat-model.md).
 """
 
 import copy
@@ -32,14 +31,14 @@ def with_values(architecture: nn.Module, values: dict[str, Tensor]) -> nn.Module
 
 
 def base_of(architecture: nn.Module, broadcast: Broadcast) -> nn.Module:
-    """The model that is sent, without the public offset of its head."""
+    """The model as received, without the public offset of its head."""
     return with_values(architecture, {**broadcast.parameters, **broadcast.buffers})
 
 
 def centred(observed: Observed) -> Observed:
-    """Centring: the head without its mean row, which the scheme itself sends apart for the sake of precision.
+    """Offset removed: the head without its public offset, which the scheme sends separately for precision.
 
-    Needs no data. What is left of the noise is as large as the anchor's error (docs/maths.md, "Anchoring").
+    Needs no data. The remaining noise is as large as the anchor's error (docs/maths.md, "Anchoring").
     """
     sent = observed.rounds[-1].broadcast
     if not isinstance(sent, Broadcast) or sent.head is None:
@@ -48,7 +47,7 @@ def centred(observed: Observed) -> Observed:
 
 
 def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
-    """For each record alpha: what the head's outputs grow by when 1 is added to all that has noise in it."""
+    """For each record alpha: how much the head's outputs grow when 1 is added to all of its masked values."""
     ones = copy.deepcopy(base)
     with torch.no_grad():
         ones.get_parameter(head.weight).fill_(1.0)
@@ -60,8 +59,8 @@ def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
 def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, loss: Loss, steps: int = STEPS) -> Tensor:
     """The m numbers c for which outputs - alpha (c rows) fit the targets best.
 
-    `rows` is (m, n_L): r_a in the places of each group, else 0. Squared error: least squares. Any other loss: a fit
-    that is convex where the loss is, from c = 0.
+    `rows` is (m, n_L): r_a in the places of each group, else 0. Squared error: least squares. Any other loss: L-BFGS
+    from c = 0, convex if the loss is.
     """
     energy = (rows**2).sum(1) * float((alpha**2).sum())
     if isinstance(loss, SquaredError):
@@ -82,7 +81,7 @@ def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, lo
 
 
 def calibrate(observed: Observed, sent: Broadcast) -> nn.Module:
-    """A round's model with the noise of its head fitted on the attacker's own records, and taken out."""
+    """A round's model with the noise of its head fitted with the attacker's own labels, and subtracted."""
     base = base_of(observed.architecture, sent)
     head = sent.head
     if head is None:
@@ -100,7 +99,7 @@ def calibrate(observed: Observed, sent: Broadcast) -> nn.Module:
 
 
 def picked(observed: Observed, base: nn.Module, head: PublicHead) -> nn.Module:
-    """Of a few candidates for the noise, the one whose head fits the attacker's own records best, taken out."""
+    """The model with that candidate for the noise subtracted whose head fits the attacker's own records best."""
     found = []
     for noise in head.noise(head.direction):
         model = copy.deepcopy(base)
@@ -111,13 +110,13 @@ def picked(observed: Observed, base: nn.Module, head: PublicHead) -> nn.Module:
 
 
 def calibrated(observed: Observed) -> Observed:
-    """Calibration: y = y^ - alpha r has m unknowns that all records of a round share; fit them on one's own."""
+    """Own labels: y = y^ - alpha r has m unknowns that all records of a round share; fit them with own records."""
     sent = observed.rounds[-1].broadcast
     return dataclasses.replace(observed, model=calibrate(observed, sent)) if isinstance(sent, Broadcast) else observed
 
 
 def plan_of(observed: Observed) -> Plan:
-    """What a veil may do to this architecture, which is public."""
+    """Which layers of this architecture can be masked, which is public."""
     return analyse(observed.architecture, observed.inputs[:2], head="exposed")
 
 
@@ -136,7 +135,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def standardised(observed: Observed) -> Observed:
-    """Calibrated, and hidden units scaled by a rule of the attacker's own: factors that a veil put there are gone."""
+    """Own labels, rescaled: also puts hidden units in canonical form, which undoes the veil's factors."""
     sent = observed.rounds[-1].broadcast
     if not isinstance(sent, Broadcast):
         return observed
@@ -144,10 +143,7 @@ def standardised(observed: Observed) -> Observed:
 
 
 def aligned(observed: Observed) -> Observed:
-    """All rounds calibrated, in canonical form, units in the order of the first: now their differences mean something.
-
-    Consecutive true models are close, so once factors and places are undone, so are these.
-    """
+    """All rounds fitted with own labels, in canonical form, with units in the order of the first round."""
     if not isinstance(observed.rounds[-1].broadcast, Broadcast):
         return observed
     plan = plan_of(observed)

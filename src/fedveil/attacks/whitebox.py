@@ -1,4 +1,4 @@
-"""The white-box membership attack of Nasr et al. (2019): a network that learns members by a model's inner values."""
+"""The white-box membership attack of Nasr et al. (2019): a network that detects members by a model's inner values."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -11,21 +11,21 @@ from fedveil.attacks.scores import balanced_accuracy
 from fedveil.errors import BadArgument
 from fedveil.federation.shards import generator
 
-Features = Mapping[str, Tensor]  # by name, a row a record; (records, rows, columns) for gradients
+Features = Mapping[str, Tensor]  # by name, one row per record; (records, rows, columns) for gradients
 Score = Callable[[Features], Tensor]
-OUT = 64  # what a branch hands on
-WIDE = {"label": 128}  # of a branch's hidden layer; 100 for all others
-SPREAD = 0.01  # of the first weights
+OUT = 64  # outputs of a branch
+WIDE = {"label": 128}  # width of a branch's hidden layer; 100 for all others
+SPREAD = 0.01  # of the initial weights
 KERNELS = 100  # of the gradient's branch
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """How the attack network stood after an epoch.
+    """The attack network after an epoch.
 
     Attributes:
-        train: share of its training records that it told right, half of them members.
-        positive: share of them that it took for members; 0 or 1 is a network that answers the same to all.
+        train: accuracy on its training records, half of them members.
+        positive: share of them that it calls members; 0 or 1 if it gives the same answer for all.
         validation: balanced accuracy on the validation records, at the threshold 0.5.
     """
 
@@ -36,11 +36,11 @@ class Epoch:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """The attack network of the epoch with the best accuracy on validation records, the first of several.
+    """The attack network of the first epoch with the best accuracy on validation records.
 
     Attributes:
-        score: features -> a score a record, from 0 to 1; larger = member.
-        held: scores of the validation records, members and others, to choose a threshold by.
+        score: features -> one score per record, from 0 to 1; larger = member.
+        held: scores of the validation records, members and others, to choose a threshold.
         chosen: the epoch, from 0.
         epochs: all of them.
     """
@@ -52,16 +52,16 @@ class Trained:
 
     @property
     def collapsed(self) -> bool:
-        """Whether the chosen network answers the same to all of its training records."""
+        """Whether the chosen network gives the same answer for all of its training records."""
         return self.epochs[self.chosen].positive in (0.0, 1.0)
 
 
 class AttackNetwork(nn.Module):
-    """A branch a feature, and an encoder of 256, 128, 64 and 1 units over all of them.
+    """One branch per feature, and an encoder of 256, 128, 64 and 1 units over all of them.
 
     Branches as in the authors' code: layer outputs and loss 100-64, label 128-64. Differs from theirs: the gradient's
-    branch is 100 kernels as wide as its rows, 256-64 in place of 2024-512-256; what is a map comes pooled, so that all
-    outputs have the dense branch and no dropout.
+    branch is 100 kernels as wide as its rows, 256-64 in place of 2024-512-256; maps are pooled, so all outputs have the
+    dense branch and no dropout.
     """
 
     def __init__(self, features: Features, chance: torch.Generator) -> None:
@@ -78,7 +78,7 @@ class AttackNetwork(nn.Module):
                     module.bias.zero_()
 
     def forward(self, features: Features) -> Tensor:
-        """The probability of being a member, as the network sees it."""
+        """The predicted probability of being a member."""
         joined = torch.cat([branch(features[name]) for name, branch in self.branches.items()], 1)
         found: Tensor = self.encoder(joined).squeeze(1)
         return found
@@ -94,15 +94,12 @@ def _branch(name: str, values: Tensor) -> nn.Module:
 
 
 def select(features: Features, rows: Tensor | slice) -> dict[str, Tensor]:
-    """The same features of some records."""
+    """The features of some records."""
     return {name: values[rows] for name, values in features.items()}
 
 
 def standardised(known: Features) -> Callable[[Features], dict[str, Tensor]]:
-    """Features with mean 0 and deviation 1 over the known records; dimensions that are constant there become 0.
-
-    A factor on a unit, such as a veil's, has no effect on what comes out.
-    """
+    """Scale features to mean 0 and deviation 1 over the known records, which removes any factor on a unit."""
     means = {name: values.mean(0) for name, values in known.items()}
     scales = {name: values.std(0) for name, values in known.items()}
     floors = {name: torch.finfo(v.dtype).eps * v.abs().amax(0) * 10 for name, v in known.items()}
@@ -118,7 +115,7 @@ def standardised(known: Features) -> Callable[[Features], dict[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the attack network is trained; `validation` is the share of known records that choose the epoch."""
+    """How the attack network is trained; `validation` is the share of known records used to choose the epoch."""
 
     epochs: int = 100
     lr: float = 1e-3
@@ -140,13 +137,13 @@ def train_attack(
     recipe: Recipe | None = None,
     on_epoch: Callable[[int, Score], None] = lambda epoch, score: None,
 ) -> Trained:
-    """Train on records whose membership the attacker knows; keep the epoch that tells most of a part held out.
+    """Train on records whose membership the attacker knows; keep the epoch with the best accuracy on a held-out part.
 
-    Squared error to 1 and 0, Adam, batches half of members and half of others, features standardised. `on_epoch` gets
+    Squared error to 1 and 0, Adam, batches half of members and half of others, standardised features. `on_epoch` gets
     every epoch's network as a score function.
 
     Differs from Nasr et al.: the epoch is chosen on records held out from training, not on the test records; lr is
-    their code's default, 1e-3, and not the paper's 1e-4, with which few records teach it less.
+    their code's default, 1e-3, not the paper's 1e-4, which learns less from few records.
     """
     recipe = recipe or Recipe()
     chance = generator("attack network", recipe.seed)
@@ -178,7 +175,7 @@ def train_attack(
 def _divided(
     members: Features, others: Features, share: float, chance: torch.Generator
 ) -> tuple[tuple[Features, Features], Features]:
-    """As many of each kind: a share held out, and the rest with members first."""
+    """The same number of each kind: a share held out, and the rest with members first."""
     sizes = [len(next(iter(part.values()))) for part in (members, others)]
     count = min(sizes)
     held = round(share * count)
@@ -209,7 +206,7 @@ def _one_epoch(
 
 @torch.no_grad()
 def _look(network: AttackNetwork, ready: Features, validation: float) -> Epoch:
-    """How the network stands on its training records, the first half of them members."""
+    """The network's accuracy on its training records, the first half of them members."""
     said = network(ready) > 0.5
     half = len(said) // 2
     right = said[:half].sum() + (~said[half:]).sum()

@@ -27,32 +27,30 @@ def analyse(
 ) -> Plan:
     """Find out which layers of a model can be masked, and how.
 
-    Nothing is run on real numbers and nothing in the model is changed: torch.export records the operations of a forward
-    pass on the shapes, dtypes and modes (train or eval) of the model, and the plan holds for these. Operations without
-    a rule let no noise through, and the plan names them.
+    The model is neither run nor changed: torch.export records the operations of a forward pass for its shapes, dtypes
+    and modes (train or eval), and the plan holds for these. Operations without a rule let no noise through, and the
+    plan names them.
 
     Args:
         model: any network that torch.export can record.
         example_inputs: one tensor, a tuple with one per argument of forward, or a dict of keyword arguments; the first
             dimension of each counts samples.
-        head: "linear" looks for the last Linear or convolution that can take additive noise: the model's last layer, or
-            one that something follows. "exposed" does without: **clients then read the true predictions**, only hidden
-            layers are covered.
-        min_coverage: refuse a model of which less than this share of the parameters' values can be covered.
+        head: "linear" masks the last Linear or convolution that can be masked additively; other operations may follow
+            it. "exposed" masks none: **clients then read the true predictions**, only hidden layers are covered.
+        min_coverage: refuse a model if less than this share of the parameters' values can be covered.
         public: names, or beginnings of names, of parameters whose values clients know, such as a published backbone;
             `plan.known` then counts what they reveal.
 
     Returns:
-        The plan. `print(plan)` shows axes, symmetries, and what is pinned and why; `plan.shares` how much of the model
-        is covered.
+        The plan. `print(plan)` shows axes, symmetries, and what is pinned and why; `plan.shares` how much is covered.
 
     Raises:
         NotTraceable: torch.export cannot follow forward.
-        HeadNotLinear: no Linear or convolution can take additive noise, and `head` is not "exposed".
+        HeadNotLinear: no Linear or convolution can be masked additively, and `head` is not "exposed".
         NothingToVeil: every axis is pinned.
         TooLittleCovered: less than `min_coverage` can be covered.
-        AnalysisError: forward returns more than one tensor, no parameter wants a gradient, tensors differ in dtype or
-            device, or are not float32 or float64.
+        AnalysisError: forward returns more than one tensor, no parameter requires a gradient, tensors differ in dtype
+            or device, or are not float32 or float64.
 
     Warns:
         UserWarning: more than a tenth of the parameters' values would be sent as they are.
@@ -73,11 +71,11 @@ def analyse(
     walk.run()
     plan = build_plan(model, walk, found, public)
     if not plan.layout.trainable:
-        fix = "model.requires_grad_(True) for what is to be trained"
-        raise AnalysisError(plan.model_name, "no parameter that forward reads wants a gradient", fix)
+        fix = "call requires_grad_(True) on the parameters to train"
+        raise AnalysisError(plan.model_name, "no parameter that forward reads requires a gradient", fix)
     reasons = "; ".join(f"{where}: {why}" for where, why in plan.pinned[:3]) or "it has no hidden axis"
     if plan.head is None and plan.coverage == 0:
-        fix = "let two layers with weights stand around a ReLU, BatchNorm or pooling, or use the linear head's noise"
+        fix = 'put a ReLU, BatchNorm or pooling between two layers with weights, or use head="linear"'
         raise NothingToVeil(plan.model_name, f"a veil would change nothing, because {reasons}", fix)
     bare = plan.shares["bare"]
     if plan.coverage < min_coverage:
@@ -85,7 +83,7 @@ def analyse(
             f"{plan.coverage:.1%} of its values can be covered, less than the {min_coverage:.1%} asked for: {reasons}"
         )
         raise TooLittleCovered(
-            plan.model_name, what, "print(analyse(...)) shows what is pinned and why; or a lower bound"
+            plan.model_name, what, "print(analyse(...)) shows what is pinned and why; or lower min_coverage"
         )
     if bare > MOST_BARE:
         what = f"{plan.model_name}: {bare:.1%} of the parameters' values are sent as they are, because {reasons}."

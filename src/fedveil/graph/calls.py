@@ -38,10 +38,10 @@ class Activation:
 
 @dataclass(eq=False)
 class Stored:
-    """A parameter or buffer of the model, or a view of one; `whole` is all of it.
+    """A parameter or buffer of the model, or a view of one; `whole` is the full tensor.
 
-    Where an operation has no special use for it, it counts as an activation: every element of a parameter begins
-    units of its own, and a buffer carries none.
+    Unless an operation handles it specially, it counts as an activation: every element of a parameter is a unit of its
+    own, and a buffer has none.
     """
 
     value: Tensor
@@ -78,13 +78,13 @@ class Stored:
         return Units(tuple(view([factor]) for factor in whole.scale), order)
 
     def attach(self, units: Units, shape: Sequence[int] | None = None, strides: Sequence[int] | None = None) -> None:
-        """Tie it, or a reshaped view of it, to its noise."""
+        """Record the noise on it, or on a reshaped view of it."""
         own = tuple(shape if shape is not None else self.value.shape)
         steps = tuple(strides if strides is not None else self.value.stride())
         self.ledger.attach(self.name, Region(int(self.value.storage_offset()), own, steps, units))
 
     def leave_bare(self, where: str, why: str) -> None:
-        """No noise on it."""
+        """Record that it gets no noise."""
         if self.is_parameter:
             self.attach(Units())
             self.ledger.note(where, why)
@@ -99,12 +99,12 @@ class Call:
     """An operation with its operands.
 
     Attributes:
-        name: of the ATen operation, without overload and without the underscore of an operation in place.
-        where: the operation's place in the model, for people.
-        arguments: by the name that the operation's schema gives them; tensors as `Activation` or `Stored`.
-        output: what it returns, in fake tensors.
+        name: of the ATen operation, without overload and in-place underscore.
+        where: the operation's place in the model, for messages.
+        arguments: by their names in the operation's schema; tensors as `Activation` or `Stored`.
+        output: its result, as fake tensors.
         run: the operation itself, as a function of its arguments.
-        ledger: where rules write.
+        ledger: where rules record their results.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Call:
         return len(self.output.shape)
 
     def dim(self, name: str = "dim", of: Traced | None = None) -> int:
-        """A dim that is given as an argument, counted from 0."""
+        """A dim given as an argument, counted from 0."""
         found = self.arguments[name] % max(1, (of or self.x).value.dim())
         assert isinstance(found, int)
         return found
@@ -156,7 +156,7 @@ class Call:
         self.ledger.limit(factors, symmetry, self.where, why)
 
     def unscaled(self, units: Units, why: str | None = None) -> Units:
-        """Units that lose their factors here, because none passes."""
+        """The units without their factors, because this operation lets none through."""
         self.limit(units.scale, Symmetry.NOTHING, why)
         return units.unscaled()
 
@@ -186,12 +186,12 @@ def tensor(argument: Any) -> Traced:
 
 
 def stored(argument: Any) -> Stored:
-    """An argument that must be a parameter or buffer of the model as it stands."""
+    """An argument that must be a parameter or buffer of the model itself."""
     if isinstance(argument, Stored):
         return argument
-    raise NoRule("its weight is not a parameter as it stands, but computed")
+    raise NoRule("its weight is computed, not a parameter itself")
 
 
 def zeros(shape: Sequence[int]) -> Tensor:
-    """A factor's worth of 0."""
+    """A factor of zeros."""
     return torch.zeros(tuple(shape), dtype=torch.int64)

@@ -42,7 +42,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def in_words(plan: Plan) -> str:
-    """The shares in a line."""
+    """The shares in one line."""
     shares = plan.shares
     return (
         f"{shares['scaled']:.1%} scaled by secret factors or masked, {shares['signed']:.1%} changed in sign, "
@@ -51,13 +51,13 @@ def in_words(plan: Plan) -> str:
 
 
 def known_in_words(plan: Plan) -> str | None:
-    """What clients know beforehand, in a sentence; None if nothing that matters."""
+    """What known values reveal, in one sentence; None if nothing."""
     if not plan.known.share:
         return None
     names = ", ".join(plan.known.names[:3]) + (", ..." if len(plan.known.names) > 3 else "")
     return (
         f"The factors (or signs) of {plan.known.share:.1%} of the values follow from values that clients know "
-        f"({names}): what is left to cover them are their places, and signs where factors have any."
+        f"({names}): only their places, and signs where factors have any, stay secret."
     )
 
 
@@ -66,7 +66,7 @@ def _names(names: tuple[str, ...]) -> str:
 
 
 def _about(head: Head | None) -> str:
-    """Which layer takes the additive noise, and what that means for what follows it."""
+    """Which layer is masked additively, and how clients run the layers that follow."""
     if head is None:
         return "HEAD EXPOSED: no additive noise, clients read the true predictions"
     layer = f"{head.path or head.weight} with {head.outputs} outputs"

@@ -1,4 +1,4 @@
-"""A model's operations, by torch.export: a few hundred calls of ATen functions, whatever its modules are."""
+"""A model's operations by torch.export: a few hundred calls of ATen functions, whatever its modules are."""
 
 import copy
 import linecache
@@ -24,13 +24,14 @@ SAMPLES = 2  # of the example; one sample is a special case to torch.export, and
 
 @dataclass(frozen=True)
 class Exported:
-    """The graph of a model, and what its placeholders are.
+    """The graph of a model, and the meaning of its placeholders.
 
     Attributes:
         graph: of ATen operations; each node's `meta["val"]` has its shapes.
         parameters: placeholder name -> the parameter's known name.
         buffers: placeholder name -> the buffer's known name.
-        outputs: the nodes that the model returns, and whether that is one tensor as it stands.
+        outputs: the nodes that the model returns.
+        single: whether it returns exactly one tensor.
     """
 
     graph: fx.Graph
@@ -51,7 +52,7 @@ def known_names(model: nn.Module) -> dict[str, str]:
 
 
 def stand_in(model: nn.Module) -> nn.Module:
-    """A copy that shares its numbers with the model, but nothing else; all its tensors are contiguous."""
+    """A copy that shares only its values with the model; all its tensors are contiguous."""
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         plain = tensor.detach()
@@ -67,7 +68,7 @@ def stand_in(model: nn.Module) -> nn.Module:
 
 
 def check_example(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Examples of `SAMPLES` samples; floating ones in the model's dtype and all on its device."""
+    """Examples of `SAMPLES` samples on the model's device; floating-point ones in its dtype."""
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     found = tensors(inputs)
     if not found or any(tensor.dim() == 0 for tensor in found):
@@ -83,7 +84,7 @@ def check_example(model: nn.Module, inputs: Inputs) -> Inputs:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch.export logs when it stops, and warns of recurrent layers and deprecated parts of its own."""
+    """Silence what torch.export logs when it fails, and its warnings (recurrent layers, deprecations)."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -120,12 +121,12 @@ def export(model: nn.Module, inputs: Inputs) -> Exported:
 def _refuse_autocast() -> None:
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
-            what = f"torch.autocast is on for {device}, which rounds activations as a veil scales them: less exact"
+            what = f"torch.autocast is on for {device}: it rounds veiled activations differently from plain ones"
             raise AnalysisError("analyse", what, "call it outside of torch.autocast, and train in float32")
 
 
-# An operation that writes into its first argument. Those of ELEMENTWISE change each element by itself, so that another
-# name for the same memory carries the same noise as before; for all others the graph is rewritten without writes.
+# In-place operations that change each element separately, so that an alias of the same memory keeps its noise. If the
+# graph has other in-place operations, it is rewritten without them.
 ELEMENTWISE = {
     "relu_", "leaky_relu_", "add_", "sub_", "hardtanh_", "sigmoid_", "tanh_", "silu_", "elu_", "celu_", "selu_",
     "hardswish_", "hardsigmoid_", "relu6_", "dropout_", "mish_", "gelu_", "clamp_", "clamp_min_", "clamp_max_",
@@ -139,7 +140,7 @@ def short_name(target: Any) -> str:
 
 
 def _needs_functions(graph: fx.Graph) -> bool:
-    """Whether the graph writes into tensors in a way that rules do not follow."""
+    """Whether the graph writes into tensors in a way that rules cannot follow."""
     for node in graph.nodes:
         if node.op != "call_function" or not hasattr(node.target, "_schema"):
             continue
@@ -149,7 +150,7 @@ def _needs_functions(graph: fx.Graph) -> bool:
 
 
 def _counts_batches(node: fx.Node) -> bool:
-    """Whether a node only counts up a buffer of integers, as BatchNorm does."""
+    """Whether a node only increments an integer buffer, as BatchNorm does."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and not value.is_floating_point()
 
@@ -162,7 +163,7 @@ LIBRARY = re.compile(r"[/\\]torch[/\\]|[/\\]fedveil[/\\]|[/\\]inspect.py$|<froze
 
 
 def _place(model: nn.Module, twin: nn.Module, error: Exception) -> str:
-    """The module, and the line of the user's code, at which an export stopped."""
+    """The module, and the line of the user's code, at which an export failed."""
     names = {id(module): name for name, module in twin.named_modules()}
     where, line = type(model).__name__, ""
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -176,13 +177,13 @@ def _place(model: nn.Module, twin: nn.Module, error: Exception) -> str:
 
 
 def _holds(error: Exception, kind: type) -> bool:
-    """Whether a function that the error went through had such an object."""
+    """Whether a function in the error's traceback held such an object."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(isinstance(value, kind) for frame, _ in frames for value in frame.f_locals.values())
 
 
 def _refusal(model: nn.Module, twin: nn.Module, error: Exception) -> AnalysisError | BadArgument:
-    """The line of the user's code at which the export stopped, and what to do there."""
+    """The line of the user's code at which the export failed, and what to do about it."""
     where = _place(model, twin, error)
     text = str(error).strip()
     first = text.splitlines()[0][:300] if text else type(error).__name__

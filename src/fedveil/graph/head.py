@@ -1,4 +1,4 @@
-"""The layer of a model that takes the additive noise: the one at the end, or the last that can."""
+"""The layer of a model that is masked additively: the final one, or the last one that can be."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,19 +42,18 @@ WITHIN = ("stacked", "repeated")
 
 @dataclass(frozen=True)
 class Head:
-    """The layer that takes the additive noise.
+    """The layer that is masked additively.
 
     Attributes:
-        path: of the module in whose forward it is.
+        path: of the module whose forward calls it.
         weight: name of its weight.
         bias: name of its bias, if it has one.
-        outputs: how many there are.
-        dim: which dim of the weight counts outputs: 0, or 1 for a transposed convolution.
-        axis: which dim of what takes the noise counts outputs: -1 for a Linear, 1 for a convolution.
-        tail: what follows it. "alike": at most operations that are linear and equal for every output, so that its
-            outputs are the model's. "reshaped": they are after a reshape, which clients need not run. Otherwise clients
-            put each candidate for the noise in where the layer's output appears: "stacked" along the batch, if nothing
-            that follows couples samples; else forward is "repeated" for each.
+        outputs: their number.
+        dim: the dim of the weight that counts outputs: 0, or 1 for a transposed convolution.
+        axis: the dim of the masked outputs that counts outputs: -1 for a Linear, 1 for a convolution.
+        tail: what follows it. "alike": only operations that are linear and equal for every output. "reshaped": only
+            reshapes, which clients need not run. Otherwise clients apply each candidate for the noise to the layer's
+            output: "stacked" along the batch, if nothing that follows couples samples; else forward is "repeated".
     """
 
     path: str
@@ -72,11 +71,7 @@ class Head:
 
 
 def find_head(model: nn.Module, exported: Exported, inputs: Inputs) -> tuple[Head, fx.Node | None]:
-    """The Linear or convolution at the end; else the last one that can take noise.
-
-    Returns:
-        The head, and its node if its outputs are the model's.
-    """
+    """The Linear or convolution at the end, with its node; else the last one that can be masked, and None."""
     if not exported.single:
         raise AnalysisError(type(model).__name__, "the model returns more than one tensor, or a dict", LOGITS)
     found = _at_end(model, exported, inputs)
@@ -92,14 +87,14 @@ def find_head(model: nn.Module, exported: Exported, inputs: Inputs) -> tuple[Hea
     what = "; ".join(tried[:3]) or "it has no Linear and no convolution"
     raise HeadNotLinear(
         type(model).__name__,
-        f"no layer can take additive noise: {what}",
+        f"no layer can be masked additively: {what}",
         "give the model a Linear or a convolution with a weight of its own; or, for multiplicative noise only, "
         'analyse(model, inputs, head="exposed"): then clients read the true predictions',
     )
 
 
 def _at_end(model: nn.Module, exported: Exported, inputs: Inputs) -> tuple[Head, fx.Node] | None:
-    """The Linear or convolution behind nothing but what is linear and equal for every output."""
+    """The Linear or convolution that only operations linear and equal for every output follow."""
     node, tail = exported.outputs[0], []
     while node.op == "call_function" and short_name(node.target) in EQUAL:
         tail.append(node)
@@ -120,7 +115,7 @@ def _at_end(model: nn.Module, exported: Exported, inputs: Inputs) -> tuple[Head,
 
 
 def _layers(exported: Exported) -> Iterator[fx.Node]:
-    """Linears and convolutions from the last to the first; those that no way to the output leads around come first."""
+    """Linears and convolutions from last to first; those that every path to the output goes through come first."""
     nodes = [n for n in exported.graph.nodes if n.op == "call_function" and short_name(n.target) in HEADS]
     given = {n for n in exported.graph.nodes if n.op == "placeholder"}
     given -= {n for n in given if n.name in exported.parameters or n.name in exported.buffers}
@@ -130,7 +125,7 @@ def _layers(exported: Exported) -> Iterator[fx.Node]:
 
 
 def _reaches(node: fx.Node, goals: set[fx.Node], around: fx.Node | None) -> bool:
-    """Whether a node depends on one of the goals by a way around another node."""
+    """Whether a node depends on one of the goals by a path that avoids `around`."""
     seen, waiting = {node}, [node]
     while waiting:
         here = waiting.pop()
@@ -154,7 +149,7 @@ class _Layer(NamedTuple):
 
 
 def _described(exported: Exported, node: fx.Node) -> _Layer | str:
-    """The layer, or why it takes no noise."""
+    """The layer, or why it cannot be masked."""
     name = short_name(node.target)
     found: list[str | None] = []
     calls = 0
@@ -164,7 +159,7 @@ def _described(exported: Exported, node: fx.Node) -> _Layer | str:
             continue
         known = exported.parameters.get(argument.name) if isinstance(argument, fx.Node) else None
         if known is None:
-            return "its weight or bias is not a parameter as it stands"
+            return "its weight or bias is computed, not a parameter itself"
         same = [n for n in exported.graph.nodes if n.op == "placeholder" and exported.parameters.get(n.name) == known]
         users = [user for n in same for user in n.users]
         if any(short_name(u.target) != name or [*u.args, *[None] * 3][place] not in same for u in users):
@@ -183,7 +178,7 @@ def _described(exported: Exported, node: fx.Node) -> _Layer | str:
 
 
 def _within(model: nn.Module, exported: Exported, layer: _Layer, node: fx.Node, inputs: Inputs) -> Head | str:
-    """The layer as a head with something behind it, or why it is none."""
+    """The layer as a head that other operations follow, or why it cannot be one."""
     head = layer.head
     alone = _run(model, head, inputs, 1, copies=1)
     if alone is None or alone.calls != layer.calls:
@@ -196,7 +191,7 @@ def _within(model: nn.Module, exported: Exported, layer: _Layer, node: fx.Node, 
 
 
 def _class_axis(model: nn.Module, head: Head, inputs: Inputs) -> int | None:
-    """Where the model's output grows if the head has more outputs; None if it does not, or cannot."""
+    """The axis of the model's output that grows with the head's outputs; None if there is none."""
     runs = [_run(model, head, inputs, more) for more in (1, 3)]
     if any(run is None for run in runs):
         return None
@@ -217,9 +212,9 @@ class _Ran(NamedTuple):
 
 
 def _run(model: nn.Module, head: Head, inputs: Inputs, more: int, copies: int = 0) -> _Ran | None:
-    """Run the model on tensors without numbers, with `more` outputs of the head.
+    """Run the model on fake tensors, with `more` outputs of the head.
 
-    With `copies` these are taken off again, and what is left goes on that many times, one behind the other.
+    With `copies`, these are removed again, and the rest is repeated that many times along the batch.
     """
     twin = stand_in(model)
     values: dict[str, Tensor] = {}
@@ -239,6 +234,6 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, more: int, copies: int = 
         try:
             with AtLayer(values[head.weight], change) as layer:
                 out = torch.func.functional_call(twin, values, args, kwargs)
-        except Exception:  # code behind the head that counts on the number of outputs, or of samples
+        except Exception:  # code after the head that depends on the number of outputs or samples
             return None
     return _Ran(out.shape, layer.calls) if isinstance(out, Tensor) else None

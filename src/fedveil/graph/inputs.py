@@ -1,8 +1,8 @@
 """What a model's forward takes: one tensor, a tuple of arguments, or a dict of keyword arguments.
 
-Tuples and dicts may be nested, and may hold integers as well as floating numbers; every tensor counts samples along its
-first dimension. A dict is passed as keyword arguments, as ``model(**inputs)``; a forward that wants a dict as its first
-argument takes a tuple of one: ``({"ids": ids, "mask": mask},)``.
+Tuples and dicts may be nested and hold integers or floating-point numbers; the first dimension of every tensor counts
+samples. A dict is passed as keyword arguments, ``model(**inputs)``; for a forward that takes a dict as its first
+argument, use a tuple of one: ``({"ids": ids, "mask": mask},)``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """The model's answer."""
+    """The model's output."""
     args, kwargs = arguments(inputs)
     return model(*args, **kwargs)
 
@@ -35,11 +35,11 @@ def tensors(inputs: Inputs) -> list[Tensor]:
 
 
 def each(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
-    """The same form with every tensor changed."""
+    """The same structure with `change` applied to every tensor."""
     return cast(Inputs, pytree.tree_map_only(Tensor, change, inputs))
 
 
 def count(inputs: Inputs) -> int:
-    """How many samples there are; 0 if there is no tensor."""
+    """The number of samples; 0 if there is no tensor."""
     found = tensors(inputs)
     return found[0].shape[0] if found and found[0].dim() else 0

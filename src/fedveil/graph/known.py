@@ -1,7 +1,7 @@
-"""What a client can work out from values that it knows beforehand.
+"""What a client can infer from values that it knows beforehand.
 
-A new BatchNorm's weight is 1 everywhere, and everybody knows it: what is sent of it is the product of its factors.
-Where one of them has a size of its own, that size is then known, and so it is wherever else it was used.
+A new BatchNorm's weight is known to be 1 everywhere, so its masked value is the product of its factors. Once all but
+one of them are known, so is the last, here and wherever else it is used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ class Known:
     """Values that clients know, and what they reveal.
 
     Attributes:
-        names: the parameters whose values are known: those that hold one number throughout, and those declared public.
-        share: of all parameters' values, those that known ones uncover: the sizes of all their factors follow from
-            known values or, where only their signs are secret, these do. What is left to them are signs (of the
-            former) and places; a public tensor of distinct values gives places away too.
+        names: the parameters with known values: those that hold one number throughout, and those declared public.
+        share: of the parameters' values that known ones uncover: the sizes of all their factors (or, where only signs
+            are secret, the signs) follow from known values. Places, and signs of factors that have a size, stay
+            secret; a public tensor of distinct values reveals places too.
     """
 
     names: tuple[str, ...]
@@ -33,7 +33,7 @@ class Known:
 
 
 def constant(values: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Parameters of several elements that hold one number, not 0, throughout: new norms, new layer scales."""
+    """Parameters of several elements that are all equal and not 0: new norms, new layer scales."""
     found = []
     for name, value in values.items():
         flat = value.detach().reshape(-1)
@@ -44,7 +44,7 @@ def constant(values: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def revealed_classes(pieces: Sequence[Piece], slots: Slots, symmetries: Integers, part: Symmetry) -> set[int]:
-    """Scale classes whose size (or sign) follows from known values: wherever all others in a product are known."""
+    """Scale classes whose size (or sign) follows from known values, because all others in a product are known."""
     secret = (symmetries & part) > 0
     products = [p for piece in pieces for p in _products(piece, slots, secret)]
     found: set[int] = set()
@@ -56,7 +56,7 @@ def revealed_classes(pieces: Sequence[Piece], slots: Slots, symmetries: Integers
 
 
 def _products(piece: Piece, slots: Slots, secret: NDArray[np.bool_]) -> set[frozenset[int]]:
-    """The sets of secret classes that multiply an element of the piece; a class that occurs twice says nothing here."""
+    """The sets of secret classes that multiply an element of the piece; how often a class occurs is ignored."""
     shape = np.broadcast_shapes(*[spread.shape for spread in piece.scale]) if piece.scale else ()
     unit = torch.from_numpy(slots.unit)
     rows = [spread.of(unit).expand(shape).reshape(-1).numpy() for spread in piece.scale]
@@ -67,7 +67,7 @@ def _products(piece: Piece, slots: Slots, secret: NDArray[np.bool_]) -> set[froz
 
 
 def count_uncovered(pieces: Sequence[Piece], known: Sequence[Piece], slots: Slots, symmetries: Integers) -> int:
-    """How many elements of the pieces lose their factors to what is known."""
+    """How many elements of the pieces have factors that known values reveal."""
     sized, signed = ((symmetries[slots.unit] & part) > 0 for part in (Symmetry.POSITIVE, Symmetry.SIGN))
     open_size, open_sign = (
         secret & ~np.isin(slots.unit, sorted(revealed_classes(known, slots, symmetries, part)))
@@ -79,7 +79,7 @@ def count_uncovered(pieces: Sequence[Piece], known: Sequence[Piece], slots: Slot
         def count(excluded: NDArray[np.bool_], piece: Piece = piece) -> int:
             return count_all(piece, piece.scale, torch.from_numpy(~excluded))
 
-        scaled = count(open_size) - count(sized)  # of some size, and none of them open
+        scaled = count(open_size) - count(sized)  # elements with factors of some size, all of them revealed
         only_signed = count(sized | open_sign) - count(sized | signed)
         total += scaled + only_signed
     return total

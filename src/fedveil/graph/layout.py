@@ -17,7 +17,7 @@ Home = tuple[dict[str, Any], str]
 
 @dataclass(frozen=True)
 class Inside:
-    """A model's tensors by name, where each is kept, and the training mode of every module, read in one walk."""
+    """A model's tensors by name, the dicts that hold each, and the training mode of every module."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -26,11 +26,7 @@ class Inside:
 
 
 def look_inside(model: nn.Module) -> Inside:
-    """Read a model; a tensor with several names is there under the first, with several homes.
-
-    Modules come in the order of nn.Module.named_modules, read without its generators: a small model is walked twice in
-    every round.
-    """
+    """Read a model in one pass, in the order of named_modules; a tensor is listed under its first name."""
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     homes: dict[int, list[Home]] = {}
@@ -74,11 +70,11 @@ class Layout:
     """The order of tensors in the flat vector.
 
     Attributes:
-        trainable: parameters that want gradients.
+        trainable: parameters that require gradients.
         frozen: parameters that do not.
-        buffers: floating buffers.
-        counters: other buffers, which travel beside the vector.
-        unused: parameters that forward never reads, which do not travel.
+        buffers: floating-point buffers.
+        counters: other buffers, which are sent separately.
+        unused: parameters that forward never reads, which are not sent.
     """
 
     trainable: tuple[Entry, ...]
@@ -111,7 +107,7 @@ class Layout:
 
     @cached_property
     def name(self) -> str:
-        """A short name for the architecture: equal for equal names, shapes and dtype of the tensors that travel."""
+        """A short name for the architecture: equal for equal names, shapes and dtype of the tensors that are sent."""
         text = repr((sorted((entry.name, tuple(entry.shape)) for entry in self.entries), str(self.dtype)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,11 +1,11 @@
-"""The book in which rules write down which numbers share noise, and what limits it.
+"""The constraints that rules record: which values share noise, and what limits it.
 
-Rules only add lines: units that are one, factors that an operation does not let through, places that must stay, blocks
-of units that trade places together. `solve.py` adds it all up when the walk over the model is over.
+Rules only add constraints: equal units, factors that an operation does not let through, fixed places, blocks of units
+that trade places together. `solve.py` solves them after the walk over the model.
 
 A permutation acts on order units. It moves the k-th element of unit u to the k-th element of unit v in every tensor at
-once, which is a symmetry of the network if every operation uses u and v alike. A `Mark` records how an operation uses
-units; a `Block` that a few of them (the features of a head, the channels of a group) only move as a whole.
+once, which is a symmetry of the network if every operation treats u and v alike. A `Mark` records how an operation uses
+units; a `Block` that some of them (the features of a head, the channels of a group) move only as a whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from fedveil.graph.symmetry import Symmetry
 from fedveil.graph.units import Dims, Units, first_along, varying
 
 Rank = Callable[[Tensor], Tensor]
-WORDS = {0: "no factor", 1: "signs only", 2: "positive factors only"}
+WORDS = {0: "no factor", 1: "only signs", 2: "only positive factors"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Birth:
 
 @dataclass(frozen=True)
 class Mark:
-    """How an operation uses order units: they stay exchangeable if their values, in order of place, are equal."""
+    """How an operation uses order units: units stay exchangeable if their values, in order of place, are equal."""
 
     order: Tensor
     values: Callable[[Rank], Tensor]
@@ -79,7 +79,7 @@ class Region:
 
 @dataclass
 class Ledger:
-    """Units, what unites them, what limits them, and the tensors of the model that carry them."""
+    """Units, the constraints on them, and the tensors of the model that carry them."""
 
     scales: int = 1
     orders: int = 1
@@ -121,11 +121,11 @@ class Ledger:
             self.limits.append(Limit(members[members > 0], symmetry, where, reason))
 
     def note(self, where: str, why: str) -> None:
-        """Something stays without noise here."""
+        """Record that something gets no noise here."""
         self.limits.append(Limit(torch.empty(0, dtype=torch.int64), Symmetry.NOTHING, where, why))
 
     def unite_scale(self, a: Tensor, b: Tensor, where: str, why: str) -> None:
-        """The same factor at the same place; a place that one of them leaves alone is left alone by both."""
+        """Make factors equal at the same place; where one of them has none, the other has none either."""
         if a is b:
             return
         a, b = _broadcast(a, b)
@@ -137,7 +137,7 @@ class Ledger:
             self.scale_pairs.append((a[both], b[both]))
 
     def merge_scale(self, factor: Tensor, dims: Dims, where: str) -> Tensor:
-        """One factor along all of `dims`, because an operation adds up what lies there."""
+        """One factor along all of `dims`, because an operation sums over them."""
         chosen = dims & varying(factor)
         if not chosen:
             return factor
@@ -146,10 +146,10 @@ class Ledger:
         return first
 
     def agree_scale(self, a: Sequence[Tensor], b: Sequence[Tensor], where: str, why: str) -> tuple[Tensor, ...]:
-        """Make two products of factors equal; returns what both are then.
+        """Make two products of factors equal; returns the common product.
 
-        Factors that only one side has are set against one another, or limited to 1: a product of many may agree in
-        more ways than this finds.
+        Factors of only one side are paired with one another, or limited to 1; products of many factors may have more
+        solutions than this finds.
         """
         left = [x for x in a if not any(x is y for y in b)]
         right = [y for y in b if not any(y is x for x in a)]
@@ -191,7 +191,7 @@ class Ledger:
             self.order_pairs.append((a[differ], b[differ]))
 
     def merge_order(self, factor: Tensor, dims: Dims) -> Tensor:
-        """One unit along all of `dims`: what lies there moves together."""
+        """One unit along all of `dims`: its elements move together."""
         chosen = dims & varying(factor)
         if not chosen:
             return factor
@@ -214,10 +214,9 @@ class Ledger:
         return after
 
     def fold(self, factor: Tensor, dims: Dims) -> Tensor | None:
-        """What is left of an order factor after its elements along `dims` are added up.
+        """An order factor after summing over `dims`; None if nothing remains.
 
-        None if nothing is. Otherwise elements along `dims` form a block per remaining place, and the result names the
-        blocks' parents.
+        Elements along `dims` form one block per remaining place; the result has the blocks' parents.
         """
         inner = varying(factor) & dims
         if not inner:
@@ -236,10 +235,10 @@ class Ledger:
     def agree_order(
         self, a: Sequence[Tensor], differs_a: Dims, b: Sequence[Tensor], differs_b: Dims
     ) -> tuple[Tensor, ...]:
-        """Make the elements of two tensors that meet one by one move alike; returns how their result moves.
+        """Make the elements of two tensors of an element-wise operation move alike; returns how the result moves.
 
-        `differs` are the dims along which a tensor's own elements may differ: along the others it is broadcast, and any
-        movement of the other tensor leaves it as it is.
+        `differs` are the dims along which a tensor's elements may differ; along the others it is broadcast, and moving
+        the other tensor does not change it.
         """
         left = [(factor, self.fold(factor, varying(factor) - differs_b)) for factor in a if varying(factor)]
         right = [(factor, self.fold(factor, varying(factor) - differs_a)) for factor in b if varying(factor)]
@@ -264,7 +263,7 @@ class Ledger:
 
     @staticmethod
     def _finer(a: Tensor, seen_a: Tensor, b: Tensor, seen_b: Tensor) -> Tensor:
-        """Of two united factors the one that tells all: with the inner places, else the shorter."""
+        """Of two equal factors the more detailed one: with the inner places, else the shorter."""
         if a is seen_a and b is seen_b:
             return a if a.numel() <= b.numel() else b
         return b if a is seen_a else a
@@ -272,7 +271,7 @@ class Ledger:
     # The model's own tensors.
 
     def attach(self, name: str, region: Region) -> None:
-        """Tie a part of the tensor `name` to its noise; a part that is used twice has the same noise in both uses."""
+        """Record the noise on a part of the tensor `name`; a part used twice has the same noise in both uses."""
         known = self.regions.setdefault(name, [])
         region = region.sorted()
         for number, old in enumerate(known):
@@ -298,7 +297,7 @@ class Ledger:
 
 
 def _overlap(a: Region, b: Region) -> bool:
-    """Whether two views may share an element; views of other strides, or that wrap around, count as if they did."""
+    """Whether two views may share an element; conservative for different strides and views that wrap around."""
     if a.strides != b.strides:
         ends = [r.offset + sum((n - 1) * s for n, s in zip(r.shape, r.strides, strict=True)) for r in (a, b)]
         return not (ends[0] < b.offset or ends[1] < a.offset)

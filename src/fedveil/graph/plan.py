@@ -1,4 +1,4 @@
-"""The result of an analysis: which numbers of a model share which noise, in a form that is fast to apply."""
+"""The result of an analysis: which values of a model share which noise, in a form that is fast to apply."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ KINDS = ("bare", "moved", "signed", "scaled")
 
 @dataclass(frozen=True)
 class Axis:
-    """A set of channels that share factors, as a user sees it."""
+    """A set of channels that share factors, as shown to a user."""
 
     written_by: tuple[str, ...]
     size: int
@@ -57,23 +57,23 @@ class Moves:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a veil may do to a model. `print(plan)` shows it; `shares` says how much of the model it changes, and how.
+    """Which layers of a model can be masked, and how. `print(plan)` shows it; `shares` has how much is covered.
 
     Attributes:
         model_name: class of the model.
         axes: the hidden axes with the factors that each allows.
-        head: the last layer, which takes the additive noise; None if it was chosen to be exposed.
-        layout: the tensors that travel.
-        modes: for each module with a mode that matters, whether it was in training mode.
+        head: the layer that is masked additively; None if exposed.
+        layout: the tensors that are sent.
+        modes: for each module, whether it was in training mode.
         symmetries: for each scale class, the factors that it allows.
         orders: which units trade places.
         slots: see `Slots`.
         pieces: for each tensor, its parts and the slots that act on them.
         pool: the small tensors.
         pinned: operations that let no factor through, or tensors that stay bare, and why.
-        shares: of the parameters' values, those that are "scaled" (multiplied by secret factors, or masked by the
-            head's additive noise), "signed" (multiplied by secret signs), only "moved" (to secret places) and "bare"
-            (sent as they are). Each value counts once, under the strongest; they add up to 1.
+        shares: of the parameters' values that are "scaled" (multiplied by secret factors, or masked additively),
+            "signed" (multiplied by secret signs), only "moved" (to secret places) and "bare" (sent as they are). Each
+            value counts once, under the strongest; they add up to 1.
         known: values that clients know beforehand, and what they reveal.
     """
 
@@ -136,7 +136,7 @@ class Plan:
 
 
 def build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:
-    """Scale units in the groups that a user sees: axes that share a class are one."""
+    """Scale units grouped into axes: axes that share a class are one."""
     classes = scales.classes
     births = [(birth.where, classes[birth.members.numpy()]) for birth in ledger.births]
     parent = list(range(len(births)))
@@ -197,7 +197,7 @@ def find_known(
     model: nn.Module, layout: Layout, pieces: Mapping[str, list[Piece]], slots: Slots, symmetries: Integers,
     head: Head | None, public: Collection[str],
 ) -> Known:  # fmt: skip
-    """What clients know of the model as it is now."""
+    """What clients know of the model's current values."""
     values = look_inside(model).parameters
     names = [entry.name for entry in layout.trainable + layout.frozen]
     told = {name for name in names if any(name == p or name.startswith(p.rstrip(".") + ".") for p in public)}
@@ -210,7 +210,7 @@ def find_known(
 
 
 def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collection[str] = ()) -> Plan:
-    """Turn what the walk wrote down into a plan."""
+    """Turn what the walk recorded into a plan."""
     ledger = walk.ledger
     scales, orders = solve_scales(ledger), solve_orders(ledger)
     layout = lay_out(model, frozenset(walk.used))
@@ -250,7 +250,7 @@ def check_model(plan: Plan, model: nn.Module) -> Inside:
             if tensor is None or tensor.shape != entry.shape or tensor.dtype != layout.dtype:
                 found = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
                 wanted = f"{tuple(entry.shape)} {layout.dtype}"
-                raise ModelMismatch(entry.name, f"the plan wants {wanted}, the model has {found}", fix)
+                raise ModelMismatch(entry.name, f"the plan expects {wanted}, the model has {found}", fix)
     if inside.modes != plan.modes:
         path = next((a[0] for a, b in zip(plan.modes, inside.modes, strict=False) if a != b), plan.model_name)
         raise ModelMismatch(path or plan.model_name, "its mode (train or eval) is not the one analysed", fix)

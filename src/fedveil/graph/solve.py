@@ -1,7 +1,7 @@
-"""From what rules wrote down to classes of units: which share a factor, which trade places, which move in blocks.
+"""Solve the rules' constraints: which units share a factor, which trade places, which move in blocks.
 
-Scale units that are one another's inverse (5 = -7) are found by giving each unit two nodes, itself and its inverse: a
-unit that ends up in one component with its own inverse can only be +1 or -1.
+For inverse units (5 = -7), each unit has two nodes, itself and its inverse: a unit in the same component as its own
+inverse can only be +1 or -1.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Scales:
 
     Attributes:
         classes: of each unit; class 0 is unit 0, which does nothing.
-        powers: +1 or -1: whether the unit is its class's number or the inverse of it.
+        powers: +1 if the unit is its class's number, -1 if it is the inverse.
         symmetries: for each class, the numbers that it may take.
     """
 
@@ -61,7 +61,7 @@ class Scales:
 
 
 def solve_scales(ledger: Ledger) -> Scales:
-    """Add up everything that was said about factors."""
+    """Solve the constraints on factors."""
     n = ledger.scales
 
     def node(refs: Tensor) -> Integers:
@@ -88,15 +88,15 @@ class Orders:
     """Order units in classes, classes in cells, cells in kinds.
 
     Any permutation within a cell is allowed. Classes that move in blocks (the features of a head) are in cells of one
-    kind, which trade places as wholes with all others of their block.
+    kind, which trade places as a whole with the rest of their block.
 
     Attributes:
-        classes: of each unit; class 0 stays.
-        cells: of each class; cell 0 stays.
-        kinds: of each class; 0 for what stays. All classes of a kind occur alike in every tensor.
-        members: of each class, its number in its kind: that of its block times the cell's size, plus that in the cell.
-        blocks: of each class, the number of its block; 0 if it has none.
-        families: of each block, the number of its family, within which blocks trade places; 0 for block 0.
+        classes: of each unit; class 0 does not move.
+        cells: of each class; cell 0 does not move.
+        kinds: of each class; 0 if it does not move. All classes of a kind occur alike in every tensor.
+        members: each class's number in its kind: its block's number times the cell's size, plus its number in the cell.
+        blocks: of each class; 0 if it has none.
+        families: of each block; blocks of a family trade places. 0 for block 0.
     """
 
     classes: Integers
@@ -135,7 +135,7 @@ def ranks(labels: Integers) -> Integers:
 
 
 class _Signatures:
-    """What each order class is used for, as a hash: classes that are used alike have the same."""
+    """A hash of each order class's uses: classes that are used alike have the same."""
 
     def __init__(self, classes: Integers) -> None:
         self.classes = classes
@@ -143,7 +143,7 @@ class _Signatures:
         self._number = 0
 
     def add(self, labels: Integers, values: Integers) -> None:
-        """Take in a tensor: the class and a value of each of its elements, in order."""
+        """Add a tensor: the class and a value of each of its elements, in order."""
         self._number += 1
         present, inverse = np.unique(labels, return_inverse=True)
         seen = np.zeros(len(present), np.uint64)
@@ -158,7 +158,7 @@ class _Signatures:
 
 
 def _uses(ledger: Ledger, classes: Integers) -> _Signatures:
-    """All marks."""
+    """The signatures of all marks and regions."""
     known: dict[int, Tensor] = {}
 
     def rank(order: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def _uses(ledger: Ledger, classes: Integers) -> _Signatures:
 
 
 def solve_orders(ledger: Ledger) -> Orders:
-    """Add up everything that was said about places."""
+    """Solve the constraints on places."""
     pairs = [(a.numpy().ravel(), b.numpy().ravel()) for a, b in ledger.order_pairs]
     classes = compress(components(ledger.orders, pairs))
     count = int(classes.max()) + 1
@@ -197,7 +197,7 @@ def solve_orders(ledger: Ledger) -> Orders:
 
 
 def _members_of_blocks(count: int, blocks: Sequence[tuple[Integers, Integers]]) -> Integers:
-    """For each class the component that blocks put it in, by its smallest class; a class by itself if in none."""
+    """Each class's component by shared blocks, named by its smallest class; a class in no block is its own."""
     pairs = [(children.ravel(), np.repeat(parents, children.shape[1])) for children, parents in blocks]
     return components(count, pairs)
 
@@ -221,7 +221,7 @@ def _families(inside: Integers, place: Integers, uses: Hashes, cells: Integers) 
 
 
 def _arranged(classes: Integers, cells: Integers, blocks: Integers, families: Integers) -> Orders:
-    """Number kinds and the classes in them; what has nobody to trade places with stays."""
+    """Number kinds and their classes; a class without a partner to trade places with does not move."""
     inner = _place_in_block(blocks, cells)
     kinds = compress(mixed(families[blocks], np.where(blocks > 0, inner, -1 - cells)).view(np.int64)) + 1
     kinds[0] = 0
@@ -233,7 +233,7 @@ def _arranged(classes: Integers, cells: Integers, blocks: Integers, families: In
 
 
 def _place_in_block(blocks: Integers, cells: Integers) -> Integers:
-    """For each class, the place among its block's classes of the first one that is in its cell."""
+    """For each class, the place within its block of the first class of its cell."""
     first = np.full(int(cells.max()) + 1, len(cells))
     np.minimum.at(first, cells, ranks(blocks))
     found: Integers = first[cells]

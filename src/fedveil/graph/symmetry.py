@@ -6,7 +6,7 @@ from enum import IntFlag
 class Symmetry(IntFlag):
     """The factors that an operation commutes with; ``a & b`` is what both let through.
 
-    NOTHING leaves only 1, SIGN is {+1, -1}, POSITIVE is every positive number, EVERYTHING is every number but 0.
+    NOTHING allows only 1, SIGN {+1, -1}, POSITIVE every positive number, EVERYTHING every number except 0.
     """
 
     NOTHING = 0
@@ -16,5 +16,5 @@ class Symmetry(IntFlag):
 
     @property
     def words(self) -> str:
-        """The symmetry in a user's words."""
+        """The symmetry as shown to users."""
         return {0: "pinned", 1: "signs", 2: "positive", 3: "any"}[int(self)]

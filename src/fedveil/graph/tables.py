@@ -1,10 +1,10 @@
 """From units to what they do to the elements of parameters and buffers.
 
-Each factor of each tensor becomes a few *slots*, one per place along it: a scale slot knows the class of one secret
-number and its exponent, an order slot the places that one class of units takes in this tensor. A secret is then two
-short vectors, a number per scale slot and a distance per order slot, whatever the size of the model.
+Each factor of each tensor becomes a few *slots*, one per place along it. A scale slot has the class of one secret
+number and its exponent, an order slot the places of one class of units in this tensor. A secret is then two short
+vectors, one number per scale slot and one distance per order slot, whatever the size of the model.
 
-Small tensors are pooled in one flat vector, on which a veil is one product and one gather; a large one is multiplied by
+Small tensors are pooled in one flat vector, which is masked by one product and one gather; a large one is multiplied by
 broadcasting and gathered dim by dim.
 """
 
@@ -64,12 +64,12 @@ class Slots:
     Attributes:
         unit: scale class of each scale slot; 0 is pinned.
         power: +1 or -1, its exponent.
-        order: order class of each order slot; 0 stays.
-        origin: in `table`, the slot's occurrence of the first class of its kind, in this tensor.
+        order: order class of each order slot; 0 does not move.
+        origin: index in `table` of the same occurrence of the first class of its kind, in this tensor.
         repeat: how often each class of the kind occurs there.
-        place: where it is in the tensor's flat elements, along its own dims.
+        place: its place in the tensor's flat elements, along its own dims.
         table: places of each tensor, sorted by kind, class and occurrence.
-        classes: how many scale classes there are.
+        classes: the number of scale classes.
     """
 
     unit: Integers
@@ -86,7 +86,7 @@ class Slots:
         return np.concatenate([scale, 1 / scale], -1)[..., self.unit + self.classes * (self.power < 0)]
 
     def shifts(self, member: Integers) -> Integers:
-        """How far away each order slot's content comes from, by each order class's new number in its kind."""
+        """The distance from which each order slot gets its content, from each order class's new number in its kind."""
         found: Integers = self.table[self.origin + member[..., self.order] * self.repeat] - self.place
         return found
 
@@ -146,7 +146,7 @@ class SlotRows:
         label, position = short.numpy().ravel(), place.expand(short.shape).numpy().ravel()
         count = len(label)
         rank, kind, member = ranks(label), kinds[label], members[label]
-        group = np.where(kind == 0, -1 - np.arange(count), kind)  # a place that stays is a kind of its own
+        group = np.where(kind == 0, -1 - np.arange(count), kind)  # a fixed place is a kind of its own
         by_kind = np.lexsort((rank, member, group))
         starts = np.searchsorted(group[by_kind], group)
         repeat = np.where(kind == 0, 0, np.bincount(label)[label])
@@ -167,11 +167,11 @@ class SlotRows:
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Tensors that lie behind one another in one flat vector.
+    """Tensors concatenated in one flat vector.
 
     Attributes:
         entries: the tensors, with their places in the pool.
-        scale: for each element its scale slots, a row per factor.
+        scale: for each element its scale slots, one row per factor.
         order: its order slots.
         arange: 0, 1, 2, ... along the vector.
     """
@@ -182,7 +182,7 @@ class Pool:
     arange: Tensor
 
     def factors(self, slots: Tensor) -> Tensor:
-        """What each element is multiplied by."""
+        """The factor of each element."""
         return _combined(slots, self.scale, torch.mul)
 
     def sources(self, slots: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def _combined(slots: Tensor, sides: Tensor, combine: object) -> Tensor:
 
 
 def build_pool(entries: Sequence[Entry], pieces: dict[str, list[Piece]], device: torch.device) -> Pool:
-    """Put tensors into one flat vector, and name the slots of each element."""
+    """Put tensors into one flat vector, with the slots of each element."""
     moved, start = [], 0
     for entry in entries:
         size = entry.shape.numel()
@@ -219,10 +219,7 @@ def build_pool(entries: Sequence[Entry], pieces: dict[str, list[Piece]], device:
 
 
 def count_all(piece: Piece, spreads: Sequence[Spread], values: Tensor) -> int:
-    """For how many elements of a part all factors are true at once; `values` has one per slot.
-
-    Factors that change along different dims are independent, so that their counts are multiplied.
-    """
+    """How many elements of a part have `values` true in all factors; independent dims multiply."""
     groups: list[tuple[frozenset[int], Tensor]] = []
     for spread in spreads:
         own = spread.of(values)
@@ -240,7 +237,7 @@ def count_all(piece: Piece, spreads: Sequence[Spread], values: Tensor) -> int:
 
 
 def count_levels(piece: Piece, slots: Slots, symmetries: Integers) -> list[int]:
-    """How many elements of a part a veil leaves bare, moves, changes in sign, scales; each at its strongest."""
+    """How many elements of a part are bare, moved, signed, scaled; each counts once, under the strongest."""
     sized = torch.from_numpy((symmetries[slots.unit] & Symmetry.POSITIVE) > 0)
     free = torch.from_numpy(symmetries[slots.unit] > 0)
     size = torch.Size(piece.shape).numel()
@@ -251,12 +248,12 @@ def count_levels(piece: Piece, slots: Slots, symmetries: Integers) -> list[int]:
 
 
 def _bare(piece: Piece, free: Tensor, still: Tensor) -> int:
-    """Elements that carry neither factor nor place."""
+    """The number of elements that are neither scaled nor moved."""
     both = torch.cat([free, still])
     moved = [Spread(spread.first + len(free), spread.shape) for spread in piece.order]
     return count_all(piece, [*piece.scale, *moved], both)
 
 
 def pieces_of(ledger: Ledger, rows: SlotRows, names: Sequence[str]) -> dict[str, list[Piece]]:
-    """The pieces of each tensor that travels."""
+    """The pieces of each tensor that is sent."""
     return {name: [rows.piece(region) for region in ledger.regions.get(name, ())] for name in names}

@@ -1,4 +1,4 @@
-"""What follows the layer that takes the additive noise."""
+"""The operations after the layer that is masked additively."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,10 +31,10 @@ ONLY_IN_EVAL = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dr
 
 
 class AtLayer(TorchFunctionMode):
-    """Changes what the Linear or convolution with this weight returns, wherever forward calls it.
+    """Changes the output of the Linear or convolution with this weight, wherever forward calls it.
 
     Attributes:
-        calls: how often that was.
+        calls: how often forward called it.
     """
 
     def __init__(self, weight: Tensor, change: Callable[[Tensor], Tensor]) -> None:
@@ -56,10 +56,10 @@ class AtLayer(TorchFunctionMode):
 
 
 def keeps_samples_apart(exported: Exported, node: fx.Node) -> bool:
-    """Whether nothing that follows from a node lets samples of a batch, its first dim, see one another.
+    """Whether no operation after a node couples the samples of a batch (the first dim).
 
-    Only operations that are known to be so count. A tensor that depends on the inputs by another way than the node has
-    no place either: it belongs to the batch as it was.
+    Unknown operations count as coupling. So does a tensor that depends on the inputs by another path than the node,
+    because it has the original batch size.
     """
     following = {node}
     for step in exported.graph.nodes:

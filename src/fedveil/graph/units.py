@@ -1,13 +1,12 @@
-"""Which noise each element of a tensor carries, described by axes.
+"""The noise on each element of a tensor, described by axes.
 
 A tensor carries *scale* (its elements are multiplied by secret factors) and *order* (its elements trade places). Each
-is a tuple of *factors*: integer tensors of as many dims as the tensor described, with size 1 along every dim along
-which nothing changes. The channels of an (N, C, H, W) activation are one factor of shape (1, C, 1, 1), however large
-the image.
+is a tuple of *factors*: integer tensors with as many dims as the tensor itself, of size 1 along every dim along which
+they are constant. The channels of an (N, C, H, W) activation are one factor of shape (1, C, 1, 1).
 
 An element of a scale factor names a scale unit: 5 multiplies by that unit's secret number, -5 divides by it, 0 does
-nothing; an element's scale is the product over all factors. An element of an order factor names an order unit; 0 stays
-in its place.
+nothing; an element's scale is the product over all factors. An element of an order factor names an order unit; 0 does
+not move.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ class Units(NamedTuple):
     order: tuple[Tensor, ...] = ()
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Units":
-        """All factors, changed alike."""
+        """Apply `change` to all factors."""
         return Units(tuple(map(change, self.scale)), tuple(map(change, self.order)))
 
     def unscaled(self) -> "Units":
@@ -61,7 +60,7 @@ def along(values: Tensor, dim: int, rank: int) -> Tensor:
 
 
 def aligned(factor: Tensor, rank: int) -> Tensor:
-    """A factor for a tensor with more dims in front, as broadcasting sees it."""
+    """The factor with leading dims of size 1 added, as broadcasting does."""
     return factor.reshape((1,) * (rank - factor.dim()) + tuple(factor.shape))
 
 

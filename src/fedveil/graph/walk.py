@@ -1,4 +1,4 @@
-"""Walks an exported model's operations and lets each one's rule write in the ledger."""
+"""Walk an exported model's operations and apply the rule of each."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ HEADS: dict[str, Callable[[Call, bool], Outcome]] = {
 
 
 def module_of(node: fx.Node) -> tuple[str, str]:
-    """Path and class name of the innermost module in whose forward a node is."""
+    """Path and class name of the innermost module whose forward contains a node."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return "", ""
@@ -33,7 +33,7 @@ def module_of(node: fx.Node) -> tuple[str, str]:
 
 
 def place_of(node: fx.Node) -> str:
-    """Where an operation is, for people: the module's path and, if it is one of PyTorch's, its class."""
+    """Where an operation is, for messages: the module's path and, if it is one of PyTorch's, its class."""
     path, kind = module_of(node)
     operation = short_name(node.target) if callable(node.target) else str(node.target)
     what = kind.rpartition(".")[2] if kind.startswith("torch.nn.modules") else operation.rstrip("_")
@@ -42,12 +42,12 @@ def place_of(node: fx.Node) -> str:
 
 @dataclass
 class Walk:
-    """The values of a graph's nodes, as far as it was walked.
+    """The values of a graph's nodes, as far as they were visited.
 
     Attributes:
         exported: the model.
-        head: the node that takes the additive noise.
-        ledger: what rules wrote.
+        head: the node that is masked additively.
+        ledger: what rules recorded.
         used: names of parameters that forward reads.
     """
 
@@ -133,7 +133,7 @@ class Walk:
         return [view(v) for v in call.output] if isinstance(call.output, tuple | list) else view(call.output)
 
     def _follow(self, node: fx.Node, call: Call) -> Any:
-        """The output with its units, by the operation's rule; without one everything it touches is pinned."""
+        """The output with its units, by the operation's rule; without a rule, all operands are pinned."""
         if node is self.head:
             return _joined(call.output, HEADS[call.name](call, True))
         found = RULES.get(call.name)
@@ -146,10 +146,7 @@ class Walk:
             return _joined(call.output, Units() if isinstance(call.output, Tensor) else [])
 
     def _apart(self, result: Any) -> Any:
-        """The result, if its order factors change along dims of their own; of those that share a dim the first moves.
-
-        Two of them share one after a reshape that puts their dims together.
-        """
+        """Of order factors that share a dim, for example after a reshape, only the first may move; fix the others."""
         for value in result if isinstance(result, list) else [result]:
             if isinstance(value, Activation):
                 kept: list[Tensor] = []
@@ -169,29 +166,29 @@ class Walk:
                 self.ledger.pin(operand.units, call.where, reason)
 
     def _written(self, node: fx.Node, result: Any) -> None:
-        """What was written into: the first argument has the result's noise from now on."""
+        """After an in-place operation, the first argument has the result's noise."""
         first = node.args[0] if node.args else None
         if isinstance(first, fx.Node) and isinstance(self.values.get(first), Activation):
             self.values[first] = result
 
     def _higher_order(self, node: fx.Node) -> Any:
-        """A part of forward in a context of its own; what goes in and out of it is pinned."""
+        """A part of forward in its own context, such as no_grad; its inputs and outputs are pinned."""
         where = f"{module_of(node)[0]} ({node.target.__name__})" if callable(node.target) else str(node.target)
         if "autocast" in where:
-            what = "forward turns on torch.autocast, which rounds activations as a veil scales them: less exact"
-            raise AnalysisError(where, what, "take the autocast block out of forward, and train in float32")
+            what = "forward turns on torch.autocast: it rounds veiled activations differently from plain ones"
+            raise AnalysisError(where, what, "remove the autocast block from forward, and train in float32")
         operands = [self.values[n] for n in node.all_input_nodes if n.op != "get_attr"]
         for operand in operands:
             if isinstance(operand, Stored):
-                operand.leave_bare(where, "it is read in a context of its own")
+                operand.leave_bare(where, "it is read in a separate context")
             elif isinstance(operand, Activation):
-                self.ledger.pin(operand.units, where, "it is computed in a context of its own")
+                self.ledger.pin(operand.units, where, "it is computed in a separate context")
         value = node.meta.get("val")
         return pytree.tree_map_only(Tensor, Activation, value)
 
 
 def _joined(values: Any, found: Any) -> Any:
-    """Output tensors with their units; where there are none, tensors without noise."""
+    """Output tensors with their units; tensors without units carry no noise."""
     if isinstance(found, Activation | Stored):
         return found
     if isinstance(values, Tensor):

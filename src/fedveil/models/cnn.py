@@ -4,10 +4,7 @@ from torch import nn
 
 
 def cnn(channels: int = 3, outputs: int = 10, *, width: int = 16, size: int = 32) -> nn.Sequential:
-    """Three convolutions with ReLU, two of them followed by max-pooling, and two linear layers.
-
-    For square images of `size` pixels a side, at least 4.
-    """
+    """Three convolutions with ReLU, two max-poolings and two linear layers; for square images from 4 x 4 on."""
     side = size // 4
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),

@@ -11,15 +11,15 @@ CHANNELS, KERNEL, STRIDES, SPREAD = 12, 5, (2, 2, 1), 0.5
 def lenet(channels: int = 3, outputs: int = 10, *, size: int = 32, activation: str = "relu") -> nn.Sequential:
     """Three convolutions of 12 channels and 5 x 5 pixels with strides 2, 2, 1, and a linear head.
 
-    With sigmoids all parameters begin uniform in [-1/2, 1/2], as published: smooth everywhere, and no layer's gradient
-    small beside another's. With ReLU they begin as torch's do.
+    With sigmoids, all parameters start uniform in [-1/2, 1/2], as published, so that the gradients of all layers are of
+    similar size. With ReLU they start with PyTorch's defaults.
 
-    Differs from the published network: it has sigmoids only; ReLU is what a veil covers by factors.
+    Differs from the published network, which has sigmoids only; with ReLU a veil can use factors.
 
     Args:
         channels: of the images.
         outputs: of the head.
-        size: pixels a side.
+        size: pixels per side.
         activation: "relu" or "sigmoid".
     """
     if activation not in ACTIVATIONS:

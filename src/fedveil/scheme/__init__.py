@@ -1,4 +1,4 @@
-"""The paper, a section a file: entropy, secret, perturb, client, recover; losses, nodes and the anchor beside them."""
+"""The paper, one section per file: secret, perturb, client, recover; with losses, decoys, nodes and the anchor."""
 
 from fedveil.scheme.client import client_step
 from fedveil.scheme.entropy import Entropy

@@ -1,4 +1,4 @@
-"""The head as it is sent: centred, with the size of the noise beside it (docs/maths.md, "Anchoring")."""
+"""Split the head's noise into a small secret part and a large public offset (docs/maths.md, "Anchoring")."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,14 +11,14 @@ TINY = np.finfo(np.float64).tiny
 
 
 def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: int) -> Reals:
-    """A(head): m numbers that follow the head when multiples of r_a are added to its rows.
+    """A(head): m numbers that follow anything added to the head along r_a.
 
-    A(head + (g o r_a) 1^T) = A(head) + g, for any g with one number a group. Each column votes for g: the multiple of
-    r_a, within each group, that fits it best. A is the votes' median, then their weighted mean, again and again until
-    it settles. A column weighs 1 / (its square + that of the column at the lowest tenth) once A is subtracted: columns
-    that a large factor made small decide, because they are those through which alpha is large.
+    A(head + (g o r_a) 1^T) = A(head) + g, for any g with one number per group. Each column votes for g: the multiple of
+    r_a, within each group, that fits it best. A starts as the median vote and becomes their weighted mean, repeated
+    until it converges. A column's weight is 1 / (its square + that of the column at the lowest tenth) once A is
+    subtracted: columns made small by a large factor decide, because alpha is large through them.
 
-    Differs from the paper, which sends the sum of head and noise. benchmarks/anchor.py measures what is left.
+    Differs from the paper, which sends the sum of head and noise. benchmarks/anchor.py measures the remaining noise.
     """
     rows = direction[None] if groups == 1 else (partition == np.arange(groups)[:, None]) * direction
     energy = rows @ direction
@@ -36,7 +36,7 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
 
 
 def standard_error(base: Reals, direction: Reals) -> float:
-    """How uncertain the anchor of a centred head is, from the scatter of its columns' votes (m = 1)."""
+    """The standard error of the anchor of a base, from the scatter of its columns' votes (m = 1)."""
     energy = direction @ direction
     votes, beside = _votes(base, direction[None], energy)
     weights, _ = column_weights(energy * votes[0] ** 2 + beside)
@@ -46,14 +46,14 @@ def standard_error(base: Reals, direction: Reals) -> float:
 
 
 def _votes(head: Reals, rows: Reals, energy: Reals) -> tuple[Reals, Reals]:
-    """Each column's vote, and the square of what no vote explains."""
+    """Each column's vote, and its squared residual."""
     votes = (rows @ head) / np.reshape(energy, (-1, 1))
     misfit = head - rows.T @ votes
     return votes, (misfit * misfit).sum(0) + TINY
 
 
 def column_weights(squares: Reals) -> tuple[Reals, Reals]:
-    """The weight of each column, from their squares along the last axis; and the square of a small one."""
+    """The weight of each column, from their squares along the last axis; and the square of a small column."""
     columns = squares.shape[-1]
     tenth = min(max(1, int(QUANTILE * columns)), columns - 1)
     small: Reals = np.partition(squares, tenth, axis=-1)[..., tenth : tenth + 1]

@@ -18,7 +18,7 @@ from fedveil.scheme.terms import cotangents
 
 
 def _check_architecture(model: nn.Module, broadcast: Broadcast) -> Inside:
-    """Read the model, or refuse it if its tensors or modes are not those that were veiled."""
+    """Read the model, or refuse it if its tensors or modes differ from the broadcast's."""
     fix = "build the client's model with the code that built the server's"
     inside = look_inside(model)
     for sent, own in ((broadcast.parameters, inside.parameters), (broadcast.buffers, inside.buffers)):
@@ -40,10 +40,7 @@ def _check_architecture(model: nn.Module, broadcast: Broadcast) -> Inside:
 
 @contextmanager
 def _filled(inside: Inside, values: Tensors) -> Iterator[None]:
-    """The model with other values in place of its own, which come back at the end whatever happens.
-
-    What torch.func.functional_call does, without a second walk over the model.
-    """
+    """Fill the model with other values, and restore its own; torch.func.functional_call without a second walk."""
     homes = [(home, name, value) for key, value in values.items() for home, name in inside.homes[key]]
     own = [home[name] for home, name, _ in homes]
     try:
@@ -56,7 +53,7 @@ def _filled(inside: Inside, values: Tensors) -> Iterator[None]:
 
 
 def _with_alpha(head: PublicHead, values: Tensors) -> Tensors:
-    """The head with one more output of ones, which is alpha: the sum of its inputs, plus 1 if its bias has noise."""
+    """The head with a row of ones, whose output is alpha: the sum of its inputs, plus 1 if its bias has noise."""
     weight = values[head.weight]
     shape = list(weight.shape)
     shape[head.dim] = 1
@@ -67,11 +64,11 @@ def _with_alpha(head: PublicHead, values: Tensors) -> Tensors:
 
 
 class _HeadReached(Exception):
-    """The head's output is there; what follows only reshapes it."""
+    """The head's output is computed; what follows only reshapes it."""
 
 
 def _forward(model: nn.Module, head: PublicHead | None, values: Tensors, inputs: Inputs) -> Tensor:
-    """The model's outputs, or its head's outputs and alpha beside them."""
+    """The model's outputs, or its head's outputs with alpha."""
     if head is None or head.tail == "alike":
         result: Tensor = call(model, inputs)
         return result
@@ -90,7 +87,7 @@ def _forward(model: nn.Module, head: PublicHead | None, values: Tensors, inputs:
 
 
 def _corrected(head: PublicHead, output: Tensor, numbers: Iterable[int]) -> Tensor:
-    """The head's output as it is if a candidate is the true offset, for each of some candidates, along the batch."""
+    """The head's output for each of some candidates, as if it were the true offset, along the batch."""
     y, alpha = torch.split_with_sizes(output, [output.shape[head.axis] - 1, 1], head.axis)
     shape = [1] * y.dim()
     shape[head.axis] = -1
@@ -112,28 +109,28 @@ def client_step(
     with a pair of cotangents, so no per-sample Jacobian is formed.
 
     Args:
-        model: gives the architecture; its values are ignored and, when the call ends, what they were.
+        model: gives the architecture; its values are neither used nor changed.
         broadcast: what the server sent.
         inputs: a batch as forward takes it: a tensor, a tuple of arguments or a dict of keyword arguments; on the
             model's device.
-        targets: as the broadcast's loss wants them; in the shape of the model's outputs, or class indices.
-        weights: of the samples, in place of 1 / samples: with weights |D_k| / (|D| samples_k) the batches of several
-            clients that share a broadcast go through one step, to the same sum.
+        targets: in the shape of the model's outputs, or class indices, depending on the loss.
+        weights: of the samples, in place of 1 / samples: with weights |D_k| / (|D| samples_k), one step for the batches
+            of several clients gives the same sum.
 
     Raises:
-        ModelMismatch: the model has other tensors, or another mode, than the one that was veiled.
+        ModelMismatch: the model's tensors or modes differ from the server's.
         BadArgument: an empty batch, or targets of the wrong shape.
     """
     if torch.is_inference_mode_enabled():
         raise BadArgument("client_step", "torch.inference_mode() allows no gradients", "call it outside of that mode")
     for device in {tensor.device.type for tensor in broadcast.parameters.values()}:
         if torch.is_autocast_enabled(device):
-            what = f"torch.autocast is on for {device}: a veiled gradient would lose more digits than a plain one does"
+            what = f"torch.autocast is on for {device}: a veiled gradient would lose more digits than a plain one"
             raise BadArgument("client_step", what, "call it outside of torch.autocast")
     inside = _check_architecture(model, broadcast)
     samples = inputs.shape[0] if isinstance(inputs, Tensor) else count(inputs)
     if not samples or samples != targets.shape[0]:
-        what = f"{samples} inputs and {targets.shape[0]} targets: want the same number above 0"
+        what = f"{samples} inputs and {targets.shape[0]} targets: there must be as many of each, at least 1"
         raise BadArgument("client_step", what)
     head = broadcast.head
     values = _with_alpha(head, broadcast.parameters) if head else broadcast.parameters
@@ -155,10 +152,10 @@ def client_step(
 
 
 class _Work:
-    """A batch and the model that it goes through.
+    """A batch and the model to run it through.
 
     Attributes:
-        leaves: what gradients are wanted of, by name.
+        leaves: the tensors to differentiate, by name.
     """
 
     def __init__(
@@ -177,7 +174,7 @@ class _Work:
         self.leaves = {name: self.values[name].requires_grad_() for name in broadcast.trainable}
 
     def buffers(self, number: int = 0) -> Tensors:
-        """Own copies of the buffers; for a candidate, where its last batch left them."""
+        """Copies of the buffers; for a candidate, as its last batch left them."""
         sent = self.broadcast.buffers
         if self.broadcast.continued:
             sent = {name: value[number] if value.is_floating_point() else value for name, value in sent.items()}
@@ -205,7 +202,7 @@ class _Work:
 
 
 def _passes(work: _Work) -> tuple[Tensors, Tensors]:
-    """Forward by the model's own code, and one backward pass for each cotangent."""
+    """Forward by the model's own code, and one backward pass per cotangent."""
     head, loss, buffers = work.broadcast.head, work.broadcast.loss, work.buffers()
     with work.filled(buffers):
         outputs = _forward(work.model, head, work.values, work.inputs)
@@ -218,7 +215,7 @@ def _passes(work: _Work) -> tuple[Tensors, Tensors]:
 
 
 def _passes_within(work: _Work, head: PublicHead) -> tuple[Tensors, Tensors]:
-    """Each candidate put in where the head's output appears, and what follows run on it, forward and back."""
+    """Apply each candidate to the head's output, and run what follows forward and back."""
     count = len(head.candidates)
     room = work.room(count)
     if head.tail == "stacked":
@@ -230,7 +227,7 @@ def _passes_within(work: _Work, head: PublicHead) -> tuple[Tensors, Tensors]:
         return room, buffers
     started, kept = _random_state(work), []
     for number in range(count):
-        _set_random_state(work, started)  # so that dropout leaves the same units out for every candidate
+        _set_random_state(work, started)  # so that dropout drops the same units for every candidate
         buffers = work.buffers(number)
         with work.filled(buffers):
             outputs = _outputs_within(work, head, [number])
@@ -249,7 +246,7 @@ def _outputs_within(work: _Work, head: PublicHead, numbers: Sequence[int]) -> Te
         outputs: Tensor = call(work.model, work.inputs)
     if not layer.calls:
         fix = "build the client's model with the code that built the server's"
-        raise ModelMismatch(head.path, "forward did not call the layer that takes the noise", fix)
+        raise ModelMismatch(head.path, "forward did not call the layer that is masked additively", fix)
     return outputs
 
 

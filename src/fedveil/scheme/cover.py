@@ -1,7 +1,7 @@
 """A secret's factors and places, applied to a model's tensors.
 
-The pool of small tensors is one product and one gather; a large tensor is gathered dim by dim and multiplied by
-broadcasting, so that no vector of the model's size is ever formed.
+The pool of small tensors takes one product and one gather; a large tensor is gathered dim by dim and multiplied by
+broadcasting, so that no vector of the model's size is needed.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from fedveil.graph.tables import Piece
 from fedveil.scheme.memory import Rooms
 
 Tensors = dict[str, Tensor]
-BLOCK = 2**18  # elements that are worked on at a time
+BLOCK = 2**18  # elements processed at a time
 _ROOMS: WeakKeyDictionary[Plan, Rooms] = WeakKeyDictionary()
-_SCRATCH: WeakKeyDictionary[Plan, Rooms] = WeakKeyDictionary()  # apart: it holds values before they are covered
+_SCRATCH: WeakKeyDictionary[Plan, Rooms] = WeakKeyDictionary()  # separate: it holds values that are not masked yet
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Cover:
         factors: R along the pool: the veiled pool is factors o flat[sources].
         sources: see factors.
         scale: the factor of each scale slot.
-        shift: how far away each order slot's content comes from.
+        shift: the distance from which each order slot gets its content.
     """
 
     plan: Plan
@@ -46,7 +46,7 @@ class Cover:
         return "<Cover, redacted>"
 
     def veil(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """All tensors of the layout, covered."""
+        """All tensors of the layout, masked."""
         plan = self.plan
         flat = flatten(tensors, plan.pool.entries) if plan.pool.entries else self.factors
         veiled = unflatten(self.factors * flat.index_select(0, self.sources), plan.pool.entries)
@@ -63,7 +63,7 @@ class Cover:
             veiled[entry.name] = self._veil_large(entry, tensors[entry.name], room, scratch)
 
     def _veil_large(self, entry: Entry, tensor: Tensor, room: Tensor, scratch: Tensor) -> Tensor:
-        """A large tensor, covered, in the memory of `room`; steps between use `scratch`."""
+        """A large tensor, masked, in the memory of `room`; intermediate steps use `scratch`."""
         pieces = self.plan.pieces.get(entry.name, [])
         source = tensor.detach().contiguous().view(-1)
         if sum(torch.Size(piece.shape).numel() for piece in pieces) < len(source):
@@ -80,7 +80,7 @@ class Cover:
     def _veil_rows(
         self, piece: Piece, indices: list[tuple[int, Tensor]], source: Tensor, room: Tensor, scratch: Tensor
     ) -> None:
-        """Some rows at a time, which then stay in the processor's cache for all that is done to them."""
+        """Process some rows at a time, so that they stay in the processor's cache."""
         (first, index), *others = indices
         size, inner = len(index), torch.Size(piece.shape[first + 1 :]).numel()
         end = piece.offset + size * inner
@@ -134,9 +134,9 @@ class Cover:
         return result
 
     def _scaled(self, piece: Piece, part: Tensor, cut: int = -1, start: int = 0) -> None:
-        """Multiply in place: whole rows where a dim in the middle changes, several times faster than broadcasting.
+        """Multiply in place; by whole rows if a middle dim changes, several times faster than broadcasting.
 
-        `part` may be what lies behind `start` along the dim `cut` of the piece, and have dims in front.
+        `part` may begin at `start` along the dim `cut` of the piece, and have more leading dims.
         """
         ahead = part.dim() - len(piece.shape)
         for spread in piece.scale:
@@ -173,7 +173,7 @@ class Cover:
         return part
 
     def _indices(self, piece: Piece) -> list[tuple[int, Tensor]] | None:
-        """For each dim that moves by itself, where each place along it comes from; None if dims move jointly."""
+        """For each dim that moves separately, the source of each place along it; None if dims move jointly."""
         found = []
         for spread in piece.order:
             dims = [d for d, size in enumerate(spread.shape) if size > 1]
@@ -185,7 +185,7 @@ class Cover:
         return sorted(found, key=lambda pair: pair[0])
 
     def _places(self, piece: Piece) -> Tensor:
-        """For each element of a piece the place in the tensor that it comes from."""
+        """The source in the tensor of each element of a piece."""
         place = torch.full((1,) * len(piece.shape), piece.offset, device=self.shift.device)
         for dim, (size, step) in enumerate(zip(piece.shape, piece.strides, strict=True)):
             view = [1] * len(piece.shape)
@@ -197,7 +197,7 @@ class Cover:
 
 
 def _taken(part: Tensor, dim: int, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Places along a dim, as a matrix: whole rows of it, or by torch.gather its columns."""
+    """Select places along a dim, as rows of a matrix, or as its columns by torch.gather."""
     ahead, inner = part.shape[:dim].numel(), part.shape[dim + 1 :].numel()
     if ahead == 1:
         rows = part.reshape(len(index), inner)
@@ -210,7 +210,7 @@ def _taken(part: Tensor, dim: int, index: Tensor, out: Tensor | None = None) -> 
 
 
 def _contiguous(piece: Piece) -> bool:
-    """Whether the elements of a piece lie behind one another."""
+    """Whether the elements of a piece are contiguous."""
     step = 1
     for size, stride in zip(reversed(piece.shape), reversed(piece.strides), strict=True):
         if size > 1 and stride != step:
@@ -220,7 +220,7 @@ def _contiguous(piece: Piece) -> bool:
 
 
 def make_cover(plan: Plan, factors: NDArray[np.float64], shifts: NDArray[np.int64]) -> Cover:
-    """From the numbers of a secret."""
+    """Build the cover from the numbers of a secret."""
     layout = plan.layout
     scale = torch.from_numpy(factors).to(layout.device, layout.dtype)
     shift = torch.from_numpy(shifts).to(layout.device)

@@ -1,9 +1,9 @@
-"""Offsets that the head could have had as well (docs/losses.md, "How decoys are drawn").
+"""Plausible false offsets of the head (docs/losses.md, "How decoys are drawn").
 
-A client subtracts each candidate from the head it received, and knows what heads look like: small, their columns
-without a common direction. Three estimates of the true offset follow from that, weighted means of what each column says
-alone, and each is off by some error. A decoy is what the offset would have been, had these errors been those of the
-same head with its rows and columns shuffled.
+A client can subtract each candidate from the head it received, and knows what heads look like: small, with no common
+direction of their columns. So it has three estimates of the true offset, weighted means of the columns' votes, each
+with some error. A decoy is the offset that would follow from the errors of the same head with its rows and columns
+shuffled.
 """
 
 import os
@@ -21,17 +21,17 @@ from fedveil.scheme.entropy import Entropy
 Reals = NDArray[np.float64]
 SHUFFLES = 64
 MOST_DECOYS = SHUFFLES
-GRID = -28  # the last binary digit of a candidate, from the spread of what columns say on
-RIDGE = 0.01  # of the regression's sum of squares, so that estimates which nearly agree do no harm
+GRID = -28  # the last binary digit of a candidate, relative to the spread of the columns' votes
+RIDGE = 0.01  # of the regression's sum of squares, for estimates that nearly agree
 
 
 @dataclass(frozen=True, repr=False)
 class Fit:
-    """What shuffled heads show.
+    """A regression over shuffled heads.
 
     Attributes:
-        slope: what the differences between the estimates tell about the first one's error.
-        rest: for each shuffled head, what they do not tell; each is used for one decoy.
+        slope: predicts the first estimate's error from the differences between the estimates.
+        rest: the residual of each shuffled head; each is used for one decoy.
     """
 
     slope: Reals
@@ -39,15 +39,15 @@ class Fit:
 
 
 class _Estimates(NamedTuple):
-    """Of heads, a column each: the error of the first estimate, how far it is from the others, and its unit."""
+    """One column per head: the error of the first estimate, its distances from the others, and its unit."""
 
     error: Reals
     apart: Reals
     unit: Reals
 
 
-# Shuffling costs as much as all else that a broadcast of a small model does, and what it shows changes slowly: a fit
-# serves some broadcasts in a row, its numbers one decoy each. A forked process starts with none.
+# Shuffling costs as much as the rest of a small model's broadcast, and the result changes slowly: a fit is used for
+# several broadcasts, each residual for one decoy. A forked process starts with none.
 _FITS: WeakKeyDictionary[Plan, Fit] = WeakKeyDictionary()
 os.register_at_fork(after_in_child=_FITS.clear)
 
@@ -55,33 +55,33 @@ os.register_at_fork(after_in_child=_FITS.clear)
 def draw_candidates(
     plan: Plan, covered: Reals, factors: Reals, rows: Reals, offset: Reals, decoys: int, bias: bool, entropy: Entropy
 ) -> Reals:
-    """The offset, rounded, and behind it `decoys` others, a row each.
+    """The offset, rounded, followed by `decoys` others, one per row.
 
-    All are rounded to the same grid, the offset too: otherwise its last digits, or where it lies on the line through
-    the others, would tell it from them.
+    All are rounded to the same grid: otherwise the offset's last digits, or its place on the line through the others,
+    would reveal it.
 
     Args:
         plan: of the model.
-        covered: V, the head as its factors leave it, a bias as its last column.
+        covered: V, the head with its factors, a bias as its last column.
         factors: of its columns.
-        rows: r_a in the places of each group, a row per group, else 0.
+        rows: r_a in the places of each group, one row per group, else 0.
         offset: d, which may be any number close to the head's anchor.
-        decoys: how many.
-        bias: whether the last column is a bias, which keeps its place.
-        entropy: where random numbers come from.
+        decoys: their number.
+        bias: whether the last column is a bias, which is not shuffled.
+        entropy: source of random numbers.
     """
     step = _direction(rows, entropy)
     along = rows.T @ step
-    fit = _FITS.pop(plan, None)  # nobody else has it meanwhile
+    fit = _FITS.pop(plan, None)  # so that no other thread uses it
     if fit is None or len(fit.rest) < decoys or entropy.for_tests_only:
         fit = fit_shuffled(covered, factors, along, bias, entropy)
     votes = along @ covered / (along @ along)
     own = _estimates(votes[None], (covered * covered).sum(0)[None], factors)
     rest = own.error - fit.slope @ own.apart
     moved = (rest - [rest[0], *(fit.rest.pop() for _ in range(decoys))]) * own.unit
-    if np.isfinite(moved).all() and not entropy.for_tests_only:  # not of a model that diverged
+    if np.isfinite(moved).all() and not entropy.for_tests_only:  # the model has not diverged
         _FITS[plan] = fit
-    grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # which no candidate changes
+    grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # the same for every candidate
     found: Reals = np.round((offset + moved[:, None] * step) / grid) * grid
     return found
 
@@ -89,7 +89,7 @@ def draw_candidates(
 def fit_shuffled(covered: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
     """Ridge regression of the first estimate's error on the differences, over heads with rows and columns shuffled.
 
-    From each head the fit that leaves it out is taken: with itself in the fit the rest would come out too small.
+    Residuals are leave-one-out: with a head in its own fit, its residual would be too small.
     """
     columns = covered.shape[1]
     order = _shuffles(columns, columns - bias, entropy)
@@ -105,7 +105,7 @@ def fit_shuffled(covered: Reals, factors: Reals, along: Reals, bias: bool, entro
 
 
 def _estimates(votes: Reals, squares: Reals, factors: Reals) -> _Estimates:
-    """Three weighted means of columns' votes, which are errors if the head is the true one, in their standard error.
+    """Three weighted means of columns' votes, in units of their standard error; for the true head they are errors.
 
     The weights are those of the anchor, those of the head's own scale, and equal ones.
     """
@@ -119,10 +119,10 @@ def _estimates(votes: Reals, squares: Reals, factors: Reals) -> _Estimates:
 
 
 def _direction(rows: Reals, entropy: Entropy) -> Reals:
-    """In which direction of R^m the candidates differ: a random one in which the head's column sums stay.
+    """The direction of R^m along which candidates differ: a random one that keeps the head's column sums.
 
-    Candidates that differ in all m numbers would have to be right in all of them; in one direction m > 1 tells no more
-    than m = 1.
+    Decoys that differ in all m numbers would have to be plausible in all of them; along one direction, m > 1 reveals no
+    more than m = 1.
     """
     groups = len(rows)
     if groups == 1:
@@ -138,7 +138,7 @@ def _direction(rows: Reals, entropy: Entropy) -> Reals:
 
 
 def _shuffles(size: int, moving: int, entropy: Entropy) -> NDArray[np.int64]:
-    """Random orders, a row each, in which the first `moving` places take part."""
+    """Random orders of the first `moving` places, one per row."""
     found = np.empty((SHUFFLES, size), np.int64)
     found[:] = np.arange(size)
     found[:, :moving] = np.argsort(entropy.keys(SHUFFLES * moving).reshape(SHUFFLES, moving), axis=1)

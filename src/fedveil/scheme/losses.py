@@ -1,7 +1,7 @@
-"""Losses: a value a sample, and its derivative with respect to the model's outputs.
+"""Losses: one value per sample, and its derivative with respect to the model's outputs.
 
-The last axis of the outputs is that of classes or target numbers. What a loss has at further positions of a sample is
-summed; what samples have is averaged by whoever calls.
+The last axis of the outputs is that of classes or target numbers. Values at further positions of a sample are summed;
+the caller averages over samples.
 """
 
 import math
@@ -24,21 +24,21 @@ class Loss(Protocol):
 
     @property
     def name(self) -> str:
-        """How it is called in messages."""
+        """Its name in messages."""
 
     def settings(self) -> dict[str, Any]:
-        """Plain values that make an equal loss at the other end of a wire."""
+        """Plain values from which another process can build an equal loss."""
 
     def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """Targets as this loss compares them with `outputs`; those that are dense already stay as they are."""
+        """Targets as this loss compares them with `outputs`; dense ones are not changed."""
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """One number a sample."""
+        """One number per sample."""
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The derivative of values with respect to the outputs, for dense targets.
 
-        Outputs of a named loss may have more dims in front, for which the same targets are meant.
+        Outputs of a named loss may have more leading dims, with the same targets.
         """
 
 
@@ -55,7 +55,7 @@ def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
-    """Class indices as rows of zeros and a one, in the outputs' shape."""
+    """Class indices as one-hot rows, in the outputs' shape."""
     classes = outputs.shape[-1]
     if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
         return match_targets(outputs, targets)
@@ -72,12 +72,12 @@ def classes_last(targets: Tensor, rank: int, axis: int) -> Tensor:
 
 
 def per_sample(loss: "Loss", outputs: Tensor, weights: Tensor | None) -> Tensor | float:
-    """The weight of each sample, to multiply outputs with: 1 / samples unless given."""
+    """The weight of each sample, by default 1 / samples, broadcastable to outputs."""
     if weights is None:
         return 1 / outputs.shape[0]
     if couples_samples(loss) and bool((weights != weights[0]).any()):
-        what = f"{loss.name} compares samples of a batch with one another, and these have weights of several clients"
-        raise BadArgument("weights", what, "one client_step for each client: their batches cannot be fused")
+        what = f"{loss.name} compares samples of a batch with one another, and these are samples of several clients"
+        raise BadArgument("weights", what, "one client_step per client: their batches cannot be fused")
     return weights.to(outputs).reshape(-1, *[1] * (outputs.dim() - 1))
 
 
@@ -141,15 +141,12 @@ class LogCosh(_Elementwise):
 
 @dataclass(frozen=True)
 class Poisson(_Elementwise):
-    """Negative log likelihood of counts, exp(y) - target y, whose rate is exp(output).
-
-    It grows so fast that nodes carry logit shifts of about 3 at most; decoys carry any.
-    """
+    """Negative log likelihood of counts with rate exp(output); nodes work for logit shifts of about 3 at most."""
 
     name: ClassVar[str] = "poisson"
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Up to log(target!), which no gradient sees."""
+        """Without the constant log(target!)."""
         return (outputs.exp() - targets * outputs).flatten(1).sum(1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -184,7 +181,7 @@ class Huber(_Elementwise):
             raise BadArgument("Huber", f"delta must be a number above 0, got {self.delta}")
 
     def settings(self) -> dict[str, Any]:
-        """Where the loss turns linear."""
+        """The point where the loss becomes linear."""
         return {"delta": self.delta}
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -198,7 +195,7 @@ class Huber(_Elementwise):
 
 @dataclass(frozen=True)
 class Hinge:
-    """Sum over the other classes of max(0, 1 - y_target + y_other); targets are class indices or rows of one-hot."""
+    """Sum over the other classes of max(0, 1 - y_target + y_other); targets are class indices or one-hot rows."""
 
     name: ClassVar[str] = "hinge"
 
@@ -207,14 +204,14 @@ class Hinge:
         return {}
 
     def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """Zeros and a one in the outputs' shape."""
+        """One-hot, in the outputs' shape."""
         return one_hot(targets, outputs)
 
     def _margins(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (1 - targets) * (1 + outputs - (targets * outputs).sum(-1, keepdim=True))
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """As torch's multi_margin_loss, without its division by the number of classes."""
+        """Like torch's multi_margin_loss, not divided by the number of classes."""
         return self._margins(outputs, targets).relu().flatten(1).sum(1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -225,11 +222,10 @@ class Hinge:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Softmax cross-entropy; targets are class indices, or a row of probabilities a sample.
+    """Softmax cross-entropy; targets are class indices, or one row of probabilities per sample.
 
     Args:
-        weight: one number a class, multiplied with that class's part; samples are averaged by their number, not by
-            their weights.
+        weight: one factor per class; the mean is over the number of samples, not over their weights.
         label_smoothing: share of every target that is spread over all classes.
     """
 
@@ -244,7 +240,7 @@ class CrossEntropy:
         if self.weight is not None:
             weight = tuple(float(w) for w in self.weight)
             if not all(math.isfinite(w) and w >= 0 for w in weight):
-                raise BadArgument("CrossEntropy", "class weights must be finite and not below 0")
+                raise BadArgument("CrossEntropy", "class weights must be finite and not negative")
             object.__setattr__(self, "weight", weight)
 
     def settings(self) -> dict[str, Any]:
@@ -289,11 +285,11 @@ class _Own(ABC):
         return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
 
     def settings(self) -> dict[str, Any]:
-        """None: a function does not travel."""
+        """None: a function cannot be sent."""
         return {}
 
     def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """As they are."""
+        """Unchanged."""
         return targets
 
     @abstractmethod
@@ -333,12 +329,12 @@ class Custom(_Own):
 class BatchLoss(_Own):
     """A user's function (outputs, targets) -> one number for the whole batch, such as a contrastive or ranking loss.
 
-    Each client's loss couples the samples of its own batch. So it is federated training that a veil equals, not
-    training on the clients' batches put together, and such batches are never fused.
+    Each client's loss couples the samples of its own batch. So a veil equals plain federated training, not training on
+    all clients' batches together, and batches are never fused.
     """
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The batch's number, once per sample: their mean is the loss."""
+        """The batch's value, repeated per sample: their mean is the loss."""
         found = self.function(outputs, targets)
         if not isinstance(found, Tensor) or found.dim():
             what = f"it returned {_shape_of(found)}, not one number for the batch"
@@ -351,7 +347,7 @@ def _shape_of(found: object) -> str:
 
 
 def couples_samples(loss: Loss) -> bool:
-    """Whether a loss ties the samples of a batch together, so that clients' batches must stay apart."""
+    """Whether a loss couples the samples of a batch, so that clients' batches must not be fused."""
     return isinstance(loss, BatchLoss)
 
 
@@ -365,13 +361,13 @@ TORCHS_KINKED = (F.l1_loss, nn.L1Loss, F.hinge_embedding_loss, nn.HingeEmbedding
 
 
 def has_a_kink(loss: Loss) -> bool:
-    """Whether a loss is known to have a kink: then it is not the polynomial that nodes see, however many there are."""
+    """Whether a loss is known to have a kink, which no number of nodes can interpolate."""
     function = getattr(loss, "function", None)
     return isinstance(loss, KINKED) or function in TORCHS_KINKED or type(function) in TORCHS_KINKED
 
 
 def find_loss(loss: "str | Loss | Function") -> Loss:
-    """The loss of that name, a loss as it is, or a user's function."""
+    """The loss of that name, a loss object unchanged, or a user's function as a loss."""
     if isinstance(loss, str):
         if loss not in LOSSES:
             known = ", ".join(f'"{name}"' for name in LOSSES)
@@ -380,7 +376,7 @@ def find_loss(loss: "str | Loss | Function") -> Loss:
     if isinstance(loss, (*SMOOTH, *KINKED, *USERS)):
         return loss
     if not callable(loss):
-        raise BadArgument("loss", f"a {type(loss).__name__} is no loss", "a name, or a function of outputs and targets")
+        raise BadArgument("loss", f"a {type(loss).__name__} is not a loss", "a name, or a function (outputs, targets)")
     return Custom(loss)
 
 

@@ -1,7 +1,7 @@
-"""Memory for covered models, used again once nobody holds what was written there.
+"""Memory for masked models, reused once no tensor refers to it.
 
-A covered model is as large as the model and new in every round. Most of the time of writing it would go to new pages
-from the system, several times what the writing takes; so memory that is free again is taken first.
+A masked model is as large as the model and new in every round. Getting new pages from the system would take several
+times as long as writing it, so free memory is reused.
 """
 
 import mmap
@@ -12,14 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MOST = 2  # pieces that are kept: one is in use while the next broadcast is made
+MOST = 2  # pieces to keep: one is in use while the next broadcast is made
 
 
 class Rooms:
     """Pieces of memory of equal size.
 
-    Tensors made from a piece hold a reference to it, as long as any view of them lives: a piece that only this object
-    refers to is free.
+    Tensors made from a piece, and their views, hold a reference to it: a piece that only this object refers to is free.
     """
 
     def __init__(self) -> None:
@@ -27,7 +26,7 @@ class Rooms:
         self._lock = threading.Lock()
 
     def take(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Vectors of these sizes, one behind another; their values are arbitrary."""
+        """Vectors of these sizes in one piece; their values are arbitrary."""
         total = sum(sizes)
         if device.type != "cpu" or not total:
             flat = torch.empty(total, dtype=dtype, device=device)

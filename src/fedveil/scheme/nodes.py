@@ -1,7 +1,7 @@
-"""Where a loss is probed, how the probes are put together, and how far off the result is (docs/losses.md).
+"""Nodes: polynomial interpolation of a loss's gradient, and its error (docs/losses.md).
 
-All of it is polynomial interpolation at Chebyshev points u_k = cos((2k + 1) pi / 2K) of the public interval
-[-reach, reach], in which the head's secret offset d lies at u = d / reach.
+Interpolation is at Chebyshev points u_k = cos((2k + 1) pi / 2K) of the public interval [-reach, reach], in which the
+head's secret offset d lies at u = d / reach.
 """
 
 import math
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 Reals = NDArray[np.float64]
 FEWEST, MOST = 3, 128
-SPREAD = 2.0  # standard errors of the anchor that the interval reaches to either side
-CAUTION = 2.0  # times what the last coefficients promise; found on the grid of tests/scheme/test_nodes.py
+SPREAD = 2.0  # half width of the interval, in standard errors of the anchor
+CAUTION = 2.0  # safety factor on the extrapolation; found on the grid of tests/scheme/test_nodes.py
 MARGIN = 0.1  # of the tolerance; found there too
-LIKELY, EXTRA = 3.0, 1.2  # standard deviations of the last rounds' counts; and what replaces them in the first rounds
-SLOWEST = 0.95  # decay a coefficient at which an extrapolation ends
+LIKELY, EXTRA = 3.0, 1.2  # standard deviations added to the last rounds' counts; the factor used in the first rounds
+SLOWEST = 0.95  # largest decay rate per coefficient
 REMEMBERED = 8  # rounds
-STRIP = math.pi  # how far from the real axis the logits of a cross-entropy may go before its gradient has a pole
+STRIP = math.pi  # distance of the nearest pole of cross-entropy's gradient from the real axis, in logits
 
 
 def chebyshev(count: int) -> Reals:
@@ -44,20 +44,20 @@ def polynomials(count: int, place: float) -> Reals:
 
 
 def lagrange(count: int, place: float) -> list[float]:
-    """What each node's value counts at a place: the polynomial through all of them, there."""
+    """The weight of each node's value in the interpolating polynomial at a place."""
     found: list[float] = (polynomials(count, place) @ transform(count)).tolist()
     return found
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Sizes of the Chebyshev coefficients of a round's gradient, for the server's eyes.
+    """Sizes of the Chebyshev coefficients of a round's gradient; for the server only.
 
     Attributes:
-        sizes: |a_0| ... |a_(K-1)|, over the recovered gradient's.
-        floor: what rounding alone makes of a coefficient, in the same measure.
+        sizes: |a_0| ... |a_(K-1)|, over the size of the recovered gradient.
+        floor: a coefficient's rounding error, in the same unit.
         shift: half the interval's length times the span of r_a: logits per unit of alpha.
-        ending: what the last four terms add up to at the secret's place, in the same measure.
+        ending: the sum of the last four terms at the secret's place, in the same unit.
     """
 
     sizes: tuple[float, ...]
@@ -68,7 +68,7 @@ class Spectrum:
     def decay(self) -> tuple[float, float]:
         """(size, rate) of the last coefficients: a line through the logarithms of six.
 
-        The first two do not count: they may be far above all others, for a gradient that is almost linear in the place.
+        The first two are left out: they are far above all others if the gradient is almost linear in the place.
         """
         last = self.sizes[min(2, len(self.sizes) - 2) :][-6:]
         if last[-1] <= 4 * self.floor:
@@ -80,19 +80,15 @@ class Spectrum:
         return max(size, last[-1]), min(SLOWEST, math.exp(slope))
 
     def truncation(self) -> float:
-        """What the coefficients beyond the last add up to where T_K is 1.
-
-        The sum is |a_K + 2 a_(K+1) T_1 + 2 a_(K+2) T_2 + ...| at most, with phases that nobody knows: its root mean
-        square over them.
-        """
+        """The extrapolated sum of the coefficients beyond the last: its root mean square over unknown phases."""
         size, rate = self.decay()
         return CAUTION * size * rate * math.sqrt((1 + 3 * rate**2) / (1 - rate**2))
 
     def error(self, place: float) -> float:
-        """Estimated relative error at a place: interpolation's, which is T_K times a smooth function, and rounding.
+        """Estimated relative error at a place: that of interpolation, T_K times a smooth function, plus rounding.
 
-        Where the last terms nearly cancel at the place, that function is small there; it is believed half (in
-        logarithms), and by no more than a factor of 3.
+        If the last terms nearly cancel at the place, that function is small there; this reduces the estimate by the
+        square root, at most by a factor of 3.
         """
         wave = abs(math.cos(len(self.sizes) * math.acos(min(1.0, max(-1.0, place)))))
         _, rate = self.decay()
@@ -102,12 +98,12 @@ class Spectrum:
 
 
 class NodeCount:
-    """The fewest nodes that keep the error below a tolerance, from what the last rounds' coefficients were.
+    """The fewest nodes that keep the error below a tolerance, estimated from the last rounds' coefficients.
 
-    A gradient of cross-entropy has its nearest poles where logits are pi off the real axis, so that coefficients fall
-    by rho a node with (rho - 1/rho) / 2 = pi / shift (an ellipse through the poles). Each round shows its rho, hence
-    its shift per unit of the public interval, and how many nodes it would have needed; the next count follows from the
-    next interval. Where the secret lies in the interval plays no part: the count is public.
+    A gradient of cross-entropy has its nearest poles where logits are pi off the real axis, so coefficients fall by rho
+    per node with (rho - 1/rho) / 2 = pi / shift (an ellipse through the poles). Each round shows its rho, hence its
+    shift per unit of the public interval, and how many nodes it needed; the next count follows from the next interval.
+    The secret's place in the interval is not used, because the count is public.
     """
 
     def __init__(self, tolerance: float, start: int = 12) -> None:
@@ -122,7 +118,7 @@ class NodeCount:
         needed = [digits / -math.log(_rate(per_shift * shift)) for per_shift, digits in self._seen]
         most = max(needed)
         likely = statistics.fmean(needed) + LIKELY * statistics.pstdev(needed) if len(needed) > 2 else EXTRA * most
-        return min(MOST, max(FEWEST + 1, math.ceil(max(likely, most))))  # a parabola's three would show no decay
+        return min(MOST, max(FEWEST + 1, math.ceil(max(likely, most))))  # three nodes would show no decay
 
     def observe(self, spectrum: Spectrum) -> None:
         """Learn from a round."""
@@ -140,6 +136,6 @@ class NodeCount:
 
 
 def _rate(shift: float) -> float:
-    """What a coefficient is of the one before, at that shift of the logits."""
+    """The ratio of consecutive coefficients at that shift of the logits."""
     minor = STRIP / max(shift, 1e-12)
     return min(SLOWEST, max(1e-3, math.hypot(minor, 1) - minor))

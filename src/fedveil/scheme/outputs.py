@@ -1,6 +1,6 @@
-"""A model's outputs, and where their classes are: on the last axis, or on axis 1 where a convolution ends the model.
+"""A model's outputs and their class axis: the last one, or axis 1 if the model ends in a convolution.
 
-Losses want classes on the last axis. What is here moves them there and back, so that a segmentation network with
+Losses need classes on the last axis. These functions move them there and back, so that a segmentation network with
 outputs (n, classes, height, width) and targets (n, height, width) trains with the same losses as any other.
 """
 
@@ -14,7 +14,7 @@ from fedveil.scheme.losses import OF_CLASSES, USERS, Loss, one_hot
 
 
 def outputs_of(model: nn.Module, inputs: Inputs, buffers: dict[str, Tensor] | None = None) -> Tensor:
-    """What the model answers; with `buffers` in place of its own, which then hold what the pass made of them."""
+    """The model's outputs; with `buffers` in place of its own, which the pass updates."""
     args, kwargs = arguments(inputs)
     outputs = torch.func.functional_call(model, buffers, args, kwargs) if buffers else model(*args, **kwargs)
     if not isinstance(outputs, Tensor):
@@ -24,7 +24,7 @@ def outputs_of(model: nn.Module, inputs: Inputs, buffers: dict[str, Tensor] | No
 
 
 def head_axis(model: nn.Module) -> int | None:
-    """Where the model's last layer writes classes: 1 for a convolution, -1 for a Linear; None without either."""
+    """The class axis of the model's last layer: 1 for a convolution, -1 for a Linear; None without either."""
     for module in reversed(list(model.modules())):
         if isinstance(module, _ConvNd | nn.Linear):
             return 1 if isinstance(module, _ConvNd) else -1
@@ -34,8 +34,8 @@ def head_axis(model: nn.Module) -> int | None:
 def class_axis(outputs: Tensor, targets: Tensor, axis: int | None = None) -> int:
     """The axis of the outputs that counts classes, 1 or -1.
 
-    Class indices have the outputs' shape without that axis. Where both axes fit, as for outputs (n, c, c), and where
-    neither does, because targets are as dense as outputs, `axis` decides; without it, it is the last.
+    Class indices have the outputs' shape without that axis. If both axes fit, as for outputs (n, c, c), or neither,
+    because targets are dense, `axis` decides; by default it is the last.
     """
     if outputs.dim() < 3:
         return -1
@@ -58,7 +58,7 @@ def are_classes(outputs: Tensor, targets: Tensor) -> bool:
 
 
 def check_classes(targets: Tensor, classes: int) -> None:
-    """Refuse class indices that the model has no outputs for."""
+    """Refuse class indices without an output of the model."""
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= classes:
         what = f"classes are from {low} to {high}, the model has outputs 0 to {classes - 1}"
@@ -66,16 +66,13 @@ def check_classes(targets: Tensor, classes: int) -> None:
 
 
 def spread(targets: Tensor, outputs: Tensor, axis: int | None = None) -> Tensor:
-    """Class indices as zeros and a one along the class axis, in the outputs' shape."""
+    """Class indices as one-hot targets along the class axis, in the outputs' shape."""
     place = class_axis(outputs, targets, axis)
     return one_hot(targets, outputs.movedim(place, -1)).movedim(-1, place)
 
 
 def _classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> tuple[Tensor, Tensor, int]:
-    """Outputs and dense targets as the loss wants them, and the axis that is now the last one.
-
-    A loss that treats all outputs alike and a user's own function get outputs as the model returns them.
-    """
+    """Outputs with classes last and dense targets, if the loss compares classes; and the axis that was moved."""
     if isinstance(loss, OF_CLASSES):
         place = class_axis(outputs, targets, axis)
         if place != -1:

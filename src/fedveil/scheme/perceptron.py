@@ -1,9 +1,8 @@
 """All backward passes of a perceptron at once.
 
-For a stack of Linear and ReLU the m + 2 cotangents of a client step can go back side by side: one product gives a
-layer's gradients for all of them, one more its input's cotangents. It is what autograd does m + 2 times, in a fraction
-of the calls, and for small networks the calls are most of the cost. `client_step` uses it where it applies; the result
-is autograd's up to rounding (tests/scheme/test_chain.py).
+For a stack of Linear and ReLU, all cotangents of a client step go back together: one product per layer gives the
+gradients for all of them, one more the cotangents of its input. For small networks this saves most of the cost, which
+is calls. The result is autograd's up to rounding (tests/scheme/test_perceptron.py).
 """
 
 from collections.abc import Collection, Sequence
@@ -16,7 +15,7 @@ from fedveil.scheme.messages import Tensors
 
 
 def links_of(model: nn.Module, inputs: object, values: Collection[str]) -> list[str | None] | None:
-    """The path of each Linear and None for each ReLU, in order; or None if the model is anything else than a stack."""
+    """The path of each Linear and None for each ReLU, in order; or None if the model is not such a stack."""
     if type(model) is not nn.Sequential or not isinstance(inputs, Tensor) or inputs.dim() != 2:
         return None
     links: list[str | None] = []
@@ -24,7 +23,7 @@ def links_of(model: nn.Module, inputs: object, values: Collection[str]) -> list[
         if type(module) not in (nn.Linear, nn.ReLU) or module._forward_hooks or module._forward_pre_hooks:
             return None
         if any(f"{path}.{name}" not in values for name, own in module._parameters.items() if own is not None):
-            return None  # a module or tensor that is used twice is known under its first name only
+            return None  # a module or tensor that is used twice is listed under its first name only
         links.append(path if type(module) is nn.Linear else None)
     return None if model._forward_hooks or model._forward_pre_hooks else links
 
@@ -43,7 +42,7 @@ def forward(links: Sequence[str | None], values: Tensors, inputs: Tensor) -> lis
 def backward(
     links: Sequence[str | None], values: Tensors, seen: Sequence[Tensor], cotangents: Tensor, wanted: Collection[str]
 ) -> Tensors:
-    """Gradients of the `wanted` parameters for each row of cotangents of the last output, one behind the other."""
+    """Gradients of the `wanted` parameters, one row per row of cotangents of the last output."""
     back = cotangents
     passes, samples, _ = back.shape
     found: Tensors = {}

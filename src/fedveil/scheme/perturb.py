@@ -1,4 +1,4 @@
-"""Covering a model (paper, Sec. 4.1, "Parameter perturbation")."""
+"""Mask a model (paper, Sec. 4.1, "Parameter perturbation")."""
 
 import copy
 from typing import NamedTuple
@@ -20,26 +20,26 @@ from fedveil.scheme.secret import How, Secret, Sent
 from fedveil.scheme.terms import span, squared_error_coefficients
 
 Reals = NDArray[np.float64]
-DRAWS_A_WIDTH = 20  # if that many draws miss the interval, it doubles: the head's columns lean to one side
+DRAWS_A_WIDTH = 20  # if so many draws miss the interval, it doubles: the head's columns are biased to one side
 MOST_DRAWS = 20 * DRAWS_A_WIDTH
 
 
 class _Candidates(NamedTuple):
-    """For which offsets clients compute gradients, and how the server adds them up."""
+    """The offsets for which clients compute gradients, and how the server combines them."""
 
     offsets: Reals
     how: How
 
 
 def _hidden(drawn: Reals, entropy: Entropy) -> _Candidates:
-    """Candidates of which the first is the true one, which goes to a place that nobody knows."""
+    """Move the true candidate, the first one, to a secret random place."""
     place = int(entropy.words(1)[0] % np.uint64(len(drawn)))
     offsets = np.concatenate([drawn[1 : 1 + place], drawn[:1], drawn[1 + place :]])
     return _Candidates(offsets, How([float(number == place) for number in range(len(drawn))]))
 
 
 def _by_nodes(secret: Secret, base: Reals, d: float, widened: int) -> _Candidates | None:
-    """Nodes of the interval that the public base implies; None if d lies outside, and other noise must be drawn."""
+    """Nodes of the interval that the public base implies; None if d lies outside, so the noise must be redrawn."""
     noise, count = secret._head, secret.nodes
     assert noise is not None
     assert count is not None
@@ -54,14 +54,13 @@ def _by_nodes(secret: Secret, base: Reals, d: float, widened: int) -> _Candidate
 
 
 def _cover_head(secret: Secret, veiled: Tensors, cover: Cover, widened: int) -> tuple[PublicHead, How] | None:
-    """Put the anchored head in place of the scaled one; its public part, and what undoes it.
+    """Replace the scaled head by the base, in place; returns its public part, and how to undo it.
 
     base = V + (d o r_a) 1^T with d = -A(V): base + (offset o r_a) 1^T is the paper's head, with gamma = offset + d. The
-    offset is drawn and gamma follows, so that the offset tells nothing about d.
-    A bias is one more column of V, if it is large enough to be.
+    offset is drawn, not gamma, so that it reveals nothing about d. A bias that is large enough is one more column of V.
 
-    None if d lies outside of the interval that the public base implies, doubled `widened` times: then other noise must
-    be drawn.
+    None if d lies outside the interval that the public base implies, doubled `widened` times: then the noise must be
+    redrawn.
     """
     plan, noise = secret.plan, secret._head
     assert plan.head is not None
@@ -114,10 +113,10 @@ def _cover_head(secret: Secret, veiled: Tensors, cover: Cover, widened: int) -> 
 
 
 def _too_small(V: Reals) -> bool:
-    """Whether a bias, the last column, would show the noise rather than be hidden by it.
+    """Whether a bias, the last column, would reveal the noise rather than be hidden by it.
 
-    A bias of zeros plus noise is the noise. A column counts as an estimate of the noise as much as all others together
-    if it is smaller than they are by the root of their number.
+    A bias of zeros plus noise is the noise. A column estimates the noise as well as all others together if it is
+    smaller than they are by the root of their number.
     """
     squares = (V * V).sum(0)
     columns = len(squares) - 1
@@ -127,8 +126,8 @@ def _too_small(V: Reals) -> bool:
 def _blurred(base: Reals, V: Reals, dtype: torch.dtype, entropy: Entropy) -> Reals:
     """The base with a random part of V's last digit added to each number.
 
-    V is rounded to a grid. Without this, base - (d o r_a) 1^T would lie on it where base has finer digits than V, for
-    the true d and no other number.
+    V is rounded to a grid. Otherwise, where base has finer digits than V, base - (d o r_a) 1^T would lie on that grid
+    for the true d only.
     """
     digit = np.spacing(np.abs(V).astype(np.float32)) if dtype == torch.float32 else np.spacing(np.abs(V))
     found: Reals = base + digit * entropy.fractions(V.size).reshape(V.shape)
@@ -144,23 +143,23 @@ def _columns(rows: Tensor, bias: Tensor | None) -> Reals:
 
 
 def perturb(model: nn.Module, secret: Secret) -> Broadcast:
-    """Cover a model with a secret: all that leaves the server, and nothing else.
+    """Mask a model with a secret; the broadcast is everything that the server sends.
 
     Paper, Eq. (7)-(9): W^(l) = R(l) o W(l) with R(l)_ij = r(l)_i / r(l-1)_j, for every parameter and buffer; and
     W^(L) = R(L) o W(L) + R_a with R_a_ij = gamma_i r_a_i for the head.
 
-    Differs from the paper: the head is sent as a centred matrix and a public offset of the same information, so that
-    no precision is lost to the size of gamma; the head's bias is hidden with it.
+    Differs from the paper: the head is sent as a base and a public offset, which have the same information, so that no
+    precision is lost to the size of gamma; the head's bias is masked too.
 
-    Guarantees: the model is not changed; a secret covers one broadcast (SecretReused otherwise).
+    Guarantees: the model is not changed; a secret is used for one broadcast (SecretReused otherwise).
     """
     plan = secret.plan
     if secret._sent is not None:
-        raise SecretReused("perturb", "this secret has covered a broadcast already", "draw_secret(plan) for each round")
+        raise SecretReused("perturb", "this secret was used for a broadcast already", "draw_secret(plan) in each round")
     inside = check_model(plan, model)
     layout = plan.layout
     tensors = inside.parameters | inside.buffers
-    # a model that diverged overflows here; clients' answers will show it
+    # a model that diverged overflows here; the clients' updates will show it
     with torch.no_grad(), np.errstate(all="ignore"):
         for draws in range(MOST_DRAWS):
             cover = make_cover(plan, secret._noise.factors, secret._noise.shifts)
@@ -174,7 +173,7 @@ def perturb(model: nn.Module, secret: Secret) -> Broadcast:
                 break
             secret.redraw()
         else:
-            what = f"in {MOST_DRAWS} draws the head's offset never fell into an interval that clients could know"
+            what = f"in {MOST_DRAWS} draws the head's offset never fell into the public interval of the nodes"
             fix = "decoys=2 in place of nodes"
             raise BadArgument("perturb", what, fix)
     secret._sent = Sent(cover, how)
@@ -192,10 +191,10 @@ def perturb(model: nn.Module, secret: Secret) -> Broadcast:
 
 
 def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False) -> nn.Module:
-    """The model as a client has it: a copy of `model` with the broadcast's values.
+    """The model as received by a client: a copy of `model` with the broadcast's values.
 
-    As the paper sends it, base + offset, unless `centred`: then the head without the public offset, which any client
-    can form and which predicts far better (docs/maths.md, "What a veil hides").
+    The head is base + offset, as in the paper. With `centred` it is the base, without the public offset, which any
+    client can compute and which predicts far better (docs/maths.md, "What a veil hides").
     """
     view = copy.deepcopy(model)
     view.load_state_dict(dict(broadcast.parameters) | dict(broadcast.buffers), strict=False)
@@ -207,7 +206,7 @@ def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False
 
 
 def move_head(model: nn.Module, head: PublicHead, noise: Tensor) -> None:
-    """Add a number per output to all weights of a model's head, and to its bias, in place."""
+    """Add one number per output to all weights of a model's head, and to its bias, in place."""
     weight = model.get_parameter(head.weight)
     shape = [1] * weight.dim()
     shape[head.dim] = -1

@@ -1,4 +1,4 @@
-"""Lifting the noise from what clients sent (paper, Sec. 4.3)."""
+"""Remove the noise from clients' updates (paper, Sec. 4.3)."""
 
 import math
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ from fedveil.scheme.secret import How, Secret
 
 @dataclass(frozen=True, eq=False)
 class Recovered:
-    """What plain training would have had.
+    """The gradient and buffers of plain training.
 
     Attributes:
         gradients: by parameter name.
-        buffers: by name: floating ones averaged over clients as plain FedAvg does, counters the largest.
+        buffers: by name: floating-point ones averaged over clients as in plain FedAvg, counters the largest.
         error: estimated relative error of the whole gradient.
         passes: how many each client sent.
-        spectrum: for a loss by nodes, how fast its coefficients fell.
+        spectrum: for a loss by nodes, how fast its coefficients decay.
     """
 
     gradients: Tensors
@@ -45,28 +45,28 @@ class Recovered:
 
 
 def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] | None = None) -> Recovered:
-    """Return the weighted mean of the gradients that clients would have sent for the model without its veil.
+    """Return the weighted mean of the gradients that clients would have sent for the unmasked model.
 
     Paper, Sec. 4.3:   G(l) = R(l) o (sum_k w_k G^_k - sum_s gamma_s sum_k w_k sigma~_k,s + v sum_k w_k beta_k)
 
-    Differs from the paper: gamma is replaced by the anchor's d, because clients worked on the centred head. Losses
-    other than squared error have one pass for each candidate: the one for d counts, or the polynomial through all of
-    them, if they are nodes, at d.
+    Differs from the paper: gamma is replaced by the anchor's d, because clients work on the base. Losses other than
+    squared error have one pass per candidate: the result is the one for d or, with nodes, the polynomial through all
+    of them at d.
 
     Args:
         secret: the round's.
-        updates: one a client.
-        weights: |D_k| of each client; by default the number of samples that each update was made of.
+        updates: one per client.
+        weights: |D_k| of each client; by default the number of samples of each update.
 
-    Guarantees: equal to plain autograd up to rounding (tests/scheme/test_exactness.py); updates are not changed; if
-      any update is refused, nothing is.
+    Guarantees: equal to plain autograd up to rounding (tests/scheme/test_exactness.py); updates are not changed; if any
+      update is refused, nothing is recovered.
 
     Raises:
-        UpdateRefused: an update of another round or model, incomplete, misshapen or not finite; says which.
+        UpdateRefused: an update of another round or model, incomplete, misshapen or not finite; the message says which.
     """
     sent = secret._sent
     if sent is None:
-        raise BadArgument("recover", "this secret has covered no broadcast yet", "perturb(model, secret) first")
+        raise BadArgument("recover", "this secret was not used for a broadcast yet", "perturb(model, secret) first")
     layout, cover = secret.plan.layout, sent.cover
     for position, update in enumerate(updates):
         check_update(secret, position, update)
@@ -105,26 +105,26 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
 
 
 def needed_passes(coefficients: Sequence[float]) -> slice:
-    """The passes that count: all, or the one for the true offset among decoys."""
+    """The passes that are used: all, or the one for the true offset among decoys."""
     used = [number for number, coefficient in enumerate(coefficients) if coefficient]
     return slice(used[0], used[-1] + 1)
 
 
 def _check_all_passes(updates: Sequence[Update]) -> None:
-    """Refuse passes that are not finite, those for decoys too: whether one is refused must not tell which counts."""
+    """Refuse passes that are not finite, including those for decoys, so that a refusal does not reveal the true one."""
     for update in updates:
         if not all(math.isfinite(float(part.sum())) for part in _gathered(update.passes)):
             refuse_non_finite(updates)
 
 
 def _gathered(tensors: Tensors) -> list[Tensor]:
-    """Large tensors as they are, small ones together in one: a call for each would cost more than its work."""
+    """Large tensors, and all small ones concatenated, because one call per small tensor would be slow."""
     small = [tensor.reshape(-1) for tensor in tensors.values() if tensor.numel() <= POOLED]
     return [tensor for tensor in tensors.values() if tensor.numel() > POOLED] + ([torch.cat(small)] if small else [])
 
 
 def _own_buffers(secret: Secret, updates: Sequence[Update]) -> list[Tensors]:
-    """Each client's buffers; of those with a row per candidate, the true one's."""
+    """Each client's buffers; if they have one row per candidate, that of the true one."""
     assert secret._sent is not None
     if not _has_rows(secret):
         return [update.buffers for update in updates]
@@ -136,7 +136,7 @@ def _own_buffers(secret: Secret, updates: Sequence[Update]) -> list[Tensors]:
 
 
 def _has_rows(secret: Secret) -> bool:
-    """Whether buffers come with a row per candidate."""
+    """Whether buffers have one row per candidate."""
     head = secret.plan.head
     return head is not None and head.tail == "repeated"
 
@@ -158,7 +158,7 @@ class _Sums:
         self._ending = 0.0
 
     def add(self, passes: Tensor, combined: Tensor) -> None:
-        """Take a tensor in."""
+        """Add a tensor."""
         self._squares += _squares(passes)
         self._total += float(_squares(combined.unsqueeze(0))[0])
         if self._how.place is not None:
@@ -195,14 +195,15 @@ def client_shares(updates: Sequence[Update], weights: Sequence[float] | None) ->
     """w_k = |D_k| / |D|."""
     sizes = [float(u.samples) for u in updates] if weights is None else [float(w) for w in weights]
     if len(sizes) != len(updates) or not sizes:
-        raise BadArgument("recover", f"{len(updates)} updates and {len(sizes)} weights: want one each, at least one")
+        what = f"{len(updates)} updates and {len(sizes)} weights: there must be one weight per update, at least one"
+        raise BadArgument("recover", what)
     if not all(math.isfinite(size) and size >= 0 for size in sizes) or not sum(sizes) > 0:
-        raise BadArgument("recover", "weights must be finite, none below 0, not all 0")
+        raise BadArgument("recover", "weights must be finite, not negative, and not all 0")
     return [size / sum(sizes) for size in sizes]
 
 
 def _mean(entries: Sequence[Entry], updates: Sequence[Update], shares: Sequence[float], passes: slice) -> Tensor:
-    """sum_k w_k times some of client k's passes of some tensors, a row each."""
+    """sum_k w_k times some of client k's passes of some tensors, one row per pass."""
     total: Tensor | None = None
     for update, share in zip(updates, shares, strict=True):
         parts = [update.passes[entry.name][passes].reshape(passes.stop - passes.start, -1) for entry in entries]
@@ -279,6 +280,6 @@ def refuse_non_finite(updates: Sequence[Update]) -> None:
         named += [(f"buffer {name}", t) for name, t in update.buffers.items()]
         for what, tensor in named:
             if not torch.isfinite(tensor).all():
-                fix = "leave this client out of the round; lower the learning rate if all clients are affected"
+                fix = "drop this client from the round; lower the learning rate if all clients are affected"
                 raise NonFiniteUpdate(f"client {position}", f"{what} holds NaN or infinity", fix)
     raise NonFiniteUpdate("all clients", "the sum of finite updates overflows", "lower the learning rate")

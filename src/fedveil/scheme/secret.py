@@ -23,8 +23,8 @@ from fedveil.scheme.nodes import FEWEST, MOST, SPREAD
 
 SMALLEST_SIZE, LARGEST_SIZE = 1e-30, 1e30  # of the offset
 NARROWEST, WIDEST = 0.5, 1e6  # of the interval, in standard errors
-DECOYS = 2  # by default: as many passes as squared error has with one group
-LARGEST_FACTOR = 1e6  # beyond it, products of a few factors leave the exponents of float32
+DECOYS = 2  # the default: as many passes as squared error with one group
+LARGEST_FACTOR = 1e6  # beyond it, products of a few factors overflow float32
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class HeadNoise:
 
 @dataclass(frozen=True, repr=False)
 class How:
-    """How passes add up.
+    """How to combine passes.
 
     Attributes:
-        coefficients: of the passes; of decoys 0.
+        coefficients: of the passes; 0 for decoys.
         place: of the head's offset in the interval of the nodes, from -1 to 1; None without nodes.
         shift: see `nodes.Spectrum`.
     """
@@ -60,7 +60,7 @@ class Sent:
 
     Attributes:
         cover: factors and places of the model's tensors.
-        how: how to add the passes up.
+        how: how to combine the passes.
     """
 
     cover: Cover
@@ -95,11 +95,11 @@ class Secret:
 
     @property
     def for_tests_only(self) -> bool:
-        """Whether it is repeatable, and therefore not secret."""
+        """Whether it is repeatable, and so not secret."""
         return self.entropy.for_tests_only
 
     def redraw(self) -> None:
-        """Other noise in place of noise that was not sent."""
+        """Replace the noise, which was not sent."""
         assert self._sent is None
         self._noise, self._head = self._draw()
 
@@ -123,9 +123,9 @@ def _positive(where: str, name: str, value: float, least: float, most: float) ->
 
 
 def draw_numbers(plan: Plan, bound: float, extra: int, count: int, entropy: Entropy) -> NDArray[np.float64]:
-    """A row a secret: r, one a scale class, then `extra` numbers. All are log-uniform.
+    """One row per secret: r, one number per scale class, then `extra` numbers. All are log-uniform.
 
-    r is in [1/bound, bound] and of random sign as far as its symmetry allows; the others are in [1/2, 2], of either
+    r is in [1/bound, bound] with a random sign, as far as its symmetry allows; the others are in [1/2, 2] with a random
     sign.
     """
     width, signed = plan.freedoms
@@ -134,10 +134,7 @@ def draw_numbers(plan: Plan, bound: float, extra: int, count: int, entropy: Entr
 
 
 def draw_members(plan: Plan, count: int, entropy: Entropy | None) -> Integers:
-    """New numbers of the order classes in their kinds, a row per secret; without entropy everything stays.
-
-    Classes of a cell trade places among themselves, and cells that belong to blocks go where their block goes.
-    """
+    """New numbers of the order classes in their kinds, one row per secret; without entropy nothing moves."""
     moves = plan.moves
     members = np.zeros((count, len(plan.cells)), dtype=np.int64)
     inside = _shuffled(moves.cells, moves.starts, count, entropy)
@@ -149,7 +146,7 @@ def draw_members(plan: Plan, count: int, entropy: Entropy | None) -> Integers:
 
 
 def _shuffled(groups: Integers, starts: Integers, count: int, entropy: Entropy | None) -> Integers:
-    """For each member of a group a new number within it; `starts` says where its group begins in sorted order."""
+    """A new number within its group for each member; `starts` has where its group begins in sorted order."""
     keys = groups.astype(np.uint64) << np.uint64(40)
     random = entropy.words(count * len(groups)) if entropy else np.zeros(count * len(groups), np.uint64)
     order = np.argsort(keys + (random.reshape(count, -1) >> np.uint64(24)), axis=1, kind="stable")
@@ -162,10 +159,10 @@ class Noise(NamedTuple):
     """Numbers for one secret.
 
     Attributes:
-        scale: r, one a scale class.
+        scale: r, one number per scale class.
         members: each order class's new number in its kind.
-        factors: what r does to each scale slot of the plan.
-        shifts: what the permutation does to each order slot of the plan.
+        factors: the factor of each scale slot of the plan.
+        shifts: the shift of each order slot of the plan.
         others: log-uniform numbers for the head.
     """
 
@@ -190,15 +187,15 @@ def draw_noise(plan: Plan, kind: Kind, count: int, entropy: Entropy) -> list[Noi
     return [Noise(*row) for row in zip(*rows, strict=True)]
 
 
-# Drawing a few secrets at a time costs little more than drawing one, which matters for small models. Each is dealt
-# once (list.pop is atomic), and a forked process starts with none, so that no two processes deal the same.
+# Drawing a few secrets costs little more than drawing one, which matters for small models. Each is used once (list.pop
+# is atomic), and a forked process starts with none, so that no two processes use the same.
 _AHEAD: WeakKeyDictionary[Plan, dict[Kind, list[Noise]]] = WeakKeyDictionary()
 _AHEAD_SLOTS = 2**15
 os.register_at_fork(after_in_child=_AHEAD.clear)
 
 
 def deal_noise(plan: Plan, kind: Kind, entropy: Entropy) -> Noise:
-    """Noise that nobody had before."""
+    """Noise that was never used before."""
     if entropy.for_tests_only:
         return draw_noise(plan, kind, 1, entropy)[0]
     ahead = _AHEAD.setdefault(plan, {}).setdefault(kind, [])
@@ -212,19 +209,19 @@ def deal_noise(plan: Plan, kind: Kind, entropy: Entropy) -> Noise:
 
 
 def draw_partition(outputs: int, groups: int, entropy: Entropy) -> Integers:
-    """The group of each output: a random partition into `groups` parts, none of them empty."""
+    """The group of each output: a random partition into `groups` non-empty parts."""
     if groups == 1:
         return np.zeros(outputs, dtype=np.int64)
-    extra = entropy.words(outputs - groups) % np.uint64(groups)  # uniform but for 2^-64 x groups
+    extra = entropy.words(outputs - groups) % np.uint64(groups)  # uniform up to 2^-64 x groups
     partition = np.concatenate([np.arange(groups), extra.astype(np.int64)])
     return partition[np.argsort(entropy.words(outputs))]
 
 
 def balance(sizes: NDArray[np.float64], partition: Integers, groups: int, entropy: Entropy) -> NDArray[np.float64]:
-    """Sizes with random signs that add up to 0 in every group of two or more.
+    """Sizes with random signs that sum to 0 in every group of two or more.
 
-    What is added to the head then leaves the sums of its columns as they are. Training often makes these small, and a
-    client that knows it could tell the noise by them.
+    The noise then does not change the head's column sums. Training often makes these small, so a client could estimate
+    the noise from them.
     """
     keys = (partition.astype(np.uint64) << np.uint64(40)) + (entropy.words(len(sizes)) >> np.uint64(24))
     up = np.empty(len(sizes), np.int64)
@@ -239,7 +236,7 @@ def balance(sizes: NDArray[np.float64], partition: Integers, groups: int, entrop
 def draw_noise_and_head(
     plan: Plan, groups: int, additive: float, kind: Kind, entropy: Entropy
 ) -> tuple[Noise, HeadNoise | None]:
-    """Everything that is random in a secret."""
+    """All random numbers of a secret."""
     while True:
         noise = deal_noise(plan, kind, entropy)
         if plan.head is None:
@@ -268,30 +265,29 @@ def draw_secret(
 ) -> Secret:
     """Draw the noise of one round.
 
-    Paper, Sec. 4.1: positive factors r(l) for every hidden unit, a partition of the outputs into m groups, one
-    gamma a group, r_a with pairwise different components. All of it is new in every call.
+    Paper, Sec. 4.1: positive factors r(l) for every hidden unit, a partition of the outputs into m groups, one gamma
+    per group, r_a with pairwise different components. All of it is new in every call.
 
-    Differs from the paper: factors follow the symmetry of each axis (signs before BatchNorm, for example); units
-    also trade places where the network allows it; what is added is never near 0, where it would hide nothing; r_a sums
-    to 0 in every group of two or more outputs.
+    Differs from the paper: factors follow the symmetry of each axis (for example signs before BatchNorm); units also
+    trade places where the network allows it; additive noise is never near 0, where it would hide nothing; r_a sums to 0
+    in every group of two or more outputs.
 
     Args:
-        plan: what `analyse` found.
-        loss: the loss that clients will use: a name (`fedveil.scheme.LOSSES` has them), an object such as
+        plan: the result of `analyse`.
+        loss: the loss that clients will use: a name (see `fedveil.scheme.LOSSES`), an object such as
             `CrossEntropy(label_smoothing=0.1)`, a function (outputs, targets) -> one value per sample, or a
             `BatchLoss`.
         groups: the paper's m, from 1 to the number of outputs; 1 with nodes.
         additive: the size of the additive noise. Any size is recovered with the same precision.
         multiplicative: bound x of the factors, which are log-uniform in [1/x, x].
         permute: also permute units secretly.
-        decoys: how many false offsets of the head go out beside the true one; clients compute a gradient for each of
-            them. By default 2, but none for squared error, whose own m + 2 terms do without where nothing follows the
-            head.
-        nodes: in place of decoys, the number of nodes of an interval in which clients know the head's offset to lie:
-            for a smooth loss other than squared error. `recovered.error` tells whether they were enough. Or a function
-            of the interval's length, such as `NodeCount`.
-        spread: half the length of that interval, in standard errors of what clients could guess anyway.
-        entropy: `Entropy.for_tests(seed)` for repeatable tests; the operating system's otherwise.
+        decoys: how many false offsets of the head are sent with the true one; clients compute one gradient for each.
+            Default 2, and none for squared error if nothing follows the head: its own m + 2 terms need none.
+        nodes: in place of decoys, the number of nodes of a public interval in which the head's offset lies, for a
+            smooth loss other than squared error; or a function of the interval's length, such as `NodeCount`.
+            `recovered.error` shows whether they were enough.
+        spread: half the length of that interval, in standard errors of a client's own estimate.
+        entropy: `Entropy.for_tests(seed)` for repeatable tests; by default the operating system's.
 
     >>> import torch, fedveil
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -325,7 +321,7 @@ def draw_secret(
 
 
 def check_decoys(where: str, decoys: int | None) -> None:
-    """Refuse a number of decoys that makes no sense."""
+    """Refuse an invalid number of decoys."""
     if decoys is None:
         return
     if isinstance(decoys, bool) or not isinstance(decoys, int) or not 1 <= decoys <= MOST_DECOYS:
@@ -336,10 +332,10 @@ def check_decoys(where: str, decoys: int | None) -> None:
 def _check_nodes(
     where: str, plan: Plan, loss: Loss, groups: int, decoys: int | None, nodes: int | Callable[[float], int]
 ) -> None:
-    """Refuse nodes where they recover nothing."""
+    """Refuse nodes where they cannot recover the gradient."""
     fix = f"decoys={DECOYS} in place of nodes"
     if decoys is not None:
-        raise BadArgument(where, f"decoys={decoys} and nodes are two ways to do the same", "one of them")
+        raise BadArgument(where, f"decoys={decoys} and nodes exclude one another", "use one of them")
     if isinstance(nodes, int) and not FEWEST <= nodes <= MOST:
         raise BadArgument(where, f"nodes must be from {FEWEST} to {MOST}, got {nodes}")
     if groups > 1 and not isinstance(loss, SquaredError):
@@ -348,5 +344,5 @@ def _check_nodes(
     if has_a_kink(loss):
         raise BadArgument(where, f"{loss.name} has a kink, and nodes recover smooth losses only", fix)
     if plan.head and plan.head.within:
-        what = f"nodes need a model that ends in the layer that takes the noise, and something follows {plan.head.path}"
+        what = f"nodes need a model that ends in the masked layer, and other operations follow {plan.head.path}"
         raise BadArgument(where, what, fix)

@@ -1,17 +1,17 @@
-"""What clients send, and how the server adds it up.
+"""The gradients that clients send, and how the server combines them.
 
-A client turns (y, alpha) into cotangents and uploads the gradient for each of them; the server adds these *passes*
-with secret coefficients::
+A client turns (y, alpha) into cotangents and uploads one gradient per cotangent; the server sums these *passes* with
+secret coefficients::
 
     G = R o sum_k coefficient_k(secret) pass_k
 
 Notation: y are the outputs of the veiled model, alpha the sum of the head's inputs (plus 1 if it has a bias), r_a the
 public direction, I_s the s-th group of outputs, d the head's secret offset from the true one: y_true = y - d alpha r_a.
 
-Squared error has the paper's m + 2 terms. Any other loss has one pass for each of some public *candidates* t: the
-gradient that is right if d is t. Either one of the candidates is d, the others are decoys, and one coefficient is 1,
-all others 0; or the candidates are nodes of an interval in which d lies, and the coefficients are those of the
-polynomial through them (docs/losses.md).
+Squared error has the paper's m + 2 terms. Any other loss has one pass per public *candidate* t: the gradient for d = t.
+Either one of the candidates is d and the others are decoys: then one coefficient is 1, all others 0. Or the candidates
+are nodes of an interval in which d lies: then the coefficients are those of the polynomial through them
+(docs/losses.md).
 """
 
 import numpy as np
@@ -36,10 +36,7 @@ from fedveil.scheme.outputs import slope
 def cotangents(
     loss: Loss, head: PublicHead | None, outputs: Tensor, targets: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """For each pass, the cotangent of the outputs; with a head these are (y, alpha).
-
-    `weights` are the samples' weights in place of 1 / samples.
-    """
+    """The cotangent of the outputs, (y, alpha) with a head, per pass; `weights` replace 1 / samples."""
     outputs = outputs.detach()
     if head is None:
         delta = slope(loss, outputs, targets)
@@ -87,7 +84,7 @@ def squared_error_coefficients(
 
 
 def span(loss: Loss, direction: NDArray[np.float64]) -> float:
-    """How far apart r_a moves what a loss compares: logits with one another, or each with its own target."""
+    """The largest distance that r_a adds between what a loss compares: logits, or an output and its target."""
     if isinstance(loss, CrossEntropy):
         return float(direction.max() - direction.min())
     return float(np.abs(direction).max())
@@ -98,15 +95,15 @@ def candidate_passes(
 ) -> Tensor:
     """Cotangents for (y, alpha) of the gradient at each candidate t: (delta, -(t o r_a) . delta).
 
-    delta is the derivative of the loss at y - alpha (t o r_a). Row j of `noise` is t_j o r_a. Outputs have their
-    classes last; a user's function gets them at `axis`, where the model has them.
+    delta is the derivative of the loss at y - alpha (t o r_a). Row j of `noise` is t_j o r_a. Classes are on the last
+    axis of outputs; a user's function gets them on `axis`, as the model returns them.
     """
     y, alpha = torch.split_with_sizes(outputs, [noise.shape[1], 1], -1)
     targets = loss.dense(targets, y)
     rows = noise.view(len(noise), *[1] * (outputs.dim() - 1), -1)
     at = torch.addcmul(y, rows, alpha, value=-1)
     moved = at.movedim(-1, axis + 1) if isinstance(loss, USERS) and axis != -1 else at
-    if isinstance(loss, USERS):  # may couple samples, or count on their number
+    if isinstance(loss, USERS):  # may couple samples, or depend on their number
         delta = torch.stack([loss.gradient(one, targets) for one in moved])
     else:
         delta = loss.gradient(moved, targets)

@@ -19,13 +19,13 @@ def _is_tensor(argument: object) -> bool:
 
 
 def meet(call: Call, a: Traced, b: Traced) -> tuple[Tensor, ...]:
-    """Let the elements of two tensors move alike; returns how their result moves."""
+    """Make the elements of two tensors move alike; returns how the result moves."""
     left, right = call.broadcast(a), call.broadcast(b)
     return call.ledger.agree_order(left.order, call.differs(a), right.order, call.differs(b))
 
 
 def total(call: Call, a: Traced, b: Traced) -> Outcome:
-    """A sum: both terms share their noise; zeros take any."""
+    """A sum: both terms share their noise; zeros may have any."""
     if a.zero or b.zero:
         other = b if a.zero else a
         return Activation(call.output, call.broadcast(other), a.zero and b.zero)
@@ -38,7 +38,7 @@ def total(call: Call, a: Traced, b: Traced) -> Outcome:
 
 @rule("add", "sub", "rsub", "subtract", "__radd__")
 def add(call: Call) -> Outcome:
-    """Both terms share their noise; a constant that is not 0 limits the scale to 1."""
+    """Both terms share their noise; a constant other than 0 limits the scale to 1."""
     a, b = call["self"], call["other"]
     if _is_tensor(a) and _is_tensor(b):
         return total(call, a, b)
@@ -49,7 +49,7 @@ def add(call: Call) -> Outcome:
 
 
 def product(call: Call, a: Traced, b: Traced, inverse: bool = False) -> Outcome:
-    """The factors of both; a parameter's last, because they are given up first."""
+    """The factors of both; a parameter's come last, because they are dropped first."""
     if a.zero or (b.zero and not inverse):
         return Activation(call.output, Units(), zero=True)
     left, right = call.broadcast(a), call.broadcast(b)
@@ -61,7 +61,7 @@ def product(call: Call, a: Traced, b: Traced, inverse: bool = False) -> Outcome:
 
 @rule("mul", "multiply")
 def multiply(call: Call) -> Outcome:
-    """A number lets everything through; a tensor times itself has lost its signs."""
+    """A number lets everything through; a tensor times itself loses its signs."""
     a, b = call["self"], call["other"]
     if a is b:
         return even(call)
@@ -85,7 +85,7 @@ def _(call: Call) -> Outcome:
 
 
 def _chosen(call: Call, mask: Any, units: Units) -> Units:
-    """What moves must also leave the mask as it is."""
+    """Only permutations that leave the mask unchanged are allowed."""
     order = call.ledger.agree_order(
         units.order, frozenset(range(call.rank)), call.broadcast(mask).order, call.differs(mask)
     )
@@ -142,7 +142,7 @@ def _(call: Call) -> Outcome:
 
 @rule("glu")
 def glu(call: Call) -> Outcome:
-    """One half times the sigmoid of the other: that lets no factor through, and moves with the first."""
+    """One half times the sigmoid of the other, which lets no factor through and moves with the first."""
     x, dim = call.x, call.dim()
     size = x.value.shape[dim] // 2
     halves = []

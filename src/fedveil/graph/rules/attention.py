@@ -1,4 +1,4 @@
-"""Attention: queries and keys carry inverse factors, values any, and heads trade places as wholes."""
+"""Attention: queries and keys carry inverse factors, values any; heads trade places as a whole."""
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ def _repeated(operand: Traced, times: int) -> Traced:
 
 @rule("scaled_dot_product_attention")
 def attention(call: Call) -> Outcome:
-    """softmax(q k^T + mask) v, by the rules of its parts."""
+    """softmax(q k^T + mask) v, composed of the rules of its parts."""
     q, k, v, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
     times = q.value.shape[-3] // k.value.shape[-3] if call["enable_gqa"] else 1
     k, v = _repeated(tensor(k), times), _repeated(tensor(v), times)
@@ -37,7 +37,7 @@ def attention(call: Call) -> Outcome:
 
 
 class _Part(Call):
-    """A part of an operation that is followed by its own rule."""
+    """A part of an operation, for its own rule."""
 
     def __init__(self, call: Call, output: Tensor) -> None:
         super().__init__(call.name, call.where, {}, output, call.run, call.ledger)

@@ -1,4 +1,4 @@
-"""Functions of one number, applied to each element: they let some factors through and every permutation."""
+"""Functions of one number, applied to each element: they let some factors and every permutation through."""
 
 import torch
 
@@ -24,7 +24,7 @@ OTHER = (
 
 
 def through(call: Call, symmetry: Symmetry) -> Units:
-    """The units of the only operand, limited to `symmetry`; pinned ones begin nothing new."""
+    """The units of the only operand, limited to `symmetry`."""
     if len(call.operands) != 1:
         raise NoRule("it has an argument that is a tensor")
     units = call.x.units
@@ -41,7 +41,7 @@ def _(call: Call) -> Outcome:
 
 @rule("to", "_to_copy")
 def convert(call: Call) -> Outcome:
-    """To another dtype or device; fewer digits would round what is scaled in another way."""
+    """To another dtype or device; not to fewer digits, which would round scaled values differently."""
     before, after = call.x.value.dtype, call.output.dtype
     if not before.is_floating_point:
         return Activation(call.output, Units(), call.x.zero)
@@ -63,7 +63,7 @@ def _(call: Call) -> Outcome:
 
 
 def even(call: Call) -> Units:
-    """A function that does not see the sign: signs pass into it, and end there."""
+    """An even function: it lets signs through, and its output carries none."""
     call.limit(call.x.units.scale, Symmetry.SIGN)
     return call.x.units.unscaled()
 

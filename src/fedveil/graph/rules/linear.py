@@ -19,7 +19,7 @@ Labels = Sequence[str]
 
 
 def arranged(factor: Tensor, own: Labels, wanted: Labels) -> Tensor:
-    """A factor over dims `own` as one over dims `wanted`; along those that it lacks it does not change."""
+    """A factor over dims `own` as one over dims `wanted`, constant along those that it lacks."""
     kept = [label for label in wanted if label in own]
     found = factor.permute([own.index(label) for label in kept] + [d for d, x in enumerate(own) if x not in kept])
     sizes = [found.shape[kept.index(label)] if label in kept else 1 for label in wanted]
@@ -38,7 +38,7 @@ def numbers(labels: Labels, chosen: set[str]) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as a product reads it: labels, sizes and strides of its dims."""
+    """A parameter as an operand of a product: labels, sizes and strides of its dims."""
 
     tensor: Stored
     labels: tuple[str, ...]
@@ -47,7 +47,7 @@ class Weight:
 
     @classmethod
     def plain(cls, weight: Stored, labels: Labels) -> "Weight":
-        """With the dims that it has."""
+        """With its own dims."""
         return cls(weight, tuple(labels), tuple(weight.value.shape), tuple(weight.value.stride()))
 
     def grouped(self, groups: int, label: str) -> "Weight":
@@ -58,7 +58,7 @@ class Weight:
         return Weight(self.tensor, (label, *self.labels), shape, strides)
 
     def attach(self, units: Units) -> None:
-        """Tie it to its noise."""
+        """Record its noise."""
         self.tensor.attach(units, self.shape, self.strides)
 
     def size(self, label: str) -> int:
@@ -69,10 +69,7 @@ class Weight:
 def project(
     call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight | None, out: Labels, *, head: bool = False
 ) -> Units:
-    """A product with a weight; labels that neither the weight nor the output have are mixed, and carry no noise.
-
-    A head begins no units: its own noise is the additive term.
-    """
+    """A product with a weight; labels that neither weight nor output has are mixed. A head starts no units."""
     ledger = call.ledger
     summed = {label for label in weight.labels if label in labels and label not in out}
     shared = {label for label in weight.labels if label in labels and label in out}
@@ -111,7 +108,7 @@ def project(
 
 
 def _put_below(call: Call, order: Tensor, inner: frozenset[int], above: Sequence[Tensor]) -> None:
-    """Outputs of a group move with the group's inputs, and stay if these do."""
+    """Outputs of a group move only with the group's inputs."""
     if not varying(order) - inner:
         return
     own = call.ledger.fold(order, inner)
@@ -125,7 +122,7 @@ def _put_below(call: Call, order: Tensor, inner: frozenset[int], above: Sequence
 def _places(
     call: Call, orders: Sequence[Tensor], labels: Labels, summed: set[str], shared: set[str], outer: set[str]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
-    """Order factors that pass by the weight, those that it follows, and what is above them along shared dims."""
+    """Order factors that bypass the weight, those that it follows, and the ones above them along shared dims."""
     ledger = call.ledger
     staying, moving, parents = [], [], []
     for factor in orders:
@@ -163,7 +160,7 @@ def contract(call: Call, x: Traced, labels: Labels, y: Traced, others: Labels, o
                 scale.append(arranged(factor, own, out))
         inside.append(found)
     left, right = inside
-    why = "what it sums over carries other factors than what it is multiplied with"
+    why = "the two tensors carry different factors along the dims that it sums over"
     if left and right:
         ledger.agree_scale(left, [-factor for factor in right], call.where, why)
     else:
@@ -175,7 +172,7 @@ def contract(call: Call, x: Traced, labels: Labels, y: Traced, others: Labels, o
 def _contract_order(
     call: Call, x: Traced, labels: Labels, y: Traced, others: Labels, out: Labels, summed: set[str], shared: list[str]
 ) -> tuple[Tensor, ...]:
-    """Places: what is summed over moves alike on both sides; so does each shared label."""
+    """Places: summed and shared labels move alike on both sides."""
     ledger = call.ledger
     both = [*shared, *sorted(summed)]
     sides: list[tuple[list[Tensor], list[Tensor]]] = []  # factors over summed labels, and over shared ones only
@@ -290,11 +287,11 @@ def _matrix_labels(rank: int, row: str, column: str, most: int, *, first: bool) 
 
 
 def product_of(call: Call, a: Traced, left: Labels, b: Traced, right: Labels, out: Labels) -> Units:
-    """By `project` if one of them is a parameter as it stands, else by `contract`."""
+    """By `project` if one of them is a parameter itself, else by `contract`."""
     for x, own, weight, labels in ((a, left, b, right), (b, right, a, left)):
         if isinstance(weight, Stored) and weight.is_parameter and not isinstance(x, Stored):
             if any(n == 1 and label in own and label.startswith("b") for n, label in _sized(weight, labels)):
-                break  # a weight that is broadcast over heads is an activation like others
+                break  # a weight that is broadcast over heads counts as an activation
             return project(call, x.units, own, Weight.plain(weight, labels), None, out)
     return contract(call, a, left, b, right, out)
 
@@ -350,7 +347,7 @@ def _columns(call: Call, weight: Stored, rank: int) -> Units:
 
 @rule("embedding_bag", "_embedding_bag")
 def embedding_bag(call: Call) -> Outcome:
-    """Sums and means of rows let everything through, the largest of them positive factors."""
+    """Sums and means of rows let everything through, maxima positive factors."""
     from fedveil.graph.symmetry import Symmetry
 
     if call["sparse"]:

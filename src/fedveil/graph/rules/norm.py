@@ -1,4 +1,4 @@
-"""Normalisations: what their statistics absorb exactly, and what they do not."""
+"""Normalisations: which factors their statistics absorb exactly."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from fedveil.graph.units import Dims, Units, along, varying
 def _weights(call: Call) -> tuple[Stored | None, Stored | None]:
     found = call["weight"], call["bias"]
     if any(tensor is not None and not isinstance(tensor, Stored) for tensor in found):
-        raise NoRule("its weight is not a parameter as it stands, but computed")
+        raise NoRule("its weight is computed, not a parameter itself")
     return found
 
 
 def _channels(call: Call, units: Units, dim: int) -> Units:
-    """Units that change along `dim` only, as 1-d factors; what else changes is made one."""
+    """Units that change along `dim` only, as 1-d factors; equal along all other dims."""
     others = frozenset(range(call.x.value.dim())) - {dim}
     scale = [call.ledger.merge_scale(factor, others, call.where) for factor in units.scale]
     order = []
@@ -33,7 +33,7 @@ def _channels(call: Call, units: Units, dim: int) -> Units:
 
 
 def _affine(call: Call, inputs: Units, weight: Stored | None, bias: Stored | None, size: int) -> Units:
-    """The output's units along the channels: a new axis if there is a weight, else what passed."""
+    """The output's units along the channels: a new axis if there is a weight, else those of the input."""
     if weight is None and bias is None:
         return inputs
     if weight is None:
@@ -49,12 +49,12 @@ def _affine(call: Call, inputs: Units, weight: Stored | None, bias: Stored | Non
 
 @rule("batch_norm", "instance_norm", "_native_batch_norm_legit_functional")
 def batch_norm(call: Call) -> Outcome:
-    """Statistics of the batch absorb signs exactly (and factors only up to eps); stored ones absorb everything."""
+    """Batch statistics absorb signs exactly (and factors only up to eps); stored ones absorb everything."""
     x = call.x
     dim = 1
     inputs = _channels(call, x.units, dim)
     if call.get("training", "use_input_stats", "train"):
-        call.limit(inputs.scale, Symmetry.SIGN, "statistics of the batch let signs only through, because of eps")
+        call.limit(inputs.scale, Symmetry.SIGN, "batch statistics let only signs through, because of eps")
     for name, units in (("running_mean", inputs), ("running_var", inputs.unscaled())):
         if isinstance(call.get(name), Stored):
             call[name].attach(units)
@@ -65,7 +65,7 @@ def batch_norm(call: Call) -> Outcome:
 
 @rule("group_norm")
 def group_norm(call: Call) -> Outcome:
-    """A mean over different channels lets no factor through; channels of a group may trade places, and groups."""
+    """A mean over channels lets no factor through; channels of a group may trade places, and so may groups."""
     x, groups = call.x, call["num_groups"]
     inputs = _channels(call, x.units, 1)
     call.limit(inputs.scale, Symmetry.NOTHING, "statistics over several channels let no factor through")
@@ -77,10 +77,10 @@ def group_norm(call: Call) -> Outcome:
 
 
 def _last_dims(call: Call, symmetry: Symmetry, why: str) -> Units:
-    """Normalises over the last dims; a weight there moves with what it multiplies."""
+    """Normalise over the last dims; a weight there moves with what it multiplies."""
     x, (weight, bias) = call.x, (call["weight"], call.get("bias"))
     if any(tensor is not None and not isinstance(tensor, Stored) for tensor in (weight, bias)):
-        raise NoRule("its weight is not a parameter as it stands, but computed")
+        raise NoRule("its weight is computed, not a parameter itself")
     rank, count = x.value.dim(), len(call["normalized_shape"])
     inside = frozenset(range(rank - count, rank))
     call.limit(x.units.scale, symmetry, why)
@@ -104,7 +104,7 @@ def _last_dims(call: Call, symmetry: Symmetry, why: str) -> Units:
 
 
 def _own_order(call: Call, orders: tuple[Tensor, ...], inside: Dims) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Places behind a norm over the dims `inside`, and those of its weight."""
+    """Places after a norm over the dims `inside`, and those of its weight."""
     result, own = [], []
     for factor in orders:
         if varying(factor) & inside:
@@ -119,22 +119,22 @@ def _own_order(call: Call, orders: tuple[Tensor, ...], inside: Dims) -> tuple[tu
 
 @rule("layer_norm")
 def layer_norm(call: Call) -> Outcome:
-    """A mean over different features lets no factor through, and every permutation."""
+    """A mean over features lets every permutation and no factor through."""
     return _last_dims(call, Symmetry.NOTHING, "statistics over several features let no factor through")
 
 
 @rule("rms_norm")
 def rms_norm(call: Call) -> Outcome:
-    """A mean square lets signs through, and every permutation."""
-    return _last_dims(call, Symmetry.SIGN, "a mean square over several features lets signs only through")
+    """A mean square lets every permutation and signs through."""
+    return _last_dims(call, Symmetry.SIGN, "a mean square over several features lets only signs through")
 
 
 @dataclass(eq=False)
 class Normed(Stored):
-    """A weight whose rows have the length that another parameter says: g v / |v|.
+    """The weight of weight_norm, g v / |v| by rows.
 
-    Factors of its rows go to g; columns change sign at most, because the lengths of rows may not change; rows and
-    columns of v move, and g with the rows.
+    Factors of its rows go to g; columns only change sign, because the lengths of rows must not change; rows and columns
+    of v move, and g moves with the rows.
     """
 
     length: Stored | None = None
@@ -148,12 +148,12 @@ class Normed(Stored):
         return Units()
 
     def attach(self, units: Units, shape: Sequence[int] | None = None, strides: Sequence[int] | None = None) -> None:
-        """Tie v and g to the noise of the weight that they make."""
+        """Record the noise on v and g, from that of the weight."""
         own = tuple(shape if shape is not None else self.value.shape)
         rows = _rows(own, self.value.shape[0])
         outputs = [factor for factor in units.scale if varying(factor) <= rows]
         columns = [factor for factor in units.scale if not varying(factor) <= rows]
-        why = "the length of each row of the weight is normed"
+        why = "each row of the weight is normalised"
         self.ledger.limit(columns, Symmetry.SIGN, self.name, why)
         super().attach(Units(tuple(columns), units.order), shape, strides)
         assert self.length is not None
@@ -164,7 +164,7 @@ class Normed(Stored):
 
 
 def _rows(shape: Sequence[int], count: int) -> Dims:
-    """The dims in front that count rows, of a weight that may be in groups."""
+    """The leading dims that count rows, of a weight that may be in groups."""
     total, dims = 1, []
     for dim, size in enumerate(shape):
         if total == count and size > 1:
@@ -179,5 +179,5 @@ def weight_norm(call: Call) -> Outcome:
     """torch.nn.utils.weight_norm over all but the first dim."""
     direction, length = call["v"], call["g"]
     if not isinstance(direction, Stored) or not isinstance(length, Stored) or call["dim"] != 0:
-        raise NoRule("the weight that it makes is computed")
+        raise NoRule("the parameters of weight_norm are computed, or its dim is not 0")
     return Normed(direction.value, direction.name, True, call.ledger, direction.known, direction.whole, length)

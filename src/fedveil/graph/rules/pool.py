@@ -1,4 +1,4 @@
-"""Operations on each channel by itself, which mix what lies side by side in it."""
+"""Operations on each channel separately, which mix neighbouring positions."""
 
 from fedveil.graph.calls import Call, Outcome, rule
 from fedveil.graph.symmetry import Symmetry
@@ -19,7 +19,7 @@ RESIZE = {
 
 
 def mixed_along(call: Call, units: Units, dims: Dims) -> Units:
-    """Units after an operation that mixes neighbours along `dims`: one factor there, and every element in its place."""
+    """Units after an operation that mixes neighbours along `dims`: one factor along them, and no permutation."""
     scale = tuple(call.ledger.merge_scale(factor, dims, call.where) for factor in units.scale)
     order = []
     for factor in units.order:

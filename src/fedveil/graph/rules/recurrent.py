@@ -42,7 +42,7 @@ class Parameters:
 
 
 def _last(call: Call, units: Units) -> Units:
-    """Units along the last dim, as 1-d factors; along all others the same."""
+    """Units along the last dim, as 1-d factors; equal along all others."""
     scale, order = [], []
     for factor in units.scale:
         scale.append(call.ledger.merge_scale(factor, frozenset(range(factor.dim() - 1)), call.where).flatten())
@@ -63,7 +63,7 @@ def _gate_rows(cell: Cell, sign: Tensor, order: Tensor) -> Units:
 
 
 def _attach(weight: Stored, cell: Cell, rows: Units, columns: Units | None) -> None:
-    """Tie a (gates x units, inputs) weight, or a bias, to its noise."""
+    """Record the noise on a (gates x units, inputs) weight, or a bias."""
     units, step = weight.value.shape[0] // cell.gates, weight.value.stride(0)
     shape: list[int] = [cell.gates, units]
     strides = [units * step, step]
@@ -79,7 +79,7 @@ def _attach(weight: Stored, cell: Cell, rows: Units, columns: Units | None) -> N
 def _step(
     call: Call, cell: Cell, own: Parameters, inputs: Units, states: Sequence[Units | None]
 ) -> tuple[Units, Units]:
-    """Units of h and of c; `states` are those that were given, None for zeros."""
+    """Units of h and of c; `states` are the given ones, None for zeros."""
     ledger = call.ledger
     size = own.w_ih.value.shape[0] // cell.gates
     sign, order = ledger.fresh_scale([size], own.w_hh.name), ledger.fresh_order([size])
@@ -125,7 +125,7 @@ def _state(call: Call, state: Traced, place: int) -> Units | None:
 
 
 def _beside(call: Call, parts: Sequence[Units]) -> Units:
-    """The outputs of both directions, one behind the other."""
+    """The outputs of both directions, concatenated."""
     if len(parts) == 1:
         return parts[0]
 

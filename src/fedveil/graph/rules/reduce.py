@@ -1,4 +1,4 @@
-"""Operations that add up, or compare, elements along some dims."""
+"""Operations that sum or compare elements along some dims."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def dims_of(call: Call) -> Dims:
 
 
 def reduced(call: Call, units: Units, dims: Dims) -> Units:
-    """Units after a sum over `dims`: what is added shares its factor, and may be added in any order."""
+    """Units after a sum over `dims`: the terms share their factor and may be in any order."""
     kept = call.get("keepdim", default=False)
     scale = [call.ledger.merge_scale(factor, dims, call.where) for factor in units.scale]
     folded = [call.ledger.fold(factor, dims) for factor in units.order]

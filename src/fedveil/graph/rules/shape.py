@@ -1,4 +1,4 @@
-"""Operations that only move elements, repeat them, or add zeros: their units move along."""
+"""Operations that only move elements, repeat them, or add zeros: units move along with their elements."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ def moved(call: Call, units: Units, operation: Callable[[Tensor], Tensor]) -> Un
 
 
 def kept(call: Call, units: Units) -> Outcome:
-    """As it was, a tensor of zeros too."""
+    """Keep the units, and whether the tensor is all zeros."""
     return Activation(call.output, units, call.x.zero)
 
 
@@ -135,7 +135,7 @@ def _picked(call: Call, dim: int, place: int) -> Units:
 
 @rule("expand", "expand_as", "broadcast_to", "expand_copy")
 def expand(call: Call) -> Outcome:
-    """Repeated along dims of size 1, along which nothing changes."""
+    """Repeated along dims of size 1, along which factors are constant."""
     return kept(call, call.broadcast(call.x))
 
 
@@ -164,7 +164,7 @@ def _(call: Call) -> Outcome:
 
 @rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle", "im2col", "unfold")
 def replay(call: Call) -> Outcome:
-    """The operation itself, done to the factors in full size; float64 holds them, and every operation takes it."""
+    """Apply the operation itself to the factors in full size, as float64, which every operation supports."""
     shape = call.x.value.shape
     rest = {name: value for name, value in call.arguments.items() if value is not call.x}
     if call.name == "im2col" and any(size for size in call["padding"]):
@@ -179,10 +179,10 @@ def replay(call: Call) -> Outcome:
 
 
 def _joined(call: Call, operands: Sequence[Traced], dim: int) -> Units:
-    """Units of tensors one behind another along `dim`.
+    """Units of tensors concatenated along `dim`.
 
-    Where no tensor's noise changes along `dim`, all share one noise: tokens that are put in front of others, for
-    example. Elsewhere each keeps its own; zeros take any, and get new units.
+    If no tensor's noise changes along `dim`, all share one noise, such as tokens put in front of others. Otherwise each
+    keeps its own; zeros get new units.
     """
     ledger, shapes = call.ledger, [operand.value.shape for operand in operands]
     present = [operand for operand in operands if not operand.zero]
@@ -256,7 +256,7 @@ def stack(call: Call) -> Outcome:
 
 @rule("pad", "constant_pad_nd")
 def pad(call: Call) -> Outcome:
-    """Added zeros take any noise; another constant takes none."""
+    """Padding with zeros allows any noise, with another constant none."""
     x, amounts, value = call.x, list(call["pad"]), call.get("value")
     mode = call.get("mode", default="constant")
     rank = x.value.dim()
@@ -301,20 +301,20 @@ def pad(call: Call) -> Outcome:
 
 
 def _padded(operation: Callable[[Tensor, int], Tensor], after: Tensor, given: Sequence[Tensor]) -> Tensor:
-    """A factor after padding: holes hold what `after` has there."""
+    """A factor after padding: `after` fills the new places."""
     found = operation(given[0], -1)
     return torch.where(found == -1, after, found)
 
 
 def _pad_index(size: int, before: int, after: int, mode: str) -> Tensor:
-    """For each place behind the padding, the place that it shows."""
+    """For each place after padding, the place it comes from."""
     row = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
     return F.pad(row, (before, after), mode=mode).long().flatten()
 
 
 @rule("index_select", "index")
 def index(call: Call) -> Outcome:
-    """Places along a dim that a tensor names: whichever they are, all along it share their noise."""
+    """Places along a dim, given by a tensor: all of them share their noise, since any may be chosen."""
     x = call.x
     if call.name == "index_select":
         return _share(call, x.units, {call.dim()})
@@ -322,7 +322,7 @@ def index(call: Call) -> Outcome:
     dims = [d for d, found in enumerate(indices) if found is not None]
     given = [tensor(indices[d]) for d in dims]
     if any(i.value.dtype == torch.bool for i in given):
-        raise NoRule("its index is a mask, and the number of elements that it keeps is not known")
+        raise NoRule("its index is a mask, so the number of selected elements is unknown")
     units = _share(call, x.units, set(dims))
     shape = torch.broadcast_shapes(*[tuple(i.value.shape) for i in given])  # type: ignore[no-untyped-call]
     together = dims == list(range(dims[0], dims[-1] + 1))
@@ -338,7 +338,7 @@ def index(call: Call) -> Outcome:
 
 
 def _share(call: Call, units: Units, dims: set[int]) -> Units:
-    """One noise along `dims`."""
+    """The same noise along all of `dims`."""
     chosen = frozenset(dims)
     scale = tuple(call.ledger.merge_scale(factor, chosen, call.where) for factor in units.scale)
     order = []
@@ -353,7 +353,7 @@ def _share(call: Call, units: Units, dims: set[int]) -> Units:
 
 @rule("zeros", "zeros_like", "new_zeros", "zero")
 def zeros(call: Call) -> Outcome:
-    """Zeros take any noise."""
+    """Zeros may have any noise."""
     return Activation(call.output, Units(), zero=True)
 
 
