@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import analysis, anchor, architectures, engine, exactness, memory, nodes, overhead, picks, server, speed
+from benchmarks import analysis, anchor, architectures, engine, exactness, memory, overhead, picks, server, speed
 from benchmarks.timing import machine
 
 
@@ -31,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("server", server.main, options),
         ("memory", memory.main, []),
         ("anchor", anchor.main, []),
-        ("nodes", nodes.main, options),
         ("picks", picks.main, quick),
         ("engine", engine.main, options),
         ("overhead", overhead.main, options),

@@ -11,7 +11,6 @@ Floors as in the maths: 1e-4 for an error, one test sample for an accuracy.
 """
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,8 +22,8 @@ from benchmarks.timing import table
 from fedveil.data import Data
 from fedveil.defences import Defence, Plain, Veil
 from fedveil.federation import Federation
-from fedveil.runs.config import Config, build_loss, build_model, build_optimizer, load_data
-from fedveil.runs.folder import client_parts
+from fedveil.runs.build import build_loss, build_model, build_optimizer, client_parts, load_data
+from fedveil.runs.config import Config
 
 BASELINES = 3
 RUNS: dict[str, Callable[[], Defence]] = {
@@ -38,18 +37,18 @@ def curve(config: Config, data: Data, defence: Defence) -> list[float]:
     """The test metric after each epoch."""
     run = Federation(
         build_model(config, data),
-        client_parts(config, data),
+        client_parts(config.data, config.training.seed, data),
         defence,
-        build_optimizer(config),
-        batch_size=config.batch_size,
-        loss=build_loss(config),
-        seed=config.seed,
+        build_optimizer(config.training),
+        batch_size=config.training.batch_size,
+        loss=build_loss(config.training),
+        seed=config.training.seed,
     )
     test = data.test.inputs, data.test.targets
-    if config.loss == "squared_error":
-        history = run.fit(config.epochs, test=test)
+    if config.training.loss == "squared_error":
+        history = run.fit(config.training.epochs, test=test)
         return [value for name in ("accuracy", "mse") for _, value in history.curve(name)]
-    history = run.fit(rounds=config.epochs, test=test, evaluate_every=max(1, config.epochs // 10))
+    history = run.fit(rounds=config.training.epochs, test=test, evaluate_every=max(1, config.training.epochs // 10))
     return [value for _, value in history.curve("loss")]
 
 
@@ -62,37 +61,39 @@ def cell(config: Config) -> dict[str, list[float]]:
 
 def bank_cells(quick: bool) -> list[Config]:
     """Table 1's cells."""
-    base = Config(data="bank", lr=1e-3, batch_size=512, weight_decay=5e-4, bias=False, epochs=2 if quick else 20)
-    return [dataclasses.replace(base, layers=layers, clients=k) for layers in (3, 5, 7) for k in (1, 5, 10)]
+    base = Config().changed(
+        data="bank", lr=1e-3, batch_size=512, weight_decay=5e-4, bias=False, epochs=2 if quick else 20
+    )
+    return [base.changed(layers=layers, clients=k) for layers in (3, 5, 7) for k in (1, 5, 10)]
 
 
 def image_cells(name: str, clients: int, quick: bool) -> list[Config]:
     """Small and full ResNets with and without norm."""
     sizes = {"cifar10": (5000, 1000), "lesion": (1000, 300)}[name]
     train, test = (sizes[0] // 20, sizes[1] // 10) if quick else sizes
-    base = Config(data=name, train_size=train, test_size=test, clients=clients, lr=1e-3, epochs=3)
+    base = Config().changed(data=name, train_size=train, test_size=test, clients=clients, lr=1e-3, epochs=3)
     nets = [(f"resnet{depth}", norm) for depth in (8, 20) for norm in ("none", "batch")]
-    return [dataclasses.replace(base, model=model, norm=norm) for model, norm in nets]
+    return [base.changed(model=model, norm=norm) for model, norm in nets]
 
 
 def loss_cells(clients: int, quick: bool) -> list[Config]:
     """Losses other than squared error; `epochs` are rounds here."""
-    base = Config(clients=clients, lr=1e-3, epochs=10 if quick else 200, loss="cross_entropy")
-    one = dataclasses.replace(base, data="cifar10", train_size=2000, test_size=500, clients=1, batch_size=16)
+    base = Config().changed(clients=clients, lr=1e-3, epochs=10 if quick else 200, loss="cross_entropy")
+    one = base.changed(data="cifar10", train_size=2000, test_size=500, clients=1, batch_size=16)
     return [
-        dataclasses.replace(one, model="resnet20", norm="none"),
-        dataclasses.replace(one, model="resnet20", norm="batch"),
-        dataclasses.replace(base, data="digits"),
-        dataclasses.replace(base, data="bank", batch_size=512, loss="binary_cross_entropy"),
+        one.changed(model="resnet20", norm="none"),
+        one.changed(model="resnet20", norm="batch"),
+        base.changed(data="digits"),
+        base.changed(data="bank", batch_size=512, loss="binary_cross_entropy"),
     ]
 
 
 def judge(config: Config, curves: dict[str, list[float]]) -> tuple[list[str], bool]:
     """A row of the table, and whether the bound holds."""
     plain = curves["plain"]
-    squared = config.loss == "squared_error"
-    ends = squared and config.data == "bank"
-    floor = 1e-4 if ends or not squared else 1 / (config.test_size or 1)
+    squared = config.training.loss == "squared_error"
+    ends = squared and config.data.name == "bank"
+    floor = 1e-4 if ends or not squared else 1 / (config.data.test_size or 1)
 
     def apart(name: str) -> float:
         return max(abs(a - b) for a, b in list(zip(curves[name], plain, strict=True))[-1 if ends else 0 :])
@@ -100,10 +101,10 @@ def judge(config: Config, curves: dict[str, list[float]]) -> tuple[list[str], bo
     baseline = max(apart(f"baseline {seed}") for seed in range(1, BASELINES + 1))
     found, bound = apart("veil"), (2 if ends else 3) * max(baseline, floor)
     kept = found <= bound and (not ends or found < 1e-3)
-    net = f"L={config.layers}" if ends else f"{config.model}, norm {config.norm}"
-    net = net if squared else f"{config.data}, {net if config.model != 'mlp' else 'mlp'}"
+    net = f"L={config.model.layers}" if ends else f"{config.model.name}, norm {config.model.norm}"
+    net = net if squared else f"{config.data.name}, {net if config.model.name != 'mlp' else 'mlp'}"
     figures = [f"{plain[-1]:.5f}", f"{curves['veil'][-1]:.5f}", f"{found:.1e}", f"{baseline:.1e}", f"{bound:.1e}"]
-    return [net, str(config.clients), *figures, "ok" if kept else "OVER"], kept
+    return [net, str(config.data.clients), *figures, "ok" if kept else "OVER"], kept
 
 
 def main(argv: Sequence[str] | None = None) -> int:

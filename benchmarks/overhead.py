@@ -6,8 +6,8 @@ Three clients: the MLP of bank with a batch of 512 per round, as in the paper's 
 records each), as a deployment should; ResNet20 with whole shards (256 images each). Plain and veiled rounds alternate
 in one run, so that both see the same machine; the ratio is the median over pairs. Bounds: 1.15 for the MLP; for
 ResNet20 its extra passes, (1 + 2 * 3) / (1 + 2) if a backward pass costs two forward ones; the same for whole shards of
-the MLP in simulation, where a round costs little more than its passes. A second table has losses other than squared
-error, with decoys and with nodes, whose number starts at twelve and adapts to the gradients.
+the MLP in simulation, where a round costs little more than its passes. A second table, without bounds, has losses other
+than squared error.
 """
 
 import argparse
@@ -72,12 +72,11 @@ def row(net: str, where: str, pairs: list[dict[str, Any]]) -> tuple[list[str], b
 
 def other_row(net: str, where: str, loss: str, rounds: list[dict[str, Any]]) -> list[str]:
     """A line of the second table."""
-    names = ("plain", "decoys", "nodes")
+    names = ("plain", "veil")
     seconds = [f"{statistics.median(r[name]['seconds'] for r in rounds):.2f}" for name in names]
-    ratio = statistics.median(r["nodes"]["seconds"] / r["decoys"]["seconds"] for r in rounds)
+    ratio = statistics.median(r["veil"]["seconds"] / r["plain"]["seconds"] for r in rounds)
     megabytes = [f"{statistics.median(r[name]['up'] for r in rounds) / 1e6:.3f}" for name in names]
-    passes = statistics.median(r["nodes"]["up"] for r in rounds) / statistics.median(r["plain"]["up"] for r in rounds)
-    return [net, where, loss, *seconds, f"{ratio:.2f}", *megabytes, f"{passes:.1f}"]
+    return [net, where, loss, *seconds, f"{ratio:.2f}", *megabytes]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,8 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(table(heads, [line for line, _ in found]))
     if arguments.only != "squared":
         lines = [other_row(*case, measure(*case[:2], pairs, case[2])) for case in OTHERS]
-        heads = ["net", "where", "loss", "plain s", "decoys s", "nodes s", "nodes/decoys"]
-        print(table([*heads, "plain MB up", "decoys", "nodes", "nodes/plain"], lines))
+        print(table(["net", "where", "loss", "plain s", "veil s", "ratio", "plain MB up", "veil"], lines))
     print(f"MB per client and round; load at the end {os.getloadavg()[0]:.1f};", machine())
     return int(not all(kept for _, kept in found))
 

@@ -10,7 +10,6 @@ veiled, on a SuperLink and five SuperNodes on this machine, for so many rounds.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -23,10 +22,10 @@ import torch
 from benchmarks.timing import machine, table
 from fedveil.data import Data, Part
 from fedveil.federation import Federation
-from fedveil.runs.config import Config, build_model, build_optimizer, load_data
-from fedveil.runs.folder import client_parts
+from fedveil.runs.build import build_model, build_optimizer, client_parts, load_data
+from fedveil.runs.config import Config
 
-BASE = Config(data="bank", clients=5, bias=False, lr=1e-3, weight_decay=5e-4, batch_size=512, epochs=20)
+BASE = Config().changed(data="bank", clients=5, bias=False, lr=1e-3, weight_decay=5e-4, batch_size=512, epochs=20)
 EXAMPLE = Path(__file__).parents[1] / "examples" / "flower_app"
 ROUNDS, RATES, BOUND = (10, 20, 30, 50, 80, 100, 150), (3e-3, 5e-3, 1e-2, 2e-2), 0.003
 
@@ -39,8 +38,14 @@ def score(run: Federation, part: Part) -> float:
 
 def reference(data: Data) -> Federation:
     """The paper's setting."""
-    run = Federation(build_model(BASE, data), client_parts(BASE, data), "veil", build_optimizer(BASE), batch_size=512)
-    run.fit(BASE.epochs)
+    run = Federation(
+        build_model(BASE, data),
+        client_parts(BASE.data, 0, data),
+        "veil",
+        build_optimizer(BASE.training),
+        batch_size=512,
+    )
+    run.fit(BASE.training.epochs)
     return run
 
 
@@ -48,9 +53,9 @@ def few(data: Data, rounds: int, lr: float = 1e-2, defence: str = "veil") -> Fed
     """Whole shards and a large-batch schedule."""
     run = Federation(
         build_model(BASE, data),
-        client_parts(BASE, data),
+        client_parts(BASE.data, 0, data),
         defence,
-        lambda p: torch.optim.Adam(p, lr, betas=(0.9, 0.99), weight_decay=BASE.weight_decay),
+        lambda p: torch.optim.Adam(p, lr, betas=(0.9, 0.99), weight_decay=BASE.training.weight_decay),
         schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, rounds),
         batch_size=8192,
         whole_shard=True,
@@ -66,10 +71,10 @@ def deployed(path: str | None, rounds: int) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         with Deployment(Path(folder) / "flwr") as deployment:
-            for part in range(BASE.clients):
-                deployment.start_node(part, parts=BASE.clients, more=f"cache='{folder}/node{part}'")
+            for part in range(BASE.data.clients):
+                deployment.start_node(part, parts=BASE.data.clients, more=f"cache='{folder}/node{part}'")
             places = {"path": str(Path(path).resolve())} if path else {}
-            counts = {"rounds": rounds, "wait_for": BASE.clients, "min_answers": BASE.clients}
+            counts = {"rounds": rounds, "wait_for": BASE.data.clients, "min_answers": BASE.data.clients}
             deployment.run(out, app=EXAMPLE, wait=False, timeout=600.0, **counts, **places)
             deployment.wait(out, 120.0 * rounds, "summary.json")
         summary = json.loads((out / "summary.json").read_text())
@@ -84,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--deployed", type=int, metavar="ROUNDS", help="on real processes, which takes a while")
     parser.add_argument("--path", help="bank-additional-full.csv, or a folder that holds it")
     arguments = parser.parse_args(argv)
-    data = load_data(dataclasses.replace(BASE, path=arguments.path))
+    data = load_data(BASE.changed(path=arguments.path))
     assert data.validation is not None
     counts = [n for n in ROUNDS if n <= (50 if arguments.quick else 150)]
     if arguments.choose:

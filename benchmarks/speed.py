@@ -7,7 +7,7 @@ draw_secret, perturb, client_step and recover for one client; a plain step is fo
 autograd.grad. `analyse` runs once per model and is not timed. Float32, normal inputs, targets 0 or 1.
 
 Cross-entropy, binary for the one output of the MLP, has as many backward passes as candidates: the true offset and its
-decoys, or the nodes whose number adapts to this network, for a tolerance of 1e-5. The plain step has the same loss.
+decoys. The plain step has the same loss.
 """
 
 import argparse
@@ -25,11 +25,9 @@ from torch.nn import functional as F
 import fedveil
 from benchmarks.timing import Summary, Timings, compare, interleave, machine, table, verdict
 from fedveil.models import mlp, resnet
-from fedveil.scheme import NodeCount
 
 Function = Callable[[Tensor, Tensor], Tensor]
 DECOYS = (1, 2, 3)
-TOLERANCE = 1e-5  # of the nodes
 
 
 @dataclass(frozen=True)
@@ -197,46 +195,21 @@ def with_classes(case: Case) -> tuple[Case, str, Function]:
     return replace(case, targets=case.targets.argmax(1)), "cross_entropy", F.cross_entropy
 
 
-def node_count(case: Case, loss: str, tolerance: float) -> int:
-    """The count that adapts to this network and eight of its samples, in float64: the largest of three, after three."""
-    model = copy.deepcopy(case.model).double()
-    inputs, targets = case.inputs[:8].double(), case.targets[:8]
-    plan, count, counts = fedveil.analyse(model, inputs), NodeCount(tolerance), []
-    for _ in range(6):
-        secret = fedveil.draw_secret(plan, loss, nodes=count)
-        update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
-        found = fedveil.recover(secret, [update])
-        assert found.spectrum is not None
-        count.observe(found.spectrum)
-        counts.append(len(found.spectrum.sizes))
-    return max(counts[3:])
-
-
 def cross_entropy(case: Case, ideal_bound: float | None, round_bound: float) -> list[Row]:
-    """Decoys and nodes in one run: client_step over its ideal, and a whole round over a plain step.
+    """Numbers of decoys in one run: client_step over its ideal, and a whole round over a plain step.
 
     `ideal_bound` is for any number of decoys, `round_bound` for two.
     """
     case, loss, function = with_classes(case)
     draw = partial(fedveil.draw_secret, fedveil.analyse(case.model, case.inputs), loss)
     draws = {f"q={decoys + 1}": partial(draw, decoys=decoys) for decoys in DECOYS}
-    nodes = node_count(case, loss, TOLERANCE)
-    draws[f"{nodes} nodes"] = partial(draw, nodes=nodes)
     sent = {name: fedveil.perturb(case.model, one()) for name, one in draws.items()}
     beside: dict[str, Callable[[], object]] = {"plain": plain_step(case, function)}
     beside |= {f"round, {name}": veiled_round(case, one) for name, one in draws.items()}
     timings, found = against_ideal(case, sent, beside)
     over = compare(timings, "plain")
-    what, by_decoys = f"{case.name}, {loss.replace('_', ' ')}", [f"q={decoys + 1}" for decoys in DECOYS]
-    steps = [
-        Row(
-            f"client_step / ideal, {what}, {name}",
-            found[name],
-            ideal_bound if name in by_decoys else None,
-            timings.kept,
-        )
-        for name in draws
-    ]
+    what = f"{case.name}, {loss.replace('_', ' ')}"
+    steps = [Row(f"client_step / ideal, {what}, {name}", found[name], ideal_bound, timings.kept) for name in draws]
     return steps + [
         Row(
             f"round / plain step, {what}, {name}",
@@ -283,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.manual_seed(0)
         large = replace(residual(quick), calls=1)  # there is so much to time that a repetition is long enough
         kept.append(show([*cross_entropy(large, 1.15, 2.4), *cross_entropy(perceptron(quick), None, 3.0)]))
-        print(f"q candidates: the true offset and q - 1 decoys; nodes for {TOLERANCE:g}, new network")
+        print("q candidates: the true offset and q - 1 decoys")
     print(machine())
     return 0 if all(kept) else 1
 

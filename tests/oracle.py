@@ -86,9 +86,9 @@ def planned(model: nn.Module, inputs: Inputs) -> fedveil.Plan:
 
 def gamma_of(secret: fedveil.Secret) -> Tensor:
     """The paper's gamma of a secret that covered a broadcast for squared error, for each output."""
-    assert secret._sent
+    assert secret._undo
     assert secret._head
-    gamma = torch.from_numpy(secret._head.offset) - torch.tensor(secret._sent.how.coefficients[1:-1]).double()
+    gamma = torch.from_numpy(secret._head.offset) - torch.tensor(secret._undo.coefficients[1:-1]).double()
     return gamma[secret._head.partition]
 
 

@@ -56,7 +56,7 @@ def test_inspect_as_json_is_read_by_machines(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tests.test_cli"], "a model is named as package.module:factory"),
+        (["tests.test_cli"], "a model is named as package.module:name"),
         (["nowhere.at_all:x"], "cannot import nowhere.at_all"),
         (["tests.test_cli:nothing"], "module tests.test_cli has no 'nothing'"),
         (["tests.test_cli:MODEL"], "cannot be called without arguments"),

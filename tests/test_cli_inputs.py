@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedveil.cli import main
-from fedveil.cli.training import example_inputs
+from fedveil.cli.inputs import example_inputs
 from fedveil.data import from_tensors
 from fedveil.graph.inputs import call
 
@@ -75,7 +75,7 @@ def wants(something):
 
 def test_sizes_names_and_types_make_what_forward_takes():
     assert [tuple(x.shape) for x in example_inputs(["3,32,32"])] == [(2, 3, 32, 32)]
-    first, second = example_inputs(["3", "4:int"], torch.float64)
+    first, second = example_inputs(["3", "4:int"], "float64")
     assert (first.dtype, second.dtype, second.shape) == (torch.float64, torch.int64, (2, 4))
     named = example_inputs(["ids=128:int", "mask=128:bool", "length=:int", "numbers=3"])
     assert {name: (tuple(x.shape), x.dtype) for name, x in named.items()} == {
@@ -144,7 +144,7 @@ def test_a_class_at_each_pixel_is_trained_and_counted(tmp_path, capsys):
     ("arguments", "text"),
     [
         (["--data", f"{HERE}:nothing"], f"module {HERE} has no 'nothing'"),
-        (["--data", f"{HERE}:"], "data is named as package.module:factory"),
+        (["--data", f"{HERE}:"], "data is named as package.module:name"),
         (["--data", f"{HERE}:wants"], "cannot be called without arguments"),
         (["--data", f"{HERE}:two"], "gave Bilinear, not data"),
         (["--data", f"{HERE}:part"], "it is dict, not (inputs, targets)"),

@@ -1,6 +1,7 @@
 """The house keeps its order: arrows between folders point one way, public names are those written down."""
 
 import ast
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import fedveil
 
 SOURCE = Path(fedveil.__file__).parent
-EVERYONE = {"checks", "errors", "files", "lookup"}  # what every room may use
+EVERYONE = {"checks", "errors", "files", "lookup", "wire"}  # what every room may use
 LEAVES = ("data", "models", "report")
 BELOW = {
     **{leaf: set() for leaf in LEAVES},
@@ -60,4 +61,30 @@ def test_every_layer_has_its_place():
 def test_public_names_are_those_written_down():
     assert sorted(fedveil.__all__) == fedveil.__all__
     modules = {*BELOW, *EVERYONE}
-    assert {name for name in vars(fedveil) if not name.startswith("_")} - modules == set(fedveil.__all__)
+    assert all(getattr(fedveil, name).__name__ == name for name in fedveil.__all__)
+    assert {name for name in vars(fedveil) if not name.startswith("_")} - modules <= {"TYPE_CHECKING"}
+    assert fedveil.__version__ == metadata.version("fedveil")
+    assert fedveil.errors.FedveilError is fedveil.FedveilError  # rooms are there without an import of their own
+    with pytest.raises(AttributeError, match="module 'fedveil' has no attribute 'moat'"):
+        getattr(fedveil, "moat")  # noqa: B009
+
+
+def annotations(body):
+    """Every annotation in the signature of a public function or the field of a public class, with its place."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and (not node.name.startswith("_") or node.name.startswith("__")):
+            every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            yield from ((node.name, a.annotation) for a in every if a.annotation)
+            if node.returns:
+                yield node.name, node.returns
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from annotations(node.body)
+        elif isinstance(node, ast.AnnAssign):
+            yield "field", node.annotation
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "studies").rglob("*.py")), ids=lambda path: path.stem)
+def test_studies_say_what_they_take_and_return(path):
+    for place, annotation in annotations(ast.parse(path.read_text()).body):
+        names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+        assert not names & {"Any", "object"}, f"{path.name}: {place}"

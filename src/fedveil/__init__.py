@@ -1,24 +1,28 @@
 """Fedveil: federated learning on a covered model, and attacks that measure what it hides."""
 
-from fedveil.errors import FedveilError
-from fedveil.federation import Federation, History
-from fedveil.graph import Plan, Symmetry, analyse
-from fedveil.scheme import (
-    BatchLoss,
-    Broadcast,
-    CrossEntropy,
-    Entropy,
-    Huber,
-    NodeCount,
-    Recovered,
-    Secret,
-    Update,
-    client_step,
-    client_view,
-    draw_secret,
-    perturb,
-    recover,
-)
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedveil.errors import FedveilError
+    from fedveil.federation import Federation, History
+    from fedveil.graph import Plan, Symmetry, analyse
+    from fedveil.scheme import (
+        BatchLoss,
+        Broadcast,
+        CrossEntropy,
+        Entropy,
+        Huber,
+        Recovered,
+        Secret,
+        Update,
+        client_step,
+        client_view,
+        draw_secret,
+        perturb,
+        recover,
+    )
+
+    __version__: str
 
 __all__ = [
     "BatchLoss",
@@ -29,7 +33,6 @@ __all__ = [
     "FedveilError",
     "History",
     "Huber",
-    "NodeCount",
     "Plan",
     "Recovered",
     "Secret",
@@ -42,3 +45,23 @@ __all__ = [
     "perturb",
     "recover",
 ]
+
+_HOMES = {"FedveilError": "errors", "Federation": "federation", "History": "federation"}
+_HOMES |= {"Plan": "graph", "Symmetry": "graph", "analyse": "graph"}  # all others: scheme
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for when it is first used: `fedveil --help` needs no torch."""
+    from importlib import import_module, metadata
+
+    if name == "__version__":
+        return metadata.version("fedveil")
+    if name in __all__:
+        return getattr(import_module(f"fedveil.{_HOMES.get(name, 'scheme')}"), name)
+    try:
+        if not name.startswith("_"):
+            return import_module(f"fedveil.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"fedveil.{name}":
+            raise
+    raise AttributeError(f"module 'fedveil' has no attribute {name!r}")

@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable
+from typing import TypeGuard
 
 from fedveil.errors import BadArgument
 
@@ -29,15 +30,20 @@ def whole(where: str, name: str, value: object, least: int = 1, fix: str | None 
     return value
 
 
+def number(value: object) -> TypeGuard[float]:
+    """Whether a value is an int or a float; True and False are neither."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def positive(where: str, name: str, value: object, fix: str | None = None) -> float:
     """A finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if not number(value) or not 0 < value < math.inf:
         raise BadArgument(where, f"{name} must be a finite number above 0, got {value!r}", fix)
     return float(value)
 
 
 def share(where: str, name: str, value: object, fix: str | None = None) -> float:
     """A number above 0 and at most 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+    if not number(value) or not 0 < value <= 1:
         raise BadArgument(where, f"{name} must be above 0 and at most 1, got {value!r}", fix)
     return float(value)

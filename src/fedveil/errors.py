@@ -9,7 +9,7 @@ FedveilError
 │   └── TooLittleCovered less of it can be covered than was asked for
 ├── ModelMismatch        a model is not the one that was analysed or broadcast
 ├── SecretReused         a secret covers one broadcast, and this one has covered its own
-├── Diverged             training left the finite numbers
+├── Diverged             training became NaN or infinite
 ├── TooFewAnswers        a round's clients did not answer, or not in order, however often they were asked
 └── UpdateRefused        an update that must not be aggregated; says which client and which tensor
     ├── StaleUpdate      made for another round
@@ -65,7 +65,7 @@ class SecretReused(FedveilError):
 
 
 class Diverged(FedveilError):
-    """Training left the finite numbers."""
+    """Training became NaN or infinite."""
 
 
 class TooFewAnswers(FedveilError):

@@ -1,6 +1,7 @@
 """Objects of users' own packages: by `package.module:name`, or by an entry point of an installed package."""
 
 import importlib
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib.metadata import entry_points
 
@@ -33,3 +34,14 @@ def imported(spec: str, kind: str, example: str) -> object:
 def installed(group: str) -> dict[str, str]:
     """The names that installed packages enter in a group of entry points, each with its `package.module:name`."""
     return {point.name: point.value for point in entry_points(group=group)}
+
+
+def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
+    """A package's `__getattr__`: public names are imported when they are first used, each from its own module."""
+
+    def find(name: str) -> object:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+
+    return find

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.configs import config_of
 
 from fedveil.attacks.first_layer import (
     bottom_direction,
@@ -20,7 +21,6 @@ from fedveil.defences import PPDL, Plain, Veil
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
 from fedveil.models import cnn, mlp
-from fedveil.runs.config import Config
 from fedveil.scheme import Entropy
 from fedveil.studies.audit.rebuild import quality, rebuilt
 from fedveil.studies.victim import observe
@@ -97,11 +97,11 @@ def test_networks_and_batches_that_do_not_fit_are_refused():
 def test_every_defence_has_its_figures_and_a_floor():
     for defence, attackers in {
         "plain": set(),
-        "veil": {"aligned"},
+        "veil": {"two broadcasts"},
         "ppdl": {"masked"},
         "dbcl": set(),
         "spn": set(),
     }.items():
-        found = rebuilt(lambda share, what: None, Config(data="digits", defence=defence), DATA, 2)
+        found = rebuilt(lambda share, what: None, config_of(data="digits", defence=defence), DATA, 2)
         assert set(found) == {"as published", "floor", *attackers}
-        assert all(figures["low"] <= figures["value"] <= figures["high"] for figures in found.values())
+        assert all(figures.low <= figures.value <= figures.high for figures in found.values())

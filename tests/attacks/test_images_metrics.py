@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedveil.attacks.similarity import match, mse, psnr, ssim
+from fedveil.attacks.similarity import match, mse, psnr, ssim, total_variation
 
 
 def pair(seed, shape):
@@ -49,6 +49,8 @@ def test_psnr_of_known_images():
     assert psnr(black + 1, black) == [0.0]
     assert psnr(black + 0.1, black) == pytest.approx([20.0], rel=1e-6)
     assert psnr(black, black) == [120.0]
+    assert psnr(black + 1, black, peak=10.0) == [20.0]
+    assert psnr(black, black, most=100.0) == [100.0]
 
 
 @pytest.mark.parametrize(("side", "size"), [(8, 7), (15, 7), (16, 11), (20, 11)])
@@ -82,3 +84,10 @@ def test_a_shuffled_batch_is_put_back_in_order():
     order = torch.randperm(6, generator=torch.Generator().manual_seed(1))
     found = true[order]
     assert torch.equal(found[match(found, true)], true)
+
+
+def test_total_variation_is_the_mean_step_across_plus_the_mean_step_down():
+    image = torch.tensor([[[[0.0, 1.0, 1.0], [0.0, 0.0, 2.0]]]])
+    assert float(total_variation(image)) == pytest.approx((1 + 0 + 0 + 2) / 4 + (0 + 1 + 1) / 3)
+    both = torch.cat([image, torch.zeros_like(image)])
+    assert total_variation(both, (1, 2, 3)).tolist() == [float(total_variation(image)), 0.0]

@@ -5,11 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tests.configs import config_of
 
 from fedveil.cli import main
 from fedveil.data import Data, Part, keep_labels, load, other_labels, parse_labels
 from fedveil.errors import BadArgument
-from fedveil.runs.config import Config, load_data
+from fedveil.runs.build import load_data
 
 
 def small():
@@ -82,7 +83,7 @@ def test_a_federation_trains_on_some_classes(tmp_path, capsys):
     flags = ["--labels", "5-9", "--epochs", "1", "--defence", "plain", "--out", str(tmp_path / "r")]
     assert main(["train", *flags]) == 0
     assert "--labels 5-9" in capsys.readouterr().out
-    assert load_data(Config(labels="5-9")).outputs == 5
+    assert load_data(config_of(labels="5-9")).outputs == 5
 
 
 def test_pixels_become_inputs_and_back():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedveil import errors
-from fedveil.defences import Plain
+from fedveil.defences import Plain, Samples
 from fedveil.defences.dbcl import DBCL, Sketch, SketchedConv2d, SketchedLinear
 from fedveil.federation import Federation
 from fedveil.models import cnn, mlp, resnet
@@ -212,7 +212,7 @@ def two_clients(build, shape, loss, **options):
         data = [(x, y.argmax(1)) for x, y in data]
     defence = prepared(model, data[0][0], loss, **options)
     sent = defence.broadcast(model)
-    updates = [defence.client_step(model, sent, *part) for part in data]
+    updates = [defence.client_step(model, sent, Samples(*part)) for part in data]
     run, losses, buffers = spread_out(model, sent, defence.sketched), [], []
     for x, y in data:
         buffers.append({name: buffer.clone() for name, buffer in model.named_buffers()})
@@ -234,7 +234,7 @@ def test_a_round_is_the_gradient_of_the_sketched_loss_with_respect_to_the_weight
     assert worst(found, true) < rounding(model, *[x for x, _ in data])
     plain = Plain()
     plain.prepare(model, data[0][0], loss)
-    theirs = plain.aggregate([plain.client_step(model, model, *part) for part in data], [30.0, 10.0])
+    theirs = plain.aggregate([plain.client_step(model, model, Samples(*part)) for part in data], [30.0, 10.0])
     assert worst(theirs.gradients, true) > 0.1  # it is not that of the plain loss,
     assert worst(defence.aggregate(updates, [10.0, 30.0]).gradients, true) > 0.1  # and weights matter
 
@@ -253,7 +253,7 @@ def mean_gradient(monkeypatch, model, loss, inputs, targets, n, q):
     defence, total, count = prepared(model, inputs, loss, q=q, skip_last=False), 0, 0
     for sketch in every_sketch(n, q):
         monkeypatch.setattr(Sketch, "draw", lambda *_, given=sketch: given)
-        update = defence.client_step(model, defence.broadcast(model), inputs, targets)
+        update = defence.client_step(model, defence.broadcast(model), Samples(inputs, targets))
         total, count = total + defence.aggregate([update], [1.0]).gradients["weight"], count + 1
     return total / count
 
@@ -331,7 +331,7 @@ def test_a_client_can_reach_no_sketched_weight(build, shape):
     secrets = {name: model.get_parameter(name).detach() for name in defence.sketched}
     assert len(secrets) == sum(isinstance(m, nn.Linear | nn.Conv2d) for m in model.modules()) - 1 - (len(shape) == 3)
     sent = defence.broadcast(model)
-    update = defence.client_step(model, sent, *batch(shape, 4))
+    update = defence.client_step(model, sent, Samples(*batch(shape, 4)))
     further, _ = defence.accumulate(sent, None, update)
     for held in (sent, update, further, defence.client_view(model, sent), defence.upload(update)):
         assert reachable(held)
@@ -432,7 +432,7 @@ def test_a_whole_shard_in_batches_is_one_gradient_under_one_sketch():
     found = whole.step().gradients
     model, data = built(NETS["mlp"][0]), (whole.shards.inputs, whole.shards.targets)
     defence = prepared(model, data[0])
-    true = defence.aggregate([defence.client_step(model, defence.broadcast(model), *data)], [1.0]).gradients
+    true = defence.aggregate([defence.client_step(model, defence.broadcast(model), Samples(*data))], [1.0]).gradients
     assert worst(found, true) < rounding(model, data[0])
 
 
@@ -491,7 +491,7 @@ def test_frozen_weights_are_sketched_and_get_no_gradient():
     model[2].weight.requires_grad_(False)
     defence = prepared(model, x)
     sent = defence.broadcast(model)
-    result = defence.aggregate([defence.client_step(model, sent, x, y)], [1.0])
+    result = defence.aggregate([defence.client_step(model, sent, Samples(x, y))], [1.0])
     assert sent.network[2].weight.shape == (10, 5)
     assert set(result.gradients) == {name for name, p in model.named_parameters() if p.requires_grad}
 
@@ -561,7 +561,7 @@ def bilinear():
     [
         (lambda: nn.Linear(4, 3), {}, r"dbcl: nothing in this model would be sketched(?s:.*)Fix: .*skip_last=False"),
         (tied, {}, r"dbcl, 0.weight: several places share this weight(?s:.*)Fix: .*DBCL\(skip=\('0',\)\)"),
-        (small_first, {}, r"dbcl, 1.weight: it has 1 inputs a unit, fewer than q = 2(?s:.*)Fix: .*skip=\('1',\)"),
+        (small_first, {}, r"dbcl, 1.weight: it has 1 inputs per unit, fewer than q = 2(?s:.*)Fix: .*skip=\('1',\)"),
         (circular, {}, r"dbcl, 2.weight: a convolution with padding_mode 'circular' has no sketch(?s:.*)Fix"),
         (bilinear, {}, r"dbcl, 0.weight: a Twice has no sketch, only the weights of Linear and Conv2d(?s:.*)Fix"),
         (tied, {"skip": ["5"]}, r"dbcl: skip names '5', and the model has no parameters there"),
@@ -580,7 +580,7 @@ def test_what_is_refused_may_be_sent_as_it_is(build, skip):
     model, (x, y) = built(build), batch((4,), 3)
     defence = prepared(model, x, skip=skip, skip_last=False)
     sent = defence.broadcast(model)
-    result = defence.aggregate([defence.client_step(model, sent, x, y)], [1.0])
+    result = defence.aggregate([defence.client_step(model, sent, Samples(x, y))], [1.0])
     assert set(result.gradients) == {name for name, _ in model.named_parameters()}
     for path in skip:
         assert torch.equal(sent.network.get_submodule(path).weight, model.get_submodule(path).weight)
@@ -589,7 +589,7 @@ def test_what_is_refused_may_be_sent_as_it_is(build, skip):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"q": 1}, r"q must be a whole number of at least 2, got 1: with one input a bucket(?s:.*)Fix: DBCL\(q=2\)"),
+        ({"q": 1}, r"q must be a whole number of at least 2, got 1(?s:.*)Fix: DBCL\(q=2\): with one input per bucket"),
         ({"q": 2.0}, r"q must be a whole number of at least 2, got 2\.0"),
         ({"q": True}, "q must be a whole number of at least 2, got True"),
         ({"seed": -1}, r"seed must be a whole number of at least 0, got -1(?s:.*)Fix: DBCL\(seed=0\)"),
@@ -608,8 +608,8 @@ def test_calls_out_of_order_are_refused():
     defence = prepared(model, x)
     with pytest.raises(errors.BadArgument, match="dbcl: there is no broadcast to answer"):
         defence.aggregate([], [])
-    late = defence.client_step(model, defence.broadcast(model), x, y)
-    fresh = defence.client_step(model, defence.broadcast(model), x, y)
+    late = defence.client_step(model, defence.broadcast(model), Samples(x, y))
+    fresh = defence.client_step(model, defence.broadcast(model), Samples(x, y))
     with pytest.raises(
         errors.StaleUpdate, match="client 1: it answers broadcast 1, whose sketch is gone; the last one"
     ):

@@ -250,15 +250,19 @@ def test_noise_is_new_for_every_client_round_and_seed():
 @pytest.mark.parametrize("seed", [None, 0])
 def test_the_source_of_noise_is_drawn_at_full_width(seed):
     defence = PPDL(1.0, 1.0, seed=seed)
-    source = defence._client(0).noise
-    key = np.frombuffer(source.get_state().numpy().tobytes()[24 : 24 + 8 * 624], dtype=np.uint64)
-    assert key.max() < 2**32
-    twister = np.random.MT19937()
-    twister.state = {"bit_generator": "MT19937", "state": {"key": key.astype(np.uint32), "pos": 624}}
-    found = torch.empty(2000, dtype=torch.int32).random_(generator=source).numpy()
-    np.testing.assert_array_equal(found, twister.random_raw(2000) & (2**31 - 1))  # torch reads the words as we wrote
-    seeded = (1812433253 * (int(key[0]) ^ int(key[0]) >> 30) + 1) % 2**32
-    assert int(key[1]) != seeded  # as it would follow from a seed of 32 bits
+    first, second = noise(defence), noise(defence)
+    key = bytes(defence.client_state(0)["key"].tolist())
+    assert len(key) == 16
+    assert key not in {bytes(PPDL(1.0, 1.0, seed=s)._client(c).key) for s, c in ((None, 0), (0, 1), (1, 0))}
+    words = np.frombuffer(key, dtype="<u8")
+    for number, drawn in enumerate((first, second), 1):  # numpy reads the key as we wrote it, with a counter per draw
+        source = np.random.Generator(np.random.Philox(key=words, counter=[0, 0, 0, number]))
+        np.testing.assert_array_equal(drawn.numpy(), source.standard_normal(len(drawn)))
+
+
+def test_a_state_of_an_older_version_is_refused():
+    with pytest.raises(errors.BadArgument, match="client 3's state is of an older version or of another defence"):
+        PPDL(1.0, 1.0).restore_client(3, {"noise": torch.Generator().get_state(), "norms": [1.0]})
 
 
 def test_clipping_comes_first_then_selection_then_noise_on_what_was_selected():
@@ -413,15 +417,15 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, stop):
     assert lines(again.history) == lines(whole.history)
 
 
-@pytest.mark.parametrize("lost", ["noise", "norms"])
+@pytest.mark.parametrize("lost", ["key", "draws", "norms"])
 def test_a_resumed_run_needs_all_that_clients_keep(tmp_path, lost):
     whole = resumable(seed=0)
     whole.fit(rounds=LAST)
     resumable(seed=0).fit(rounds=60, folder=tmp_path)
-    fresh = {"noise": torch.Generator().get_state(), "norms": []}
+    fresh = {"key": torch.zeros(16, dtype=torch.uint8), "draws": 0, "norms": []}
     for path in tmp_path.glob("clients/*/60.pt"):
         state = load(path, torch.device("cpu"))
-        save(path, {key: fresh[key] if key == lost else state[key] for key in ("noise", "norms")})
+        save(path, {key: fresh[key] if key == lost else state[key] for key in fresh})
     again = resumable(seed=None)
     again.resume(tmp_path)
     again.fit(rounds=LAST)
@@ -500,7 +504,7 @@ def test_three_settings_have_names():
         (lambda: PPDL(seed=1.5), "PPDL: seed must be an int or None, got 1.5.\n  Fix: leave it out, but for tests"),
         (
             lambda: PPDL.named("all"),
-            'PPDL.named: there is no setting \'all\'.\n  Fix: use one of "sel", "noise", "both"',
+            "PPDL.named: there is no setting 'all'.\n  Fix: one of 'both', 'noise', 'sel'",
         ),
         (
             lambda: PPDL.named("sel", sigma=0.1),

@@ -10,18 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from tests.configs import config_of
 from tests.oracle import batch, built, worst
 from torch import nn
 
 from fedveil import Entropy, cli, errors
 from fedveil.data import load, split
-from fedveil.defences import DBCL, PPDL, SPN, Aggregate, Plain, Private, Veil, innermost
+from fedveil.defences import DBCL, PPDL, SPN, Aggregate, Plain, Private, Samples, Veil, innermost
 from fedveil.defences.accountant import epsilon
 from fedveil.defences.plain import PlainUpdate
-from fedveil.defences.private import moving_buffers, normal, shorten
+from fedveil.defences.private import moving_buffers, shorten
 from fedveil.federation import Federation
 from fedveil.models import cnn, mlp, resnet
-from fedveil.runs.config import Config, build_defence, configure
+from fedveil.runs.build import build_defence
+from fedveil.runs.config import configure
 from fedveil.runs.folder import prepare_folder, train
 from fedveil.scheme.losses import CrossEntropy, SquaredError
 
@@ -30,7 +32,7 @@ RARE = 1e-9  # the chance that a sound source of noise fails a test
 DEFENCES = {
     "plain": Plain,
     "control": lambda: Plain(rounding=1),
-    "veil": lambda: Veil(nodes=16, entropy=Entropy.for_tests(0)),
+    "veil": lambda: Veil(entropy=Entropy.for_tests(0)),
     "ppdl": lambda: PPDL.named("both", seed=0),
     "dbcl": lambda: DBCL(seed=0),
     "spn": lambda: SPN(seed=0),
@@ -164,8 +166,8 @@ def test_noise_is_new_in_every_round_and_repeats_only_from_a_seed_for_tests():
     defence = Private(Plain(), 1.0, 1.0)
     first, second = noise_of(defence, 5000), noise_of(defence, 5000)
     assert abs(float(first @ second / second.norm())) < stats.norm.isf(RARE / 2)  # N(0, 1), given the second
-    assert not defence.for_tests_only
-    assert private().for_tests_only
+    assert not defence.repeatable
+    assert private().repeatable
     assert torch.equal(noise_of(private(seed=3), 10), noise_of(private(seed=3), 10))
     assert not torch.equal(noise_of(private(seed=3), 10), noise_of(private(seed=4), 10))
 
@@ -176,7 +178,7 @@ def test_the_most_extreme_words_give_finite_noise():
             super().__init__()
             self._bytes = lambda count: byte * count
 
-    low, high = (float(normal(1, Extreme(byte))) for byte in (b"\x00", b"\xff"))
+    low, high = (float(Extreme(byte).normal(1)[0]) for byte in (b"\x00", b"\xff"))
     assert low == pytest.approx(stats.norm.ppf(2.0**-53))
     assert high == pytest.approx(-low, rel=1e-2)  # 1 - 2^-53 is the last number below 1
 
@@ -247,18 +249,16 @@ def test_where_nobody_says_who_took_part_a_round_counts_for_all():
     assert defence.rounds == 4
 
 
-def test_a_round_is_never_repeated_for_its_precision():
+def test_the_error_is_the_inner_defence_s():
     class Doubtful(Plain):
         def aggregate(self, updates, weights):
             found = super().aggregate(updates, weights)
-            return Aggregate(found.gradients, found.buffers, 0.5, found.details, again=True)
+            return Aggregate(found.gradients, found.buffers, 0.5, found.details)
 
     run = federation(private(Doubtful()))
     result = run.step()
-    assert not result.again
-    assert "repeated" not in result.details
     assert run.defence.rounds == 1
-    assert result.error == pytest.approx(0.5)  # the inner's; noise does not count
+    assert result.error == pytest.approx(0.5)  # noise does not count
 
 
 def test_every_round_is_on_disk_before_the_next_broadcast(tmp_path):
@@ -314,7 +314,7 @@ def digits_run(inner, loss, dtype):
 @pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_private_veiled_run_is_the_private_plain_run(loss, dtype):
-    inner = Veil(additive=100.0, nodes=32, entropy=Entropy.for_tests(1))
+    inner = Veil(additive=100.0, entropy=Entropy.for_tests(1))
     (plain, truth), (veiled, found) = (digits_run(inner, loss, dtype) for inner in (Plain(), inner))
     assert worst(veiled, plain) < (1e-12 if dtype == torch.float64 else 1e-5)
     record = 0 if dtype == torch.float64 else 1 / 359  # one test record may be as near to two classes as rounding is
@@ -336,7 +336,7 @@ def test_whole_shards_are_one_contribution_under_one_veil():
 
 
 def test_a_client_gets_what_the_inner_defence_sends_and_its_view_is_the_inners():
-    run = federation(private(Veil(nodes=16)))
+    run = federation(private(Veil()))
     sent = run.defence.broadcast(run.model)
     assert sent.head is not None
     inputs, _ = batch((6,))
@@ -357,7 +357,7 @@ def test_each_is_what_aggregate_says_of_one_client(make, loss, build):
         defence = make()
         defence.prepare(model, data[0][0], loss)
         sent = defence.broadcast(model)
-        steps = {k: defence.client_step(model, sent, *data[k], None, k) for k in clients}
+        steps = {k: defence.client_step(model, sent, Samples(*data[k]), k) for k in clients}
         return defence, [defence.upload(step, k) for k, step in steps.items()]
 
     defence, updates = answered(range(3))
@@ -374,19 +374,19 @@ def test_each_is_what_aggregate_says_of_one_client(make, loss, build):
 def test_a_veil_forgets_its_secret_after_each():
     defence = federation(Veil()).defence
     model, (x, y) = net(), batch((6,), 4)
-    step = defence.client_step(model, defence.broadcast(model), x, y.softmax(1))
+    step = defence.client_step(model, defence.broadcast(model), Samples(x, y.softmax(1)))
     assert len(defence.each([step, step])) == 2
     with pytest.raises(errors.BadArgument, match="there is no broadcast to answer"):
         defence.each([step])
 
 
-@pytest.mark.parametrize("make", [Plain, lambda: Veil(nodes=16), PPDL, DBCL])
+@pytest.mark.parametrize("make", [Plain, lambda: Veil(), PPDL, DBCL])
 def test_a_gradient_that_is_not_finite_is_refused_by_its_clients_place(make):
     run = federation(private(make()))
     sent = run.defence.broadcast(run.model)
     x, y = batch((6,), 4)
-    steps = [run.defence.client_step(run.model, sent, x, y.softmax(1), None, k) for k in range(3)]
-    bad = run.defence.client_step(run.model, sent, x * math.inf, y.softmax(1), None, 1)
+    steps = [run.defence.client_step(run.model, sent, Samples(x, y.softmax(1)), k) for k in range(3)]
+    bad = run.defence.client_step(run.model, sent, Samples(x * math.inf, y.softmax(1)), 1)
     with pytest.raises(errors.NonFiniteUpdate, match=r"client 1: .* holds NaN or infinity"):
         run.defence.aggregate([steps[0], bad, steps[2]], [1.0] * 3)
     assert run.defence.rounds == 0  # nothing was given away
@@ -434,23 +434,6 @@ def test_constant_buffers_stay_the_servers():
     assert torch.equal(run.model.scale, torch.full((4,), 1 / 3, dtype=torch.float64))
 
 
-def test_a_count_of_nodes_that_follows_the_data_is_refused():
-    with pytest.raises(errors.BadArgument, match=r"(?s)veil chooses its next broadcast by .* Fix: Veil\(decoys=2\)"):
-        federation(private(Veil(tolerance=1e-6)))
-    federation(private(Veil(tolerance=1e-6)), loss="squared_error")  # has no nodes
-    federation(private(Veil()))  # nor have decoys
-    run = federation(private(Veil(nodes=9)))
-    run.fit(rounds=3)
-    assert {record["nodes"] for record in run.history.records} == {9}
-
-
-def test_the_flag_for_nodes_is_taken_as_it_is():
-    run = federation(build_defence(Config(nodes=7)))
-    assert run.step().details["nodes"] == 7
-    with pytest.raises(errors.BadArgument, match="nodes must be from 3 to 128, got 0"):
-        federation(build_defence(Config(nodes=0))).step()
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -490,7 +473,7 @@ def test_a_missing_library_is_named_with_its_install_line(monkeypatch):
 
 @pytest.mark.parametrize("half", [{"dp_clip": 1.0}, {"dp_noise": 1.0}])
 def test_half_of_the_settings_is_refused(half):
-    for build in (lambda: configure(half), lambda: build_defence(Config(**half))):
+    for build in (lambda: configure(half), lambda: build_defence(config_of(**half))):
         with pytest.raises(
             errors.BadArgument, match=r"(?s)dp_\w+ without dp_\w+ protects nothing.*--dp-clip 1 --dp-no"
         ):
@@ -511,34 +494,36 @@ def test_train_prints_what_was_spent_and_resumes(tmp_path, capsys):
     assert "--dp-clip 1.0 --dp-noise 2.0 --dp-delta 1e-06" in second["repeat"]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["epsilon"] == second["epsilon"]
-    assert not any("nodes" in record for record in records)
     page = (tmp_path / "report.html").read_text()
-    for words in ("veil+dp", "Epsilon spent", "does not bind the server", "centred by a client that thinks"):
+    for words in ("veil+dp", "Epsilon spent", "does not bind the server", "offset removed"):
         assert words in page
 
 
 def test_without_noise_the_summary_has_no_epsilon(tmp_path):
-    summary = train(Config(epochs=1, batch_size=512, hidden=8, defence="plain", dp_clip=1.0, dp_noise=0.0), tmp_path)
+    summary = train(config_of(epochs=1, batch_size=512, hidden=8, defence="plain", dp_clip=1.0, dp_noise=0.0), tmp_path)
     assert summary["epsilon"] is None
     assert summary["delta"] == 1e-5
 
 
-def test_compare_wraps_every_defence_and_the_control(tmp_path, capsys):
+def test_compare_wraps_every_defence_and_the_baseline(tmp_path, capsys):
     flags = "--epochs 1 --hidden 8 --batch-size 512 --clients 3 --dp-clip 1 --dp-noise 5 --seeds 1 --json"
-    names = "plain,control,veil,ppdl,dbcl,spn"
+    names = "plain,baseline,veil,ppdl,dbcl,spn"
     assert cli.main(["compare", *flags.split(), "--defences", names, "--out", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert all("dp_clipped" in line for line in lines)
-    rounds = len(lines) // 6
+    runs = [run for own in json.loads((tmp_path / "results.json").read_text())["results"].values() for run in own]
+    assert len(runs) == 6
+    assert all("dp_clipped" in record for run in runs for record in run["records"])
+    rounds = len(runs[0]["records"])
     assert {row["epsilon"] for row in rows} == {f"{epsilon(rounds, 5.0, 1e-5):.3g}"}
 
 
-def test_runs_from_before_these_settings_are_gone_on_with(tmp_path):
-    prepare_folder(tmp_path, Config(), resume=False)
+def test_runs_from_before_these_settings_are_continued(tmp_path):
+    prepare_folder(tmp_path, config_of(), resume=False)
     known = tmp_path / "config.json"
-    old = {key: value for key, value in json.loads(known.read_text()).items() if not key.startswith("dp_")}
-    known.write_text(json.dumps(old))
-    prepare_folder(tmp_path, Config(), resume=True)
+    sections = json.loads(known.read_text())
+    flat = {key: value for name, section in sections.items() if name != "privacy" for key, value in section.items()}
+    for old in ({name: section for name, section in sections.items() if name != "privacy"}, flat):
+        known.write_text(json.dumps(old))
+        prepare_folder(tmp_path, config_of(), resume=True)
     with pytest.raises(errors.BadArgument, match=r"the run here has dp_clip = None, not 1.0"):
-        prepare_folder(tmp_path, Config(dp_clip=1.0, dp_noise=1.0), resume=True)
+        prepare_folder(tmp_path, config_of(dp_clip=1.0, dp_noise=1.0), resume=True)

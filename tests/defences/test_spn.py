@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fedveil
-from fedveil.defences import Plain
-from fedveil.defences.spn import SPN, Split, draw_private
+from fedveil.defences import Plain, Samples
+from fedveil.defences.spn import SPN, Split, draw_head
 from fedveil.errors import BadArgument, Diverged
 from fedveil.models import cnn, mlp, resnet
 from fedveil.scheme import Entropy, SquaredError, find_loss
@@ -126,7 +126,7 @@ def test_what_is_uploaded_is_the_gradient_of_the_whole_loss(net, loss, weighted)
     model, spn = prepared(NETS[net], loss, weight=0.3, bits=5, margin=0.7)
     inputs, targets = records(NETS[net][1])
     hot, weights = F.one_hot(targets, CLASSES).double(), torch.linspace(0.05, 0.4, 8).double() if weighted else None
-    update = spn.client_step(model, spn.broadcast(model), inputs, hot, weights, 3)
+    update = spn.client_step(model, spn.broadcast(model), Samples(inputs, hot, weights), 3)
     private = spn.client_state(3)
     expected, step = naive(
         model, spn.split.path, inputs, hot, *private.values(), loss=loss, weight=0.3, margin=0.7, weights=weights
@@ -140,11 +140,11 @@ def test_one_output_has_two_codes():
     inputs, targets = records((6,), classes=2)
     assert set(targets.tolist()) == {0, 1}
     hot = targets.double().reshape(-1, 1)
-    update = spn.client_step(model, model, inputs, hot)
+    update = spn.client_step(model, model, Samples(inputs, hot))
     private = spn.client_state(0)
     assert private["codes"].shape == (2, 5)
     expected, _ = naive(model, spn.split.path, inputs, hot, *private.values(), loss="squared_error")
-    assert worst(update.public.gradients, expected) < rounding(model, inputs)
+    assert worst(update.gradients, expected) < rounding(model, inputs)
 
 
 def test_positions_of_a_sample_count_each_and_may_be_reshaped_behind_the_head():
@@ -152,13 +152,13 @@ def test_positions_of_a_sample_count_each_and_may_be_reshaped_behind_the_head():
     inputs, targets = records((6,), samples=8, classes=2)
     both = torch.stack([targets, 1 - targets], 1).double()
     weights = torch.linspace(0.05, 0.4, 8).double()
-    update = spn.client_step(model, model, inputs, both, weights)
+    update = spn.client_step(model, model, Samples(inputs, both, weights))
     rows, hot, each = inputs.reshape(16, 3), both.reshape(16, 1), weights.repeat_interleave(2)
 
     flat = nn.Sequential(model.body, nn.Tanh(), model.head)
     expected, step = naive(flat, "2", rows, hot, *spn.client_state(0).values(), loss="squared_error", weights=each)
-    names = dict(zip(update.public.gradients, expected, strict=True))
-    found = {names[name]: gradient for name, gradient in update.public.gradients.items()}
+    names = dict(zip(update.gradients, expected, strict=True))
+    found = {names[name]: gradient for name, gradient in update.gradients.items()}
     assert worst(found, expected) < rounding(model, inputs)
     assert worst({"P": update.step}, {"P": step}) < rounding(model, inputs)
 
@@ -169,8 +169,8 @@ def test_the_classifiers_gradient_is_plain_and_every_other_is_not(net):
     plain = Plain()
     plain.prepare(model, torch.zeros(1), find_loss("cross_entropy"))
     batch = records(NETS[net][1])
-    found = spn.upload(spn.client_step(model, model, *batch)).gradients
-    expected = plain.client_step(model, model, *batch).gradients
+    found = spn.upload(spn.client_step(model, model, Samples(*batch))).gradients
+    expected = plain.client_step(model, model, Samples(*batch)).gradients
     clean = {name for name in found if torch.equal(found[name], expected[name])}
     assert clean == {f"{spn.split.path}.weight", f"{spn.split.path}.bias"}
 
@@ -178,10 +178,10 @@ def test_the_classifiers_gradient_is_plain_and_every_other_is_not(net):
 def test_the_private_head_takes_a_step_of_sgd_when_its_gradient_is_uploaded_and_the_codes_stay():
     model, spn = prepared(NETS["mlp"], lr=0.5)
     batch = hot_records()
-    spn.client_step(model, model, *batch, None, 7)
+    spn.client_step(model, model, Samples(*batch), 7)
     for _ in range(3):
         before = spn.client_state(7)
-        update = spn.client_step(model, model, *batch, None, 7)
+        update = spn.client_step(model, model, Samples(*batch), 7)
         assert spn.client_state(7)["head"] is before["head"]
         spn.upload(update, 7)
         after = spn.client_state(7)
@@ -266,7 +266,7 @@ def test_every_client_has_its_own_secrets_whoever_comes_first():
         assert spn.client_state(0) == {}
         batch = hot_records()
         for client in clients:
-            spn.client_step(model, model, *batch, None, client)
+            spn.client_step(model, model, Samples(*batch), client)
         return [spn.client_state(client) for client in sorted(clients)]
 
     first, second = drawn([0, 1])
@@ -284,7 +284,7 @@ def test_every_client_has_its_own_secrets_whoever_comes_first():
 
 def test_heads_are_normal_and_codes_are_fair():
     features, bits = 400, 100
-    private = draw_private(Split("head", features, 400), bits, Entropy.for_tests(0))
+    private = draw_head(Split("head", features, 400), bits, Entropy.for_tests(0))
     numbers, count = private.head.flatten() * features**0.5, features * bits
     six = 6 / count**0.5  # standard errors of a mean of numbers of variance 1
     assert abs(numbers.mean()) < six
@@ -355,14 +355,14 @@ def test_a_function_as_loss_takes_class_indices():
     gradients = []
     for loss in (mine, "cross_entropy"):
         model, spn = prepared(NETS["mlp"], loss)
-        gradients.append(spn.client_step(model, model, inputs, targets).public.gradients)
+        gradients.append(spn.client_step(model, model, Samples(inputs, targets)).gradients)
     assert worst(*gradients) < rounding(model, inputs)
 
 
 def test_soft_targets_have_the_code_of_their_largest_entry():
     inputs, hot = hot_records()
     model, spn = prepared(NETS["mlp"], "cross_entropy")
-    steps = [spn.client_step(model, model, inputs, rows).step for rows in (hot, 0.4 * hot + 0.15)]
+    steps = [spn.client_step(model, model, Samples(inputs, rows)).step for rows in (hot, 0.4 * hot + 0.15)]
     assert torch.equal(*steps)
 
 
@@ -376,7 +376,7 @@ def test_the_view_of_a_client_is_a_copy_of_the_public_network():
 def test_a_single_records_features_are_in_the_clean_gradient():
     model, spn = prepared(NETS["mlp"], weight=1.0)
     inputs, hot = (part[:1] for part in hot_records())
-    gradients = spn.upload(spn.client_step(model, model, inputs, hot)).gradients
+    gradients = spn.upload(spn.client_step(model, model, Samples(inputs, hot))).gradients
     seen = gradients["4.weight"] / gradients["4.bias"][:, None]
     features = model[:4](inputs)
     assert worst({"h": seen}, {"h": features.detach().expand_as(seen)}) < 4 * torch.finfo(torch.float64).eps
@@ -397,7 +397,7 @@ def test_bytes_are_those_of_the_page(name):
     model, spn = build(), SPN()
     spn.prepare(model, torch.zeros(2, *shape), find_loss("squared_error"))
     targets = torch.eye(10)[:2] if spn.split.outputs > 1 else torch.tensor([0.0, 1.0])
-    sent = spn.upload(spn.client_step(model, spn.broadcast(model), torch.randn(2, *shape), targets))
+    sent = spn.upload(spn.client_step(model, spn.broadcast(model), Samples(torch.randn(2, *shape), targets)))
     down, up, kept = (
         sum(tensor.numel() * tensor.element_size() for tensor in parts.values())
         for parts in (model.state_dict(), {**sent.gradients, **sent.buffers}, spn.client_state(0))
@@ -495,7 +495,7 @@ def test_targets_that_name_no_class_are_refused(outputs, targets, loss, want):
 
 def test_steps_without_a_model_and_states_of_another_are_refused(tmp_path):
     with pytest.raises(BadArgument, match=r"(?s)SPN: no model was prepared yet.*Fix: prepare\(model, example, loss\)"):
-        SPN().client_step(mlp(6, 4), mlp(6, 4), *records((6,)))
+        SPN().client_step(mlp(6, 4), mlp(6, 4), Samples(*records((6,))))
     federation(NETS["mlp"], SPN()).fit(rounds=1, folder=tmp_path)
     other = federation(NETS["mlp"], SPN(bits=8))
     text = r"(?s)SPN: client 0's head has shape \(32, 10\), want \(8, 10\).*Fix: go on with"

@@ -1,23 +1,29 @@
 """Runs from flags and files."""
 
 import json
+from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.configs import config_of
 
 from fedveil.cli import main
 from fedveil.errors import BadArgument
-from fedveil.runs.config import Config, build_model, configure, load_data, read_toml
+from fedveil.runs.build import build_model, federation_of, load_data
+from fedveil.runs.config import SECTIONS, LossName, configure, read_toml
+from fedveil.runs.folder import train
+from fedveil.scheme import LOSSES
 
 
 def test_a_file_is_read_and_flags_override_it(tmp_path, capsys):
-    (tmp_path / "run.toml").write_text('epochs = 3\n[model]\nmodel = "mlp"\nhidden = 8\n[noise]\nadditive = 10\n')
+    (tmp_path / "run.toml").write_text('epochs = 3\n[model]\nmodel = "mlp"\nhidden = 8\n[defence]\nadditive = 10\n')
     folder = tmp_path / "out"
     assert main(["train", str(tmp_path / "run.toml"), "--epochs", "1", "--out", str(folder), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     config = json.loads((folder / "config.json").read_text())
-    assert (config["epochs"], config["hidden"], config["additive"]) == (1, 8, 10.0)
+    values = config["training"]["epochs"], config["model"]["hidden"], config["defence"]["additive"]
+    assert values == (1, 8, 10.0)
     assert summary["repeat"] == f"fedveil train --hidden 8 --additive 10.0 --epochs 1 --out {folder}"
     assert load_file(folder / "model.safetensors")["0.weight"].shape == (8, 64)
 
@@ -36,16 +42,23 @@ def test_a_run_prints_its_result_and_where_the_report_is(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"epoch": 3}, "there is no key 'epoch'.\n  Fix: did you mean 'epochs'?"),
+        ({"epoch": 3}, "there is no key 'epoch'.\n  Fix: did you mean 'epochs', of [training]?"),
         ({"qqq": 3}, "valid keys: data, path"),
         ({"epochs": "many"}, "epochs must be int, got 'many'"),
         ({"epochs": True}, "epochs must be int, got True"),
         ({"lr": "fast"}, "lr must be float, got 'fast'"),
-        ({"defence": "moat"}, "defence must be one of plain, veil, ppdl, dbcl, spn, got 'moat'"),
-        ({"clients": 0}, "clients must be at least 1, got 0"),
+        ({"loss": "squared"}, "loss must be 'absolute_error', 'binary_cross_entropy'"),
+        ({"clients": 0}, "clients must be greater than or equal to 1, got 0"),
+        ({"lr": -1.0}, "lr must be greater than 0, got -1.0"),
+        ({"lr": float("nan")}, "lr must be a finite number, got nan"),
+        ({"trainng": {"lr": 1.0}}, "there is no section [trainng].\n  Fix: did you mean [training]?"),
+        ({"data": {"lr": 1.0}}, "'lr' is in section [data].\n  Fix: it belongs to [training]"),
+        ({"lr": 1.0, "training": {"lr": 2.0}}, "'lr' is given twice.\n  Fix: keep the one in [training]"),
+        ({"model": {"model": "cnn", "name": "mlp"}}, "'name' is given twice"),
+        ({"label_smoothing": 0.1}, "squared_error has none"),
         (
             {"rounding": 1},
-            "rounding makes a control of plain training, not of veil.\n  Fix: fedveil train --defence plain",
+            "rounding makes a baseline of plain training, not of veil.\n  Fix: fedveil train --defence plain",
         ),
     ],
 )
@@ -55,27 +68,27 @@ def test_bad_values_are_refused_with_the_nearest_good_one(values, text):
     assert text in str(caught.value)
 
 
-def test_a_rounding_control_is_a_run_like_others(tmp_path, capsys):
+def test_a_rounding_baseline_is_a_run_like_others(tmp_path, capsys):
     found = {}
-    for name, flags in (("plain", []), ("control", ["--rounding", "1"]), ("again", ["--rounding", "1"])):
+    for name, flags in (("plain", []), ("baseline", ["--rounding", "1"]), ("again", ["--rounding", "1"])):
         folder = tmp_path / name
         given = ["--data", "diabetes", "--epochs", "1", "--optimizer", "sgd", "--defence", "plain", *flags]
         assert main(["train", *given, "--out", str(folder), "--json"]) == 0
         repeat = json.loads(capsys.readouterr().out)["repeat"]
         assert ("--rounding 1" in repeat) == bool(flags)
         found[name] = torch.cat([value.flatten() for value in load_file(folder / "model.safetensors").values()])
-    apart = float((found["control"] - found["plain"]).abs().max())
+    apart = float((found["baseline"] - found["plain"]).abs().max())
     assert 0 < apart < 1e-5  # a dozen float32 steps, rounded to 6e-8 each at weights below 1
-    assert torch.equal(found["control"], found["again"])
+    assert torch.equal(found["baseline"], found["again"])
 
 
 @pytest.mark.parametrize(
     ("flag", "text"),
-    [("--epoch", "did you mean --epochs?"), ("--batchsize", "did you mean --batch-size?"), ("--zz", "--help")],
+    [("--epoch", "--epochs INT"), ("--batchsize", "--batch-size INT"), ("--zz", "fedveil train --help")],
 )
 def test_an_unknown_flag_is_refused_with_the_nearest_one(capsys, flag, text):
     assert main(["train", flag, "3"]) == 2
-    assert f"there is no option '{flag}'" in (message := capsys.readouterr().err)
+    assert f"Unrecognized options: {flag}" in (message := capsys.readouterr().err)
     assert text in message
 
 
@@ -97,7 +110,7 @@ def test_more_clients_than_records_are_refused(capsys, tmp_path):
     [("mlp", 10), ("cnn", 10), ("resnet8", 10), ("densenet", 10), ("tests.test_cli:sigmoid", None)],
 )
 def test_models_are_built_for_the_data_and_the_same_seed_gives_the_same_start(model, outputs):
-    config = Config(model=model)
+    config = config_of(model=model)
     data = load_data(config)
     first, second = build_model(config, data), build_model(config, data)
     assert type(first) is type(second)
@@ -109,10 +122,33 @@ def test_models_are_built_for_the_data_and_the_same_seed_gives_the_same_start(mo
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (Config(model="perceptron"), "there is no model 'perceptron'"),
-        (Config(model="cnn", data="diabetes"), "cnn takes images, diabetes has rows of 10 numbers"),
+        (config_of(model="perceptron"), "there is no model 'perceptron'"),
+        (config_of(model="cnn", data="diabetes"), "cnn takes images, diabetes has rows of 10 numbers"),
     ],
 )
 def test_models_that_cannot_be_are_refused(config, text):
     with pytest.raises(BadArgument, match=text):
         build_model(config, load_data(config))
+
+
+def test_sections_and_keys_alone_give_the_same_configuration_and_are_read_again():
+    nested = configure({"data": {"name": "bank", "clients": 3}, "training": {"lr": 1}})
+    assert nested == configure({"data": "bank", "clients": 3, "lr": 1.0})
+    assert configure(nested.nested()) == nested
+    assert nested.changed(lr=2.0).training.lr == 2.0
+    assert nested.flags() == "--data bank --clients 3 --lr 1.0"
+
+
+def test_every_value_has_a_description_and_the_losses_are_those_there_are():
+    for section in SECTIONS.values():
+        assert all(field.description for field in section.model_fields.values())
+    assert set(get_args(LossName)) == set(LOSSES)
+
+
+def test_a_missing_device_and_a_model_that_does_not_fit_are_refused(tmp_path):
+    with pytest.raises(BadArgument, match="cannot use 'cuda:7'"):
+        federation_of(config_of(device="cuda:7"), load_data(config_of()))
+    wrong = config_of(model="tests.test_cli:sigmoid")  # three inputs, digits have 64
+    with pytest.raises(BadArgument, match="does not fit the data 'digits'"):
+        train(wrong, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

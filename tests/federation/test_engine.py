@@ -173,7 +173,7 @@ def test_divergence_stops_with_the_round_and_a_way_out(defence):
         ([(torch.zeros(3, 6), torch.zeros(2, 4))], {}, "client 0 has 3 inputs and 2 targets"),
         ([*parts((3,)), (torch.zeros(3, 5), torch.zeros(3, 4))], {}, "client 1's records have another shape"),
         ([(torch.full((3, 6), torch.nan), torch.zeros(3, 4))], {}, "client 0, record 0: inputs hold NaN"),
-        (parts(), {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        (parts(), {"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
         (parts(), {"participation": 0.0}, "participation must be above 0"),
         (parts(), {"defence": "moat"}, "there is no defence 'moat'"),
         (

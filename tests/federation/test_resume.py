@@ -8,13 +8,13 @@ import time
 
 import pytest
 import torch
+from tests.configs import config_of
 from tests.oracle import built, worst
 
 from fedveil.defences import Plain, Veil
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
 from fedveil.models import mlp
-from fedveil.runs.config import Config
 from fedveil.runs.folder import train
 
 ROUNDS = 300
@@ -137,19 +137,19 @@ def test_a_missing_checkpoint_and_one_of_another_model_are_refused(tmp_path):
 
 
 def test_a_run_folder_goes_on_where_it_stopped(tmp_path):
-    config = Config(epochs=2, clients=3, hidden=8)
+    config = config_of(epochs=2, clients=3, hidden=8)
     train(config, tmp_path / "a")
     with pytest.raises(BadArgument, match="there is a run in this folder"):
         train(config, tmp_path / "a")
     with pytest.raises(BadArgument, match="the run here has hidden = 8, not 9"):
-        train(Config(epochs=2, clients=3, hidden=9), tmp_path / "a", resume=True)
+        train(config_of(epochs=2, clients=3, hidden=9), tmp_path / "a", resume=True)
     with (tmp_path / "a" / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"round": 99, "half a li')  # as a kill may leave it
-    summary = train(Config(epochs=4, clients=3, hidden=8), tmp_path / "a", resume=True)
+    summary = train(config_of(epochs=4, clients=3, hidden=8), tmp_path / "a", resume=True)
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == list(range(1, summary["rounds"] + 1))
     clock = [line["seconds"] for line in lines]
     assert clock == sorted(clock)  # of both parts together
     assert {p.name for p in (tmp_path / "a").iterdir()} == {
-        "config.json", "metrics.jsonl", "model.safetensors", "checkpoint.pt", "summary.json", "report.html",
+        "config.json", "metrics.jsonl", "model.safetensors", "checkpoint.pt", "summary.json", "report.html", ".lock",
     }  # fmt: skip

@@ -253,11 +253,13 @@ def test_broadcast_and_update_travel(name):
     model = built({**STACKED, **REPEATED}[name])
     inputs, _ = batch((3, 8, 8))
     secret = fedveil.draw_secret(planned(model, inputs), apart, groups=3)
-    arrays, values = fedveil.perturb(model, secret).pack()
-    broadcast = fedveil.Broadcast.unpack(arrays, json.loads(json.dumps(values)), loss=apart)
+    values, tensors = fedveil.perturb(model, secret).pack()
+    broadcast = fedveil.Broadcast.unpack(json.loads(json.dumps(values)), tensors, loss=apart)
     update = fedveil.Update.unpack(*fedveil.client_step(model, broadcast, inputs, torch.zeros(6)).pack())
     found, gradients = fedveil.recover(secret, [update]).gradients, truth(model, apart, inputs, None)[0]
     assert worst({"layer.weight": found["layer.weight"]}, {"layer.weight": gradients["layer.weight"]}) < 1e-9
     values["head"]["tail"] = "somewhere"
-    with pytest.raises(errors.BadArgument, match="'tail' must be one of alike, reshaped, stacked, repeated"):
-        fedveil.Broadcast.unpack(arrays, values, loss=apart)
+    with pytest.raises(
+        errors.BadArgument, match=r"(?s)there is no tail 'somewhere'.*one of 'alike', 'repeated', 'reshaped', 'stacked'"
+    ):
+        fedveil.Broadcast.unpack(values, tensors, loss=apart)

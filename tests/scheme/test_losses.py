@@ -25,7 +25,7 @@ from fedveil.scheme import (
 )
 from fedveil.scheme.losses import find_loss
 
-FLOAT64 = 1e-6  # what any loss promises; with the nodes used here interpolation is far below it
+FLOAT64 = 1e-9  # rounding of float64, amplified by the noise
 
 
 def true_gradients(model, loss, inputs):
@@ -107,18 +107,6 @@ def test_a_veil_recovers_its_gradient(name):
         assert worst(found.gradients, true_gradients(model, truth, inputs)) < 1e-9
 
 
-KINKED = ("absolute", "huber", "hinge", "a batch's")
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name not in KINKED])
-def test_nodes_recover_smooth_losses(name):
-    loss, targets, truth = CASES[name]
-    model = built(lambda: mlp(5, 3, layers=2, hidden=16))
-    inputs, _ = batch((5,), 3)
-    found = recovered(model, loss, inputs, targets, nodes=40)
-    assert worst(found.gradients, true_gradients(model, truth, inputs)) < FLOAT64
-
-
 @pytest.mark.parametrize("name", ["CNN", "Bottleneck ResNet", "DenseNet"])
 def test_networks_with_norms_and_branches_are_recovered(name):
     build, shape = ZOO[name]
@@ -127,38 +115,6 @@ def test_networks_with_norms_and_branches_are_recovered(name):
     labels = torch.arange(6)
     found = recovered(model, "cross_entropy", inputs, labels)
     assert worst(found.gradients, true_gradients(model, lambda y: F.cross_entropy(y, labels), inputs)) < FLOAT64
-
-
-def test_squared_error_by_three_nodes_is_the_papers_terms():
-    """The gradient is a polynomial of degree 2 in the offset: three nodes are exact."""
-    model = built(lambda: mlp(5, 3, layers=2, hidden=16))
-    inputs, targets = batch((5,), 3)
-    plan = fedveil.analyse(model, inputs)
-
-    def by_function(outputs, targets):
-        return 0.5 * (outputs - targets).square().sum(1)
-
-    found = []
-    for loss, nodes in (("squared_error", 16), (by_function, 3)):
-        secret = fedveil.draw_secret(plan, loss, nodes=nodes, entropy=fedveil.Entropy.for_tests(0))
-        update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
-        assert update.passes["0.weight"].shape[0] == 3
-        found.append(fedveil.recover(secret, [update]).gradients)
-    assert worst(found[1], found[0]) < 1e-12  # rounding of float64, amplified by three terms
-
-
-@pytest.mark.parametrize("number", [0, 3, 7])
-def test_every_node_is_needed(number):
-    model = built(lambda: mlp(5, 3, layers=2, hidden=16))
-    inputs, _ = batch((5,), 3)
-    plan = fedveil.analyse(model, inputs)
-    secret = fedveil.draw_secret(plan, "cross_entropy", nodes=8, entropy=fedveil.Entropy.for_tests(0))
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, LABELS)
-    truth = true_gradients(model, lambda y: F.cross_entropy(y, LABELS), inputs)
-    assert worst(fedveil.recover(secret, [update]).gradients, truth) < FLOAT64
-    for stack in update.passes.values():
-        stack[number] = 0
-    assert worst(fedveil.recover(secret, [update]).gradients, truth) > 1e-3
 
 
 def test_sequences_sum_over_positions():
@@ -186,48 +142,26 @@ def test_a_loss_travels_with_its_settings_and_a_function_does_not():
     plan = fedveil.analyse(model, torch.zeros(1, 5).double())
     named = (SquaredError(), CrossEntropy((1, 2, 3), 0.1), BinaryCrossEntropy(), LogCosh(), Poisson())
     for loss in (*named, AbsoluteError(), Huber(0.3), Hinge()):
-        arrays, metadata = fedveil.perturb(model, fedveil.draw_secret(plan, loss)).pack()
-        assert fedveil.Broadcast.unpack(arrays, json.loads(json.dumps(metadata))).loss == loss
+        metadata, tensors = fedveil.perturb(model, fedveil.draw_secret(plan, loss)).pack()
+        assert fedveil.Broadcast.unpack(json.loads(json.dumps(metadata)), tensors).loss == loss
 
     def own(outputs, targets):
         return (outputs - targets).square().sum(1)
 
-    arrays, metadata = fedveil.perturb(model, fedveil.draw_secret(plan, own)).pack()
+    metadata, tensors = fedveil.perturb(model, fedveil.draw_secret(plan, own)).pack()
     with pytest.raises(BadArgument, match="is the server's own function"):
-        fedveil.Broadcast.unpack(arrays, metadata)
-    assert fedveil.Broadcast.unpack(arrays, metadata, loss=own).loss.function is own
+        fedveil.Broadcast.unpack(metadata, tensors)
+    assert fedveil.Broadcast.unpack(metadata, tensors, loss=own).loss.function is own
     with pytest.raises(BadArgument, match="the server's loss is"):
-        fedveil.Broadcast.unpack(arrays, metadata, loss="log_cosh")
+        fedveil.Broadcast.unpack(metadata, tensors, loss="log_cosh")
 
 
 def test_settings_that_a_loss_does_not_have_are_refused():
     model = built(lambda: mlp(5, 3, layers=1, hidden=8))
     plan = fedveil.analyse(model, torch.zeros(1, 5).double())
-    arrays, metadata = fedveil.perturb(model, fedveil.draw_secret(plan, "log_cosh")).pack()
+    metadata, tensors = fedveil.perturb(model, fedveil.draw_secret(plan, "log_cosh")).pack()
     with pytest.raises(BadArgument, match="log_cosh has no settings"):
-        fedveil.Broadcast.unpack(arrays, metadata | {"loss_settings": {"width": 3}})
-
-
-@pytest.mark.parametrize(
-    "loss", ["absolute_error", "hinge", "huber", F.l1_loss, nn.HuberLoss(), F.smooth_l1_loss, nn.MultiMarginLoss()]
-)
-def test_nodes_refuse_losses_with_a_kink(loss):
-    plan = fedveil.analyse(mlp(5, 3), torch.zeros(1, 5))
-    with pytest.raises(BadArgument, match=r"(?s)has a kink, and nodes recover smooth losses only.*Fix: decoys=2"):
-        fedveil.draw_secret(plan, loss, nodes=16)
-    fedveil.draw_secret(plan, loss)
-
-
-def test_a_kink_that_nobody_announced_is_reported_as_an_error():
-    model = built(lambda: mlp(5, 3, layers=2, hidden=16))
-    inputs, _ = batch((5,), 3, samples=200)
-    with torch.no_grad():  # residuals on both sides of 0, at every place of the interval
-        targets = model(inputs) + 0.05 * torch.randn(200, 3, generator=torch.Generator().manual_seed(0)).double()
-    found = recovered(model, lambda y, t: (y - t).abs().sum(1), inputs, targets, nodes=40)
-    truth = true_gradients(model, lambda y: (y - targets).abs().sum(1).mean(), inputs)
-    error = worst(found.gradients, truth)
-    assert error > 1e-3
-    assert found.error > error / 10
+        fedveil.Broadcast.unpack(metadata | {"loss_settings": {"width": 3}}, tensors)
 
 
 @pytest.mark.parametrize(
@@ -264,12 +198,6 @@ def test_losses_that_make_no_sense_are_refused(make, text):
         make()
 
 
-def test_nodes_refuse_more_groups_with_the_reason():
-    plan = fedveil.analyse(mlp(5, 3), torch.zeros(1, 5))
-    with pytest.raises(BadArgument, match="nodes recover cross_entropy along one secret number, not along groups=2"):
-        fedveil.draw_secret(plan, "cross_entropy", groups=2, nodes=16)
-
-
 def test_batch_norm_statistics_are_the_plain_ones():
     model = built(lambda: resnet(8, 3, 4, width=4))
     inputs, _ = batch((3, 8, 8), 4)
@@ -277,3 +205,16 @@ def test_batch_norm_statistics_are_the_plain_ones():
     model(inputs)
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(found.buffers[name], buffer)
+
+
+def test_a_users_function_gets_dense_targets_of_a_convolution_as_they_are():
+    """Classes on axis 1 of square maps: moved targets would have the same shape, and give another gradient."""
+    model = built(lambda: nn.Sequential(nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 4, 1)))
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = (torch.randn(5, channels, 4, 4, generator=generator).double() for channels in (2, 4))
+
+    def loss(outputs, asked):
+        return (outputs - asked).square().flatten(1).sum(1) + (outputs[:, 0] * asked[:, 1]).flatten(1).sum(1)
+
+    found = recovered(model, loss, inputs, targets, additive=1e3)
+    assert worst(found.gradients, true_gradients(model, lambda y: loss(y, targets).mean(), inputs)) < FLOAT64

@@ -1,7 +1,8 @@
-"""What travels: plain arrays and plain values, and no secret among them."""
+"""What travels: tensors and plain values, and no secret among them."""
 
 import json
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.zoo import ZOO
 
 import fedveil
 from fedveil.errors import BadArgument
+from fedveil.wire import from_bytes, to_bytes
 
 
 @pytest.fixture
@@ -26,12 +28,11 @@ def sent():
 
 
 def over_the_wire(message):
-    arrays, metadata = message.pack()
-    assert all(isinstance(array, np.ndarray) and array.dtype != object for array in arrays.values())
-    return type(message).unpack({k: a.copy() for k, a in arrays.items()}, json.loads(json.dumps(metadata)))
+    kind = type(message).__name__.lower()
+    return type(message).unpack(*from_bytes(to_bytes(kind, *message.pack()), kind))
 
 
-def test_a_round_over_plain_arrays_is_the_same_round(sent):
+def test_a_round_over_bytes_is_the_same_round(sent):
     model, inputs, targets, secret, broadcast = sent
     update = fedveil.client_step(model, over_the_wire(broadcast), inputs, targets)
     recovered = fedveil.recover(secret, [over_the_wire(update)])
@@ -52,29 +53,103 @@ def test_an_exposed_head_travels_too():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"kind": "update"}, "this message is 'update', not 'broadcast'"),
-        ({"round": 5}, "metadata field 'round' must be str, got int"),
-        ({"trainable": [1]}, "metadata field 'trainable' must be a list of str"),
+        ({"round": 5}, "round must be str, got int"),
+        ({"model": None}, "model must be str, got NoneType"),
+        ({"trainable": [1]}, r"trainable must be list\[str\]"),
+        ({"trainable": "5.weight"}, r"trainable must be list\[str\], got str"),
+        ({"head": [1]}, "head must be dict, got list"),
+        ({"head": {}}, "path must be str, got NoneType"),
     ],
 )
-def test_metadata_of_the_wrong_kind_is_refused(sent, change, text):
-    arrays, metadata = sent[-1].pack()
+def test_values_of_the_wrong_kind_are_refused(sent, change, text):
+    values, tensors = sent[-1].pack()
     with pytest.raises(BadArgument, match=text):
-        fedveil.Broadcast.unpack(arrays, metadata | change)
+        fedveil.Broadcast.unpack(values | change, tensors)
+
+
+def test_a_head_without_its_tensors_and_one_of_another_tail_are_refused(sent):
+    values, tensors = sent[-1].pack()
+    with pytest.raises(BadArgument, match="the head's tensor 'offset' is missing"):
+        fedveil.Broadcast.unpack(values, {name: t for name, t in tensors.items() if name != "head/offset"})
+    with pytest.raises(BadArgument, match="there is no tail 'odd'"):
+        fedveil.Broadcast.unpack(values | {"head": values["head"] | {"tail": "odd"}}, tensors)
+
+
+def test_every_dtype_travels_as_it_is_and_so_do_tensors_that_share_memory():
+    kinds = (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+    )
+    tensors = {str(kind): torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
+    tensors |= {"none": torch.empty(0, 3), "number": torch.tensor(5.0), "turned": tensors["torch.float32"].T}
+    values = {"a": 1, "b": [True, None, "ü"], "c": {"d": 0.1}}
+    found = from_bytes(to_bytes("test", values, tensors), "test")
+    assert found[0] == values
+    assert found[1].keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[1][name].dtype == tensor.dtype
+        assert torch.equal(found[1][name], tensor)
+
+
+def bare(head):
+    """A safetensors file without tensors, with any head."""
+    text = json.dumps(head).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+GOOD = to_bytes("test", {"a": 1}, {"x": torch.arange(3.0)})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"garbage",
+        pickle.dumps({"x": print}),
+        GOOD[:-1],
+        GOOD + b"0",
+        GOOD.replace(b"F32", b"STR"),
+        GOOD.replace(b"[3]", b"[9]"),
+        (2**62).to_bytes(8, "little") + GOOD[8:],
+        bare({}),
+        bare({"__metadata__": {"fedveil": "{"}}),
+        bare({"__metadata__": {"fedveil": "[]"}}),
+        bare({"__metadata__": {"fedveil": '{"kind": "test", "format": 2}'}}),
+        bare({"__metadata__": {"fedveil": '{"kind": "test", "format": 2, "values": 3}'}}),
+        bare({"__metadata__": {"fedveil": "[" * 100_000}}),
+    ],
+    ids=range(14),
+)
+def test_bytes_that_are_no_message_are_refused(data):
+    with pytest.raises(BadArgument, match="test: it cannot be read: "):
+        from_bytes(data, "test")
+
+
+def test_a_message_of_another_kind_or_format_is_refused(monkeypatch):
+    with pytest.raises(BadArgument, match="ask: it is 'test' in format 2, not 'ask' in 2"):
+        from_bytes(GOOD, "ask")
+    with pytest.raises(BadArgument, match=r"(?s)test: it is 'test' in format 9, .*Fix: install the same fedveil"):
+        from_bytes(GOOD.replace(b'format\\": 2', b'format\\": 9'), "test")
 
 
 def secret_numbers(secret):
     """Every number that must stay on the server: factors, gamma, the anchor's d, v, the true head."""
-    d = [-c for c in secret._sent.how.coefficients[1:-1]]
-    v = secret._sent.how.coefficients[-1]
+    d = [-c for c in secret._undo.coefficients[1:-1]]
+    v = secret._undo.coefficients[-1]
     factors = [r for r in secret._noise.scale.tolist() if abs(r) != 1]
     return np.array([*factors, *[1 / r for r in factors], *gamma_of(secret).tolist(), *d, v])
 
 
 def test_no_secret_value_is_in_what_is_broadcast(sent):
     model, _, _, secret, broadcast = sent
-    arrays, metadata = broadcast.pack()
-    values = np.concatenate([array.ravel().astype(np.float64) for array in arrays.values()])
+    metadata, tensors = broadcast.pack()
+    values = np.concatenate([tensor.numpy().ravel().astype(np.float64) for tensor in tensors.values()])
     wanted = np.abs(secret_numbers(secret))
     values = np.unique(np.abs(values))
     values = values[values > 0]
@@ -83,7 +158,7 @@ def test_no_secret_value_is_in_what_is_broadcast(sent):
     text = json.dumps(metadata)
     assert not any(f"{number:.12g}" in text for number in wanted if number != 1)
     head = model[-1].weight.detach().numpy().ravel()
-    assert not np.isin(head, arrays["parameter/5.weight"]).any()
+    assert not np.isin(head, tensors["parameter/5.weight"]).any()
 
 
 def test_no_parameter_is_broadcast_as_it_is(sent):
@@ -100,8 +175,8 @@ def test_the_view_is_the_papers_model_and_the_centred_view_its_base(sent):
     entry = next(e for e in secret.plan.layout.entries if e.name == "5.weight")
     flat = torch.cat([p.detach().reshape(-1) for p in (*model.parameters(),)])
     scaled = (
-        secret._sent.cover.factors[entry.start : entry.stop]
-        * flat[secret._sent.cover.sources[entry.start : entry.stop]]
+        secret._undo.cover.factors[entry.start : entry.stop]
+        * flat[secret._undo.cover.sources[entry.start : entry.stop]]
     )
     torch.testing.assert_close(view[-1].weight, scaled.view(10, 16) + gamma[:, None])
     torch.testing.assert_close(view[-1].bias, model[-1].bias + gamma)

@@ -45,26 +45,26 @@ def test_recovery_breaks_without(round_, number):
 @pytest.mark.parametrize("number", [1, 2, 3, 4], ids=["sigma 1", "sigma 2", "sigma 3", "beta"])
 def test_recovery_breaks_with_the_wrong_sign_of(round_, number):
     secret, update, truth = round_
-    secret._sent.how.coefficients[number] *= -1
+    secret._undo.coefficients[number] *= -1
     assert worst(fedveil.recover(secret, [update]).gradients, truth) > BROKEN
 
 
 def test_recovery_breaks_without_the_factors(round_):
     secret, update, truth = round_
-    secret._sent.cover.factors.fill_(1.0)
+    secret._undo.cover.factors.fill_(1.0)
     assert worst(fedveil.recover(secret, [update]).gradients, truth) > BROKEN
 
 
 def test_recovery_breaks_without_a_single_axis_factor(round_):
     secret, update, truth = round_
     entry = secret.plan.layout.trainable[2]
-    secret._sent.cover.factors[entry.start : entry.stop] = 1.0
+    secret._undo.cover.factors[entry.start : entry.stop] = 1.0
     assert worst(fedveil.recover(secret, [update]).gradients, truth) > BROKEN
 
 
 def test_recovery_breaks_without_the_permutation(round_):
     secret, update, truth = round_
-    secret._sent.cover.sources.copy_(torch.arange(len(secret._sent.cover.sources)))
+    secret._undo.cover.sources.copy_(torch.arange(len(secret._undo.cover.sources)))
     assert worst(fedveil.recover(secret, [update]).gradients, truth) > BROKEN
 
 
@@ -73,7 +73,7 @@ def test_recovery_breaks_without_the_signs_before_batch_norm():
     inputs, targets = batch((3, 8, 8))
     secret = fedveil.draw_secret(fedveil.analyse(model, inputs), permute=False)
     update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
-    secret._sent.cover.factors.abs_()
+    secret._undo.cover.factors.abs_()
     truth = plain(model, inputs, targets)[0]
     assert worst(fedveil.recover(secret, [update]).gradients, truth) > BROKEN
 

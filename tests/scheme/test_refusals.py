@@ -103,22 +103,6 @@ def test_a_number_of_decoys_that_makes_no_sense_is_refused(plan, decoys):
         Veil(decoys=decoys)
 
 
-def test_decoys_and_nodes_together_are_refused(plan):
-    with refused(errors.BadArgument, "decoys=2 and nodes exclude one another"):
-        fedveil.draw_secret(plan, "cross_entropy", decoys=2, nodes=16)
-    for other in ({"nodes": 16}, {"tolerance": 1e-6}):
-        with refused(errors.BadArgument, f"decoys=2 needs no {next(iter(other))}"):
-            Veil(decoys=2, **other)
-    with refused(errors.BadArgument, "tolerance must be a number above 0"):
-        Veil(tolerance=0.0)
-
-
-def test_nodes_behind_which_something_follows_are_refused():
-    plan = fedveil.analyse(nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3), nn.Softmax(1)), torch.zeros(1, 5))
-    with refused(errors.BadArgument, "nodes need a model that ends in the masked layer", "other operations follow 2"):
-        fedveil.draw_secret(plan, "log_cosh", nodes=16)
-
-
 class TwoOutputs(nn.Module):
     def __init__(self):
         super().__init__()

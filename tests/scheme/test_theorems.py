@@ -36,14 +36,15 @@ def test_theorem_1_hidden_outputs_are_scaled_and_final_ones_shifted_by_alpha_r(p
     model = built(lambda: mlp(7, 5, layers=3, hidden=9))
     inputs, _ = batch((7,))
     secret = fedveil.draw_secret(fedveil.analyse(model, inputs), groups=3, multiplicative=10.0, permute=permute)
-    view = fedveil.client_view(model, fedveil.perturb(model, secret))
+    broadcast = fedveil.perturb(model, secret)
+    view = fedveil.client_view(model, broadcast)
     true_hidden, true = hidden_outputs(model, inputs)
     veiled_hidden, veiled = hidden_outputs(view, inputs)
     for layer, (y, y_veiled) in enumerate(zip(true_hidden, veiled_hidden, strict=True)):
         r, source = units(secret, f"{2 * layer}.weight")
         assert permute == (not torch.equal(source, torch.arange(9)))
         torch.testing.assert_close(y_veiled, r * y[:, source])
-    alpha = 1 + veiled_hidden[-1].sum(1, keepdim=True)
+    alpha = float(broadcast.head.masked_bias) + veiled_hidden[-1].sum(1, keepdim=True)
     r = gamma_of(secret) * secret._head.direction
     torch.testing.assert_close(veiled, true + alpha * r)
 
@@ -66,7 +67,7 @@ def test_theorem_2_the_perturbed_gradient_is_the_true_one_scaled_plus_r_sigma_mi
     dalpha = torch.autograd.grad(alpha, weights, retain_graph=True, materialize_grads=True)
     dy = jacobians(y[0], weights)
     r = gamma_of(secret) * secret._head.direction
-    R = [secret._sent.cover.factors[e.start : e.stop].view(e.shape) for e in secret.plan.layout.trainable]
+    R = [secret._undo.cover.factors[e.start : e.stop].view(e.shape) for e in secret.plan.layout.trainable]
     truth = plain(model, inputs, targets)[0].values()
     for layer, true in enumerate(truth):
         sigma = [alpha * dy[i][layer] + delta[i] * dalpha[layer] for i in range(3)]

@@ -3,32 +3,37 @@
 import json
 
 import pytest
+from tests.configs import config_of
 
 from fedveil import cli
 from fedveil.errors import BadArgument
-from fedveil.runs.config import Config
 from fedveil.runs.folder import train
-from fedveil.studies.compare import check_defences
+from fedveil.studies.compare import DEFENCES, check_defences
 
-ALL = ("plain", "veil", "ppdl", "dbcl", "spn")
+ALL = DEFENCES
 
 
 def test_every_defence_runs_and_the_veil_is_as_near_to_plain_as_rounding(tmp_path, capsys):
     flags = ["--epochs", "2", "--hidden", "10", "--clients", "3", "--loss", "cross_entropy", "--seeds", "2", "--json"]
-    names = ",".join(("plain", "control", *ALL[1:]))
+    names = ",".join(("plain", "baseline", *ALL[1:]))
     assert cli.main(["compare", *flags, "--defences", names, "--out", str(tmp_path)]) == 0
     rows = {row["defence"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(rows) == names.split(",")
     sample = 1 / 359  # the test records of digits
-    assert float(rows["veil"]["apart from plain"]) <= 3 * max(sample, float(rows["control"]["apart from plain"]))
-    size = {name: int(row["bytes a client and round"].replace(",", "")) for name, row in rows.items()}
+    assert float(rows["veil"]["difference from plain"]) <= 3 * max(
+        sample, float(rows["baseline"]["difference from plain"])
+    )
+    size = {name: int(row["bytes per client and round"].replace(",", "")) for name, row in rows.items()}
     assert size["dbcl"] < size["plain"] < size["veil"]
-    assert size["ppdl"] < size["plain"] == size["spn"] == size["control"]
+    assert size["ppdl"] < size["plain"] == size["spn"] == size["baseline"]
     page = (tmp_path / "report.html").read_text()
     assert "defences compared" in page
     assert "our re-implementation" in page
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert {(line["defence"], line["seed"]) for line in lines} == {(d, s) for d in rows for s in (0, 1)}
+    found = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert {name: len(runs) for name, runs in found.items()} == dict.fromkeys(rows, 2)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "jobs").iterdir()}
+    assert cli.main(["compare", *flags, "--defences", names, "--out", str(tmp_path)]) == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "jobs").iterdir()} == before  # it resumes
 
 
 def test_a_run_that_diverges_is_shown_as_failed(tmp_path, capsys):
@@ -53,20 +58,24 @@ def test_a_run_that_diverges_is_shown_as_failed(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("names", "text"),
-    [(["plain", "veils"], "there is no defence 'veils'"), (["veil", "veil"], "is there twice"), ([], "there is none")],
+    [
+        (["plain", "veils"], "there is no defence 'veils'"),
+        (["veil", "veil"], "is given twice"),
+        ([], "no defence is named"),
+    ],
 )
 def test_names_that_make_no_sense_are_refused(names, text):
     with pytest.raises(BadArgument, match=text):
-        check_defences(names)
+        check_defences(names, ALL, "--defences")
 
 
 @pytest.mark.parametrize("defence", ALL)
 @pytest.mark.parametrize("model", ["mlp", "cnn", "resnet8"])
 def test_train_takes_every_defence_and_resumes(tmp_path, defence, model):
     settings = {"hidden": 10, "width": 4, "clients": 2, "loss": "cross_entropy", "defence": defence, "model": model}
-    short = Config(epochs=1, batch_size=256, **settings)
+    short = config_of(epochs=1, batch_size=256, **settings)
     train(short, tmp_path)
-    summary = train(Config(epochs=2, batch_size=256, **settings), tmp_path, resume=True)
+    summary = train(config_of(epochs=2, batch_size=256, **settings), tmp_path, resume=True)
     assert summary["rounds"] == 6
     assert 0 <= summary["accuracy"] <= 1
 

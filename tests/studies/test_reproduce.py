@@ -9,16 +9,21 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from tests.configs import config_of
+from tests.studies.page_numbers import numbers_of
 
 from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.report import Beside, Intervals, Pictures
-from fedveil.runs.config import Config, configure
-from fedveil.studies.paper import EXHIBITS, reproduce
-from fedveil.studies.paper.plan import SCALES, read_plan
-from fedveil.studies.paper.run import broken, names_of, read
+from fedveil.runs.config import configure
+from fedveil.studies.paper.attacked import Printed
+from fedveil.studies.paper.plan import SCALES, Scale, read_plan
+from fedveil.studies.paper.run import EXHIBITS, broken, names_of, read, reproduce
+from fedveil.studies.paper.table1 import Printed as Printed1
 from fedveil.studies.paper.table1 import largest_gap
-from fedveil.studies.paper.training import Apart, aparts, cell, configs_of, gather, kind_of, name_of
+from fedveil.studies.paper.table2 import Printed as Printed2
+from fedveil.studies.paper.training import Apart, aparts, cell, configs_of, kind_of, name_of
+from fedveil.studies.study import gather
 
 COMMITTED = Path(__file__).parents[2] / "results" / "cpu"
 DEFENCES = ("plain", "ppdl", "dbcl", "spn", "veil")
@@ -60,7 +65,8 @@ def test_the_page_is_built_from_the_data_alone(quick, tmp_path):
 
 
 def test_veil_and_plain_agree_at_the_quick_scale(quick):
-    results = read(read_plan("table1", "quick"), quick)["results"]
+    plan = read_plan("table1", "quick")
+    results = EXHIBITS["table1"].kind.validate_python(read(plan, quick)["results"])
     pairs = list(aparts(results, ("layers", "clients")))
     assert len(pairs) == 9
     assert max(one.largest / max(one.plain) for one in pairs) < 1e-4  # float32 and a few dozen steps
@@ -69,22 +75,23 @@ def test_veil_and_plain_agree_at_the_quick_scale(quick):
 def test_tables_3_and_4_have_both_attackers(quick):
     for name in ("table3", "table4"):
         plan = read_plan(name, "quick")
-        shown = EXHIBITS[name].present(plan, read(plan, quick)["results"])
+        shown = EXHIBITS[name].loaded(plan, read(plan, quick)["results"])
         veiled = [row for row in shown.rows if row[2] == "veil" and row[1].startswith("ASR")]
         assert veiled
         assert all(re.match(r"\d", cell) for row in veiled for cell in row[3:])
         [chart] = [section for section in shown.sections if isinstance(section, Intervals)]
-        assert {mark.name for mark in chart.rows} == {"paper", "ours, as published", "ours, knows the defence"}
+        assert {mark.name for mark in chart.rows} == {"paper", "ours, as published", "ours, adaptive"}
 
 
-def test_table_2_has_the_control_beside_the_veil(quick):
+def test_table_2_has_the_baseline_beside_the_veil(quick):
     plan = read_plan("table2", "quick")
-    *tables, words = EXHIBITS["table2"].present(plan, read(plan, quick)["results"]).sections
+    *tables, words = EXHIBITS["table2"].loaded(plan, read(plan, quick)["results"]).sections
     assert len(tables) == 2  # one for each loss
     rows = [dict(zip(table.header, row, strict=True)) for table in tables for row in table.rows]
-    assert {row["network"] for row in rows if re.fullmatch(r"[\d.]+ \([\d.]+\)", row["means apart"])} == {"resnet20"}
-    assert {row["network"] for row in rows if re.fullmatch(r"[\d.]+", row["means apart"])} == {"resnet32", "resnet56"}
-    assert all("The control" in paragraph for paragraph in words.paragraphs)
+    means = [(row["network"], row["difference of means"]) for row in rows]
+    assert {net for net, cell in means if re.fullmatch(r"[\d.]+ \([\d.]+\)", cell)} == {"resnet20"}
+    assert {net for net, cell in means if re.fullmatch(r"[\d.]+", cell)} == {"resnet32", "resnet56"}
+    assert all("The baseline" in paragraph for paragraph in words.paragraphs)
 
 
 def test_ranges_overlap_where_they_meet():
@@ -100,7 +107,7 @@ def test_figures_show_what_they_are_named_after(quick):
     kinds = {"fig3": Beside, "fig4": Pictures, "fig5": Pictures}
     for name, kind in kinds.items():
         plan = read_plan(name, "quick")
-        shown = EXHIBITS[name].present(plan, read(plan, quick)["results"])
+        shown = EXHIBITS[name].loaded(plan, read(plan, quick)["results"])
         assert any(isinstance(section, kind) for section in shown.sections), name
 
 
@@ -114,17 +121,17 @@ def test_results_hold_no_secret_and_no_place_of_this_machine(quick):
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_plan_describes_runs_that_can_be_configured(name, scale):
     plan = read_plan(name, scale)
-    assert plan.about
+    assert plan.settings.about
     assert plan.why
     if name in ("table1", "table2", "fig3"):
         assert configs_of(plan)
     elif name == "fig5":
-        configure(plan.settings["run"])
+        configure(plan.settings.run)
     else:
-        assert all(configure(group) for group in plan.settings["runs"])
+        assert all(configure(group) for group in plan.settings.runs)
 
 
-def test_committed_results_are_whole_and_the_page_is_theirs(tmp_path):
+def test_committed_results_load_and_the_page_is_theirs(tmp_path):
     for name in EXHIBITS:
         found = read(read_plan(name, "cpu"), COMMITTED)
         assert found, f"{name}.json was made with other settings than {name}.toml has now"
@@ -133,6 +140,15 @@ def test_committed_results_are_whole_and_the_page_is_theirs(tmp_path):
     reproduce(["all"], "cpu", tmp_path)
     built = (tmp_path / "report.html").read_text().replace(str(tmp_path), "results/cpu")
     assert built == (COMMITTED / "report.html").read_text()
+
+
+def test_the_figures_of_the_committed_page_are_those_of_the_first_one():
+    """Of the page that was built when the results were computed, before names and forms changed."""
+    before = Path(__file__).with_name("cpu_numbers.txt").read_text().splitlines()
+    now = numbers_of((COMMITTED / "report.html").read_text())
+    assert len(before) == 25
+    for table in before:
+        assert table in now
 
 
 def test_figures_in_the_documentation_are_those_of_the_page():
@@ -146,13 +162,13 @@ def test_figures_in_the_documentation_are_those_of_the_page():
 
 
 def test_the_papers_values_are_all_there():
-    one = read_plan("table1", "cpu").paper
+    one = read_plan("table1", "cpu").printed(Printed1)
     assert sum(len(row) for name in DEFENCES for row in one[name].values()) == 45
     assert largest_gap(one) == pytest.approx(0.011)
-    two = read_plan("table2", "cpu").paper
+    two = read_plan("table2", "cpu").printed(Printed2)
     assert sum(len(row) for data in ("LDC", "CIFAR10") for name in DEFENCES for row in two[data][name].values()) == 90
     for table, measures in (("table3", 5), ("table4", 4)):
-        values = read_plan(table, "cpu").paper
+        values = read_plan(table, "cpu").printed(Printed)
         assert {len(values[data]) for data in ("LDC", "CIFAR10")} == {measures}
         assert {tuple(row) for data in values.values() for row in data.values()} == {DEFENCES}
 
@@ -160,13 +176,13 @@ def test_the_papers_values_are_all_there():
 def test_the_cpu_scale_is_what_was_asked_for():
     runs = configs_of(read_plan("table1", "cpu"))
     assert len(runs) == 45 * 3
-    assert {(run.epochs, run.batch_size, run.train_size) for run in runs} == {(100, 512, None)}
-    wide = [run for run in configs_of(read_plan("table2", "cpu")) if run.model == "resnet20"]
-    assert {run.width for run in wide} == {16}
-    both = {(run.loss, kind_of(run)) for run in wide}
-    assert both >= set(itertools.product(("squared_error", "cross_entropy"), ("plain", "veil", "control")))
-    assert {run.clients * run.batch_size for run in wide} == {40}
-    assert len({run.seed for run in configs_of(read_plan("fig3", "cpu"))}) == 5
+    assert {(run.training.epochs, run.training.batch_size, run.data.train_size) for run in runs} == {(100, 512, None)}
+    wide = [run for run in configs_of(read_plan("table2", "cpu")) if run.model.name == "resnet20"]
+    assert {run.model.width for run in wide} == {16}
+    both = {(run.training.loss, kind_of(run)) for run in wide}
+    assert both >= set(itertools.product(("squared_error", "cross_entropy"), ("plain", "veil", "baseline")))
+    assert {run.data.clients * run.training.batch_size for run in wide} == {40}
+    assert len({run.training.seed for run in configs_of(read_plan("fig3", "cpu"))}) == 5
 
 
 def test_figure_3_takes_its_runs_from_table_2_where_they_are_the_same():
@@ -176,33 +192,34 @@ def test_figure_3_takes_its_runs_from_table_2_where_they_are_the_same():
 
 def test_groups_share_what_is_common_and_values_follow_others():
     settings = {
+        "about": "made up",
         "common": {"clients": [1, 5], "batch_size": {"of": "clients", "1": 40, "5": 8}, "seeds": 2, "lr": 1e-2},
         "runs": [{"defence": ["plain", "veil"], "lr": 2e-2}, {"defence": "plain", "rounding": 1, "seeds": 1}],
     }
-    found = configs_of(dataclasses.replace(read_plan("table2", "quick"), settings=settings))
+    found = configs_of(dataclasses.replace(read_plan("table2", "quick"), settings=Scale(**settings)))
     assert len(found) == 2 * 2 * 2 + 2
-    assert {(run.clients, run.batch_size) for run in found} == {(1, 40), (5, 8)}
-    assert {(run.lr, run.rounding, kind_of(run)) for run in found} == {
+    assert {(run.data.clients, run.training.batch_size) for run in found} == {(1, 40), (5, 8)}
+    assert {(run.training.lr, run.defence.rounding, kind_of(run)) for run in found} == {
         (2e-2, None, "plain"),
         (2e-2, None, "veil"),
-        (1e-2, 1, "control"),
+        (1e-2, 1, "baseline"),
     }
 
 
 def test_configurations_have_names_of_their_own():
-    names = {name_of(config) for config in (Config(), Config(lr=2e-3), Config(seed=1), Config(layers=5))}
+    names = {name_of(config) for config in (config_of(), config_of(lr=2e-3), config_of(seed=1), config_of(layers=5))}
     assert len(names) == 4
 
 
 def test_a_failed_cell_is_shown_as_failed(tmp_path):
     plan = read_plan("table1", "quick")
-    runs = [{**plan.settings["runs"][0], "layers": 3, "clients": [1, 400], "defence": ["plain", "veil"], "seeds": 1}]
-    plan.settings["runs"][:] = runs
-    results = gather(plan, tmp_path, 1, lambda *_: None)
-    assert [("failed" in result) for result in results] == [False, False, True, True]
-    assert broken(results)
+    group = {**plan.settings.runs[0], "layers": 3, "clients": [1, 400], "defence": ["plain", "veil"], "seeds": 1}
+    plan = dataclasses.replace(plan, settings=plan.settings.model_copy(update={"runs": [group]}))
+    results = gather(EXHIBITS["table1"], plan, tmp_path, workers=1)
+    assert [bool(result.failed) for result in results] == [False, False, True, True]
+    assert broken(EXHIBITS["table1"].kind.dump_python(results, mode="json"))
     assert cell(results[2:], ".3f").startswith("failed: ")
-    moved = [{**result, "clients": 10 if "failed" in result else 1} for result in results]
+    moved = [dataclasses.replace(result, clients=10 if result.failed else 1) for result in results]
     shown = EXHIBITS["table1"].present(plan, moved)
     found = {tuple(row[:2]): row[3] for row in shown.rows}
     assert re.match(r"\d", found["veil", "1"])

@@ -22,9 +22,6 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     net, out = str(config["net"]), Path(str(config["out"]))
     example, size = records(net, 0)[0][:2], {"mlp": 8192, "mlp-512": 512}.get(net, 64)
-    whole, loss = net != "mlp-512", str(config["loss"])
-    other = {"decoys": Veil(), "nodes": Veil(tolerance=1e-5)}
-    defences = {"plain": Plain(), **({"veil": Veil()} if loss == "squared_error" else other)}
     servers = {
         name: Server(
             grid,
@@ -32,12 +29,12 @@ def main(grid: Grid, context: Context) -> None:
             example,
             defence,
             torch.optim.Adam,
-            loss=loss,
+            loss=str(config["loss"]),
             batch_size=size,
-            whole_shard=whole,
+            whole_shard=net != "mlp-512",
             wait_for=CLIENTS,
         )
-        for name, defence in defences.items()
+        for name, defence in {"plain": Plain(), "veil": Veil()}.items()
     }
     found: list[dict[str, Any]] = []
     for _ in range(int(config["pairs"]) + 1):

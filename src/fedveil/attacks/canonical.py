@@ -15,7 +15,6 @@ from fedveil.graph.symmetry import Symmetry
 from fedveil.graph.tables import Pool, build_pool
 
 Reals = NDArray[np.float64]
-Integers = NDArray[np.int64]
 MOST_STEPS = 5000
 SETTLED = 1e-13  # of a logarithm of a factor
 
@@ -74,28 +73,27 @@ def canonical(plan: Plan, flat: Tensor) -> Tensor:
     return scaled(plan, double, signs(plan, double.cpu().numpy()))
 
 
-def _profiles(plan: Plan, slots: Integers, values: Reals) -> dict[int, Reals]:
-    """For each order class that a tensor's axis moves, its sorted elements, which no permutation changes."""
-    order = plan.slots.order[slots]
-    order, values = order[plan.cells[order] > 0], values[plan.cells[order] > 0]
-    by_class = np.lexsort((values, order))
-    classes, starts = np.unique(order[by_class], return_index=True)
-    return dict(zip(classes.tolist(), np.split(values[by_class], starts[1:]), strict=True)) if len(classes) else {}
-
-
 def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
     """What identifies each order class: all parameters that lead into it and out of it, sorted per tensor."""
     found: dict[int, list[Reals]] = {}
     for side in _sides(plan).order:
         for entry in plan.layout.trainable + plan.layout.frozen:
             inside = slice(entry.start, entry.stop)
-            for order, values in _profiles(plan, side[inside].cpu().numpy(), flat[inside]).items():
-                found.setdefault(order, []).append(values)
-    return {order: np.concatenate(parts) for order, parts in found.items()}
+            order = plan.slots.order[side[inside].cpu().numpy()]
+            movable = plan.cells[order] > 0
+            order, values = order[movable], flat[inside][movable]
+            by_class = np.lexsort((values, order))
+            numbers, starts = np.unique(order[by_class], return_index=True)
+            for number, part in zip(numbers.tolist(), np.split(values[by_class], starts[1:]), strict=False):
+                found.setdefault(number, []).append(part)
+    return {number: np.concatenate(parts) for number, parts in found.items()}
 
 
 def matched(plan: Plan, flat: Tensor, reference: Tensor) -> Tensor:
-    """The model with each unit in the place of its match in `reference` (Hungarian method); both in canonical form."""
+    """The same model with each unit in the place of the most similar unit of `reference`; both in canonical form.
+
+    The Hungarian method pairs units that may trade places: the distances of their fingerprints have the least sum.
+    """
     own, wanted = (fingerprints(plan, vector.double().cpu().numpy()) for vector in (flat, reference))
     members = plan.orders.members.copy()
     for cell in np.unique(plan.cells[plan.cells > 0]):

@@ -1,41 +1,31 @@
 """What a model reveals about a record: outputs of its last layers, its loss, its last layer's gradient."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import evaluating
+from fedveil.graph.inputs import calls_of
 from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, one_hot
 
 LAYERS = ("last", "second", "third")  # to last
-Call = tuple[nn.Module, Tensor]
 
 
-@contextmanager
-def _entering(model: nn.Module) -> Iterator[list[Call]]:
-    """Modules with a weight, in call order, with their inputs; for inputs from nn.Flatten the maps before it."""
-    calls: list[Call] = []
-    maps: list[tuple[Tensor, Tensor]] = []
+def _weighted(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold a weight: a parameter of two dimensions or more."""
+    return [m for m in model.modules() if any(p is not None and p.dim() > 1 for p in m._parameters.values())]
 
-    def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        entered = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if entered is not None:
-            calls.append((module, next((before for before, after in maps if after is entered), entered)))
 
-    def unfold(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        maps.append((args[0], output))
-
-    weighted = [m for m in model.modules() if any(p is not None and p.dim() > 1 for p in m._parameters.values())]
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in weighted]
-    handles += [m.register_forward_hook(unfold) for m in model.modules() if isinstance(m, nn.Flatten)]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
+def _entered(model: nn.Module, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The model's outputs, and what enters each of its weighted modules; of what nn.Flatten made of maps, the maps."""
+    flat, weighted = [m for m in model.modules() if isinstance(m, nn.Flatten)], _weighted(model)
+    with calls_of([*weighted, *flat]) as calls:
+        outputs = model(inputs)
+    maps = [call for call in calls if call.module in flat]
+    taken = [call.entered for call in calls if call.module in weighted]
+    return outputs, [next((m.entered for m in maps if m.output is entered), entered) for entered in taken]
 
 
 def _rows(values: Tensor, records: int) -> Tensor:
@@ -61,9 +51,8 @@ def layer_outputs(
     found: list[tuple[Tensor, ...]] = []
     with evaluating(model):
         for part in torch.split(inputs, batch_size):
-            with _entering(model) as calls:
-                outputs = model(part.to(device))
-            entered = [value for _, value in reversed(calls[1:])]  # the first layer takes in the record itself
+            outputs, entered = _entered(model, part.to(device))
+            entered = entered[:0:-1]  # the first layer takes in the record itself
             found.append(tuple(_rows(value, len(part)).cpu() for value in (outputs, *entered[: layers - 1])))
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
@@ -99,20 +88,11 @@ def head_gradients(loss: Loss, outputs: Tensor, hidden: Tensor, targets: Tensor)
 def ends_in_linear(model: nn.Module, example: Tensor) -> bool:
     """Whether the model's outputs are those of a Linear that takes one row per record."""
     device = next((p.device for p in model.parameters()), example.device)
-    made: list[Tensor] = []
-
-    def note(module: nn.Module, args: object, output: Tensor) -> None:
-        made.append(output)
-
-    with evaluating(model), torch.no_grad(), _entering(model) as calls:
-        linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        handles = [m.register_forward_hook(note) for m in linears]
-        try:
-            outputs = model(example[:2].to(device))
-        finally:
-            for handle in handles:
-                handle.remove()
-    return bool(calls and made) and isinstance(calls[-1][0], nn.Linear) and made[-1] is outputs and outputs.dim() == 2
+    with evaluating(model), torch.no_grad(), calls_of(_weighted(model)) as calls:
+        outputs = model(example[:2].to(device))
+    return (
+        bool(calls) and isinstance(calls[-1].module, nn.Linear) and calls[-1].output is outputs and outputs.dim() == 2
+    )
 
 
 def record_features(

@@ -7,13 +7,13 @@ consecutive rounds are close enough to be paired (`record_under_a_veil`).
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from fedveil.attacks.leaks import Leak
+from fedveil.attacks.leaks import Leak, from_difference, from_masked_difference, sketched_layers
 from fedveil.attacks.observed import Observed
 from fedveil.errors import BadArgument
 from fedveil.scheme.messages import Broadcast
@@ -47,47 +47,42 @@ def record_from_gradient(leak: Leak, path: str) -> Tensor:
     return (factor * both * gradient[:, :-1]).sum(0) / (factor**2 * both).sum(0).clamp_min(TINY)
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """First layers of two rounds with their factors and places undone.
-
-    Attributes:
-        directions: rows of unit length in the earlier round.
-        moved: the change of each row to the later round.
-    """
-
-    directions: Tensor
-    moved: Tensor
+def from_plain_difference(observed: Observed) -> Tensor:
+    """As published: the difference of two broadcasts is taken for a gradient."""
+    leak = from_difference(observed)
+    path = first_linear(observed.architecture)
+    found = record_from_gradient(leak, path)
+    for name, layer in sketched_layers(leak.model):
+        if name == f"{path}.weight":
+            return layer.sketch.to(found).up(found)
+    return found
 
 
-def unit_rows(values: Tensor) -> Tensor:
-    """Rows of length 1."""
-    length: Tensor = torch.linalg.vector_norm(values, dim=1, keepdim=True)
-    return values / length.clamp_min(TINY)
+def from_support(observed: Observed) -> Tensor:
+    """PPDL's attacker: only the numbers that were sent count."""
+    return record_from_gradient(from_masked_difference(observed), first_linear(observed.architecture))
 
 
-def paired_rows(now: Tensor, later: Tensor) -> Rows:
-    """Rows of unit length, each paired with the row of the later round in the same direction."""
-    first, second = unit_rows(now), unit_rows(later)
+def paired_rows(now: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of unit length, and the change of each to the row of the later round in the same direction."""
+    first, second = (F.normalize(rows, eps=TINY) for rows in (now, later))
     pairs = linear_sum_assignment(-(first @ second.T).cpu().numpy())[1]
-    return Rows(first, second[torch.from_numpy(pairs).to(second.device)] - first)
+    return first, second[torch.from_numpy(pairs).to(second.device)] - first
 
 
-def bottom_direction(rows: Rows, outside: Tensor) -> Tensor:
+def bottom_direction(rows: tuple[Tensor, Tensor], outside: Tensor) -> Tensor:
     """The direction x', in the coordinates of `outside`, along which all rows moved, apart from their own direction.
 
     D_i = -kappa_i (I - N_i N_i^T)(own part + delta_i x). Outside the span of the attacker's own inputs the own part is
     0, and orthogonal to N_i the rest of D_i is a multiple of the rest of x. x' is the direction that fits this best:
     the bottom eigenvector of sum_i |q_i|^2 (I - n n^T)(I - u u^T)(I - n n^T).
     """
-    away, moved = unit_rows(rows.directions @ outside), rows.moved @ outside
+    away, moved = F.normalize(rows[0] @ outside, eps=TINY), rows[1] @ outside
     left = moved - (moved * away).sum(1, keepdim=True) * away
-    size = outside.shape[1]
-    total = torch.zeros(size, size, dtype=outside.dtype, device=outside.device)
-    same = torch.eye(size, dtype=outside.dtype, device=outside.device)
+    same = torch.eye(outside.shape[1], dtype=outside.dtype, device=outside.device)
+    total = torch.zeros_like(same)
     for n, q in zip(away, left, strict=True):
-        free = same - torch.outer(n, n)
-        total += (q @ q) * free - torch.outer(q, q)
+        total += (q @ q) * (same - torch.outer(n, n)) - torch.outer(q, q)
     found: Tensor = torch.linalg.eigh(total)[1]
     return found[:, 0]
 
@@ -126,9 +121,8 @@ def record_under_a_veil(observed: Observed, at: int = -2) -> Tensor:
     """
     now, later = observed.rounds[at], observed.rounds[len(observed.rounds) + at + 1]
     if not isinstance(now.broadcast, Broadcast) or not isinstance(later.broadcast, Broadcast):
-        raise BadArgument(
-            "dense record", "these broadcasts are not veiled", "record_from_gradient(from_difference(..))"
-        )
+        fix = "record_from_gradient(from_difference(..))"
+        raise BadArgument("dense record", "these broadcasts are not veiled", fix)
     path = first_linear(observed.architecture)
     before, after = (joined(dict(seen.broadcast.parameters), path) for seen in (now, later))
     own = with_one(observed.inputs[now.rows])

@@ -9,6 +9,7 @@ Gradients (Geiping et al. 2020, arXiv 2003.14053) minimises
 by Adam on the signs of the pixels' gradients, within the range of pixels, and works with ReLU.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,35 +18,27 @@ import torch
 from torch import Tensor
 
 from fedveil.attacks.leaks import Gradients, Leak, gradients_of
+from fedveil.attacks.similarity import total_variation
 from fedveil.errors import BadArgument
 
 METHODS = ("dlg", "idlg", "cosine")
 DECAYS = (3 / 8, 5 / 8, 7 / 8)
 ENOUGH = 1e-6  # squared distance at which L-BFGS stops, as in iDLG
-Tell = Callable[[float], None]
+Progress = Callable[[float], None]  # the share that is done
 Box = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Search:
-    """Settings of a search.
+    """Settings of a search."""
 
-    Attributes:
-        method: "dlg" also searches labels, "idlg" and "cosine" are given them.
-        steps: of Adam, or outer steps of L-BFGS, each of up to 20 evaluations.
-        restarts: from new random inputs; the one with the nearest gradient is kept.
-        lr: of Adam; L-BFGS uses 1.
-        smooth: weight of each image's total variation, "cosine" only.
-    """
-
-    method: str = "cosine"
-    steps: int = 800
-    restarts: int = 2
-    lr: float = 0.1
-    smooth: float = 1e-2
+    method: str = "cosine"  # "dlg" also searches labels, "idlg" and "cosine" are given them
+    steps: int = 800  # of Adam, or outer steps of L-BFGS, each of up to 20 evaluations
+    restarts: int = 2  # from new random inputs; the one with the nearest gradient is kept
+    lr: float = 0.1  # of Adam; L-BFGS uses 1
+    smooth: float = 1e-2  # weight of each image's total variation, "cosine" only
 
     def __post_init__(self) -> None:
-        """Refuse unknown methods and empty searches."""
         if self.method not in METHODS:
             raise BadArgument("Search", f"there is no method {self.method!r}", f"one of {', '.join(METHODS)}")
         if self.steps < 1 or self.restarts < 1:
@@ -53,20 +46,13 @@ class Search:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """A reconstruction.
-
-    Attributes:
-        inputs: in the search's order; the true order is not known.
-        labels: class indices.
-        distance: of its gradient from the leaked one, by the method's objective.
-        distances: of every restart; infinite where a search failed.
-    """
+class Reconstruction:
+    """Inputs in the order of the search, since the true order is not known, and their class indices."""
 
     inputs: Tensor
     labels: Tensor
-    distance: float
-    distances: tuple[float, ...]
+    distance: float  # of its gradient from the leaked one, by the method; infinite if the search failed
+    distances: tuple[float, ...] = ()  # of every restart
 
 
 def squared_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
@@ -85,12 +71,6 @@ def cosine_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mappin
     return 1 - torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
 
 
-def total_variation(images: Tensor) -> Tensor:
-    """Mean absolute difference of horizontal neighbours plus that of vertical neighbours."""
-    across = (images[..., :, 1:] - images[..., :, :-1]).abs().mean()
-    return across + (images[..., 1:, :] - images[..., :-1, :]).abs().mean()
-
-
 def reconstruct(
     leak: Leak,
     shape: tuple[int, ...],
@@ -100,48 +80,37 @@ def reconstruct(
     generator: torch.Generator,
     labels: Tensor | None = None,
     box: Box | None = None,
-    tell: Tell = lambda share: None,
-) -> Found:
-    """Inputs, (records, ...), whose gradient is close to the leak's; keeps the restart of least distance.
+    progress: Progress = lambda share: None,
+) -> Reconstruction:
+    """Inputs of this shape (records first) whose gradient is close to the leak's; keeps the restart of least distance.
 
-    Args:
-        leak: the leaked gradient.
-        shape: of the inputs, records first.
-        search: the method and its settings.
-        classes: their number.
-        generator: of the random starts, on the CPU.
-        labels: class indices; "dlg" finds its own.
-        box: smallest and largest value of each channel, (channels, 1, 1); "cosine" stays within it.
-        tell: called with the share done.
+    Random starts come from `generator`, on the CPU. `labels` are class indices; "dlg" finds its own. "cosine" stays
+    within `box`, the smallest and largest value of each channel, (channels, 1, 1).
     """
     if (labels is None) != (search.method == "dlg"):
         raise BadArgument("reconstruct", f"{search.method} {'needs' if labels is None else 'finds its own'} labels")
     like = next(iter(leak.gradients.values()))
-    best: Found | None = None
-    distances = []
+    found = []
     for number in range(search.restarts):
         start = torch.randn(shape, generator=generator).to(like)
         guess = torch.randn((shape[0], classes), generator=generator).to(like)
 
         def share(part: float, before: int = number) -> None:
-            tell((before + part) / search.restarts)
+            progress((before + part) / search.restarts)
 
         if search.method == "cosine":
             assert labels is not None
-            found = by_signs(leak, start, labels, search, box, share)
+            found.append(by_signs(leak, start, labels, search, box, share))
         else:
-            found = by_lbfgs(leak, start, guess if labels is None else labels, search, share)
-        distances.append(found.distance)
-        if best is None or found.distance < best.distance:
-            best = found
-    assert best is not None
-    return Found(best.inputs, best.labels, best.distance, tuple(distances))
+            found.append(by_lbfgs(leak, start, guess if labels is None else labels, search, share))
+    best = min(found, key=lambda one: one.distance)
+    return dataclasses.replace(best, distances=tuple(one.distance for one in found))
 
 
-def by_signs(leak: Leak, start: Tensor, labels: Tensor, search: Search, box: Box | None, tell: Tell) -> Found:
+def by_signs(
+    leak: Leak, start: Tensor, labels: Tensor, search: Search, box: Box | None, progress: Progress
+) -> Reconstruction:
     """Adam on the signs of the pixels' gradients, ten times slower after 3/8, 5/8 and 7/8 of the steps.
-
-    The result's distance does not include the total variation.
 
     Differs from Inverting Gradients: the total variation's weight grows with the batch, so that a pixel is smoothed the
     same in a batch of any size; there it is a mean over the batch.
@@ -160,15 +129,15 @@ def by_signs(leak: Leak, start: Tensor, labels: Tensor, search: Search, box: Box
         schedule.step()
         if box:
             with torch.no_grad():
-                x.copy_(torch.minimum(torch.maximum(x, box[0]), box[1]))
+                x.clamp_(*box)
         if step % 20 == 0:
-            tell(step / search.steps)
+            progress(step / search.steps)
     x = x.detach()
     reached = float(cosine_distance(gradients_of(leak.model, leak.loss, x, labels), leak.gradients, leak.mask))
-    return Found(x, labels, reached if math.isfinite(reached) else math.inf, ())
+    return Reconstruction(x, labels, reached if math.isfinite(reached) else math.inf)
 
 
-def by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, tell: Tell) -> Found:
+def by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, progress: Progress) -> Reconstruction:
     """L-BFGS with torch's defaults on the squared distance; labels that are not integers are searched too (as logits).
 
     Keeps the inputs of least distance, since L-BFGS without a line search may leave them again. Stops when that
@@ -197,6 +166,6 @@ def by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, tell: Te
         if best < ENOUGH or not math.isfinite(last) or last == before:
             break
         before = last
-        tell(step / search.steps)
+        progress(step / search.steps)
     inputs, found = kept
-    return Found(inputs, found.argmax(-1) if joint else found, best, ())
+    return Reconstruction(inputs, found.argmax(-1) if joint else found, best)

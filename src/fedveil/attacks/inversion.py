@@ -7,32 +7,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedveil.attacks.generator import CODE, Gan
+from fedveil.attacks.generator import CODE, Gan, Progress
+from fedveil.attacks.similarity import total_variation
 from fedveil.federation.evaluate import evaluating
 from fedveil.federation.shards import generator as source
 
 Model = Callable[[Tensor], Tensor]
-Tell = Callable[[float, str], None]
 IDENTITY, MOMENTUM, BOUND = 100.0, 0.9, 1.0
 PIXEL_LR, SMOOTH = 0.05, 1.0
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """Reconstructions.
-
-    Attributes:
-        images: pixels in [0, 1], one for each wanted class.
-        scores: the attacked model's output for the wanted class; larger is better.
-    """
+class ClassImages:
+    """Pixels in [0, 1], one image for each wanted class, and the attacked model's output for that class."""
 
     images: Tensor
     scores: Tensor
-
-
-def step_size(size: int) -> float:
-    """The original's: 0.02 for faces of 64 x 64, 0.01 for digits of 32 x 32."""
-    return 0.02 if size >= 64 else 0.01
 
 
 def search(
@@ -43,8 +33,8 @@ def search(
     steps: int = 1500,
     restarts: int = 5,
     seed: int = 0,
-    tell: Tell = lambda share, what: None,
-) -> Found:
+    progress: Progress = lambda share, what: None,
+) -> ClassImages:
     """For each wanted class, an image of the generator that the model assigns to that class.
 
     min_z  (1 / classes) sum_i  -D(G(z_i)) + 100 CE(T(G(z_i)), c_i)
@@ -57,14 +47,8 @@ def search(
     number of classes; here any number of codes is optimised together with that same step. There, the maximum over
     restarts begins at 0, so an image whose outputs are all negative is never kept; here at minus infinity.
 
-    Args:
-        model: T, from pixels in [0, 1] to one output per class; differentiable, images independent of one another.
-        gan: trained on public images, in evaluation mode.
-        wanted: the class to reconstruct, for each image.
-        steps: of each restart.
-        restarts: random starts; image i of restart k starts at the same code for every model.
-        seed: of these codes.
-        tell: called with the share done and the current step.
+    T maps pixels in [0, 1] to one output per class, each image on its own. Image i of restart k starts at the same code
+    for every model.
     """
     gan.generator.eval()
     gan.critic.eval()
@@ -80,27 +64,21 @@ def search(
             identity = F.cross_entropy(model(images), wanted, reduction="sum")
             loss = share * (IDENTITY * identity - gan.critic(images).sum())
             (slope,) = torch.autograd.grad(loss, z)
-            before, velocity = velocity, MOMENTUM * velocity - step_size(images.shape[-1]) * slope
+            rate = 0.02 if images.shape[-1] >= 64 else 0.01  # the original's for faces and for digits
+            before, velocity = velocity, MOMENTUM * velocity - rate * slope
             z = (z.detach() - MOMENTUM * before + (1 + MOMENTUM) * velocity).clamp(-BOUND, BOUND)
-            tell((restart + step / steps) / restarts, f"codes, restart {restart + 1}/{restarts}")
+            progress((restart + step / steps) / restarts, f"codes, restart {restart + 1}/{restarts}")
         score = _scores(model, gan.generator(z.detach()), wanted)
         better = score > best
         best = torch.where(better, score, best)
         codes = torch.where(better[:, None], z.detach(), codes)
     with torch.no_grad():
-        return Found(gan.generator(codes), best)
+        return ClassImages(gan.generator(codes), best)
 
 
 def _scores(model: Model, images: Tensor, wanted: Tensor) -> Tensor:
-    """The model's outputs for the wanted classes."""
     with torch.no_grad():
         return model(images).gather(1, wanted[:, None])[:, 0]
-
-
-def variation(images: Tensor) -> Tensor:
-    """Total variation of each image: the mean absolute difference of neighbouring pixels, horizontal plus vertical."""
-    across, down = images.diff(dim=-1).abs(), images.diff(dim=-2).abs()
-    return across.flatten(1).mean(1) + down.flatten(1).mean(1)
 
 
 def search_pixels(
@@ -110,31 +88,23 @@ def search_pixels(
     *,
     steps: int = 300,
     seed: int = 0,
-    tell: Tell = lambda share, what: None,
-) -> Found:
+    progress: Progress = lambda share, what: None,
+) -> ClassImages:
     """The attack without a generator: pixels in place of codes, smoothness in place of public images.
 
     min_x  CE(T(x), c) + TV(x)  by Adam 0.05 from noise around grey; x is clipped to [0, 1] after each step.
-
-    Args:
-        model: T, from pixels in [0, 1] to one output per class.
-        shape: of an image.
-        wanted: the class to reconstruct, for each image.
-        steps: of Adam.
-        seed: of the noise.
-        tell: called with the share done and the current step.
     """
     noise = torch.randn(len(wanted), *shape, generator=source("pixels", seed))
     x = (0.5 + 0.1 * noise).clamp(0, 1).to(wanted.device).requires_grad_()
     optimizer = torch.optim.Adam([x], PIXEL_LR)
     for step in range(steps):
-        loss = F.cross_entropy(model(x), wanted, reduction="sum") + SMOOTH * variation(x).sum()
+        loss = F.cross_entropy(model(x), wanted, reduction="sum") + SMOOTH * total_variation(x, (1, 2, 3)).sum()
         (x.grad,) = torch.autograd.grad(loss, x)
         optimizer.step()
         with torch.no_grad():
             x.clamp_(0, 1)
-        tell(step / steps, "pixels")
-    return Found(x.detach(), _scores(model, x.detach(), wanted))
+        progress(step / steps, "pixels")
+    return ClassImages(x.detach(), _scores(model, x.detach(), wanted))
 
 
 def on_pixels(model: torch.nn.Module, scaled: Callable[[Tensor], Tensor]) -> Model:

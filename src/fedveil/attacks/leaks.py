@@ -22,33 +22,21 @@ ULPS = 4  # of a weight: a step and a difference each round twice
 
 @dataclass(frozen=True, eq=False)
 class Leak:
-    """A gradient, and the model that it belongs to as far as the attacker knows.
+    """A gradient, and the model that it belongs to as far as the attacker knows."""
 
-    Attributes:
-        model: in the mode in which clients compute gradients.
-        gradients: of the mean loss of some records, by the model's parameter names.
-        loss: what clients minimise.
-        mask: for each name, which numbers were received; None if all were.
-    """
-
-    model: nn.Module
-    gradients: Gradients
-    loss: Loss
-    mask: Mapping[str, Tensor] | None = None
+    model: nn.Module  # in the mode in which clients compute gradients
+    gradients: Gradients  # of the mean loss of some records, by the model's parameter names
+    loss: Loss  # what clients minimise
+    mask: Mapping[str, Tensor] | None = None  # for each name, which numbers were received; None if all were
 
 
 def gradients_of(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
-    """Gradients of the mean loss by parameter name; the model's buffers do not change.
+    """Gradients of the mean loss by parameter name, with a `graph` to differentiate again; buffers do not change.
 
-    Args:
-        model: with its own values.
-        loss: of the federation.
-        inputs: a batch.
-        targets: class indices, or rows of probabilities.
-        graph: whether the gradients can be differentiated again.
+    Targets are class indices, or rows of probabilities.
     """
     own = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    outputs = torch.func.functional_call(model, own, (inputs,)) if own else model(inputs)
+    outputs = torch.func.functional_call(model, own, (inputs,))
     value = loss.values(outputs, one_hot(targets, outputs)).mean()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = torch.autograd.grad(value, list(trained.values()), create_graph=graph)
@@ -64,9 +52,7 @@ def from_difference(observed: Observed, at: int = -2) -> Leak:
     other defence it is what the published attack gets: sketches are mapped back to the layer's own inputs, and their
     difference is sketched again as in the first round, S_t^T S_t = q I.
 
-    Args:
-        observed: at least two rounds, the first of them answered.
-        at: which round.
+    Needs the round `at`, which the attacker answered, and the one after it.
     """
     rounds = list(observed.rounds)
     if len(rounds) < 2 or rounds[at] is rounds[-1]:
@@ -76,6 +62,11 @@ def from_difference(observed: Observed, at: int = -2) -> Leak:
     change = as_sketched(now.model, {name: (before[name] - after[name]) / observed.learning_rate for name in own})
     others = {name: (change[name] - observed.share * own[name]) / (1 - observed.share) for name in own}
     return Leak(now.model, others, observed.loss)
+
+
+def from_masked_difference(observed: Observed) -> Leak:
+    """The difference of two broadcasts, with only the numbers that PPDL's clients sent."""
+    return received(from_difference(observed), learning_rate=observed.learning_rate)
 
 
 def own_gradients(observed: Observed, seen: Round) -> Gradients:
@@ -115,26 +106,19 @@ def from_upload(seen: Round, upload: Any, loss: Loss) -> Leak:
     A veil's client uploads gradients of the veiled model with publicly known heads. For squared error, its first pass
     is the gradient for the base. For other losses, the candidate t nearest to 0 is taken, whose pass is the gradient
     for the head base - t r_a.
-
-    Args:
-        seen: the round, with broadcast and model.
-        upload: the victim's.
-        loss: of the federation.
     """
     if isinstance(upload, PlainUpdate):
         return Leak(seen.model, dict(upload.gradients), loss)
     if not isinstance(upload, Update) or not isinstance(seen.broadcast, Broadcast):
         raise BadArgument("from_upload", f"a {type(upload).__name__} holds no gradients that are known here")
-    model, number = veiled_model(seen)
+    model, number = _veiled_model(seen)
     return Leak(model, {name: passes[number] for name, passes in upload.passes.items()}, loss)
 
 
-def veiled_model(seen: Round) -> tuple[nn.Module, int]:
+def _veiled_model(seen: Round) -> tuple[nn.Module, int]:
     """The network that a veil's clients differentiate in one of their passes, and that pass's number."""
-    broadcast: Broadcast = seen.broadcast
     with torch.no_grad():
-        model = client_view(seen.model, broadcast, centred=True)
-        head = broadcast.head
+        model, head = client_view(seen.model, seen.broadcast, centred=True), seen.broadcast.head
         if head is None or not len(head.candidates):
             return model, 0
         number = int(head.candidates.square().sum(1).argmin())
@@ -144,9 +128,8 @@ def veiled_model(seen: Round) -> tuple[nn.Module, int]:
 
 def received(leak: Leak, *, learning_rate: float) -> Leak:
     """Mask what PPDL did not send: gradients that are 0 up to the rounding of the weights, over the learning rate."""
-    weights = dict(leak.model.named_parameters())
     mask = {}
     for name, value in leak.gradients.items():
-        rounding = ULPS * torch.finfo(value.dtype).eps * weights[name].detach().abs() / learning_rate
-        mask[name] = value.abs() > rounding
+        weight = leak.model.get_parameter(name).detach()
+        mask[name] = value.abs() > ULPS * torch.finfo(value.dtype).eps * weight.abs() / learning_rate
     return dataclasses.replace(leak, mask=mask)

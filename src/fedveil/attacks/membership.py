@@ -36,19 +36,12 @@ def calibrated_scores(losses: Tensor, classes: Tensor, known: Tensor, known_clas
 
 @dataclass(frozen=True, eq=False)
 class Shadows:
-    """Models that the attacker trained as the federation did, on records drawn from a pool.
+    """Models that the attacker trained as the federation did, on records drawn from a pool."""
 
-    Attributes:
-        outputs: (shadows, pool, classes), as received by a client of each shadow federation.
-        inside: (shadows, pool): which records each was trained on.
-        targets: (pool, classes), one-hot.
-        loss: what they minimised.
-    """
-
-    outputs: Array
-    inside: Mask
-    targets: Array
-    loss: Loss
+    outputs: Array  # (shadows, pool, classes), as received by a client of each shadow federation
+    inside: Mask  # (shadows, pool): which records each was trained on
+    targets: Array  # (pool, classes), one-hot
+    loss: Loss  # what they minimised
 
     def __post_init__(self) -> None:
         shadows, pool = self.inside.shape
@@ -83,7 +76,7 @@ def shadow_scores(outputs: Array, shadows: Shadows, population: NDArray[np.int64
     """RMIA's score of every record, and LiRA's if `both`; `population` are indices of known non-members."""
     heat, classes = shadows.temperature, shadows.classes
     phi, others = confidence(outputs / heat, classes), confidence(shadows.outputs / heat, classes)
-    target, shadow = _sigmoid(phi), _sigmoid(others)
+    target, shadow = (np.exp(-np.logaddexp(0, -odds)) for odds in (phi, others))  # probabilities
     a = choose_a(shadow, shadows.inside)
     found = {"RMIA": rmia(target, shadow, shadows.inside, population, a=a)}
     if both:
@@ -102,12 +95,6 @@ def confidence(logits: Array, classes: NDArray[np.int64]) -> Array:
     return found
 
 
-def _sigmoid(phi: Array) -> Array:
-    """The probability of some log-odds."""
-    found: Array = np.exp(-np.logaddexp(0, -phi))
-    return found
-
-
 def lira(phi: Array, shadow: Array, inside: Mask, *, online: bool = True) -> Array:
     """The likelihood ratio attack of Carlini et al. (2022), from the target's phi and the shadows' (shadows, records).
 
@@ -117,13 +104,12 @@ def lira(phi: Array, shadow: Array, inside: Mask, *, online: bool = True) -> Arr
     Differs from the released script: its offline score is a two-sided density, ours is one-sided, as in the paper.
     """
     mean_out, sigma_out = _normal(shadow, ~inside)
+    far = (phi - mean_out) / sigma_out
     if not online:
-        found: Array = ndtr((phi - mean_out) / sigma_out)
-        return found
+        return np.asarray(ndtr(far))
     mean_in, sigma_in = _normal(shadow, inside)
-    near, far = (phi - mean_in) / sigma_in, (phi - mean_out) / sigma_out
-    ratio: Array = (far**2 - near**2) / 2 + np.log(sigma_out / sigma_in)
-    return ratio
+    near = (phi - mean_in) / sigma_in
+    return np.asarray((far**2 - near**2) / 2 + np.log(sigma_out / sigma_in))
 
 
 def _normal(shadow: Array, chosen: Mask) -> tuple[Array, Array]:

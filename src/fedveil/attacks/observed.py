@@ -5,47 +5,42 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fedveil.defences.registry import Record
+from fedveil.lookup import imported
 from fedveil.scheme.losses import Loss
+
+PUBLISHED = "as published"
 
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """One round as a client saw it.
+    """One round as a client saw it."""
 
-    Attributes:
-        broadcast: as received; its type depends on the defence.
-        model: the broadcast as a model, by the defence's `client_view`.
-        rows: which of its own records the client used; None before it answers.
-        upload: the client's own answer; None if it has not answered, or its batch was fused with others'.
-    """
-
-    broadcast: Any
-    model: nn.Module
-    rows: Tensor | None = None
-    upload: Any = None
+    broadcast: Any  # as received; its type depends on the defence
+    model: nn.Module  # the broadcast as a model, by the defence's `client_view`
+    rows: Tensor | None = None  # which of its own records the client used; None before it answers
+    upload: Any = None  # the client's own answer; None if it has not answered, or its batch was fused with others'
 
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """Everything that an attack may use.
+    """Everything that an attack may use."""
 
-    Attributes:
-        defence: its name, which is public.
-        model: the model to attack: the last one received, or an adaptive attacker's better estimate.
-        architecture: a network of the federation's architecture, filled with zeros.
-        rounds: the broadcasts, oldest first; the last has no answer yet.
-        inputs, targets: the attacker's own records, all of them members.
-        loss: what the federation minimises.
-        learning_rate: of the server's last step.
-        share: the attacker's |D_a| / |D|.
-    """
-
-    defence: str
-    model: nn.Module
-    architecture: nn.Module
-    rounds: tuple[Round, ...]
-    inputs: Tensor
+    defence: str  # its name, which is public
+    model: nn.Module  # the model to attack: the last one received, or an adaptive attacker's better estimate
+    architecture: nn.Module  # a network of the federation's architecture, filled with zeros
+    rounds: tuple[Round, ...]  # the broadcasts, oldest first; the last has no answer yet
+    inputs: Tensor  # the attacker's own records, all of them members
     targets: Tensor
-    loss: Loss
-    learning_rate: float
-    share: float
+    loss: Loss  # what the federation minimises
+    learning_rate: float  # of the server's last step
+    share: float  # the attacker's |D_a| / |D|
+
+
+def observations(record: Record, observed: Observed) -> dict[str, Observed]:
+    """What each attacker of a defence has to attack: as published, and what its adaptive attackers make of it."""
+    found = {PUBLISHED: observed}
+    for label, spec in record.attackers.items():
+        attacker: Any = imported(spec, "an attacker", "my_package.attacks:undo")
+        found[label] = attacker(observed)
+    return found

@@ -42,7 +42,7 @@ def checked(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
 
 
 def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
-    """Share of hits, with the interval of Clopper and Pearson (1934): its coverage is at least `level`."""
+    """Share of hits, with the interval of Clopper and Pearson (1934), which holds the truth at least at `level`."""
     if not 0 <= hits <= trials or trials < 1:
         raise BadArgument("proportion", f"{hits} hits in {trials} trials")
     tail, misses = (1 - level) / 2, trials - hits
@@ -102,7 +102,10 @@ def threshold_at(others: ArrayLike, rate: float) -> float:
 
 
 def tpr_at(members: ArrayLike, others: ArrayLike, rate: float, *, level: float = 0.95) -> Estimate:
-    """Share of members above the threshold that a share `rate` of the others exceeds; Clopper-Pearson given it."""
+    """Share of members above the threshold that at most a share `rate` of the others exceeds; Clopper-Pearson.
+
+    The threshold comes from these others, as usual; the interval is for members given the threshold.
+    """
     ins, outs = checked(members, others)
     return proportion(int((ins > threshold_at(outs, rate)).sum()), len(ins), level=level)
 

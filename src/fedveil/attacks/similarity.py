@@ -1,6 +1,7 @@
 """How similar reconstructed images are to the true ones, for pixels in [0, 1]."""
 
 import math
+from functools import partial
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -9,7 +10,6 @@ from torch.nn import functional as F
 
 SIGMA = 1.5
 BRIGHTNESS, CONTRAST = 0.01**2, 0.03**2
-MOST = 120.0  # decibels, for images that are equal to the last bit
 
 
 def mse(found: Tensor, true: Tensor) -> list[float]:
@@ -18,9 +18,15 @@ def mse(found: Tensor, true: Tensor) -> list[float]:
     return values
 
 
-def psnr(found: Tensor, true: Tensor) -> list[float]:
-    """-10 log10 of the mean squared difference, in decibels; 120 for equal images."""
-    return [min(MOST, -10 * math.log10(value)) if value else MOST for value in mse(found, true)]
+def psnr(found: Tensor, true: Tensor, *, peak: float = 1.0, most: float = 120.0) -> list[float]:
+    """10 log10(peak^2 / MSE) of each image in decibels, at most `most`; `peak` is the range of the pixels."""
+    level = 20 * math.log10(peak)
+    return [min(most, level - 10 * math.log10(error)) if error else most for error in mse(found, true)]
+
+
+def total_variation(images: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
+    """Mean absolute difference of horizontal neighbours plus that of vertical ones; over all dimensions or some."""
+    return images.diff(dim=-1).abs().mean(dim) + images.diff(dim=-2).abs().mean(dim)
 
 
 def ssim(found: Tensor, true: Tensor) -> list[float]:
@@ -31,11 +37,11 @@ def ssim(found: Tensor, true: Tensor) -> list[float]:
     """
     size = 11 if min(true.shape[-2:]) >= 16 else 7
     a, b = (image.double().flatten(0, 1).unsqueeze(1) for image in (found, true))
-    window = _window(size).to(a.device)
-
-    def mean(values: Tensor) -> Tensor:
-        return F.conv2d(values, window)
-
+    away = torch.arange(size, dtype=torch.float64, device=a.device) - size // 2
+    line = torch.exp(-(away**2) / (2 * SIGMA**2))
+    window = torch.outer(line, line).expand(1, 1, size, size)
+    window = window / window.sum()
+    mean = partial(F.conv2d, weight=window)
     mean_a, mean_b = mean(a), mean(b)
     var_a, var_b = mean(a * a) - mean_a**2, mean(b * b) - mean_b**2
     both = mean(a * b) - mean_a * mean_b
@@ -45,18 +51,12 @@ def ssim(found: Tensor, true: Tensor) -> list[float]:
     return values
 
 
-def _window(size: int) -> Tensor:
-    """A Gaussian window whose weights add up to 1, (1, 1, size, size)."""
-    away = torch.arange(size, dtype=torch.float64) - size // 2
-    line = torch.exp(-(away**2) / (2 * SIGMA**2))
-    square = torch.outer(line, line)
-    return (square / square.sum()).reshape(1, 1, size, size)
-
-
 def match(found: Tensor, true: Tensor) -> list[int]:
-    """The reconstruction of each true image, by least summed squared difference: gradients do not reveal the order."""
-    costs = torch.cdist(
-        true.double().flatten(1), found.double().flatten(1), compute_mode="donot_use_mm_for_euclid_dist"
-    )
-    _, places = linear_sum_assignment(costs.square().cpu().numpy())
-    return [int(place) for place in places]
+    """The reconstruction that belongs to each true image: the assignment of least summed squared difference.
+
+    A gradient does not reveal the order of a batch; found[match(found, true)] is in the order of `true`.
+    """
+    rows, columns = (images.double().flatten(1) for images in (true, found))
+    costs = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist").square()
+    places: list[int] = linear_sum_assignment(costs.cpu().numpy())[1].tolist()
+    return places

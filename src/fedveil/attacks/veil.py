@@ -56,7 +56,7 @@ def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
     return predict(ones, inputs)[:, :1].double()
 
 
-def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, loss: Loss, steps: int = STEPS) -> Tensor:
+def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, loss: Loss) -> Tensor:
     """The m numbers c for which outputs - alpha (c rows) fit the targets best.
 
     `rows` is (m, n_L): r_a in the places of each group, else 0. Squared error: least squares. Any other loss: L-BFGS
@@ -64,11 +64,10 @@ def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, lo
     """
     energy = (rows**2).sum(1) * float((alpha**2).sum())
     if isinstance(loss, SquaredError):
-        left = (outputs - targets) * alpha
-        return (left.sum(0) @ rows.T) / energy
+        return (((outputs - targets) * alpha).sum(0) @ rows.T) / energy
     unit = 1 / (energy / len(outputs)).sqrt()
     free = torch.zeros_like(unit, requires_grad=True)
-    search = torch.optim.LBFGS([free], max_iter=steps, line_search_fn="strong_wolfe")
+    search = torch.optim.LBFGS([free], max_iter=STEPS, line_search_fn="strong_wolfe")
 
     def misfit() -> Tensor:
         search.zero_grad()
@@ -82,8 +81,7 @@ def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, lo
 
 def calibrate(observed: Observed, sent: Broadcast) -> nn.Module:
     """A round's model with the noise of its head fitted with the attacker's own labels, and subtracted."""
-    base = base_of(observed.architecture, sent)
-    head = sent.head
+    base, head = base_of(observed.architecture, sent), sent.head
     if head is None:
         return base
     if head.decoys:
@@ -123,15 +121,14 @@ def plan_of(observed: Observed) -> Plan:
 def in_form(plan: Plan, model: nn.Module, like: nn.Module | None = None) -> nn.Module:
     """The model in canonical form, its units in the order of `like`."""
     entries = plan.layout.entries
-    flat = canonical(plan, flatten(_tensors(model), entries))
+
+    def flat(some: nn.Module) -> Tensor:
+        return flatten({n: t.detach() for n, t in [*some.named_parameters(), *some.named_buffers()]}, entries)
+
+    own = canonical(plan, flat(model))
     if like is not None:
-        flat = matched(plan, flat, flatten(_tensors(like), entries).double())
-    values = {name: value.to(plan.layout.dtype) for name, value in unflatten(flat, entries).items()}
-    return with_values(model, values)
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        own = matched(plan, own, flat(like).double())
+    return with_values(model, {name: value.to(plan.layout.dtype) for name, value in unflatten(own, entries).items()})
 
 
 def standardised(observed: Observed) -> Observed:

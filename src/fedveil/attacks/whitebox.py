@@ -21,33 +21,20 @@ KERNELS = 100  # of the gradient's branch
 
 @dataclass(frozen=True)
 class Epoch:
-    """The attack network after an epoch.
+    """The attack network after an epoch."""
 
-    Attributes:
-        train: accuracy on its training records, half of them members.
-        positive: share of them that it calls members; 0 or 1 if it gives the same answer for all.
-        validation: balanced accuracy on the validation records, at the threshold 0.5.
-    """
-
-    train: float
-    positive: float
-    validation: float
+    train: float  # accuracy on its training records, half of them members
+    positive: float  # share of them that it calls members; 0 or 1 if it gives the same answer for all
+    validation: float  # balanced accuracy on the validation records, at the threshold 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """The attack network of the first epoch with the best accuracy on validation records.
+    """The attack network of the first epoch with the best accuracy on validation records."""
 
-    Attributes:
-        score: features -> one score per record, from 0 to 1; larger = member.
-        held: scores of the validation records, members and others, to choose a threshold.
-        chosen: the epoch, from 0.
-        epochs: all of them.
-    """
-
-    score: Score
-    held: tuple[Tensor, Tensor]
-    chosen: int
+    score: Score  # features -> one score per record, from 0 to 1; larger = member
+    held: tuple[Tensor, Tensor]  # scores of the validation records, members and others, to choose a threshold
+    chosen: int  # the epoch, from 0
     epochs: Sequence[Epoch]
 
     @property
@@ -99,18 +86,16 @@ def select(features: Features, rows: Tensor | slice) -> dict[str, Tensor]:
 
 
 def standardised(known: Features) -> Callable[[Features], dict[str, Tensor]]:
-    """Scale features to mean 0 and deviation 1 over the known records, which removes any factor on a unit."""
-    means = {name: values.mean(0) for name, values in known.items()}
-    scales = {name: values.std(0) for name, values in known.items()}
-    floors = {name: torch.finfo(v.dtype).eps * v.abs().amax(0) * 10 for name, v in known.items()}
+    """Scale features to mean 0 and deviation 1 over the known records; constant dimensions become 0.
 
-    def apply(features: Features) -> dict[str, Tensor]:
-        return {
-            name: torch.where(scales[name] > floors[name], (values - means[name]) / scales[name], 0.0).float()
-            for name, values in features.items()
-        }
-
-    return apply
+    A factor on a unit, such as a veil's, has no effect on the result.
+    """
+    means, scales = ({name: moment(v, 0) for name, v in known.items()} for moment in (torch.mean, torch.std))
+    varies = {n: scales[n] > torch.finfo(v.dtype).eps * v.abs().amax(0) * 10 for n, v in known.items()}
+    return lambda features: {
+        name: torch.where(varies[name], (values - means[name]) / scales[name], 0.0).float()
+        for name, values in features.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -152,24 +137,23 @@ def train_attack(
     ready = {name: values.to(recipe.device) for name, values in prepare(fit).items()}
     network = AttackNetwork(ready, chance).to(recipe.device)
 
+    @torch.no_grad()
     def score(features: Features) -> Tensor:
-        chosen = prepare({name: features[name] for name in fit})
-        with torch.no_grad():
-            found: Tensor = network({name: values.to(recipe.device) for name, values in chosen.items()})
+        known = prepare({name: features[name] for name in fit})
+        found: Tensor = network({name: values.to(recipe.device) for name, values in known.items()})
         return found.double().cpu()
 
     log: list[Epoch] = []
-    best: tuple[float, int, dict[str, Tensor]] | None = None
+    best: dict[str, Tensor] = {}
     optimizer = torch.optim.Adam(network.parameters(), recipe.lr)
     for number in range(recipe.epochs):
         _one_epoch(network, ready, optimizer, recipe.batch_size, chance)
         log.append(_look(network, ready, balanced_accuracy(score(held[0]), score(held[1]), 0.5).value))
         on_epoch(number, score)
-        if best is None or log[-1].validation > best[0]:
-            best = log[-1].validation, number, copy.deepcopy(network.state_dict())
-    assert best is not None
-    network.load_state_dict(best[2])
-    return Trained(score, (score(held[0]), score(held[1])), best[1], log)
+        if all(log[-1].validation > epoch.validation for epoch in log[:-1]):
+            chosen, best = number, copy.deepcopy(network.state_dict())
+    network.load_state_dict(best)
+    return Trained(score, (score(held[0]), score(held[1])), chosen, log)
 
 
 def _divided(
@@ -187,16 +171,12 @@ def _divided(
 
 
 def _one_epoch(
-    network: AttackNetwork,
-    ready: Features,
-    optimizer: torch.optim.Optimizer,
-    batch_size: int,
-    chance: torch.Generator,
+    network: AttackNetwork, ready: Features, optimizer: torch.optim.Optimizer, size: int, chance: torch.Generator
 ) -> None:
     """Every record once; the first half of `ready` are members."""
     half = len(next(iter(ready.values()))) // 2
     ins, outs = (torch.randperm(half, generator=chance) + start for start in (0, half))
-    for a, b in zip(torch.split(ins, batch_size // 2), torch.split(outs, batch_size // 2), strict=True):
+    for a, b in zip(torch.split(ins, size // 2), torch.split(outs, size // 2), strict=True):
         said = network(select(ready, torch.cat([a, b])))
         truth = torch.cat([torch.ones(len(a)), torch.zeros(len(b))]).to(said)
         optimizer.zero_grad()
@@ -206,8 +186,6 @@ def _one_epoch(
 
 @torch.no_grad()
 def _look(network: AttackNetwork, ready: Features, validation: float) -> Epoch:
-    """The network's accuracy on its training records, the first half of them members."""
     said = network(ready) > 0.5
-    half = len(said) // 2
-    right = said[:half].sum() + (~said[half:]).sum()
-    return Epoch(float(right) / len(said), float(said.double().mean()), validation)
+    members = torch.arange(len(said), device=said.device) < len(said) // 2
+    return Epoch(float((said == members).double().mean()), float(said.double().mean()), validation)

@@ -1,55 +1,109 @@
-"""Flags of a command line, and the configuration that they make."""
+"""Flags from annotated functions and classes, by tyro; below them the values of a file, and below those defaults."""
 
-import argparse
+import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_type_hints
 
-from fedveil.runs.config import CHOICES, Config, configure, kinds, read_toml
+import tyro
+from pydantic import ValidationError
+from tyro import conf
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-HELP = {
-    "data": "a data set (fedveil data list), or package.module:factory, which returns fedveil.data.Data or "
-    "((inputs, targets), (inputs, targets)) for training and test",
-    "min_coverage": "veil: refuse a model of which less than this share of the values can be covered, 0 to 1",
-    "model": "mlp, cnn, lenet, resnet20, densenet ..., or package.module:factory",
-}
+from fedveil.cli.commands import COMMANDS
+from fedveil.errors import FedveilError
+from fedveil.runs.config import Config, Settings, Value, configure, explained, keys_of, read_toml
 
-
-def add_config(command: Any, without: Sequence[str] = ()) -> None:
-    """A TOML file, and a flag for each value of a configuration."""
-    command.add_argument("file", nargs="?", type=Path, help="run.toml; flags override it")
-    add_values(command, {name: kind for name, kind in kinds().items() if name not in without})
-
-
-def add_values(command: Any, values: Mapping[str, type]) -> None:
-    """A flag for each value."""
-    for name, kind in values.items():
-        flag, options = "--" + name.replace("_", "-"), {"default": None, "dest": name}
-        if kind is bool:
-            command.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
-        else:
-            command.add_argument(flag, type=kind, choices=CHOICES.get(name), help=HELP.get(name), **options)
+HELP = ("-h", "--help")
+MARKERS = (conf.DisallowNone, conf.OmitArgPrefixes, conf.OmitSubcommandPrefixes, conf.PositionalRequiredArgs)
+RULES = ConstructorRegistry()
+Switch = Annotated[bool, conf.FlagCreatePairsOff]
+Json = Annotated[Switch, conf.arg(name="json", help="print the result for machines")]
 
 
-def read_config(options: argparse.Namespace, where: str, defaults: Mapping[str, Any] | None = None) -> Config:
-    """The configuration of a command line."""
-    values = dict(defaults or {}) | (read_toml(options.file) if options.file else {})
-    values |= {name: value for name in kinds() if (value := getattr(options, name, None)) is not None}
-    return configure(values, str(options.file or where))
+@RULES.struct_rule
+def section_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """A section of the configuration, whose bad values are refused with their flag and in our own words."""
+    kind = info.type
+    if not (isinstance(kind, type) and issubclass(kind, Settings)):
+        return None
+
+    def build(**values: Value) -> Settings:
+        try:
+            return kind(**values)
+        except ValidationError as error:
+            what, fix = explained(error)
+            flag, _, rest = what.partition(" ")
+            raise FedveilError(f"--{flag.replace('_', '-')}", rest, fix) from None
+
+    build.__doc__, hints, fields = kind.__doc__, get_type_hints(kind), []
+    for name, of in kind.model_fields.items():
+        hint: Any = Annotated[(hints[name], of, *of.metadata)]
+        default = getattr(info.default, name)
+        text = f"all, or with commas between them: {of.description}" if default == "all" else of.description
+        fields.append(StructFieldSpec(name, hint, default, text))
+    return StructConstructorSpec(build, tuple(fields))
 
 
-def read_without_defence(options: argparse.Namespace, where: str, defaults: Mapping[str, Any]) -> Config:
-    """The configuration, in which each defence is put later; sizes for one data set mean nothing to another."""
-    data = options.data or (read_toml(options.file) if options.file else {}).get("data", defaults.get("data"))
-    if data != defaults.get("data"):
-        defaults = {name: value for name, value in defaults.items() if name not in ("train_size", "test_size")}
-    named, options.defence = options.defence, None
-    config = read_config(options, where, defaults)
-    options.defence = named
-    return config
+def parse(kind: Any, prog: str, words: Sequence[str], about: str = "", default: Any = tyro.MISSING_NONPROP) -> Any:
+    """An object of a class, or what a function returns; help, and what tyro refuses, ends in SystemExit."""
+    return tyro.cli(kind, prog=prog, args=words, description=about, default=default, config=MARKERS, registry=RULES)
 
 
-def flag_of(name: str, value: object) -> str:
-    """A value as a flag."""
-    flag = name.replace("_", "-")
-    return f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}"
+def find(name: str) -> Any:
+    """What does a command: a function whose parameters are flags, or a class of commands on federations."""
+    module, _, kind = COMMANDS[name][0].partition(":")
+    return getattr(importlib.import_module(f"fedveil.cli.{module}"), kind)
+
+
+def run_command(name: str, words: Sequence[str]) -> None:
+    """Run a command with its flags."""
+    command, prog, (_, summary, example) = find(name), f"fedveil {name}", COMMANDS[name]
+    about = f"{summary[0].upper()}{summary[1:]}.\n\nExample: {prog} {example}"
+    if isinstance(command, type):
+        command.read(prog, words, about)()  # type: ignore[attr-defined]
+    else:
+        parse(command, prog, words, about)
+
+
+@dataclass(frozen=True)
+class Federated:
+    """A command on a federation: flags over the values of a file over defaults. Calling it does what was asked."""
+
+    defaults: ClassVar[Mapping[str, Value]] = {}
+    file: Annotated[Path | None, conf.Positional, conf.arg(metavar="[FILE]", help="run.toml; flags override it")] = None
+    config: Annotated[Config, conf.arg(name="")] = Config()  # noqa: RUF009
+
+    @classmethod
+    def read(cls, prog: str, words: Sequence[str], about: str) -> Self:
+        """The command; it is parsed again when the file or the data set that it names brings other defaults."""
+        quiet = [word for word in words if word not in HELP]
+        values, found = None, cls(config=configure(cls.defaults))
+        while values != (wanted := found.below()):
+            values, start = wanted, cls(config=configure(wanted, str(found.file or prog)))
+            found = parse(cls, prog, quiet, about, start)
+        if len(quiet) < len(words):
+            parse(cls, prog, words, about, start)
+        return replace(found, config=configure(found.config.flat(), str(found.file or prog)))
+
+    def below(self) -> dict[str, Value]:
+        """The values below the flags: the file's over the defaults."""
+        given: dict[str, Value] = {}
+        if self.file and not self.file.is_dir():
+            given = keys_of(read_toml(self.file), str(self.file))
+        if "defence" in self.defaults:  # several defences, which only the flag names
+            given.pop("defence", None)
+        usual = self.defaults.get("data", self.config.data.name) == self.config.data.name
+        sizes = () if usual else ("train_size", "test_size")  # sizes for one data set mean nothing to another
+        return {name: value for name, value in self.defaults.items() if name not in sizes} | given
+
+
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="the shell that completes")]) -> None:
+    """Print the script, with the commands and flags of everything that is installed."""
+    kinds = []
+    for name, (_, summary, _) in COMMANDS.items():
+        found = find(name)
+        shape = found.shape() if hasattr(found, "shape") else found
+        kinds.append(Annotated[Any, conf.subcommand(name, description=summary, constructor=shape)])
+    parse(Union[tuple(kinds)], "fedveil", ["--tyro-print-completion", shell])  # noqa: UP007

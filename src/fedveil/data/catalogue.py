@@ -21,40 +21,27 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Download(NamedTuple):
-    """A public file: its address, what lands in the folder and that file's checksum.
-
-    Attributes:
-        url: of the download.
-        file: name of the file in the data set's folder.
-        digest: "md5:..." or "sha256:..." of the file.
-        inside: zip members to open in turn to come from the download to the file; () if it is the download.
-    """
+    """A public file: its address, what lands in the folder and that file's checksum."""
 
     url: str
-    file: str
-    digest: str
-    inside: tuple[str, ...] = ()
+    file: str  # its name in the data set's folder
+    digest: str  # "md5:..." or "sha256:..." of the file
+    inside: tuple[str, ...] = ()  # zip members to open in turn to come from the download to the file
 
 
 class About(NamedTuple):
     """What the catalogue says of a data set.
 
-    Attributes:
-        description: in a few words.
-        source: who made it, and where it is published.
-        licence: what its makers allow.
-        files: patterns that show that a folder holds it, best first; what matches one that starts with "./" stands
-            for the folder it is in. () for a data set without files of its own.
-        wanted: what to put into its folder, in words.
-        download: if anybody may download it.
+    `files` are patterns that show that a folder holds it, best first; what matches one that starts with "./" stands for
+    the folder it is in. A data set without files of its own has none.
     """
 
-    description: str
-    source: str
-    licence: str
+    description: str  # in a few words
+    source: str  # who made it, and where it is published
+    licence: str  # what its makers allow
     files: tuple[str, ...] = ()
-    wanted: str = ""
-    download: Download | None = None
+    wanted: str = ""  # what to put into its folder, in words
+    download: Download | None = None  # if anybody may download it
 
 
 @dataclass(frozen=True)
@@ -104,9 +91,6 @@ def load(name: str, *, path: str | Path | None = None, **options: Any) -> Data:
         path: the file or folder to read instead.
         **options: what this data set offers; an unknown one is refused with the list.
 
-    Returns:
-        The data set, in memory.
-
     Raises:
         BadArgument: the name or an option is unknown, or a file is missing, damaged, mislabelled or not readable.
 
@@ -130,12 +114,10 @@ def load(name: str, *, path: str | Path | None = None, **options: Any) -> Data:
 
 
 def _hints(loader: Loader) -> dict[str, Any]:
-    """The options of a loader with their types."""
     return {option: found.annotation for option, found in inspect.signature(loader).parameters.items()}
 
 
 def _check_option(where: str, option: str, value: object, hint: Any) -> None:
-    """Refuse a plain value of the wrong type."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     fits = type(value) in kinds or (float in kinds and type(value) is int)
     if not fits and all(kind in _PLAIN for kind in kinds):
@@ -157,7 +139,6 @@ def available() -> list[DatasetInfo]:
 
 
 def _state(name: str) -> tuple[str, Path | None]:
-    """Whether the files of a data set are there, and where."""
     if not ABOUT[name].files:
         return ("yours" if "path" in _hints(LOADERS[name]) else "embedded"), None
     folder = data_folder() / name
@@ -215,7 +196,6 @@ def required(name: str, path: Path | None, example: str) -> Path:
 
 
 def _existing(path: Path, fix: str) -> Path:
-    """Return `path` if there is something there."""
     if not path.exists():
         what = "it is a link to a file that is not there" if path.is_symlink() else "there is no such file"
         raise BadArgument(str(path), what, fix)
@@ -223,7 +203,6 @@ def _existing(path: Path, fix: str) -> Path:
 
 
 def _how_to_get(name: str, folder: Path) -> str:
-    """What to put where, in words."""
     here = f"put {ABOUT[name].wanted} into {folder}"
     return f"{here}, or set FEDVEIL_DATA, or pass path=, or run `fedveil data get {name}`"
 

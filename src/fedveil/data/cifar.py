@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import avg_pool2d
 
 from fedveil.data.catalogue import About, Download, dataset, source_of
-from fedveil.data.images import Arrays, Channels, Folders, Labelled, assembled, cached, read_folders
+from fedveil.data.images import Arrays, Channels, Folders, Labelled, assembled, cached, read_folders, stamp
 from fedveil.data.records import Data, Part, Progress
 from fedveil.errors import BadArgument
 
@@ -136,8 +136,7 @@ for _form in (TEN, HUNDRED):
 def _stamps(form: _Form, source: Path) -> tuple[str, ...]:
     """What the content of the batches depends on."""
     files = [source] if source.is_file() else [source / name for name in (*form.train, *form.test)]
-    stats = [file.stat() for file in files if file.exists()]
-    return form.name, str(source.resolve()), *(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)
+    return form.name, str(source.resolve()), *(stamp(file) for file in files if file.exists())
 
 
 def _read_batches(form: _Form, source: Path) -> Arrays:
@@ -167,7 +166,6 @@ def _contents(source: Path, names: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def _batch(form: _Form, where: str, content: bytes | None) -> Labelled:
-    """One batch, checked."""
     if not content:
         raise BadArgument(where, "it is missing or empty", _AGAIN)
     found = read_pickle(where, content)
@@ -195,9 +193,12 @@ class _Type:
 
 
 class _Array:
-    """Stands for numpy.ndarray: holds what a pickle says of shape, type and bytes."""
+    """Stands for numpy.ndarray, and for the function that makes an empty one; holds shape, type and bytes."""
 
     state: Any = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -210,11 +211,6 @@ class _Array:
         return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
 
-def _reconstruct(*_: Any) -> _Array:
-    """Stands for numpy's function that makes an empty array."""
-    return _Array()
-
-
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     """Stands for codecs.encode, which Python 3 writes around bytes."""
     if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
@@ -222,11 +218,11 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-_WORDS = {
+_WORDS: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): _Type,
     ("numpy", "ndarray"): _Array,
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy.core.multiarray", "_reconstruct"): _Array,
+    ("numpy._core.multiarray", "_reconstruct"): _Array,
     ("_codecs", "encode"): _encode,
     ("codecs", "encode"): _encode,
 }
@@ -237,32 +233,23 @@ class _Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a word; any other is refused."""
-        try:
-            return _WORDS[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file needs") from None
+        if (module, name) not in _WORDS:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file needs")
+        return _WORDS[module, name]
 
 
 def read_pickle(where: str, content: bytes) -> dict[str, Any]:
     """The dictionary in a pickle of the CIFAR archives; byte arrays become numpy arrays, names become text.
 
-    Args:
-        where: how messages name the file.
-        content: of the file.
-
-    Raises:
-        BadArgument: it is damaged, or asks for anything but arrays.
+    Refuses one that is damaged, or asks for anything but arrays. `where` is how messages name the file.
     """
     try:
         found = _Reader(io.BytesIO(content), encoding="bytes").load()
         if not isinstance(found, dict):
             raise ValueError(f"it holds {type(found).__name__}, not a dictionary")
-        return {_text(key): value.pixels() if isinstance(value, _Array) else value for key, value in found.items()}
+        names = [key.decode("latin1") if isinstance(key, bytes) else str(key) for key in found]  # bytes from Python 2
+        values = [value.pixels() if isinstance(value, _Array) else value for value in found.values()]
+        return dict(zip(names, values, strict=True))
     except Exception as error:  # a damaged pickle may fail in any way
         what = f"not a CIFAR file: {error or type(error).__name__}"
         raise BadArgument(where, what, _AGAIN) from error
-
-
-def _text(value: Any) -> str:
-    """Names are bytes in files that Python 2 wrote."""
-    return value.decode("latin1") if isinstance(value, bytes) else str(value)

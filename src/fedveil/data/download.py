@@ -31,9 +31,6 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
         folder: with one folder per data set inside; $FEDVEIL_DATA by default.
         progress: called with (done, total) in bytes.
 
-    Returns:
-        The file.
-
     Raises:
         BadArgument: it needs no download, cannot be downloaded, or the download failed; says what to put where.
     """
@@ -63,7 +60,6 @@ def _by_hand(target: Path) -> str:
 
 
 def _why(error: Exception) -> str:
-    """What went wrong."""
     if isinstance(error, urllib.error.HTTPError):
         error.close()
         return f"the server answered {error.code} {error.reason}"

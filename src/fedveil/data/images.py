@@ -54,17 +54,11 @@ class Folders(NamedTuple):
 
 @dataclass(frozen=True)
 class Archive:
-    """A folder or a zip file, seen alike: named members that can be read.
-
-    Attributes:
-        path: of the folder or file.
-        names: of the files in it, sorted, with `/` between folders; hidden files are left out.
-        stamp: changes when the content does.
-    """
+    """A folder or a zip file, seen alike: named members that can be read."""
 
     path: Path
-    names: tuple[str, ...]
-    stamp: str
+    names: tuple[str, ...]  # of the files in it, sorted, with `/` between folders; hidden files are left out
+    stamp: str  # changes when the content does
 
     @contextmanager
     def reader(self) -> Iterator[Callable[[str], bytes]]:
@@ -76,7 +70,6 @@ class Archive:
             yield lambda name: self._guarded(name, lambda: opened.read(name))
 
     def _guarded(self, name: str, read: Callable[[], bytes]) -> bytes:
-        """The bytes of a member; damage is named."""
         try:
             content = read()
         except _DAMAGE as error:
@@ -174,7 +167,6 @@ def decoded(archive: Archive, names: Sequence[str], side: int, progress: Progres
 
 
 def _decode_all(archive: Archive, names: Sequence[str], side: int, progress: Progress | None) -> Bytes:
-    """Decode member by member, and say now and then how far it is."""
     image_module = _pillow()
     pixels = np.empty((len(names), 3, side, side), dtype=np.uint8)
     with archive.reader() as read:
@@ -195,7 +187,6 @@ def _pillow() -> Any:
 
 
 def _decode(image_module: Any, where: str, content: bytes, side: int) -> Bytes:
-    """One image as (3, side, side)."""
     damage = (OSError, ValueError, SyntaxError, EOFError, image_module.DecompressionBombError)
     try:
         with image_module.open(io.BytesIO(content)) as opened:
@@ -227,16 +218,16 @@ def image_part(pixels: Bytes, targets: NDArray[np.int64], mean: Channels, deviat
 def open_archive(path: Path) -> Archive:
     """List a folder or a zip file; the stamp covers size and time of each file in a folder, or of the zip file."""
     if not path.is_dir():
-        return Archive(path, _zip_names(_regular(path)), _stamp(path))
+        return Archive(path, _zip_names(_regular(path)), stamp(path))
     names = []
     for folder, folders, files in os.walk(path, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         names += [Path(folder, file).relative_to(path).as_posix() for file in files]
     names = sorted(name for name in names if not _hidden(name))
-    return Archive(path, tuple(names), " ".join(_stamp(path / name) for name in names))
+    return Archive(path, tuple(names), " ".join(stamp(path / name) for name in names))
 
 
-def _stamp(path: Path) -> str:
+def stamp(path: Path) -> str:
     """Size and time of a file, of a link itself if it leads nowhere."""
     status = path.stat() if path.exists() else path.lstat()
     return f"{status.st_size} {status.st_mtime_ns}"
@@ -255,7 +246,6 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _zip_names(path: Path) -> tuple[str, ...]:
-    """Members of a zip file, sorted."""
     with path.open("rb") as file:
         try:
             names = zipfile.ZipFile(file).namelist()

@@ -67,7 +67,6 @@ def keep_labels(data: Data, labels: Sequence[int]) -> Data:
 
 
 def _with_labels(data: Data, part: Part, labels: Sequence[int]) -> Part:
-    """The records of one part with these labels, renumbered."""
     place = part.targets.new_full((len(data.classes),), -1)
     place[list(labels)] = torch.arange(len(labels))
     renumbered = place[part.targets]

@@ -15,15 +15,11 @@ from fedveil.data.records import Data
 from fedveil.errors import BadArgument
 
 Indices = NDArray[np.int64]
-DRAWS = 100
-"""How often a Dirichlet division is drawn before a client without records is an error."""
-SEED = 20220
-"""The fixed seed of every division that a data set comes with."""
+DRAWS = 100  # of a Dirichlet division before a client without records is an error
+SEED = 20220  # of every division that a data set comes with
 
 
 class _Request(NamedTuple):
-    """What was asked of a division."""
-
     data: Data
     clients: int
     alpha: float
@@ -32,8 +28,7 @@ class _Request(NamedTuple):
 
 def _iid(request: _Request, rng: Generator) -> list[Indices]:
     """Equal shares, give or take one record, at random."""
-    records = rng.permutation(len(request.data.train.targets))
-    return list(np.array_split(records, request.clients))
+    return list(np.array_split(rng.permutation(len(request.data.train.targets)), request.clients))
 
 
 def _draw_dirichlet(groups: list[Indices], request: _Request, rng: Generator) -> list[Indices]:
@@ -164,7 +159,6 @@ def stratified(where: str, option: str, targets: NDArray[np.int64], size: int | 
     counts = np.bincount(targets)
     exact = counts * (size / len(targets))
     quota = np.floor(exact).astype(np.int64)
-    largest = np.argsort(quota - exact, kind="stable")[: size - int(quota.sum())]
-    quota[largest] += 1
+    quota[np.argsort(quota - exact, kind="stable")[: size - int(quota.sum())]] += 1  # the largest remainders
     chosen = [order[targets[order] == label][:count] for label, count in enumerate(quota)]
     return rng.permutation(np.concatenate(chosen))

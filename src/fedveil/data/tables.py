@@ -54,11 +54,10 @@ class CsvTable:
     def codes(self, column: str, categories: Sequence[str]) -> NDArray[np.int64]:
         """Positions in `categories` of the cells of a column; any other cell is an error."""
         position = {category: index for index, category in enumerate(categories)}
-        cells = self.columns[column]
-        for row, cell in enumerate(cells):
+        for row, cell in enumerate(self.columns[column]):
             if cell not in position:
                 self.refuse(row, column, f"{cell!r} is not a known value", f"one of {few(categories, 20)}")
-        return np.array([position[cell] for cell in cells], dtype=np.int64)
+        return np.array([position[cell] for cell in self.columns[column]], dtype=np.int64)
 
     def one_hot(self, column: str, categories: Sequence[str]) -> NDArray[np.float64]:
         """A column of categories as one column of 0 and 1 for each of them."""
@@ -89,17 +88,12 @@ def parse_table(path: str, content: bytes, delimiter: str = ",") -> CsvTable:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise BadArgument(f"{path}, line {line}", "it holds a NUL character: the file is damaged", "fetch it again")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    rows: list[list[str]] = []
-    lines: list[int] = []
     try:
-        for row in reader:
-            if row:
-                rows.append(row)
-                lines.append(reader.line_num)
+        rows = [(row, reader.line_num) for row in reader if row]
     except csv.Error as error:
         fix = f"look for an unclosed quote or a delimiter that is not {delimiter!r}, or fetch the file again"
         raise BadArgument(f"{path}, line {reader.line_num}", f"not CSV: {error}", fix) from error
-    return _checked(path, rows, lines)
+    return _checked(path, [row for row, _ in rows], [line for _, line in rows])
 
 
 def _checked(path: str, rows: list[list[str]], lines: list[int]) -> CsvTable:
@@ -109,9 +103,8 @@ def _checked(path: str, rows: list[list[str]], lines: list[int]) -> CsvTable:
     header = [name.strip() for name in rows[0]]
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:
-        raise BadArgument(
-            f"{path}, line {lines[0]}", f"columns are named twice: {few(repeated)}", "one name per column"
-        )
+        what = f"columns are named twice: {few(repeated)}"
+        raise BadArgument(f"{path}, line {lines[0]}", what, "one name per column")
     if len(rows) == 1:
         raise BadArgument(path, "there is a header and no row", "a CSV file with records")
     for row, line in zip(rows[1:], lines[1:], strict=True):

@@ -26,18 +26,15 @@ def epsilon(rounds: int, noise: float, delta: float, *, replace: bool = False) -
 
     A round adds N(0, (noise clip)^2) to a sum that one client can move by `clip`, from what it is without the client.
     Rounds of Gaussian noise, each chosen in view of those before, are together as private as one with noise /
-    sqrt(rounds) (Dong, Roth and Su, arXiv 1905.02383: mu-GDP composes). Of that one the library has the exact epsilon
-    (Balle and Wang, arXiv 1805.06530), so nothing is lost by a bound.
-
-    There is no amplification by sampling here. It would hold for clients that are chosen by secret coins; ours are
-    chosen by the run's seed, which is public.
+    sqrt(rounds) (Dong, Roth and Su, arXiv 1905.02383: mu-GDP composes), of which the library has the exact epsilon
+    (Balle and Wang, arXiv 1805.06530). There is no amplification by sampling: the run's seed, which is public, chooses
+    the clients.
 
     Args:
         rounds: in which a client took part; for the guarantee of all, the most of any.
         noise: standard deviation of the noise on the sum, over clip.
         delta: above 0 and below 1.
-        replace: for neighbours that differ by what one client holds, in place of whether it contributes: then the sum
-            moves by 2 clip.
+        replace: neighbours differ by what one client holds, not by whether it contributes: the sum moves by 2 clip.
     """
     if not 0 < delta < 1:
         raise BadArgument("epsilon", f"delta must be above 0 and below 1, got {delta!r}", "delta=1e-5")

@@ -8,8 +8,8 @@ What that is: L_S(W), the loss of the network with weights W S S^T, has the grad
 round is an exact gradient of L_S, and over the draw of S an unbiased one of E_S L_S. It is no unbiased gradient of the
 plain loss: docs/defences/dbcl.md has the difference.
 
-Differs from the original: one gradient a round in place of local epochs; clients hold W~, never W; any stride, padding,
-dilation and groups.
+Differs from the original: one gradient per round in place of local epochs; clients hold W~, never W; any stride,
+padding, dilation and groups.
 """
 
 import copy
@@ -17,7 +17,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,26 +24,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedveil.defences.interface import Aggregate, Stateless
-from fedveil.defences.plain import Plain, PlainUpdate, size_of
-from fedveil.errors import BadArgument, StaleUpdate
-from fedveil.graph.inputs import Inputs, call
+from fedveil.checks import whole
+from fedveil.defences.interface import Aggregate, Samples
+from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, size_of
+from fedveil.errors import BadArgument, ModelMismatch, StaleUpdate
+from fedveil.graph.inputs import Inputs, call, calls_of
 from fedveil.scheme import Loss
+from fedveil.wire import Packed, Tensors, Values, checked
 
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """S as the list of its entries that are not 0.
+    """S as the list of its entries that are not 0."""
 
-    Attributes:
-        inputs: which of the n inputs goes into which bucket, (q, s); inputs that are not there are dropped.
-        signs: 1 or -1 for each, (q, s).
-        fan_in: n.
-    """
-
-    inputs: Tensor
-    signs: Tensor
-    fan_in: int
+    inputs: Tensor  # (q, s): which of the n inputs goes into which bucket; those that are not there are dropped
+    signs: Tensor  # (q, s): 1 or -1 for each
+    fan_in: int  # n
 
     @classmethod
     def draw(cls, fan_in: int, q: int, chance: np.random.Generator) -> "Sketch":
@@ -121,23 +116,14 @@ class SketchedConv2d(SketchedLayer):
         return F.conv2d(x, spread, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
-KINDS: dict[type[nn.Module], Callable[[Any, Sketch], SketchedLayer]] = {
-    nn.Linear: SketchedLinear,
-    nn.Conv2d: SketchedConv2d,
-}
+KINDS: dict[type, Callable[[Any, Sketch], SketchedLayer]] = {nn.Linear: SketchedLinear, nn.Conv2d: SketchedConv2d}
 
 
 @dataclass(frozen=True, eq=False)
 class SketchedBroadcast:
-    """All that clients get in a round.
+    """All that clients get in a round: the model with a `SketchedLayer` for each layer whose weight is sketched."""
 
-    Attributes:
-        number: which of the server's broadcasts it is.
-        network: the architecture with a `SketchedLayer` in place of each layer whose weight is sketched, and copies of
-            the rest.
-    """
-
-    number: int
+    number: int  # which of the server's broadcasts it is
     network: nn.Module
 
 
@@ -148,12 +134,12 @@ class SketchedUpdate(PlainUpdate):
     number: int
 
 
-class DBCL(Stateless):
+class DBCL(Plain):
     """A new CountSketch of every layer in every round.
 
-    Sketched are the weights of all Linear and Conv2d layers, but for the first Conv2d and the last Linear that the
-    model calls. These, biases, norms and buffers travel as they are. A weight that has no sketch is refused, unless
-    `skip` names it.
+    It covers the weights of all Linear and Conv2d layers, except the first Conv2d and the last Linear that the model
+    calls. These, biases, norms and buffers travel as they are. A weight that has no sketch is refused, unless `skip`
+    names it.
 
     Args:
         q: inputs that share a bucket.
@@ -162,8 +148,6 @@ class DBCL(Stateless):
         skip: modules or parameters that are sent as they are besides, by their path in the model.
         seed: repeatable sketches, for tests; otherwise the operating system seeds every broadcast anew.
     """
-
-    name = "dbcl"
 
     def __init__(
         self,
@@ -174,15 +158,12 @@ class DBCL(Stateless):
         skip: Sequence[str] = (),
         seed: int | None = None,
     ) -> None:
-        if isinstance(q, bool) or not isinstance(q, int) or q < 2:
-            what = f"q must be a whole number of at least 2, got {q!r}: with one input a bucket, S hides nothing"
-            raise BadArgument("dbcl", what, "DBCL(q=2)")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-            raise BadArgument("dbcl", f"seed must be a whole number of at least 0, got {seed!r}", "DBCL(seed=0)")
-        self.q, self.skip_first_conv, self.skip_last = q, skip_first_conv, skip_last
+        super().__init__()
+        whole("dbcl", "q", q, 2, "DBCL(q=2): with one input per bucket, S hides nothing")
+        whole("dbcl", "seed", 0 if seed is None else seed, 0, "DBCL(seed=0)")
+        self.name, self.q, self.skip_first_conv, self.skip_last = "dbcl", q, skip_first_conv, skip_last
         self.skip = (skip,) if isinstance(skip, str) else tuple(skip)
         self._seed = seed
-        self._plain = Plain()
         self._names: tuple[str, ...] = ()
         self._number = 0
         self._drawn: dict[str, tuple[Sketch, torch.Size]] = {}
@@ -190,21 +171,15 @@ class DBCL(Stateless):
 
     def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Choose the weights to sketch."""
-        self._plain.prepare(model, example, loss)
-        called = _called(model, example)
-        convs = [path for path, layer in called if isinstance(layer, nn.Conv2d)]
-        linears = [path for path, layer in called if isinstance(layer, nn.Linear)]
+        super().prepare(model, example, loss)
+        twin = copy.deepcopy(model).eval()
+        paths = {module: path for path, module in twin.named_modules()}
+        with torch.no_grad(), calls_of(m for m in paths if isinstance(m, nn.Conv2d | nn.Linear)) as calls:
+            call(twin, example)
+        convs = [paths[each.module] for each in calls if isinstance(each.module, nn.Conv2d)]
+        linears = [paths[each.module] for each in calls if isinstance(each.module, nn.Linear)]
         kept = (convs[:1] if self.skip_first_conv else []) + (linears[-1:] if self.skip_last else [])
         self._names = _choose(model, self.q, kept, self.skip)
-
-    def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
-        """Remember the loss: what is sketched, the broadcast says."""
-        self._plain.prepare_client(model, example, loss)
-
-    @property
-    def repeatable(self) -> bool:  # type: ignore[override]
-        """With a seed."""
-        return self._seed is not None
 
     @property
     def sketched(self) -> tuple[str, ...]:
@@ -213,7 +188,7 @@ class DBCL(Stateless):
             raise BadArgument("dbcl", "no model was prepared yet", "prepare(model, example, loss) first")
         return self._names
 
-    def broadcast(self, model: nn.Module) -> SketchedBroadcast:
+    def broadcast(self, model: nn.Module) -> Any:
         """Sketch the model anew."""
         names = self.sketched
         self._number += 1
@@ -232,37 +207,23 @@ class DBCL(Stateless):
         self._down = size_of([*network.parameters(), *network.buffers()]) + 4 * entries
         return SketchedBroadcast(self._number, network)
 
-    def client_step(
-        self,
-        model: nn.Module,
-        broadcast: SketchedBroadcast,
-        inputs: Inputs,
-        targets: Tensor,
-        weights: Tensor | None = None,
-        client: int = 0,
-    ) -> SketchedUpdate:
+    def client_step(self, model: nn.Module, broadcast: Any, samples: Samples, client: int = 0) -> SketchedUpdate:
         """Gradients of the sketched network: Gamma = delta^T X~ for sketched weights."""
-        network = broadcast.network
-        found = self._plain.client_step(network, network, inputs, targets, weights, client)
+        found = super().client_step(model, broadcast.network, samples, client)
         return SketchedUpdate(found.gradients, found.buffers, broadcast.number)
 
-    def accumulate(
-        self, broadcast: SketchedBroadcast, total: SketchedUpdate | None, update: SketchedUpdate
-    ) -> tuple[SketchedBroadcast, SketchedUpdate]:
-        """Sum of gradients; statistics go on from where the last batch left them."""
-        network, summed = self._plain.accumulate(broadcast.network, total, update)
-        return (
-            SketchedBroadcast(broadcast.number, network),
-            SketchedUpdate(summed.gradients, summed.buffers, update.number),
-        )
+    def accumulate(self, broadcast: Any, total: Any, update: Any) -> tuple[Any, Any]:
+        """As plain, of the sketched network."""
+        network, update = super().accumulate(broadcast.network, total, update)
+        return SketchedBroadcast(broadcast.number, network), update
 
-    def check_number(self, update: SketchedUpdate, position: int = 0) -> None:
-        """Refuse an update that does not answer the last broadcast."""
-        if update.number != self._number:
-            what = f"it answers broadcast {update.number}, whose sketch is gone; the last one is {self._number}"
+    def check_number(self, number: int, position: int = 0) -> None:
+        """Refuse an update that answers another broadcast than the last one."""
+        if number != self._number:
+            what = f"it answers broadcast {number}, whose sketch is gone; the last one is {self._number}"
             raise StaleUpdate(f"client {position}", what)
 
-    def aggregate(self, updates: Sequence[SketchedUpdate], weights: Sequence[float]) -> Aggregate:
+    def aggregate(self, updates: Sequence[Any], weights: Sequence[float]) -> Aggregate:
         """sum_k |D_k| / |D| Gamma_k S^T for sketched weights; of everything else the weighted mean.
 
         Its error is 0: it is the sketched network's gradient up to rounding. How far that lies from the plain one, the
@@ -271,22 +232,18 @@ class DBCL(Stateless):
         if not self._drawn:
             raise BadArgument("dbcl", "there is no broadcast to answer", "broadcast(model) first")
         for position, update in enumerate(updates):
-            self.check_number(update, position)
-        mean = self._plain.aggregate(updates, weights)
-        lifted = {
-            name: sketch.up(mean.gradients[name]).reshape(shape)
-            for name, (sketch, shape) in self._drawn.items()
-            if name in mean.gradients
-        }
-        details = {
-            "bytes_down": self._down,
-            "bytes_up": size_of([*updates[0].gradients.values(), *mean.buffers.values()]),
-        }
-        return dataclasses.replace(mean, gradients={**mean.gradients, **lifted}, details=details)
+            self.check_number(update.number, position)
+        mean = super().aggregate(updates, weights)
+        gradients = dict(mean.gradients)
+        for name, (sketch, shape) in self._drawn.items():
+            if name in gradients:
+                gradients[name] = sketch.up(gradients[name]).reshape(shape)
+        up = size_of([*updates[0].gradients.values(), *mean.buffers.values()])
+        return dataclasses.replace(mean, gradients=gradients, details={"bytes_down": self._down, "bytes_up": up})
 
-    def client_view(self, model: nn.Module, broadcast: SketchedBroadcast) -> nn.Module:
+    def client_view(self, model: nn.Module, broadcast: Any) -> nn.Module:
         """The sketched network."""
-        return copy.deepcopy(broadcast.network)
+        return super().client_view(model, broadcast.network)
 
     def state(self) -> dict[str, Any]:
         """How many broadcasts there were: with a seed, the next sketch follows from that."""
@@ -297,22 +254,6 @@ class DBCL(Stateless):
         if "number" not in state:
             raise BadArgument("dbcl", "the checkpoint is of another defence", "resume with the defence that wrote it")
         self._number, self._drawn = int(state["number"]), {}
-
-
-def _called(model: nn.Module, example: Inputs) -> list[tuple[str, nn.Module]]:
-    """The modules without children, in the order in which the model calls them."""
-    order: list[tuple[str, nn.Module]] = []
-    twin = copy.deepcopy(model).eval()
-
-    def note(path: str, module: nn.Module, *_: object) -> None:
-        order.append((path, module))
-
-    for path, module in twin.named_modules():
-        if not module._modules:
-            module.register_forward_hook(partial(note, path))
-    with torch.no_grad():
-        call(twin, example)
-    return order
 
 
 def _choose(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
@@ -332,7 +273,7 @@ def _choose(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) 
             continue
         path, _, last = name.rpartition(".")
         layer = model.get_submodule(path)
-        obstacle = _obstacle(layer, last, q, shared=homes[id(parameter)] > 1)
+        obstacle = _obstacle(layer, last, q, parameter[0].numel(), shared=homes[id(parameter)] > 1)
         if obstacle:
             raise BadArgument(f"dbcl, {name}", obstacle, f"to send it as it is: DBCL(skip=({path or last!r},))")
         chosen.append(name)
@@ -342,7 +283,7 @@ def _choose(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) 
     return tuple(chosen)
 
 
-def _obstacle(layer: nn.Module, name: str, q: int, *, shared: bool) -> str | None:
+def _obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, shared: bool) -> str | None:
     """Why a parameter of a layer cannot be sketched, or None."""
     if type(layer) not in KINDS or name != "weight":
         known = " and ".join(kind.__name__ for kind in KINDS)
@@ -351,7 +292,63 @@ def _obstacle(layer: nn.Module, name: str, q: int, *, shared: bool) -> str | Non
         return "several places share this weight, and each would need its own sketch"
     if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
         return f"a convolution with padding_mode {layer.padding_mode!r} has no sketch"
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    fan_in = weight[0].numel()
-    return f"it has {fan_in} inputs a unit, fewer than q = {q}" if fan_in < q else None
+    return f"it has {fan_in} inputs per unit, fewer than q = {q}" if fan_in < q else None
+
+
+class DBCLMessages(PlainMessages):
+    """The sketched network and its sketches down, gradients of the sketched network up."""
+
+    def pack(self, defence: DBCL, broadcast: SketchedBroadcast) -> Packed:
+        """Sketches as the inputs of each bucket, and their signs as int8."""
+        values, tensors = super().pack(defence, broadcast.network)
+        for name in defence.sketched:
+            sketch = broadcast.network.get_submodule(name.rpartition(".")[0]).sketch
+            assert isinstance(sketch, Sketch)
+            tensors |= {f"inputs/{name}": sketch.inputs.int(), f"signs/{name}": sketch.signs.to(torch.int8)}
+        return values | {"number": broadcast.number, "sketched": list(defence.sketched)}, tensors
+
+    def unpack(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> SketchedBroadcast:
+        """A `SketchedLayer` in place of each sketched layer."""
+        network = copy.deepcopy(model)
+        found = checked("broadcast", values, {"number": int, "sketched": list[str]})
+        for name in found["sketched"]:
+            path = name.rpartition(".")[0]
+            layer = dict(network.named_modules()).get(path)
+            inputs, signs = (tensors.get(f"{kind}/{name}") for kind in ("inputs", "signs"))
+            if type(layer) not in KINDS or inputs is None or signs is None:
+                raise ModelMismatch(name, "the broadcast has a sketch for it, the model no layer that takes one")
+            weight = network.get_parameter(f"{path}.weight".lstrip(".")).detach()
+            fan_in = weight[0].numel()
+            fits = inputs.dim() == 2 and inputs.shape == signs.shape and not inputs.is_floating_point()
+            if not (fits and inputs.numel() and int(inputs.min()) >= 0 and int(inputs.max()) < fan_in):
+                raise ModelMismatch(name, f"the broadcast's sketch is not one of {fan_in} inputs")
+            small = KINDS[type(layer)](layer, Sketch(inputs.long(), signs.double(), fan_in).to(weight))
+            if path:
+                network.set_submodule(path, small)
+            else:
+                network = small
+        filled = super().unpack(network, values, tensors, loss)
+        for module in filled.modules():
+            if isinstance(module, SketchedLayer):
+                module.sketch = module.sketch.to(module.weight.detach())
+        return SketchedBroadcast(found["number"], filled)
+
+    def pack_update(self, defence: DBCL, update: SketchedUpdate) -> Packed:
+        """With the number of the broadcast."""
+        return {"number": update.number}, super().pack_update(defence, update)[1]
+
+    def unpack_update(self, defence: DBCL, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Any:
+        """Also refuses one that does not answer the last broadcast."""
+        number = checked("update", values, {"number": int})["number"]
+        defence.check_number(number, position)
+        plain = super().unpack_update(defence, model, values, tensors, position)
+        return SketchedUpdate(plain.gradients, plain.buffers, number)
+
+    def wanted(self, defence: DBCL, model: nn.Module) -> Tensors:
+        """Sketched weights have one column per bucket."""
+        whole = super().wanted(defence, model)
+        small = {n: t.flatten(1)[:, : t[0].numel() // defence.q] for n, t in whole.items() if n in defence.sketched}
+        return whole | small
+
+
+MESSAGES = DBCLMessages(DBCL)

@@ -2,18 +2,20 @@
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.defences.interface import Aggregate, Stateless
-from fedveil.errors import NonFiniteUpdate
+from fedveil.defences.interface import Aggregate, Defence, Samples
+from fedveil.errors import IncompleteUpdate, MisshapenUpdate, ModelMismatch, NonFiniteUpdate
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Loss, SquaredError
 from fedveil.scheme.losses import per_sample
 from fedveil.scheme.outputs import head_axis, outputs_of, slope
+from fedveil.wire import Packed, Tensors, Values, checked, those_under, under
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,18 +26,22 @@ class PlainUpdate:
     buffers: dict[str, Tensor]
 
 
-class Plain(Stateless):
+Update = TypeVar("Update", bound=PlainUpdate)
+
+
+class Plain(Defence):
     """Weighted mean of plain gradients.
 
     Args:
-        rounding: a seed makes it a rounding control (docs/maths.md, 'What "equal" means'): every gradient tensor gets
+        rounding: a seed makes it a rounding baseline (docs/maths.md, 'What "equal" means'): every gradient tensor gets
             noise of one unit in the last place, to show what floating point alone does to a run.
     """
 
-    def __init__(self, rounding: int | None = None) -> None:
-        self.name = "plain" if rounding is None else "rounding control"
-        self._noise = None if rounding is None else torch.Generator().manual_seed(rounding)
+    _seed: int | None = None  # of what should be secret, in the defences that derive from this
 
+    def __init__(self, rounding: int | None = None) -> None:
+        self.name = "plain" if rounding is None else "rounding baseline"
+        self._noise = None if rounding is None else torch.Generator().manual_seed(rounding)
         self._loss: Loss = SquaredError()
         self._axis: int | None = None
         self._bytes: dict[str, float] = {}
@@ -49,36 +55,32 @@ class Plain(Stateless):
 
     prepare_client = prepare
 
+    @property
+    def repeatable(self) -> bool:
+        """With a seed."""
+        return self._seed is not None
+
     def broadcast(self, model: nn.Module) -> nn.Module:
         """The model itself: in one process nothing needs to be copied."""
         return model
 
-    def client_step(
-        self,
-        model: nn.Module,
-        broadcast: nn.Module,
-        inputs: Inputs,
-        targets: Tensor,
-        weights: Tensor | None = None,
-        client: int = 0,
-    ) -> PlainUpdate:
+    def client_step(self, model: nn.Module, broadcast: nn.Module, samples: Samples, client: int = 0) -> PlainUpdate:
         """Gradients of the loss; buffers are the client's own copies."""
         trainable, own = tensors_of(broadcast)
-        outputs = outputs_of(broadcast, inputs, own)
+        outputs = outputs_of(broadcast, samples.inputs, own)
         with torch.no_grad():
-            delta = slope(self._loss, outputs, targets, self._axis) * per_sample(self._loss, outputs, weights)
+            share = per_sample(self._loss, outputs, samples.weights)
+            delta = slope(self._loss, outputs, samples.targets, self._axis) * share
         return PlainUpdate(gradients_of(trainable, outputs, delta), own)
 
-    def accumulate(
-        self, broadcast: nn.Module, total: PlainUpdate | None, update: PlainUpdate
-    ) -> tuple[nn.Module, PlainUpdate]:
+    def accumulate(self, broadcast: nn.Module, total: Update | None, update: Update) -> tuple[nn.Module, Update]:
         """Sum of gradients; statistics go on from where the last batch left them."""
         if update.buffers:
             broadcast = copy.deepcopy(broadcast)
             broadcast.load_state_dict(update.buffers, strict=False)
         if total is not None:
             summed = {name: total.gradients[name] + g for name, g in update.gradients.items()}
-            update = PlainUpdate(summed, update.buffers)
+            update = replace(update, gradients=summed)
         return broadcast, update
 
     def aggregate(self, updates: Sequence[PlainUpdate], weights: Sequence[float]) -> Aggregate:
@@ -87,7 +89,8 @@ class Plain(Stateless):
         gradients = _mean([update.gradients for update in updates], shares)
         if not math.isfinite(float(torch.stack(torch._foreach_norm(list(gradients.values()))).sum())):
             for position, update in enumerate(updates):
-                _refuse_non_finite(position, update.gradients)
+                for name, gradient in update.gradients.items():
+                    check_finite(position, "gradient", name, gradient)
         if self._noise is not None:
             gradients = {name: self._rounded(g) for name, g in gradients.items()}
         buffers = _mean([update.buffers for update in updates], shares)
@@ -122,6 +125,12 @@ def size_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor for each name again, in its shape and dtype."""
+    pieces = torch.split(flat, [g.numel() for g in like.values()])
+    return {name: piece.view(g.shape).to(g.dtype) for (name, g), piece in zip(like.items(), pieces, strict=True)}
+
+
 def _mean(dicts: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> dict[str, Tensor]:
     """Weighted mean by name; of counters the largest."""
     if len(dicts) == 1:
@@ -136,8 +145,75 @@ def _mean(dicts: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> dic
     return mean
 
 
-def _refuse_non_finite(position: int, own: Mapping[str, Tensor]) -> None:
-    """Name the client and its first gradient that is not finite."""
-    for name, gradient in own.items():
-        if not torch.isfinite(gradient).all():
-            raise NonFiniteUpdate(f"client {position}", f"gradient {name} holds NaN or infinity")
+def check_tensors(position: int, what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Refuse a client's tensors with other names, shapes or dtypes than those wanted, and what is not finite."""
+    client = f"client {position}"
+    for name, like in wanted.items():
+        tensor = found.get(name)
+        if tensor is None:
+            raise IncompleteUpdate(client, f"{what} {name} is missing")
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
+            text = f"{tuple(tensor.shape)} {tensor.dtype}, not {tuple(like.shape)} {like.dtype}"
+            raise MisshapenUpdate(client, f"{what} {name} is {text}")
+        check_finite(position, what, name, tensor)
+    strange = sorted(found.keys() - wanted.keys())
+    if strange:
+        raise MisshapenUpdate(client, f"{what} {strange[0][:80]!r} was not asked for")
+
+
+def check_finite(position: int, what: str, name: str, tensor: Tensor) -> None:
+    """Refuse a client's tensor that holds NaN or infinity."""
+    if not torch.isfinite(tensor).all():
+        raise NonFiniteUpdate(f"client {position}", f"{what} {name} holds NaN or infinity")
+
+
+@dataclass(frozen=True)
+class PlainMessages:
+    """How messages travel: the model down, its gradients and buffers up. Those of other defences derive from this."""
+
+    build: Callable[..., Defence]  # the defence's class; clients call it with the server's settings
+    settings: tuple[str, ...] = ()  # attributes of the defence that are also arguments of its class
+
+    def pack(self, defence: Any, broadcast: Any) -> Packed:
+        """Server: a broadcast as plain values and tensors."""
+        parameters = dict(broadcast.named_parameters())
+        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        modes = [path for path, module in broadcast.named_modules() if module.training]
+        tensors = under("parameter", parameters) | under("buffer", dict(broadcast.named_buffers()))
+        return {"trainable": trained, "training": modes}, tensors
+
+    def unpack(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> Any:
+        """Client: the broadcast, in a copy of the client's own architecture."""
+        filled = copy.deepcopy(model)
+        for kind, own in (("parameter", dict(filled.named_parameters())), ("buffer", dict(filled.named_buffers()))):
+            sent = those_under(kind, tensors)
+            for name in sorted(sent.keys() | own.keys()):
+                shapes = [tuple(some[name].shape) if name in some else "nothing" for some in (sent, own)]
+                if shapes[0] != shapes[1]:
+                    fix = "build the client's model with the code that built the server's"
+                    raise ModelMismatch(name, f"the broadcast has {shapes[0]}, the model {shapes[1]}", fix)
+                own[name].data = sent[name].to(own[name].device)
+        found = checked("broadcast", values, {"trainable": list[str], "training": list[str]})
+        for name, parameter in filled.named_parameters():
+            parameter.requires_grad_(name in found["trainable"])
+        for path, module in filled.named_modules():
+            module.training = path in found["training"]
+        return filled
+
+    def pack_update(self, defence: Any, update: Any) -> Packed:
+        """Client: an upload as plain values and tensors."""
+        return {}, under("gradient", update.gradients) | under("buffer", update.buffers)
+
+    def unpack_update(self, defence: Any, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Any:
+        """Server: the upload of the client at that position; one that cannot be aggregated is refused."""
+        update = PlainUpdate(those_under("gradient", tensors), those_under("buffer", tensors))
+        check_tensors(position, "gradient", update.gradients, self.wanted(defence, model))
+        check_tensors(position, "buffer", update.buffers, dict(model.named_buffers()))
+        return update
+
+    def wanted(self, defence: Any, model: nn.Module) -> Tensors:
+        """Tensors like the gradients that an update must hold."""
+        return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+MESSAGES = PlainMessages(Plain)

@@ -1,6 +1,6 @@
 """PPDL (Shokri and Shmatikov, CCS 2015) in synchronous rounds: clients clip, select and noise what they upload.
 
-Differs from the paper: see docs/defences/ppdl.md, as for what it costs and what it leaks.
+docs/defences/ppdl.md says how it differs from the paper, what it costs and what it leaks.
 """
 
 import hashlib
@@ -8,18 +8,22 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedveil.defences.interface import Aggregate, one_by_one
-from fedveil.defences.plain import Plain, PlainUpdate, size_of
+from fedveil.checks import number, one_of, share
+from fedveil.defences.interface import Aggregate
+from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, size_of, split
 from fedveil.errors import BadArgument
+from fedveil.wire import Packed, Tensors, Values, those_under, under
 
 MEDIAN_ROUNDS = 100
+KEY = 16  # bytes: a torch.Generator would use 32 bits of a seed, few enough to try them all
 SETTINGS: dict[str, dict[str, float]] = {
     "sel": {"fraction": 0.1},
     "noise": {"sigma": 1e-2},
@@ -29,10 +33,17 @@ SETTINGS: dict[str, dict[str, float]] = {
 
 @dataclass(repr=False, eq=False)
 class _Client:
-    """What a client keeps to itself: its source of noise, and the norms of its first gradients."""
+    """What a client keeps to itself: the key of its noise, its draws so far, the norms of its first gradients."""
 
-    noise: torch.Generator
-    norms: list[float]
+    key: bytes
+    draws: int = 0
+    norms: list[float] = field(default_factory=list)
+
+    def normal(self, count: int) -> Tensor:
+        """Standard normal numbers: every draw has a stream of Philox to itself, under a key of 128 bits."""
+        self.draws += 1
+        stream = np.random.Philox(key=int.from_bytes(self.key, "little"), counter=self.draws << 192)
+        return torch.from_numpy(np.random.Generator(stream).standard_normal(count))
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,7 @@ class _Measured:
     change: float
     rms: float
     clipped: bool
+    numbers: int  # bytes of those that were selected, and of which they are: indices or a bitmap
 
 
 class PPDL(Plain):
@@ -81,39 +93,29 @@ class PPDL(Plain):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.name = "ppdl"
-        if not _number(fraction) or not 0 < fraction <= 1:
-            what = f"fraction must be above 0 and at most 1, got {fraction!r}"
-            raise BadArgument("PPDL", what, "fraction=1 uploads all of the gradient")
-        if not _number(sigma) or not 0 <= sigma < math.inf:
+        share("PPDL", "fraction", fraction, "fraction=1 uploads all of the gradient")
+        if not number(sigma) or not 0 <= sigma < math.inf:
             what = f"sigma must be a standard deviation, 0 or more, got {sigma!r}"
             raise BadArgument("PPDL", what, "sigma=0 adds no noise")
-        if clip is not None and clip != "median" and not (_number(clip) and 0 < float(clip) < math.inf):
+        if clip not in (None, "median") and not (number(clip) and 0 < clip < math.inf):
             what = f"clip must be a norm above 0, 'median' or None, got {clip!r}"
             raise BadArgument("PPDL", what, "clip=None leaves gradients as long as they are")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        if seed is not None and type(seed) is not int:
             raise BadArgument("PPDL", f"seed must be an int or None, got {seed!r}", "leave it out, but for tests")
-        self.fraction, self.sigma, self.clip = fraction, sigma, clip
+        self.name, self.fraction, self.sigma, self.clip = "ppdl", fraction, sigma, clip
         self._seed = seed
         self._clients: dict[int, _Client] = {}
-        self._measured: list[_Measured] = []
+        self._measured: WeakKeyDictionary[PlainUpdate, _Measured] = WeakKeyDictionary()  # by upload
 
     @classmethod
     def named(
-        cls, setting: str, *, fraction: float | None = None, sigma: float | None = None, seed: int | None = None
+        cls, setting: str = "sel", *, fraction: float | None = None, sigma: float | None = None, seed: int | None = None
     ) -> "PPDL":
         """One of three settings: "sel" selects, "noise" clips at the median and adds noise, "both" does all of it.
 
-        Args:
-            setting: its name.
-            fraction: in place of 0.1; not for "noise".
-            sigma: in place of 1e-2; not for "sel".
-            seed: as for the class.
+        `fraction` is 0.1 by default, and not for "noise"; `sigma` is 1e-2, and not for "sel".
         """
-        if setting not in SETTINGS:
-            known = ", ".join(f'"{known}"' for known in SETTINGS)
-            raise BadArgument("PPDL.named", f"there is no setting {setting!r}", f"use one of {known}")
-        values = dict(SETTINGS[setting])
+        values = dict(SETTINGS[one_of("PPDL.named", "setting", setting, SETTINGS)])
         for key, value in {"fraction": fraction, "sigma": sigma}.items():
             if value is not None and key not in values:
                 what = f"setting {setting!r} has no {key}, got {value!r}"
@@ -124,11 +126,6 @@ class PPDL(Plain):
         found = cls(values.get("fraction", 1.0), values.get("sigma", 0.0), clip, seed=seed)
         found.name = f"ppdl-{setting}"
         return found
-
-    @property
-    def repeatable(self) -> bool:  # type: ignore[override]
-        """With a seed."""
-        return self._seed is not None
 
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
         """The client's gradient of this round, clipped, thinned and noised; what is not selected is 0."""
@@ -144,19 +141,20 @@ class PPDL(Plain):
         values = short if kept is None else short[kept]
         rms = _norm(values) / math.sqrt(count)
         if self.sigma:
-            draw = torch.randn(count, generator=self._client(client).noise, dtype=true.dtype)
-            values = values + self.sigma * draw.to(true.device)
+            values = values + self.sigma * self._client(client).normal(count).to(true)
         sent = values if kept is None else torch.zeros_like(true).masked_scatter_(kept, values)
-        self._measured.append(_Measured(size, _norm(sent - true), rms, clipped))
-        return PlainUpdate(_split(sent, update.gradients), update.buffers)
+        numbers = count * true.element_size() + min(4 * count, math.ceil(len(true) / 8))
+        result = PlainUpdate(split(sent, update.gradients), update.buffers)
+        self._measured[result] = _Measured(size, _norm(sent - true), rms, clipped, numbers)
+        return result
 
     def _client(self, client: int) -> _Client:
         if client not in self._clients:
-            self._clients[client] = _Client(_generator(self._seed, client), [])
+            seeded = hashlib.shake_256(repr((self._seed, client)).encode()).digest(KEY)
+            self._clients[client] = _Client(os.urandom(KEY) if self._seed is None else seeded)
         return self._clients[client]
 
     def _bound(self, client: int, size: float) -> float:
-        """The norm at which to clip a client's gradient of norm `size`."""
         if self.clip != "median":
             return math.inf if self.clip is None else float(self.clip)
         norms = self._client(client).norms
@@ -166,13 +164,13 @@ class PPDL(Plain):
 
     def aggregate(self, updates: Sequence[PlainUpdate], weights: Sequence[float]) -> Aggregate:
         """sum_k |D_k| / |D| times client k's upload and floating buffers."""
-        measured, self._measured = self._measured, []
         result = super().aggregate(updates, weights)
-        if len(measured) != len(updates):
+        measured = [self._measured[update] for update in updates if update in self._measured]
+        if len(measured) < len(updates):
             return result
         details = dict(result.details)
         if self.fraction < 1:
-            details["bytes_up"] = _packed(updates[0], self.fraction)
+            details["bytes_up"] = measured[0].numbers + size_of(updates[0].buffers.values())
         size = sum(w * m.size for w, m in zip(weights, measured, strict=True))
         change = sum(w * m.change for w, m in zip(weights, measured, strict=True))
         rms = math.sqrt(statistics.fmean(m.rms**2 for m in measured))
@@ -182,45 +180,30 @@ class PPDL(Plain):
             details["clipped"] = statistics.fmean(m.clipped for m in measured)
         return replace(result, error=change / size if size else 0.0, details=details)
 
-    def each(self, updates: Sequence[PlainUpdate]) -> list[Aggregate]:
-        """One after another, each with what was measured at its upload."""
-        measured, self._measured = self._measured, []
-        own = iter(measured if len(measured) == len(updates) else [])
-
-        def alone(update: PlainUpdate) -> Aggregate:
-            self._measured = [m for m in [next(own, None)] if m]
-            return self.aggregate([update], [1.0])
-
-        return one_by_one(alone, updates)
-
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The server keeps nothing; clients go on from what `restore_client` gives them, or begin anew."""
+        """Clients go on from what `restore_client` gives them, or begin anew."""
         self._clients.clear()
-        self._measured.clear()
 
     def client_state(self, client: int) -> dict[str, Any]:
         """The state of its source of noise, and its first norms; nothing for a client that has used neither."""
         if client not in self._clients:
             return {}
         own = self._clients[client]
-        return {"noise": own.noise.get_state(), "norms": list(own.norms)}
+        return {"key": torch.tensor(list(own.key), dtype=torch.uint8), "draws": own.draws, "norms": list(own.norms)}
 
     def restore_client(self, client: int, state: Mapping[str, Any]) -> None:
         """Go on from `client_state`: a round done again gets the same noise, so that nobody can average it away."""
         self._clients.pop(client, None)
-        if state:
-            noise = torch.Generator()
-            noise.set_state(state["noise"].cpu())
-            self._clients[client] = _Client(noise, list(state["norms"]))
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        if not state:
+            return
+        if {"key", "draws", "norms"} - state.keys():
+            what = f"client {client}'s state is of an older version or of another defence"
+            raise BadArgument("PPDL", what, "start the run anew")
+        self._clients[client] = _Client(bytes(state["key"].tolist()), int(state["draws"]), list(state["norms"]))
 
 
 def _norm(flat: Tensor) -> float:
-    """In float64, where squares of float32 neither overflow nor vanish."""
-    return float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float64))  # squares of float32 might overflow or vanish
 
 
 def _largest(flat: Tensor, count: int) -> Tensor:
@@ -233,27 +216,41 @@ def _largest(flat: Tensor, count: int) -> Tensor:
     return kept
 
 
-def _packed(update: PlainUpdate, fraction: float) -> int:
-    """Bytes of an upload: the numbers that were selected, and which they are (indices or a bitmap); the buffers."""
-    count = sum(g.numel() for g in update.gradients.values())
-    kept = max(1, round(fraction * count))
-    item = next(iter(update.gradients.values())).element_size()
-    return kept * item + min(4 * kept, math.ceil(count / 8)) + size_of(update.buffers.values())
+class PPDLMessages(PlainMessages):
+    """As plain, but of a thinned gradient only the numbers that were selected, and where they are."""
+
+    def pack_update(self, defence: PPDL, update: PlainUpdate) -> Packed:
+        """Places as indices or as a bitmap, whichever is shorter."""
+        if defence.fraction == 1:
+            return super().pack_update(defence, update)
+        flat = torch.cat([g.reshape(-1) for g in update.gradients.values()]).cpu()
+        kept = flat.nonzero()[:, 0]
+        places = kept.int() if len(flat) < 2**31 else kept
+        if 32 * len(kept) > len(flat):
+            places = torch.from_numpy(np.packbits((flat != 0).numpy()))
+        return {}, {"selected": flat[kept], "places": places} | under("buffer", update.buffers)
+
+    def unpack_update(self, defence: PPDL, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Any:
+        """With 0 where nothing was selected."""
+        if defence.fraction < 1:
+            gradients = self._spread(tensors, self.wanted(defence, model))
+            tensors = under("gradient", gradients) | under("buffer", those_under("buffer", tensors))
+        return super().unpack_update(defence, model, values, tensors, position)
+
+    def _spread(self, tensors: Tensors, wanted: Tensors) -> Tensors:
+        first, count = next(iter(wanted.values())), sum(like.numel() for like in wanted.values())
+        numbers, places = tensors.get("selected"), tensors.get("places")
+        if numbers is None or places is None or numbers.dim() != 1 or places.dim() != 1:
+            raise BadArgument("update", "the tensors 'selected' and 'places' are missing or misshapen")
+        if places.dtype == torch.uint8:
+            places = torch.from_numpy(np.flatnonzero(np.unpackbits(places.numpy())[:count]))
+        whole = places.dtype in (torch.int32, torch.int64) and len(places) == len(numbers)
+        if not whole or (len(places) and not 0 <= int(places.min()) <= int(places.max()) < count):
+            raise BadArgument("update", f"{len(numbers)} numbers selected from {count} cannot be at these places")
+        flat = torch.zeros(count, dtype=numbers.dtype)
+        flat[places.long()] = numbers
+        pieces = torch.split(flat.to(first.device), [like.numel() for like in wanted.values()])
+        return {name: piece.view(like.shape) for (name, like), piece in zip(wanted.items(), pieces, strict=True)}
 
 
-def _split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One tensor for each name again."""
-    pieces = torch.split(flat, [g.numel() for g in like.values()])
-    return {name: piece.view(g.shape).to(g.dtype) for (name, g), piece in zip(like.items(), pieces, strict=True)}
-
-
-def _generator(seed: int | None, client: int) -> torch.Generator:
-    """A Mersenne Twister with all its 624 words drawn: `manual_seed` would use 32 bits, few enough to try them all."""
-    width = 4 * 624
-    drawn = os.urandom(width) if seed is None else hashlib.shake_256(repr((seed, client)).encode()).digest(width)
-    words = torch.from_numpy(np.frombuffer(drawn, dtype="<u4").astype(np.uint64).view(np.uint8))
-    generator = torch.Generator().manual_seed(0)
-    state = generator.get_state()  # 24 bytes of header, then the words, 8 bytes each
-    state[24 : 24 + len(words)] = words
-    generator.set_state(state)
-    return generator
+MESSAGES = PPDLMessages(PPDL, ("fraction", "sigma", "clip"))

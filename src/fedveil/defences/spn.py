@@ -1,22 +1,22 @@
 """SPN, secret polarization networks (Fan et al. 2020, arXiv 2006.11601): our re-implementation, no code is public."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedveil.defences.interface import Aggregate, Stateless
-from fedveil.defences.plain import Plain, PlainUpdate, gradients_of, tensors_of
+from fedveil.checks import number, whole
+from fedveil.defences.interface import Samples
+from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, gradients_of, tensors_of
 from fedveil.errors import AnalysisError, BadArgument
 from fedveil.graph.export import export
 from fedveil.graph.head import find_head
-from fedveil.graph.inputs import Inputs
-from fedveil.scheme import Entropy, Loss, SquaredError
+from fedveil.graph.inputs import Inputs, calls_of
+from fedveil.scheme import Entropy, Loss
 from fedveil.scheme.losses import per_sample
 from fedveil.scheme.outputs import outputs_of
 
@@ -24,15 +24,11 @@ SLACK = 1e-3  # of the sum of a row of probabilities; far from 0 and 2, which th
 
 
 @dataclass(frozen=True, eq=False)
-class Private:
+class PrivateHead:
     """What a client never sends: its head P_k (bits, features) and its codes T_k (classes, bits) of -1 and +1."""
 
     head: Tensor = field(repr=False)
     codes: Tensor = field(repr=False)
-
-    def to(self, like: Tensor) -> "Private":
-        """On the device and in the dtype of a tensor."""
-        return Private(self.head.to(like), self.codes.to(like))
 
     def pull(self, features: Tensor, classes: Tensor, margin: float) -> Tensor:
         """Slope of sum_j max(0, margin - v_j T[class, j]) in v = P h, for each row h of features; 0 at the kink."""
@@ -42,7 +38,7 @@ class Private:
 
 @dataclass(frozen=True)
 class Split:
-    """Where the public network parts into body and classifier: its last Linear, with so many inputs and outputs."""
+    """Where the public network divides into body and classifier: its last Linear, with so many inputs and outputs."""
 
     path: str
     features: int
@@ -55,26 +51,20 @@ class Split:
 
 
 @dataclass(frozen=True, eq=False)
-class SPNUpdate:
-    """What a client computed in a round; only `public` leaves it.
+class SPNUpdate(PlainUpdate):
+    """Of the public network as plain; and `step`, the gradient of the client's own head, which never leaves it."""
 
-    Attributes:
-        public: gradients and buffers of the public network.
-        step: gradient of the client's own head.
-    """
-
-    public: PlainUpdate
     step: Tensor = field(repr=False)
 
 
-class SPN(Stateless):
+class SPN(Plain):
     """A private head at every client pulls the shared network's features; our re-implementation.
 
     With h what enters the model's last Linear and u the model's outputs, client k minimises
 
         loss(u, y) + weight * mean_i sum_j max(0, margin - v_ij T_k[y_i, j]),    v = P_k h.
 
-    It sends the gradient with respect to the public network and keeps P_k, which takes a local step of SGD a round, and
+    It sends the gradient with respect to the public network and keeps P_k, which takes a step of SGD in each round, and
     the fixed codes T_k. The last Linear's own gradient is that of the loss alone. `client_view` is the public network:
     all of the model that is used for predictions. docs/defences/spn.md has sources, cost and weaknesses.
 
@@ -85,75 +75,50 @@ class SPN(Stateless):
         bits: outputs of the private head.
         margin: m.
         lr: learning rate of the private heads; give the server's. Default: that of `Federation`'s default optimiser.
-        seed: for repeatable tests only: whoever knows it knows every client's secrets. Otherwise they come from the
-            operating system.
+        seed: for tests: whoever knows it knows every client's secrets. By default the operating system draws them.
     """
 
-    name = "SPN (our re-implementation)"
     fuses = False  # every client has its own head
 
     def __init__(
-        self,
-        weight: float = 0.1,
-        bits: int = 32,
-        margin: float = 1.0,
-        lr: float = 1e-3,
-        seed: int | None = None,
+        self, weight: float = 0.1, bits: int = 32, margin: float = 1.0, lr: float = 1e-3, seed: int | None = None
     ) -> None:
+        super().__init__()
+        self.name = "SPN (our re-implementation)"
         fix = "leave it out for the default"
         for name, value in (("weight", weight), ("margin", margin), ("lr", lr)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            if not number(value) or not 0 <= value < math.inf:
                 raise BadArgument("SPN", f"{name} must be a finite number of at least 0, got {value!r}", fix)
-        for name, whole, least in (("bits", bits, 1), ("seed", 0 if seed is None else seed, 0)):
-            if isinstance(whole, bool) or not isinstance(whole, int) or whole < least:
-                raise BadArgument("SPN", f"{name} must be a whole number of at least {least}, got {whole!r}", fix)
+        whole("SPN", "bits", bits, 1, fix)
+        whole("SPN", "seed", 0 if seed is None else seed, 0, fix)
         self.weight, self.bits, self.margin, self.lr = weight, bits, margin, lr
         self._seed = seed
-        self._plain = Plain()
-        self._loss: Loss = SquaredError()
         self._split: Split | None = None
-        self._private: dict[int, Private] = {}
+        self._heads: dict[int, PrivateHead] = {}
 
     def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
-        """Find where the model parts into body and classifier."""
+        """Find where the model divides into body and classifier."""
         self._split = find_split(model, example)
-        self._loss = loss
-        self._plain.prepare(model, example, loss)
+        super().prepare(model, example, loss)
 
     prepare_client = prepare
 
     @property
-    def repeatable(self) -> bool:  # type: ignore[override]
-        """With a seed."""
-        return self._seed is not None
-
-    @property
     def split(self) -> Split:
-        """Where the model parts."""
+        """Where the model divides into body and classifier."""
         if self._split is None:
             raise BadArgument("SPN", "no model was prepared yet", "prepare(model, example, loss) first")
         return self._split
 
-    def broadcast(self, model: nn.Module) -> nn.Module:
-        """The public network itself."""
-        return self._plain.broadcast(model)
-
-    def client_step(
-        self,
-        model: nn.Module,
-        broadcast: nn.Module,
-        inputs: Inputs,
-        targets: Tensor,
-        weights: Tensor | None = None,
-        client: int = 0,
-    ) -> SPNUpdate:
+    def client_step(self, model: nn.Module, broadcast: nn.Module, samples: Samples, client: int = 0) -> SPNUpdate:
         """Gradients of the public network, and of the client's head; a client's first step draws its secrets."""
         trainable, own = tensors_of(broadcast)
-        with _entering(broadcast.get_submodule(self.split.path)) as entered:
-            outputs = outputs_of(broadcast, inputs, own)
-        (hidden,) = entered
+        with calls_of([broadcast.get_submodule(self.split.path)]) as calls:
+            outputs = outputs_of(broadcast, samples.inputs, own)
+        hidden = calls[0].entered
         with torch.no_grad():
-            wanted, share = self._loss.dense(targets, outputs), per_sample(self._loss, outputs, weights)
+            wanted = self._loss.dense(samples.targets, outputs)
+            share = per_sample(self._loss, outputs, samples.weights)
             delta = self._loss.gradient(outputs, wanted) * share
             features = hidden.detach().reshape(-1, self.split.features)
             shares = (torch.ones_like(outputs) * share).reshape(len(features), -1)[:, :1]
@@ -161,46 +126,35 @@ class SPN(Stateless):
             classes = find_classes(wanted, len(features), self.split.outputs, client)
             pull = private.pull(features, classes, self.margin) * (self.weight * shares)
             roots, slopes = (outputs, hidden), (delta, (pull @ private.head).reshape(hidden.shape))
-        return SPNUpdate(PlainUpdate(gradients_of(trainable, roots, slopes), own), pull.T @ features)
+        return SPNUpdate(gradients_of(trainable, roots, slopes), own, pull.T @ features)
 
-    def _of(self, client: int, like: Tensor) -> Private:
-        """The client's secrets, drawn if it has none yet."""
-        if client not in self._private:
+    def _of(self, client: int, like: Tensor) -> PrivateHead:
+        if client not in self._heads:
             entropy = Entropy() if self._seed is None else Entropy.for_tests(self._seed << 32 | client)
-            self._private[client] = draw_private(self.split, self.bits, entropy)
-        self._private[client] = self._private[client].to(like)
-        return self._private[client]
+            self._heads[client] = draw_head(self.split, self.bits, entropy)
+        own = self._heads[client]
+        self._heads[client] = PrivateHead(own.head.to(like), own.codes.to(like))
+        return self._heads[client]
 
-    def accumulate(
-        self, broadcast: nn.Module, total: SPNUpdate | None, update: SPNUpdate
-    ) -> tuple[nn.Module, SPNUpdate]:
+    def accumulate(self, broadcast: nn.Module, total: Any, update: Any) -> tuple[nn.Module, Any]:
         """Sums of both gradients; the head stays as it is until the round's end."""
-        broadcast, public = self._plain.accumulate(broadcast, total.public if total else None, update.public)
-        return broadcast, SPNUpdate(public, total.step + update.step if total else update.step)
+        if total is not None:
+            update = replace(update, step=total.step + update.step)
+        return super().accumulate(broadcast, total, update)
 
     def upload(self, update: SPNUpdate, client: int = 0) -> PlainUpdate:
         """Let the client's head take its step, and send the rest."""
         private = self._of(client, update.step)
-        self._private[client] = Private(private.head - self.lr * update.step, private.codes)
-        return update.public
-
-    def aggregate(self, updates: Sequence[PlainUpdate], weights: Sequence[float]) -> Aggregate:
-        """The plain weighted mean."""
-        return self._plain.aggregate(updates, weights)
-
-    def client_view(self, model: nn.Module, broadcast: nn.Module) -> nn.Module:
-        """The public network, as it is."""
-        return self._plain.client_view(model, broadcast)
+        self._heads[client] = PrivateHead(private.head - self.lr * update.step, private.codes)
+        return PlainUpdate(update.gradients, update.buffers)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The server keeps nothing; clients go on from what `restore_client` gives them, or draw anew."""
-        self._private.clear()
+        self._heads.clear()
 
     def client_state(self, client: int) -> dict[str, Any]:
         """The client's head and codes; nothing before its first step."""
-        if client not in self._private:
-            return {}
-        return {"head": self._private[client].head, "codes": self._private[client].codes}
+        return dict(vars(self._heads[client])) if client in self._heads else {}
 
     def restore_client(self, client: int, state: Mapping[str, Any]) -> None:
         """Go on with that head and those codes."""
@@ -210,22 +164,7 @@ class SPN(Stateless):
             if found != shape:
                 what = f"client {client}'s {name} has shape {found}, want {shape}"
                 raise BadArgument("SPN", what, "go on with the model and the bits that the run began with")
-        self._private[client] = Private(state["head"], state["codes"])
-
-
-@contextmanager
-def _entering(module: nn.Module) -> Iterator[list[Tensor]]:
-    """What enters the module in a forward pass."""
-    seen: list[Tensor] = []
-
-    def note(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        seen.extend((*args, *kwargs.values()))
-
-    handle = module.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()
+        self._heads[client] = PrivateHead(state["head"], state["codes"])
 
 
 def find_split(model: nn.Module, example: Inputs) -> Split:
@@ -262,13 +201,12 @@ def find_classes(targets: Tensor, rows: int, outputs: int, client: int) -> Tenso
     raise BadArgument("SPN", what, 'for other targets use defence "plain" or "veil"')
 
 
-def draw_private(split: Split, bits: int, entropy: Entropy) -> Private:
-    """P ~ N(0, 1 / features) and uniform signs T, from a random 64-bit word each.
-
-    Not from a torch.Generator: on the CPU it keeps 32 bits of its seed, few enough to try them all.
-    """
-    shape = bits, split.features
-    uniform = ((entropy.words(math.prod(shape)) >> np.uint64(12)) + 0.5) * 2.0**-52  # never 0 or 1
-    head = torch.special.ndtri(torch.from_numpy(uniform)).reshape(shape) / math.sqrt(split.features)
+def draw_head(split: Split, bits: int, entropy: Entropy) -> PrivateHead:
+    """P ~ N(0, 1 / features) and uniform signs T, from a random 64-bit word each."""
+    normal = torch.from_numpy(entropy.normal(bits * split.features))
+    head = normal.reshape(bits, split.features) / math.sqrt(split.features)
     signs = 1.0 - 2.0 * (entropy.words(split.classes * bits) & np.uint64(1))
-    return Private(head, torch.from_numpy(signs).reshape(split.classes, bits))
+    return PrivateHead(head, torch.from_numpy(signs).reshape(split.classes, bits))
+
+
+MESSAGES = PlainMessages(SPN, ("weight", "bits", "margin", "lr"))  # heads and codes stay with clients

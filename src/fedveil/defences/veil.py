@@ -1,13 +1,14 @@
 """The paper's defence: one-time noise on the model, lifted from what clients send."""
 
 import dataclasses
-import math
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedveil.defences.interface import Aggregate, Stateless, one_by_one
+from fedveil.defences.interface import Aggregate, Defence, Samples, one_by_one
+from fedveil.defences.plain import PlainMessages, check_tensors
 from fedveil.errors import BadArgument
 from fedveil.graph import Plan, analyse
 from fedveil.graph.inputs import Inputs
@@ -15,8 +16,6 @@ from fedveil.scheme import (
     Broadcast,
     Entropy,
     Loss,
-    NodeCount,
-    Recovered,
     Secret,
     SquaredError,
     Update,
@@ -26,14 +25,12 @@ from fedveil.scheme import (
     perturb,
     recover,
 )
-from fedveil.scheme.nodes import SPREAD, Spectrum
 from fedveil.scheme.recover import check_update, refuse_non_finite
 from fedveil.scheme.secret import check_decoys
+from fedveil.wire import Packed, Tensors, Values
 
-MISSED = 10  # times the tolerance
 
-
-class Veil(Stateless):
+class Veil(Defence):
     """A new secret in every round.
 
     Args:
@@ -45,11 +42,6 @@ class Veil(Stateless):
         min_coverage: refuse a model of which less than this share of the parameters' values can be covered.
         public: names of parameters whose values clients know; see `analyse`.
         decoys: false offsets of the head beside the true one; see `draw_secret`.
-        tolerance: for losses other than squared error, nodes in place of decoys: as many as keep the relative error of
-            the gradient below this, going by the clients' gradients.
-        nodes: nodes in place of decoys, a fixed number of them. Then no round is repeated, and no tolerance is watched;
-            `error` is.
-        spread: of the nodes; see `draw_secret`.
         entropy: `Entropy.for_tests(seed)` for repeatable tests.
     """
 
@@ -66,40 +58,25 @@ class Veil(Stateless):
         min_coverage: float = 0.0,
         public: Collection[str] = (),
         decoys: int | None = None,
-        tolerance: float | None = None,
-        nodes: int | None = None,
-        spread: float = SPREAD,
         entropy: Entropy | None = None,
     ) -> None:
         self.groups, self.additive, self.multiplicative, self.permute = groups, additive, multiplicative, permute
-        self._head, self._entropy = head, entropy
-        self._asked = {"min_coverage": min_coverage, "public": tuple(public)}
+        check_decoys("Veil", decoys)
+        self.decoys, self._entropy = decoys, entropy
+        self._analyse = partial(analyse, head=head, min_coverage=min_coverage, public=tuple(public))  # type: ignore[arg-type]
+        self._loss: Loss = SquaredError()
         self._plan: Plan | None = None
         self._secret: Secret | None = None
-        self._loss: Loss = SquaredError()
-        self.decoys = decoys
-        self._spread, self._fixed = spread, nodes
-        self._count = NodeCount(tolerance) if tolerance is not None and nodes is None else None
-        check_decoys("Veil", decoys)
-        if decoys is not None and (nodes is not None or tolerance is not None):
-            given = "nodes" if nodes is not None else "tolerance"
-            what = f"decoys={decoys} needs no {given}: nodes are another way to recover a loss"
-            raise BadArgument("Veil", what, f"leave out decoys or {given}")
-        if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf):
-            raise BadArgument("Veil", f"tolerance must be a number above 0, got {tolerance!r}", "tolerance=1e-6")
 
     def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Analyse the model."""
-        self._plan = analyse(model, example, head=self._head, **self._asked)  # type: ignore[arg-type]
-        self._loss = loss
-        by_nodes = not isinstance(loss, SquaredError) and self._plan.head is not None
-        self.adapts = by_nodes and self._count is not None  # the number of nodes is public, and follows gradients
+        self._plan, self._loss = self._analyse(model, example), loss
 
     def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Nothing to do: all that a client needs is in the broadcast."""
 
     @property
-    def repeatable(self) -> bool:  # type: ignore[override]
+    def repeatable(self) -> bool:
         """With `Entropy.for_tests`."""
         return self._entropy is not None and self._entropy.for_tests_only
 
@@ -112,31 +89,15 @@ class Veil(Stateless):
 
     def broadcast(self, model: nn.Module) -> Broadcast:
         """Cover the model with a new secret; the last one is forgotten."""
+        sizes = self.groups, self.additive, self.multiplicative
         self._secret = draw_secret(
-            self.plan,
-            self._loss,
-            self.groups,
-            self.additive,
-            self.multiplicative,
-            permute=self.permute,
-            decoys=self.decoys,
-            nodes=self._fixed if self._count is None else self._count,
-            spread=self._spread,
-            entropy=self._entropy,
+            self.plan, self._loss, *sizes, permute=self.permute, decoys=self.decoys, entropy=self._entropy
         )
         return perturb(model, self._secret)
 
-    def client_step(
-        self,
-        model: nn.Module,
-        broadcast: Broadcast,
-        inputs: Inputs,
-        targets: Tensor,
-        weights: Tensor | None = None,
-        client: int = 0,
-    ) -> Update:
+    def client_step(self, model: nn.Module, broadcast: Broadcast, samples: Samples, client: int = 0) -> Update:
         """The perturbed gradient and its correction terms."""
-        return client_step(model, broadcast, inputs, targets, weights)
+        return client_step(model, broadcast, samples.inputs, samples.targets, samples.weights)
 
     def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:
         """Sum of passes; statistics go on, still veiled, from where the last batch left them."""
@@ -148,11 +109,10 @@ class Veil(Stateless):
             update = dataclasses.replace(update, passes=passes, samples=total.samples + update.samples)
         return broadcast, update
 
-    def check(self, update: Update, position: int = 0) -> None:
-        """Refuse an update that does not answer the last broadcast, or that is not finite."""
-        check_update(self._opened(), position, update)
-        if not all(torch.isfinite(t).all() for t in (*update.passes.values(), *update.buffers.values())):
-            refuse_non_finite([update])
+    def _opened(self) -> Secret:
+        if self._secret is None:
+            raise BadArgument("veil", "there is no broadcast to answer", "broadcast(model) first")
+        return self._secret
 
     def forget(self) -> None:
         """Drop the secret."""
@@ -160,37 +120,19 @@ class Veil(Stateless):
 
     def aggregate(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
         """Lift the noise from the weighted sum, and forget the secret."""
-        recovered = recover(self._opened(), updates, weights)
+        result = self._lifted(updates, weights)
         self._secret = None
-        self._observe([recovered])
-        return self._result(recovered)
+        return result
 
     def each(self, updates: Sequence[Update]) -> list[Aggregate]:
         """Lift the noise from every update by itself, and forget the secret."""
-        secret = self._opened()
-        found = one_by_one(lambda update: recover(secret, [update], [1.0]), updates)
+        found = one_by_one(lambda update: self._lifted([update], [1.0]), updates)
         self._secret = None
-        self._observe(found)
-        return [self._result(recovered) for recovered in found]
+        return found
 
-    def _opened(self) -> Secret:
-        if self._secret is None:
-            raise BadArgument("veil", "there is no broadcast to answer", "broadcast(model) first")
-        return self._secret
-
-    def _observe(self, found: Sequence[Recovered]) -> None:
-        """Let the count of nodes learn from a round: from the update that wanted most."""
-        spectra = [recovered.spectrum for recovered in found if recovered.spectrum]
-        if spectra and self._count:
-            self._count.observe(max(spectra, key=Spectrum.truncation))
-
-    def _result(self, recovered: Recovered) -> Aggregate:
-        details, again = _traffic(recovered.passes, self.plan), False
-        if recovered.spectrum:
-            details["nodes"] = len(recovered.spectrum.sizes)
-            tolerance = self._count.tolerance if self._count else math.inf
-            again = recovered.spectrum.truncation() > MISSED * tolerance
-        return Aggregate(recovered.gradients, recovered.buffers, recovered.error, details, again)
+    def _lifted(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
+        found = recover(self._opened(), updates, weights)
+        return Aggregate(found.gradients, found.buffers, found.error, _traffic(found.passes, self.plan))
 
     def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
         """The model as the paper sends it: base plus offset."""
@@ -202,10 +144,38 @@ def _traffic(passes: int, plan: Plan) -> dict[str, float]:
     """Bytes of a broadcast and of an update with that many passes, without their names and shapes."""
     layout, item = plan.layout, plan.layout.dtype.itemsize
     buffers = item * (layout.total - layout.parameters) + 8 * len(layout.counters)
-    head = 0
+    down, up = item * layout.parameters + buffers, item * layout.weights * passes + buffers
     if plan.head:
-        head = (item + 8) * plan.head.outputs + 8 + 8 * passes  # direction, partition, offset, candidates
-    return {
-        "bytes_down": item * layout.parameters + buffers + head,
-        "bytes_up": item * layout.weights * passes + buffers,
-    }
+        down += (item + 8) * plan.head.outputs + 8 + 8 * passes  # direction, partition, offset, candidates
+    return {"bytes_down": down, "bytes_up": up}
+
+
+class VeilMessages(PlainMessages):
+    """`Broadcast` and `Update`; all that a client needs is in the broadcast."""
+
+    def pack(self, defence: Veil, broadcast: Broadcast) -> Packed:
+        """The broadcast without its loss, which travels beside it for every defence."""
+        values, tensors = broadcast.pack()
+        return {name: value for name, value in values.items() if name not in ("loss", "loss_settings")}, tensors
+
+    def unpack(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> Broadcast:
+        """See `Broadcast.unpack`."""
+        return Broadcast.unpack(values, tensors, loss)
+
+    def pack_update(self, defence: Veil, update: Update) -> Packed:
+        """See `Update.pack`."""
+        return update.pack()
+
+    def unpack_update(self, defence: Veil, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Update:
+        """What `recover` asks of an update, and that counters have their shape."""
+        update = Update.unpack(values, tensors)
+        check_update(defence._opened(), position, update)
+        if not all(torch.isfinite(t).all() for t in (*update.passes.values(), *update.buffers.values())):
+            refuse_non_finite([update])
+        counters = {name: b for name, b in model.named_buffers() if not b.is_floating_point()}
+        found = {name: b for name, b in update.buffers.items() if not b.is_floating_point()}
+        check_tensors(position, "buffer", found, counters)
+        return update
+
+
+MESSAGES = VeilMessages(Veil)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedveil.defences import Defence
+from fedveil.defences import Defence, Samples
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import moved, predict, rows_of
 from fedveil.federation.shards import Batch, Shards
@@ -14,16 +14,11 @@ from fedveil.scheme.outputs import are_classes, check_classes, class_axis, head_
 
 
 def dense_targets(model: nn.Module, loss: Loss, part: Batch, axis: int | None = None) -> Batch:
-    """Class indices as zeros and a one, in the shape of the model's outputs.
+    """A client's inputs and targets, with class indices as one-hot rows in the shape of the model's outputs.
 
-    Cross-entropy at several positions of a record (pixels, tokens) keeps indices: zeros for every class at every
-    position would take the memory of the outputs, and indices say which axis of the outputs counts classes.
-
-    Args:
-        model: gives the shape of the outputs.
-        loss: what will compare them; a user's own function gets targets as they are.
-        part: inputs and targets of a client.
-        axis: of classes where shapes leave it open; by default the one that the model's last layer writes.
+    A user's own loss gets targets as they are. Cross-entropy at several positions of a record (pixels, tokens) keeps
+    indices: one-hot targets would take the memory of the outputs, and indices say which axis of the outputs counts
+    classes. Where shapes leave that open, `axis` does; by default it is the one that the model's last layer writes.
     """
     inputs, targets = part
     if targets.is_floating_point() or isinstance(loss, USERS):
@@ -56,12 +51,12 @@ def client_update(
 ) -> Any:
     """What a client uploads in round `number`: of its next batch, or of all its records in batches."""
     if not whole_shard:
-        batch = shards.take(shards.rows(client, number))
-        return defence.upload(defence.client_step(model, broadcast, *batch, None, client), client)
+        samples = Samples(*shards.take(shards.rows(client, number)))
+        return defence.upload(defence.client_step(model, broadcast, samples, client), client)
     total = None
     for rows in shards.shard(client):
         inputs, targets = shards.take(rows)
         weights = torch.full((len(rows),), 1 / shards.sizes[client], dtype=dtype, device=targets.device)
-        update = defence.client_step(model, broadcast, inputs, targets, weights, client)
+        update = defence.client_step(model, broadcast, Samples(inputs, targets, weights), client)
         broadcast, total = defence.accumulate(broadcast, total, update)
     return defence.upload(total, client)

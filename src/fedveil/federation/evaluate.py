@@ -51,15 +51,10 @@ def predicted(outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tens
 def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis: int | None = None) -> dict[str, float]:
     """Accuracy for classes and yes/no targets, mean squared error for numbers; the first counts.
 
-    Of class indices at several positions of a record, as in segmentation, accuracy is the share of right positions.
-    The loss comes with it, unless it is squared error, which the others show already; and alone where targets are
-    neither, as a user's own loss may have them.
-
-    Args:
-        outputs: of the model.
-        targets: numbers in the outputs' shape, or class indices in that shape without its class axis.
-        loss: what was minimised.
-        axis: of classes, where shapes leave it open, as for outputs (n, c, c); by default the last.
+    Targets are numbers in the outputs' shape, or class indices in that shape without its class axis; where shapes leave
+    that axis open, as for outputs (n, c, c), it is `axis`, by default the last. At several positions of a record, as in
+    segmentation, accuracy is the share of right positions. The loss comes with it, unless it is squared error, which
+    the others show already; and alone where targets are neither, as a user's own loss may have them.
     """
     if isinstance(loss, BinaryCrossEntropy):
         asked = match_targets(outputs, targets)

@@ -1,7 +1,7 @@
 """Training together in one process."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedveil.defences import Aggregate, Defence
-from fedveil.errors import BadArgument
+from fedveil.checks import share
+from fedveil.defences import Aggregate, Defence, Samples
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update, dense_targets
 from fedveil.federation.evaluate import rows_of
-from fedveil.federation.server import DEFENCES, History, Optimizer, Record, Schedule, Seen, Server
+from fedveil.federation.server import History, Optimizer, Record, Schedule, Seen, Server
 from fedveil.federation.shards import Batch, check_clients, gather
 from fedveil.scheme.losses import Function, Loss, couples_samples
 
-__all__ = ["DEFENCES", "Federation", "History", "Record", "mixes_samples"]
-
-
-def mixes_samples(model: nn.Module) -> bool:
-    """Whether a module's statistics tie the samples of a batch together, so that clients' batches must stay apart."""
-    return any(isinstance(m, _NormBase) and (m.training or m.running_mean is None) for m in model.modules())
+__all__ = ["Federation", "History", "Record"]
 
 
 @lru_cache(maxsize=16)
@@ -43,9 +38,10 @@ class Federation(Server):
         model: the server's; trained in place.
         clients: (inputs, targets) of each. Inputs are what forward takes: a tensor, a tuple of arguments or a dict of
             keyword arguments (docs/inputs.md).
-        defence: "plain", "veil", "ppdl", "dbcl", "spn", or an object with the interface of `fedveil.defences.Defence`.
+        defence: its name ("plain", "veil", "ppdl", "dbcl", "spn", one of another package, or `package.module:Name`),
+            or an object with the interface of `fedveil.defences.Defence`.
         optimizer: makes the server's optimiser from the parameters.
-        schedule: makes a learning-rate schedule from the optimiser; it steps once an epoch.
+        schedule: makes a learning-rate schedule from the optimiser; it steps once per epoch.
         batch_size: records a client takes in a round.
         loss: a name (`fedveil.scheme.LOSSES` has them), a loss object, a function (outputs, targets) -> one value per
             sample, or a `BatchLoss` of the whole batch. Class indices become one-hot rows, but for a function.
@@ -75,11 +71,11 @@ class Federation(Server):
         super().__init__(model, defence, optimizer, schedule=schedule, loss=loss)
         parts = [dense_targets(model, self.loss, part) for part in check_clients(clients)]
         self.shards = gather(parts, batch_size, seed, self.device)
-        if not 0 < participation <= 1:
-            raise BadArgument("Federation", f"participation must be above 0 and at most 1, got {participation}")
+        share("Federation", "participation", participation)
         self.whole_shard, self.participation = whole_shard, participation
-        apart = mixes_samples(model) or couples_samples(self.loss)
-        self.fused = fuse and self.defence.fuses and not apart and not whole_shard
+        norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+        tied = couples_samples(self.loss) or any(norm.training or norm.running_mean is None for norm in norms)
+        self.fused = fuse and self.defence.fuses and not tied and not whole_shard
         self.defence.prepare(model, rows_of(self.shards.inputs, 0, 2), self.loss)
 
     @property
@@ -95,7 +91,8 @@ class Federation(Server):
         if self.fused:
             updates, sizes = [self._together(broadcast, clients, sizes)], [1.0]
         else:
-            updates = [self._alone(broadcast, client) for client in clients]
+            answer = partial(client_update, self.defence, self.model, broadcast, self.shards, number=self.round)
+            updates = [answer(client=client, whole_shard=self.whole_shard, dtype=self.dtype) for client in clients]
         if seen:
             seen(broadcast, updates)
         return self.defence.aggregate(updates, sizes)
@@ -105,23 +102,11 @@ class Federation(Server):
         rows = [self.shards.rows(client, self.round) for client in clients]
         inputs, targets = self.shards.take(torch.cat(rows))
         weights = _weights(tuple(sizes), tuple([len(r) for r in rows]), self.dtype, targets.device)
-        return self.defence.upload(self.defence.client_step(self.model, broadcast, inputs, targets, weights))
-
-    def _alone(self, broadcast: Any, client: int) -> Any:
-        """One client's update."""
-        return client_update(
-            self.defence,
-            self.model,
-            broadcast,
-            self.shards,
-            client=client,
-            number=self.round,
-            whole_shard=self.whole_shard,
-            dtype=self.dtype,
-        )
+        samples = Samples(inputs, targets, weights)
+        return self.defence.upload(self.defence.client_step(self.model, broadcast, samples))
 
     def save(self, folder: Path) -> None:
-        """Write the clients' private states, a file each and only where there are any, and then the checkpoint."""
+        """Write the clients' private states, one file per client that has any, and then the checkpoint."""
         for client in range(len(self.shards.sizes)):
             private = self.defence.client_state(client)
             if private:
@@ -141,5 +126,4 @@ class Federation(Server):
 
 
 def _private_file(folder: Path, client: int, number: int) -> Path:
-    """Where a client keeps its own state after a round: its folder, not the server's checkpoint."""
     return folder / "clients" / str(client) / f"{number}.pt"

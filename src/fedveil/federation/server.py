@@ -1,6 +1,5 @@
 """What every server does, wherever its clients are: rounds, optimiser, metrics, checkpoints."""
 
-import dataclasses
 import json
 import time
 from abc import ABC, abstractmethod
@@ -12,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedveil.defences import DBCL, PPDL, SPN, Aggregate, Defence, Plain, Veil
+from fedveil.defences import Aggregate, Defence
+from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.evaluate import better, metrics, moved, predict
@@ -20,7 +20,6 @@ from fedveil.federation.shards import Batch
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
 
-DEFENCES: dict[str, Callable[[], Defence]] = {"plain": Plain, "veil": Veil, "ppdl": PPDL, "dbcl": DBCL, "spn": SPN}
 Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Record = dict[str, Any]
@@ -29,7 +28,7 @@ Seen = Callable[[Any, Sequence[Any]], None]
 
 @dataclass
 class History:
-    """What happened, a record a round: round, epoch, seconds, error; metrics where the model was evaluated."""
+    """One record per round: round, epoch, seconds, error; metrics where the model was evaluated."""
 
     records: list[Record] = field(default_factory=list)
 
@@ -43,24 +42,8 @@ class History:
         return next((r for r in reversed(self.records) if r.get("evaluated")), {})
 
 
-def named_defence(name: str) -> Defence:
-    """The defence of that name, with its default settings."""
-    if name not in DEFENCES:
-        known = ", ".join(f'"{known}"' for known in DEFENCES)
-        raise BadArgument("Federation", f"there is no defence {name!r}", f"use one of {known}")
-    return DEFENCES[name]()
-
-
 class Server(ABC):
-    """A model, its optimiser and a defence; `exchange` says how clients are reached.
-
-    Args:
-        model: trained in place.
-        defence: its name, or an object with the interface of `fedveil.defences.Defence`.
-        optimizer: makes the optimiser from the parameters.
-        schedule: makes a learning-rate schedule from the optimiser; it steps once an epoch.
-        loss: as for `Federation`.
-    """
+    """A model, its optimiser and a defence; `exchange` says how clients are reached. Arguments as for `Federation`."""
 
     def __init__(
         self,
@@ -74,7 +57,7 @@ class Server(ABC):
         self.model = model
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
-        self.defence = named_defence(defence) if isinstance(defence, str) else defence
+        self.defence = build(defence) if isinstance(defence, str) else defence
         self.loss = find_loss(loss)
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
         self.optimizer = optimizer([p for p in self._parameters.values() if p.requires_grad])
@@ -94,33 +77,23 @@ class Server(ABC):
 
     def step(self, seen: Seen | None = None) -> Aggregate:
         """One round; `seen` gets what travelled in it: the broadcast and the uploads (one, if clients are fused)."""
-        result = self._once(seen)
-        if result.again:
-            result = self._once(seen)
-            result = dataclasses.replace(result, details={**result.details, "repeated": 1})
-        self._apply(result)
-        self.round += 1
-        if self.schedule and self.round % self.rounds_per_epoch == 0:
-            self.schedule.step()
-        return result
-
-    def _once(self, seen: Seen | None) -> Aggregate:
-        """An exchange after which no secret is left, however it ends."""
         try:
-            return self.exchange(seen)
+            result = self.exchange(seen)
         except NonFiniteUpdate as error:
             fix = "lower the learning rate; the last checkpoint and the best model are kept"
             what = f"training diverged: {error.where}: {error.what}"
             raise Diverged(f"round {self.round}", what, fix) from error
         finally:
-            self.defence.forget()
-
-    def _apply(self, result: Aggregate) -> None:
+            self.defence.forget()  # no secret is left, however the exchange ends
         for name, parameter in self._parameters.items():
             parameter.grad = result.gradients.get(name)
         self.optimizer.step()
         for name, value in result.buffers.items():
             self._buffers[name].copy_(value)
+        self.round += 1
+        if self.schedule and self.round % self.rounds_per_epoch == 0:
+            self.schedule.step()
+        return result
 
     def fit(
         self,
@@ -141,8 +114,8 @@ class Server(ABC):
             rounds: in place of epochs.
             evaluate_every: rounds, in place of an epoch.
             folder: where checkpoints go.
-            checkpoint_every: rounds between checkpoints; at the end there is always one, and one after every round
-                where the defence counts what rounds give away.
+            checkpoint_every: rounds between checkpoints. There is always one at the end, and, for privacy accounting,
+                one after every round of a durable defence.
             on_round: called with each round's record.
         """
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch

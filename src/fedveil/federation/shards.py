@@ -5,12 +5,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedveil.checks import whole
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, each
 
@@ -47,12 +48,9 @@ class Shards:
         return self.batches(max(self.sizes))
 
     def batches(self, size: int) -> int:
-        """Batches in which a client of that size goes through its records; a single last record joins the one before.
-
-        (Statistics of a batch need two.)
-        """
-        whole, rest = divmod(size, self.batch_size)
-        return max(1, whole + (rest > 1 or (rest == 1 and self.batch_size == 1)))
+        """Batches of a client with so many records; a single last one joins those before: statistics need two."""
+        full, rest = divmod(size, self.batch_size)
+        return max(1, full + (rest > 1))
 
     def chosen(self, number: int, participation: float) -> list[int]:
         """The clients that take part in a round."""
@@ -73,10 +71,9 @@ class Shards:
 
     def shard(self, client: int) -> list[Tensor]:
         """Rows of all the client's records, in batches."""
-        start, size = self.starts[client], self.sizes[client]
-        count = self.batches(size)
-        stops = [start + place * self.batch_size for place in range(count)] + [start + size]
-        return [torch.arange(a, b) for a, b in itertools.pairwise(stops)]
+        start, stop = self.starts[client], self.starts[client] + self.sizes[client]
+        begins = [start + place * self.batch_size for place in range(self.batches(stop - start))]
+        return [torch.arange(a, b) for a, b in itertools.pairwise([*begins, stop])]
 
     def take(self, rows: Tensor) -> Batch:
         """Records of these rows."""
@@ -119,23 +116,19 @@ def check_clients(clients: Sequence[Batch]) -> list[Batch]:
 
 
 def _check_form(number: int, inputs: Inputs, wanted: Inputs, own: Mapping[str, Any], first: Mapping[str, Any]) -> None:
-    """Refuse inputs without any tensor, and those that have other ones than client 0's."""
     if not any(isinstance(leaf, Tensor) for leaf in own.values()):
         fix = "a tensor, a tuple of arguments of forward, or a dict of its keyword arguments (docs/inputs.md)"
         raise BadArgument(WHERE, f"client {number}'s inputs, a {type(inputs).__name__}, hold no tensor", fix)
     if own.keys() == first.keys():
         return
     if "inputs" in own or "inputs" in first:
-        what = f"client {number}'s inputs are a {_kind(inputs)}, client 0's a {_kind(wanted)}"
+        kinds = ["tensor" if isinstance(some, Tensor) else type(some).__name__ for some in (inputs, wanted)]
+        what = f"client {number}'s inputs are a {kinds[0]}, client 0's a {kinds[1]}"
     else:
         lacks = [f"no {place}, which client 0 has" for place in sorted(first.keys() - own.keys())[:1]]
         strange = [f"{place}, which client 0 has not" for place in sorted(own.keys() - first.keys())[:1]]
         what = f"client {number} has {' and '.join(strange + lacks)}"
     raise BadArgument(WHERE, what, "give all clients' inputs one form")
-
-
-def _kind(inputs: Inputs) -> str:
-    return "tensor" if isinstance(inputs, Tensor) else type(inputs).__name__
 
 
 def _value(leaf: Any) -> str:
@@ -168,22 +161,16 @@ def _check_leaf(number: int, place: str, leaf: Any, first: Any, targets: Tensor)
 
 def gather(clients: Sequence[Batch], batch_size: int, seed: int, device: torch.device) -> Shards:
     """Put together the data of clients that were checked."""
-    if batch_size < 1:
-        raise BadArgument(WHERE, f"batch_size must be at least 1, got {batch_size}")
+    whole(WHERE, "batch_size", batch_size)
     for number, (_, targets) in enumerate(clients):
         if targets.shape[1:] != clients[0][1].shape[1:]:
             shapes = f"targets {tuple(targets.shape[1:])} and {tuple(clients[0][1].shape[1:])}"
             raise BadArgument(WHERE, f"client {number}'s records have another shape than client 0's: {shapes}")
     sizes = tuple(len(targets) for _, targets in clients)
-    starts = tuple(sum(sizes[:k]) for k in range(len(sizes)))
-    inputs = each(lambda tensor: tensor.to(device), _joined([inputs for inputs, _ in clients]))
-    targets = torch.cat([targets for _, targets in clients]).to(device)
-    return Shards(inputs, targets, starts, sizes, batch_size, seed)
+    starts = tuple(itertools.accumulate(sizes[:-1], initial=0))
 
+    def joined(*leaves: Any) -> Any:  # what is no tensor is the same for all
+        return torch.cat(leaves).to(device) if isinstance(leaves[0], Tensor) else leaves[0]
 
-def _joined(parts: Sequence[Inputs]) -> Inputs:
-    """The records of all parts behind one another; what is no tensor is the same in all."""
-    form = pytree.tree_structure(parts[0])
-    places = zip(*(pytree.tree_leaves(part) for part in parts), strict=True)
-    leaves = [torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in places]
-    return cast(Inputs, pytree.tree_unflatten(leaves, form))
+    inputs: Inputs = pytree.tree_map(joined, *(inputs for inputs, _ in clients))
+    return Shards(inputs, joined(*(targets for _, targets in clients)), starts, sizes, batch_size, seed)

@@ -3,18 +3,14 @@
 Nothing is imported before it is used: a Flower deployment starts a new process for every message.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fedveil.lookup import lazily
 
 if TYPE_CHECKING:
     from fedveil.flower.client import answer, client_app, prepared
     from fedveil.flower.server import Server
+else:
+    __getattr__ = lazily(__name__, dict.fromkeys(("answer", "client_app", "prepared"), "client") | {"Server": "server"})
 
 __all__ = ["Server", "answer", "client_app", "prepared"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{'server' if name == 'Server' else 'client'}"), name)

@@ -1,7 +1,7 @@
 """Asking nodes and collecting what comes back, whatever that is: answers, errors, silence, garbage."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -15,18 +15,11 @@ LONGEST_TEXT = 200
 
 @dataclass(frozen=True)
 class Fault:
-    """An answer that does not count.
-
-    Attributes:
-        node: whose.
-        kind: "error 2" and other codes of Flower's, "silent", "twice", "foreign", "unreadable", "malformed", "stale",
-            "not finite", "refused".
-        text: what is known about it; from the node, so cut and cleaned.
-    """
+    """An answer that does not count."""
 
     node: int
-    kind: str
-    text: str
+    kind: str  # "silent", "malformed", "error 2" (Flower's codes) ...: docs/flower.md lists them
+    text: str  # from the node, so cut and cleaned
 
     def __str__(self) -> str:
         return f"node {self.node}: {self.kind}: {self.text}"
@@ -45,14 +38,14 @@ def push(grid: Grid, content: RecordDict, nodes: Sequence[int], group: str, ttl:
     return {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
 
 
-def _pull(grid: Grid, message: str, node: int) -> tuple[list[Message], Fault | None]:
+def _pull(grid: Grid, message: str, node: int) -> Iterable[Message | Fault]:
     """Replies to one message. One at a time, so that a reply that cannot be read takes no other with it."""
     try:
-        return list(grid.pull_messages([message])), None
+        return list(grid.pull_messages([message]))
     except httpx.HTTPError:
         raise  # the SuperLink is gone for longer than Flower tries again: no node's fault
     except Exception as error:  # Flower raises whatever garbage makes of its decoder
-        return [], fault(node, "unreadable", f"{type(error).__name__}: {error}")
+        return [fault(node, "unreadable", f"{type(error).__name__}: {error}")]
 
 
 def collect(grid: Grid, asked: Mapping[str, int], timeout: float) -> Iterator[tuple[int, Message | Fault]]:
@@ -61,12 +54,11 @@ def collect(grid: Grid, asked: Mapping[str, int], timeout: float) -> Iterator[tu
     deadline = began + timeout
     while pending:
         for message, node in list(pending.items()):
-            replies, broken = _pull(grid, message, node)
-            if broken:
-                del pending[message]
-                yield node, broken
-            for reply in replies:
-                if reply.metadata.reply_to_message_id != message:
+            for reply in _pull(grid, message, node):
+                if isinstance(reply, Fault):
+                    del pending[message]
+                    yield node, reply
+                elif reply.metadata.reply_to_message_id != message:
                     yield node, fault(node, "foreign", "it answers a message that was not sent to it in this round")
                 elif message not in pending:
                     yield node, fault(node, "twice", "only its first answer counts")

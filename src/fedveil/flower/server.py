@@ -2,24 +2,25 @@
 
 import dataclasses
 import logging
-import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 from torch import nn
 
+from fedveil.checks import positive, share, whole
 from fedveil.defences import Aggregate, Defence, Veil, innermost
-from fedveil.defences.wire import wire_of
+from fedveil.defences.registry import messages_of, record_of
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate, TooFewAnswers
 from fedveil.federation import server as federation
 from fedveil.federation.evaluate import moved
+from fedveil.federation.remote import Ask, take, write
 from fedveil.federation.server import Optimizer, Schedule, Seen
 from fedveil.federation.shards import generator
+from fedveil.flower.carry import unwrap, wrap
 from fedveil.flower.rounds import Fault, collect, fault, push
-from fedveil.flower.wire import Ask, bytes_of, read_answer, write_ask
 from fedveil.graph.describe import in_words
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy
@@ -29,15 +30,13 @@ LOG = logging.getLogger("fedveil.flower")
 KEPT_FAULTS = 20  # of a round, in its record
 
 
-@dataclasses.dataclass
-class _Heard:
-    """What came back in an exchange."""
+class _Heard(NamedTuple):
+    """An answer that is in order."""
 
-    updates: list[Any] = dataclasses.field(default_factory=list)
-    records: list[int] = dataclasses.field(default_factory=list)
-    up: list[int] = dataclasses.field(default_factory=list)
-    nodes: list[int] = dataclasses.field(default_factory=list)
-    faults: list[Fault] = dataclasses.field(default_factory=list)
+    node: int
+    update: Any
+    records: int
+    size: int  # in bytes
 
 
 class Server(federation.Server):
@@ -97,15 +96,13 @@ class Server(federation.Server):
             raise BadArgument("flower.Server", what, "leave entropy= and seed= out of the defence")
         wholes = {"min_answers": min_answers, "attempts": attempts, "batch_size": batch_size}
         for name, value in {**wholes, "rounds_per_epoch": rounds_per_epoch}.items():
-            if type(value) is not int or value < 1:
-                raise BadArgument("flower.Server", f"{name} must be a whole number of at least 1, got {value!r}")
+            whole("flower.Server", name, value)
         for name, seconds in {"timeout": timeout, "patience": patience}.items():
-            if not 0 < seconds < math.inf:
-                raise BadArgument("flower.Server", f"{name} must be a finite number of seconds, got {seconds!r}")
-        if not 0 < participation <= 1:
-            raise BadArgument("flower.Server", f"participation must be above 0 and at most 1, got {participation}")
+            positive("flower.Server", name, seconds, f"{name}=600, in seconds")
+        share("flower.Server", "participation", participation)
         self.inner = innermost(self.defence)  # what travels; privacy on top is the server's
-        self.grid, self.wire = grid, wire_of(self.inner)
+        self.record = record_of(self.inner)
+        self.grid, self.messages = grid, messages_of(self.record, type(self.inner).__name__)
         self.whole_shard, self.batch_size, self.seed = whole_shard, batch_size, seed
         self.participation, self.min_answers, self.wait_for = participation, min_answers, wait_for or min_answers
         self.timeout, self.patience, self.attempts, self.pause = timeout, patience, attempts, pause
@@ -124,15 +121,14 @@ class Server(federation.Server):
         deadline, faults = time.monotonic() + self.patience, list[Fault]()
         for attempt in range(1, self.attempts + 1):
             nodes = self._nodes(deadline)
-            broadcast, down, heard = self._ask(nodes)
-            for found in heard.faults:
-                LOG.warning("round %d: %s", self.round, found)
-            faults += heard.faults
-            if len(heard.updates) >= self.min_answers:
+            broadcast, down, heard = self._ask(nodes, faults)
+            if len(heard) >= self.min_answers:
+                updates = [answer.update for answer in heard]
                 if seen:
-                    seen(broadcast, heard.updates)
-                result = self.defence.aggregate(heard.updates, [float(n) for n in heard.records])
-                return self._noted(result, heard, faults, {"asked": len(nodes), "bytes_down": down}, attempt)
+                    seen(broadcast, updates)
+                result = self.defence.aggregate(updates, [float(answer.records) for answer in heard])
+                details = _details(len(nodes), down, heard, faults, attempt)
+                return dataclasses.replace(result, details={**result.details, **details})
             self.defence.forget()
             if attempt < self.attempts:
                 time.sleep(self.pause)
@@ -159,65 +155,57 @@ class Server(federation.Server):
         order = torch.randperm(len(nodes), generator=generator("nodes", self.seed, self.round))
         return sorted(nodes[place] for place in order[:count].tolist())
 
-    def _ask(self, nodes: list[int]) -> tuple[Any, int, _Heard]:
-        """One exchange: what was sent, its bytes for each node, and what came back."""
+    def _ask(self, nodes: list[int], faults: list[Fault]) -> tuple[Any, int, list[_Heard]]:
+        """One exchange: the broadcast, its bytes for each node, and the answers in order; faults go to the list."""
         broadcast = self.defence.broadcast(self.model)
-        arrays, values = self.wire.pack(self.inner, broadcast)
+        values, tensors = self.messages.pack(self.inner, broadcast)
+        assert self.record is not None
         ask = Ask(
             self._session,
             self.round,
             Entropy().token(),
-            self.wire.kind,
-            {name: getattr(self.inner, name) for name in self.wire.settings},
+            self.record.name,
+            {name: getattr(self.inner, name) for name in self.messages.settings},
             self.loss.name,
             self.loss.settings(),
             self.whole_shard,
             self.batch_size,
             self.seed,
-            arrays,
             values,
+            tensors,
         )
-        content, heard = write_ask(ask), _Heard()
-        asked = push(self.grid, content, nodes, str(self.round), self.timeout)
+        data, heard = write(ask), list[_Heard]()
+        asked = push(self.grid, wrap(data), nodes, str(self.round), self.timeout)
         for node, reply in collect(self.grid, asked, self.timeout):
-            if isinstance(reply, Fault):
-                heard.faults.append(reply)
+            found = reply if isinstance(reply, Fault) else self._hear(ask, node, reply, len(heard))
+            if isinstance(found, Fault):
+                LOG.warning("round %d: %s", self.round, found)
+                faults.append(found)
             else:
-                self._hear(ask, node, reply, heard)
-        order = sorted(range(len(heard.nodes)), key=heard.nodes.__getitem__)  # sums do not depend on who was first
-        heard.updates, heard.records = [heard.updates[k] for k in order], [heard.records[k] for k in order]
-        return broadcast, bytes_of(content), heard
+                heard.append(found)
+        heard.sort(key=lambda answer: answer.node)  # sums do not depend on who was first
+        return broadcast, len(data), heard
 
-    def _hear(self, ask: Ask, node: int, reply: Message, heard: _Heard) -> None:
-        """Take an answer that is in order; of any other, note why it is not."""
+    def _hear(self, ask: Ask, node: int, reply: Message, position: int) -> _Heard | Fault:
         try:
-            answer = read_answer(reply.content)
-            if (answer.round, answer.token, answer.kind) != (ask.round, ask.token, ask.kind):
-                raise StaleUpdate(f"node {node}", f"its answer is for another exchange, of round {answer.round}")
-            update = self.wire.unpack_update(self.inner, self.model, answer.arrays, answer.values)
-            self.wire.check(self.inner, self.model, update, len(heard.updates))
+            data = unwrap(reply.content, "answer")
+            update, records = take(data, ask, self.messages, self.inner, self.model, position)
         except BadArgument as error:
-            heard.faults.append(fault(node, "malformed", f"{error.where}: {error.what}"))
+            return fault(node, "malformed", f"{error.where}: {error.what}")
         except FedveilError as error:
             kinds: dict[type[FedveilError], str] = {StaleUpdate: "stale", NonFiniteUpdate: "not finite"}
-            heard.faults.append(fault(node, kinds.get(type(error), "refused"), error.what))
+            return fault(node, kinds.get(type(error), "refused"), error.what)
         except Exception as error:  # nothing that a node sends may end the run
-            heard.faults.append(fault(node, "malformed", f"{type(error).__name__}: {error}"))
-        else:
-            heard.updates.append(update)
-            heard.records.append(answer.records)
-            heard.nodes.append(node)
-            heard.up.append(bytes_of(reply.content))
+            return fault(node, "malformed", f"{type(error).__name__}: {error}")
+        return _Heard(node, update, records, len(data))
 
-    def _noted(
-        self, result: Aggregate, heard: _Heard, faults: list[Fault], counts: dict[str, int], attempt: int
-    ) -> Aggregate:
-        """The aggregate with what happened in the round beside it."""
-        details: dict[str, Any] = {**result.details, **counts, "answers": len(heard.updates)}
-        details |= {"records": sum(heard.records), "bytes_up": round(sum(heard.up) / len(heard.up))}
-        details["bytes_total"] = counts["bytes_down"] * counts["asked"] + sum(heard.up)
-        if faults:
-            details["faults"] = [str(found) for found in faults[:KEPT_FAULTS]]
-        if attempt > 1:
-            details["attempts"] = attempt
-        return dataclasses.replace(result, details=details)
+
+def _details(asked: int, down: int, heard: list[_Heard], faults: list[Fault], attempt: int) -> dict[str, Any]:
+    records, up = sum(answer.records for answer in heard), sum(answer.size for answer in heard)
+    details: dict[str, Any] = {"asked": asked, "bytes_down": down, "answers": len(heard), "records": records}
+    details |= {"bytes_up": round(up / len(heard)), "bytes_total": down * asked + up}
+    if faults:
+        details["faults"] = [str(found) for found in faults[:KEPT_FAULTS]]
+    if attempt > 1:
+        details["attempts"] = attempt
+    return details

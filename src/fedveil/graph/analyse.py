@@ -66,10 +66,10 @@ def analyse(
         raise BadArgument("analyse", f"min_coverage must be from 0 to 1, got {min_coverage}")
     check_precision(model)
     exported = export(model, example_inputs)
-    found, node = (None, None) if head == "exposed" else find_head(model, exported, example_inputs)
+    masked, node = (None, None) if head == "exposed" else find_head(model, exported, example_inputs)
     walk = Walk(exported, node)
     walk.run()
-    plan = build_plan(model, walk, found, public)
+    plan = build_plan(model, walk, masked, public)
     if not plan.layout.trainable:
         fix = "call requires_grad_(True) on the parameters to train"
         raise AnalysisError(plan.model_name, "no parameter that forward reads requires a gradient", fix)
@@ -79,12 +79,9 @@ def analyse(
         raise NothingToVeil(plan.model_name, f"a veil would change nothing, because {reasons}", fix)
     bare = plan.shares["bare"]
     if plan.coverage < min_coverage:
-        what = (
-            f"{plan.coverage:.1%} of its values can be covered, less than the {min_coverage:.1%} asked for: {reasons}"
-        )
-        raise TooLittleCovered(
-            plan.model_name, what, "print(analyse(...)) shows what is pinned and why; or lower min_coverage"
-        )
+        found = f"{plan.coverage:.1%} of its values can be covered, less than the {min_coverage:.1%} asked for"
+        fix = "print(analyse(...)) shows what is pinned and why; or lower min_coverage"
+        raise TooLittleCovered(plan.model_name, f"{found}: {reasons}", fix)
     if bare > MOST_BARE:
         what = f"{plan.model_name}: {bare:.1%} of the parameters' values are sent as they are, because {reasons}."
         warnings.warn(f"{what} print(plan) shows all; min_coverage= refuses such a model.", UserWarning, stacklevel=2)

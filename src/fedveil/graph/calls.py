@@ -4,13 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedveil.graph.ledger import Ledger, Region
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Dims, Units, aligned
+from fedveil.graph.units import Dims, Units, aligned, varying
 
 MOST_ELEMENTS = 2**20  # of a parameter that is used element by element
 
@@ -24,15 +23,12 @@ def differing(value: Tensor) -> Dims:
     return frozenset(d for d in range(value.dim()) if value.shape[d] > 1 and value.stride(d) != 0)
 
 
-NONE = Units()
-
-
 @dataclass(eq=False)
 class Activation:
     """A tensor that forward computes: its shape (a fake tensor), its units, and whether it is all zeros."""
 
     value: Tensor
-    units: Units = NONE
+    units: Units = field(default_factory=Units)
     zero: bool = False
 
 
@@ -136,6 +132,12 @@ class Call:
         """Dims of the output."""
         return len(self.output.shape)
 
+    def on(self, factor: Tensor) -> Tensor:
+        """The operation itself, on a factor in place of the first tensor."""
+        rest = {name: value for name, value in self.arguments.items() if value is not self.x}
+        found: Tensor = self.run(factor, **rest)
+        return found
+
     def dim(self, name: str = "dim", of: Traced | None = None) -> int:
         """A dim given as an argument, counted from 0."""
         found = self.arguments[name] % max(1, (of or self.x).value.dim())
@@ -159,6 +161,26 @@ class Call:
         """The units without their factors, because this operation lets none through."""
         self.limit(units.scale, Symmetry.NOTHING, why)
         return units.unscaled()
+
+    def merged(self, factors: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
+        """Scale factors made equal along `dims`, because this operation sums over them."""
+        return tuple(self.ledger.merge_scale(factor, dims, self.where) for factor in factors)
+
+    def channels(self, units: Units, dim: int, rank: int) -> Units:
+        """Units along `dim` of a tensor with `rank` dims, as 1-d factors; made equal along all other dims."""
+        others = frozenset(range(rank)) - {dim}
+        order = []
+        for factor in units.order:
+            if dim in varying(factor):
+                order.append(self.ledger.merge_order(factor, others))
+                self.ledger.count(order[-1])
+            elif varying(factor):
+                self.ledger.fix(factor)
+        return Units(self.merged(units.scale, others), tuple(order)).each(Tensor.flatten)
+
+    def packed(self, units: Units) -> Outcome:
+        """For the first of one or several outputs; the others carry no noise."""
+        return [units] if isinstance(self.output, tuple | list) else units
 
 
 Rule = Callable[[Call], Outcome]
@@ -190,8 +212,3 @@ def stored(argument: Any) -> Stored:
     if isinstance(argument, Stored):
         return argument
     raise NoRule("its weight is computed, not a parameter itself")
-
-
-def zeros(shape: Sequence[int]) -> Tensor:
-    """A factor of zeros."""
-    return torch.zeros(tuple(shape), dtype=torch.int64)

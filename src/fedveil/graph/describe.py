@@ -1,26 +1,20 @@
 """A plan in words."""
 
-from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from fedveil.graph.head import Head
 from fedveil.graph.plan import Plan
 
 
-def _count(plan: Plan) -> dict[str, int]:
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan in plain values, as `fedveil inspect --json` prints it."""
     layout = plan.layout
     return {
+        "model": plan.model_name,
         "parameters": layout.parameters,
         "trainable": layout.weights,
         "buffers": layout.total - layout.parameters,
-    }
-
-
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """The plan in plain values, as `fedveil inspect --json` prints it."""
-    return {
-        "model": plan.model_name,
-        **_count(plan),
         "coverage": plan.coverage,
         "shares": dict(plan.shares),
         "known": {"names": list(plan.known.names), "share": plan.known.share},
@@ -37,7 +31,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             for axis in plan.axes
         ],
         "pinned": [{"where": where, "why": why} for where, why in plan.pinned],
-        "unused": list(plan.layout.unused),
+        "unused": list(layout.unused),
     }
 
 
@@ -61,8 +55,8 @@ def known_in_words(plan: Plan) -> str | None:
     )
 
 
-def _names(names: tuple[str, ...]) -> str:
-    return names[0] + (f" (+{len(names) - 1})" if len(names) > 1 else "")
+def _first(names: Sequence[str], more: str = "") -> str:
+    return "".join(names[:1]) + (f" (+{len(names) - 1}{more})" if len(names) > 1 else "")
 
 
 def _about(head: Head | None) -> str:
@@ -72,9 +66,9 @@ def _about(head: Head | None) -> str:
     layer = f"{head.path or head.weight} with {head.outputs} outputs"
     if not head.within:
         return f"the final layer, {layer}, is masked additively"
-    runs = (
-        "on all candidates for its noise at once" if head.tail == "stacked" else "once for each candidate for its noise"
-    )
+    runs = "on all candidates for its noise at once"
+    if head.tail != "stacked":
+        runs = "once for each candidate for its noise"
     return f"{layer} is masked additively; clients run what follows it {runs}"
 
 
@@ -85,23 +79,13 @@ def describe(plan: Plan) -> str:
     lines += [known, ""] if known else [""]
     rows = [("channels from", "units", "factors", "limited by")]
     for axis in plan.axes:
-        limits = Counter(why for _, why in axis.limited_by)
-        first = next((f"{where}: {why}" for where, why in axis.limited_by), "")
-        more = sum(limits.values()) - 1
-        rows.append(
-            (
-                _names(axis.written_by),
-                str(axis.size),
-                axis.symmetry.words,
-                first + (f" (+{more} more)" if more > 0 else ""),
-            )
-        )
+        limits = _first([f"{where}: {why}" for where, why in axis.limited_by], " more")
+        rows.append((_first(axis.written_by), str(axis.size), axis.symmetry.words, limits))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     for name, units, factors, why in rows:
         lines.append(f"  {name:<{widths[0]}}  {units:>{widths[1]}}  {factors:<{widths[2]}}  {why}".rstrip())
     if plan.pinned:
-        lines += ["", "no factor passes"]
-        lines += [f"  {where}: {why}" for where, why in plan.pinned]
+        lines += ["", "no factor passes", *[f"  {where}: {why}" for where, why in plan.pinned]]
     if plan.layout.unused:
         lines += ["", "never read by forward, so neither sent nor trained: " + ", ".join(plan.layout.unused)]
     return "\n".join(lines)

@@ -11,30 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fedveil.errors import AnalysisError, HeadNotLinear
 from fedveil.graph.export import LOGITS, Exported, check_example, short_name, stand_in
 from fedveil.graph.inputs import Inputs, arguments, each
-from fedveil.graph.tail import AtLayer, keeps_samples_apart
+from fedveil.graph.tail import RESHAPED, UPSAMPLED, AtLayer, keeps_samples_apart
 from fedveil.graph.walk import HEADS, module_of, place_of
 
-RESHAPES = {
-    "view",
-    "reshape",
-    "flatten",
-    "unflatten",
-    "squeeze",
-    "unsqueeze",
-    "contiguous",
-    "clone",
-    "alias",
-    "_unsafe_view",
-}
+RESHAPES = {*RESHAPED, "squeeze", "unsqueeze", "contiguous", "clone", "alias"}
 EQUAL = {
-    *RESHAPES, "permute", "transpose", "movedim", "t", "mean", "sum", "slice", "narrow",
+    *RESHAPES, "permute", "transpose", "movedim", "t", "mean", "sum", "slice", "narrow", *UPSAMPLED,
     *[f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)],
-    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
-    "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d",
+    *[f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)],
 }  # fmt: skip
-
-
 Tail = Literal["alike", "reshaped", "stacked", "repeated"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
 WITHIN = ("stacked", "repeated")
@@ -111,17 +96,18 @@ def _at_end(model: nn.Module, exported: Exported, inputs: Inputs) -> tuple[Head,
     if axis is not None:
         return replace(head, axis=axis), node
     reshapes = all(short_name(step.target) in RESHAPES for step in tail)
-    return (replace(head, tail="reshaped"), node) if reshapes and _is_linear(model, head) else None
+    linear = isinstance(model.get_submodule(head.path), nn.Linear) and head.weight == f"{head.path}.weight"
+    return (replace(head, tail="reshaped"), node) if reshapes and linear else None
 
 
 def _layers(exported: Exported) -> Iterator[fx.Node]:
     """Linears and convolutions from last to first; those that every path to the output goes through come first."""
-    nodes = [n for n in exported.graph.nodes if n.op == "call_function" and short_name(n.target) in HEADS]
-    given = {n for n in exported.graph.nodes if n.op == "placeholder"}
-    given -= {n for n in given if n.name in exported.parameters or n.name in exported.buffers}
-    alone = [node for node in reversed(nodes) if not _reaches(exported.outputs[0], given, node)]
+    nodes = [n for n in exported.graph.nodes if n.op == "call_function" and short_name(n.target) in HEADS][::-1]
+    own = {*exported.parameters, *exported.buffers}
+    given = {n for n in exported.graph.nodes if n.op == "placeholder" and n.name not in own}
+    alone = [node for node in nodes if not _reaches(exported.outputs[0], given, node)]
     yield from alone
-    yield from (node for node in reversed(nodes) if node not in alone and _reaches(exported.outputs[0], {node}, None))
+    yield from (node for node in nodes if node not in alone and _reaches(exported.outputs[0], {node}, None))
 
 
 def _reaches(node: fx.Node, goals: set[fx.Node], around: fx.Node | None) -> bool:
@@ -135,10 +121,6 @@ def _reaches(node: fx.Node, goals: set[fx.Node], around: fx.Node | None) -> bool
             waiting += [n for n in here.all_input_nodes if n not in seen]
             seen.update(here.all_input_nodes)
     return False
-
-
-def _is_linear(model: nn.Module, head: Head) -> bool:
-    return isinstance(model.get_submodule(head.path), nn.Linear) and head.weight == f"{head.path}.weight"
 
 
 class _Layer(NamedTuple):
@@ -192,16 +174,14 @@ def _within(model: nn.Module, exported: Exported, layer: _Layer, node: fx.Node, 
 
 def _class_axis(model: nn.Module, head: Head, inputs: Inputs) -> int | None:
     """The axis of the model's output that grows with the head's outputs; None if there is none."""
-    runs = [_run(model, head, inputs, more) for more in (1, 3)]
-    if any(run is None for run in runs):
+    one, three = (_run(model, head, inputs, more) for more in (1, 3))
+    if one is None or three is None or len(one.shape) != len(three.shape):
         return None
-    one, three = (tuple(run.shape) for run in runs if run)
-    if len(one) != len(three):
+    sizes = list(zip(one.shape, three.shape, strict=True))
+    grown = [d for d, (a, b) in enumerate(sizes) if a != b]
+    if len(grown) != 1 or grown[0] == 0 or sizes[grown[0]] != (head.outputs + 1, head.outputs + 3):
         return None
-    grown = [d for d, (a, b) in enumerate(zip(one, three, strict=True)) if a != b]
-    if len(grown) != 1 or one[grown[0]] != head.outputs + 1 or three[grown[0]] != head.outputs + 3 or not grown[0]:
-        return None
-    return -1 if grown[0] == len(one) - 1 and head.axis == -1 else grown[0]
+    return -1 if grown[0] == len(sizes) - 1 and head.axis == -1 else grown[0]
 
 
 class _Ran(NamedTuple):

@@ -5,7 +5,9 @@ samples. A dict is passed as keyword arguments, ``model(**inputs)``; for a forwa
 argument, use a tuple of one: ``({"ids": ids, "mask": mask},)``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -43,3 +45,36 @@ def count(inputs: Inputs) -> int:
     """The number of samples; 0 if there is no tensor."""
     found = tensors(inputs)
     return found[0].shape[0] if found and found[0].dim() else 0
+
+
+@dataclass(eq=False)
+class Call:
+    """A module's call in a forward pass: the first tensor that enters it, and what it returns."""
+
+    module: nn.Module
+    entered: Tensor
+    output: Any = None
+
+
+@contextmanager
+def calls_of(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
+    """The calls of these modules in forward passes, in the order in which they begin."""
+    calls: list[Call] = []
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.extend(Call(module, tensor) for tensor in tensors((args, kwargs))[:1])
+
+    def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for call in reversed(calls):
+            if call.module is module and call.output is None:
+                call.output = output
+                break
+
+    handles = []
+    for module in modules:
+        handles += [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(end)]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -57,12 +57,11 @@ def revealed_classes(pieces: Sequence[Piece], slots: Slots, symmetries: Integers
 
 def _products(piece: Piece, slots: Slots, secret: NDArray[np.bool_]) -> set[frozenset[int]]:
     """The sets of secret classes that multiply an element of the piece; how often a class occurs is ignored."""
-    shape = np.broadcast_shapes(*[spread.shape for spread in piece.scale]) if piece.scale else ()
-    unit = torch.from_numpy(slots.unit)
-    rows = [spread.of(unit).expand(shape).reshape(-1).numpy() for spread in piece.scale]
-    if not rows:
+    if not piece.scale:
         return set()
-    table = np.unique(np.stack(rows, 1), axis=0)
+    unit = torch.from_numpy(slots.unit)
+    rows = np.broadcast_arrays(*[spread.of(unit).numpy() for spread in piece.scale])
+    table = np.unique(np.stack([row.ravel() for row in rows], 1), axis=0)
     return {frozenset(int(c) for c in row if secret[c]) for row in table}
 
 
@@ -73,13 +72,10 @@ def count_uncovered(pieces: Sequence[Piece], known: Sequence[Piece], slots: Slot
         secret & ~np.isin(slots.unit, sorted(revealed_classes(known, slots, symmetries, part)))
         for secret, part in ((sized, Symmetry.POSITIVE), (signed, Symmetry.SIGN))
     )
-    total = 0
-    for piece in pieces:
 
-        def count(excluded: NDArray[np.bool_], piece: Piece = piece) -> int:
-            return count_all(piece, piece.scale, torch.from_numpy(~excluded))
+    def count(excluded: NDArray[np.bool_]) -> int:
+        return sum(count_all(piece, piece.scale, torch.from_numpy(~excluded)) for piece in pieces)
 
-        scaled = count(open_size) - count(sized)  # elements with factors of some size, all of them revealed
-        only_signed = count(sized | open_sign) - count(sized | signed)
-        total += scaled + only_signed
-    return total
+    scaled = count(open_size) - count(sized)  # elements with factors of some size, all of them revealed
+    only_signed = count(sized | open_sign) - count(sized | signed)
+    return scaled + only_signed

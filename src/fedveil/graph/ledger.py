@@ -10,6 +10,7 @@ units; a `Block` that some of them (the features of a head, the channels of a gr
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +23,7 @@ Rank = Callable[[Tensor], Tensor]
 WORDS = {0: "no factor", 1: "only signs", 2: "only positive factors"}
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(NamedTuple):
     """An operation that does not let every factor through."""
 
     members: Tensor
@@ -32,24 +32,14 @@ class Limit:
     why: str
 
 
-@dataclass(frozen=True)
-class Birth:
-    """A tensor of the model at which new scale units begin."""
-
-    where: str
-    members: Tensor
-
-
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """How an operation uses order units: units stay exchangeable if their values, in order of place, are equal."""
 
     order: Tensor
     values: Callable[[Rank], Tensor]
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Rows of order units that stay together; each row has a parent unit, which moves when the row does."""
 
     children: Tensor
@@ -79,13 +69,16 @@ class Region:
 
 @dataclass
 class Ledger:
-    """Units, the constraints on them, and the tensors of the model that carry them."""
+    """Units, the constraints on them, and the tensors of the model that carry them.
+
+    `births` are the tensors of the model at which new scale units begin, with these units.
+    """
 
     scales: int = 1
     orders: int = 1
     scale_pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     order_pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    births: list[Birth] = field(default_factory=list)
+    births: list[tuple[str, Tensor]] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
@@ -98,7 +91,7 @@ class Ledger:
         count = torch.Size(shape).numel()
         units = torch.arange(self.scales, self.scales + count)
         self.scales += count
-        self.births.append(Birth(where, units))
+        self.births.append((where, units))
         return units.reshape(tuple(shape))
 
     def fresh_order(self, shape: Sequence[int]) -> Tensor:
@@ -128,7 +121,7 @@ class Ledger:
         """Make factors equal at the same place; where one of them has none, the other has none either."""
         if a is b:
             return
-        a, b = _broadcast(a, b)
+        a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
         for alone in (b[(a == 0) & (b != 0)], a[(b == 0) & (a != 0)]):
             if alone.numel():
                 self.limit([alone], Symmetry.NOTHING, where, why)
@@ -138,10 +131,7 @@ class Ledger:
 
     def merge_scale(self, factor: Tensor, dims: Dims, where: str) -> Tensor:
         """One factor along all of `dims`, because an operation sums over them."""
-        chosen = dims & varying(factor)
-        if not chosen:
-            return factor
-        first = first_along(factor, chosen)
+        first = first_along(factor, dims)
         self.unite_scale(factor, first, where, "it adds up elements of which some carry no factor")
         return first
 
@@ -159,7 +149,7 @@ class Ledger:
             y = min(right, key=lambda other: (varying(other) != varying(x), len(varying(other) ^ varying(x))))
             right = [other for other in right if other is not y]
             self.unite_scale(x, y, where, why)
-            same.append(x if x.numel() <= y.numel() else y)
+            same.append(min(x, y, key=Tensor.numel))
         rest = left or right
         if len(rest) == 2 and varying(rest[0]) == varying(rest[1]):
             self.unite_scale(rest[0], -rest[1], where, why)
@@ -177,25 +167,27 @@ class Ledger:
         """Units that do not occur here, or not equally often, do not trade places."""
         self.mark(order, torch.zeros_like(order))
 
-    def fix(self, order: Tensor) -> None:
-        """These elements keep their places."""
-        self.order_pairs.append((order, torch.zeros_like(order)))
+    def fix(self, *factors: Tensor) -> None:
+        """Their elements keep their places."""
+        self.order_pairs += [(factor, torch.zeros_like(factor)) for factor in factors]
+
+    def fix_along(self, factors: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
+        """Fix the factors that change along `dims`; returns the others."""
+        self.fix(*[factor for factor in factors if varying(factor) & dims])
+        return tuple(factor for factor in factors if not varying(factor) & dims)
 
     def unite_order(self, a: Tensor, b: Tensor) -> None:
         """The same unit at the same place."""
         if a is b:
             return
-        a, b = _broadcast(a, b)
+        a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
         differ = a != b
         if differ.any():
             self.order_pairs.append((a[differ], b[differ]))
 
     def merge_order(self, factor: Tensor, dims: Dims) -> Tensor:
         """One unit along all of `dims`: its elements move together."""
-        chosen = dims & varying(factor)
-        if not chosen:
-            return factor
-        first = first_along(factor, chosen)
+        first = first_along(factor, dims)
         self.unite_order(factor, first)
         return first
 
@@ -225,11 +217,9 @@ class Ledger:
         if not outer:
             self.count(factor)
             return None
+        parents = self.fresh_order(first_along(factor, dims).shape)
         rows = factor.permute(*outer, *[d for d in range(factor.dim()) if d not in outer])
-        rows = rows.reshape(-1, rows.numel() // torch.Size([factor.shape[d] for d in outer]).numel())
-        shape = [factor.shape[d] if d in outer else 1 for d in range(factor.dim())]
-        parents = self.fresh_order(shape)
-        self.blocks.append(Block(rows, parents.flatten()))
+        self.blocks.append(Block(rows.reshape(parents.numel(), -1), parents.flatten()))
         return parents
 
     def agree_order(
@@ -256,17 +246,12 @@ class Ledger:
             other, view = max(fits, key=lambda pair: len(varying(pair[1]) & varying(seen)))
             met = [pair for pair in met if pair[0] is not other]
             self.unite_order(seen, view)
-            result.append(self._finer(factor, seen, other, view))
-        for factor, _ in met:
-            self.fix(factor)
+            if factor is seen and other is view:
+                result.append(min(factor, other, key=Tensor.numel))
+            else:  # the one with the inner places
+                result.append(other if factor is seen else factor)
+        self.fix(*[factor for factor, _ in met])
         return tuple(result)
-
-    @staticmethod
-    def _finer(a: Tensor, seen_a: Tensor, b: Tensor, seen_b: Tensor) -> Tensor:
-        """Of two equal factors the more detailed one: with the inner places, else the shorter."""
-        if a is seen_a and b is seen_b:
-            return a if a.numel() <= b.numel() else b
-        return b if a is seen_a else a
 
     # The model's own tensors.
 
@@ -276,24 +261,21 @@ class Ledger:
         region = region.sorted()
         for number, old in enumerate(known):
             if old.place == region.place:
-                known[number] = Region(*old.place, self._both(name, old, region))
+                why = "it is used in two ways that ask for different noise"
+                scale = self.agree_scale(old.units.scale, region.units.scale, name, why)
+                everywhere = frozenset(range(len(old.shape)))
+                order = self.agree_order(old.units.order, everywhere, region.units.order, everywhere)
+                known[number] = Region(*old.place, Units(scale, order))
                 return
-        if any(_overlap(old, region) for old in known):
-            for other in (*[old for old in known if _overlap(old, region)], region):
-                self.pin(other.units, name, "parts of it that overlap are used in different ways")
+        overlapping = [old for old in known if _overlap(old, region)]
+        for other in [*overlapping, region] if overlapping else []:
+            self.pin(other.units, name, "parts of it that overlap are used in different ways")
         known.append(region)
-
-    def _both(self, name: str, a: Region, b: Region) -> Units:
-        why = "it is used in two ways that ask for different noise"
-        scale = self.agree_scale(a.units.scale, b.units.scale, name, why)
-        everywhere = frozenset(range(len(a.shape)))
-        return Units(scale, self.agree_order(a.units.order, everywhere, b.units.order, everywhere))
 
     def pin(self, units: Units, where: str, why: str) -> None:
         """No noise passes here."""
         self.limit(units.scale, Symmetry.NOTHING, where, why)
-        for factor in units.order:
-            self.fix(factor)
+        self.fix(*units.order)
 
 
 def _overlap(a: Region, b: Region) -> bool:
@@ -314,9 +296,3 @@ def _overlap(a: Region, b: Region) -> bool:
         if first_a + sizes[stride][0] <= first_b or first_b + sizes[stride][1] <= first_a:
             return False
     return True
-
-
-def _broadcast(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in their common shape."""
-    shape = np.broadcast_shapes(tuple(a.shape), tuple(b.shape))
-    return a.expand(shape), b.expand(shape)

@@ -14,9 +14,9 @@ from fedveil.graph.head import Head
 from fedveil.graph.known import Known, constant, count_uncovered
 from fedveil.graph.layout import Entry, Inside, Layout, lay_out, look_inside
 from fedveil.graph.ledger import Ledger
-from fedveil.graph.solve import Integers, Orders, Scales, solve_orders, solve_scales
+from fedveil.graph.solve import Integers, Orders, Scales, components, solve_orders, solve_scales
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.tables import POOLED, Piece, Pool, SlotRows, Slots, build_pool, count_levels, pieces_of
+from fedveil.graph.tables import POOLED, Piece, Pool, SlotRows, Slots, build_pool, count_levels
 from fedveil.graph.walk import Walk
 
 KINDS = ("bare", "moved", "signed", "scaled")
@@ -138,29 +138,13 @@ class Plan:
 def build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:
     """Scale units grouped into axes: axes that share a class are one."""
     classes = scales.classes
-    births = [(birth.where, classes[birth.members.numpy()]) for birth in ledger.births]
-    parent = list(range(len(births)))
-
-    def root(number: int) -> int:
-        while parent[number] != number:
-            parent[number] = parent[parent[number]]
-            number = parent[number]
-        return number
-
-    owner = np.full(len(scales.symmetries), -1)
-    for number, (_, own) in enumerate(births):
-        for known in np.unique(owner[own]):
-            if known >= 0:
-                a, b = sorted((root(int(known)), root(number)))
-                parent[b] = a
-        owner[own] = number
+    births = [(where, classes[units.numpy()]) for where, units in ledger.births]
+    pairs = [(np.full_like(own, number), len(births) + own) for number, (_, own) in enumerate(births)]
+    found = components(len(births) + len(scales.symmetries), pairs)  # of births, then of classes: the first birth
     groups: dict[int, list[int]] = {}
     for number in range(len(births)):
-        groups.setdefault(root(number), []).append(number)
-    home = np.full(len(scales.symmetries), -1)
-    for first, numbers in groups.items():
-        for number in numbers:
-            home[births[number][1]] = first
+        groups.setdefault(int(found[number]), []).append(number)
+    home = found[len(births) :]
     limits: dict[int, dict[tuple[str, str], None]] = {}
     for limit in ledger.limits:
         for first in np.unique(home[classes[limit.members.numpy()]]):
@@ -186,7 +170,7 @@ def measure(
             continue
         own = np.zeros(len(KINDS), np.int64)
         for piece in pieces.get(entry.name, ()):
-            own += np.array(count_levels(piece, slots, symmetries))
+            own += count_levels(piece, slots, symmetries)
         own[0] = size - own[1:].sum()
         counts += own
     total = max(1, int(counts.sum()))
@@ -215,7 +199,7 @@ def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collecti
     scales, orders = solve_scales(ledger), solve_orders(ledger)
     layout = lay_out(model, frozenset(walk.used))
     rows = SlotRows(scales, orders)
-    pieces = pieces_of(ledger, rows, [entry.name for entry in layout.entries])
+    pieces = {e.name: [rows.piece(region) for region in ledger.regions.get(e.name, ())] for e in layout.entries}
     slots = rows.finish()
     small = [entry for entry in layout.entries if entry.shape.numel() <= POOLED]
     pins = {(lim.where, lim.why): None for lim in ledger.limits if not lim.symmetry and lim.where != "output"}

@@ -21,17 +21,20 @@ Integers = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 
 
+def lowest(labels: Integers, values: Integers) -> Integers:
+    """For each position, the smallest value among the positions that have its label."""
+    found: Integers = np.full(int(labels.max()) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(found, labels, values)
+    return found[labels]
+
+
 def components(count: int, pairs: Sequence[tuple[Integers, Integers]]) -> Integers:
     """The smallest member of each node's component."""
     if not pairs:
         return np.arange(count)
     left, right = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
     graph = coo_matrix((np.ones(len(left), np.int8), (left, right)), shape=(count, count))
-    labels = connected_components(graph, directed=False)[1]
-    first = np.full(labels.max() + 1, count)
-    np.minimum.at(first, labels, np.arange(count))
-    found: Integers = first[labels]
-    return found
+    return lowest(connected_components(graph, directed=False)[1], np.arange(count))
 
 
 def compress(labels: Integers) -> Integers:
@@ -183,7 +186,8 @@ def solve_orders(ledger: Ledger) -> Orders:
     count = int(classes.max()) + 1
     uses = _uses(ledger, classes)
     blocks = [(classes[b.children.numpy()], classes[b.parents.numpy()]) for b in ledger.blocks]
-    inside = _members_of_blocks(count, blocks)
+    pairs = [(children.ravel(), np.repeat(parents, children.shape[1])) for children, parents in blocks]
+    inside = components(count, pairs)  # classes that share blocks, named by the smallest
     place = ranks(inside)  # of a class among those of its component, by number
     apart, alike = uses, uses.copy()
     for children, parents in blocks:
@@ -196,21 +200,13 @@ def solve_orders(ledger: Ledger) -> Orders:
     return _arranged(classes, cells, *_families(inside, place, alike.found, cells))
 
 
-def _members_of_blocks(count: int, blocks: Sequence[tuple[Integers, Integers]]) -> Integers:
-    """Each class's component by shared blocks, named by its smallest class; a class in no block is its own."""
-    pairs = [(children.ravel(), np.repeat(parents, children.shape[1])) for children, parents in blocks]
-    return components(count, pairs)
-
-
 def _families(inside: Integers, place: Integers, uses: Hashes, cells: Integers) -> tuple[Integers, Integers]:
     """Block of each class, and family of each block: blocks of one family are used alike, class by class."""
     count = len(inside)
     sizes = np.bincount(inside, minlength=count)
     whole = np.zeros(count, np.uint64)
-    first_of_cell = np.full(int(cells.max()) + 1, count)
-    np.minimum.at(first_of_cell, cells, place)
     with np.errstate(over="ignore"):
-        np.add.at(whole, inside, mixed(place, uses, first_of_cell[cells]))
+        np.add.at(whole, inside, mixed(place, uses, lowest(cells, place)))
     heads = np.flatnonzero((sizes > 1) & (np.arange(count) == inside) & (inside != inside[0]))
     families, counts = np.unique(mixed(whole[heads], sizes[heads]), return_inverse=True, return_counts=True)[1:]
     kept = heads[counts[families] > 1]
@@ -222,7 +218,7 @@ def _families(inside: Integers, place: Integers, uses: Hashes, cells: Integers) 
 
 def _arranged(classes: Integers, cells: Integers, blocks: Integers, families: Integers) -> Orders:
     """Number kinds and their classes; a class without a partner to trade places with does not move."""
-    inner = _place_in_block(blocks, cells)
+    inner = lowest(cells, ranks(blocks))  # the place in its block of the first class of its cell
     kinds = compress(mixed(families[blocks], np.where(blocks > 0, inner, -1 - cells)).view(np.int64)) + 1
     kinds[0] = 0
     kinds = compress(np.where(np.bincount(kinds)[kinds] < 2, 0, kinds))
@@ -230,11 +226,3 @@ def _arranged(classes: Integers, cells: Integers, blocks: Integers, families: In
     members = number[blocks] * np.bincount(cells)[cells] + ranks(cells)
     moving = kinds > 0
     return Orders(classes, np.where(moving, cells, 0), kinds, np.where(moving, members, 0), blocks, families)
-
-
-def _place_in_block(blocks: Integers, cells: Integers) -> Integers:
-    """For each class, the place within its block of the first class of its cell."""
-    first = np.full(int(cells.max()) + 1, len(cells))
-    np.minimum.at(first, cells, ranks(blocks))
-    found: Integers = first[cells]
-    return found

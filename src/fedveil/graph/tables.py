@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.graph.layout import Entry
-from fedveil.graph.ledger import Ledger, Region
+from fedveil.graph.ledger import Region
 from fedveil.graph.solve import Integers, Orders, Scales, ranks
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import compressed, varying
+from fedveil.graph.units import along, compressed, varying
 
 POOLED = 2**15  # elements of the largest tensor that goes into the pool
 
@@ -104,7 +104,6 @@ class SlotRows:
     table: list[Integers] = field(default_factory=lambda: [np.zeros(1, np.int64)])
     scale_count: int = 1
     order_count: int = 1
-    offset: int = 1
 
     def piece(self, region: Region) -> Piece:
         """The region with its slots."""
@@ -140,9 +139,7 @@ class SlotRows:
             return None
         place = torch.zeros((1,) * short.dim(), dtype=torch.int64)
         for d in dims:
-            view = [1] * short.dim()
-            view[d] = -1
-            place = place + torch.arange(short.shape[d]).reshape(view) * region.strides[d]
+            place = place + along(torch.arange(short.shape[d]) * region.strides[d], d, short.dim())
         label, position = short.numpy().ravel(), place.expand(short.shape).numpy().ravel()
         count = len(label)
         rank, kind, member = ranks(label), kinds[label], members[label]
@@ -150,10 +147,10 @@ class SlotRows:
         by_kind = np.lexsort((rank, member, group))
         starts = np.searchsorted(group[by_kind], group)
         repeat = np.where(kind == 0, 0, np.bincount(label)[label])
-        origin = self.offset + starts + np.where(kind == 0, 0, rank)
+        origin = self.order_count + starts + np.where(kind == 0, 0, rank)
         self.order_columns.append((np.where(kind == 0, 0, label), origin, repeat, position))
         self.table.append(position[by_kind])
-        first, self.order_count, self.offset = self.order_count, self.order_count + count, self.offset + count
+        first, self.order_count = self.order_count, self.order_count + count
         return Spread(first, tuple(short.shape))
 
     def finish(self) -> Slots:
@@ -243,17 +240,7 @@ def count_levels(piece: Piece, slots: Slots, symmetries: Integers) -> list[int]:
     size = torch.Size(piece.shape).numel()
     unscaled = count_all(piece, piece.scale, ~sized)
     unsigned = count_all(piece, piece.scale, ~free)
-    bare = _bare(piece, ~free, torch.from_numpy(slots.order == 0))
-    return [bare, unsigned - bare, unscaled - unsigned, size - unscaled]
-
-
-def _bare(piece: Piece, free: Tensor, still: Tensor) -> int:
-    """The number of elements that are neither scaled nor moved."""
-    both = torch.cat([free, still])
+    still = torch.cat([~free, torch.from_numpy(slots.order == 0)])
     moved = [Spread(spread.first + len(free), spread.shape) for spread in piece.order]
-    return count_all(piece, [*piece.scale, *moved], both)
-
-
-def pieces_of(ledger: Ledger, rows: SlotRows, names: Sequence[str]) -> dict[str, list[Piece]]:
-    """The pieces of each tensor that is sent."""
-    return {name: [rows.piece(region) for region in ledger.regions.get(name, ())] for name in names}
+    bare = count_all(piece, [*piece.scale, *moved], still)
+    return [bare, unsigned - bare, unscaled - unsigned, size - unscaled]

@@ -16,11 +16,13 @@ ELEMENTWISE = {
     "threshold", "clamp", "clamp_min", "clamp_max", "abs", "neg", "exp", "log", "log1p", "sqrt", "rsqrt", "square",
     "pow", "sin", "cos", "add", "sub", "mul", "div", "clone", "contiguous", "alias", "_to_copy", "to", "type_as",
 }  # fmt: skip
-OF_A_SAMPLE = {
-    *LAYERS, "layer_norm", "group_norm", "rms_norm", "pixel_shuffle", "pixel_unshuffle", "prelu",
-    *[f"{kind}{way}_pool{n}d" for kind in ("", "adaptive_") for way in ("avg", "max") for n in (1, 2, 3)],
+UPSAMPLED = {
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
     "upsample_bicubic2d", "upsample_trilinear3d",
+}  # fmt: skip
+OF_A_SAMPLE = {
+    *LAYERS, *UPSAMPLED, "layer_norm", "group_norm", "rms_norm", "pixel_shuffle", "pixel_unshuffle", "prelu",
+    *[f"{kind}{way}_pool{n}d" for kind in ("", "adaptive_") for way in ("avg", "max") for n in (1, 2, 3)],
 }  # fmt: skip
 ALONG_DIMS = {
     "softmax", "log_softmax", "mean", "sum", "amax", "amin", "logsumexp", "norm", "linalg_vector_norm", "slice",
@@ -67,9 +69,8 @@ def keeps_samples_apart(exported: Exported, node: fx.Node) -> bool:
         if step.op != "call_function" or not any(n in following for n in tensors):
             continue
         others = [n for n in tensors if n not in following]
-        if not all(n.name in exported.parameters or n.name in exported.buffers for n in others):
-            return False
-        if not _keeps_samples_apart(step, others):
+        stored = all(n.name in exported.parameters or n.name in exported.buffers for n in others)
+        if not stored or not _keeps_samples_apart(step, others):
             return False
         following.add(step)
     return True
@@ -82,11 +83,9 @@ def _keeps_samples_apart(step: fx.Node, parameters: list[fx.Node]) -> bool:
     name = short_name(step.target).rstrip("_")
     given = dict(zip([a.name for a in step.target._schema.arguments], step.args, strict=False)) | step.kwargs
     if name in ELEMENTWISE:
-        wide = [n.meta["val"] for n in parameters]
-        return all(t.dim() < value.dim() or t.shape[0] == 1 for t in wide)
+        return all(t.dim() < value.dim() or t.shape[0] == 1 for t in (n.meta["val"] for n in parameters))
     if name in ONLY_IN_EVAL:
-        flags = [given.get(key) for key in ("train", "training", "use_input_stats")]
-        return not any(flags)
+        return not any(given.get(key) for key in ("train", "training", "use_input_stats"))
     if name in ALONG_DIMS:
         keys = [key for key in ("dim", "dims", "dim0", "dim1") if key in given]
         dims = [d % max(1, first.dim() + (name == "unsqueeze")) for key in keys for d in pytree.tree_leaves(given[key])]

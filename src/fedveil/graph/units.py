@@ -96,8 +96,8 @@ def reshaped(factor: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
     return compressed(factor.expand(wide).reshape(sizes))
 
 
-def first_along(factor: Tensor, dims: Sequence[int] | Dims) -> Tensor:
-    """The factor's first element along each of `dims`."""
-    for dim in dims:
+def first_along(factor: Tensor, dims: Dims) -> Tensor:
+    """The factor's first element along each of `dims`; the factor itself if it changes along none."""
+    for dim in dims & varying(factor):
         factor = factor.narrow(dim, 0, 1)
     return factor

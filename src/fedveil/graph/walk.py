@@ -18,7 +18,7 @@ from fedveil.graph.units import Units, varying
 
 HEADS: dict[str, Callable[[Call, bool], Outcome]] = {
     "linear": linear.linear,
-    **dict.fromkeys((*linear.CONVOLUTIONS, *linear.TRANSPOSED), linear.convolution),
+    **dict.fromkeys(linear.CONVOLUTIONS, linear.convolution),
 }
 
 
@@ -28,8 +28,7 @@ def module_of(node: fx.Node) -> tuple[str, str]:
     if not stack:
         return "", ""
     path, kind = list(stack.values())[-1]
-    name = kind if isinstance(kind, str) else kind.__qualname__
-    return path, name
+    return path, kind if isinstance(kind, str) else kind.__qualname__
 
 
 def place_of(node: fx.Node) -> str:
@@ -149,13 +148,12 @@ class Walk:
         """Of order factors that share a dim, for example after a reshape, only the first may move; fix the others."""
         for value in result if isinstance(result, list) else [result]:
             if isinstance(value, Activation):
-                kept: list[Tensor] = []
-                for factor in value.units.order:
-                    if any(varying(factor) & varying(other) for other in kept):
-                        self.ledger.fix(factor)
-                    else:
-                        kept.append(factor)
-                value.units = Units(value.units.scale, tuple(kept))
+                scale, rest = value.units
+                kept: tuple[Tensor, ...] = ()
+                while rest:
+                    kept = (*kept, rest[0])
+                    rest = self.ledger.fix_along(rest[1:], varying(rest[0]))
+                value.units = Units(scale, kept)
         return result
 
     def _pin(self, call: Call, reason: str) -> None:
@@ -177,14 +175,12 @@ class Walk:
         if "autocast" in where:
             what = "forward turns on torch.autocast: it rounds veiled activations differently from plain ones"
             raise AnalysisError(where, what, "remove the autocast block from forward, and train in float32")
-        operands = [self.values[n] for n in node.all_input_nodes if n.op != "get_attr"]
-        for operand in operands:
+        for operand in [self.values[n] for n in node.all_input_nodes if n.op != "get_attr"]:
             if isinstance(operand, Stored):
                 operand.leave_bare(where, "it is read in a separate context")
             elif isinstance(operand, Activation):
                 self.ledger.pin(operand.units, where, "it is computed in a separate context")
-        value = node.meta.get("val")
-        return pytree.tree_map_only(Tensor, Activation, value)
+        return pytree.tree_map_only(Tensor, Activation, node.meta.get("val"))
 
 
 def _joined(values: Any, found: Any) -> Any:

@@ -8,18 +8,7 @@ from markupsafe import Markup
 
 from fedveil.report.scale import LARGEST, Scale, count, linear, logarithmic, short
 from fedveil.report.sections import Curves
-from fedveil.report.series import (
-    Line,
-    Point,
-    alternative,
-    at_last,
-    clean,
-    coincidences,
-    missing,
-    overlap,
-    pieces,
-    thin,
-)
+from fedveil.report.series import Line, Point, alternative, at_last, clean, coincidences, missing, overlap, pieces, thin
 from fedveil.report.style import filled, series_dash
 from fedveil.report.tables import curve_data
 
@@ -35,7 +24,6 @@ Band = tuple[list[Point], list[Point]]  # lower edge, upper edge: NaN where ther
 
 
 def _scales(curves: Curves, lines: Sequence[Line], bands: Sequence[Band]) -> Scales | None:
-    """The axes that hold all values and bands, or None without any."""
     drawn = [point for line in lines for point in line.drawn]
     if not drawn:
         return None
@@ -65,12 +53,11 @@ def _band(curves: Curves, line: Line) -> Band:
     """Both edges of the band around a line, if it has one."""
     ends = curves.bands.get(line.name) or [(math.nan, math.nan)] * len(line.points)
     least = 1 / LARGEST if curves.log_y else -LARGEST
-    known = [low >= least and not math.isnan(y) for (_, y), (low, _) in zip(line.points, ends, strict=True)]
-    lower, upper = (
-        [(x, edge if fits else math.nan) for (x, _), edge, fits in zip(line.points, edges, known, strict=True)]
-        for edges in ([low for low, _ in ends], [high for _, high in ends])
-    )
-    return lower, upper
+    edges = [
+        (x, low, high) if low >= least and not math.isnan(y) else (x, math.nan, math.nan)
+        for (x, y), (low, high) in zip(line.points, ends, strict=True)
+    ]
+    return [(x, low) for x, low, _ in edges], [(x, high) for x, _, high in edges]
 
 
 def _outline(band: Band, scales: Scales, limit: int) -> str:
@@ -82,9 +69,8 @@ def _outline(band: Band, scales: Scales, limit: int) -> str:
 def _wiggle(line: Line, scales: Scales, limit: int) -> int:
     """How many times longer than the axis a line is."""
     across, up = scales
-    placed = [
-        [(across.place(x), up.place(y) / 2) for x, y in run] for run in pieces(thin(line.points, limit, across.log))
-    ]
+    runs = pieces(thin(line.points, limit, across.log))
+    placed = [[(across.place(x), up.place(y) / 2) for x, y in run] for run in runs]
     return max(1, min(30, round(sum(math.dist(*ends) for run in placed for ends in pairwise(run)))))
 
 
@@ -127,7 +113,6 @@ def _stroke(number: int, line: Line, scales: Scales, limit: int) -> dict[str, ob
 
 
 def _remarks(curves: Curves, lines: Sequence[Line], bands: Sequence[Band], limit: int) -> list[str]:
-    """What the chart leaves out."""
     found = missing(lines)
     for line, (lower, _) in zip(lines, bands, strict=True):
         gaps = sum(math.isnan(low) for _, low in lower) - sum(math.isnan(y) for _, y in line.points)

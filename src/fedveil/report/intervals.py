@@ -99,7 +99,6 @@ def _written(rows: Sequence[Interval], axis: Scale) -> list[Written]:
 
 
 def _row_in_words(row: Interval, written: Written, references: Mapping[str, float]) -> str:
-    """One value with its interval in a sentence, with the references that the interval holds."""
     name, (value, low, high) = f"{row.group}, {row.name}" if row.group else row.name, written
     if row.value is None:
         return f"{name}: {row.missing}."
@@ -110,7 +109,6 @@ def _row_in_words(row: Interval, written: Written, references: Mapping[str, floa
 
 
 def _in_words(section: Intervals, rows: Sequence[tuple[Interval, Written]]) -> str:
-    """The plot in a few sentences."""
     lines = ", ".join(f"{name} {short(value)}" for name, value in section.references.items())
     opening = f"Values with intervals: {section.label}." + (f" Reference lines: {lines}." if lines else "")
     said = [_row_in_words(row, written, section.references) for row, written in rows]

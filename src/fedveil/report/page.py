@@ -39,21 +39,17 @@ class Page:
     command: str
 
 
-def _identify(number: int, title: str) -> str:
-    """An id for a section: its number keeps it unique, its title makes it readable."""
-    slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:40]
-    return f"s{number}-{slug}".rstrip("-")
+def _id(number: int, title: str) -> str:
+    return f"s{number}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')[:40]}".rstrip("-")
 
 
 def _lines(section: Section) -> int:
-    """How many lines a section draws."""
     if isinstance(section, Beside):
         return sum(map(_lines, section.parts))
     return len(section.series) if isinstance(section, Curves) else 0
 
 
 def _body(section: Section, limit: int) -> Markup:
-    """A section without its heading."""
     match section:
         case Curves():
             return chart(section, limit)
@@ -82,22 +78,14 @@ def render(page: Page) -> str:
     Its policy lets it load nothing and run no script but its own.
     """
     limit = max(40, min(POINTS_PER_LINE, POINTS_PER_PAGE // max(1, sum(map(_lines, page.sections)))))
-    script = asset("page.js")
+    style, script = Markup(asset("page.css")), Markup(asset("page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = [
-        (_identify(number, section.title), section.title, type(section).__name__.lower(), _body(section, limit))
+        (_id(number, section.title), section.title, type(section).__name__.lower(), _body(section, limit))
         for number, section in enumerate(page.sections, start=1)
     ]
-    made = filled(
-        "page.html",
-        page=page,
-        sections=sections,
-        light=LIGHT,
-        dark=DARK,
-        style=Markup(asset("page.css")),
-        script=Markup(script),
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-    )
-    return f"{made}\n"
+    looks = {"light": LIGHT, "dark": DARK, "style": style, "script": script, "digest": digest}
+    return f"{filled('page.html', page=page, sections=sections, **looks)}\n"
 
 
 def write(page: Page, path: Path) -> Path:

@@ -15,7 +15,6 @@ WIDE, NARROW = 96, 64  # about how many pixels of the screen the longer side tak
 
 
 def _chunk(kind: bytes, body: bytes) -> bytes:
-    """A part of the file: length, kind, body, checksum."""
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
@@ -34,7 +33,6 @@ def encode(picture: Picture) -> bytes:
 
 
 def _source(picture: Picture) -> str:
-    """The picture as an address that holds it."""
     return f"data:image/png;base64,{base64.b64encode(encode(picture)).decode()}"
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 NOTHING = "\u2013"  # a dash where there is no number
 LARGEST = 1e300  # beyond this a span between two values may overflow
@@ -35,13 +36,11 @@ def aligned(cells: Sequence[str]) -> list[str]:
     >>> aligned(["0.51", "0.6319", NOTHING, "2e-7"])
     ['0.5100', '0.6319', '\u2013', '2e-7']
     """
-    decimals = max((len(cell.partition(".")[2]) for cell in cells if _plain(cell)), default=0)
-    return [f"{float(cell):.{decimals}f}" if decimals and _plain(cell) else cell for cell in cells]
-
-
-def _plain(cell: str) -> bool:
-    """Whether a cell is a number without a power of ten."""
-    return cell != NOTHING and "e" not in cell
+    plain = [cell != NOTHING and "e" not in cell for cell in cells]
+    decimals = max((len(cell.partition(".")[2]) for cell in compress(cells, plain)), default=0)
+    return [
+        f"{float(cell):.{decimals}f}" if decimals and fits else cell for cell, fits in zip(cells, plain, strict=True)
+    ]
 
 
 def stepped(value: float, step: float) -> str:
@@ -90,60 +89,43 @@ def nice_step(span: float, wanted: int) -> float:
     return next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if span / (factor * power) <= wanted * 1.001)
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
-    """Ends with room between them, also around one value."""
-    size = max(abs(low), abs(high))
-    if high - low > FLAT * size and high - low > 1e-290:
-        return low, high
-    around = 0.1 * size if size > 1e-290 else 1.0
-    return low - around, high + around
-
-
 def _linear_ticks(low: float, high: float, step: float) -> Ticks:
-    """The multiples of `step` between the ends."""
     first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
     return tuple((number * step, stepped(number * step, step)) for number in range(first, last + 1))
 
 
 def linear(low: float, high: float, *, wanted: int, outward: bool, least: float = 0.0) -> Scale:
     """A linear axis with ticks at least `least` apart. `outward` moves its ends to ticks, else the data ends it."""
-    low, high = _widened(low, high)
+    size = max(abs(low), abs(high))
+    if high - low <= FLAT * size or high - low <= 1e-290:  # one value: room around it
+        around = 0.1 * size if size > 1e-290 else 1.0
+        low, high = low - around, high + around
     step = max(nice_step(high - low, wanted), least)
     if outward:
         low, high = math.floor(low / step + 1e-6) * step, math.ceil(high / step - 1e-6) * step
     return Scale(low, high, False, _linear_ticks(low, high, step))
 
 
-def _decades(low: float, high: float, wanted: int) -> Ticks:
-    """Powers of ten between the ends, every few if there are many."""
+def _log_ticks(low: float, high: float, wanted: int) -> Ticks:
+    """Powers of ten, every few if there are many; for less than two also 2 and 5 times one, or a linear axis's."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     every = max(1, math.ceil((last - first) / wanted))
-    return tuple(
-        (10.0**power, f"1e{power}" if power else "1") for power in range(first, last + 1) if power % every == 0
-    )
-
-
-def _within_decades(low: float, high: float) -> Ticks:
-    """Ticks at 1, 2 and 5 times a power of ten, for an axis of less than two decades."""
+    decades = [power for power in range(first, last + 1) if power % every == 0]
+    if len(decades) >= 2:
+        return tuple((10.0**power, f"1e{power}" if power else "1") for power in decades)
     powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
-    values = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
-    return tuple((value, short(value)) for value in values if low <= value <= high)
-
-
-def _air(low: float, high: float, outward: bool) -> float:
-    """How many decades a logarithmic axis reaches beyond its data at either end."""
-    if high <= low * (1 + FLAT):
-        return 0.3
-    decades = math.log10(high) - math.log10(low)
-    return max(0.05 * decades, 0.02) if outward or decades < 0.04 else 0.0
+    values = [value for power in powers for value in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)]
+    values = [value for value in values if low <= value <= high]
+    if len(values) < 2:
+        values = [value for value, _ in _linear_ticks(low, high, nice_step(high - low, wanted))]
+    return tuple((value, short(value)) for value in values)
 
 
 def logarithmic(low: float, high: float, *, wanted: int, outward: bool = True) -> Scale:
     """A logarithmic axis; `low` is above zero. `outward` leaves some air, else its ends stay where the data ends."""
-    around = _air(low, high, outward)
-    low, high = 10 ** max(-305.0, math.log10(low) - around), 10 ** min(305.0, math.log10(high) + around)
-    for ticks in (_decades(low, high, wanted), _within_decades(low, high)):
-        if len(ticks) >= 2:
-            return Scale(low, high, True, ticks)
-    step = nice_step(high - low, wanted)
-    return Scale(low, high, True, tuple((value, short(value)) for value, _ in _linear_ticks(low, high, step)))
+    first, last = math.log10(low), math.log10(high)
+    around = max(0.05 * (last - first), 0.02) if outward or last - first < 0.04 else 0.0
+    if high <= low * (1 + FLAT):
+        around = 0.3
+    low, high = 10 ** max(-305.0, first - around), 10 ** min(305.0, last + around)
+    return Scale(low, high, True, _log_ticks(low, high, wanted))

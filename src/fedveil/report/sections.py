@@ -28,16 +28,15 @@ class Curves:
     bands: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse a band around no line, of another length, not finite, or upside down."""
         where = f"Curves {self.title!r}"
         for name, ends in self.bands.items():
             points = len(self.series.get(name, ()))
             if len(ends) != points:
                 raise BadArgument(where, f"{name!r} has {points} points and a band of {len(ends)}")
-            odd = [end for end in ends if not (finite(end[0]) and finite(end[1]) and end[0] <= end[1])]
-            if odd:
-                what = f"the band of {name!r} must be finite, low before high, got {odd[0][0]} to {odd[0][1]}"
-                raise BadArgument(where, what)
+            for low, high in ends:
+                if not (finite(low) and finite(high) and low <= high):
+                    what = f"the band of {name!r} must be finite, low before high, got {low} to {high}"
+                    raise BadArgument(where, what)
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,10 @@ class Table:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse rows of another length than the header."""
         for number, row in enumerate(self.rows, start=1):
             if len(row) != len(self.header):
-                raise BadArgument(
-                    f"Table {self.title!r}", f"row {number} has {len(row)} cells, the header has {len(self.header)}"
-                )
+                what = f"row {number} has {len(row)} cells, the header has {len(self.header)}"
+                raise BadArgument(f"Table {self.title!r}", what)
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,6 @@ class Matrix:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse counts that are not square, and counts below zero."""
         size = len(self.labels)
         if len(self.counts) != size or any(len(row) != size for row in self.counts):
             raise BadArgument(f"Matrix {self.title!r}", f"{size} labels need {size} rows of {size} counts")
@@ -87,7 +83,6 @@ class Picture:
     caption: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse data that is not bytes, or not as many as the size says."""
         size = f"{self.width} x {self.height} pixels of {self.channels} channels"
         fix = "data = array.tobytes() of an array of uint8 with shape (height, width, channels)"
         if self.channels not in CHANNELS or self.width < 1 or self.height < 1:
@@ -110,7 +105,6 @@ class Pictures:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse rows of another length than the columns."""
         for label, cells in self.rows:
             if len(cells) != len(self.columns):
                 what = f"row {label!r} has {len(cells)} pictures, there are {len(self.columns)} columns"
@@ -129,7 +123,6 @@ class Interval:
     missing: str = "not measured"
 
     def __post_init__(self) -> None:
-        """Refuse what is not finite, half an interval, an interval upside down, and an interval around nothing."""
         where = f"Interval {self.name!r}" + (f" of group {self.group!r}" if self.group else "")
         for what, number in (("value", self.value), ("low", self.low), ("high", self.high)):
             if number is not None and not finite(number):
@@ -158,7 +151,6 @@ class Intervals:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse references and limits that no axis can hold."""
         where = f"Intervals {self.title!r}"
         for name, value in (*self.references.items(), ("low", self.low), ("high", self.high)):
             if value is not None and not finite(value):

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import combinations, groupby, pairwise
 
 from fedveil.report.scale import LARGEST, Scale, count, finite, short
 from fedveil.report.sections import Curves
@@ -37,7 +37,6 @@ class Line:
 
 
 def _reason(x: float, y: float, log: bool, log_x: bool) -> Reason | None:
-    """Why a point cannot be drawn; None if it can."""
     if not (finite(x) and finite(y)):
         return "value", "not finite, left out"
     if log_x and x < 1 / LARGEST:
@@ -94,13 +93,7 @@ def thin(points: Sequence[Point], limit: int, log_x: bool = False) -> tuple[Poin
 
 def pieces(points: Sequence[Point]) -> list[list[Point]]:
     """The points in runs without a gap."""
-    runs: list[list[Point]] = [[]]
-    for point in points:
-        if math.isnan(point[1]):
-            runs.append([])
-        else:
-            runs[-1].append(point)
-    return [run for run in runs if run]
+    return [list(run) for gap, run in groupby(points, lambda point: math.isnan(point[1])) if not gap]
 
 
 def missing(lines: Sequence[Line]) -> list[str]:
@@ -139,8 +132,7 @@ def coincidences(lines: Sequence[Line], scale: Scale) -> list[str]:
     ]
 
 
-def _line(line: Line) -> str:
-    """One line in a sentence."""
+def _in_words(line: Line) -> str:
     ys = [y for _, y in line.drawn]
     if not ys:
         return f"{line.name}: nothing to draw."
@@ -151,7 +143,7 @@ def _line(line: Line) -> str:
 def alternative(curves: Curves, lines: Sequence[Line], same: Sequence[str]) -> str:
     """The chart in a few sentences; `same` says which lines coincide."""
     opening = f"Line chart{AXES[curves.log_x, curves.log_y]}: {curves.y_label} over {curves.x_label}."
-    return " ".join([opening, *map(_line, lines), *same, "The values are in the table below."])
+    return " ".join([opening, *map(_in_words, lines), *same, "The values are in the table below."])
 
 
 def at_last(lines: Sequence[Line], x_label: str) -> str:

@@ -66,13 +66,8 @@ def failed(text: str) -> bool:
 @cache
 def _environment() -> Environment:
     """The templates; whatever they print is escaped unless it is markup already, and a name must be known."""
-    made = Environment(
-        loader=PackageLoader("fedveil.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = PackageLoader("fedveil.report")
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {"prose": prose, "percent": lambda share: f"{100 * share:.2f}%"}
     made.tests["failed"] = failed
     made.globals |= {"COLOURS": COLOURS, "SHAPES": SHAPES}

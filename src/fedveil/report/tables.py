@@ -12,9 +12,7 @@ from fedveil.report.sections import Curves, Interval, Intervals, Matrix
 from fedveil.report.series import Line
 from fedveil.report.style import failed, filled
 
-NUMERIC = re.compile(
-    r"[<>≤≥~≈]?\s*[-+\u2212±]?\s*[\d.,]*\d(e[-+]?\d+)?\b.{0,24}", re.IGNORECASE
-)  # a number, then its unit
+NUMERIC = re.compile(r"(?i)[<>≤≥~≈]?\s*[-+\u2212±]?\s*[\d.,]*\d(e[-+]?\d+)?\b.{0,24}")  # a number, then its unit
 RANGE = re.compile(r"(.*\S) (\[[^\]]*\]|\([^)]*\))")  # a value, then its interval or another value in brackets
 BLANK = frozenset({"", "-", "\u2013", "\u2014", "n/a", "nan", "inf", "not measured"})
 DATA_ROWS = 100
@@ -50,7 +48,6 @@ def matrix(section: Matrix) -> Markup:
 
 
 def _matrix_in_words(matrix: Matrix) -> str:
-    """How many answers are right, and the most common mistake."""
     size = range(len(matrix.labels))
     total = sum(map(sum, matrix.counts))
     if not total:
@@ -59,34 +56,27 @@ def _matrix_in_words(matrix: Matrix) -> str:
     said = f"{right / total:.2%} right: {right:,} of {count(total, 'answer')}."
     wrong = [(matrix.counts[truth][answer], truth, answer) for truth in size for answer in size if truth != answer]
     most, truth, answer = max(wrong, default=(0, 0, 0))
-    mistake = f"{matrix.labels[truth]} answered as {matrix.labels[answer]}, {count(most, 'time')}" if most else ""
+    mistake = f"{matrix.labels[truth]} answered as {matrix.labels[answer]}, {count(most, 'time')}"
     return f"{said} Most common mistake: {mistake}." if most else said
 
 
-def _evenly(values: Sequence[float], limit: int) -> list[float]:
-    """At most `limit` of the values, both ends among them."""
+def _evenly(values: Sequence[float], limit: int, log: bool) -> list[float]:
+    """At most `limit` of the values, both ends among them; over a logarithmic axis those above zero."""
     if len(values) <= limit:
         return list(values)
-    return [values[round(place * (len(values) - 1) / (limit - 1))] for place in range(limit)]
-
-
-def _evenly_by_decade(values: Sequence[float], limit: int) -> list[float]:
-    """At most `limit` of the values above zero, evenly over a logarithmic axis, both ends among them."""
-    levels = [math.log10(value) for value in values if value > 0]
-    if len(values) <= limit or not levels:
-        return _evenly(values, limit)
+    levels = [math.log10(value) for value in values if value > 0] if log else []
+    if not levels:
+        return [values[round(place * (len(values) - 1) / (limit - 1))] for place in range(limit)]
     step = (levels[-1] - levels[0]) / (limit - 1)
     chosen = {min(bisect_left(levels, levels[0] + place * step), len(levels) - 1) for place in range(limit)}
     return [values[len(values) - len(levels) + index] for index in sorted(chosen)]
 
 
 def _folded(title: str, amount: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    """A table that opens when asked to."""
     return filled("data.html", amount=amount, grid=grid(f"Data of {title}", header, rows))
 
 
 def _column(numbers: Sequence[float | None]) -> list[str]:
-    """Numbers, their points below one another."""
     return aligned([NOTHING if number is None or math.isnan(number) else short(number) for number in numbers])
 
 
@@ -95,7 +85,7 @@ def curve_data(curves: Curves, lines: Sequence[Line]) -> Markup:
     every = sorted({x for line in lines for x, _ in line.points if math.isfinite(x)})
     if not every:
         return Markup()
-    chosen = (_evenly_by_decade if curves.log_x else _evenly)(every, DATA_ROWS)
+    chosen = _evenly(every, DATA_ROWS, curves.log_x)
     columns = [_column([known.get(x) for x in chosen]) for known in (dict(line.points) for line in lines)]
     rows = list(zip(_column(chosen), *columns, strict=True))
     amount = (f"{len(chosen)} of " if len(chosen) < len(every) else "") + count(len(every), "row")

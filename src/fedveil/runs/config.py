@@ -1,315 +1,264 @@
-"""A run as plain values: from flags, from a TOML file, into objects."""
+"""A run as plain values, in sections: from flags, from a TOML file, from a run's folder. No torch is needed for it."""
 
-import contextlib
-import dataclasses
 import difflib
-import importlib
-import inspect
+import shlex
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias
 
-import torch
-from torch import Tensor, nn
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from tyro.conf import arg
 
-from fedveil import data as datasets
-from fedveil.data import Data
-from fedveil.defences import DBCL, PPDL, SPN, Defence, Plain, Private, Veil
 from fedveil.errors import BadArgument
-from fedveil.models import cnn, densenet, lenet, mlp, resnet
-from fedveil.scheme import LOSSES, CrossEntropy, Loss, find_loss
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "defence": ("plain", "veil", "ppdl", "dbcl", "spn"),
-    "ppdl": ("sel", "noise", "both"),
-    "loss": tuple(LOSSES),
-    "optimizer": ("adam", "adamw", "sgd"),
-    "schedule": ("constant", "cosine"),
-    "split": ("iid", "dirichlet", "column"),
-    "norm": ("batch", "none"),
-    "shortcut": ("A", "B"),
-}
-LENETS = {"lenet": "relu", "lenet-sigmoid": "sigmoid"}
+Value: TypeAlias = bool | int | float | str | tuple[str, ...] | None
+Positive = Annotated[int, Field(ge=1)]
+LossName = Literal[
+    "absolute_error",
+    "binary_cross_entropy",
+    "cross_entropy",
+    "hinge",
+    "huber",
+    "log_cosh",
+    "poisson",
+    "squared_error",
+]
 
 
-@dataclass(frozen=True)
-class Config:
+def _name(flag: str, default: str, description: str) -> Any:
+    """The field `name` of a section, whose key and flag is the section's own name."""
+    return Field(
+        default, validation_alias=AliasChoices(flag, "name"), serialization_alias=flag, description=description
+    )
+
+
+class Settings(BaseModel):
+    """A section: unknown keys and wrong types are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
+
+
+class DataSettings(Settings):
+    """What is learned from, and who holds it."""
+
+    name: Annotated[str, arg(name="data")] = _name(
+        "data",
+        "digits",
+        "a data set (fedveil data list), or package.module:factory, which returns fedveil.data.Data or "
+        "((inputs, targets), (inputs, targets)) for training and test",
+    )
+    path: str | None = Field(None, description="file or folder of the data; by default where FEDVEIL_DATA has it")
+    train_size: Positive | None = Field(None, description="training records to take; by default all")
+    test_size: Positive | None = Field(None, description="test records to take; by default all")
+    duration: bool = Field(True, description="bank: keep the length of the call, which nearly gives the answer away")
+    task: str | None = Field(None, description="bank, csv: regression or classification")
+    target: str | None = Field(None, description="csv: the column to predict")
+    size: Positive | None = Field(None, description="images: side in pixels")
+    labels: str | None = Field(None, description="classes to train on, such as 0-4 or first-half; by default all")
+    clients: Positive = Field(5, description="clients that share the training records")
+    split: Literal["iid", "dirichlet", "column"] = Field("iid", description="how the records are shared among clients")
+    alpha: float = Field(0.5, gt=0, description="split dirichlet: smaller values give clients more different classes")
+    column: str | None = Field(None, description="split column: one client per value of this column")
+
+
+class ModelSettings(Settings):
+    """The network."""
+
+    name: Annotated[str, arg(name="model")] = _name(
+        "model", "mlp", "mlp, cnn, lenet, lenet-sigmoid, resnet8 to resnet56, densenet, or package.module:factory"
+    )
+    layers: Positive = Field(3, description="mlp: Linear layers")
+    hidden: Positive = Field(50, description="mlp: units per hidden layer")
+    bias: bool = Field(True, description="mlp: layers have biases")
+    width: Positive = Field(16, description="cnn, resnet: channels of the first layer")
+    norm: Literal["batch", "none"] = Field("batch", description="resnet: batch normalisation or none")
+    shortcut: Literal["A", "B"] = Field("A", description="resnet: shortcuts by padding (A) or by 1 x 1 convolution (B)")
+
+
+class DefenceSettings(Settings):
+    """What protects clients from one another."""
+
+    name: Annotated[str, arg(name="defence")] = _name(
+        "defence", "veil", "plain, veil, ppdl, dbcl, spn, an installed one, or package.module:Class"
+    )
+    groups: Positive = Field(1, description="veil: groups of outputs with their own additive noise (the paper's m)")
+    additive: float = Field(1.0, gt=0, description="veil: size of the additive noise on the final layer")
+    multiplicative: float = Field(4.0, ge=1, description="veil: factors of hidden units lie between 1/x and x")
+    permute: bool = Field(True, description="veil: also permute hidden units secretly")
+    min_coverage: float = Field(
+        0.0, ge=0, le=1, description="veil: refuse a model if less than this share of its values can be covered"
+    )
+    decoys: Positive | None = Field(
+        None, description="veil: false offsets beside the true one; by default 2, and none for squared error"
+    )
+    ppdl: Literal["sel", "noise", "both"] = Field("sel", description="ppdl: select, add noise, or both")
+    fraction: float | None = Field(None, gt=0, le=1, description="ppdl: share of the gradient that is sent")
+    sigma: float | None = Field(None, ge=0, description="ppdl: standard deviation of the noise")
+    sketch: int = Field(2, ge=2, description="dbcl: inputs per bucket of a sketch")
+    spn_weight: float = Field(0.1, description="spn: weight of the private head's loss")
+    spn_bits: Positive = Field(32, description="spn: bits of a class's code")
+    rounding: int | None = Field(
+        None, description="plain: a seed makes it a rounding baseline, plain training with one rounding error more"
+    )
+    settings: tuple[str, ...] = Field((), description="settings of a defence of your own, as NAME=VALUE", strict=False)
+
+
+class TrainingSettings(Settings):
+    """How the model is trained."""
+
+    loss: LossName = Field("squared_error", description="what clients minimise")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="cross_entropy: share spread over all classes")
+    optimizer: Literal["adam", "adamw", "sgd"] = Field("adam", description="the server's optimiser")
+    lr: float = Field(1e-3, gt=0, description="learning rate")
+    momentum: float = Field(0.9, ge=0, lt=1, description="sgd: momentum")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay")
+    schedule: Literal["constant", "cosine"] = Field("constant", description="learning rate over epochs")
+    epochs: Positive = Field(20, description="passes of the largest client over its records")
+    batch_size: Positive = Field(32, description="records that a client takes in a round")
+    whole_shard: bool = Field(False, description="clients go through all their records in a round")
+    participation: float = Field(1.0, gt=0, le=1, description="share of the clients in a round")
+    fuse: bool = Field(True, description="compute clients in one pass where nothing ties samples together")
+    seed: int = Field(0, description="of the model's start, the order of records and the choice of clients")
+    device: str = Field("cpu", description="where to compute: cpu, cuda, cuda:1 ...")
+    checkpoint_every: int = Field(0, ge=0, description="rounds between checkpoints; 0 writes one per epoch")
+
+
+class PrivacySettings(Settings):
+    """Differential privacy for clients, on top of any defence (both clip and noise, or neither)."""
+
+    dp_clip: float | None = Field(None, gt=0, description="longest gradient of a client")
+    dp_noise: float | None = Field(None, ge=0, description="standard deviation of the noise on the sum, over dp_clip")
+    dp_delta: float = Field(1e-5, gt=0, lt=1, description="delta at which epsilon is given")
+
+
+class Config(BaseModel):
     """Everything that decides a run, but for the secrets."""
 
-    data: str = "digits"
-    path: str | None = None
-    train_size: int | None = None
-    test_size: int | None = None
-    duration: bool = True
-    task: str | None = None
-    target: str | None = None
-    size: int | None = None
-    labels: str | None = None
-    clients: int = 5
-    split: str = "iid"
-    alpha: float = 0.5
-    column: str | None = None
-    model: str = "mlp"
-    layers: int = 3
-    hidden: int = 50
-    bias: bool = True
-    width: int = 16
-    norm: str = "batch"
-    shortcut: str = "A"
-    defence: str = "veil"
-    groups: int = 1
-    additive: float = 1.0
-    multiplicative: float = 4.0
-    permute: bool = True
-    min_coverage: float = 0.0
-    ppdl: str = "sel"
-    fraction: float | None = None
-    sigma: float | None = None
-    sketch: int = 2
-    spn_weight: float = 0.1
-    spn_bits: int = 32
-    rounding: int | None = None
-    dp_clip: float | None = None
-    dp_noise: float | None = None
-    dp_delta: float = 1e-5
-    loss: str = "squared_error"
-    label_smoothing: float = 0.0
-    decoys: int | None = None
-    tolerance: float | None = None
-    nodes: int | None = None
-    optimizer: str = "adam"
-    lr: float = 1e-3
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    schedule: str = "constant"
-    epochs: int = 20
-    batch_size: int = 32
-    whole_shard: bool = False
-    participation: float = 1.0
-    fuse: bool = True
-    seed: int = 0
-    device: str = "cpu"
-    checkpoint_every: int = 0
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    data: DataSettings = DataSettings()
+    model: ModelSettings = ModelSettings()
+    defence: DefenceSettings = DefenceSettings()
+    training: TrainingSettings = TrainingSettings()
+    privacy: PrivacySettings = PrivacySettings()
 
-    def changes(self) -> dict[str, Any]:
+    def nested(self) -> dict[str, dict[str, Value]]:
+        """By section and key, as in a TOML file and in config.json."""
+        return self.model_dump(by_alias=True)
+
+    def flat(self) -> dict[str, Value]:
+        """By key, as flags have them."""
+        return {key: value for section in self.nested().values() for key, value in section.items()}
+
+    def changed(self, **values: Value) -> "Config":
+        """The same configuration with other values, checked."""
+        return configure(self.flat() | values)
+
+    def changes(self) -> dict[str, Value]:
         """The values that are not the default."""
-        own, default = dataclasses.asdict(self), dataclasses.asdict(Config())
-        return {name: value for name, value in own.items() if value != default[name]}
+        default = Config().flat()
+        return {key: value for key, value in self.flat().items() if value != default[key]}
 
     def flags(self) -> str:
         """The values that are not the default, as flags of `fedveil train`."""
-        words = []
-        for name, value in self.changes().items():
-            flag = name.replace("_", "-")
-            words.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}")
-        return " ".join(words)
+        return flags_of(self.changes())
+
+    @property
+    def title(self) -> str:
+        """Data, model and defence, for the name of a folder."""
+        return f"{self.data.name}-{self.model.name}-{self.defence.name}".replace(":", ".")
 
 
-def kinds(of: type = Config) -> dict[str, type]:
-    """The type of each value."""
-    hints = get_type_hints(of)
-    return {name: next((t for t in get_args(hint) if t is not type(None)), hint) for name, hint in hints.items()}
+SECTIONS: dict[str, type[Settings]] = {name: type(field.default) for name, field in Config.model_fields.items()}
+HOME = {(section if name == "name" else name): section for section, of in SECTIONS.items() for name in of.model_fields}
+"""The section of each key."""
+
+
+def flags_of(values: Mapping[str, Value]) -> str:
+    """Values as flags; None, which is no value, is left out."""
+    words: list[str] = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{flag}")
+        elif isinstance(value, tuple):
+            words += [f"--{flag}", *value]
+        elif value is not None:
+            words += [f"--{flag}", str(value)]
+    return shlex.join(words)
+
+
+def _near(key: str) -> str:
+    near = difflib.get_close_matches(key, HOME, 1)
+    return f"did you mean {near[0]!r}, of [{HOME[near[0]]}]?" if near else "valid keys: " + ", ".join(HOME)
+
+
+def _by_section(values: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
+    """Keys put into their sections; one that is unknown, elsewhere at home or given twice is refused."""
+    found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for section, group in values.items():
+        inside = isinstance(group, Mapping)
+        if inside and section not in SECTIONS:
+            near = difflib.get_close_matches(section, SECTIONS, 1) or list(SECTIONS)
+            raise BadArgument(where, f"there is no section [{section}]", f"did you mean [{'], ['.join(near)}]?")
+        for raw, value in group.items() if inside else [(section, group)]:
+            key = section if inside and raw == "name" else raw.replace("-", "_")
+            if key not in HOME:
+                raise BadArgument(where, f"there is no key {raw!r}", _near(key))
+            home = HOME[key]
+            if inside and section != home:
+                raise BadArgument(where, f"{raw!r} is in section [{section}]", f"it belongs to [{home}]")
+            if key in found[home]:
+                raise BadArgument(where, f"{raw!r} is given twice", f"keep the one in [{home}]")
+            found[home][key] = value
+    return found
+
+
+def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Sections or keys as keys alone; values are not checked."""
+    return {key: value for section in _by_section(values, where).values() for key, value in section.items()}
 
 
 def configure(values: Mapping[str, Any], where: str = "configuration") -> Config:
-    """A checked configuration; an unknown key is an error with the nearest valid one."""
-    known = kinds()
-    clean: dict[str, Any] = {}
-    for key, value in values.items():
-        name = key.replace("-", "_")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            fix = f"did you mean {near[0]!r}?" if near else "valid keys: " + ", ".join(known)
-            raise BadArgument(where, f"there is no key {key!r}", fix)
-        wanted = known[name]
-        number = wanted is float and isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not number and type(value) is not wanted:
-            raise BadArgument(where, f"{key} must be {wanted.__name__}, got {value!r}")
-        if name in CHOICES and value not in CHOICES[name]:
-            raise BadArgument(where, f"{key} must be one of {', '.join(CHOICES[name])}, got {value!r}")
-        clean[name] = float(value) if number else value
-    for name in ("clients", "epochs", "batch_size", "layers", "hidden", "width"):
-        if clean.get(name, 1) < 1:
-            raise BadArgument(where, f"{name} must be at least 1, got {clean[name]}")
-    config = Config(**clean)
-    asks_privacy(config, where)
-    if config.rounding is not None and config.defence != "plain":
-        what = f"rounding makes a control of plain training, not of {config.defence}"
-        fix = "fedveil train --defence plain --rounding 1, or fedveil compare --defences plain,control"
-        raise BadArgument(where, what, fix)
+    """A checked configuration, from sections or from keys alone; a bad value is an error that says what is allowed."""
+    sections = _by_section(values, where)
+    try:
+        config = Config(**{section: SECTIONS[section](**own) for section, own in sections.items()})  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise BadArgument(where, *explained(error)) from None
+    check(config, where)
     return config
 
 
-def asks_privacy(config: Config, where: str = "configuration") -> bool:
-    """Whether differential privacy is asked for; half of it is an error."""
-    if (config.dp_clip is None) != (config.dp_noise is None):
-        given, missing = ("dp_clip", "dp_noise") if config.dp_noise is None else ("dp_noise", "dp_clip")
+def explained(error: ValidationError) -> tuple[str, str | None]:
+    """What is wrong with the first bad value, and what would do."""
+    first = error.errors()[0]
+    key, rule = ".".join(map(str, first["loc"])) or "it", first["msg"].removeprefix("Input should be ")
+    if first["type"] == "extra_forbidden":
+        return f"there is no key {key!r}", _near(key)
+    wanted = {"a valid integer": "int", "a valid number": "float", "a valid string": "str", "a valid boolean": "bool"}
+    return f"{key} must be {wanted.get(rule, rule)}, got {first['input']!r}", None
+
+
+def check(config: Config, where: str) -> None:
+    """Refuse values that do not go together."""
+    privacy, defence = config.privacy, config.defence
+    if (privacy.dp_clip is None) != (privacy.dp_noise is None):
+        given, missing = ("dp_clip", "dp_noise") if privacy.dp_noise is None else ("dp_noise", "dp_clip")
         raise BadArgument(where, f"{given} without {missing} protects nothing", "--dp-clip 1 --dp-noise 1, or neither")
-    return config.dp_clip is not None
+    if defence.rounding is not None and defence.name != "plain":
+        what = f"rounding makes a baseline of plain training, not of {defence.name}"
+        fix = "fedveil train --defence plain --rounding 1, or fedveil compare --defences plain,baseline"
+        raise BadArgument(where, what, fix)
+    if config.training.label_smoothing and config.training.loss != "cross_entropy":
+        raise BadArgument(where, f"label_smoothing: {config.training.loss} has none", "--loss cross_entropy")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The keys of a TOML file; tables only group them."""
+    """The sections and keys of a TOML file, not yet checked."""
     try:
-        found = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except OSError as error:
         raise BadArgument(str(path), f"cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadArgument(str(path), f"is not TOML: {error}") from error
-    flat: dict[str, Any] = {}
-    for key, value in found.items():
-        flat |= value if isinstance(value, dict) else {key: value}
-    return flat
-
-
-def load_data(config: Config) -> Data:
-    """The data set, with the options that it takes."""
-    names = ("train_size", "test_size", "task", "target", "size")
-    options = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    if not config.duration:
-        options["duration"] = False
-    if ":" in config.data:
-        found = load_own_data(config.data, [*options, *(["path"] if config.path is not None else [])])
-    else:
-        if config.data == "digits" and not config.model.startswith("mlp"):
-            options["flat"] = False
-        found = datasets.load(config.data, path=config.path, **options)
-    if config.labels is None:
-        return found
-    return datasets.keep_labels(found, datasets.parse_labels(config.labels, len(found.classes)))
-
-
-def build_model(config: Config, data: Data) -> nn.Module:
-    """The named network for the data's shape, or what package.module:factory builds; repeatable by the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        if ":" in config.model:
-            return load_factory(config.model)
-        if not isinstance(data.train.inputs, Tensor) or not data.train.inputs.is_floating_point():
-            what = f"{config.model} takes one tensor of floating numbers, {data!r} has others"
-            raise BadArgument("model", what, "--model package.module:factory for a model of your own")
-        shape = data.train.inputs.shape[1:]
-        channels, outputs = (shape[0], data.outputs) if len(shape) == 3 else (1, data.outputs)
-        if config.model == "mlp":
-            inputs = shape.numel()
-            net = mlp(inputs, outputs, layers=config.layers, hidden=config.hidden, bias=config.bias)
-            return net if len(shape) == 1 else nn.Sequential(nn.Flatten(), net)
-        if len(shape) == 1:
-            raise BadArgument(
-                "model", f"{config.model} takes images, {data.name} has rows of {shape[0]} numbers", "mlp"
-            )
-        if config.model == "cnn":
-            return cnn(channels, outputs, width=config.width, size=shape[-1])
-        if config.model in LENETS:
-            return lenet(channels, outputs, size=shape[-1], activation=LENETS[config.model])
-        if config.model == "densenet":
-            return densenet(channels, outputs)
-        if config.model.startswith("resnet") and config.model[6:].isdigit():
-            norm, shortcut = config.norm, config.shortcut
-            depth = int(config.model[6:])
-            return resnet(depth, channels, outputs, width=config.width, norm=norm, shortcut=shortcut)  # type: ignore[arg-type]
-    nets = "resnet8, resnet20, resnet32, resnet44, resnet56, densenet"
-    fix = f"mlp, cnn, {', '.join(LENETS)}, {nets} or package.module:factory"
-    raise BadArgument("model", f"there is no model {config.model!r}", fix)
-
-
-def load_factory(spec: str) -> nn.Module:
-    """The model that `package.module:factory` builds, or names."""
-    model = _made(spec, "a model", "fedveil inspect my_package.models:net", nn.Module)
-    if not isinstance(model, nn.Module):
-        raise BadArgument(spec, f"gave {type(model).__name__}, not a torch.nn.Module")
-    return model
-
-
-def load_own_data(spec: str, options: Sequence[str] = ()) -> Data:
-    """The data that `package.module:factory` loads: a `fedveil.data.Data`, or train and test as (inputs, targets).
-
-    `options` are those that were given for data sets of the library, and that mean nothing here.
-    """
-    if options:
-        flag = options[0].replace("_", "-")
-        raise BadArgument(spec, f"--{flag} is for data sets of the library", "let the factory do it, and leave it out")
-    found = _made(spec, "data", "fedveil train --data my_package.data:load --model my_package.models:net", Data)
-    if isinstance(found, Data):
-        return found
-    if isinstance(found, tuple | list) and len(found) == 2:
-        return datasets.from_tensors(spec, found[0], found[1])
-    fix = "return fedveil.data.Data, or ((inputs, targets), (inputs, targets)) for training and test"
-    raise BadArgument(spec, f"gave {type(found).__name__}, not data", fix)
-
-
-def _made(spec: str, kind: str, example: str, made: type) -> Any:
-    """What `package.module:factory` returns, or names if that is what it should return already."""
-    path, _, name = spec.partition(":")
-    if not path or not name:
-        raise BadArgument(spec, f"{kind} is named as package.module:factory", example)
-    try:
-        found = getattr(importlib.import_module(path), name)
-    except ImportError as error:
-        raise BadArgument(spec, f"cannot import {path}: {error}", "run where `import " + path + "` works") from error
-    except AttributeError as error:
-        raise BadArgument(spec, f"module {path} has no {name!r}") from error
-    if isinstance(found, made):
-        return found
-    try:
-        if not callable(found):
-            raise TypeError(f"it is {type(found).__name__}")
-        with contextlib.suppress(ValueError):  # built-in classes do not tell
-            inspect.signature(found).bind()
-    except TypeError as error:
-        raise BadArgument(spec, f"cannot be called without arguments: {error}", "name a factory that can") from error
-    return found()
-
-
-def build_defence(config: Config) -> Defence:
-    """The named defence with its settings, private if that is asked for."""
-    noise = config.groups, config.additive, config.multiplicative
-    build: dict[str, Callable[[], Defence]] = {
-        "plain": lambda: Plain(rounding=config.rounding),
-        "veil": lambda: Veil(
-            *noise,
-            permute=config.permute,
-            min_coverage=config.min_coverage,
-            decoys=config.decoys,
-            tolerance=config.tolerance,
-            nodes=config.nodes,
-        ),
-        "ppdl": lambda: PPDL.named(config.ppdl, fraction=config.fraction, sigma=config.sigma),
-        "dbcl": lambda: DBCL(config.sketch),
-        "spn": lambda: SPN(config.spn_weight, config.spn_bits, lr=config.lr),
-    }
-    defence = build[config.defence]()
-    if not asks_privacy(config):
-        return defence
-    assert config.dp_clip is not None
-    assert config.dp_noise is not None
-    return Private(defence, config.dp_clip, config.dp_noise, delta=config.dp_delta)
-
-
-def build_loss(config: Config) -> Loss:
-    """The named loss with its settings."""
-    if not config.label_smoothing:
-        return find_loss(config.loss)
-    if config.loss != "cross_entropy":
-        raise BadArgument("label_smoothing", f"{config.loss} has none", "--loss cross_entropy")
-    return CrossEntropy(label_smoothing=config.label_smoothing)
-
-
-def build_optimizer(config: Config) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
-    """The named optimiser with its settings."""
-    lr, decay = config.lr, config.weight_decay
-    if config.optimizer == "sgd":
-        return lambda p: torch.optim.SGD(p, lr, momentum=config.momentum, weight_decay=decay)
-    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return lambda p: kind(p, lr, weight_decay=decay)
-
-
-def build_schedule(
-    config: Config,
-) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None:
-    """The named learning-rate schedule, which steps once an epoch."""
-    if config.schedule == "constant":
-        return None
-    return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.epochs)

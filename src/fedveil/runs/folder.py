@@ -1,105 +1,73 @@
 """A run and its folder: config.json, metrics.jsonl, model.safetensors, report.html, and a checkpoint to go on from."""
 
-import dataclasses
+import contextlib
 import json
 import math
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-from torch import nn
+from filelock import FileLock, Timeout
+from safetensors.torch import save
 
-from fedveil.data import Data, Part, split
+from fedveil.data import Data
 from fedveil.defences import Defence, Private, Veil, innermost
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.local import Federation, Record
 from fedveil.federation.server import Server
-from fedveil.runs.config import (
-    Config,
-    build_defence,
-    build_loss,
-    build_model,
-    build_optimizer,
-    build_schedule,
-    configure,
-    load_data,
-)
+from fedveil.files import make_folder, refusals, write_whole
+from fedveil.report import write
+from fedveil.runs.build import federation_of, load_data
+from fedveil.runs.config import Config, configure
 from fedveil.runs.page import run_page
 
 
-def client_parts(config: Config, data: Data) -> list[Part]:
-    """Each client's records."""
-    rows = split(data, config.clients, how=config.split, seed=config.seed, alpha=config.alpha, column=config.column)
-    return [data.train.take(r) for r in rows]
-
-
-def federation_of(config: Config, data: Data, defence: Defence | None = None) -> Federation:
-    """The federation that a configuration describes, or with another defence, before its first round."""
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The folder for this process alone: two runs must never write to one."""
+    with refusals(make_folder(folder)):
+        lock = FileLock(folder / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            what = "another process is working in this folder"
+            raise BadArgument(str(folder), what, "wait until it is done, or another --out") from None
     try:
-        model = build_model(config, data).to(config.device)
-    except RuntimeError as error:
-        raise BadArgument("device", f"cannot use {config.device!r}: {error}", "--device cpu") from error
-    return Federation(
-        model,
-        client_parts(config, data),
-        defence or build_defence(config),
-        build_optimizer(config),
-        schedule=build_schedule(config),
-        batch_size=config.batch_size,
-        loss=build_loss(config),
-        whole_shard=config.whole_shard,
-        participation=config.participation,
-        fuse=config.fuse,
-        seed=config.seed,
-    )
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    half = path.with_name(path.name + ".part")
-    half.write_text(text)
-    os.replace(half, path)
-
-
-def save_model(path: Path, model: nn.Module) -> None:
-    """The model's values as safetensors."""
-    half = path.with_name(path.name + ".part")
-    save_file({name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}, half)
-    os.replace(half, path)
+        yield
+    finally:
+        lock.release()
 
 
 def prepare_folder(folder: Path, config: Config, resume: bool) -> None:
-    """Make the folder; one that holds a run is only gone on with, and only with the same configuration."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Make the folder; one that holds a run is only continued, and only with the same configuration."""
     known = folder / "config.json"
-    own = dataclasses.asdict(config)
-    if known.exists() and not resume:
-        raise BadArgument(str(folder), "there is a run in this folder", "--resume to go on with it, or another --out")
     if known.exists():
-        old = dataclasses.asdict(Config()) | json.loads(known.read_text())  # runs from before a value was there
-        other = [name for name, value in own.items() if name != "epochs" and old.get(name) != value]
-        if other:
-            what = f"the run here has {other[0]} = {old.get(other[0])!r}, not {own[other[0]]!r}"
-            raise BadArgument(str(folder), what, "resume with the same configuration (only epochs may grow)")
-    write_text(known, json.dumps(own, indent=2) + "\n")
+        if not resume:
+            what = "there is a run in this folder"
+            raise BadArgument(str(folder), what, "--resume to go on with it, or another --out")
+        old = read_config(folder).flat()
+        for name, value in config.flat().items():
+            if name != "epochs" and old[name] != value:
+                what = f"the run here has {name} = {old[name]!r}, not {value!r}"
+                raise BadArgument(str(folder), what, "resume with the same configuration (only epochs may grow)")
+    write_whole(known, json.dumps(config.nested(), indent=2) + "\n")
 
 
 def read_config(folder: Path) -> Config:
     """The configuration of the run in a folder."""
+    path = folder / "config.json"
     try:
-        return configure(json.loads((folder / "config.json").read_text()), str(folder / "config.json"))
-    except (OSError, json.JSONDecodeError) as error:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
         raise BadArgument(str(folder), f"holds no run: {error}", "name a folder that `fedveil train` wrote") from error
+    return configure(values, str(path))
 
 
 def finished(config: Config, folder: Path) -> bool:
     """Whether the folder holds this run, and all of it."""
-    if not (folder / "summary.json").exists() or not (folder / "checkpoint.pt").exists():
-        return False
-    return read_config(folder) == config
+    written = (folder / "summary.json").exists() and (folder / "checkpoint.pt").exists()
+    return written and read_config(folder) == config
 
 
 def open_run(folder: Path, data: Data | None = None) -> tuple[Config, Federation]:
@@ -132,18 +100,26 @@ def train(
     on_round: Callable[[Record], None] | None = None,
     data: Data | None = None,
 ) -> dict[str, Any]:
-    """Run a configuration to its end; returns the summary that `fedveil train` prints."""
-    prepare_folder(folder, config, resume)
+    """Run a configuration to its end; returns the summary that `fedveil train` prints.
+
+    Everything that can be refused is refused before the folder is made.
+    """
     data = data or load_data(config)
     federation = federation_of(config, data)
-    if resume and (folder / "checkpoint.pt").exists():
-        federation.resume(folder)
-    every = config.checkpoint_every or federation.rounds_per_epoch
-    repeat = f"fedveil train {config.flags()} --out {folder}"
-    values = dataclasses.asdict(config)
-    return record_run(
-        federation, folder, data, values, repeat, epochs=config.epochs, checkpoint_every=every, on_round=on_round
-    )
+    with locked(folder):
+        prepare_folder(folder, config, resume)
+        if resume and (folder / "checkpoint.pt").exists():
+            federation.resume(folder)
+        return record_run(
+            federation,
+            folder,
+            data,
+            config.flat(),
+            f"fedveil train {config.flags()} --out {folder}",
+            epochs=config.training.epochs,
+            checkpoint_every=config.training.checkpoint_every or federation.rounds_per_epoch,
+            on_round=on_round,
+        )
 
 
 def record_run(
@@ -173,13 +149,13 @@ def record_run(
         checkpoint_every: rounds.
         on_round: called with each round's record.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(record) for record in server.history.records]
-    write_text(folder / "metrics.jsonl", "".join(line + "\n" for line in lines))
+    lines = [json.dumps(record) + "\n" for record in server.history.records]
+    write_whole(folder / "metrics.jsonl", "".join(lines))
     with (folder / "metrics.jsonl").open("a", buffering=1) as metrics:
 
         def log(record: Record) -> None:
-            metrics.write(json.dumps(record) + "\n")
+            with refusals(folder / "metrics.jsonl"):
+                metrics.write(json.dumps(record) + "\n")
             if on_round:
                 on_round(record)
 
@@ -192,7 +168,8 @@ def record_run(
             checkpoint_every=checkpoint_every,
             on_round=log,
         )
-    save_model(folder / "model.safetensors", server.model)
+    values = {name: tensor.detach().cpu().clone() for name, tensor in server.model.state_dict().items()}
+    write_whole(folder / "model.safetensors", save(values))
     summary: dict[str, Any] = {
         "folder": str(folder),
         "rounds": server.round,
@@ -204,6 +181,6 @@ def record_run(
         "seconds": history.records[-1]["seconds"] if history.records else 0.0,
         "repeat": repeat,
     }
-    write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    run_page(folder / "report.html", server, data, config, summary)
+    write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write(run_page(server, data, config, summary), folder / "report.html")
     return summary

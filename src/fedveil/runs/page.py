@@ -1,7 +1,6 @@
 """The report page of a run."""
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +12,18 @@ from fedveil.federation.evaluate import METRICS, metrics, moved, predict, predic
 from fedveil.federation.server import History, Server
 from fedveil.graph import Plan
 from fedveil.graph.describe import known_in_words
-from fedveil.report import Beside, Curves, Facts, Matrix, Page, Section, Table, Text, write
+from fedveil.report import Beside, Curves, Facts, Matrix, Page, Section, Table, Text
 from fedveil.scheme import Loss, client_view
 from fedveil.scheme.outputs import head_axis
 
 MOST_CLASSES = 20
+WINDOWS = 60  # points of a line that is drawn as median and band
 
 PROTECTION = (
-    "The veil hinders attacks on the predictions of the model as it is sent, not those on its hidden layers. It is no "
-    "guarantee against a participant that thinks: "
-    "the centred model is what any client can form without data, by removing the public offset from the head.",
+    "The veil hinders attacks on the predictions of the model as received by a client, not those on its hidden layers. "
+    "It is no guarantee against an adaptive attacker: with the offset removed, which needs no data, the model predicts "
+    "nearly as well as the server's.",
 )
-
-
 GUARANTEE = (
     "Epsilon bounds what all others together learn about one client's data from the models of all rounds, compared "
     "with models made without this client's gradients (epsilon_replace: with other data in its place). It does not "
@@ -41,12 +39,12 @@ def confusion(outputs: Tensor, targets: Tensor, classes: int, axis: int | None =
 
 
 def client_models(federation: Server) -> dict[str, nn.Module]:
-    """The model as the server has it, as a client is sent it, and centred."""
+    """The model as the server has it, as received by a client, and with the offset removed."""
     defence, model = federation.defence, federation.model
     broadcast = defence.broadcast(model)
-    views = {"the server's model": model, "as a client is sent it": defence.client_view(model, broadcast)}
+    views = {"the server's model": model, "as received by a client": defence.client_view(model, broadcast)}
     if isinstance(innermost(defence), Veil):
-        views["centred by a client that thinks"] = client_view(model, broadcast, centred=True)
+        views["offset removed (no data needed)"] = client_view(model, broadcast, centred=True)
     defence.forget()
     return views
 
@@ -58,6 +56,16 @@ def scores(views: Mapping[str, nn.Module], data: Data, loss: Loss | None = None)
     return {name: metrics(predict(view, inputs), targets, loss, axis=head_axis(view)) for name, view in views.items()}
 
 
+def confusions(views: Mapping[str, nn.Module], data: Data) -> dict[str, list[list[int]]]:
+    """Confusion matrices of the first two views."""
+    device = next(next(iter(views.values())).parameters()).device
+    inputs, targets = moved(data.test.inputs, device), data.test.targets
+    return {
+        view: confusion(predict(model, inputs).cpu(), targets, data.outputs, head_axis(model))
+        for view, model in list(views.items())[:2]
+    }
+
+
 def view_sections(views: Mapping[str, nn.Module], data: Data, loss: Loss | None = None) -> list[Section]:
     """What the server has against what a client sees."""
     found = scores(views, data, loss)
@@ -65,12 +73,7 @@ def view_sections(views: Mapping[str, nn.Module], data: Data, loss: Loss | None 
     rows = [[view, f"{values[name]:.4f}"] for view, values in found.items()]
     sections: list[Section] = [Table("What the server has, and what a client sees", ["model", f"test {name}"], rows)]
     if name == "accuracy" and 0 < len(data.classes) <= MOST_CLASSES:
-        device = next(next(iter(views.values())).parameters()).device
-        inputs, targets = moved(data.test.inputs, device), data.test.targets
-        parts = [
-            Matrix(view, data.classes, confusion(predict(m, inputs).cpu(), targets, data.outputs, head_axis(m)))
-            for view, m in list(views.items())[:2]
-        ]
+        parts = [Matrix(view, data.classes, counts) for view, counts in confusions(views, data).items()]
         sections.append(Beside("Answers on the test data", parts, "Rows are true classes, columns answers."))
     return sections
 
@@ -83,11 +86,12 @@ SHARES = {
 }
 
 
-def coverage_section(plan: Plan) -> Section:
-    """How much of the model a veil covers."""
+def veil_sections(plan: Plan) -> list[Section]:
+    """How much of the model a veil covers, and what that protects."""
     rows = [[kind, f"{100 * plan.shares[kind]:.1f} %", words] for kind, words in SHARES.items()]
     note = "Each value counts once, under the strongest. " + (known_in_words(plan) or "")
-    return Table("What the veil covers", ["parameters' values", "share", "in each broadcast"], rows, note.strip())
+    table = Table("What the veil covers", ["parameters' values", "share", "in each broadcast"], rows, note.strip())
+    return [table, Text("What is and is not protected", PROTECTION)]
 
 
 ESTIMATED = (
@@ -103,19 +107,29 @@ def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> l
         series = {run: history.curve(name) for run, history in histories.items() if history.curve(name)}
         if series:
             sections.append(Curves(f"Test {name}", "round", name, series))
-    nodes = {run: history.curve("nodes") for run, history in histories.items() if history.curve("nodes")}
-    if nodes:
-        repeated = sum(r.get("repeated", 0) for history in histories.values() for r in history.records)
-        found = f"Gradients that each client computes. {repeated} rounds were repeated because they had too few."
-        sections.append(Curves("Nodes", "round", "nodes", nodes, note=found))
-    errors = {run: [(r, e) for r, e in h.curve("error") if e > 0] for run, h in histories.items()}
-    errors = {run: points for run, points in errors.items() if points}
     spent = {run: history.curve("epsilon") for run, history in histories.items() if history.curve("epsilon")}
     if spent:
         sections.append(Curves("Epsilon spent", "round", "epsilon", spent, note=SPENT))
-    if errors:
-        sections.append(Curves("Relative error of the gradient", "round", "error", errors, True, note))
+    errors = {run: [(r, e) for r, e in h.curve("error") if e > 0] for run, h in histories.items()}
+    if known := {run: points for run, points in errors.items() if points}:
+        sections.append(error_section(known, note))
     return sections
+
+
+def error_section(errors: Mapping[str, Sequence[tuple[int, float]]], note: str) -> Curves:
+    """The relative error of the gradient: the median of some rounds, with a band from their 10 % to 90 % quantile."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    bands: dict[str, list[tuple[float, float]]] = {}
+    for run, points in errors.items():
+        size = max(1, round(len(points) / WINDOWS))
+        for start in range(0, len(points), size):
+            values = torch.tensor([error for _, error in points[start : start + size]], dtype=torch.float64)
+            low, middle, high = torch.quantile(values, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+            lines.setdefault(run, []).append((points[min(start + size // 2, len(points) - 1)][0], middle))
+            bands.setdefault(run, []).append((low, high))
+    said = f"Median of {size} rounds each; the band holds 80 % of them. {note}" if size > 1 else note
+    shown = bands if size > 1 else {}
+    return Curves("Relative error of the gradient", "round", "error", lines, True, said, bands=shown)
 
 
 def cost_section(histories: Mapping[str, History]) -> Section:
@@ -124,18 +138,17 @@ def cost_section(histories: Mapping[str, History]) -> Section:
     for run, history in histories.items():
         seconds, rounds = history.records[-1]["seconds"], len(history.records)
         rows.append([run, str(rounds), f"{seconds:.1f}", f"{1e3 * seconds / rounds:.2f}"])
-    return Table("Cost", ["run", "rounds", "seconds", "ms a round"], rows, "Evaluation included.")
+    return Table("Cost", ["run", "rounds", "seconds", "ms per round"], rows, "Evaluation included.")
 
 
-def run_page(path: Path, federation: Server, data: Data, config: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
-    """Write the page of one run."""
-    defence, name = federation.defence, federation.defence.name
-    histories, inner = {name: federation.history}, innermost(defence)
+def run_page(server: Server, data: Data, config: Mapping[str, Any], summary: Mapping[str, Any]) -> Page:
+    """The page of one run."""
+    defence, name = server.defence, server.defence.name
+    histories, inner = {name: server.history}, innermost(defence)
     sections = [
         *curve_sections(histories),
-        *view_sections(client_models(federation), data, federation.loss),
-        *([coverage_section(inner.plan)] if isinstance(inner, Veil) else []),
-        *([Text("What is and is not protected", PROTECTION)] if isinstance(inner, Veil) else []),
+        *view_sections(client_models(server), data, server.loss),
+        *(veil_sections(inner.plan) if isinstance(inner, Veil) else []),
         *([Text("Differential privacy", (GUARANTEE,))] if isinstance(defence, Private) else []),
         cost_section(histories),
         Facts("Configuration", {key: str(value) for key, value in config.items()}),
@@ -144,4 +157,4 @@ def run_page(path: Path, federation: Server, data: Data, config: Mapping[str, An
     lead = f"{name}: {metric} after {summary['rounds']} rounds with {config['clients']} clients."
     if summary.get("epsilon") is not None:
         lead += f" Epsilon {summary['epsilon']:.3g} at delta {summary['delta']:g}."
-    return write(Page(f"{data.name}, {config['model']}, {name}", lead, sections, str(summary["repeat"])), path)
+    return Page(f"{data.name}, {config['model']}, {name}", lead, sections, str(summary["repeat"]))

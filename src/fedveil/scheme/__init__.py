@@ -1,4 +1,4 @@
-"""The paper, one section per file: secret, perturb, client, recover; with losses, decoys, nodes and the anchor."""
+"""The paper, one section per file: secret, perturb, client, recover; with losses, decoys and the anchor."""
 
 from fedveil.scheme.client import client_step
 from fedveil.scheme.entropy import Entropy
@@ -17,7 +17,6 @@ from fedveil.scheme.losses import (
     find_loss,
 )
 from fedveil.scheme.messages import Broadcast, Update
-from fedveil.scheme.nodes import NodeCount
 from fedveil.scheme.perturb import client_view, perturb
 from fedveil.scheme.recover import Recovered, recover
 from fedveil.scheme.secret import Secret, draw_secret
@@ -34,7 +33,6 @@ __all__ = [
     "Huber",
     "LogCosh",
     "Loss",
-    "NodeCount",
     "Poisson",
     "Recovered",
     "Secret",

@@ -22,8 +22,9 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
     """
     rows = direction[None] if groups == 1 else (partition == np.arange(groups)[:, None]) * direction
     energy = rows @ direction
-    votes, beside = _votes(head, rows, energy)
-    columns = head.shape[1]
+    votes = (rows @ head) / np.reshape(energy, (-1, 1))
+    misfit = head - rows.T @ votes
+    beside, columns = (misfit * misfit).sum(0) + TINY, head.shape[1]
     total = np.partition(votes, columns // 2, axis=1)[:, columns // 2]
     for _ in range(MOST_ROUNDS):
         away = votes - total[:, None]
@@ -33,23 +34,6 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
         if energy @ (step * step) <= SETTLED * small[0]:
             break
     return total
-
-
-def standard_error(base: Reals, direction: Reals) -> float:
-    """The standard error of the anchor of a base, from the scatter of its columns' votes (m = 1)."""
-    energy = direction @ direction
-    votes, beside = _votes(base, direction[None], energy)
-    weights, _ = column_weights(energy * votes[0] ** 2 + beside)
-    weights /= weights.sum()
-    away = votes[0] - weights @ votes[0]
-    return float(np.sqrt(weights**2 @ away**2))
-
-
-def _votes(head: Reals, rows: Reals, energy: Reals) -> tuple[Reals, Reals]:
-    """Each column's vote, and its squared residual."""
-    votes = (rows @ head) / np.reshape(energy, (-1, 1))
-    misfit = head - rows.T @ votes
-    return votes, (misfit * misfit).sum(0) + TINY
 
 
 def column_weights(squares: Reals) -> tuple[Reals, Reals]:

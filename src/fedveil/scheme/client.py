@@ -1,7 +1,8 @@
 """A client's work (paper, Sec. 4.2): one forward pass and a few backward passes, whatever the network."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +12,17 @@ from fedveil.graph.inputs import Inputs, call, count
 from fedveil.graph.layout import Inside, look_inside
 from fedveil.graph.tail import AtLayer
 from fedveil.scheme.losses import per_sample
-from fedveil.scheme.messages import Broadcast, PublicHead, Tensors, Update
+from fedveil.scheme.messages import Broadcast, PublicHead, Update
 from fedveil.scheme.outputs import head_axis, slope
 from fedveil.scheme.perceptron import backward, forward, links_of
 from fedveil.scheme.terms import cotangents
+from fedveil.wire import Tensors
+
+SAME_CODE = "build the client's model with the code that built the server's"
 
 
 def _check_architecture(model: nn.Module, broadcast: Broadcast) -> Inside:
     """Read the model, or refuse it if its tensors or modes differ from the broadcast's."""
-    fix = "build the client's model with the code that built the server's"
     inside = look_inside(model)
     for sent, own in ((broadcast.parameters, inside.parameters), (broadcast.buffers, inside.buffers)):
         for name, value in sent.items():
@@ -28,7 +31,7 @@ def _check_architecture(model: nn.Module, broadcast: Broadcast) -> Inside:
             shape = value.shape[1:] if rows else value.shape
             if tensor is None or tensor.shape != shape:
                 found = "nothing" if tensor is None else str(tuple(tensor.shape))
-                raise ModelMismatch(name, f"the broadcast has {tuple(shape)}, the model {found}", fix)
+                raise ModelMismatch(name, f"the broadcast has {tuple(shape)}, the model {found}", SAME_CODE)
     training = tuple([path for path, mode in inside.modes if mode])
     if training != broadcast.training:
         path = sorted(set(training) ^ set(broadcast.training))[0]
@@ -36,20 +39,6 @@ def _check_architecture(model: nn.Module, broadcast: Broadcast) -> Inside:
         fix = f"model.{mode}()" if not path else f"model.get_submodule({path!r}).{mode}()"
         raise ModelMismatch(path or type(model).__name__, f"the broadcast is for a model in {mode} mode here", fix)
     return inside
-
-
-@contextmanager
-def _filled(inside: Inside, values: Tensors) -> Iterator[None]:
-    """Fill the model with other values, and restore its own; torch.func.functional_call without a second walk."""
-    homes = [(home, name, value) for key, value in values.items() for home, name in inside.homes[key]]
-    own = [home[name] for home, name, _ in homes]
-    try:
-        for home, name, value in homes:
-            home[name] = value
-        yield
-    finally:
-        for (home, name, _), mine in zip(homes, own, strict=True):
-            home[name] = mine
 
 
 def _with_alpha(head: PublicHead, values: Tensors) -> Tensors:
@@ -61,38 +50,6 @@ def _with_alpha(head: PublicHead, values: Tensors) -> Tensors:
     if head.bias:
         grown[head.bias] = torch.cat([values[head.bias], weight.new_full((1,), float(head.masked_bias))])
     return values | grown
-
-
-class _HeadReached(Exception):
-    """The head's output is computed; what follows only reshapes it."""
-
-
-def _forward(model: nn.Module, head: PublicHead | None, values: Tensors, inputs: Inputs) -> Tensor:
-    """The model's outputs, or its head's outputs with alpha."""
-    if head is None or head.tail == "alike":
-        result: Tensor = call(model, inputs)
-        return result
-    seen: list[Tensor] = []
-
-    def capture(output: Tensor) -> Tensor:
-        seen.append(output)
-        raise _HeadReached
-
-    try:
-        with AtLayer(values[head.weight], capture):
-            call(model, inputs)
-    except _HeadReached:
-        pass
-    return seen[0]
-
-
-def _corrected(head: PublicHead, output: Tensor, numbers: Iterable[int]) -> Tensor:
-    """The head's output for each of some candidates, as if it were the true offset, along the batch."""
-    y, alpha = torch.split_with_sizes(output, [output.shape[head.axis] - 1, 1], head.axis)
-    shape = [1] * y.dim()
-    shape[head.axis] = -1
-    noise = head.noise(y)
-    return torch.cat([y - noise[number].view(shape) * alpha for number in numbers])
 
 
 def client_step(
@@ -143,7 +100,7 @@ def client_step(
         buffers: Tensors = {}
     else:
         work = _Work(model, inside, broadcast, values, inputs, targets, weights)
-        passes, buffers = _passes_within(work, head) if head and head.within else _passes(work)
+        passes, buffers = work.passes_within(head) if head and head.within else work.passes(head)
     if head:
         for name, dim in ((head.weight, head.dim), (head.bias, 0)):
             if name in passes:
@@ -151,29 +108,60 @@ def client_step(
     return Update(broadcast.round, broadcast.model, samples, passes, buffers)
 
 
+@dataclass(eq=False, repr=False)
 class _Work:
-    """A batch and the model to run it through.
+    """A batch, and the model to run it through by its own code and autograd."""
 
-    Attributes:
-        leaves: the tensors to differentiate, by name.
-    """
+    model: nn.Module
+    inside: Inside
+    broadcast: Broadcast
+    values: Tensors
+    inputs: Inputs
+    targets: Tensor
+    weights: Tensor | None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inside: Inside,
-        broadcast: Broadcast,
-        values: Tensors,
-        inputs: Inputs,
-        targets: Tensor,
-        weights: Tensor | None,
-    ) -> None:
-        self.model, self.inside, self.broadcast = model, inside, broadcast
-        self.inputs, self.targets, self.weights = inputs, targets, weights
-        self.values = {name: value.detach() for name, value in values.items()}
-        self.leaves = {name: self.values[name].requires_grad_() for name in broadcast.trainable}
+    def __post_init__(self) -> None:
+        self.values = {name: value.detach() for name, value in self.values.items()}
+        self.leaves = {name: self.values[name].requires_grad_() for name in self.broadcast.trainable}
 
-    def buffers(self, number: int = 0) -> Tensors:
+    def passes(self, head: PublicHead | None) -> tuple[Tensors, Tensors]:
+        """Forward, and one backward pass per cotangent."""
+        buffers = self._buffers()
+        with self._filled(buffers):
+            outputs = self._reach(head) if head and head.tail != "alike" else call(self.model, self.inputs)
+            with torch.no_grad():
+                backs = cotangents(self.broadcast.loss, head, outputs, self.targets, self.weights)
+            room = self._room(len(backs))
+            for number, cotangent in enumerate(backs):
+                self._back(room, number, outputs, cotangent, last=number == len(backs) - 1)
+        return room, buffers
+
+    def passes_within(self, head: PublicHead) -> tuple[Tensors, Tensors]:
+        """Apply each candidate to the head's output, and run what follows forward and back."""
+        count, device = len(head.candidates), head.direction.device
+        room = self._room(count)
+        if head.tail == "stacked":
+            buffers = self._buffers()
+            with self._filled(buffers):
+                parts = self._outputs(head, range(count)).chunk(count)
+                for number, part in enumerate(parts):
+                    self._back(room, number, part, self._delta(part), last=number == count - 1)
+            return room, buffers
+        left = []
+        for number in range(count):
+            buffers = self._buffers(number)
+            repeat = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=number < count - 1)
+            with repeat, self._filled(buffers):  # so that dropout drops the same units for every candidate
+                outputs = self._outputs(head, [number])
+                self._back(room, number, outputs, self._delta(outputs), last=True)
+            left.append(buffers)
+        stacked = {
+            name: torch.stack([own[name] for own in left]) if value.is_floating_point() else value
+            for name, value in buffers.items()
+        }
+        return room, stacked
+
+    def _buffers(self, number: int = 0) -> Tensors:
         """Copies of the buffers; for a candidate, as its last batch left them."""
         sent = self.broadcast.buffers
         if self.broadcast.continued:
@@ -181,17 +169,24 @@ class _Work:
         return {name: value.clone() for name, value in sent.items()}
 
     @contextmanager
-    def filled(self, buffers: Tensors) -> Iterator[None]:
-        """The model with the broadcast's values; gradients are recorded."""
-        with torch.enable_grad(), _filled(self.inside, self.values | buffers):
-            yield
+    def _filled(self, buffers: Tensors) -> Iterator[None]:
+        """The model with the broadcast's values; torch.func.functional_call without a second walk."""
+        values = self.values | buffers
+        homes = [(home, name, value) for key, value in values.items() for home, name in self.inside.homes[key]]
+        own = [home[name] for home, name, _ in homes]
+        try:
+            for home, name, value in homes:
+                home[name] = value
+            with torch.enable_grad():
+                yield
+        finally:
+            for (home, name, _), mine in zip(homes, own, strict=True):
+                home[name] = mine
 
-    def room(self, passes: int) -> Tensors:
-        """Memory for the passes."""
+    def _room(self, passes: int) -> Tensors:
         return {name: leaf.new_empty((passes, *leaf.shape)) for name, leaf in self.leaves.items()}
 
-    def back(self, room: Tensors, number: int, outputs: Tensor, cotangent: Tensor, *, last: bool) -> None:
-        """One backward pass of autograd."""
+    def _back(self, room: Tensors, number: int, outputs: Tensor, cotangent: Tensor, *, last: bool) -> None:
         leaves = list(self.leaves.values())
         found = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=not last, allow_unused=True)
         for stack, gradient in zip(room.values(), found, strict=True):
@@ -200,70 +195,40 @@ class _Work:
             else:
                 stack[number].copy_(gradient)
 
+    def _reach(self, head: PublicHead) -> Tensor:
+        """The head's outputs with alpha; what follows only reshapes them, and is not run."""
+        seen: list[Tensor] = []
 
-def _passes(work: _Work) -> tuple[Tensors, Tensors]:
-    """Forward by the model's own code, and one backward pass per cotangent."""
-    head, loss, buffers = work.broadcast.head, work.broadcast.loss, work.buffers()
-    with work.filled(buffers):
-        outputs = _forward(work.model, head, work.values, work.inputs)
+        def capture(output: Tensor) -> Tensor:
+            seen.append(output)
+            raise _HeadReached
+
+        with suppress(_HeadReached), AtLayer(self.values[head.weight], capture):
+            call(self.model, self.inputs)
+        return seen[0]
+
+    def _outputs(self, head: PublicHead, numbers: Sequence[int]) -> Tensor:
+        """The model's outputs for some candidates, each as if it were the true offset, along the batch."""
+
+        def correct(output: Tensor) -> Tensor:
+            y, alpha = torch.split_with_sizes(output, [output.shape[head.axis] - 1, 1], head.axis)
+            shape = [1] * y.dim()
+            shape[head.axis] = -1
+            noise = head.noise(y)
+            return torch.cat([y - noise[number].view(shape) * alpha for number in numbers])
+
+        with AtLayer(self.values[head.weight], correct) as layer:
+            outputs: Tensor = call(self.model, self.inputs)
+        if not layer.calls:
+            raise ModelMismatch(head.path, "forward did not call the layer that is masked additively", SAME_CODE)
+        return outputs
+
+    def _delta(self, outputs: Tensor) -> Tensor:
+        loss = self.broadcast.loss
         with torch.no_grad():
-            backs = cotangents(loss, head, outputs, work.targets, work.weights)
-        room = work.room(len(backs))
-        for number, cotangent in enumerate(backs):
-            work.back(room, number, outputs, cotangent, last=number == len(backs) - 1)
-    return room, buffers
+            found = slope(loss, outputs.detach(), self.targets, head_axis(self.model))
+            return found * per_sample(loss, outputs, self.weights)
 
 
-def _passes_within(work: _Work, head: PublicHead) -> tuple[Tensors, Tensors]:
-    """Apply each candidate to the head's output, and run what follows forward and back."""
-    count = len(head.candidates)
-    room = work.room(count)
-    if head.tail == "stacked":
-        buffers = work.buffers()
-        with work.filled(buffers):
-            parts = _outputs_within(work, head, range(count)).chunk(count)
-            for number, part in enumerate(parts):
-                work.back(room, number, part, _delta(work, part), last=number == count - 1)
-        return room, buffers
-    started, kept = _random_state(work), []
-    for number in range(count):
-        _set_random_state(work, started)  # so that dropout drops the same units for every candidate
-        buffers = work.buffers(number)
-        with work.filled(buffers):
-            outputs = _outputs_within(work, head, [number])
-            work.back(room, number, outputs, _delta(work, outputs), last=True)
-        kept.append(buffers)
-    stacked = {
-        name: torch.stack([own[name] for own in kept]) if value.is_floating_point() else value
-        for name, value in buffers.items()
-    }
-    return room, stacked
-
-
-def _outputs_within(work: _Work, head: PublicHead, numbers: Sequence[int]) -> Tensor:
-    """The model's outputs for some candidates, along the batch."""
-    with AtLayer(work.values[head.weight], lambda output: _corrected(head, output, numbers)) as layer:
-        outputs: Tensor = call(work.model, work.inputs)
-    if not layer.calls:
-        fix = "build the client's model with the code that built the server's"
-        raise ModelMismatch(head.path, "forward did not call the layer that is masked additively", fix)
-    return outputs
-
-
-def _delta(work: _Work, outputs: Tensor) -> Tensor:
-    """The cotangent of the model's own outputs."""
-    loss = work.broadcast.loss
-    with torch.no_grad():
-        found = slope(loss, outputs.detach(), work.targets, head_axis(work.model))
-        return found * per_sample(loss, outputs, work.weights)
-
-
-def _random_state(work: _Work) -> tuple[Tensor, Tensor | None]:
-    device = work.broadcast.head.direction.device if work.broadcast.head else torch.device("cpu")
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_random_state(work: _Work, state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None and work.broadcast.head:
-        torch.cuda.set_rng_state(state[1], work.broadcast.head.direction.device)
+class _HeadReached(Exception):
+    pass

@@ -6,7 +6,6 @@ broadcasting, so that no vector of the model's size is needed.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,12 +15,10 @@ from torch import Tensor
 from fedveil.graph.layout import Entry, flatten, unflatten
 from fedveil.graph.plan import Plan
 from fedveil.graph.tables import Piece
-from fedveil.scheme.memory import Rooms
+from fedveil.scheme.memory import cache_of
+from fedveil.wire import Tensors
 
-Tensors = dict[str, Tensor]
 BLOCK = 2**18  # elements processed at a time
-_ROOMS: WeakKeyDictionary[Plan, Rooms] = WeakKeyDictionary()
-_SCRATCH: WeakKeyDictionary[Plan, Rooms] = WeakKeyDictionary()  # separate: it holds values that are not masked yet
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +27,7 @@ class Cover:
 
     Attributes:
         plan: of the model.
-        factors: R along the pool: the veiled pool is factors o flat[sources].
-        sources: see factors.
+        factors, sources: R along the pool, and where its content comes from: it becomes factors o flat[sources].
         scale: the factor of each scale slot.
         shift: the distance from which each order slot gets its content.
     """
@@ -51,16 +47,12 @@ class Cover:
         flat = flatten(tensors, plan.pool.entries) if plan.pool.entries else self.factors
         veiled = unflatten(self.factors * flat.index_select(0, self.sources), plan.pool.entries)
         if plan.large:
-            self._veil_all_large(tensors, veiled)
+            sizes = [entry.shape.numel() for entry in plan.large]
+            cache, kind = cache_of(plan), (plan.layout.dtype, plan.layout.device)
+            rooms, (scratch,) = cache.masked.take(sizes, *kind), cache.unmasked.take([max(sizes)], *kind)
+            for entry, room in zip(plan.large, rooms, strict=True):
+                veiled[entry.name] = self._veil_large(entry, tensors[entry.name], room, scratch)
         return {entry.name: veiled[entry.name] for entry in plan.layout.entries}
-
-    def _veil_all_large(self, tensors: Mapping[str, Tensor], veiled: Tensors) -> None:
-        plan = self.plan
-        sizes = [entry.shape.numel() for entry in plan.large]
-        rooms = _ROOMS.setdefault(plan, Rooms()).take(sizes, plan.layout.dtype, plan.layout.device)
-        (scratch,) = _SCRATCH.setdefault(plan, Rooms()).take([max(sizes)], plan.layout.dtype, plan.layout.device)
-        for entry, room in zip(plan.large, rooms, strict=True):
-            veiled[entry.name] = self._veil_large(entry, tensors[entry.name], room, scratch)
 
     def _veil_large(self, entry: Entry, tensor: Tensor, room: Tensor, scratch: Tensor) -> Tensor:
         """A large tensor, masked, in the memory of `room`; intermediate steps use `scratch`."""
@@ -72,9 +64,14 @@ class Cover:
             indices = self._indices(piece)
             if indices and _contiguous(piece) and torch.Size(piece.shape[: indices[0][0]]).numel() == 1:
                 self._veil_rows(piece, indices, source, room, scratch)
+                continue
+            if indices is None:
+                part = source.index_select(0, self._places(piece)).view(piece.shape)
             else:
-                piece.part(room).copy_(self._gathered(piece, indices, source))
-                self._scaled(piece, piece.part(room))
+                part = piece.part(source)
+                for dim, index in indices:
+                    part = _taken(part, dim, index)
+            self._scaled(piece, piece.part(room).copy_(part))
         return room.view(entry.shape)
 
     def _veil_rows(
@@ -99,10 +96,10 @@ class Cover:
 
     def factors_of(self, name: str) -> Tensor:
         """R for one tensor, in its shape."""
-        for pooled in self.plan.pool.entries:
-            if pooled.name == name:
-                return self.factors[pooled.start : pooled.stop].view(pooled.shape)
-        entry = next(entry for entry in self.plan.layout.entries if entry.name == name)
+        for entry in self.plan.pool.entries:
+            if entry.name == name:
+                return self.factors[entry.start : entry.stop].view(entry.shape)
+        entry = next(entry for entry in self.plan.large if entry.name == name)
         ones = torch.ones(1, entry.shape.numel(), dtype=self.scale.dtype, device=self.scale.device)
         self.lift(entry, ones)
         return ones.view(entry.shape)
@@ -150,15 +147,6 @@ class Cover:
             else:
                 part.mul_(factor)
 
-    def _gathered(self, piece: Piece, indices: list[tuple[int, Tensor]] | None, flat: Tensor) -> Tensor:
-        """The elements of a piece from the places where they come from."""
-        if indices is None:
-            return flat.index_select(0, self._places(piece)).view(piece.shape)
-        part = piece.part(flat)
-        for dim, index in indices:
-            part = _taken(part, dim, index)
-        return part
-
     def _returned(self, piece: Piece, flat: Tensor) -> Tensor:
         """The elements of a piece, put back to where they came from, in new memory."""
         indices = self._indices(piece)
@@ -199,12 +187,10 @@ class Cover:
 def _taken(part: Tensor, dim: int, index: Tensor, out: Tensor | None = None) -> Tensor:
     """Select places along a dim, as rows of a matrix, or as its columns by torch.gather."""
     ahead, inner = part.shape[:dim].numel(), part.shape[dim + 1 :].numel()
-    if ahead == 1:
-        rows = part.reshape(len(index), inner)
-        room = None if out is None else out.view(rows.shape)
-        return torch.index_select(rows, 0, index, out=room).view(part.shape)
-    rows = part.reshape(ahead, -1)
+    rows = part.reshape(len(index) if ahead == 1 else ahead, -1)
     room = None if out is None else out.view(rows.shape)
+    if ahead == 1:
+        return torch.index_select(rows, 0, index, out=room).view(part.shape)
     columns = (index.unsqueeze(1) * inner + torch.arange(inner, device=index.device)).flatten()
     return torch.gather(rows, 1, columns.expand(ahead, -1), out=room).view(part.shape)
 
@@ -220,7 +206,7 @@ def _contiguous(piece: Piece) -> bool:
 
 
 def make_cover(plan: Plan, factors: NDArray[np.float64], shifts: NDArray[np.int64]) -> Cover:
-    """Build the cover from the numbers of a secret."""
+    """The cover for a secret's factors and shifts, one per slot of the plan."""
     layout = plan.layout
     scale = torch.from_numpy(factors).to(layout.device, layout.dtype)
     shift = torch.from_numpy(shifts).to(layout.device)

@@ -6,10 +6,7 @@ with some error. A decoy is the offset that would follow from the errors of the 
 shuffled.
 """
 
-import os
 from dataclasses import dataclass
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +14,7 @@ from numpy.typing import NDArray
 from fedveil.graph.plan import Plan
 from fedveil.scheme.anchor import TINY, column_weights
 from fedveil.scheme.entropy import Entropy
+from fedveil.scheme.memory import cache_of
 
 Reals = NDArray[np.float64]
 SHUFFLES = 64
@@ -27,7 +25,7 @@ RIDGE = 0.01  # of the regression's sum of squares, for estimates that nearly ag
 
 @dataclass(frozen=True, repr=False)
 class Fit:
-    """A regression over shuffled heads.
+    """A regression over shuffled heads, used for several broadcasts: shuffling is slow, and the result changes slowly.
 
     Attributes:
         slope: predicts the first estimate's error from the differences between the estimates.
@@ -36,20 +34,6 @@ class Fit:
 
     slope: Reals
     rest: list[float]
-
-
-class _Estimates(NamedTuple):
-    """One column per head: the error of the first estimate, its distances from the others, and its unit."""
-
-    error: Reals
-    apart: Reals
-    unit: Reals
-
-
-# Shuffling costs as much as the rest of a small model's broadcast, and the result changes slowly: a fit is used for
-# several broadcasts, each residual for one decoy. A forked process starts with none.
-_FITS: WeakKeyDictionary[Plan, Fit] = WeakKeyDictionary()
-os.register_at_fork(after_in_child=_FITS.clear)
 
 
 def draw_candidates(
@@ -61,7 +45,7 @@ def draw_candidates(
     would reveal it.
 
     Args:
-        plan: of the model.
+        plan: whose cache has fits.
         covered: V, the head with its factors, a bias as its last column.
         factors: of its columns.
         rows: r_a in the places of each group, one row per group, else 0.
@@ -72,21 +56,25 @@ def draw_candidates(
     """
     step = _direction(rows, entropy)
     along = rows.T @ step
-    fit = _FITS.pop(plan, None)  # so that no other thread uses it
+    fits = cache_of(plan).fits
+    try:
+        fit = fits.pop()  # so that no other thread uses it
+    except IndexError:
+        fit = None
     if fit is None or len(fit.rest) < decoys or entropy.for_tests_only:
-        fit = fit_shuffled(covered, factors, along, bias, entropy)
+        fit = _fit_shuffled(covered, factors, along, bias, entropy)
     votes = along @ covered / (along @ along)
-    own = _estimates(votes[None], (covered * covered).sum(0)[None], factors)
-    rest = own.error - fit.slope @ own.apart
-    moved = (rest - [rest[0], *(fit.rest.pop() for _ in range(decoys))]) * own.unit
+    error, apart, unit = _estimates(votes[None], (covered * covered).sum(0)[None], factors)
+    rest = error - fit.slope @ apart
+    moved = (rest - [rest[0], *(fit.rest.pop() for _ in range(decoys))]) * unit
     if np.isfinite(moved).all() and not entropy.for_tests_only:  # the model has not diverged
-        _FITS[plan] = fit
+        fits.append(fit)
     grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # the same for every candidate
     found: Reals = np.round((offset + moved[:, None] * step) / grid) * grid
     return found
 
 
-def fit_shuffled(covered: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
+def _fit_shuffled(covered: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
     """Ridge regression of the first estimate's error on the differences, over heads with rows and columns shuffled.
 
     Residuals are leave-one-out: with a head in its own fit, its residual would be too small.
@@ -96,18 +84,19 @@ def fit_shuffled(covered: Reals, factors: Reals, along: Reals, bias: bool, entro
     bare = covered / factors
     votes = np.take_along_axis(along[_shuffles(len(along), len(along), entropy)] @ bare, order, 1)
     squares = (bare * bare).sum(0)[order] * factors**2
-    found = _estimates(votes * (factors / (along @ along)), squares, factors)
-    (a, b), (_, c) = found.apart @ found.apart.T + RIDGE * SHUFFLES * np.eye(2)
-    weights = np.array([[c, -b], [-b, a]]) / (a * c - b * b) @ found.apart
-    slope = weights @ found.error
-    rest = (found.error - slope @ found.apart) / (1 - (found.apart * weights).sum(0))
+    error, apart, _ = _estimates(votes * (factors / (along @ along)), squares, factors)
+    (a, b), (_, c) = apart @ apart.T + RIDGE * SHUFFLES * np.eye(2)
+    weights = np.array([[c, -b], [-b, a]]) / (a * c - b * b) @ apart
+    slope = weights @ error
+    rest = (error - slope @ apart) / (1 - (apart * weights).sum(0))
     return Fit(slope, rest.tolist())
 
 
-def _estimates(votes: Reals, squares: Reals, factors: Reals) -> _Estimates:
-    """Three weighted means of columns' votes, in units of their standard error; for the true head they are errors.
+def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Reals, Reals]:
+    """Three weighted means of columns' votes, by the anchor's weights, by the head's own scale, and by equal ones.
 
-    The weights are those of the anchor, those of the head's own scale, and equal ones.
+    Returns, for each head, the first (for the true head its error) and its distances from the others, in units of its
+    standard error; and that unit.
     """
     weights = column_weights(squares + TINY)[0]
     weighted = weights * votes / weights.sum(1, keepdims=True)
@@ -115,7 +104,7 @@ def _estimates(votes: Reals, squares: Reals, factors: Reals) -> _Estimates:
     error = weighted.sum(1) / unit
     scale = factors**-2.0
     others = np.stack([votes @ (scale / scale.sum()), votes.mean(1)])
-    return _Estimates(error, error - others / unit, unit)
+    return error, error - others / unit, unit
 
 
 def _direction(rows: Reals, entropy: Entropy) -> Reals:
@@ -127,19 +116,17 @@ def _direction(rows: Reals, entropy: Entropy) -> Reals:
     groups = len(rows)
     if groups == 1:
         return np.ones(1, np.float64)
-    scale = 1 / np.sqrt((rows * rows).sum(1))
+    scale: Reals = 1 / np.sqrt((rows * rows).sum(1))
     found = entropy.normal(groups)
     sums = scale * rows.sum(1)
     size = sums @ sums
     if size > 1e-12:
         found = found - sums * (sums @ found / size)
-    step: Reals = scale * found
-    return step
+    return scale * found
 
 
 def _shuffles(size: int, moving: int, entropy: Entropy) -> NDArray[np.int64]:
     """Random orders of the first `moving` places, one per row."""
-    found = np.empty((SHUFFLES, size), np.int64)
-    found[:] = np.arange(size)
+    found = np.tile(np.arange(size), (SHUFFLES, 1))
     found[:, :moving] = np.argsort(entropy.keys(SHUFFLES * moving).reshape(SHUFFLES, moving), axis=1)
     return found

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 
@@ -33,7 +34,7 @@ class Entropy:
     def log_uniform(self, count: int, width: NDArray[np.float64], signed: NDArray[np.uint64]) -> NDArray[np.float64]:
         """`count` rows of exp(u), u uniform in [-width, width), from 53 bits; of random sign where `signed` is 1."""
         words = self.words(count * len(width)).reshape(count, -1)
-        size: NDArray[np.float64] = np.exp((words >> _UNUSED) * (width * 2**-52) - width)
+        size: NDArray[np.float64] = np.exp((words >> np.uint64(11)) * (width * 2**-52) - width)
         return size * (1.0 - 2.0 * (words & signed))
 
     def keys(self, count: int) -> NDArray[np.uint32]:
@@ -46,10 +47,10 @@ class Entropy:
         return words * 2.0**-16 - 0.5
 
     def normal(self, count: int) -> NDArray[np.float64]:
-        """Normal numbers, by Box and Muller."""
-        words = ((self.words(2 * count) >> _UNUSED) + np.uint64(1)) * 2.0**-53
-        found: NDArray[np.float64] = np.sqrt(-2 * np.log(words[:count])) * np.cos(2 * np.pi * words[count:])
+        """Standard normal numbers, each from 52 bits of a random word of its own.
+
+        Not from a torch.Generator, which would hide all of them behind one seed of 32 bits.
+        """
+        uniform = ((self.words(count) >> np.uint64(12)) + 0.5) * 2.0**-52  # never 0 or 1
+        found: NDArray[np.float64] = torch.special.ndtri(torch.from_numpy(uniform)).numpy()
         return found
-
-
-_UNUSED = np.uint64(11)

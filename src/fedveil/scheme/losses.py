@@ -6,12 +6,12 @@ the caller averages over samples.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from fedveil.errors import BadArgument
@@ -66,11 +66,6 @@ def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
         raise BadArgument("targets", f"classes are {found}, the model has outputs 0 to {classes - 1}") from error
 
 
-def classes_last(targets: Tensor, rank: int, axis: int) -> Tensor:
-    """Targets for outputs of `rank` dims whose classes were moved from `axis` to the last dim."""
-    return targets.movedim(axis, -1) if targets.is_floating_point() and targets.dim() == rank else targets
-
-
 def per_sample(loss: "Loss", outputs: Tensor, weights: Tensor | None) -> Tensor | float:
     """The weight of each sample, by default 1 / samples, broadcastable to outputs."""
     if weights is None:
@@ -81,147 +76,143 @@ def per_sample(loss: "Loss", outputs: Tensor, weights: Tensor | None) -> Tensor 
     return weights.to(outputs).reshape(-1, *[1] * (outputs.dim() - 1))
 
 
-class _Elementwise:
-    """A loss that compares every output with its own target number."""
+class _Named(ABC):
+    """A loss that travels by its name: a sum over outputs, by default each compared with its own target number."""
+
+    name: ClassVar[str]
 
     def settings(self) -> dict[str, Any]:
-        """None."""
-        return {}
+        return dict(vars(self))
 
     def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """In the outputs' shape."""
         return match_targets(outputs, targets)
 
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._terms(outputs, targets).flatten(1).sum(1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._slope(outputs, targets)
+
+    @abstractmethod
+    def _terms(self, y: Tensor, target: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _slope(self, y: Tensor, target: Tensor) -> Tensor: ...
+
 
 @dataclass(frozen=True)
-class SquaredError(_Elementwise):
+class SquaredError(_Named):
     """Half the squared distance (paper, Eq. 6)."""
 
-    name: ClassVar[str] = "squared_error"
+    name = "squared_error"
 
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Sum of (y - target)^2 / 2."""
-        return (outputs - targets).square().flatten(1).sum(1) / 2
+    def _terms(self, y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square() / 2
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The residual, y - target."""
-        return outputs - targets
+    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
+        return y - target
 
 
 @dataclass(frozen=True)
-class BinaryCrossEntropy(_Elementwise):
+class BinaryCrossEntropy(_Named):
     """Cross-entropy of independent yes/no outputs, given as logits; targets from 0 to 1."""
 
-    name: ClassVar[str] = "binary_cross_entropy"
+    name = "binary_cross_entropy"
 
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Summed over outputs."""
-        return F.binary_cross_entropy_with_logits(outputs, targets, reduction="none").flatten(1).sum(1)
+    def _terms(self, y: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(y, target, reduction="none")
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """sigmoid(y) - target."""
-        return torch.sigmoid(outputs) - targets
+    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
+        return torch.sigmoid(y) - target
 
 
 @dataclass(frozen=True)
-class LogCosh(_Elementwise):
+class LogCosh(_Named):
     """log cosh (y - target): squared error near 0, absolute error far away, smooth everywhere."""
 
-    name: ClassVar[str] = "log_cosh"
+    name = "log_cosh"
 
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """log((e^x + e^-x) / 2) without overflow."""
-        x = outputs - targets
-        return (x + F.softplus(-2 * x) - math.log(2)).flatten(1).sum(1)
+    def _terms(self, y: Tensor, target: Tensor) -> Tensor:
+        x = y - target
+        return x + F.softplus(-2 * x) - math.log(2)  # cannot overflow
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """tanh(y - target)."""
-        return torch.tanh(outputs - targets)
+    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
+        return torch.tanh(y - target)
 
 
 @dataclass(frozen=True)
-class Poisson(_Elementwise):
-    """Negative log likelihood of counts with rate exp(output); nodes work for logit shifts of about 3 at most."""
+class Poisson(_Named):
+    """Negative log likelihood of counts whose rate is exp(output), without the constant log(target!)."""
 
-    name: ClassVar[str] = "poisson"
+    name = "poisson"
 
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Without the constant log(target!)."""
-        return (outputs.exp() - targets * outputs).flatten(1).sum(1)
+    def _terms(self, y: Tensor, target: Tensor) -> Tensor:
+        return y.exp() - target * y
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """exp(y) - target."""
-        return outputs.exp() - targets
+    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
+        return y.exp() - target
 
 
 @dataclass(frozen=True)
-class AbsoluteError(_Elementwise):
+class AbsoluteError(_Named):
     """Sum of |y - target|."""
 
-    name: ClassVar[str] = "absolute_error"
+    name = "absolute_error"
 
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Summed over outputs."""
-        return (outputs - targets).abs().flatten(1).sum(1)
+    def _terms(self, y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).abs()
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The sign of y - target."""
-        return (outputs - targets).sign()
+    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).sign()
 
 
 @dataclass(frozen=True)
-class Huber(_Elementwise):
+class Huber(_Named):
     """Half the squared distance up to `delta`, and beyond it delta times (distance - delta / 2)."""
 
     delta: float = 1.0
-    name: ClassVar[str] = "huber"
+    name = "huber"
 
     def __post_init__(self) -> None:
         if not 0 < self.delta < math.inf:
             raise BadArgument("Huber", f"delta must be a number above 0, got {self.delta}")
 
-    def settings(self) -> dict[str, Any]:
-        """The point where the loss becomes linear."""
-        return {"delta": self.delta}
+    def _terms(self, y: Tensor, target: Tensor) -> Tensor:
+        return F.huber_loss(y, target, reduction="none", delta=self.delta)
 
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Summed over outputs."""
-        return F.huber_loss(outputs, targets, reduction="none", delta=self.delta).flatten(1).sum(1)
-
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The residual y - target, from -delta to delta."""
-        return (outputs - targets).clamp(-self.delta, self.delta)
+    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).clamp(-self.delta, self.delta)
 
 
-@dataclass(frozen=True)
-class Hinge:
-    """Sum over the other classes of max(0, 1 - y_target + y_other); targets are class indices or one-hot rows."""
-
-    name: ClassVar[str] = "hinge"
-
-    def settings(self) -> dict[str, Any]:
-        """None."""
-        return {}
+class _OfClasses(_Named):
+    """A loss that compares classes with one another."""
 
     def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """One-hot, in the outputs' shape."""
         return one_hot(targets, outputs)
-
-    def _margins(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (1 - targets) * (1 + outputs - (targets * outputs).sum(-1, keepdim=True))
-
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Like torch's multi_margin_loss, not divided by the number of classes."""
-        return self._margins(outputs, targets).relu().flatten(1).sum(1)
-
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """1 for every class within the margin, and minus their number for the target."""
-        inside = (self._margins(outputs, targets) > 0).to(outputs.dtype)
-        return inside - targets * inside.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class Hinge(_OfClasses):
+    """Sum over the other classes of max(0, 1 - y_target + y_other); targets are class indices or one-hot rows.
+
+    Like torch's multi_margin_loss, not divided by the number of classes.
+    """
+
+    name = "hinge"
+
+    def _margins(self, y: Tensor, target: Tensor) -> Tensor:
+        return (1 - target) * (1 + y - (target * y).sum(-1, keepdim=True))
+
+    def _terms(self, y: Tensor, target: Tensor) -> Tensor:
+        return self._margins(y, target).relu()
+
+    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
+        inside = (self._margins(y, target) > 0).to(y.dtype)
+        return inside - target * inside.sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class CrossEntropy(_OfClasses):
     """Softmax cross-entropy; targets are class indices, or one row of probabilities per sample.
 
     Args:
@@ -231,7 +222,7 @@ class CrossEntropy:
 
     weight: tuple[float, ...] | None = None
     label_smoothing: float = 0.0
-    name: ClassVar[str] = "cross_entropy"
+    name = "cross_entropy"
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
@@ -243,39 +234,28 @@ class CrossEntropy:
                 raise BadArgument("CrossEntropy", "class weights must be finite and not negative")
             object.__setattr__(self, "weight", weight)
 
-    def settings(self) -> dict[str, Any]:
-        """Both arguments."""
-        return {"weight": list(self.weight) if self.weight else None, "label_smoothing": self.label_smoothing}
-
-    def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """Probabilities in the outputs' shape."""
-        return one_hot(targets, outputs)
-
-    def _wanted(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Targets, smoothed and weighted."""
-        classes = outputs.shape[-1]
+    def _wanted(self, target: Tensor) -> Tensor:
+        classes = target.shape[-1]
         if self.label_smoothing:
-            targets = targets * (1 - self.label_smoothing) + self.label_smoothing / classes
+            target = target * (1 - self.label_smoothing) + self.label_smoothing / classes
         if self.weight is not None:
             if len(self.weight) != classes:
                 what = f"there are {len(self.weight)} class weights, the model has {classes} outputs"
                 raise BadArgument("CrossEntropy", what)
-            targets = targets * torch.tensor(self.weight, dtype=targets.dtype, device=targets.device)
-        return targets
+            target = target * torch.tensor(self.weight, dtype=target.dtype, device=target.device)
+        return target
 
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """- sum_c w_c p_c log softmax(y)_c."""
-        return -(self._wanted(outputs, targets) * outputs.log_softmax(-1)).flatten(1).sum(1)
+    def _terms(self, y: Tensor, target: Tensor) -> Tensor:
+        return -self._wanted(target) * y.log_softmax(-1)
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """softmax(y) sum_c w_c p_c - w o p."""
-        wanted = self._wanted(outputs, targets)
-        return outputs.softmax(-1) * wanted.sum(-1, keepdim=True) - wanted
+    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
+        wanted = self._wanted(target)
+        return y.softmax(-1) * wanted.sum(-1, keepdim=True) - wanted
 
 
 @dataclass(frozen=True)
-class _Own(ABC):
-    """A user's function."""
+class Custom:
+    """A user's function (outputs, targets) -> one value per sample."""
 
     function: Function
 
@@ -292,9 +272,16 @@ class _Own(ABC):
         """Unchanged."""
         return targets
 
-    @abstractmethod
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """One number per sample."""
+        """What the function returns."""
+        found = self.function(outputs, targets)
+        if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
+            what = f"it returned {_shape_of(found)} for outputs of {_shape_of(outputs)}, not one value per sample"
+            fix = "return a tensor of shape (samples,), with reduction='none' and a sum over other dims"
+            if isinstance(found, Tensor) and not found.dim():
+                fix += "; or, if it compares samples with one another, fedveil.BatchLoss(function)"
+            raise BadArgument(f"loss {self.name}", what, fix)
+        return found
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """By autograd."""
@@ -307,26 +294,7 @@ class _Own(ABC):
         return found
 
 
-@dataclass(frozen=True)
-class Custom(_Own):
-    """A user's function (outputs, targets) -> one value per sample."""
-
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What the function returns."""
-        found = self.function(outputs, targets)
-        if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
-            what = (
-                f"it returned {_shape_of(found)} for outputs of shape {tuple(outputs.shape)}, not one value per sample"
-            )
-            fix = "return a tensor of shape (samples,), with reduction='none' and a sum over other dims"
-            if isinstance(found, Tensor) and not found.dim():
-                fix += "; or, if it compares samples with one another, fedveil.BatchLoss(function)"
-            raise BadArgument(f"loss {self.name}", what, fix)
-        return found
-
-
-@dataclass(frozen=True)
-class BatchLoss(_Own):
+class BatchLoss(Custom):
     """A user's function (outputs, targets) -> one number for the whole batch, such as a contrastive or ranking loss.
 
     Each client's loss couples the samples of its own batch. So a veil equals plain federated training, not training on
@@ -352,18 +320,11 @@ def couples_samples(loss: Loss) -> bool:
 
 
 USERS = (Custom, BatchLoss)
-OF_CLASSES = (CrossEntropy, Hinge)  # losses that compare classes with one another
-SMOOTH = (SquaredError, CrossEntropy, BinaryCrossEntropy, LogCosh, Poisson)
-KINKED = (AbsoluteError, Huber, Hinge)
-LOSSES: dict[str, Callable[..., Loss]] = {kind.name: kind for kind in (*SMOOTH, *KINKED)}
-TORCHS_KINKED = (F.l1_loss, nn.L1Loss, F.hinge_embedding_loss, nn.HingeEmbeddingLoss, F.multi_margin_loss,
-    nn.MultiMarginLoss, F.huber_loss, nn.HuberLoss, F.smooth_l1_loss, nn.SmoothL1Loss)  # fmt: skip
-
-
-def has_a_kink(loss: Loss) -> bool:
-    """Whether a loss is known to have a kink, which no number of nodes can interpolate."""
-    function = getattr(loss, "function", None)
-    return isinstance(loss, KINKED) or function in TORCHS_KINKED or type(function) in TORCHS_KINKED
+OF_CLASSES = (CrossEntropy, Hinge)
+LOSSES: dict[str, Callable[..., Loss]] = {
+    kind.name: kind
+    for kind in (SquaredError, CrossEntropy, BinaryCrossEntropy, LogCosh, Poisson, AbsoluteError, Huber, Hinge)
+}
 
 
 def find_loss(loss: "str | Loss | Function") -> Loss:
@@ -373,18 +334,8 @@ def find_loss(loss: "str | Loss | Function") -> Loss:
             known = ", ".join(f'"{name}"' for name in LOSSES)
             raise BadArgument("loss", f"there is no loss {loss!r}", f"use one of {known}, or a function")
         return LOSSES[loss]()
-    if isinstance(loss, (*SMOOTH, *KINKED, *USERS)):
+    if isinstance(loss, _Named | Custom):
         return loss
     if not callable(loss):
         raise BadArgument("loss", f"a {type(loss).__name__} is not a loss", "a name, or a function (outputs, targets)")
     return Custom(loss)
-
-
-def named_loss(name: str, settings: Mapping[str, Any]) -> Loss | None:
-    """The loss that another process named, or None if it is a user's function."""
-    if name not in LOSSES:
-        return None
-    try:
-        return LOSSES[name](**settings)
-    except TypeError as error:
-        raise BadArgument("loss", f"{name} has no settings {sorted(settings)}: {error}") from error

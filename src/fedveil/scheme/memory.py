@@ -1,22 +1,27 @@
-"""Memory for masked models, reused once no tensor refers to it.
-
-A masked model is as large as the model and new in every round. Getting new pages from the system would take several
-times as long as writing it, so free memory is reused.
-"""
+"""What a server keeps for a plan from one round to the next, because making it again would be slow."""
 
 import mmap
+import os
 import sys
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+from fedveil.graph.plan import Plan
+
+if TYPE_CHECKING:
+    from fedveil.scheme.decoys import Fit
+    from fedveil.scheme.secret import Kind, Noise
 
 MOST = 2  # pieces to keep: one is in use while the next broadcast is made
 
 
 class Rooms:
-    """Pieces of memory of equal size.
+    """Pieces of memory of equal size for masked models, reused: new pages take longer to get than to write.
 
     Tensors made from a piece, and their views, hold a reference to it: a piece that only this object refers to is free.
     """
@@ -43,5 +48,23 @@ class Rooms:
         memory = mmap.mmap(-1, size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        self._kept = [*self._kept[1 - MOST :], memory] if len(self._kept) >= MOST else [*self._kept, memory]
+        self._kept = [*self._kept, memory][-MOST:]
         return memory
+
+
+class Cache:
+    """Memory for tensors, noise drawn ahead, and fits of decoys. Each noise and each fit is taken from it once."""
+
+    def __init__(self) -> None:
+        self.masked, self.unmasked = Rooms(), Rooms()
+        self.noise: dict[Kind, list[Noise]] = {}
+        self.fits: list[Fit] = []
+
+
+_CACHES: WeakKeyDictionary[Plan, Cache] = WeakKeyDictionary()  # not an attribute of the plan, which may be pickled
+os.register_at_fork(after_in_child=_CACHES.clear)  # so that no two processes use the same noise
+
+
+def cache_of(plan: Plan) -> Cache:
+    """The plan's cache, which lives as long as the plan."""
+    return _CACHES.get(plan) or _CACHES.setdefault(plan, Cache())

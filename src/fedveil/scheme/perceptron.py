@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedveil.scheme.messages import Tensors
+from fedveil.wire import Tensors
 
 
 def links_of(model: nn.Module, inputs: object, values: Collection[str]) -> list[str | None] | None:

@@ -6,23 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from fedveil.errors import (
-    BadArgument,
-    ForeignUpdate,
-    IncompleteUpdate,
-    MisshapenUpdate,
-    NonFiniteUpdate,
-    StaleUpdate,
-)
+from fedveil.errors import BadArgument, ForeignUpdate, IncompleteUpdate, MisshapenUpdate, NonFiniteUpdate, StaleUpdate
 from fedveil.graph.layout import Entry, Layout, flatten, unflatten
 from fedveil.graph.tables import POOLED
 from fedveil.scheme.cover import Cover
-from fedveil.scheme.messages import Tensors, Update
-from fedveil.scheme.nodes import Spectrum, polynomials, transform
-from fedveil.scheme.secret import How, Secret
+from fedveil.scheme.messages import Update
+from fedveil.scheme.secret import Secret
+from fedveil.wire import Tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +26,12 @@ class Recovered:
         buffers: by name: floating-point ones averaged over clients as in plain FedAvg, counters the largest.
         error: estimated relative error of the whole gradient.
         passes: how many each client sent.
-        spectrum: for a loss by nodes, how fast its coefficients decay.
     """
 
     gradients: Tensors
     buffers: Tensors
     error: float
     passes: int
-    spectrum: Spectrum | None = None
 
 
 def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] | None = None) -> Recovered:
@@ -50,8 +40,7 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
     Paper, Sec. 4.3:   G(l) = R(l) o (sum_k w_k G^_k - sum_s gamma_s sum_k w_k sigma~_k,s + v sum_k w_k beta_k)
 
     Differs from the paper: gamma is replaced by the anchor's d, because clients work on the base. Losses other than
-    squared error have one pass per candidate: the result is the one for d or, with nodes, the polynomial through all
-    of them at d.
+    squared error have one pass per candidate: the result is the one for d.
 
     Args:
         secret: the round's.
@@ -64,134 +53,86 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
     Raises:
         UpdateRefused: an update of another round or model, incomplete, misshapen or not finite; the message says which.
     """
-    sent = secret._sent
-    if sent is None:
+    undo = secret._undo
+    if undo is None:
         raise BadArgument("recover", "this secret was not used for a broadcast yet", "perturb(model, secret) first")
-    layout, cover = secret.plan.layout, sent.cover
+    layout, cover = secret.plan.layout, undo.cover
     for position, update in enumerate(updates):
         check_update(secret, position, update)
-    shares = client_shares(updates, weights)
-    passes = needed_passes(sent.how.coefficients)
-    coefficients = sent.how.coefficients[passes]
-    weighted = torch.tensor(coefficients, dtype=layout.dtype, device=layout.device)
-    sums = _Sums(sent.how, len(coefficients))
+    shares = _client_shares(updates, weights)
+    used = [number for number, coefficient in enumerate(undo.coefficients) if coefficient]
+    passes = slice(used[0], used[-1] + 1)  # all, or the one for the true offset among decoys
+    sums = _Sums(undo.coefficients[passes], layout)
     gradients: Tensors = {}
-    pooled = _pooled(cover, layout)
+    pooled = _pooled(cover, layout.trainable)
     if pooled:
         flat = _mean(pooled, updates, shares, passes)
         flat.mul_(cover.factors[: flat.shape[1]])
-        combined = weighted @ flat
-        sums.add(flat, combined)
+        combined = sums.combine(flat)
         back = torch.empty_like(combined).scatter_(0, cover.sources[: len(combined)], combined)
         gradients |= unflatten(back, pooled)
     for entry in layout.trainable:
         if entry.name not in gradients:
             flat = _mean((entry,), updates, shares, passes)
             cover.lift(entry, flat)
-            combined = weighted @ flat
-            sums.add(flat, combined)
-            gradients[entry.name] = cover.back(entry, combined).view(entry.shape)
-    if secret.decoys:
-        _check_all_passes(updates)
-    if not math.isfinite(sums.total):
+            gradients[entry.name] = cover.back(entry, sums.combine(flat)).view(entry.shape)
+    # the passes for decoys too, so that a refusal does not reveal the true offset
+    finite = all(_finite(update.passes) for update in updates) if secret.decoys else True
+    if not (finite and math.isfinite(sums.size)):
         refuse_non_finite(updates)
-    eps = torch.finfo(layout.dtype).eps
-    error, spectrum = sums.error(coefficients, eps)
     if not all(torch.isfinite(update.buffers[e.name]).all() for update in updates for e in layout.buffers):
         refuse_non_finite(updates)
-    buffers = _buffers(layout, cover, _own_buffers(secret, updates), shares)
+    own = [update.buffers for update in updates]
+    if _has_rows(secret):
+        own = [{name: t[used[0]] if t.is_floating_point() else t for name, t in each.items()} for each in own]
     gradients = {entry.name: gradients[entry.name] for entry in layout.trainable}
-    return Recovered(gradients, buffers, error, len(sent.how.coefficients), spectrum)
+    return Recovered(gradients, _buffers(layout, cover, own, shares), sums.error(), len(undo.coefficients))
 
 
-def needed_passes(coefficients: Sequence[float]) -> slice:
-    """The passes that are used: all, or the one for the true offset among decoys."""
-    used = [number for number, coefficient in enumerate(coefficients) if coefficient]
-    return slice(used[0], used[-1] + 1)
-
-
-def _check_all_passes(updates: Sequence[Update]) -> None:
-    """Refuse passes that are not finite, including those for decoys, so that a refusal does not reveal the true one."""
-    for update in updates:
-        if not all(math.isfinite(float(part.sum())) for part in _gathered(update.passes)):
-            refuse_non_finite(updates)
-
-
-def _gathered(tensors: Tensors) -> list[Tensor]:
-    """Large tensors, and all small ones concatenated, because one call per small tensor would be slow."""
+def _finite(tensors: Tensors) -> bool:
+    """Whether all sums are finite; small tensors are concatenated, because one call for each would be slow."""
     small = [tensor.reshape(-1) for tensor in tensors.values() if tensor.numel() <= POOLED]
-    return [tensor for tensor in tensors.values() if tensor.numel() > POOLED] + ([torch.cat(small)] if small else [])
-
-
-def _own_buffers(secret: Secret, updates: Sequence[Update]) -> list[Tensors]:
-    """Each client's buffers; if they have one row per candidate, that of the true one."""
-    assert secret._sent is not None
-    if not _has_rows(secret):
-        return [update.buffers for update in updates]
-    place = secret._sent.how.coefficients.index(1.0)
-    return [
-        {name: value[place] if value.is_floating_point() else value for name, value in update.buffers.items()}
-        for update in updates
-    ]
+    parts = [tensor for tensor in tensors.values() if tensor.numel() > POOLED] + ([torch.cat(small)] if small else [])
+    return all(math.isfinite(float(part.sum())) for part in parts)
 
 
 def _has_rows(secret: Secret) -> bool:
     """Whether buffers have one row per candidate."""
-    head = secret.plan.head
-    return head is not None and head.tail == "repeated"
+    return secret.plan.head is not None and secret.plan.head.tail == "repeated"
 
 
-def _pooled(cover: Cover, layout: Layout) -> tuple[Entry, ...]:
-    """The trainable tensors at the front of the pool."""
-    wanted = {entry.name for entry in layout.trainable}
+def _pooled(cover: Cover, entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """Those entries that are in the pool, where they are neighbours."""
+    wanted = {entry.name for entry in entries}
     return tuple(entry for entry in cover.plan.pool.entries if entry.name in wanted)
 
 
 class _Sums:
-    """Sizes of the passes and of their sum, added up tensor by tensor."""
+    """Sums passes with their coefficients, tensor by tensor, and adds up the sizes of both."""
 
-    def __init__(self, how: How, count: int) -> None:
-        self._how = how
-        self._squares = np.zeros(count)
-        self._total = 0.0
-        self._terms = np.zeros(count)
-        self._ending = 0.0
+    def __init__(self, coefficients: Sequence[float], layout: Layout) -> None:
+        self._weights = torch.tensor(coefficients, dtype=layout.dtype, device=layout.device)
+        self._coefficients, self._eps = np.abs(coefficients), torch.finfo(layout.dtype).eps
+        self._squares, self._square = np.zeros(len(coefficients)), 0.0
 
-    def add(self, passes: Tensor, combined: Tensor) -> None:
-        """Add a tensor."""
-        self._squares += _squares(passes)
-        self._total += float(_squares(combined.unsqueeze(0))[0])
-        if self._how.place is not None:
-            count = len(passes)
-            terms = torch.from_numpy(transform(count)).to(passes) @ passes
-            ending = torch.from_numpy(polynomials(count, self._how.place)[-4:]).to(passes) @ terms[-4:]
-            self._terms += _squares(terms)
-            self._ending += float(_squares(ending.unsqueeze(0))[0])
+    def combine(self, passes: Tensor) -> Tensor:
+        combined = self._weights @ passes
+        size = float(torch.linalg.vector_norm(combined))
+        self._squares += torch.linalg.vector_norm(passes, dim=1).double().cpu().numpy() ** 2
+        self._square += size * size  # infinite if it overflows
+        return combined
 
     @property
-    def total(self) -> float:
-        """The size of the gradient."""
-        return math.sqrt(self._total) if self._total >= 0 else math.nan
+    def size(self) -> float:
+        return math.sqrt(self._square)
 
-    def error(self, coefficients: Sequence[float], eps: float) -> tuple[float, Spectrum | None]:
-        """The estimated relative error, and for a loss by nodes the sizes of its Chebyshev coefficients."""
-        sizes, total = np.sqrt(self._squares), self.total
-        if self._how.place is None:
-            terms = float(np.abs(coefficients) @ sizes)
-            return eps * (terms / total if total else 1.0), None
-        total = total or 1.0
-        found = tuple((np.sqrt(self._terms) / total).tolist())
-        spectrum = Spectrum(found, float(eps * sizes.max() / total), self._how.shift, math.sqrt(self._ending) / total)
-        return spectrum.error(self._how.place), spectrum
+    def error(self) -> float:
+        """The estimated relative error: rounding of the passes, over the size of their sum."""
+        terms = float(self._coefficients @ np.sqrt(self._squares))
+        return self._eps * (terms / self.size if self.size else 1.0)
 
 
-def _squares(rows: Tensor) -> NDArray[np.float64]:
-    """The sum of squares of each row."""
-    sizes: NDArray[np.float64] = torch.linalg.vector_norm(rows, dim=1).double().cpu().numpy()
-    return sizes**2
-
-
-def client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
+def _client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
     """w_k = |D_k| / |D|."""
     sizes = [float(u.samples) for u in updates] if weights is None else [float(w) for w in weights]
     if len(sizes) != len(updates) or not sizes:
@@ -221,8 +162,7 @@ def _buffers(layout: Layout, cover: Cover, clients: Sequence[Tensors], shares: S
     if not layout.buffers:
         return out
     weights = torch.tensor(shares, dtype=layout.dtype, device=layout.device)
-    names = {entry.name for entry in layout.buffers}
-    pooled = tuple(entry for entry in cover.plan.pool.entries if entry.name in names)
+    pooled = _pooled(cover, layout.buffers)
     if pooled:
         veiled = torch.stack([flatten(own, pooled) for own in clients])
         first = pooled[0].start
@@ -237,8 +177,8 @@ def _buffers(layout: Layout, cover: Cover, clients: Sequence[Tensors], shares: S
 
 def check_update(secret: Secret, position: int, update: Update) -> None:
     """Refuse an update that cannot belong to this round."""
-    assert secret._sent is not None
-    client, passes = f"client {position}", len(secret._sent.how.coefficients)
+    assert secret._undo is not None
+    client, passes = f"client {position}", len(secret._undo.coefficients)
     layout = secret.plan.layout
     if update.model != layout.name:
         fix = "clients and server must build the same architecture"
@@ -249,7 +189,10 @@ def check_update(secret: Secret, position: int, update: Update) -> None:
     if not isinstance(update.samples, int) or update.samples < 1:
         raise IncompleteUpdate(client, f"its update counts {update.samples!r} samples, not 1 or more")
     for entry in layout.trainable:
-        _check_passes(client, entry.name, update.passes.get(entry.name), (passes, *entry.shape), layout.dtype)
+        found = update.passes.get(entry.name)
+        if found is not None and found.dim() and found.shape[0] != passes:
+            raise IncompleteUpdate(client, f"{entry.name} has {found.shape[0]} passes, not {passes}")
+        _check_tensor(client, entry.name, found, (passes, *entry.shape), layout.dtype)
     rows = (passes,) if _has_rows(secret) else ()
     for entry in layout.buffers:
         shape = (*rows, *entry.shape)
@@ -257,12 +200,6 @@ def check_update(secret: Secret, position: int, update: Update) -> None:
     for name in layout.counters:
         if name not in update.buffers:
             raise IncompleteUpdate(client, f"buffer {name} is missing")
-
-
-def _check_passes(client: str, name: str, found: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if found is not None and found.dim() and found.shape[0] != shape[0]:
-        raise IncompleteUpdate(client, f"{name} has {found.shape[0]} passes, not {shape[0]}")
-    _check_tensor(client, name, found, shape, dtype)
 
 
 def _check_tensor(client: str, what: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -276,9 +213,8 @@ def _check_tensor(client: str, what: str, tensor: Tensor | None, shape: tuple[in
 def refuse_non_finite(updates: Sequence[Update]) -> None:
     """Name the first tensor with NaN or infinity."""
     for position, update in enumerate(updates):
-        named = list(update.passes.items())
-        named += [(f"buffer {name}", t) for name, t in update.buffers.items()]
-        for what, tensor in named:
+        buffers = {f"buffer {name}": buffer for name, buffer in update.buffers.items()}
+        for what, tensor in (update.passes | buffers).items():
             if not torch.isfinite(tensor).all():
                 fix = "drop this client from the round; lower the learning rate if all clients are affected"
                 raise NonFiniteUpdate(f"client {position}", f"{what} holds NaN or infinity", fix)

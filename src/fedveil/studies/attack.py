@@ -1,139 +1,133 @@
-"""`fedveil attack`: one attack against one or several defences, in one table and one page."""
+"""Attacks as studies: one or several defences of the same federation, each attacked in a job of its own."""
 
 import dataclasses
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 from fedveil.data import one_tensor
-from fedveil.report import Facts, Page, Section, Table, Text, write
-from fedveil.runs.config import CHOICES, Config, load_data
-from fedveil.runs.folder import read_config, write_text
-from fedveil.studies.compare import check_defences
-from fedveil.studies.jobs import Cell, Result, Tell, run_cells
-from fedveil.studies.victim import trained
+from fedveil.report import Facts, Section, Text
+from fedveil.runs.build import load_data
+from fedveil.runs.config import Config, Value
+from fedveil.studies.jobs import Done, Failed, Job, Result, Work
+from fedveil.studies.study import Shown, Study
+from fedveil.studies.victim import Trained, TrainRun
 
-Show = Callable[[str, float, str], None]
-
-
-@dataclass(frozen=True)
-class Shown:
-    """Results as a reader gets them: a table for the terminal and the page, and further sections of the page."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str
-    sections: Sequence[Section]
+O = TypeVar("O")  # noqa: E741
+R = TypeVar("R", bound=Result)
+V = TypeVar("V")
+Results = dict[str, R | Failed]
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """An attack as the command line offers it.
+class Asked(Generic[O]):
+    """What an attack is asked.
 
     Attributes:
-        name: `fedveil attack NAME`.
-        summary: a line for the help.
+        config: of the federation.
+        defences: names; the federation is attacked under each of them.
+        options: the attack's own, a frozen dataclass.
+        run: folder of a trained run to attack, in place of training; then `defences` is its own.
+        label: goes before the names of jobs, where several attacks share a folder.
+    """
+
+    config: Config
+    defences: tuple[str, ...]
+    options: O
+    run: Path | None = None
+    label: str = ""
+
+    def under(self, defence: str) -> Config:
+        """The configuration with one of the defences."""
+        return self.config.changed(defence=defence)
+
+
+class AttackStudy(Study[Asked[O], Results[R]], Generic[O, R]):
+    """An attack on a federation under several defences: subclass it for an attack of your own (docs/attacks).
+
+    Attributes:
+        options: a frozen dataclass with a default and a description for each of the attack's own flags.
+        result: what the attack on one defence returns.
         defaults: values of the configuration that differ from `Config`'s: the scale that two cores manage.
-        settings: a frozen dataclass of plain values, the attack's own flags.
         trains: whether the federation is trained first.
-        shared: (config, settings, defences, folder) -> cells that the attacks on several defences share.
-        attack: the cell `attack(tell, config, settings, folder, run)` for config.defence; `folder` holds what is shared
-            (the cells' results in folder/shared), `run` the trained federation.
-        present: (config, settings, results by defence, folder) -> what a reader gets.
-        title: of the page.
+        needs_shared: whether an attack fails with the jobs of `shared`, or goes on without them.
     """
 
-    name: str
-    summary: str
-    defaults: Mapping[str, Any]
-    settings: type
-    trains: bool
-    shared: Callable[[Config, Any, Sequence[str], Path], list[Cell]]
-    attack: Callable[..., Result]
-    present: Callable[[Config, Any, Mapping[str, Result], Path], Shown]
-    title: str = ""
+    options: type[O]
+    result: type[R]
+    defaults: Mapping[str, Value] = {}
+    trains = True
+    needs_shared = True
+
+    @abstractmethod
+    def attack(self, asked: Asked[O], defence: str, folder: Path) -> Work[R]:
+        """The attack on one defence; `run_of` says where the trained federation is."""
+
+    def shared(self, asked: Asked[O], folder: Path) -> list[Job[Result]]:
+        """Jobs that the attacks on all defences need. Refuses what cannot be attacked."""
+        return []
+
+    def run_of(self, asked: Asked[O], defence: str, folder: Path) -> Path:
+        """The folder of the trained federation."""
+        return asked.run or folder / defence.replace(":", ".") / "run"
+
+    def attacks(self, asked: Asked[O], folder: Path) -> dict[str, Job[R]]:
+        """The job of each defence."""
+        shared, found = tuple(self.shared(asked, folder)), dict[str, Job[R]]()
+        for name in asked.defences:
+            label = name.replace(":", ".")
+            needs, after = (shared, ()) if self.needs_shared else ((), shared)
+            if self.trains and not asked.run:
+                work = TrainRun(asked.under(name), self.run_of(asked, name, folder))
+                needs = (Job(f"{asked.label}train-{label}", work, Trained), *needs)
+            attack = self.attack(asked, name, folder)
+            found[name] = Job(f"{asked.label}{self.name}-{label}", attack, self.result, needs, after)
+        return found
+
+    def jobs(self, asked: Asked[O], folder: Path) -> list[Job[Result]]:
+        """Every job after those that it needs; records of several tensors are refused before anything is trained."""
+        if ":" in asked.config.data.name:
+            one_tensor("attack", load_data(asked.config).train.inputs)
+        attacks = self.attacks(asked, folder)
+        needed = {need.name: need for job in attacks.values() for need in (*job.needs, *job.after)}
+        return [*needed.values(), *attacks.values()]
+
+    def collect(self, asked: Asked[O], folder: Path, done: Done) -> Results[R]:
+        """By defence."""
+        return {name: done[job] for name, job in self.attacks(asked, folder).items()}
+
+    def framed(
+        self,
+        asked: Asked[O],
+        results: Mapping[str, R | Failed],
+        header: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        note: str,
+        sections: Sequence[Section],
+        first: Sequence[Section] = (),
+    ) -> Shown:
+        """What every attack shows besides: the question, what failed, the configuration."""
+        config = asked.config
+        failed = [f"{name}: {found.failed}" for name, found in results.items() if isinstance(found, Failed)]
+        values = {name: value for name, value in config.flat().items() if name != "defence"}
+        values |= plain_values(asked.options)
+        facts = Facts("Configuration", {name: str(value) for name, value in values.items()})
+        where = f"{config.data.name}, {config.model.name}, {config.data.clients} clients"
+        lead = f"{self.summary[0].upper()}{self.summary[1:]}: {where}."
+        every = [*([Text("Failed", failed)] if failed else []), *sections, facts]
+        title = "Audit" if self.name == "audit" else f"Attack: {self.name}"
+        return Shown(title, lead, header, rows, note, every, first)
 
 
-def train_victim(tell: Tell, config: Config, run: Path) -> Result:
-    """The federation to attack, as a cell of its own."""
-    trained(config, run, tell)
-    return {"run": str(run)}
+def plain_values(options: O) -> dict[str, Value]:
+    """The fields of an options dataclass by name."""
+    assert dataclasses.is_dataclass(options)
+    return {one.name: getattr(options, one.name) for one in dataclasses.fields(options)}
 
 
-def defences_of(text: str) -> list[str]:
-    """The defences of "all", or of names with commas between them."""
-    known = CHOICES["defence"]
-    names = known if text == "all" else [name for name in text.split(",") if name]
-    return check_defences(names, known, "--defence")
-
-
-def run_attack(
-    experiment: Experiment,
-    config: Config,
-    settings: Any,
-    defences: Sequence[str],
-    folder: Path,
-    *,
-    run: Path | None = None,
-    workers: int | None = None,
-    show: Show = lambda name, share, what: None,
-    command: str = "",
-) -> Shown:
-    """Train what is not trained, attack, and write results.json and report.html; a stopped attack goes on.
-
-    With `run`, the federation in that folder is attacked, and `config` and `defences` are its own.
-    """
-    if run:
-        config = read_config(run)
-        defences = [config.defence]
-    if ":" in config.data:
-        one_tensor("attack", load_data(config).train.inputs)  # refused before anything is trained
-    runs = {name: run or folder / name / "run" for name in defences}
-    own = {name: dataclasses.replace(config, defence=name) for name in defences}
-    first = experiment.shared(config, settings, defences, folder)
-    if experiment.trains and not run:
-        victims = [Cell(f"train-{n}", train_victim, {"config": own[n], "run": runs[n]}) for n in defences]
-        first = victims + first
-    before = run_cells(first, folder / "shared", workers=workers, show=show)
-    broken = {name: found["failed"] for name, found in before.items() if "failed" in found}
-    common = {"settings": settings, "folder": folder}
-    cells = [
-        Cell(name, experiment.attack, {"config": own[name], "run": runs[name], **common})
-        for name in defences
-        if f"train-{name}" not in broken
-    ]
-    results = run_cells(cells, folder / "results", workers=workers, show=show)
-    for name in defences:
-        if f"train-{name}" in broken:
-            results[name] = {"failed": broken[f"train-{name}"]}
-    results = {name: results[name] for name in defences}
-    shown = experiment.present(config, settings, results, folder)
-    write_text(folder / "results.json", json.dumps({"command": command, "results": results}, indent=1) + "\n")
-    write_page(folder / "report.html", experiment, config, settings, shown, {**before, **results}, command)
-    return shown
-
-
-def write_page(
-    path: Path,
-    experiment: Experiment,
-    config: Config,
-    settings: Any,
-    shown: Shown,
-    cells: Mapping[str, Result],
-    command: str,
-) -> None:
-    """The table, what the attack has to show, what failed, the configuration."""
-    failures = [f"{name}: {found['failed']}" for name, found in cells.items() if "failed" in found]
-    asked = dataclasses.asdict(config) | dataclasses.asdict(settings)
-    asked.pop("defence")
-    sections: list[Section] = [
-        Table("Result", shown.header, shown.rows, shown.note),
-        *([Text("Failed", failures)] if failures else []),
-        *shown.sections,
-        Facts("Configuration", {key: str(value) for key, value in asked.items()}),
-    ]
-    where = f"{config.data}, {config.model}, {config.clients} clients"
-    lead = f"{experiment.summary[0].upper()}{experiment.summary[1:]}: {where}."
-    write(Page(experiment.title or f"Attack: {experiment.name}", lead, sections, command), path)
+def option(default: V, description: str) -> V:
+    """A field of an attack's options: its default and its help."""
+    found: V = field(default=default, metadata={"help": description})
+    return found

@@ -1,172 +1,164 @@
 """`fedveil compare`: the same federation under several defences and seeds, in one table and one page."""
 
-import dataclasses
-import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from fedveil.data import Data
-from fedveil.errors import BadArgument, Diverged
+from fedveil.checks import one_of, whole
+from fedveil.defences.registry import BUILT_IN, names
+from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import METRICS
-from fedveil.federation.local import History
-from fedveil.report import Facts, Page, Section, Table, Text, write
-from fedveil.runs.config import CHOICES, Config, asks_privacy, load_data
-from fedveil.runs.folder import federation_of, write_text
+from fedveil.report import Facts, Section, Text
+from fedveil.runs.build import federation_of, load_data
+from fedveil.runs.config import Config
 from fedveil.runs.page import cost_section, curve_sections
-from fedveil.studies.demo import Shows
+from fedveil.studies.jobs import Done, Failed, Job, Result
+from fedveil.studies.study import Shown, Study
+from fedveil.studies.victim import Trained, TrainRun
 
-CONTROL = "control"
+BASELINE = "baseline"
+DEFENCES = tuple(record.name for record in BUILT_IN)
 NOTES = (
-    "control is plain training with one unit of noise in the last place of every gradient: what rounding alone does. A "
-    "defence that loses nothing stays as near to plain as that.",
+    "The baseline is plain training with one rounding error more: noise of one unit in the last place of every "
+    "gradient. It shows what rounding alone does. A defence that loses nothing stays as near to plain as that.",
     "SPN is our re-implementation; no code of its authors is public. Settings are the defaults of each defence unless "
     "the command says otherwise; they are not tuned to this data.",
 )
 PRIVATE = (
-    "Every run draws its own noise for differential privacy, so that curves part by that noise too, the control's "
+    "Every run draws its own noise for differential privacy, so that curves part by that noise too, the baseline's "
     "included. Epsilon is a client's, for all rounds together, and does not bind the server."
 )
+HEADER = ("defence", "test {}", "difference from plain", "seconds", "bytes per client and round", "bytes per round")
 
 
 @dataclass(frozen=True)
-class Run:
-    """One defence with one seed; `failed` says why there is no result."""
+class Compared:
+    """What is asked: a federation, defences, and how many seeds from the configuration's on."""
 
-    defence: str
-    seed: int
-    history: History
-    failed: str | None = None
+    config: Config
+    defences: tuple[str, ...]
+    seeds: int = 3
 
-    @property
-    def bytes(self) -> float:
-        """Down and up, a client and round, on average."""
-        both = [r.get("bytes_down", 0) + r.get("bytes_up", 0) for r in self.history.records]
-        return statistics.fmean(both) if both else 0.0
+    def __post_init__(self) -> None:
+        """Refuse what cannot be compared."""
+        check_defences(self.defences, (*names(), BASELINE), "--defences")
+        whole("--seeds", "seeds", self.seeds, 1)
 
 
-def check_defences(
-    names: Sequence[str], known: Sequence[str] = (*CHOICES["defence"], CONTROL), flag: str = "--defences"
-) -> list[str]:
-    """Refuse a name that is not known, or given twice."""
+Runs = dict[str, list[Trained | Failed]]  # by defence, seed after seed
+
+
+def check_defences(names: Sequence[str], known: Sequence[str], flag: str) -> None:
+    """Refuse a name that is not known, or given twice; package.module:Class is not looked up here."""
     for number, name in enumerate(names):
-        if name not in known:
-            raise BadArgument(flag, f"there is no defence {name!r}", f"use some of {', '.join(known)}")
+        if ":" not in name:
+            one_of(flag, "defence", name, known)
         if name in names[:number]:
-            raise BadArgument(flag, f"{name!r} is there twice")
+            raise BadArgument(flag, f"{name!r} is given twice", "leave one out")
     if not names:
-        raise BadArgument(flag, "there is none", f"use some of {', '.join(known)}")
-    return list(names)
+        raise BadArgument(flag, "no defence is named", f"use some of {', '.join(known)}")
 
 
-def run_one(config: Config, data: Data, defence: str, seed: int, show: Callable[[dict[str, Any]], None]) -> Run:
-    """Train once."""
-    kind = {"defence": "plain", "rounding": seed + 1} if defence == CONTROL else {"defence": defence}
-    own = dataclasses.replace(config, seed=seed, **kind)
-    federation = federation_of(own, data)
-    try:
-        federation.fit(own.epochs, test=(data.test.inputs, data.test.targets), on_round=show)
-    except Diverged as error:
-        return Run(defence, seed, federation.history, f"{error.where}: {error.what}")
-    return Run(defence, seed, federation.history)
+def finished(runs: Sequence[Trained | Failed]) -> list[Trained]:
+    """The runs that did not fail."""
+    return [run for run in runs if isinstance(run, Trained)]
 
 
-def apart(run: Run, plain: Run, metric: str) -> float:
-    """The largest distance between two curves."""
-    pairs = zip(run.history.curve(metric), plain.history.curve(metric), strict=False)
-    return max((abs(a - b) for (_, a), (_, b) in pairs), default=0.0)
+def farthest(runs: Sequence[Trained | Failed], plain: Sequence[Trained | Failed], metric: str) -> str:
+    """The largest distance between curves of one seed; "" where no seed has both."""
+    far = []
+    for run, other in zip(runs, plain, strict=False):
+        if isinstance(run, Trained) and isinstance(other, Trained):
+            pairs = zip(run.history.curve(metric), other.history.curve(metric), strict=False)
+            far.append(max((abs(a - b) for (_, a), (_, b) in pairs), default=0.0))
+    return f"{max(far):.1e}" if far else ""
 
 
-def rows_of(runs: Sequence[Run], metric: str, active: int) -> list[list[str]]:
-    """A row a defence: metric with spread over seeds, distance from plain, seconds, bytes of `active` clients."""
-    plain = {run.seed: run for run in runs if run.defence == "plain" and not run.failed}
-    rows = []
-    for defence in dict.fromkeys(run.defence for run in runs):
-        own = [run for run in runs if run.defence == defence]
-        failed = [run for run in own if run.failed]
-        if failed:
-            rows.append([defence, f"failed with seed {failed[0].seed}", "", "", "", ""])
+def rows_of(results: Runs, metric: str, config: Config) -> list[list[str]]:
+    """One row per defence: metric with spread over seeds, largest distance from plain, cost, epsilon."""
+    active = max(1, round(config.training.participation * config.data.clients))
+    rows, private = [], config.privacy.dp_clip is not None
+    for defence, own in results.items():
+        done = finished(own)
+        if len(done) < len(own):
+            number = next(number for number, run in enumerate(own) if isinstance(run, Failed))
+            rows.append([defence, f"failed with seed {config.training.seed + number}", *[""] * (5 if private else 4)])
             continue
-        ends = [run.history.last[metric] for run in own]
+        ends = [run.history.last[metric] for run in done]
         spread = f"{statistics.fmean(ends):.4f} ± {statistics.stdev(ends) if len(ends) > 1 else 0.0:.4f}"
-        beside = [apart(run, plain[run.seed], metric) for run in own if run.seed in plain]
-        far = f"{max(beside):.1e}" if beside and defence != "plain" else ""
-        seconds = statistics.fmean(run.history.records[-1]["seconds"] for run in own)
-        traffic = statistics.fmean(run.bytes for run in own)
-        rows.append([defence, spread, far, f"{seconds:.1f}", f"{traffic:,.0f}", f"{active * traffic:,.0f}"])
+        far = farthest(own, results.get("plain", []), metric) if defence != "plain" else ""
+        seconds = statistics.fmean(run.records[-1]["seconds"] for run in done)
+        size = statistics.fmean(
+            statistics.fmean(r.get("bytes_down", 0) + r.get("bytes_up", 0) for r in run.records) for run in done
+        )
+        row = [defence, spread, far, f"{seconds:.1f}", f"{size:,.0f}", f"{active * size:,.0f}"]
+        if private:
+            row.append(f"{max(run.records[-1].get('epsilon', math.inf) for run in done):.3g}")
+        rows.append(row)
     return rows
 
 
-def spent_by(runs: Sequence[Run]) -> str:
-    """Epsilon at the end, the most of a defence's runs; none of a run that failed."""
-    if any(run.failed for run in runs):
-        return ""
-    return f"{max(run.history.records[-1].get('epsilon', math.inf) for run in runs):.3g}"
+class CompareStudy(Study[Compared, Runs]):
+    """Several defences and seeds."""
+
+    name = "compare"
+    summary = "the same federation under several defences"
+
+    def runs(self, asked: Compared, folder: Path) -> dict[tuple[str, int], Job[Trained]]:
+        """A job for each seed and defence."""
+        jobs, first = {}, asked.config.training.seed
+        for seed in range(first, first + asked.seeds):
+            for name in asked.defences:
+                kind = {"defence": "plain", "rounding": seed + 1} if name == BASELINE else {"defence": name}
+                label = f"{name}-{seed}".replace(":", ".")
+                work = TrainRun(asked.config.changed(seed=seed, **kind), folder / "runs" / label)
+                jobs[name, seed] = Job(label, work, Trained)
+        return jobs
+
+    def jobs(self, asked: Compared, folder: Path) -> list[Job[Result]]:
+        """Seed by seed, so that a comparison that was stopped is whole for some seeds."""
+        federation_of(asked.config.changed(defence="plain"), load_data(asked.config))  # refused before anything runs
+        return list(self.runs(asked, folder).values())
+
+    def collect(self, asked: Compared, folder: Path, done: Done) -> Runs:
+        """By defence."""
+        found: Runs = {name: [] for name in asked.defences}
+        for (name, _), job in self.runs(asked, folder).items():
+            found[name].append(done[job])
+        return found
+
+    def present(self, asked: Compared, results: Runs) -> Shown:
+        """The table, curves of the first seed, cost, configuration."""
+        config, private = asked.config, asked.config.privacy.dp_clip is not None
+        last = [run.history.last for runs in results.values() for run in finished(runs)]
+        metric = next((name for name in METRICS for record in last if name in record), METRICS[0])
+        header = [title.format(metric) for title in HEADER] + ["epsilon"] * private
+        first = {name: runs[0].history for name, runs in results.items() if isinstance(runs[0], Trained)}
+        failures = [
+            f"{name}, seed {config.training.seed + number}: {run.failed}"
+            for name, runs in results.items()
+            for number, run in enumerate(runs)
+            if isinstance(run, Failed)
+        ]
+        seeds = f"{asked.seeds} seed{'s' if asked.seeds > 1 else ''}"
+        sections: list[Section] = [
+            *([Text("Failed", failures)] if failures else []),
+            Text("How to read it", [*NOTES, *([PRIVATE] if private else [])]),
+            *curve_sections(first),
+            cost_section(first),
+            Facts("Configuration", {name: str(value) for name, value in config.flat().items()}),
+        ]
+        where = f"{config.model.name} on {config.data.name} with {config.data.clients} clients"
+        return Shown(
+            f"{config.data.name}, {config.model.name}: defences compared",
+            f"{len(results)} ways to train {where}. Curves: first seed.",
+            header,
+            rows_of(results, metric, config),
+            f"Mean and standard deviation over {seeds}; bytes without names and shapes.",
+            sections,
+        )
 
 
-HEADER = ("defence", "test {}", "apart from plain", "seconds", "bytes a client and round", "bytes a round")
-
-
-def run_comparison(
-    config: Config,
-    defences: Sequence[str],
-    seeds: int,
-    folder: Path,
-    opens: Callable[[int, str], AbstractContextManager[Shows]],
-    command: str,
-) -> tuple[list[str], list[list[str]]]:
-    """Run all of them and write the page; returns the table's header and rows."""
-    names = check_defences(defences)
-    if seeds < 1:
-        raise BadArgument("--seeds", f"must be at least 1, got {seeds}")
-    data = load_data(config)
-    runs = []
-    for seed in range(config.seed, config.seed + seeds):
-        for name in names:
-            with opens(config.epochs, f"{name:<8} seed {seed}") as progress:
-                runs.append(run_one(config, data, name, seed, progress.show))
-    metric = next((m for m in METRICS for run in runs if m in run.history.last), METRICS[0])
-    header = [title.format(metric) for title in HEADER]
-    rows = rows_of(runs, metric, max(1, round(config.participation * config.clients)))
-    if asks_privacy(config):
-        header.append("epsilon")
-        rows = [[*row, spent_by([run for run in runs if run.defence == row[0]])] for row in rows]
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"defence": run.defence, "seed": run.seed, **r}) for run in runs for r in run.history.records]
-    write_text(folder / "metrics.jsonl", "".join(line + "\n" for line in lines))
-    write_page(folder / "report.html", config, data, runs, header, rows, command)
-    return header, rows
-
-
-def write_page(
-    path: Path,
-    config: Config,
-    data: Data,
-    runs: Sequence[Run],
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    command: str,
-) -> None:
-    """The table, curves of the first seed, cost, configuration."""
-    first: Mapping[str, History] = {
-        run.defence: run.history for run in runs if run.seed == config.seed and run.history.records
-    }
-    seeds = len({run.seed for run in runs})
-    note = f"Mean and standard deviation over {seeds} seed{'s' if seeds > 1 else ''}; bytes without names and shapes."
-    failures = [f"{run.defence}, seed {run.seed}: {run.failed}" for run in runs if run.failed]
-    sections: list[Section] = [
-        Table("Result", header, rows, note),
-        *([Text("Failed", failures)] if failures else []),
-        Text("How to read it", [*NOTES, *([PRIVATE] if asks_privacy(config) else [])]),
-        *curve_sections(first),
-        cost_section(first),
-        Facts("Configuration", {key: str(value) for key, value in dataclasses.asdict(config).items()}),
-    ]
-    lead = (
-        f"{len(first)} ways to train {config.model} on {data.name} with {config.clients} clients. Curves: first seed."
-    )
-    write(Page(f"{data.name}, {config.model}: defences compared", lead, sections, command), path)
+COMPARE = CompareStudy()

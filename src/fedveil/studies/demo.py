@@ -1,40 +1,65 @@
 """`make demo`: plain and veiled training of digits from the same start, beside what rounding alone does."""
 
-import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.data import Data, load, split
-from fedveil.defences import Aggregate, Defence, Plain, Veil
-from fedveil.federation import Federation
+from fedveil.data import load, split
+from fedveil.defences import Aggregate, Plain, Veil
+from fedveil.defences.interface import Samples
+from fedveil.federation import Federation, History
+from fedveil.federation.server import Record
 from fedveil.graph.inputs import Inputs
 from fedveil.models import mlp
-from fedveil.report import Facts, Page, Table, Text, write
-from fedveil.runs.page import PROTECTION, client_models, curve_sections, scores, view_sections
-from fedveil.scheme import Broadcast, Loss
+from fedveil.report import Beside, Facts, Matrix, Section, Text
+from fedveil.runs.page import PROTECTION, client_models, confusions, curve_sections, scores
+from fedveil.scheme import Broadcast, Loss, Update
+from fedveil.studies.jobs import Done, Failed, Job, Progress, Result
+from fedveil.studies.study import Shown, Study
+from fedveil.studies.victim import on_round
 
-CLIENTS, EPOCHS, NOISE, HIDDEN = 5, 60, 100.0, 50
+CLIENTS, NOISE, HIDDEN, RATE, BATCH, LOSS = 5, 100.0, 50, 1e-3, 32, "cross_entropy"
 MEASURED = (
     "Measured in every round against plain autograd on the true model: the worst parameter. A peak is a round in which "
     "rounding moved a ReLU across 0, as it does between any two plain runs."
 )
 
 
-class Shows(Protocol):
-    """Something that shows a round's record."""
+@dataclass(frozen=True)
+class Demo:
+    """What is asked."""
 
-    def show(self, record: dict[str, Any]) -> None:
-        """Take a round's record in."""
+    epochs: int = 60
 
 
-Opens = Callable[[int, str], AbstractContextManager[Shows]]
+@dataclass(frozen=True)
+class DemoRun(Result):
+    """One way to train.
+
+    Attributes:
+        records: round by round.
+        seconds: of the whole run.
+        train_size: training records.
+        classes: their names.
+        views: test accuracy of the model as the server has it and as clients see it.
+        matrices: confusion matrices of the first two of them.
+        worst: largest relative error of a recovered gradient, but for rounds in which rounding moved a ReLU across 0.
+        flips: number of those rounds.
+    """
+
+    records: list[Record]
+    seconds: float
+    train_size: int
+    classes: list[str]
+    views: dict[str, float]
+    matrices: dict[str, list[list[int]]]
+    worst: float | None = None
+    flips: int = 0
 
 
 def active(model: nn.Module, inputs: Tensor) -> list[Tensor]:
@@ -63,25 +88,18 @@ class Watched(Veil):
         super().prepare(model, example, loss)
         self._plain.prepare(model, example, loss)
 
-    def client_step(
-        self,
-        model: nn.Module,
-        broadcast: Broadcast,
-        inputs: Inputs,
-        targets: Tensor,
-        weights: Tensor | None = None,
-        client: int = 0,
-    ) -> Any:
+    def client_step(self, model: nn.Module, broadcast: Broadcast, samples: Samples, client: int = 0) -> Update:
         """As the veil does; the truth is computed beside it."""
+        inputs = samples.inputs
         assert isinstance(inputs, Tensor)  # digits
-        self._truth = self._plain.client_step(model, model, inputs, targets, weights).gradients
+        self._truth = self._plain.client_step(model, model, samples).gradients
         with torch.no_grad():
             sent = self.client_view(model, broadcast)
             pairs = zip(active(model, inputs), active(sent, inputs), strict=True)
             self._flipped = any(bool((a != b).any()) for a, b in pairs)
-        return super().client_step(model, broadcast, inputs, targets, weights)
+        return super().client_step(model, broadcast, samples)
 
-    def aggregate(self, updates: Any, weights: Any) -> Aggregate:
+    def aggregate(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
         """As the veil does; rounds in which rounding moved a ReLU across 0 are counted apart."""
         result = super().aggregate(updates, weights)
         error = max(float((result.gradients[name] - g).norm() / g.norm()) for name, g in self._truth.items())
@@ -91,56 +109,97 @@ class Watched(Veil):
         return dataclasses.replace(result, error=error)
 
 
-def federation(start: nn.Module, data: Data, defence: Defence) -> Federation:
-    """Five clients, Adam at the server."""
-    rows = split(data, CLIENTS, seed=0)
-    parts = [(data.train.tensor[r], data.train.targets[r]) for r in rows]
-    return Federation(copy.deepcopy(start), parts, defence, lambda p: torch.optim.Adam(p, 1e-3), loss="cross_entropy")
+@dataclass(frozen=True)
+class TrainDigits:
+    """Train digits in one of three ways."""
+
+    kind: str
+    epochs: int
+
+    def __call__(self, progress: Progress, done: Done) -> DemoRun:
+        """Train, and look at the model as a client does."""
+        data, began = load("digits"), time.perf_counter()
+        watched = Watched(NOISE) if self.kind == "veiled" else None
+        defence = watched or Plain(rounding=1 if self.kind == "rounding baseline" else None)
+        parts = [(data.train.tensor[rows], data.train.targets[rows]) for rows in split(data, CLIENTS, seed=0)]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            start = mlp(data.train.tensor.shape[1], data.outputs, hidden=HIDDEN)
+        run = Federation(start, parts, defence, lambda p: torch.optim.Adam(p, RATE), batch_size=BATCH, loss=LOSS)
+        test = data.test.inputs, data.test.targets
+        run.fit(self.epochs, test=test, on_round=on_round(self.epochs, progress))
+        seconds, views = time.perf_counter() - began, client_models(run) if watched else {}
+        return DemoRun(
+            run.history.records,
+            seconds,
+            len(data.train.targets),
+            list(data.classes),
+            {name: found["accuracy"] for name, found in scores(views, data).items()} if views else {},
+            confusions(views, data) if views else {},
+            max(watched.errors) if watched else None,
+            watched.flips if watched else 0,
+        )
 
 
-def run_comparison(folder: Path, opens: Opens) -> Iterator[str]:
-    """Run the demo; yields the lines it prints."""
-    data = load("digits")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        start = mlp(data.train.tensor.shape[1], data.outputs, hidden=HIDDEN)
-    watched = Watched(NOISE)
-    runs = {
-        "plain": federation(start, data, Plain()),
-        "veiled": federation(start, data, watched),
-        "rounding control": federation(start, data, Plain(rounding=1)),
-    }
-    seconds: dict[str, str] = {}
-    for name, run in runs.items():
-        began = time.perf_counter()
-        with opens(EPOCHS, f"{name:<16}") as progress:
-            run.fit(EPOCHS, test=(data.test.inputs, data.test.targets), on_round=progress.show)
-        checked = " with every gradient checked" if name == "veiled" else ""
-        seconds[name] = f"{time.perf_counter() - began:.1f} s{checked}"
-    views = client_models(runs["veiled"])
-    seen = {view: found["accuracy"] for view, found in scores(views, data).items()}
-    rows = [[name, f"{run.history.last['accuracy']:.1%}", seconds[name]] for name, run in runs.items()]
-    rows += [[view, f"{accuracy:.1%}", ""] for view, accuracy in list(seen.items())[1:]]
-    worst = max(watched.errors)
-    exact = f"largest relative error of a recovered gradient: {worst:.0e}"
-    counted = f"{watched.flips} round{'s' if watched.flips > 1 else ''}"
-    flips = f" (but for {counted} in which rounding moved a ReLU across 0)" if watched.flips else ""
-    rounds, records = runs["veiled"].round, len(data.train.targets)
-    yield f"digits, {records} records, {CLIENTS} clients, {rounds} rounds, noise {NOISE:g}"
-    yield f"\n{'test accuracy':<34}"
-    yield from (f"  {name:<32} {accuracy:>7}  {cost}".rstrip() for name, accuracy, cost in rows)
-    yield f"\n{exact}{flips}"
-    yield "the centred model is what a client gets that thinks: no guarantee (docs/threat-model.md)"
-    histories = {name: run.history for name, run in runs.items()}
-    sections = [
-        Table("Result", ["model", "test accuracy", "time"], rows, exact + flips + "."),
-        *curve_sections(histories, MEASURED),
-        *view_sections(views, data),
-        Text("What is and is not protected", PROTECTION),
-        Facts(
-            "Configuration", {"clients": str(CLIENTS), "epochs": str(EPOCHS), "additive noise": str(NOISE), "m": "10"}
-        ),
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    lead = f"Veiled and plain training end at {rows[1][1]} and {rows[0][1]}; a client's model as sent at {rows[3][1]}."
-    yield f"report: {write(Page('Fedveil demo', lead, sections, 'make demo'), folder / 'report.html')}"
+Runs = dict[str, DemoRun | Failed]
+
+
+class DemoStudy(Study[Demo, Runs]):
+    """Plain, veiled, and plain with one rounding error more."""
+
+    name = "demo"
+    summary = "train digits with five clients, plain and veiled, and compare"
+
+    def runs(self, asked: Demo) -> dict[str, Job[DemoRun]]:
+        """The job of each way."""
+        kinds = ("plain", "veiled", "rounding baseline")
+        return {kind: Job(kind.replace(" ", "-"), TrainDigits(kind, asked.epochs), DemoRun) for kind in kinds}
+
+    def jobs(self, asked: Demo, folder: Path) -> list[Job[Result]]:
+        """All three."""
+        return list(self.runs(asked).values())
+
+    def collect(self, asked: Demo, folder: Path, done: Done) -> Runs:
+        """By name; a demo that fails is an error."""
+        return {name: done.of(job) for name, job in self.runs(asked).items()}
+
+    def present(self, asked: Demo, results: Runs) -> Shown:
+        """Two confusion matrices, accuracies, curves, the settings of the run."""
+        runs = {name: run for name, run in results.items() if isinstance(run, DemoRun)}
+        veiled = runs["veiled"]
+        histories, rows = {name: History(run.records) for name, run in runs.items()}, []
+        for name, run in runs.items():
+            checked = " with every gradient checked" if run.worst is not None else ""
+            rows.append([name, f"{histories[name].last['accuracy']:.1%}", f"{run.seconds:.1f} s{checked}"])
+        rows += [[view, f"{accuracy:.1%}", ""] for view, accuracy in list(veiled.views.items())[1:]]
+        exact = f"Largest relative error of a recovered gradient: {veiled.worst:.0e}"
+        if veiled.flips:
+            rounds = f"{veiled.flips} round{'s' if veiled.flips > 1 else ''}"
+            exact += f" (but for {rounds} in which rounding moved a ReLU across 0)"
+        matrices = [Matrix(view, veiled.classes, counts) for view, counts in veiled.matrices.items()]
+        answers = "Rows are true classes, columns answers of the model."
+        facts = {
+            "data": f"digits, {veiled.train_size} training records, {CLIENTS} clients",
+            "model": f"mlp with {HIDDEN} hidden units per layer",
+            "training": f"{LOSS}, Adam with {RATE:g}, batches of {BATCH}, {asked.epochs} epochs",
+            "veil": f"additive noise {NOISE:g}, m = {Veil().groups}, factors up to {Veil().multiplicative:g}, 2 decoys",
+        }
+        sections: list[Section] = [
+            *curve_sections(histories, MEASURED),
+            Text("What is and is not protected", PROTECTION),
+            Facts("Configuration", facts),
+        ]
+        return Shown(
+            "Fedveil demo",
+            f"Veiled and plain training end at {rows[1][1]} and {rows[0][1]}; as received by a client, the model has "
+            f"{rows[3][1]}.",
+            ["model", "test accuracy", "time"],
+            rows,
+            f"{exact}. With the offset removed, the model is what any client can form without data: no guarantee "
+            "(docs/threat-model.md).",
+            sections,
+            [Beside("Answers on the test data", matrices, answers)],
+        )
+
+
+DEMO = DemoStudy()

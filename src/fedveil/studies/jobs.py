@@ -1,138 +1,213 @@
-"""Independent parts of a long computation: side by side on the cores there are, each kept when done.
+"""The parts of a long computation: side by side on the cores there are, each kept on disk when it is done.
 
-A run that is stopped goes on: a cell whose result is on disk, made with the same arguments, is not computed again. A
-cell that fails is a failed cell, and the others go on.
+A computation that was stopped goes on: a job whose result is on disk, for the same work, is not computed again. A job
+that fails is a failed job; those that need it fail with it, and all others go on.
 """
 
 import json
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.managers import SyncManager
 from pathlib import Path
-from typing import Any
+from queue import Queue
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
+from pydantic import TypeAdapter
 
 from fedveil.errors import FedveilError
-from fedveil.runs.folder import write_text
+from fedveil.files import write_whole
 
-Tell = Callable[[float, str], None]  # the share that is done, and what is being done
-Result = dict[str, Any]
+Progress = Callable[[float, str], None]  # the share that is done, and what is being done
+Show = Callable[[str, float, str], None]  # the job, and its progress
 POLL = 0.2  # seconds
 
 
+class Result:
+    """Base of what jobs return: frozen dataclasses of plain values, which pydantic writes as JSON and reads again."""
+
+
 @dataclass(frozen=True)
-class Cell:
-    """A call `function(tell, **arguments)` that gives plain values; the function can be imported by its name."""
+class Failed(Result):
+    """In place of a result: why there is none."""
+
+    failed: str
+
+
+R = TypeVar("R", bound=Result, covariant=True)
+
+
+class Work(Protocol[R]):
+    """What a job does: a frozen dataclass of all that decides its result, which is called in a process of its own."""
+
+    def __call__(self, progress: Progress, done: "Done") -> R:
+        """Compute the result; `done` has those of the jobs that this one needs."""
+
+
+@dataclass(frozen=True)
+class Job(Generic[R]):
+    """A part of a computation.
+
+    Attributes:
+        name: of its file; another one for every job in a folder.
+        work: what to do. Its repr says what was asked for.
+        result: the type of what it returns.
+        needs: jobs that must be done first, and whose results it gets.
+        after: jobs that must be over first, whether they failed or not.
+    """
 
     name: str
-    function: Callable[..., Result]
-    arguments: dict[str, Any] = field(default_factory=dict)
+    work: Work[R]
+    result: type[R]
+    needs: tuple["Job[Result]", ...] = ()
+    after: tuple["Job[Result]", ...] = ()
 
 
-def asked(cell: Cell) -> str:
-    """What decides a cell's result, as text."""
-    values = ", ".join(f"{name}={value!r}" for name, value in sorted(cell.arguments.items()))
-    return f"{cell.function.__module__}.{cell.function.__qualname__}({values})"
+class Done:
+    """Results of jobs, each with the type of its job."""
+
+    def __init__(self, results: Mapping[str, Result]) -> None:
+        self._results = dict(results)
+
+    def __getitem__(self, job: Job[R]) -> R | Failed:
+        return cast("R | Failed", self._results[job.name])
+
+    def of(self, job: Job[R]) -> R:
+        """The result of a job that must not have failed."""
+        found = self[job]
+        if isinstance(found, Failed):
+            raise FedveilError(job.name, found.failed)
+        return found
 
 
-def kept(cell: Cell, folder: Path) -> Result | None:
-    """The cell's result if it is on disk; one that failed or was asked otherwise does not count."""
+def read_result(job: Job[R], folder: Path) -> R | None:
+    """The job's result if it is on disk for the same work, and did not fail."""
     try:
-        found = json.loads((folder / f"{cell.name}.json").read_text())
-    except (OSError, json.JSONDecodeError):
+        found = json.loads((folder / f"{job.name}.json").read_text())
+        same = isinstance(found, dict) and found.get("asked") == repr(job.work) and "failed" not in found["result"]
+        return TypeAdapter(job.result).validate_python(found["result"]) if same else None
+    except (OSError, ValueError, KeyError, TypeError):  # a pydantic error is a ValueError
         return None
-    usable = isinstance(found, dict) and found.get("asked") == asked(cell) and "failed" not in found["result"]
-    return found["result"] if usable else None
 
 
-def run_cell(cell: Cell, folder: Path, tell: Tell) -> Result:
-    """Compute a cell and keep its result; what goes wrong becomes {"failed": why}."""
+def run_job(job: Job[R], folder: Path, progress: Progress, done: Done) -> R | Failed:
+    """Do the job's work and keep its result, or why it failed."""
+    result: R | Failed
     try:
-        result = cell.function(tell, **cell.arguments)
+        result = job.work(progress, done)
+        plain = TypeAdapter(job.result).dump_python(result, mode="json")
     except FedveilError as error:
-        result = {"failed": str(error)}
+        result = Failed(str(error))
     except Exception as error:
         traceback.print_exc()
-        result = {"failed": f"{type(error).__name__}: {error}"}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / f"{cell.name}.json", json.dumps({"asked": asked(cell), "result": result}) + "\n")
+        result = Failed(f"{type(error).__name__}: {error}")
+    if isinstance(result, Failed):
+        plain = {"failed": result.failed}
+    write_whole(folder / f"{job.name}.json", json.dumps({"asked": repr(job.work), "result": plain}) + "\n")
     return result
 
 
-_news: Any = None  # where a worker process tells how far it is
+def run_jobs(
+    jobs: Sequence[Job[Result]],
+    folder: Path,
+    *,
+    workers: int | None = None,
+    show: Show = lambda name, share, what: None,
+) -> Done:
+    """All results. Workers are processes, by default one per core; with one, everything stays in this process."""
+    known = {job.name: found for job in jobs if (found := read_result(job, folder)) is not None}
+    for name in known:
+        show(name, 1.0, "kept")
+    left = [job for job in jobs if job.name not in known]
+    for job in left:
+        show(job.name, 0.0, "waiting")
+    workers = min(len(left), workers or os.cpu_count() or 1)
+    every = (_side_by_side if workers > 1 else _one_by_one)(left, folder, workers, show, known)
+    return Done({job.name: every[job.name] for job in jobs})
 
 
-def _start(news: Any, parent: int) -> None:
+def _needed(job: Job[Result], found: Mapping[str, Result]) -> Done | Failed:
+    """What a job needs, or why it cannot be done: one that it needs failed."""
+    needed = {need.name: found[need.name] for need in job.needs}
+    broken = next(((name, one) for name, one in needed.items() if isinstance(one, Failed)), None)
+    return Failed(f"{broken[0]}: {broken[1].failed}") if broken else Done(needed)
+
+
+def _one_by_one(
+    jobs: Sequence[Job[Result]], folder: Path, workers: int, show: Show, known: Mapping[str, Result]
+) -> dict[str, Result]:
+    """In the order given, in which a job comes after those that it needs."""
+    found = dict(known)
+    for job in jobs:
+        done = _needed(job, found)
+        found[job.name] = done if isinstance(done, Failed) else run_job(job, folder, partial(show, job.name), done)
+        show(job.name, 1.0, "done")
+    return found
+
+
+News = Queue[tuple[str, float, str]]
+_news: News | None = None  # where a worker process says how far it is
+
+
+def _start(news: News, parent: int) -> None:
     global _news
     _news = news
     _watch(parent)
-    torch.set_num_threads(1)  # a worker a core
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once; only the parent has something to say
+    torch.set_num_threads(1)  # one worker per core
     torch.set_flush_denormal(True)  # weights of dead units decay to denormals, which made a round seven times slower
 
 
 def _watch(parent: int) -> None:
     """End this process when the one that asked for it is gone: two runs must never work in one folder."""
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(POLL)
-    os._exit(1)
-
-
-def _work(cell: Cell, folder: Path) -> Result:
-    return run_cell(cell, folder, lambda share, what: _news.put((cell.name, share, what)))
-
-
-def run_cells(
-    cells: Sequence[Cell],
-    folder: Path,
-    *,
-    workers: int | None = None,
-    show: Callable[[str, float, str], None] = lambda name, share, what: None,
-) -> dict[str, Result]:
-    """All results by name. `show` gets (cell, share that is done, what is being done); workers=1 stays in process."""
-    done = {cell.name: result for cell in cells if (result := kept(cell, folder)) is not None}
-    for name in done:
-        show(name, 1.0, "kept")
-    left = [cell for cell in cells if cell.name not in done]
-    workers = min(len(left), workers or os.cpu_count() or 1)
-    if workers <= 1:
-        for cell in left:
-            done[cell.name] = run_cell(cell, folder, lambda share, what, name=cell.name: show(name, share, what))  # type: ignore[misc]
-            show(cell.name, 1.0, "done")
-    else:
-        done |= _side_by_side(left, folder, workers, show)
-    return {cell.name: done[cell.name] for cell in cells}
+def _work(job: Job[Result], folder: Path, done: Done) -> Result:
+    assert _news is not None
+    news = _news
+    return run_job(job, folder, lambda share, what: news.put((job.name, share, what)), done)
 
 
 def _side_by_side(
-    cells: Sequence[Cell], folder: Path, workers: int, show: Callable[[str, float, str], None]
+    jobs: Sequence[Job[Result]], folder: Path, workers: int, show: Show, known: Mapping[str, Result]
 ) -> dict[str, Result]:
-    """Compute in worker processes; a fresh interpreter each, since a fork would copy torch's threads half alive."""
+    """In worker processes; a fresh interpreter each, since a fork would copy torch's threads half alive."""
     context = multiprocessing.get_context("spawn")
-    done: dict[str, Result] = {}
+    found, waiting = dict(known), list(jobs)
     manager = SyncManager(ctx=context)
     manager.start(_watch, (os.getpid(),))
     with manager:
-        news = manager.Queue()
+        news: News = manager.Queue()
         with ProcessPoolExecutor(workers, context, _start, (news, os.getpid())) as pool:
-            names: dict[Future[Result], str] = {pool.submit(_work, cell, folder): cell.name for cell in cells}
-            pending = set(names)
-            while pending:
-                finished, pending = wait(pending, POLL)
+            running: dict[Future[Result], str] = {}
+            while waiting or running:
+                for job in [job for job in waiting if all(need.name in found for need in (*job.needs, *job.after))]:
+                    waiting.remove(job)
+                    done = _needed(job, found)
+                    if isinstance(done, Failed):
+                        found[job.name] = done
+                    else:
+                        running[pool.submit(_work, job, folder, done)] = job.name
+                finished, _ = wait(running, POLL, "FIRST_COMPLETED")
                 while not news.empty():
                     show(*news.get())
                 for future in finished:
-                    error = future.exception()
-                    done[names[future]] = {"failed": f"its process died: {error}"} if error else future.result()
-                    show(names[future], 1.0, "done")
-    return done
+                    name, error = running.pop(future), future.exception()
+                    found[name] = Failed(f"its process died: {error}") if error else future.result()
+                    show(name, 1.0, "done")
+    return found

@@ -1,4 +1,4 @@
-"""A federation to attack: trained, or taken from a run's folder, and what its first client saw of it."""
+"""A federation to attack: trained, or taken from a run's folder, and what its first client observed of it."""
 
 import copy
 import dataclasses
@@ -7,83 +7,118 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedveil.attacks import Observed, Round
-from fedveil.attacks.adaptive import PUBLISHED, ROUNDS, observations
+from fedveil.attacks.observed import PUBLISHED, observations
 from fedveil.data import Data, one_tensor
+from fedveil.defences.registry import find
 from fedveil.federation.evaluate import METRICS, metrics, predict
 from fedveil.federation.local import Federation
-from fedveil.runs.config import Config, load_data
+from fedveil.federation.server import History, Record
+from fedveil.runs.build import load_data
+from fedveil.runs.config import Config
 from fedveil.runs.folder import finished, open_run, train
+from fedveil.studies.jobs import Done, Progress, Result
 
 ATTACKER = 0
-Batch = tuple[Tensor, Tensor]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Scene:
-    """The experimenter's side: the federation, and who is a member.
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """How good the server's model is on members and on held-out records.
 
     Attributes:
-        federation: after its last round.
-        data: what it was trained on and what was held out.
-        own: the attacker's records.
-        victims: the other clients' records.
-        train, test: the metric on members and on held-out records, from the server's model.
         metric: its name.
+        train, test: its value on members and on held-out records.
+        gap: how much better it is on members; without a gap there is nothing to infer.
     """
 
-    federation: Federation
-    data: Data
-    own: Batch
-    victims: Batch
+    metric: str
     train: float
     test: float
-    metric: str
+    gap: float
+
+
+def on_round(epochs: int, progress: Progress) -> Callable[[Record], None]:
+    """Rounds' records as progress."""
+    return lambda record: progress(
+        min(1.0, record["epoch"] / epochs), f"training, epoch {record['epoch']:.0f}/{epochs}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained(Result):
+    """A run, round by round.
+
+    Attributes:
+        run: its folder.
+        records: of its rounds.
+        constant: the metric of the best answer that does not look at its input: the mean, or the commonest class.
+    """
+
+    run: str
+    records: list[Record]
+    constant: float
 
     @property
-    def gap(self) -> float:
-        """How much better the model is on members; without a gap there is nothing to infer."""
-        return self.test - self.train if self.metric in ("mse", "loss") else self.train - self.test
+    def history(self) -> History:
+        """As the server kept it."""
+        return History(self.records)
+
+    @property
+    def metric(self) -> str:
+        """The name of what counts."""
+        return next(name for name in METRICS if name in self.history.last)
 
 
-def shown(epochs: int, tell: Callable[[float, str], None]) -> Callable[[dict[str, Any]], None]:
-    """A round's record as progress."""
-    return lambda record: tell(min(1.0, record["epoch"] / epochs), f"training, epoch {record['epoch']:.0f}/{epochs}")
+@dataclasses.dataclass(frozen=True)
+class TrainRun:
+    """Train a federation, or go on with what is in the folder."""
+
+    config: Config
+    run: Path
+
+    def __call__(self, progress: Progress, done: Done) -> Trained:
+        """Train to the end."""
+        federation, data = trained(self.config, self.run, progress)
+        return Trained(str(self.run), federation.history.records, constant(data))
 
 
-def trained(config: Config, folder: Path, tell: Callable[[float, str], None]) -> tuple[Federation, Data]:
-    """The federation of a configuration after its last round; a folder that holds part of the run is gone on with."""
+def constant(data: Data) -> float:
+    """See `Trained.constant`."""
+    seen, asked = data.train.targets, data.test.targets
+    if seen.is_floating_point():
+        return float((asked.double() - seen.double().mean(0)).pow(2).mean())
+    return float((asked == torch.mode(seen).values).double().mean())
+
+
+def trained(config: Config, folder: Path, progress: Progress) -> tuple[Federation, Data]:
+    """The federation of a configuration after its last round; part of the run in the folder is continued."""
     data = load_data(config)
     if not finished(config, folder):
-        train(config, folder, resume=True, on_round=shown(config.epochs, tell), data=data)
+        train(config, folder, resume=True, on_round=on_round(config.training.epochs, progress), data=data)
     return open_run(folder, data)[1], data
 
 
-def scene_of(federation: Federation, data: Data) -> Scene:
-    """Who is a member of what."""
-    shards, inputs = federation.shards, one_tensor("attack", federation.shards.inputs)
-    places = zip(shards.starts, shards.sizes, strict=True)
-    parts = [(inputs[start : start + size], shards.targets[start : start + size]) for start, size in places]
-    others = [part for number, part in enumerate(parts) if number != ATTACKER]
-    victims = torch.cat([x for x, _ in others]), torch.cat([y for _, y in others])
-    found = [
+def quality_of(federation: Federation, data: Data) -> Quality:
+    """The model on members and on held-out records."""
+    train, test = (
         metrics(predict(federation.model, part.tensor.to(federation.device)).cpu(), part.targets)
         for part in (data.train, data.test)
-    ]
-    metric = next(name for name in METRICS if name in found[0])
-    return Scene(federation, data, parts[ATTACKER], victims, found[0][metric], found[1][metric], metric)
+    )
+    name = next(metric for metric in METRICS if metric in train)
+    gap = test[name] - train[name] if name in ("mse", "loss") else train[name] - test[name]
+    return Quality(name, train[name], test[name], gap)
 
 
 def observe(federation: Federation, rounds: int = 1) -> Observed:
-    """What the attacker saw of the last `rounds` rounds.
+    """What the attacker observed in the last `rounds` rounds.
 
-    The federation goes on for rounds - 1 more rounds, in which what the attacker is sent and sends is written down; the
-    last broadcast stays without an answer.
+    The federation goes on for rounds - 1 more rounds, in which what the attacker receives and sends is written down;
+    the last broadcast stays without an answer.
     """
     defence, shards = federation.defence, federation.shards
-    seen = [watch(federation) for _ in range(rounds - 1)]
+    seen = [watch(federation)[ATTACKER] for _ in range(rounds - 1)]
     broadcast = defence.broadcast(federation.model)
     seen.append(Round(broadcast, defence.client_view(federation.model, broadcast)))
     start, size = shards.starts[ATTACKER], shards.sizes[ATTACKER]
@@ -100,13 +135,14 @@ def observe(federation: Federation, rounds: int = 1) -> Observed:
     )
 
 
-def observe_all(federation: Federation, defence: str, attackers: Sequence[str] | None = None) -> dict[str, Observed]:
+def observe_all(federation: Federation, defence: str, *, strongest: bool = False) -> dict[str, Observed]:
     """What each attacker of a defence has: as published, and what those that know the defence make of it.
 
-    `attackers` names the adaptive ones to take; all by default.
+    With `strongest`, only the strongest of the adaptive ones.
     """
-    every = observations(defence, observe(federation, ROUNDS.get(defence, 1)))
-    return {name: observed for name, observed in every.items() if attackers is None or name in (PUBLISHED, *attackers)}
+    record = find(defence)
+    every = observations(record, observe(federation, record.rounds))
+    return {name: found for name, found in every.items() if not strongest or name in (PUBLISHED, record.strongest)}
 
 
 def emptied(model: torch.nn.Module) -> torch.nn.Module:
@@ -118,15 +154,16 @@ def emptied(model: torch.nn.Module) -> torch.nn.Module:
     return empty
 
 
-def watch(federation: Federation) -> Round:
-    """One more round of the federation, as the attacker sees it."""
-    rows = federation.shards.rows(ATTACKER, federation.round)
-    caught: list[Round] = []
+def watch(federation: Federation) -> list[Round]:
+    """One more round of the federation, as each client observes it; uploads of fused clients are not told apart."""
+    shards, number, caught = federation.shards, federation.round, list[Round]()
 
     def seen(broadcast: Any, updates: Sequence[Any]) -> None:
-        view = federation.defence.client_view(federation.model, broadcast)
-        own = None if federation.fused else updates[ATTACKER]
-        caught.append(Round(copy.deepcopy(broadcast), view, rows - federation.shards.starts[ATTACKER], own))
+        sent = copy.deepcopy(broadcast)
+        view = federation.defence.client_view(federation.model, sent)
+        for client, start in enumerate(shards.starts):
+            rows = (shards.rows(client, number) - start).to(federation.device)
+            caught.append(Round(sent, view, rows, None if federation.fused else updates[client]))
 
     federation.step(seen)
-    return caught[-1]
+    return caught[-len(shards.sizes) :]

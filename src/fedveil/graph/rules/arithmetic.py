@@ -1,13 +1,10 @@
 """Sums, products and choices of tensors, element by element."""
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
-
 from torch import Tensor
 
 from fedveil.graph.calls import Activation, Call, NoRule, Outcome, Stored, Traced, rule, tensor
 from fedveil.graph.rules.elementwise import even
+from fedveil.graph.rules.shape import narrowed
 from fedveil.graph.symmetry import Symmetry
 from fedveil.graph.units import Units
 
@@ -24,11 +21,10 @@ def meet(call: Call, a: Traced, b: Traced) -> tuple[Tensor, ...]:
     return call.ledger.agree_order(left.order, call.differs(a), right.order, call.differs(b))
 
 
-def total(call: Call, a: Traced, b: Traced) -> Outcome:
+def total(call: Call, a: Traced, b: Traced) -> Units:
     """A sum: both terms share their noise; zeros may have any."""
     if a.zero or b.zero:
-        other = b if a.zero else a
-        return Activation(call.output, call.broadcast(other), a.zero and b.zero)
+        return call.broadcast(b if a.zero else a)
     left, right = call.broadcast(a), call.broadcast(b)
     why = "it adds tensors that carry different factors, or one that carries none"
     if not left.scale or not right.scale:
@@ -41,14 +37,15 @@ def add(call: Call) -> Outcome:
     """Both terms share their noise; a constant other than 0 limits the scale to 1."""
     a, b = call["self"], call["other"]
     if _is_tensor(a) and _is_tensor(b):
-        return total(call, a, b)
+        units = total(call, a, b)
+        return Activation(call.output, units, a.zero and b.zero) if a.zero or b.zero else units
     x, constant = (a, b) if _is_tensor(a) else (b, a)
     if constant == 0:
         return call.broadcast(x)
     return call.unscaled(call.broadcast(x), "it adds a constant")
 
 
-def product(call: Call, a: Traced, b: Traced, inverse: bool = False) -> Outcome:
+def product(call: Call, a: Traced, b: Traced, inverse: bool = False) -> Units | Activation:
     """The factors of both; a parameter's come last, because they are dropped first."""
     if a.zero or (b.zero and not inverse):
         return Activation(call.output, Units(), zero=True)
@@ -84,12 +81,10 @@ def _(call: Call) -> Outcome:
     return Units(tuple(-factor for factor in call.x.units.scale), call.x.units.order)
 
 
-def _chosen(call: Call, mask: Any, units: Units) -> Units:
+def _chosen(call: Call, mask: Traced, units: Units) -> Units:
     """Only permutations that leave the mask unchanged are allowed."""
-    order = call.ledger.agree_order(
-        units.order, frozenset(range(call.rank)), call.broadcast(mask).order, call.differs(mask)
-    )
-    return Units(units.scale, order)
+    everywhere, order = frozenset(range(call.rank)), call.broadcast(mask).order
+    return Units(units.scale, call.ledger.agree_order(units.order, everywhere, order, call.differs(mask)))
 
 
 @rule("where")
@@ -98,8 +93,7 @@ def _(call: Call) -> Outcome:
     if not _is_tensor(a) and not _is_tensor(b):
         return _chosen(call, mask, Units())
     if _is_tensor(a) and _is_tensor(b):
-        found = total(call, a, b)
-        return _chosen(call, mask, found.units if isinstance(found, Activation) else found)  # type: ignore[arg-type]
+        return _chosen(call, mask, total(call, a, b))
     x, constant = (a, b) if _is_tensor(a) else (b, a)
     units = call.broadcast(x)
     return _chosen(call, mask, units if constant == 0 else call.unscaled(units, "it puts a constant in"))
@@ -107,53 +101,39 @@ def _(call: Call) -> Outcome:
 
 @rule("masked_fill")
 def _(call: Call) -> Outcome:
-    x, mask, value = call["self"], call["mask"], call["value"]
-    units = call.broadcast(x)
+    units, value = call.broadcast(call["self"]), call["value"]
     if _is_tensor(value) or value != 0:
         units = call.unscaled(units, "it puts a constant in")
-    return _chosen(call, mask, units)
+    return _chosen(call, call["mask"], units)
 
 
 @rule("maximum", "minimum")
-def _(call: Call) -> Outcome:
-    found = total(call, call["self"], call["other"])
-    units = found.units if isinstance(found, Activation) else found
-    assert isinstance(units, Units)
+def maximum(call: Call) -> Outcome:
+    """Both share their noise, which must be positive."""
+    units = total(call, call["self"], call["other"])
     call.limit(units.scale, Symmetry.POSITIVE)
     return units
 
 
 @rule("addcmul")
 def _(call: Call) -> Outcome:
-    scaled = Activation(call.output, product(call, call["tensor1"], call["tensor2"]))  # type: ignore[arg-type]
-    return total(call, call["self"], scaled)
+    scaled = product(call, call["tensor1"], call["tensor2"])
+    return total(call, call["self"], Activation(call.output, scaled) if isinstance(scaled, Units) else scaled)
 
 
 @rule("lerp")
 def _(call: Call) -> Outcome:
-    between = Activation(call.output, total(call, call["self"], call["end"]))  # type: ignore[arg-type]
-    weight = call["weight"]
+    between, weight = Activation(call.output, total(call, call["self"], call["end"])), call["weight"]
     if not _is_tensor(weight):
         return between.units
-    found = Units(call.broadcast(weight).scale, ())
-    call.limit(found.scale, Symmetry.NOTHING, "a weight between two tensors keeps its scale")
+    why = "a weight between two tensors keeps its scale"
+    call.limit(call.broadcast(weight).scale, Symmetry.NOTHING, why)
     return Units(between.units.scale, meet(call, between, weight))
 
 
 @rule("glu")
 def glu(call: Call) -> Outcome:
     """One half times the sigmoid of the other, which lets no factor through and moves with the first."""
-    x, dim = call.x, call.dim()
-    size = x.value.shape[dim] // 2
-    halves = []
-    for start in (0, size):
-        cut = partial(_half, dim, start, size)
-        order = tuple(call.ledger.moved(cut, [factor]) for factor in x.units.order)
-        halves.append(Units(tuple(cut([factor]) for factor in x.units.scale), order))
-    value, gate = halves
+    dim, size = call.dim(), call.output.shape[call.dim()]
+    value, gate = (narrowed(call, dim, start, size) for start in (0, size))
     return product(call, Activation(call.output, value), Activation(call.output, call.unscaled(gate)))
-
-
-def _half(dim: int, start: int, size: int, factors: Sequence[Tensor]) -> Tensor:
-    (factor,) = factors
-    return factor.narrow(dim, start, size) if factor.shape[dim] > 1 else factor

@@ -1,7 +1,5 @@
 """Attention: queries and keys carry inverse factors, values any; heads trade places as a whole."""
 
-from torch import Tensor
-
 from fedveil.graph.calls import Activation, Call, Outcome, Traced, rule, tensor
 from fedveil.graph.rules.arithmetic import total
 from fedveil.graph.rules.linear import contract
@@ -27,17 +25,9 @@ def attention(call: Call) -> Outcome:
     shape = (*q.value.shape[:-1], k.value.shape[-2])
     weights = Activation(q.value.new_empty(shape), scores)
     if mask is not None:
-        part = _Part(call, weights.value)
-        found = total(part, weights, tensor(mask))
-        weights = found if isinstance(found, Activation) else Activation(weights.value, found)  # type: ignore[arg-type]
-    weights = Activation(weights.value, call.unscaled(weights.units))
+        part = Call(call.name, call.where, {}, weights.value, call.run, call.ledger)
+        weights.units = total(part, weights, tensor(mask))
+    weights.units = call.unscaled(weights.units)
     for factor in weights.units.order:
         call.ledger.fold(factor, frozenset({len(shape) - 1}))
     return contract(call, weights, [*ahead, "i", "j"], v, [*ahead, "j", "e"], [*ahead, "i", "e"])
-
-
-class _Part(Call):
-    """A part of an operation, for its own rule."""
-
-    def __init__(self, call: Call, output: Tensor) -> None:
-        super().__init__(call.name, call.where, {}, output, call.run, call.ledger)

@@ -10,17 +10,20 @@ LINEAR = (
     "neg", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "lift_fresh", "positive",
     "dropout", "feature_dropout", "native_dropout", "type_as",
 )  # fmt: skip
-POSITIVE = ("relu", "leaky_relu", "abs", "rrelu")
 ODD = (
     "tanh", "sin", "asinh", "atan", "erf", "sign", "softshrink", "hardshrink", "sinh", "tan", "asin", "atanh", "erfinv",
 )  # fmt: skip
-EVEN = ("square", "cos", "cosh")
 OTHER = (
     "gelu", "silu", "sigmoid", "log_sigmoid", "softplus", "elu", "selu", "celu", "mish", "relu6", "hardswish",
     "hardsigmoid", "exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "clamp", "clamp_min", "clamp_max",
     "threshold", "alpha_dropout", "feature_alpha_dropout", "erfc", "exp2", "logit", "round", "floor", "ceil", "trunc",
     "nan_to_num", "sinc",
 )  # fmt: skip
+SYMMETRIES = {
+    **dict.fromkeys(("relu", "leaky_relu", "abs", "rrelu"), Symmetry.POSITIVE),
+    **dict.fromkeys(ODD, Symmetry.SIGN),
+    **dict.fromkeys(OTHER, Symmetry.NOTHING),
+}
 
 
 def through(call: Call, symmetry: Symmetry) -> Units:
@@ -32,10 +35,15 @@ def through(call: Call, symmetry: Symmetry) -> Units:
     return units if symmetry else units.unscaled()
 
 
+@rule(*SYMMETRIES)
+def _(call: Call) -> Outcome:
+    return through(call, SYMMETRIES[call.name])
+
+
 @rule(*LINEAR)
 def _(call: Call) -> Outcome:
     if isinstance(call.output, tuple | list):
-        return [call.x.units, None]
+        return [call.x.units]
     return Activation(call.output, call.x.units, call.x.zero)
 
 
@@ -52,30 +60,11 @@ def convert(call: Call) -> Outcome:
     return call.x.units
 
 
-@rule(*POSITIVE)
-def _(call: Call) -> Outcome:
-    return through(call, Symmetry.POSITIVE)
-
-
-@rule(*ODD)
-def _(call: Call) -> Outcome:
-    return through(call, Symmetry.SIGN)
-
-
+@rule("square", "cos", "cosh")
 def even(call: Call) -> Units:
     """An even function: it lets signs through, and its output carries none."""
     call.limit(call.x.units.scale, Symmetry.SIGN)
     return call.x.units.unscaled()
-
-
-@rule(*EVEN)
-def _(call: Call) -> Outcome:
-    return even(call)
-
-
-@rule(*OTHER)
-def _(call: Call) -> Outcome:
-    return through(call, Symmetry.NOTHING)
 
 
 @rule("hardtanh")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedveil.graph.calls import Activation, Call, NoRule, Outcome, Stored, Traced, differing, rule, stored, tensor
 from fedveil.graph.rules.arithmetic import total
+from fedveil.graph.symmetry import Symmetry
 from fedveil.graph.units import Units, reshaped, varying
 
 Labels = Sequence[str]
@@ -20,10 +21,9 @@ Labels = Sequence[str]
 
 def arranged(factor: Tensor, own: Labels, wanted: Labels) -> Tensor:
     """A factor over dims `own` as one over dims `wanted`, constant along those that it lacks."""
-    kept = [label for label in wanted if label in own]
-    found = factor.permute([own.index(label) for label in kept] + [d for d, x in enumerate(own) if x not in kept])
-    sizes = [found.shape[kept.index(label)] if label in kept else 1 for label in wanted]
-    return found.reshape(sizes)
+    kept = [own.index(label) for label in wanted if label in own]
+    sizes = [factor.shape[own.index(label)] if label in own else 1 for label in wanted]
+    return factor.permute(kept + [d for d in range(len(own)) if d not in kept]).reshape(sizes)
 
 
 def changing(factor: Tensor, labels: Labels) -> set[str]:
@@ -52,9 +52,8 @@ class Weight:
 
     def grouped(self, groups: int, label: str) -> "Weight":
         """With its first dim in `groups` groups."""
-        shape, strides = self.shape, self.strides
-        size = shape[0] // groups
-        shape, strides = (groups, size, *shape[1:]), (size * strides[0], *strides)
+        size = self.shape[0] // groups
+        shape, strides = (groups, size, *self.shape[1:]), (size * self.strides[0], *self.strides)
         return Weight(self.tensor, (label, *self.labels), shape, strides)
 
     def attach(self, units: Units) -> None:
@@ -74,16 +73,16 @@ def project(
     summed = {label for label in weight.labels if label in labels and label not in out}
     shared = {label for label in weight.labels if label in labels and label in out}
     outer = {label for label in labels if label in out and label not in weight.labels}
-    inner = numbers(labels, summed | shared)
+    mixed = numbers(labels, set(labels) - summed - shared)
     passing, columns = [], []
     for factor in x.scale:
         changes = changing(factor, labels)
         if changes and changes <= outer and bias is None and not head:
             passing.append(arranged(factor, labels, out))
         else:
-            one = ledger.merge_scale(factor, frozenset(range(len(labels))) - inner, call.where)
+            one = ledger.merge_scale(factor, mixed, call.where)
             columns.append(-arranged(one, labels, weight.labels))
-    staying, moving, parents = _places(call, x.order, labels, summed, shared, outer)
+    staying, moving, above = _places(call, x.order, labels, summed, shared, outer)
     orders = [arranged(factor, labels, weight.labels) for factor in moving]
     new = [label for label in weight.labels if label in out and label not in shared]
     if head:
@@ -91,7 +90,7 @@ def project(
         return Units(tuple(passing), tuple(arranged(factor, labels, out) for factor in staying))
     shape = [weight.size(label) if label in out else 1 for label in weight.labels]
     rows = ledger.fresh_scale(shape, weight.tensor.name)
-    above = [arranged(factor, labels, weight.labels) for factor in parents if factor is not None]
+    above = [arranged(factor, labels, weight.labels) for factor in above]
     if shared and all(weight.size(label) == 1 for label in summed):  # depthwise: outputs are in the inputs' order
         order = above[0].expand(shape) if above else torch.zeros_like(rows)
     else:
@@ -121,24 +120,26 @@ def _put_below(call: Call, order: Tensor, inner: frozenset[int], above: Sequence
 
 def _places(
     call: Call, orders: Sequence[Tensor], labels: Labels, summed: set[str], shared: set[str], outer: set[str]
-) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Order factors that bypass the weight, those that it follows, and the ones above them along shared dims."""
     ledger = call.ledger
     staying, moving, parents = [], [], []
+    inner = summed | shared
     for factor in orders:
         changes = changing(factor, labels)
         if not changes:
             continue
         if changes <= outer:
             staying.append(factor)
-        elif not changes & (summed | shared) or changes - summed - shared - outer:
+        elif not changes & inner or changes - inner - outer:
             ledger.fix(factor)
         else:
-            one = ledger.merge_order(factor, numbers(labels, set(labels) - summed - shared))
+            one = ledger.merge_order(factor, numbers(labels, set(labels) - inner))
             ledger.count(one)
             moving.append(one)
             above = ledger.fold(one, numbers(labels, summed)) if changes & shared else None
-            parents.append(above)
+            if above is not None:
+                parents.append(above)
     return staying, moving, parents
 
 
@@ -208,110 +209,80 @@ def _contract_order(
 # The operations.
 
 
-def _bias(argument: object, labels: Labels) -> Weight | None:
-    return None if argument is None else Weight.plain(stored(argument), labels)
-
-
-def _x_labels(rank: int, last: str) -> list[str]:
-    return [*[f"x{d}" for d in range(rank - 1)], last]
+def _bias(call: Call, label: str, head: bool) -> Weight | None:
+    return None if head or call["bias"] is None else Weight.plain(stored(call["bias"]), [label])
 
 
 @rule("linear")
 def linear(call: Call, head: bool = False) -> Outcome:
     """X W^T + b."""
-    x, weight = tensor(call["input"]), call["weight"]
-    if not isinstance(weight, Stored):
-        return _computed_linear(call, x, tensor(weight))
-    bias = None if head else _bias(call["bias"], ["j"])
-    labels = _x_labels(x.value.dim(), "k")
-    return project(call, x.units, labels, Weight.plain(weight, ["j", "k"]), bias, [*labels[:-1], "j"], head=head)
+    x, weight = tensor(call["input"]), tensor(call["weight"])
+    ahead = [f"x{d}" for d in range(x.value.dim() - 1)]
+    labels, out = [*ahead, "k"], [*ahead, "j"]
+    if isinstance(weight, Stored):
+        own = Weight.plain(weight, ["j", "k"])
+        return project(call, x.units, labels, own, _bias(call, "j", head), out, head=head)
+    units = contract(call, x, labels, weight, ["j", "k"], out)
+    return units if call["bias"] is None else total(call, Activation(call.output, units), tensor(call["bias"]))
 
 
-def _computed_linear(call: Call, x: Traced, weight: Traced) -> Outcome:
-    labels = _x_labels(x.value.dim(), "k")
-    units = contract(call, x, labels, weight, ["j", "k"], [*labels[:-1], "j"])
-    bias = call["bias"]
-    return units if bias is None else total(call, Activation(call.output, units), tensor(bias))
+CONVOLUTIONS = {f"conv{kind}{n}d": n for kind in ("", "_transpose") for n in (1, 2, 3)}
 
 
-CONVOLUTIONS = {f"conv{n}d": n for n in (1, 2, 3)}
-TRANSPOSED = {f"conv_transpose{n}d": n for n in (1, 2, 3)}
-
-
-@rule(*CONVOLUTIONS, *TRANSPOSED)
+@rule(*CONVOLUTIONS)
 def convolution(call: Call, head: bool = False) -> Outcome:
     """The weight is (outputs, inputs / groups, ...), or (inputs, outputs / groups, ...) if transposed."""
-    spatial, transposed = (CONVOLUTIONS | TRANSPOSED)[call.name.removesuffix("_")], call.name in TRANSPOSED
-    x, groups = tensor(call["input"]), call["groups"]
-    kernel = [f"kernel{n}" for n in range(spatial)]
-    rows = ["i", "o"] if transposed else ["o", "i"]
+    spatial, groups = CONVOLUTIONS[call.name], call["groups"]
+    kernel, places, results = ([f"{kind}{n}" for n in range(spatial)] for kind in ("kernel", "place", "result"))
+    rows = ["i", "o"] if "transpose" in call.name else ["o", "i"]
     weight = Weight.plain(stored(call["weight"]), [*rows, *kernel]).grouped(groups, "g")
-    bias = None if head else _bias(call["bias"], ["o"])
+    bias = _bias(call, "o", head)
     bias = bias.grouped(groups, "g") if bias else None
+    x = tensor(call["input"])
     before, after = x.value.shape, call.output.shape
     channel = len(before) - spatial - 1
-    batch = ["n"] * channel
-    inputs, outputs = before[channel] // groups, after[channel] // groups
-    split = (*before[:channel], groups, inputs, *before[channel + 1 :])
-    units = x.units.each(lambda factor: reshaped(factor, before, split))
-    places = [f"place{n}" for n in range(spatial)]
-    found = project(
-        call,
-        units,
-        [*batch, "g", "i", *places],
-        weight,
-        bias,
-        [*batch, "g", "o", *[f"after{n}" for n in range(spatial)]],
-        head=head,
+    split, merged = (
+        (*shape[:channel], groups, shape[channel] // groups, *shape[channel + 1 :]) for shape in (before, after)
     )
-    merged = (*after[:channel], groups, outputs, *after[channel + 1 :])
+    units = x.units.each(lambda factor: reshaped(factor, before, split))
+    batch = ["n"] * channel
+    labels, out = [*batch, "g", "i", *places], [*batch, "g", "o", *results]
+    found = project(call, units, labels, weight, bias, out, head=head)
     return found.each(lambda factor: reshaped(factor, merged, after))
 
 
 @rule("matmul", "bmm", "mm", "mv", "dot")
 def matmul(call: Call) -> Outcome:
     """Of two activations, or of one and a parameter."""
-    a, b = tensor(call["self"]), tensor(call.get("other", "mat2", "vec", "tensor"))
-    left = _matrix_labels(a.value.dim(), "i", "k", call.rank, first=True)
-    right = _matrix_labels(b.value.dim(), "k", "j", call.rank, first=False)
-    ahead = [f"b{n}" for n in range(max(len(left), len(right)) - 2)]
-    out = [*ahead, *(["i"] if "i" in left else []), *(["j"] if "j" in right else [])]
+    return _matrix_product(call, call["self"], call.get("other", "mat2", "vec", "tensor"))
+
+
+@rule("addmm", "baddbmm", "addmv")
+def addmm(call: Call) -> Outcome:
+    """A product and a sum."""
+    units = _matrix_product(call, call.get("mat1", "batch1", "mat"), call.get("mat2", "batch2", "vec"))
+    return total(call, Activation(call.output, units), tensor(call["self"]))
+
+
+def _matrix_product(call: Call, a: object, b: object) -> Units:
+    a, b = tensor(a), tensor(b)
+    most = max(a.value.dim(), b.value.dim())
+    ahead = [f"b{n}" for n in range(most - 2)]
+    left = [*ahead[most - a.value.dim() :], "i", "k"] if a.value.dim() > 1 else ["k"]
+    right = [*ahead[most - b.value.dim() :], "k", "j"] if b.value.dim() > 1 else ["k"]
+    out = [*ahead, *[label for label in (*left, *right) if label in ("i", "j")]]
     return product_of(call, a, left, b, right, out)
-
-
-def _matrix_labels(rank: int, row: str, column: str, most: int, *, first: bool) -> list[str]:
-    if rank == 1:
-        return ["k"]
-    most = max(most, rank)
-    return [*[f"b{n}" for n in range(most - 2)][most - rank :], row, column]
 
 
 def product_of(call: Call, a: Traced, left: Labels, b: Traced, right: Labels, out: Labels) -> Units:
     """By `project` if one of them is a parameter itself, else by `contract`."""
     for x, own, weight, labels in ((a, left, b, right), (b, right, a, left)):
         if isinstance(weight, Stored) and weight.is_parameter and not isinstance(x, Stored):
-            if any(n == 1 and label in own and label.startswith("b") for n, label in _sized(weight, labels)):
+            sizes = zip(weight.value.shape, labels, strict=True)
+            if any(n == 1 and label in own and label.startswith("b") for n, label in sizes):
                 break  # a weight that is broadcast over heads counts as an activation
             return project(call, x.units, own, Weight.plain(weight, labels), None, out)
     return contract(call, a, left, b, right, out)
-
-
-def _sized(weight: Stored, labels: Labels) -> list[tuple[int, str]]:
-    return list(zip(weight.value.shape, labels, strict=True))
-
-
-@rule("addmm", "baddbmm", "addmv", "addbmm")
-def addmm(call: Call) -> Outcome:
-    """A product and a sum."""
-    if call.name == "addbmm":
-        raise NoRule("there is no rule for it")
-    pair = [name for name in ("mat1", "mat2", "batch1", "batch2", "mat", "vec") if name in call.arguments]
-    a, b = (tensor(call[name]) for name in pair)
-    left = _matrix_labels(a.value.dim(), "i", "k", 3, first=True)
-    right = _matrix_labels(b.value.dim(), "k", "j", 3, first=False)
-    out = [*left[:-1], *(["j"] if "j" in right else [])]
-    units = product_of(call, a, left, b, right, out)
-    return total(call, Activation(call.output, units), tensor(call["self"]))
 
 
 @rule("einsum")
@@ -329,33 +300,19 @@ def einsum(call: Call) -> Outcome:
     return product_of(call, operands[0], left, operands[1], right, list(out))
 
 
-@rule("embedding")
+@rule("embedding", "embedding_bag", "_embedding_bag")
 def embedding(call: Call) -> Outcome:
-    """A row per index: any factor and any order of the columns."""
-    weight = stored(call["weight"])
+    """A row per index, or sums and means of rows: any factor and any order of the columns; maxima: positive factors."""
     if call["sparse"]:
         raise NoRule("its gradient is sparse")
-    return _columns(call, weight, call.rank)
-
-
-def _columns(call: Call, weight: Stored, rank: int) -> Units:
+    samples = call.get("per_sample_weights")
+    if isinstance(samples, Activation | Stored) and (samples.units.scale or samples.units.order):
+        raise NoRule("the weights of its samples are computed")
+    weight = stored(call["weight"])
     size = weight.value.shape[1]
     units = Units((call.ledger.fresh_scale((1, size), weight.name),), (call.ledger.fresh_order((1, size)),))
     weight.attach(units)
-    return units.each(lambda factor: factor.reshape([1] * (rank - 1) + [size]))
-
-
-@rule("embedding_bag", "_embedding_bag")
-def embedding_bag(call: Call) -> Outcome:
-    """Sums and means of rows let everything through, maxima positive factors."""
-    from fedveil.graph.symmetry import Symmetry
-
-    if call["sparse"]:
-        raise NoRule("its gradient is sparse")
-    weights = call["per_sample_weights"]
-    if isinstance(weights, Activation | Stored) and (weights.units.scale or weights.units.order):
-        raise NoRule("the weights of its samples are computed")
-    units = _columns(call, stored(call["weight"]), 2)
-    if call["mode"] == 2:
+    if call.get("mode") == 2:
         call.limit(units.scale, Symmetry.POSITIVE)
-    return [units, *[None] * (len(call.output) - 1)]
+    ahead = [1] * (call.rank - 1 if call.name == "embedding" else 1)
+    return call.packed(units.each(lambda factor: factor.reshape([*ahead, size])))

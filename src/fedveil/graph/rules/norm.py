@@ -8,81 +8,57 @@ from torch import Tensor
 
 from fedveil.graph.calls import Call, NoRule, Outcome, Stored, rule
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Dims, Units, along, varying
+from fedveil.graph.units import Dims, Units, aligned, along, varying
 
 
 def _weights(call: Call) -> tuple[Stored | None, Stored | None]:
-    found = call["weight"], call["bias"]
+    found = call["weight"], call.get("bias")
     if any(tensor is not None and not isinstance(tensor, Stored) for tensor in found):
         raise NoRule("its weight is computed, not a parameter itself")
     return found
 
 
-def _channels(call: Call, units: Units, dim: int) -> Units:
-    """Units that change along `dim` only, as 1-d factors; equal along all other dims."""
-    others = frozenset(range(call.x.value.dim())) - {dim}
-    scale = [call.ledger.merge_scale(factor, others, call.where) for factor in units.scale]
-    order = []
-    for factor in units.order:
-        if dim in varying(factor):
-            order.append(call.ledger.merge_order(factor, others))
-            call.ledger.count(order[-1])
-        elif varying(factor):
-            call.ledger.fix(factor)
-    return Units(tuple(f.flatten() for f in scale), tuple(f.flatten() for f in order))
-
-
-def _affine(call: Call, inputs: Units, weight: Stored | None, bias: Stored | None, size: int) -> Units:
-    """The output's units along the channels: a new axis if there is a weight, else those of the input."""
-    if weight is None and bias is None:
-        return inputs
-    if weight is None:
-        assert bias is not None
-        bias.attach(inputs)
-        return inputs
-    new = call.ledger.fresh_scale([size], weight.name)
-    weight.attach(Units((new, *[-factor for factor in inputs.scale]), inputs.order))
+def _affine(call: Call, inputs: Units) -> Units:
+    """The output's units, which change along the channels: a new axis if there is a weight, else the input's."""
+    weight, bias = _weights(call)
+    outputs = inputs
+    if weight is not None:
+        new = call.ledger.fresh_scale(weight.value.shape, weight.name)
+        weight.attach(Units((new, *[-factor for factor in inputs.scale]), inputs.order))
+        outputs = Units((new,), inputs.order)
     if bias is not None:
-        bias.attach(Units((new,), inputs.order))
-    return Units((new,), inputs.order)
+        bias.attach(outputs)
+    return outputs.each(lambda factor: along(factor, 1, call.x.value.dim()))
 
 
 @rule("batch_norm", "instance_norm", "_native_batch_norm_legit_functional")
 def batch_norm(call: Call) -> Outcome:
     """Batch statistics absorb signs exactly (and factors only up to eps); stored ones absorb everything."""
-    x = call.x
-    dim = 1
-    inputs = _channels(call, x.units, dim)
+    inputs = call.channels(call.x.units, 1, call.x.value.dim())
     if call.get("training", "use_input_stats", "train"):
         call.limit(inputs.scale, Symmetry.SIGN, "batch statistics let only signs through, because of eps")
     for name, units in (("running_mean", inputs), ("running_var", inputs.unscaled())):
         if isinstance(call.get(name), Stored):
             call[name].attach(units)
-    outputs = _affine(call, inputs, *_weights(call), x.value.shape[dim])
-    units = outputs.each(lambda factor: along(factor, dim, x.value.dim()))
-    return [units, *[None] * (len(call.output) - 1)] if isinstance(call.output, tuple | list) else units
+    return call.packed(_affine(call, inputs))
 
 
 @rule("group_norm")
 def group_norm(call: Call) -> Outcome:
     """A mean over channels lets no factor through; channels of a group may trade places, and so may groups."""
-    x, groups = call.x, call["num_groups"]
-    inputs = _channels(call, x.units, 1)
-    call.limit(inputs.scale, Symmetry.NOTHING, "statistics over several channels let no factor through")
+    inputs = call.channels(call.x.units, 1, call.x.value.dim())
+    inputs = call.unscaled(inputs, "statistics over several channels let no factor through")
     for factor in inputs.order:
-        rows = factor.reshape(groups, -1)
-        call.ledger.fold(rows, frozenset({1}))
-    outputs = _affine(call, inputs.unscaled(), *_weights(call), x.value.shape[1])
-    return outputs.each(lambda factor: along(factor, 1, x.value.dim()))
+        call.ledger.fold(factor.reshape(call["num_groups"], -1), frozenset({1}))
+    return _affine(call, inputs)
 
 
 def _last_dims(call: Call, symmetry: Symmetry, why: str) -> Units:
     """Normalise over the last dims; a weight there moves with what it multiplies."""
-    x, (weight, bias) = call.x, (call["weight"], call.get("bias"))
-    if any(tensor is not None and not isinstance(tensor, Stored) for tensor in (weight, bias)):
-        raise NoRule("its weight is computed, not a parameter itself")
-    rank, count = x.value.dim(), len(call["normalized_shape"])
-    inside = frozenset(range(rank - count, rank))
+    x, (weight, bias) = call.x, _weights(call)
+    rank = x.value.dim()
+    ahead = rank - len(call["normalized_shape"])
+    inside = frozenset(range(ahead, rank))
     call.limit(x.units.scale, symmetry, why)
     scale = x.units.scale if symmetry else ()
     if weight is None:
@@ -90,17 +66,15 @@ def _last_dims(call: Call, symmetry: Symmetry, why: str) -> Units:
             call.ledger.fold(factor, inside)
         return Units(scale, x.units.order)
     order, own = _own_order(call, x.units.order, inside)
-    shape = x.value.shape[rank - count :]
-    new = call.ledger.fresh_scale(shape, weight.name)
+    new = call.ledger.fresh_scale(weight.value.shape, weight.name)
     absorbed = [factor for factor in scale if varying(factor) <= inside]
     passing = [factor for factor in scale if not varying(factor) <= inside]
-    weight.attach(Units((new, *[-factor.reshape(factor.shape[rank - count :]) for factor in absorbed]), own))
+    weight.attach(Units((new, *[-factor.reshape(factor.shape[ahead:]) for factor in absorbed]), own))
     if bias is not None:
-        if passing:
-            call.limit(passing, Symmetry.NOTHING, "its bias is the same wherever else the input changes")
-            passing = []
+        call.limit(passing, Symmetry.NOTHING, "its bias is the same wherever else the input changes")
+        passing = []
         bias.attach(Units((new,), own))
-    return Units((*passing, new.reshape([1] * (rank - count) + list(shape))), order)
+    return Units((*passing, aligned(new, rank)), order)
 
 
 def _own_order(call: Call, orders: tuple[Tensor, ...], inside: Dims) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -153,8 +127,7 @@ class Normed(Stored):
         rows = _rows(own, self.value.shape[0])
         outputs = [factor for factor in units.scale if varying(factor) <= rows]
         columns = [factor for factor in units.scale if not varying(factor) <= rows]
-        why = "each row of the weight is normalised"
-        self.ledger.limit(columns, Symmetry.SIGN, self.name, why)
+        self.ledger.limit(columns, Symmetry.SIGN, self.name, "each row of the weight is normalised")
         super().attach(Units(tuple(columns), units.order), shape, strides)
         assert self.length is not None
         above = [factor for factor in units.order if varying(factor) <= rows]

@@ -1,28 +1,21 @@
-"""`fedveil audit --harden`: what makes the veil harder to see through, measured against attackers that think."""
+"""`fedveil audit --harden`: what makes the veil harder to see through, measured against adaptive attackers."""
 
-import dataclasses
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from fedveil.report import Facts, Interval, Intervals, Page, Section, Table, Text, write
-from fedveil.runs.config import Config
-from fedveil.runs.folder import write_text
-from fedveil.studies.agreement import mean_interval
-from fedveil.studies.attack import Show, Shown
-from fedveil.studies.audit.run import Settings, audit
-from fedveil.studies.jobs import Cell, Result, run_cells
+from fedveil.attacks.observed import PUBLISHED
+from fedveil.report import Facts, Intervals, Section, Text
+from fedveil.runs.config import Value, configure
+from fedveil.studies.audit.results import Audited
+from fedveil.studies.audit.run import Audit, Options
+from fedveil.studies.estimates import Estimate, average, text
+from fedveil.studies.jobs import Done, Failed, Job, Result
+from fedveil.studies.study import Shown, Study
+from fedveil.studies.tables import failed_row, mark
 
-BASE: Mapping[str, Any] = {
-    "data": "digits",
-    "train_size": 500,
-    "clients": 2,
-    "epochs": 150,
-    "groups": 10,
-    "defence": "veil",
-}
-MEASURES: Mapping[str, Mapping[str, Any]] = {
+BASE: Mapping[str, Value] = dict(data="digits", train_size=500, clients=2, epochs=150, groups=10, defence="veil")
+MEASURES: Mapping[str, Mapping[str, Value]] = {
     "as it is: m = 10": {},
     "m = 5": {"groups": 5},
     "m = 1": {"groups": 1},
@@ -34,14 +27,14 @@ MEASURES: Mapping[str, Mapping[str, Any]] = {
     "whole shards, 150 rounds": {"whole_shard": True, "lr": 0.01},
     "no veil at all": {"defence": "plain", "groups": 1},
 }
-COLUMNS: Mapping[str, tuple[str, str, str]] = {
-    "agreement as sent": ("as published", "agreement", "{:.1%}"),
-    "centred": ("centred", "agreement", "{:.1%}"),
-    "calibrated": ("calibrated", "agreement", "{:.1%}"),
-    "membership AUC as sent": ("as published", "membership", "{:.3f}"),
-    "calibrated, AUC": ("calibrated", "membership", "{:.3f}"),
-    "record rebuilt, dB": ("aligned", "rebuilt", "{:.1f}"),
-    "test accuracy": ("", "test", "{:.1%}"),
+COLUMNS: Mapping[str, tuple[str, str, str, float]] = {  # attacker, figure, form, scale
+    "agreement as received, %": (PUBLISHED, "agreement", ".1f", 100),
+    "offset removed, %": ("offset removed", "agreement", ".1f", 100),
+    "own labels, %": ("own labels", "agreement", ".1f", 100),
+    "membership AUC as received": (PUBLISHED, "membership", ".3f", 1),
+    "own labels, AUC": ("own labels", "membership", ".3f", 1),
+    "record rebuilt, dB": ("two broadcasts", "rebuilt", ".1f", 1),
+    "test accuracy, %": ("", "test", ".1f", 100),
 }
 NOTE = (
     "Digits, 500 training records, two clients. Mean over seeds with Student's 95 % interval. Agreement with the true "
@@ -49,113 +42,97 @@ NOTE = (
     "record (whole shards: the nearest of the victim's 64 records), where guessing gives what the last line of the "
     "table says."
 )
+READING = (
+    "A measure helps against an adaptive attacker only if its agreement with own labels, its membership AUC with own "
+    "labels or its rebuilt records come nearer to guessing than those of the first line. One that changes only the "
+    "model as received does not help.",
+)
+Hardened = dict[str, list[Audited | Failed]]
 
 
-def figure(found: Result, attacker: str, name: str) -> float | None:
-    """One number of an audit; a plain model is its own best view."""
+@dataclass(frozen=True)
+class Hardening:
+    """What is asked: seeds per measure, records to rebuild, and the federation."""
+
+    seeds: int = 5
+    trials: int = 10
+    base: Mapping[str, Value] = field(default_factory=lambda: BASE)
+
+
+def values_of(found: Sequence[Audited | Failed], column: str) -> list[float]:
+    """One column of all seeds that did not fail; a plain model is its own best view."""
+    attacker, name, _, _ = COLUMNS[column]
+    audits = [one for one in found if isinstance(one, Audited)]
     if name == "test":
-        return float(found["test"])
-    if name == "rebuilt":
-        built = found["rebuilt"]
-        value = built.get(attacker, built.get("as published"))
-        return float(value["value"]) if value else None
-    figures = found["attackers"].get(attacker, found["attackers"]["as published"])
-    return float(figures["membership"]["auc"]["value"] if name == "membership" else figures["agreement"]["value"])
+        return [one.test for one in audits]
+    figures = [one.figure(attacker, name) or one.figure(PUBLISHED, name) for one in audits]
+    return [figure.value for figure in figures if figure]
 
 
-def cells_of(seeds: int, trials: int, folder: Path, base: Mapping[str, Any]) -> dict[tuple[str, int], Cell]:
-    """An audit for each measure and seed."""
-    cells = {}
-    for number, (name, changes) in enumerate(MEASURES.items()):
-        for seed in range(seeds):
-            config = Config(**{**base, **changes, "seed": seed})
-            run = folder / "runs" / f"{number}-{seed}"
-            arguments = {"config": config, "settings": Settings(trials), "folder": folder, "run": run}
-            cells[name, seed] = Cell(f"{number}-{seed}", audit, arguments)
-    return cells
+def mean_of(values: Sequence[float]) -> Estimate | None:
+    """Their mean with its interval, if there are any."""
+    return average(values) if values else None
 
 
-def rows_of(results: Mapping[str, Sequence[Result]]) -> list[list[str]]:
-    """A row a measure."""
+def rows_of(results: Hardened) -> list[list[str]]:
+    """One row per measure, and what guessing reaches."""
     rows = []
     for name, found in results.items():
-        failed = next((f["failed"] for f in found if "failed" in f), None)
-        if failed:
-            rows.append([name, f"failed: {failed}", *[""] * (len(COLUMNS) - 1)])
+        if failed := [one.failed for one in found if isinstance(one, Failed)]:
+            rows.append(failed_row(name, 1 + len(COLUMNS), f"failed: {failed[0]}"))
             continue
-        cells = []
-        for attacker, what, form in COLUMNS.values():
-            values = [value for f in found if (value := figure(f, attacker, what)) is not None]
-            cells.append(_text(values, form))
-        rows.append([name, *cells])
-    floors = [
-        f["rebuilt"]["floor"]["value"] for found in results.values() for f in found if "floor" in f.get("rebuilt", {})
+        means = {column: mean_of(values_of(found, column)) for column in COLUMNS}
+        rows.append([name, *(text(mean, *COLUMNS[column][2:]) for column, mean in means.items())])
+    audits = [one for found in results.values() for one in found if isinstance(one, Audited)]
+    floor = mean_of([one.rebuilt["floor"].value for one in audits if "floor" in one.rebuilt])
+    return [*rows, ["guessing", "10.0", "10.0", "10.0", "0.500", "0.500", text(floor), ""]]
+
+
+def charts(results: Hardened) -> list[Section]:
+    """Agreement with own labels and rebuilt records of every measure."""
+    wanted: list[tuple[str, str, dict[str, float]]] = [
+        ("Agreement of the model fitted with own labels with the true one", "own labels, %", {"guessing": 10.0}),
+        ("A victim's record, rebuilt: PSNR in dB", "record rebuilt, dB", {}),
     ]
-    chance = {"agreement as sent": "10.0%", "centred": "10.0%", "calibrated": "10.0%"}
-    chance |= {
-        "membership AUC as sent": "0.500",
-        "calibrated, AUC": "0.500",
-        "record rebuilt, dB": _text(floors, "{:.1f}"),
-    }
-    rows.append(["guessing", *(chance.get(column, "") for column in COLUMNS)])
-    return rows
-
-
-def _text(values: list[float], form: str) -> str:
-    """Mean and interval."""
-    if not values:
-        return ""
-    found = mean_interval(values)
-    low, high = (form.format(found[end]) for end in ("low", "high"))
-    return f"{form.format(found['value'])} [{low}, {high}]"
-
-
-def harden(
-    folder: Path,
-    *,
-    seeds: int = 5,
-    trials: int = 10,
-    workers: int | None = None,
-    show: Show = lambda name, share, what: None,
-    command: str = "",
-    base: Mapping[str, Any] = BASE,
-) -> Shown:
-    """Run all measures with all seeds, and write hardening.json and report.html."""
-    cells = cells_of(seeds, trials, folder, base)
-    done = run_cells(list(cells.values()), folder / "results", workers=workers, show=show)
-    results = {name: [done[cells[name, seed].name] for seed in range(seeds)] for name in MEASURES}
-    header, rows = ["measure", *COLUMNS], rows_of(results)
-    write_text(folder / "hardening.json", json.dumps({"command": command, "results": results}, indent=1) + "\n")
-    sections: list[Section] = [Table("Result", header, rows, NOTE), *pictures(results)]
-    sections.append(Text("How to read it", READING))
-    sections.append(Facts("Configuration", {key: str(v) for key, v in dataclasses.asdict(Config(**base)).items()}))
-    lead = f"{len(MEASURES)} settings, {seeds} seeds each, against a participant that thinks."
-    write(Page("What hardens the veil", lead, sections, command), folder / "report.html")
-    return Shown(header, rows, NOTE, sections)
-
-
-READING = (
-    "A measure helps against a participant that thinks only if its calibrated agreement, its calibrated membership AUC "
-    "or its rebuilt records come nearer to guessing than those of the first line. One that changes only the view as "
-    "sent does not help.",
-)
-
-
-def pictures(results: Mapping[str, Sequence[Result]]) -> list[Section]:
-    """Calibrated agreement and rebuilt records of every measure."""
     drawn: list[Section] = []
-    for title, column, guess in (
-        ("Agreement of the calibrated model with the true one", "calibrated", 0.1),
-        ("A victim's record, rebuilt: PSNR in dB", "record rebuilt, dB", None),
-    ):
-        attacker, what, _ = COLUMNS[column]
-        rows = []
-        for name, found in results.items():
-            values = [v for f in found if "failed" not in f and (v := figure(f, attacker, what)) is not None]
-            if values:
-                interval = mean_interval(values)
-                rows.append(Interval(name, interval["value"], interval["low"], interval["high"]))
-            else:
-                rows.append(Interval(name, None, missing="failed"))
-        drawn.append(Intervals(title, column, rows, {"guessing": guess} if guess else {}))
+    for title, column, guess in wanted:
+        scale = COLUMNS[column][3]
+        values = {name: [scale * value for value in values_of(found, column)] for name, found in results.items()}
+        drawn.append(Intervals(title, column, [mark(name, mean_of(own)) for name, own in values.items()], guess))
     return drawn
+
+
+class HardenStudy(Study[Hardening, Hardened]):
+    """Settings of the veil against adaptive attackers."""
+
+    name = "harden"
+    summary = "what makes the veil harder to see through, against adaptive attackers"
+
+    def audits(self, asked: Hardening, folder: Path) -> dict[tuple[str, int], Job[Audited]]:
+        """An audit for each measure and seed."""
+        jobs = {}
+        for number, (name, changes) in enumerate(MEASURES.items()):
+            for seed in range(asked.seeds):
+                config = configure({**asked.base, **changes, "seed": seed})
+                work = Audit(config, Options(asked.trials), folder / "runs" / f"{number}-{seed}")
+                jobs[name, seed] = Job(f"{number}-{seed}", work, Audited)
+        return jobs
+
+    def jobs(self, asked: Hardening, folder: Path) -> list[Job[Result]]:
+        """All of them."""
+        return list(self.audits(asked, folder).values())
+
+    def collect(self, asked: Hardening, folder: Path, done: Done) -> Hardened:
+        """By measure."""
+        jobs = self.audits(asked, folder)
+        return {name: [done[jobs[name, seed]] for seed in range(asked.seeds)] for name in MEASURES}
+
+    def present(self, asked: Hardening, results: Hardened) -> Shown:
+        """The table, two pictures, how to read them."""
+        facts = {name: str(value) for name, value in configure(asked.base).flat().items()}
+        sections = [*charts(results), Text("How to read it", READING), Facts("Configuration", facts)]
+        lead = f"{len(MEASURES)} settings, {asked.seeds} seeds each, against adaptive attackers."
+        return Shown("What hardens the veil", lead, ["measure", *COLUMNS], rows_of(results), NOTE, sections)
+
+
+HARDEN = HardenStudy()

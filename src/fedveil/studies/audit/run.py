@@ -1,93 +1,164 @@
-"""`fedveil audit`: what a participant learns under each defence, as published attacks see it and if it thinks."""
+"""`fedveil audit`: what a participant learns under each defence, by published and by adaptive attackers."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from fedveil.attacks.observed import Observed
+import torch
+from torch import Tensor, nn
+
+from fedveil.attacks import Observed
+from fedveil.attacks.scores import Estimate, Scores, auc, proportion
 from fedveil.data import Data
 from fedveil.federation.evaluate import predict
-from fedveil.federation.local import Federation
-from fedveil.runs.config import Config
-from fedveil.studies.agreement import Figures, averaged, view_figures
-from fedveil.studies.attack import Experiment
-from fedveil.studies.audit.page import present
+from fedveil.runs.config import Config, Value
+from fedveil.studies.attack import Asked, AttackStudy, Results, option
+from fedveil.studies.audit import page
+from fedveil.studies.audit.page import UNDEFENDED
 from fedveil.studies.audit.rebuild import can_rebuild, rebuilt
-from fedveil.studies.jobs import Cell, Result, Tell
-from fedveil.studies.membership.run import Records, judged, loss_attacks, records_of
-from fedveil.studies.victim import observe_all, scene_of, trained
+from fedveil.studies.audit.results import Audited, Figures, Members
+from fedveil.studies.estimates import over_broadcasts
+from fedveil.studies.jobs import Done, Job, Progress
+from fedveil.studies.membership.records import Records, records_of
+from fedveil.studies.membership.run import judged, loss_attacks
+from fedveil.studies.study import Shown
+from fedveil.studies.victim import observe_all, quality_of, trained
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The audit's own flags.
+class Options:
+    """The audit's own flags."""
 
-    Attributes:
-        trials: records that the attacker tries to rebuild, each in a federation of its own.
-        broadcasts: secrets under which a veiled model is looked at; one says little about others.
-    """
-
-    trials: int = 20
-    broadcasts: int = 10
+    trials: int = option(20, "records that the attacker tries to rebuild, each in a federation of its own")
+    broadcasts: int = option(10, "secrets under which a veiled model is looked at; one says little about others")
 
 
-def membership_figures(observed: Observed, records: Records) -> dict[str, Any]:
+def membership_figures(observed: Observed, records: Records) -> Members:
     """The loss threshold, by class where there are classes: chosen on known records, judged on the others'."""
     device = next(observed.model.parameters()).device
     outputs = predict(observed.model, records.pool.tensor.to(device)).cpu()
     scores = loss_attacks(observed, outputs, records)
     name = "loss by class" if "loss by class" in scores else "loss"
     found = judged(scores[name], records)
-    return {key: found[key] for key in ("accuracy", "auc", "tpr")} | {"attack": name}
+    return Members(name, found.accuracy, found.auc, found.tpr)
 
 
-def figures_of(federation: Federation, config: Config, data: Data, records: Records | None) -> dict[str, Figures]:
-    """What each attacker makes of the next broadcast."""
-    found: dict[str, Figures] = {}
-    for name, observed in observe_all(federation, config.defence).items():
-        found[name] = view_figures(observed.model, federation.model, data)
-        if records:
-            found[name]["membership"] = membership_figures(observed, records)
-    return found
+def view_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> Figures:
+    """Agreement with the true model and accuracy, on held-out records; of one output also the AUC."""
+    device = next(model.parameters()).device
+    seen, true = (predict(net, data.test.tensor.to(device)).cpu() for net in (view, model))
+    seen = torch.nan_to_num(seen)
+    answers, labels = _decided(seen), _classes(data.test.targets)
+    agreement = _share(answers == _decided(true))
+    if labels is None:
+        return Figures(agreement, membership=members)
+    scores, ones = seen[:, 0].double().numpy(), labels.numpy() == 1
+    ranks = ranking(scores[ones], scores[~ones]) if seen.shape[1] == 1 else None
+    return Figures(agreement, _share(answers == labels), ranks, members)
 
 
-def audit(tell: Tell, config: Config, settings: Settings, folder: Path, run: Path) -> Result:
+def _decided(outputs: Tensor) -> Tensor:
+    """The answer that outputs stand for: the largest, or, of one output, whether it is above one half."""
+    return outputs.argmax(1) if outputs.shape[1] > 1 else (outputs[:, 0] > 0.5).long()
+
+
+def _share(hits: Tensor) -> Estimate:
+    return proportion(int(hits.sum()), len(hits))
+
+
+def _classes(targets: Tensor) -> Tensor | None:
+    """Classes, or targets of 0 and 1 in one column as such."""
+    if not targets.is_floating_point():
+        return targets
+    binary = targets.shape[1] == 1 and ((targets == 0) | (targets == 1)).all()
+    return targets[:, 0].long() if binary else None
+
+
+def ranking(positive: Scores, negative: Scores) -> Estimate:
+    """AUC of the better direction: whoever knows a few answers knows which way round a ranking is."""
+    found = auc(positive, negative)
+    return found if found.value >= 0.5 else Estimate(1 - found.value, 1 - found.high, 1 - found.low)
+
+
+def _joined(looks: Sequence[Estimate | None]) -> Estimate | None:
+    return over_broadcasts([look for look in looks if look]) if all(looks) else None
+
+
+def averaged(looks: Sequence[Figures]) -> Figures:
+    """The same figures of several broadcasts as one."""
+    agreement = over_broadcasts([look.agreement for look in looks])
+    right, ranks = _joined([look.accuracy for look in looks]), _joined([look.ranking for look in looks])
+    members = [look.membership for look in looks if look.membership]
+    if not members:
+        return Figures(agreement, right, ranks)
+    accuracy, area = (over_broadcasts([getattr(one, name) for one in members]) for name in ("accuracy", "auc"))
+    rates = {rate: _joined([one.tpr[rate] for one in members]) for rate in members[0].tpr}
+    return Figures(agreement, right, ranks, Members(members[0].attack, accuracy, area, rates))
+
+
+@dataclass(frozen=True)
+class Audit:
     """Every figure of one federation, attacker by attacker."""
-    federation, data = trained(config, run, tell)
-    scene = scene_of(federation, data)
-    records = records_of(config, data, everyone=True) if config.clients > 1 else None
-    looks: list[dict[str, Figures]] = []
-    count = settings.broadcasts if config.defence == "veil" else 1
-    for number in range(count):
-        tell(number / count, f"broadcast {number + 1}/{count}")
-        looks.append(figures_of(federation, config, data, records))
-    attackers = {name: averaged([look[name] for look in looks]) for name in looks[0]}
-    why = can_rebuild(config, data)
-    built = {"left out": why} if why else rebuilt(tell, config, data, settings.trials)
-    quality = {"metric": scene.metric, "train": scene.train, "test": scene.test, "gap": scene.gap}
-    sizes = {"broadcasts": count, "trials": settings.trials}
-    return {
-        "defence": config.defence,
-        "outputs": data.outputs,
-        **quality,
-        **sizes,
-        "attackers": attackers,
-        "rebuilt": built,
-    }
+
+    config: Config
+    options: Options
+    run: Path
+
+    def __call__(self, progress: Progress, done: Done) -> Audited:
+        """Look at several broadcasts, and rebuild records."""
+        config, options = self.config, self.options
+        federation, data = trained(config, self.run, progress)
+        quality = quality_of(federation, data)
+        records = records_of(config, data, everyone=True) if config.data.clients > 1 else None
+        count = options.broadcasts if config.defence.name == "veil" else 1
+        looks: dict[str, list[Figures]] = {}
+        for number in range(count):
+            progress(number / count, f"broadcast {number + 1}/{count}")
+            for name, observed in observe_all(federation, config.defence.name).items():
+                members = membership_figures(observed, records) if records else None
+                found = view_figures(observed.model, federation.model, data, members)
+                looks.setdefault(name, []).append(found)
+        why = can_rebuild(config, data)
+        return Audited(
+            **asdict(quality),
+            defence=config.defence.name,
+            outputs=data.outputs,
+            broadcasts=count,
+            trials=options.trials,
+            attackers={name: averaged(own) for name, own in looks.items()},
+            rebuilt={} if why else rebuilt(progress, config, data, options.trials),
+            left_out=why,
+        )
 
 
-def reference_cells(config: Config, settings: Any, defences: Sequence[str], folder: Path) -> list[Cell]:
-    """The undefended federation, the reference line of every figure, where it is not audited anyway."""
-    if "plain" in defences:
-        return []
-    own = dataclasses.replace(config, defence="plain")
-    run = folder / "plain" / "run"
-    return [Cell("undefended", audit, {"config": own, "settings": settings, "folder": folder, "run": run})]
+class AuditStudy(AttackStudy[Options, Audited]):
+    """Published and adaptive attackers on every defence."""
+
+    name = "audit"
+    summary = "what a participant learns, by published and by adaptive attackers"
+    options = Options
+    result = Audited
+    defaults = {"clients": 2, "epochs": 150}  # noqa: RUF012
+
+    def attack(self, asked: Asked[Options], defence: str, folder: Path) -> Audit:
+        """See `Audit`."""
+        return Audit(asked.under(defence), asked.options, self.run_of(asked, defence, folder))
+
+    def attacks(self, asked: Asked[Options], folder: Path) -> dict[str, Job[Audited]]:
+        """The defences, and the undefended federation: the reference of every figure."""
+        found = super().attacks(asked, folder)
+        if "plain" in asked.defences:
+            return found
+        work = Audit(asked.under("plain"), asked.options, folder / "plain" / "run")
+        return {**found, UNDEFENDED: Job(f"{asked.label}{UNDEFENDED}", work, Audited)}
+
+    def present(self, asked: Asked[Options], results: Results[Audited]) -> Shown:
+        """The verdict first, then the table, pictures and how to read them."""
+        first, table = page.presented(results)
+        return self.framed(asked, results, *table, first)
 
 
-SUITE: Mapping[str, Mapping[str, Any]] = {
+SUITE: Mapping[str, Mapping[str, Value]] = {
     "digits, 2 clients": {"data": "digits", "train_size": 500, "clients": 2, "epochs": 150, "groups": 10},
     "digits, 5 clients": {"data": "digits", "train_size": 500, "clients": 5, "epochs": 150, "groups": 10},
     "bank, two classes": {"data": "bank", "task": "classification", "clients": 3, "epochs": 8, "groups": 2},
@@ -95,14 +166,4 @@ SUITE: Mapping[str, Mapping[str, Any]] = {
 }
 """What `fedveil audit` looks at without --data."""
 
-AUDIT = Experiment(
-    name="audit",
-    summary="what a participant learns, as published attacks see it and if it thinks",
-    defaults={"clients": 2, "epochs": 150},
-    settings=Settings,
-    trains=True,
-    shared=reference_cells,
-    attack=audit,
-    present=present,
-    title="Audit",
-)
+AUDIT = AuditStudy()

@@ -1,14 +1,12 @@
-"""Who says what a reconstruction shows: a network of its own that knows the private data, and distances of features."""
+"""What a reconstruction shows: by an independent network that knows the private data, and by distances of features."""
 
-import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from scipy.stats import binomtest
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,121 +15,98 @@ from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.evaluate import evaluating
 from fedveil.federation.shards import generator as source
-from fedveil.studies.jobs import Tell
+from fedveil.graph.inputs import calls_of
+from fedveil.studies.inversion.results import Judged
+from fedveil.studies.jobs import Progress
 
 BATCH, LR, DECAY = 64, 2e-3, 5e-4
 
 
 def make_judge(channels: int, size: int, classes: int, width: int) -> nn.Sequential:
     """Six 3 x 3 convolutions with BatchNorm and ReLU, global mean, a linear head: wider than what is attacked."""
-    first = 2 if size > 32 else 1
-    plan = [(channels, width, first), (width, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1)]
-    plan += [(2 * width, 4 * width, 2), (4 * width, 4 * width, 1)]
+    plan = [(width, 2 if size > 32 else 1), (width, 1), (2 * width, 2), (2 * width, 1), (4 * width, 2), (4 * width, 1)]
     layers: list[nn.Module] = []
-    for before, after, stride in plan:
-        conv = nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
+    for after, stride in plan:
+        conv = nn.Conv2d(channels, after, 3, stride=stride, padding=1, bias=False)
         layers += [conv, nn.BatchNorm2d(after), nn.ReLU()]
+        channels = after
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes))
 
 
-def _varied(images: Tensor, random: torch.Generator, *, flip: bool) -> Tensor:
-    """The batch moved by up to an eighth of its side, the gap filled with the edge, and perhaps mirrored."""
-    most = images.shape[-1] // 8
-    down, right = (int(torch.randint(0, 2 * most + 1, (), generator=random)) for _ in range(2))
-    size = images.shape[-1]
-    padded = F.pad(images, (most,) * 4, mode="replicate") if most else images
-    moved = padded[:, :, down : down + size, right : right + size]
-    if not flip:
-        return moved
-    mirrored = (torch.rand(len(images), generator=random) < 0.5).to(images.device)
-    return torch.where(mirrored.view(-1, 1, 1, 1), moved.flip(-1), moved)
+def _batches(images: Tensor, targets: Tensor, random: torch.Generator, flip: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each image once; a last one that is alone is left out, since statistics of a batch need two.
+
+    A batch is moved by up to an eighth of its side, the gap filled with the edge; its images are perhaps mirrored.
+    """
+    size, most = images.shape[-1], images.shape[-1] // 8
+    for rows in torch.split(torch.randperm(len(images), generator=random).to(images.device), BATCH):
+        if len(rows) > 1:
+            down, right = (int(torch.randint(0, 2 * most + 1, (), generator=random)) for _ in range(2))
+            padded = F.pad(images[rows], (most,) * 4, mode="replicate") if most else images[rows]
+            batch = padded[:, :, down : down + size, right : right + size]
+            if flip:
+                mirrored = (torch.rand(len(rows), generator=random) < 0.5).to(images.device)
+                batch = torch.where(mirrored.view(-1, 1, 1, 1), batch.flip(-1), batch)
+            yield batch, targets[rows]
 
 
 def train_judge(
-    images: Tensor,
-    targets: Tensor,
+    data: Data,
     epochs: int,
     *,
-    classes: int,
     width: int = 32,
-    flip: bool = True,
     seed: int = 0,
+    device: str = "cpu",
     path: Path | None = None,
     asked: str = "",
-    tell: Tell = lambda share, what: None,
+    progress: Progress = lambda share, what: None,
 ) -> nn.Module:
     """A classifier of pixels by cross-entropy: AdamW, the learning rate on a half cosine, moved and mirrored images.
 
-    A batch moves together, an image is mirrored for itself. With `path`, a training that was stopped goes on from its
-    last epoch, if what `asked` stands for is the same.
+    Only colour images are mirrored: digits would change their meaning. With `path`, a training that was stopped goes on
+    from its last epoch, if what `asked` stands for is the same.
     """
+    images, targets = data.pixels(data.train.tensor).to(device), data.train.targets.to(device)
+    classes, flip = len(data.classes), images.shape[1] == 3
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = make_judge(images.shape[1], images.shape[-1], classes, width).to(images.device)
+        net = make_judge(images.shape[1], images.shape[-1], classes, width).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), LR, weight_decay=DECAY)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    parts: dict[str, Any] = {"net": net, "optimizer": optimizer, "schedule": schedule}
     key, begin = repr((asked, tuple(images.shape), epochs, classes, width, flip, seed)), 0
-    old = load_for(path, key, images.device) if path else None
-    if old:
-        net.load_state_dict(old["net"])
-        optimizer.load_state_dict(old["optimizer"])
-        schedule.load_state_dict(old["schedule"])
+    if path and (old := load_for(path, key, images.device)):
         begin = old["epoch"]
+        for name, part in parts.items():
+            part.load_state_dict(old[name])
     for epoch in range(begin, epochs):
-        tell(epoch / epochs, f"judge, epoch {epoch + 1}/{epochs}")
-        _one_epoch(net, optimizer, images, targets, source("judge", seed, epoch), flip=flip)
-        schedule.step()
-        if path:
-            state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-            save_for(path, key, {**state, "epoch": epoch + 1})
-    return net.eval()
-
-
-def _one_epoch(
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    images: Tensor,
-    targets: Tensor,
-    random: torch.Generator,
-    *,
-    flip: bool,
-) -> None:
-    """Once through the images; a last one that is alone is left out, since statistics of a batch need two."""
-    net.train()
-    order = torch.randperm(len(images), generator=random).to(images.device)
-    for rows in torch.split(order, BATCH):
-        if len(rows) > 1:
-            loss = F.cross_entropy(net(_varied(images[rows], random, flip=flip)), targets[rows])
+        progress(epoch / epochs, f"judge, epoch {epoch + 1}/{epochs}")
+        for batch, labels in _batches(images, targets, source("judge", seed, epoch), flip):
+            loss = F.cross_entropy(net(batch), labels)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
+        schedule.step()
+        if path:
+            save_for(path, key, {name: part.state_dict() for name, part in parts.items()} | {"epoch": epoch + 1})
+    return net.eval()
 
 
 def look(model: nn.Module, inputs: Tensor, *, batch_size: int = 500) -> tuple[Tensor, Tensor]:
     """Outputs, and features: what goes into the module with parameters that is called last, flat; no gradients."""
     leaves = [m for m in model.modules() if not m._modules and next(m.parameters(recurse=False), None) is not None]
-    last: list[Tensor] = []
-
-    def note(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        last[:] = [given[0].detach()]
-
-    hooks = [leaf.register_forward_pre_hook(note) for leaf in leaves]
     outputs, features = [], []
-    try:
-        with torch.no_grad(), evaluating(model):
-            for part in torch.split(inputs, batch_size):
-                outputs.append(model(part))
-                if not last:
-                    raise BadArgument("features", "the model calls no module with parameters of its own")
-                features.append(last[0].flatten(1))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), evaluating(model), calls_of(leaves) as calls:
+        for part in torch.split(inputs, batch_size):
+            outputs.append(model(part))
+            if not calls:
+                raise BadArgument("features", "the model calls no module with parameters of its own")
+            features.append(calls[-1].entered.flatten(1))
+            calls.clear()
     return torch.cat(outputs), torch.cat(features)
 
 
-@dataclass(frozen=True)
-class Distances:
+class Distances(NamedTuple):
     """Mean squared L2 distances of features: to the centroid of the wanted class, and to the nearest training image."""
 
     centroid: float
@@ -139,14 +114,10 @@ class Distances:
 
 
 def distances(found: Tensor, wanted: Tensor, known: Tensor, targets: Tensor, *, same_class: bool = True) -> Distances:
-    """How far features of reconstructions are from features of the private training images.
+    """How far features of reconstructions are from the `known` features of the private training images.
 
-    Args:
-        found: features of the reconstructions.
-        wanted: their classes.
-        known: features of the training images.
-        targets: their classes.
-        same_class: the nearest image of the wanted class, as in GMI; else of all, as the paper says.
+    `wanted` and `targets` are their classes. With `same_class` the nearest image is one of the wanted class, as in GMI,
+    else of all, as the paper says.
     """
     found, known = found.double(), known.double()
     centroid, nearest = [], []
@@ -163,19 +134,11 @@ def per_class(answers: Tensor, wanted: Tensor, classes: int) -> list[float | Non
     return [float(right.mean()) if len(right) else None for right in rights]
 
 
-def wilson(right: Tensor) -> dict[str, Any]:
-    """A share with Wilson's 95 % interval (Wilson 1927).
-
-    (p + z^2 / 2n  -+  z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n),  z = 1.96, for trials that do not depend on
-    one another.
-    """
-    n, z = len(right), NormalDist().inv_cdf(0.975)
-    p = float(right.double().mean())
-    middle = p + z * z / (2 * n)
-    around = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    low, high = ((middle + sign * around) / (1 + z * z / n) for sign in (-1, 1))
-    hits = int(right.sum())
-    return {"value": p, "low": low if hits else 0.0, "high": high if hits < n else 1.0, "hits": hits, "trials": n}
+def wilson(right: Tensor) -> tuple[float, float, float, int, int]:
+    """A share, its Wilson 95 % interval for trials that do not depend on one another, hits and trials."""
+    hits, trials = int(right.sum()), len(right)
+    ends = binomtest(hits, trials).proportion_ci(0.95, "wilson")
+    return hits / trials, float(ends.low), float(ends.high), hits, trials
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,16 +151,15 @@ class Bench:
     norm: float
     device: torch.device
 
-    def judged(self, images: Tensor, wanted: Tensor) -> dict[str, Any]:
-        """Success by the judge, with distances of its features after division by the mean norm of the real ones."""
+    def judged(self, images: Tensor, wanted: Tensor) -> Judged:
+        """Success by the evaluator, and distances of its features divided by the mean norm of the real ones."""
         outputs, features = look(self.judge, images)
         far = distances(features / self.norm, wanted, self.known, self.data.train.targets.to(self.device))
         answers = outputs.argmax(1)
-        share = per_class(answers, wanted, len(self.data.classes))
-        right = (answers == wanted).long().tolist()
-        return {**wilson(answers == wanted), "right": right, "per_class": share, **dataclasses.asdict(far)}
+        by_class, right = per_class(answers, wanted, len(self.data.classes)), answers == wanted
+        return Judged(*wilson(right), *far, by_class, right.long().tolist())
 
-    def self_judged(self, models: Sequence[nn.Module], images: Tensor, wanted: Tensor) -> dict[str, Any]:
+    def self_judged(self, models: Sequence[nn.Module], images: Tensor, wanted: Tensor) -> Judged:
         """The paper's protocol: success by the attacked model, distances in its features, nearest of all classes.
 
         Of several models each judges its part of the images, as many as every other; distances are the mean.
@@ -210,5 +172,5 @@ class Bench:
             _, known = look(model, self.data.train.tensor.to(self.device))
             far.append(distances(features, labels, known, targets, same_class=False))
             right.append(outputs.argmax(1) == labels)
-        mean = {name: sum(getattr(d, name) for d in far) / len(far) for name in ("centroid", "nearest")}
-        return {**wilson(torch.cat(right)), **mean}
+        centroid, nearest = (sum(values) / len(far) for values in zip(*far, strict=True))
+        return Judged(*wilson(torch.cat(right)), centroid, nearest)

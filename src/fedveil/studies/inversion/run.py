@@ -1,64 +1,55 @@
-"""`fedveil attack inversion`: does the model that a client is sent show what the private classes look like?
+"""`fedveil attack inversion`: does the model that a client receives show what the private classes look like?
 
 The federation trains on some classes (`--labels`), the attacker's public images are of all the others. The attack sees
-the model, public images and the number of a class; judge and distances know the private images.
+the model, public images and the number of a class; evaluator and distances know the private images.
 """
 
 import dataclasses
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.adaptive import STRONGEST
 from fedveil.attacks.generator import CODE, Gan, train_gan
 from fedveil.attacks.inversion import on_pixels, search, search_pixels
 from fedveil.data import Data, keep_labels, other_labels, parse_labels
 from fedveil.errors import BadArgument
-from fedveil.federation import checkpoint
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import generator
-from fedveil.runs.config import Config, load_data
-from fedveil.studies.attack import Experiment
+from fedveil.runs.build import load_data
+from fedveil.runs.config import Config
+from fedveil.studies.attack import Asked, AttackStudy, Results, option
+from fedveil.studies.inversion import page
 from fedveil.studies.inversion.evaluator import Bench, look, per_class, train_judge
-from fedveil.studies.inversion.page import present, shown_images
-from fedveil.studies.jobs import Cell, Result, Tell
-from fedveil.studies.victim import observe_all, scene_of, trained
+from fedveil.studies.inversion.page import PER_CLASS
+from fedveil.studies.inversion.results import Counts, Gallery, Inversion, Inverted, TrainedEvaluator, TrainedGan
+from fedveil.studies.jobs import Done, Job, Progress, Result
+from fedveil.studies.pictures import encoded, shape_of
+from fedveil.studies.study import Shown
+from fedveil.studies.victim import observe_all, quality_of, trained
 
+WHERE = "fedveil attack inversion"
 DATA = ("data", "path", "train_size", "test_size", "size", "labels", "seed", "device")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The attack's own flags.
+class Options:
+    """The attack's own flags."""
 
-    Attributes:
-        codes: reconstructions of each private class.
-        broadcasts: how often the last model is sent, with another secret or sketch each time; every broadcast is
-            attacked for itself and gives its part of the reconstructions.
-        steps, restarts: of the search for a code; the original has 1500 and 5.
-        pixel_steps: of the control without a generator; 0 leaves it out.
-        public_size: public images at most.
-        gan_epochs, gan_width, gan_lr: of the generator; the original has 100, 64 and 2e-4 for 32 x 32 images.
-        judge_epochs, judge_width: of the judge.
-    """
-
-    codes: int = 20
-    broadcasts: int = 4
-    steps: int = 300
-    restarts: int = 2
-    pixel_steps: int = 200
-    public_size: int = 8000
-    gan_epochs: int = 30
-    gan_width: int = 16
-    gan_lr: float = 1e-3
-    judge_epochs: int = 12
-    judge_width: int = 32
+    codes: int = option(20, "reconstructions of each private class, shared among the broadcasts")
+    broadcasts: int = option(4, "how often the last model is sent, with a new secret or sketch each time")
+    steps: int = option(300, "steps of the search for a code; the original has 1500")
+    restarts: int = option(2, "restarts of that search; the original has 5")
+    pixel_steps: int = option(200, "steps of the search without a generator; 0 leaves it out")
+    public_size: int = option(8000, "public images at most")
+    gan_epochs: int = option(30, "epochs of the generator; the original has 100")
+    gan_width: int = option(16, "width of the generator; the original has 64 for 32 x 32 images")
+    gan_lr: float = option(1e-3, "learning rate of the generator; the original has 2e-4")
+    judge_epochs: int = option(12, "epochs of the independent evaluator")
+    judge_width: int = option(32, "width of the independent evaluator")
 
     def __post_init__(self) -> None:
         """Refuse what leaves nothing to do."""
@@ -71,215 +62,231 @@ class Settings:
 
 
 def data_of(config: Config) -> Config:
-    """What of a configuration decides the images, so that generator and judge are kept when the rest changes."""
-    return Config(model="cnn", **{name: getattr(config, name) for name in DATA})
+    """What of a configuration decides the images, so that generator and evaluator are kept when the rest changes."""
+    flat = config.flat()
+    return Config().changed(model="cnn", **{name: flat[name] for name in DATA})
 
 
 def public_images(config: Config, most: int) -> Tensor:
     """Pixels of training images of the classes that the federation does not train on, at most so many."""
-    data = load_data(dataclasses.replace(config, labels=None))
-    others = other_labels(parse_labels(config.labels or "", len(data.classes)), len(data.classes))
+    data = load_data(config.changed(labels=None))
+    others = other_labels(parse_labels(config.data.labels or "", len(data.classes)), len(data.classes))
     public = keep_labels(data, others)
-    rows = torch.randperm(len(public.train.targets), generator=generator("public", config.seed))[:most]
-    return public.pixels(public.train.tensor[rows]).to(config.device)
+    rows = torch.randperm(len(public.train.targets), generator=generator("public", config.training.seed))[:most]
+    return public.pixels(public.train.tensor[rows]).to(config.training.device)
 
 
-def gan_of(tell: Tell, config: Config, settings: Settings, folder: Path) -> tuple[Gan, list[float], int]:
-    """The generator, trained or from disk, its critic's distances, and the number of public images."""
-    images = public_images(config, settings.public_size)
-    gan, curve = train_gan(
-        images,
-        settings.gan_epochs,
-        width=settings.gan_width,
-        lr=settings.gan_lr,
-        seed=config.seed,
-        path=folder / "gan.pt",
-        asked=repr((data_of(config), settings.public_size)),
-        tell=tell,
-    )
-    return gan, curve, len(images)
+@dataclass(frozen=True)
+class TrainGan:
+    """Train the generator of public images; it is kept in the folder."""
+
+    config: Config
+    options: Options
+    folder: Path
+
+    def trained(self, progress: Progress = lambda share, what: None) -> tuple[Gan, list[float], int]:
+        """The generator, trained or from disk, its critic's distances, and the number of public images."""
+        options = self.options
+        images = public_images(self.config, options.public_size)
+        gan, curve = train_gan(
+            images,
+            options.gan_epochs,
+            width=options.gan_width,
+            lr=options.gan_lr,
+            seed=self.config.training.seed,
+            path=self.folder / "gan.pt",
+            asked=repr((data_of(self.config), options.public_size)),
+            progress=progress,
+        )
+        return gan, curve, len(images)
+
+    def __call__(self, progress: Progress, done: Done) -> TrainedGan:
+        """Train it."""
+        begin = time.process_time()
+        _, curve, images = self.trained(progress)
+        return TrainedGan(images, curve, time.process_time() - begin)
 
 
-def judge_of(tell: Tell, config: Config, settings: Settings, folder: Path, data: Data) -> nn.Module:
-    """The judge, trained or from disk; only colour images are mirrored, since digits are not themselves in a mirror."""
-    images = data.pixels(data.train.tensor).to(config.device)
-    return train_judge(
-        images,
-        data.train.targets.to(config.device),
-        settings.judge_epochs,
-        classes=len(data.classes),
-        width=settings.judge_width,
-        flip=images.shape[1] == 3,
-        seed=config.seed,
-        path=folder / "judge.pt",
-        asked=repr(data_of(config)),
-        tell=tell,
-    )
+@dataclass(frozen=True)
+class TrainEvaluator:
+    """Train the independent evaluator on the private images; it is kept in the folder."""
+
+    config: Config
+    options: Options
+    folder: Path
+
+    def trained(self, data: Data, progress: Progress = lambda share, what: None) -> nn.Module:
+        """The network, trained or from disk."""
+        return train_judge(
+            data,
+            self.options.judge_epochs,
+            width=self.options.judge_width,
+            seed=self.config.training.seed,
+            device=self.config.training.device,
+            path=self.folder / "judge.pt",
+            asked=repr(data_of(self.config)),
+            progress=progress,
+        )
+
+    def __call__(self, progress: Progress, done: Done) -> TrainedEvaluator:
+        """Train it, and test it on held-out images."""
+        begin, data = time.process_time(), load_data(self.config)
+        outputs, _ = look(self.trained(data, progress), data.pixels(data.test.tensor).to(self.config.training.device))
+        right = outputs.argmax(1).cpu() == data.test.targets
+        return TrainedEvaluator(float(right.double().mean()), time.process_time() - begin)
 
 
-def gan_cell(tell: Tell, config: Config, settings: Settings, folder: Path) -> Result:
-    """Train the generator."""
-    begin = time.process_time()
-    _, curve, images = gan_of(tell, config, settings, folder)
-    return {"images": images, "distances": curve, "cpu_seconds": time.process_time() - begin}
-
-
-def judge_cell(tell: Tell, config: Config, settings: Settings, folder: Path) -> Result:
-    """Train the judge."""
-    begin, data = time.process_time(), load_data(config)
-    judge = judge_of(tell, config, settings, folder, data)
-    outputs, _ = look(judge, data.pixels(data.test.tensor).to(config.device))
-    right = outputs.argmax(1).cpu() == data.test.targets
-    return {"accuracy": float(right.double().mean()), "cpu_seconds": time.process_time() - begin}
-
-
-def shared_cells(config: Config, settings: Settings, defences: Sequence[str], folder: Path) -> list[Cell]:
-    """Generator and judge; they depend on the data alone. Refuses a federation that leaves no class public."""
-    where, fix = "fedveil attack inversion", "--labels first-half, and images; train the run with --labels too"
-    if config.labels is None:
-        raise BadArgument(where, "the federation trains on all classes, so that no public one is left", fix)
-    data = load_data(data_of(dataclasses.replace(config, labels=None)))
-    private = parse_labels(config.labels, len(data.classes))
-    if len(private) < 2 or not other_labels(private, len(data.classes)):
-        raise BadArgument(where, f"labels {config.labels!r} leave {len(private)} of {len(data.classes)} private", fix)
-    data.pixels(data.train.tensor[:1])  # refuses what is no image
-    if config.model.startswith("mlp"):
-        raise BadArgument(where, "an mlp takes rows of numbers, the generator makes images", "--model cnn or resnet8")
-    common = {"config": data_of(config), "settings": settings, "folder": folder}
-    return [Cell("gan", gan_cell, common), Cell("judge", judge_cell, common)]
-
-
-def bench_of(config: Config, settings: Settings, folder: Path, data: Data) -> Bench:
-    """The judge and what it sees in the private training images."""
-    judge = judge_of(lambda share, what: None, config, settings, folder, data)
-    device = torch.device(config.device)
-    _, known = look(judge, data.pixels(data.train.tensor).to(device))
-    norm = float(known.norm(dim=1).mean())
-    return Bench(data, judge, known / norm, norm, device)
-
-
-def need(folder: Path) -> None:
-    """Refuse to attack where generator or judge could not be trained."""
-    for name in ("gan", "judge"):
-        file = folder / "shared" / f"{name}.json"
-        found = json.loads(file.read_text())["result"] if file.exists() else {"failed": "it was not trained"}
-        if "failed" in found:
-            raise BadArgument(f"inversion, {name}", found["failed"])
-
-
-def attack(tell: Tell, config: Config, settings: Settings, folder: Path, run: Path) -> Result:
+@dataclass(frozen=True)
+class Invert:
     """Reconstruct all private classes from one federation, by all attackers."""
-    begin = time.process_time()
-    need(folder)
-    federation, data = trained(config, run, tell)
-    gan, _, public = gan_of(lambda share, what: None, config, settings, folder)
-    bench = bench_of(config, settings, folder, data)
-    classes = torch.arange(len(data.classes), device=bench.device)
-    wanted = classes.repeat(settings.codes)
-    strongest = tuple(STRONGEST.values())
-    seen = [observe_all(federation, config.defence, strongest) for _ in range(settings.broadcasts)]
-    found: dict[str, Any] = {}
-    pictures: dict[str, Tensor] = {}
-    for name in seen[0]:
-        models = [some[name].model for some in seen]
-        made = reconstruct(tell, models, gan, data, wanted, config, settings)
-        measured = {how: bench.judged(images, wanted) for how, images in made.items()}
-        own = {
-            "as_sent": bench.self_judged(models, made["codes"], wanted),
-            "true_model": bench.self_judged([federation.model], made["codes"], wanted),
-        }
-        found[name] = {"view": "V-out", **measured, **own}
-        shown = {how: shown_images(images, wanted, len(classes)) for how, images in made.items()}
-        pictures |= {f"{name}, by {how}": images for how, images in shown.items()}
-    limits, beside = floor_and_ceiling(gan, bench, wanted, config.seed)
-    checkpoint.save(folder / "pictures" / f"{config.defence}.pt", {"made": pictures, **beside})
-    sizes = {"members": len(data.train.targets), "public": public, "reconstructions": len(wanted)}
-    return {
-        "defence": config.defence,
-        "seed": config.seed,
-        **utility(federation, data),
-        "classes": list(data.classes),
-        "records": {**sizes, "broadcasts": settings.broadcasts},
-        "attackers": found,
-        **limits,
-        "cpu_seconds": time.process_time() - begin,
-    }
+
+    config: Config
+    options: Options
+    folder: Path
+    run: Path
+
+    def __call__(self, progress: Progress, done: Done) -> Inversion:
+        """Search for images that each attacker's models take for a class, and judge them."""
+        begin, config, options = time.process_time(), self.config, self.options
+        federation, data = trained(config, self.run, progress)
+        gan, _, public = TrainGan(config, options, self.folder).trained()
+        bench, classes = self.bench(data), len(data.classes)
+        wanted = torch.arange(classes, device=bench.device).repeat(options.codes)
+        seen = [observe_all(federation, config.defence.name, strongest=True) for _ in range(options.broadcasts)]
+        found: dict[str, Inverted] = {}
+        pictures: dict[str, list[str]] = {}
+        for name in seen[0]:
+            models = [some[name].model for some in seen]
+            made = self.reconstruct(progress, models, gan, data, wanted)
+            received, true = (bench.self_judged(who, made["codes"], wanted) for who in (models, [federation.model]))
+            judged = {how: bench.judged(images, wanted) for how, images in made.items()}
+            found[name] = Inverted("V-out", judged["codes"], received, true, judged.get("pixels"))
+            pictures |= {f"{name}, by {how}": first_of(images, wanted, classes) for how, images in made.items()}
+        blind = without_model(gan, wanted, config.training.seed)
+        real, labels = held_out(bench, wanted)
+        shape, first = shape_of(data.train.tensor[0]), first_of(real, labels, classes)
+        quality = quality_of(federation, data)
+        return Inversion(
+            config.defence.name,
+            config.training.seed,
+            quality.train,
+            quality.test,
+            macro_accuracy(federation, data),
+            list(data.classes),
+            Counts(len(data.train.targets), public, len(wanted), options.broadcasts),
+            found,
+            bench.judged(blind, wanted),
+            bench.judged(real, labels),
+            time.process_time() - begin,
+            Gallery(shape, first, first_of(blind, wanted, classes), pictures),
+        )
+
+    def bench(self, data: Data) -> Bench:
+        """The evaluator and what it sees in the private training images."""
+        judge = TrainEvaluator(self.config, self.options, self.folder).trained(data)
+        device = torch.device(self.config.training.device)
+        _, known = look(judge, data.pixels(data.train.tensor).to(device))
+        norm = float(known.norm(dim=1).mean())
+        return Bench(data, judge, known / norm, norm, device)
+
+    def reconstruct(
+        self, progress: Progress, models: Sequence[nn.Module], gan: Gan, data: Data, wanted: Tensor
+    ) -> dict[str, Tensor]:
+        """Images by the generator, and without it; of several models each gives its part of them."""
+        made: dict[str, list[Tensor]] = {"codes": [], "pixels": []}
+        options, shape = self.options, shape_of(data.train.tensor[0])
+        for number, (view, part) in enumerate(zip(models, wanted.chunk(len(models)), strict=True)):
+            model, seed = on_pixels(view, data.scaled), self.config.training.seed * len(models) + number
+
+            def told(share: float, what: str, number: int = number) -> None:
+                progress((number + share) / len(models), what)
+
+            codes = search(model, gan, part, steps=options.steps, restarts=options.restarts, seed=seed, progress=told)
+            made["codes"].append(codes.images)
+            if options.pixel_steps:
+                pixels = search_pixels(model, shape, part, steps=options.pixel_steps, seed=seed, progress=told)
+                made["pixels"].append(pixels.images)
+        return {how: torch.cat(images) for how, images in made.items() if images}
 
 
-def reconstruct(
-    tell: Tell,
-    models: Sequence[nn.Module],
-    gan: Gan,
-    data: Data,
-    wanted: Tensor,
-    config: Config,
-    settings: Settings,
-) -> dict[str, Tensor]:
-    """Images by the generator, and by the control without it; of several models each gives its part of them."""
-    made: dict[str, list[Tensor]] = {}
-    channels, height, width = data.train.tensor.shape[1:]
-    for number, (view, part) in enumerate(zip(models, wanted.chunk(len(models)), strict=True)):
-        model, seed = on_pixels(view, data.scaled), config.seed * len(models) + number
-
-        def told(share: float, what: str, number: int = number) -> None:
-            tell((number + share) / len(models), what)
-
-        steps, restarts = settings.steps, settings.restarts
-        codes = search(model, gan, part, steps=steps, restarts=restarts, seed=seed, tell=told)
-        made.setdefault("codes", []).append(codes.images)
-        if settings.pixel_steps:
-            steps, shape = settings.pixel_steps, (channels, height, width)
-            pixels = search_pixels(model, shape, part, steps=steps, seed=seed, tell=told)
-            made.setdefault("pixels", []).append(pixels.images)
-    return {how: torch.cat(images) for how, images in made.items()}
-
-
-def utility(federation: Federation, data: Data) -> dict[str, Any]:
-    """The server's model on members and held-out images; `macro` is the mean over classes of the held-out share."""
-    scene = scene_of(federation, data)
+def macro_accuracy(federation: Federation, data: Data) -> float:
+    """The server's model on held-out images, the mean over classes."""
     outputs, _ = look(federation.model, data.test.tensor.to(federation.device))
     shares = per_class(outputs.argmax(1).cpu(), data.test.targets, len(data.classes))
     there = [share for share in shares if share is not None]
-    return {"train": scene.train, "test": scene.test, "macro": sum(there) / len(there)}
+    return sum(there) / len(there)
 
 
-def floor_and_ceiling(gan: Gan, bench: Bench, wanted: Tensor, seed: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The generator without any model, and held-out images of the wanted classes: as the judge sees them, and shown."""
-    random = generator("floor", seed)
+def first_of(images: Tensor, wanted: Tensor, classes: int) -> list[str]:
+    """The first images of each class, class after class; grey where there are fewer."""
+    found = []
+    for label in range(classes):
+        own = [encoded(image) for image in images[wanted == label][:PER_CLASS]]
+        found += own + [encoded(torch.full_like(images[0], 0.5))] * (PER_CLASS - len(own))
+    return found
+
+
+def without_model(gan: Gan, wanted: Tensor, seed: int) -> Tensor:
+    """As many images of the generator, for which no model was asked."""
+    codes = torch.randn(len(wanted), CODE, generator=generator("floor", seed)).clamp(-1, 1)
     with torch.no_grad():
-        blind = gan.generator(torch.randn(len(wanted), CODE, generator=random).clamp(-1, 1).to(bench.device))
-    test = bench.data.test
-    pixels, targets = bench.data.pixels(test.tensor), test.targets
-    real, known = [], []
-    for label in range(len(bench.data.classes)):
-        rows = (targets == label).nonzero()[:, 0]
-        real.append(pixels[rows[: int((wanted == label).sum())]])
-        known.append(torch.full((len(real[-1]),), label))
-    images, labels = torch.cat(real).to(bench.device), torch.cat(known).to(bench.device)
-    classes = len(bench.data.classes)
-    pictures = {"real": shown_images(images, labels, classes), "floor": shown_images(blind, wanted, classes)}
-    return {"floor": bench.judged(blind, wanted), "ceiling": bench.judged(images, labels)}, pictures
+        images: Tensor = gan.generator(codes.to(wanted.device))
+    return images
 
 
-DEFAULTS: Mapping[str, Any] = {
-    "data": "cifar10",
-    "labels": "first-half",
-    "train_size": 10000,
-    "test_size": 2000,
-    "clients": 2,
-    "model": "cnn",
-    "width": 16,
-    "lr": 2e-3,
-    "epochs": 15,
-}
+def held_out(bench: Bench, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Private images of the wanted classes that nobody trained on, at most as many, and their classes."""
+    test, classes = bench.data.test, range(len(bench.data.classes))
+    rows = torch.cat([(test.targets == label).nonzero()[:, 0][: int((wanted == label).sum())] for label in classes])
+    return bench.data.pixels(test.tensor[rows]).to(bench.device), test.targets[rows].to(bench.device)
 
-INVERSION = Experiment(
-    name="inversion",
-    summary="what the classes that a federation trains on look like, by a generator of public images (GMI)",
-    defaults=DEFAULTS,
-    settings=Settings,
-    trains=True,
-    shared=shared_cells,
-    attack=attack,
-    present=present,
-)
+
+class InversionStudy(AttackStudy[Options, Inversion]):
+    """What the private classes look like."""
+
+    name = "inversion"
+    summary = "what the classes that a federation trains on look like, by a generator of public images (GMI)"
+    options = Options
+    result = Inversion
+    defaults = {  # noqa: RUF012
+        "data": "cifar10",
+        "labels": "first-half",
+        "train_size": 10000,
+        "test_size": 2000,
+        "clients": 2,
+        "model": "cnn",
+        "width": 16,
+        "lr": 2e-3,
+        "epochs": 15,
+    }
+
+    def shared(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
+        """Generator and evaluator; they depend on the data alone. Refuses a federation that leaves no class public."""
+        config, fix = asked.config, "--labels first-half, and images; train the run with --labels too"
+        if config.data.labels is None:
+            raise BadArgument(WHERE, "the federation trains on all classes, so that no public one is left", fix)
+        data = load_data(data_of(config.changed(labels=None)))
+        private, classes = parse_labels(config.data.labels, len(data.classes)), len(data.classes)
+        if len(private) < 2 or not other_labels(private, classes):
+            what = f"labels {config.data.labels!r} leave {len(private)} of {classes} private"
+            raise BadArgument(WHERE, what, fix)
+        data.pixels(data.train.tensor[:1])  # refuses what is no image
+        if config.model.name.startswith("mlp"):
+            what = "an mlp takes rows of numbers, the generator makes images"
+            raise BadArgument(WHERE, what, "--model cnn or resnet8")
+        common = data_of(config), asked.options, folder
+        return [
+            Job(f"{asked.label}gan", TrainGan(*common), TrainedGan),
+            Job(f"{asked.label}evaluator", TrainEvaluator(*common), TrainedEvaluator),
+        ]
+
+    def attack(self, asked: Asked[Options], defence: str, folder: Path) -> Invert:
+        """See `Invert`."""
+        return Invert(asked.under(defence), asked.options, folder, self.run_of(asked, defence, folder))
+
+    def present(self, asked: Asked[Options], results: Results[Inversion]) -> Shown:
+        """The table, success beside guessing, pictures, success by class, the paper's protocol, pixels alone."""
+        return self.framed(asked, results, *page.presented(results))
+
+
+INVERSION = InversionStudy()

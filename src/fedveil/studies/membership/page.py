@@ -1,122 +1,108 @@
-"""What `fedveil attack membership` found, as a table for the terminal and sections of a page."""
+"""What a membership attack found, as a table for the terminal and sections of a page."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from fedveil.report import NOTHING, Curves, Interval, Intervals, Section, Table, Text
-from fedveil.runs.config import Config
-from fedveil.studies.attack import Shown
-from fedveil.studies.jobs import Result
+from fedveil.studies.estimates import percent, text
+from fedveil.studies.jobs import Failed
+from fedveil.studies.membership.results import Membership, Scored
+from fedveil.studies.tables import ADAPTIVE, Presented, failed_row, mark
 
-NETWORKS = {
-    "last": "last layer",
-    "second": "second to last",
-    "third": "third to last",
-    "three": "last three",
-    "full": "last three, label, loss, gradient",
-}
-HEADER = ("defence", "view, attacker", "test {}", "train-test gap", *list(NETWORKS.values())[:4])
+LAYERS = {"last": "last layer", "second": "second to last", "third": "third to last", "three": "last three"}
+NETWORKS = {**LAYERS, "full": "last three, label, loss, gradient"}
 BEST = "last three, best epoch on test (the paper's protocol)"
+HEADER = ("defence", "view, attacker", "test {}", "train-test gap", *LAYERS.values(), BEST)
+FIGURES = ("balanced accuracy, %", "AUC", "TPR at 1 % FPR, %", "TPR at 0.1 % FPR, %", "best epoch on test, %")
+TAKEN = "taken for members, %"
+TRAINING = ("epoch", "train right, %", TAKEN, "validation right, %", "last epoch right, %", TAKEN, "remark")
 NOTE = (
     "Balanced accuracy of the white-box network in % with its 95 % interval; 50 is guessing. Epoch and threshold are "
     "chosen on validation records; the last column is not an estimate: it is the best of all epochs on the test itself."
 )
 EXPLAINED = (
-    "The attacker is client 0, attacks the last model it was sent, and knows its own records (members) and half of the "
-    "non-members. It is tested on the other clients' records and the other half, as many of each. Every attack network "
-    "is trained on one snapshot, so that noise shared by all records of a round is the same for all of them.",
+    "The attacker is client 0, attacks the last model that it received, and knows its own records (members) and half "
+    "of the non-members. It is tested on the other clients' records and the other half, as many of each. Every attack "
+    "network is trained on one snapshot, so that noise shared by all records of a round is the same for all of them.",
     "Intervals: balanced accuracy from Clopper-Pearson intervals of both rates; AUC by DeLong's variance on logits; "
-    "true-positive rates by Clopper-Pearson. They cover the draw of records, not of models: for "
-    "those, compare seeds.",
+    "true-positive rates by Clopper-Pearson. They cover the draw of records, not of models: for those, compare seeds.",
     "A model without a gap between training and test has nothing to infer, whatever its defence: look at the gap "
     "before reading a low figure as protection. A network that takes all records for members, or none, has learnt "
     "nothing: see the attack networks below before reading 50 % as protection.",
-    'SPN is our re-implementation. "calibrated" is a participant that fits the veil\'s head noise on its own records, '
-    '"stacked" one that adds up DBCL\'s sketches of six rounds. The others send a model that needs no cleaning.',
+    ADAPTIVE,
 )
-Attacker = tuple[str, str, Mapping[str, Any], Mapping[str, Any]]  # defence, attacker, its attacks, the cell's result
 
 
-def per_cent(found: Mapping[str, Any] | None) -> str:
-    """An estimate as 61.2 (59.0 to 63.4), in per cent."""
-    if not found:
-        return NOTHING
-    return f"{100 * found['value']:.1f} ({100 * found['low']:.1f} to {100 * found['high']:.1f})"
+class Row(NamedTuple):
+    """One attacker on one defence: all of its attacks, and those that did not fail."""
+
+    defence: str
+    who: str
+    attacks: Mapping[str, Scored | Failed]
+    scored: Mapping[str, Scored]
+    result: Membership
 
 
-def plain_number(found: Mapping[str, Any]) -> str:
-    """An estimate as 0.612 (0.590 to 0.634)."""
-    return f"{found['value']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
-
-
-def attackers(results: Mapping[str, Result]) -> Iterator[Attacker]:
+def attackers(results: Mapping[str, Membership | Failed]) -> Iterator[Row]:
     """Every attacker on every defence that did not fail."""
     for defence, result in results.items():
-        for name, found in result.get("attackers", {}).items():
-            yield defence, f"{found['view']}, {name}", found["attacks"], result
+        if isinstance(result, Membership):
+            for name, found in result.attackers.items():
+                scored = {attack: one for attack, one in found.attacks.items() if isinstance(one, Scored)}
+                yield Row(defence, f"{found.view}, {name}", found.attacks, scored, result)
 
 
-def main_row(attacker: Attacker) -> list[str]:
-    """The paper's Table 3: accuracy, and the success rate by layer."""
-    defence, who, attacks, result = attacker
-    asr = [per_cent(attacks[name]["accuracy"]) if name in attacks else NOTHING for name in list(NETWORKS)[:4]]
-    scale = 100 if result["metric"] == "accuracy" else 1
-    quality = [f"{scale * result[name]:.{1 if scale > 1 else 4}f}" for name in ("test", "gap")]
-    return [defence, who, *quality, *asr, f"{100 * attacks['three']['best_on_test']:.1f}"]
+def main_rows(results: Mapping[str, Membership | Failed]) -> Iterator[list[str]]:
+    """The paper's Table 3: accuracy, and the success rate by layer; a failed defence keeps its place."""
+    for defence, whole in results.items():
+        if isinstance(whole, Failed):
+            yield failed_row(defence, len(HEADER))
+        for _, who, _, scored, result in attackers({defence: whole}):
+            scale, digits = (100, 1) if result.metric == "accuracy" else (1, 4)
+            quality = [f"{scale * value:.{digits}f}" for value in (result.test, result.gap)]
+            asr = [percent(scored[name].accuracy) if name in scored else NOTHING for name in LAYERS]
+            yield [defence, who, *quality, *asr, best_of(scored["three"])]
 
 
-def all_rows(attacker: Attacker) -> list[list[str]]:
-    """A row an attack, all figures."""
-    defence, who, attacks, _ = attacker
-    rows = []
-    for name, found in attacks.items():
-        label = NETWORKS.get(name, name)
-        if "failed" in found:
-            rows.append([defence, who, label, f"failed: {found['failed']}", "", "", "", ""])
-            continue
-        best = f"{100 * found['best_on_test']:.1f}" if "best_on_test" in found else NOTHING
-        figures = [per_cent(found["accuracy"]), plain_number(found["auc"]), *map(per_cent, found["tpr"].values()), best]
-        rows.append([defence, who, label, *figures])
-    return rows
+def best_of(found: Scored) -> str:
+    """The best epoch's accuracy on the test itself, in %."""
+    return NOTHING if found.best_on_test is None else f"{100 * found.best_on_test:.1f}"
 
 
-def network_rows(attacker: Attacker) -> list[list[str]]:
-    """How each attack network trained."""
-    defence, who, attacks, _ = attacker
-    rows = []
-    for name, found in attacks.items():
-        if net := found.get("network"):
-            shares = [f"{100 * net[key]:.1f}" for key in ("train", "positive")]
-            end = [f"{100 * net['last'][key]:.1f}" for key in ("train", "positive")]
-            said = "same answer to all" if net["collapsed"] else ""
-            rows.append(
-                [defence, who, NETWORKS[name], str(net["epoch"]), *shares, f"{100 * net['validation']:.1f}", *end, said]
-            )
-    return rows
-
-
-def auc_intervals(attacker: Attacker) -> list[Interval]:
-    """AUC of every attack."""
-    defence, who, attacks, _ = attacker
-    group = f"{defence}, {who}"
-    rows = []
-    for name, found in attacks.items():
-        label, area = NETWORKS.get(name, name), found.get("auc")
-        if area:
-            rows.append(Interval(label, area["value"], area["low"], area["high"], group))
+def all_rows(row: Row) -> Iterator[list[str]]:
+    """One row per attack, all figures."""
+    for name, found in row.attacks.items():
+        start = [row.defence, row.who, NETWORKS.get(name, name)]
+        if isinstance(found, Failed):
+            yield [*start, f"failed: {found.failed}", "", "", "", ""]
         else:
-            rows.append(Interval(label, None, group=group, missing="failed"))
-    return rows
+            rates = map(percent, found.tpr.values())
+            yield [*start, percent(found.accuracy), text(found.auc, ".3f"), *rates, best_of(found)]
 
 
-def roc_section(name: str, found: Sequence[Attacker]) -> Section | None:
+def network_rows(row: Row) -> Iterator[list[str]]:
+    """How each attack network trained."""
+    for name, found in row.scored.items():
+        if net := found.network:
+            shares = (net.train, net.positive, net.validation, net.last.train, net.last.positive)
+            said = "same answer to all" if net.collapsed else ""
+            yield [row.defence, row.who, NETWORKS[name], str(net.epoch), *(f"{100 * x:.1f}" for x in shares), said]
+
+
+def auc_marks(row: Row) -> Iterator[Interval]:
+    """AUC of every attack."""
+    for name, found in row.attacks.items():
+        auc = found.auc if isinstance(found, Scored) else None
+        yield mark(NETWORKS.get(name, name), auc, f"{row.defence}, {row.who}")
+
+
+def roc_section(name: str, rows: Sequence[Row]) -> Section | None:
     """ROC curves of one attack against all defences."""
-    several = len({who for _, who, _, _ in found}) > 1
+    several = len({row.who for row in rows}) > 1
     lines = {
-        f"{defence} ({who})" if several else defence: [(x, y) for x, y in attacks[name]["roc"] if y > 0]
-        for defence, who, attacks, _ in found
-        if name in attacks and "roc" in attacks[name]
+        f"{row.defence} ({row.who})" if several else row.defence: [(x, y) for x, y in found.roc if y > 0]
+        for row in rows
+        if (found := row.scored.get(name)) and found.roc
     }
     if not lines:
         return None
@@ -126,41 +112,31 @@ def roc_section(name: str, found: Sequence[Attacker]) -> Section | None:
     return Curves(title, "false positive rate", "true positive rate", lines, log_y=True, log_x=True)
 
 
-def left_out(results: Mapping[str, Result]) -> list[str]:
+def left_out(results: Mapping[str, Membership | Failed]) -> list[str]:
     """What is not in the tables, and why."""
-    sizes = {result["records"]["fresh"] for result in results.values() if "records" in result}
-    words = []
-    if sizes and min(sizes) < 10_000:
-        words.append(
-            f"The true-positive rate at 0.1 % false positives is left out: it takes 10,000 non-members, the test has "
-            f"{min(sizes):,}." + (" At 1 % it takes 1,000." if min(sizes) < 1000 else "")
-        )
-    return words
+    sizes = [result.records.fresh for result in results.values() if isinstance(result, Membership)]
+    if not sizes or min(sizes) >= 10_000:
+        return []
+    said = "The true-positive rate at 0.1 % false positives is left out: it takes 10,000 non-members, the test has "
+    return [f"{said}{min(sizes):,}." + (" At 1 % it takes 1,000." if min(sizes) < 1000 else "")]
 
 
-def present(config: Config, settings: Any, results: Mapping[str, Result], folder: Path) -> Shown:
-    """Table 3, all figures, intervals, ROC curves, attack networks."""
-    found = list(attackers(results))
-    metric = next((result["metric"] for result in results.values() if "metric" in result), "accuracy")
-    header = [title.format(metric) for title in (*HEADER, BEST)]
-    failed = [[name, "failed", *[""] * (len(header) - 2)] for name, result in results.items() if "failed" in result]
-    rows = [main_row(attacker) for attacker in found] + failed
-    rows.sort(key=lambda row: list(results).index(row[0]))
-    figures = ["balanced accuracy, %", "AUC", "TPR at 1 % FPR, %", "TPR at 0.1 % FPR, %", "best epoch on test, %"]
-    columns = ["epoch", "train right, %", "taken for members, %", "validation right, %", "last epoch right, %"]
-    names = dict.fromkeys(name for _, _, attacks, _ in found for name in attacks)
-    dots = [dot for attacker in found for dot in auc_intervals(attacker)]
-    curves = [roc_section(name, found) for name in names]
+def presented(results: Mapping[str, Membership | Failed]) -> Presented:
+    """Table 3, and the sections: all figures, intervals, ROC curves, attack networks."""
+    rows, missing = list(attackers(results)), left_out(results)
+    metric = rows[0].result.metric if rows else "accuracy"
+    curves = [roc_section(name, rows) for name in dict.fromkeys(name for row in rows for name in row.attacks)]
     sections: list[Section] = [
-        Text("How to read it", [*EXPLAINED, *left_out(results)]),
-        Intervals("AUC of every attack", "AUC", dots, {"guessing": 0.5}),
-        Table("All figures", ["defence", "attacker", "attack", *figures], [r for a in found for r in all_rows(a)]),
+        Text("How to read it", [*EXPLAINED, *missing]),
+        Intervals("AUC of every attack", "AUC", [dot for row in rows for dot in auc_marks(row)], {"guessing": 0.5}),
+        Table("All figures", ["defence", "attacker", "attack", *FIGURES], [r for row in rows for r in all_rows(row)]),
         *[curve for curve in curves if curve],
         Table(
             "The attack networks",
-            ["defence", "attacker", "sees", *columns, "taken for members, %", "remark"],
-            [r for a in found for r in network_rows(a)],
+            ["defence", "attacker", "sees", *TRAINING],
+            [cells for row in rows for cells in network_rows(row)],
             "At the chosen epoch, on the training records, half of them members; then at the last epoch.",
         ),
     ]
-    return Shown(header, rows, " ".join([NOTE, *left_out(results)]), sections)
+    header = [title.format(metric) for title in HEADER]
+    return header, list(main_rows(results)), " ".join([NOTE, *missing]), sections

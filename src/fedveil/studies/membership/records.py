@@ -1,9 +1,8 @@
 """Records of a membership attack, and the federations that the attacker trains itself on some of them."""
 
-import dataclasses
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.attacks.membership import halves
-from fedveil.data import Data, split
-from fedveil.data.records import Part
+from fedveil.attacks.scores import Scores
+from fedveil.data import Data, Part, split
+from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import metrics, predict
 from fedveil.federation.shards import generator
-from fedveil.runs.config import Config, load_data
-from fedveil.runs.folder import federation_of
-from fedveil.studies.jobs import Result, Tell
-from fedveil.studies.victim import ATTACKER, observe, shown
+from fedveil.files import write_whole
+from fedveil.runs.build import federation_of, load_data
+from fedveil.runs.config import Config
+from fedveil.studies.jobs import Done, Progress, Result
+from fedveil.studies.victim import observe, on_round
 
 Places = NDArray[np.int64]
 
@@ -41,6 +42,11 @@ class Records:
     victims: Places
     fresh: Places
 
+    @property
+    def parts(self) -> tuple[Places, Places, Places, Places]:
+        """Without the pool, in the order of `Sizes`."""
+        return self.own, self.known, self.victims, self.fresh
+
 
 def records_of(config: Config, data: Data, *, everyone: bool = False) -> Records:
     """Divide members and non-members, of which there are at most as many; half of them the attacker knows.
@@ -48,40 +54,31 @@ def records_of(config: Config, data: Data, *, everyone: bool = False) -> Records
     A held-out record that equals a member is no non-member, and left out. With `everyone` all non-members are there,
     the attacker knows a fifth of them, and the test is not cut to as many of each: for rates that need many of them.
     """
-    rows = [part.numpy() for part in shares(config, data)]
-    if len(rows) < 2:
+    asked, seed, count = config.data, config.training.seed, len(data.train.targets)
+    shares = split(data, asked.clients, how=asked.split, seed=seed, alpha=asked.alpha, column=asked.column)
+    if len(shares) < 2:
         raise BadArgument("membership", "there is nobody else to learn about", "--clients 2 or more")
-    members = set(digests(data.train.tensor))
+    own, *others = (rows.numpy() for rows in shares)  # the attacker is client 0
+    members, chance = set(digests(data.train.tensor)), generator("non-members", seed)
     new = [place for place, digest in enumerate(digests(data.test.tensor)) if digest not in members]
-    chance = generator("non-members", config.seed)
-    count = len(data.train.targets)
-    most = len(new) if everyone else count
-    new = [new[place] for place in torch.randperm(len(new), generator=chance)[:most].tolist()]
-    fresh_part = data.test.take(new)
-    inputs = torch.cat([data.train.tensor, fresh_part.tensor])
-    pool = Part(inputs, torch.cat([data.train.targets, fresh_part.targets]))
-    known, fresh = np.split(count + np.arange(len(new)), [len(new) // (5 if everyone else 2)])
-    victims = np.concatenate([part for client, part in enumerate(rows) if client != ATTACKER])
+    order = torch.randperm(len(new), generator=chance)[: None if everyone else count]
+    outside = data.test.take([new[place] for place in order.tolist()])
+    pool = Part(torch.cat([data.train.tensor, outside.tensor]), torch.cat([data.train.targets, outside.targets]))
+    known, fresh = np.split(count + np.arange(len(order)), [len(order) // (5 if everyone else 2)])
+    victims = np.concatenate(others)
     victims = victims[torch.randperm(len(victims), generator=chance).numpy()]
-    test = min(len(victims), len(fresh))
-    if everyone:
-        return Records(pool, rows[ATTACKER], known, victims, fresh)
-    return Records(pool, rows[ATTACKER], known, victims[:test], fresh[:test])
-
-
-def shares(config: Config, data: Data) -> list[Tensor]:
-    """Each client's rows of the training records, as the federation divides them."""
-    return split(data, config.clients, how=config.split, seed=config.seed, alpha=config.alpha, column=config.column)
+    test = None if everyone else min(len(victims), len(fresh))
+    return Records(pool, own, known, victims[:test], fresh[:test])
 
 
 def digests(inputs: Tensor) -> list[bytes]:
-    """A fingerprint a record."""
+    """One fingerprint per record."""
     return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in inputs.numpy()]
 
 
 def shadow_defence(defence: str) -> str:
     """A veiled federation trains the plain one's model, so that both have the same shadows."""
-    return "plain" if defence == "veil" else defence
+    return find(defence).shadows or defence
 
 
 def shadow_file(folder: Path, defence: str, number: int, cleaned: bool = False) -> Path:
@@ -91,27 +88,50 @@ def shadow_file(folder: Path, defence: str, number: int, cleaned: bool = False) 
 
 def inside_of(config: Config, records: int, shadows: int) -> NDArray[np.bool_]:
     """Which record of the pool each shadow trains on."""
-    return halves(records, shadows, generator("shadows", config.seed, shadows))
+    return halves(records, shadows, generator("shadows", config.training.seed, shadows))
 
 
-def train_shadow(tell: Tell, config: Config, number: int, shadows: int, files: Sequence[Path]) -> Result:
-    """A federation like the attacked one on half of the pool; its outputs on all of the pool.
+def read_shadows(config: Config, count: int, folder: Path, cleaned: bool) -> tuple[Scores, NDArray[np.bool_]]:
+    """The outputs of all shadows on all of the pool, and which records each trained on."""
+    files = [shadow_file(folder, config.defence.name, number, cleaned) for number in range(count)]
+    outputs = np.stack([np.load(file) for file in files]).astype(np.float64)
+    return outputs, inside_of(config, outputs.shape[1], count)
 
-    As a client sees them in the first file, the server's in the second.
+
+@dataclass(frozen=True)
+class Shadow(Result):
+    """A federation that the attacker trained itself: the metrics of its model on records inside and outside of it."""
+
+    seed: int
+    inside: dict[str, float]
+    outside: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TrainShadow:
+    """Train a federation like the attacked one on half of the pool, and keep its outputs on all of the pool.
+
+    As its clients see them in one file, the server's in another (`shadow_file`).
     """
-    data = load_data(config)
-    pool = records_of(config, data).pool
-    inside = inside_of(config, len(pool.targets), shadows)[number]
-    own = Data(data.name, pool.take(inside), data.test, classes=data.classes)
-    how = "iid" if config.split == "column" else config.split
-    config = dataclasses.replace(config, seed=config.seed + 1 + number, split=how, column=None)
-    federation = federation_of(config, own)
-    federation.fit(config.epochs, on_round=shown(config.epochs, tell))
-    outputs = predict(observe(federation).model, pool.tensor.to(federation.device)).cpu()
-    true = predict(federation.model, pool.tensor.to(federation.device)).cpu()
-    for file, values in zip(files, (outputs, true), strict=True):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        np.save(file, values.numpy())
-    parts = {"inside": torch.from_numpy(inside), "outside": torch.from_numpy(~inside)}
-    found = {name: metrics(true[rows], pool.targets[rows]) for name, rows in parts.items()}
-    return {"seed": config.seed, **{f"{part} {name}": v for part, m in found.items() for name, v in m.items()}}
+
+    config: Config
+    number: int
+    shadows: int
+    folder: Path
+
+    def __call__(self, progress: Progress, done: Done) -> Shadow:
+        """Train, and write the outputs."""
+        config, data = self.config, load_data(self.config)
+        pool = records_of(config, data).pool
+        inside = inside_of(config, len(pool.targets), self.shadows)[self.number]
+        how = "iid" if config.data.split == "column" else config.data.split
+        own = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
+        federation = federation_of(own, Data(data.name, pool.take(inside), data.test, classes=data.classes))
+        federation.fit(own.training.epochs, on_round=on_round(own.training.epochs, progress))
+        views = observe(federation).model, federation.model
+        outputs = [predict(view, pool.tensor.to(federation.device)).cpu() for view in views]
+        for cleaned, values in zip((False, True), outputs, strict=True):
+            path = shadow_file(self.folder, config.defence.name, self.number, cleaned)
+            write_whole(path, partial(np.save, arr=values.numpy()))
+        parts = [torch.from_numpy(rows) for rows in (inside, ~inside)]
+        return Shadow(own.training.seed, *(metrics(outputs[1][rows], pool.targets[rows]) for rows in parts))

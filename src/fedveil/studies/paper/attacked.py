@@ -1,105 +1,131 @@
-"""Attacks of a plan: `fedveil attack` on each data set, and its results without what only its own page needs."""
+"""Tables of attacks: each data set of a plan is attacked under every defence."""
 
-import json
-from collections.abc import Callable, Mapping
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
-from fedveil.attacks.adaptive import PUBLISHED, STRONGEST
-from fedveil.report import NOTHING, Interval
-from fedveil.runs.config import configure, load_data
-from fedveil.studies.attack import Experiment, Show, run_attack
-from fedveil.studies.jobs import Result
-from fedveil.studies.membership.page import per_cent
-from fedveil.studies.paper.plan import Plan
+from fedveil.attacks.observed import PUBLISHED
+from fedveil.defences.registry import find
+from fedveil.report import Interval, Intervals
+from fedveil.runs.build import load_data
+from fedveil.runs.config import configure
+from fedveil.studies.attack import Asked, AttackStudy, Results
+from fedveil.studies.estimates import Estimate
+from fedveil.studies.jobs import Done, Failed, Job, Result
+from fedveil.studies.paper.plan import Exhibit, Plan
+from fedveil.studies.study import Shown
 
-LONG = ("roc", "network", "right")  # keys of what a table has no use for
-WHO = ("ours, as published", "ours, knows the defence")
-Results = Mapping[str, Mapping[str, Result]]  # by data set and defence
-
-
-def folder_of(experiment: Experiment, data: str, work: Path) -> Path:
-    """Where an attack on a data set keeps everything; figures find there what tables computed."""
-    return work / experiment.name / data
-
-
-def gather_attack(
-    experiment: Experiment, plan: Plan, work: Path, workers: int | None, show: Show
-) -> dict[str, dict[str, Result]]:
-    """Results by data set and defence."""
-    settings = experiment.settings(**plan.settings["attack"])
-    where = f"{plan.name}.toml, {plan.scale}"
-    configs = [configure(group | {"device": plan.device}, where) for group in plan.settings["runs"]]
-    for config in configs:
-        load_data(config)  # what is missing is said before anything runs, and images are decoded once
-    found = {}
-    for config in configs:
-        folder = folder_of(experiment, config.data, work)
-
-        def named(name: str, share: float, what: str, data: str = config.data) -> None:
-            show(f"{data}, {name}", share, what)
-
-        run_attack(experiment, config, settings, plan.settings["defences"], folder, workers=workers, show=named)
-        found[config.data] = short(json.loads((folder / "results.json").read_text())["results"])
-    return found
+Printed = dict[str, dict[str, dict[str, float]]]  # by data set, measure and defence
+O = TypeVar("O")  # noqa: E741
+A = TypeVar("A", bound=Result)
+R = TypeVar("R")
 
 
-def short(found: Any) -> Any:
-    """Results without the long lists."""
-    if isinstance(found, Mapping):
-        return {key: short(value) for key, value in found.items() if key not in LONG}
-    return [short(value) for value in found] if isinstance(found, list) else found
+class AttackExhibit(Exhibit[R], Generic[O, A, R]):
+    """A table or figure of an attack; tables and figures of one attack share its jobs."""
+
+    study: AttackStudy[O, A]
+
+    def asked(self, plan: Plan, folder: Path) -> dict[str, tuple[Asked[O], Path]]:
+        """What the attack is asked on each data set, and the folder for its files."""
+        found, options = {}, self.study.options(**plan.settings.attack)
+        for group in plan.settings.runs:
+            config = configure(group | {"device": plan.device}, plan.where)
+            data, name = config.data.name, self.study.name
+            asked = Asked(config, tuple(plan.settings.defences), options, label=f"{name}-{data}-")
+            found[data] = asked, folder / name / data
+        return found
+
+    def jobs(self, plan: Plan, folder: Path) -> list[Job[Result]]:
+        """Of all data sets; missing data are reported before anything runs, and images are decoded once."""
+        every = self.asked(plan, folder).values()
+        for asked, _ in every:
+            load_data(asked.config)
+        return [job for asked, home in every for job in self.study.jobs(asked, home)]
+
+    def attacked(self, plan: Plan, folder: Path, done: Done) -> dict[str, Results[A]]:
+        """Results by data set and defence."""
+        every = self.asked(plan, folder).items()
+        return {data: self.study.collect(asked, home, done) for data, (asked, home) in every}
 
 
-def measure_rows(
-    plan: Plan, results: Results, measures: Mapping[str, str], figures: Callable[[str, Result, str], list[str]]
-) -> list[list[str]]:
-    """A row for data, measure and defence: the paper's value, then three of ours; a failed defence says why."""
-    rows = []
-    for printed_as, data in plan.settings["data"].items():
-        for measure, title in measures.items():
-            for defence, result in results[data].items():
-                start = [data, title, defence, f"{plan.paper[printed_as][measure][defence]:.2f}"]
-                if "failed" in result:
-                    rows.append([*start, f"failed: {result['failed']}", "", ""])
-                elif measure == "accuracy":
-                    rows.append([*start, NOTHING, f"{100 * result['test']:.1f}", NOTHING])
+class AttackTable(AttackExhibit[O, A, dict[str, Results[A]]]):
+    """A table of an attack, with its success in a chart and in the summary.
+
+    Attributes:
+        what: the attack, in the summary.
+        header, note: of the table.
+        measures: the paper's, with their titles.
+        success: the measure of the chart and the summary.
+        chart: without its rows.
+    """
+
+    what: str
+    header: Sequence[str]
+    note: str
+    measures: Mapping[str, str]
+    success: str
+    chart: Intervals
+
+    @abstractmethod
+    def cells(self, defence: str, result: A, measure: str) -> list[str]:
+        """Three values of a measure: as the paper measures it, by the published attacker, by the adaptive one."""
+
+    @abstractmethod
+    def rate(self, result: A, attacker: str) -> Estimate | None:
+        """An attacker's success, if it was measured."""
+
+    def collect(self, plan: Plan, folder: Path, done: Done) -> dict[str, Results[A]]:
+        """By data set and defence."""
+        return self.attacked(plan, folder, done)
+
+    def present(self, plan: Plan, results: dict[str, Results[A]]) -> Shown:
+        """One row per data set, measure and defence, and success in a chart and in words."""
+        rows, marks, headline = list[list[str]](), list[Interval](), list[tuple[str, str, str]]()
+        for printed_as, data in plan.settings.data.items():
+            paper, ours = plan.printed(Printed)[printed_as], results[data]
+            rows += self.rows(data, paper, ours)
+            marks += self.marks(data, paper[self.success], ours)
+            headline += self.headline(data, paper[self.success], ours)
+        chart = dataclasses.replace(self.chart, rows=marks)
+        return Shown(plan.title, "", self.header, rows, self.note, [chart], headline=headline)
+
+    def rows(self, data: str, paper: Mapping[str, Mapping[str, float]], ours: Results[A]) -> list[list[str]]:
+        """The paper's value of each measure and defence, then three of ours; a failed defence says why."""
+        rows = []
+        for measure, title in self.measures.items():
+            for defence, result in ours.items():
+                if isinstance(result, Failed):
+                    cells = [f"failed: {result.failed}", "", ""]
                 else:
-                    rows.append([*start, *figures(defence, result, measure)])
-    return rows
+                    cells = self.cells(defence, result, measure)
+                rows.append([data, title, defence, f"{paper[measure][defence]:.2f}", *cells])
+        return rows
 
-
-def success_marks(
-    plan: Plan, results: Results, measure: str, pick: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-) -> list[Interval]:
-    """Success in per cent: the paper's, by the published attacker, by the one that knows the defence."""
-    marks = []
-    for printed_as, data in plan.settings["data"].items():
-        for defence, result in results[data].items():
+    def marks(self, data: str, paper: Mapping[str, float], ours: Results[A]) -> list[Interval]:
+        """Success in per cent: the paper's, by the published attacker, by the adaptive one."""
+        marks = []
+        for defence, result in ours.items():
             group = f"{data}, {defence}"
-            marks.append(Interval("paper", plan.paper[printed_as][measure][defence], group=group))
-            if "failed" in result:
-                marks.append(Interval(WHO[0], None, group=group, missing="failed"))
+            marks.append(Interval("paper", paper[defence], group=group))
+            if isinstance(result, Failed):
+                marks.append(Interval("ours, as published", None, group=group, missing="failed"))
                 continue
-            for label, name in zip(WHO, (PUBLISHED, STRONGEST.get(defence)), strict=True):
-                if name in result["attackers"]:
-                    found = pick(result["attackers"][name])
-                    value, low, high = (100 * found[key] for key in ("value", "low", "high"))
-                    marks.append(Interval(label, value, low, high, group))
-    return marks
+            attackers = {"ours, as published": PUBLISHED, "ours, adaptive": find(defence).strongest or ""}
+            for label, attacker in attackers.items():
+                if found := self.rate(result, attacker):
+                    marks.append(Interval(label, 100 * found.value, 100 * found.low, 100 * found.high, group))
+        return marks
 
-
-def comparison(results: Results, pick: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> list[str]:
-    """A line a data set: undefended, veil as published, veil for an attacker that knows it."""
-    said = []
-    for data, ours in results.items():
-        plain, veil = ours.get("plain", {}), ours.get("veil", {})
-        if "attackers" in plain and "attackers" in veil:
-            bare, sent = (per_cent(pick(result["attackers"][PUBLISHED])) for result in (plain, veil))
-            known = per_cent(pick(veil["attackers"][STRONGEST["veil"]]))
-            said.append(
-                f"{data}, test accuracy {100 * plain['test']:.1f} % (training {100 * plain['train']:.1f}): undefended "
-                f"{bare}, veil {sent} by the published attacker, {known} by one that fits the noise of the head on its "
-                "own records."
-            )
-    return said or ["No attack is complete."]
+    def headline(self, data: str, paper: Mapping[str, float], ours: Results[A]) -> list[tuple[str, str, str]]:
+        """Success in %, undefended and under the veil: the paper's and ours."""
+        plain, veil = ours.get("plain"), ours.get("veil")
+        if not plain or not veil or isinstance(plain, Failed) or isinstance(veil, Failed):
+            return []
+        every = self.rate(plain, PUBLISHED), self.rate(veil, PUBLISHED), self.rate(veil, find("veil").strongest or "")
+        first, second, adaptive = [f"{100 * one.value:.1f}" for one in every if one]
+        theirs = f"plain {paper['plain']:.2f}, veil {paper['veil']:.2f}"
+        said = f"plain {first}, veil {second}, by an adaptive attacker {adaptive}"
+        return [(f"{self.what}, {data}, success in %", theirs, said)]

@@ -1,84 +1,85 @@
 """Figure 5: an image from a gradient: undefended, under PPDL with ever more noise, under the veil."""
 
-import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from fedveil.report import Section
-from fedveil.runs.config import configure, load_data
-from fedveil.studies.attack import Show, Shown
-from fedveil.studies.gradients.page import (
-    HEADER,
-    chart,
-    defence_rows,
-    floors_of,
-    parts_of,
-    picture_grid,
-    read_part,
-    table_row,
-)
-from fedveil.studies.gradients.run import GRADIENTS
-from fedveil.studies.jobs import Cell, Result, run_cells
+from fedveil.runs.build import load_data
+from fedveil.runs.config import Config, Value, configure
+from fedveil.studies.attack import Asked, Results
+from fedveil.studies.estimates import average
+from fedveil.studies.gradients.page import HEADER, chart, defence_rows, floors_of, gallery, joined, table_row, whole
+from fedveil.studies.gradients.results import Batch, Gradients
+from fedveil.studies.gradients.run import GRADIENTS, Options
+from fedveil.studies.jobs import Done, Job, Result
 from fedveil.studies.paper.plan import Exhibit, Plan
+from fedveil.studies.study import Shown
 
 BATCH = 1
-
 NOTE = (
-    "Means over images [95 % interval, Student's], one image a batch; floors need no gradient. V-up: the victim's "
-    "upload and the model it was sent, as the paper attacks; V-diff: what another client has, the difference of two "
-    'broadcasts. "true W, veiled upload" is the pair of the public code: nobody has it, since the true model stays at '
-    'the server. "masked" knows which numbers PPDL sends. The paper gives no figures.'
+    "Means over images [95 % interval, Student's], one image per batch; floors need no gradient. V-up: the victim's "
+    "upload and the model it received, as the paper attacks; V-diff: what another client has, the difference of two "
+    'broadcasts. "true W, veiled upload" is the pair of the public code: no participant has it, since the true model '
+    'stays at the server. "masked" knows which numbers PPDL sends. The paper gives no figures.'
 )
+Found = Results[Gradients]
 
 
-def variants(plan: Plan) -> dict[str, dict[str, Any]]:
+def variants(plan: Plan) -> dict[str, Config]:
     """The defences: plain, PPDL with each variance, veil."""
-    noise = {
-        f"ppdl, variance {variance:g}": {"defence": "ppdl", "ppdl": "noise", "sigma": math.sqrt(variance)}
-        for variance in plan.settings["variances"]
+    changes: dict[str, dict[str, Value]] = {"plain": {"defence": "plain"}}
+    for variance in plan.settings.variances:
+        noise: dict[str, Value] = {"defence": "ppdl", "ppdl": "noise", "sigma": math.sqrt(variance)}
+        changes[f"ppdl, variance {variance:g}"] = noise
+    changes["veil"] = {"defence": "veil"}
+    common = plan.settings.run | {"device": plan.device}
+    return {name: configure(common | own, plan.where) for name, own in changes.items()}
+
+
+class Fig5(Exhibit[Found]):
+    """Images from gradients."""
+
+    kind = TypeAdapter(Found)
+
+    def batches(self, plan: Plan) -> dict[str, dict[str, Job[Batch]]]:
+        """The jobs of each variant."""
+        options = Options(**plan.settings.attack)  # type: ignore[arg-type]
+        configs = variants(plan)
+        return {
+            name: GRADIENTS.batches(Asked(config, (name,), options, label="gradients-"), name, config)
+            for name, config in configs.items()
+        }
+
+    def jobs(self, plan: Plan, folder: Path) -> list[Job[Result]]:
+        """All batches of all variants; missing data are reported before anything runs."""
+        load_data(variants(plan)["plain"])
+        return [job for own in self.batches(plan).values() for job in own.values()]
+
+    def collect(self, plan: Plan, folder: Path, done: Done) -> Found:
+        """By variant."""
+        seed = variants(plan)["plain"].training.seed
+        every = self.batches(plan).items()
+        return {name: Gradients(seed, {part: done[job] for part, job in own.items()}) for name, own in every}
+
+    def present(self, plan: Plan, results: Found) -> Shown:
+        """A row for each defence and view, PSNR in a picture, and the images."""
+        floors = floors_of(results, BATCH)
+        rows = [row for name, result in results.items() for row in defence_rows(name, result, [BATCH])]
+        rows += [table_row("floor", name, "", "", found) for name, found in floors.items()]
+        sections: list[Section] = [chart("Figure 5: how near the images come", results, BATCH, floors)]
+        note = "Below each picture its PSNR in dB."
+        if pictures := gallery("Figure 5: images from gradients", results, BATCH, note):
+            sections.append(pictures)
+        return Shown(plan.title, "", HEADER, rows, NOTE, sections, headline=headline(results))
+
+
+def headline(results: Found) -> list[tuple[str, str, str]]:
+    """How near the images come, from the upload, in dB."""
+    near = {
+        name: average(joined([part.views["V-up"] for part in parts]).psnr).value
+        for name, parts in whole(results, BATCH).items()
     }
-    return {"plain": {"defence": "plain"}, **noise, "veil": {"defence": "veil"}}
-
-
-def gather(plan: Plan, work: Path, workers: int | None, show: Show) -> dict[str, Result]:
-    """The attack on each variant, with its pictures."""
-    settings = GRADIENTS.settings(**plan.settings["attack"])
-    load_data(configure(plan.settings["run"]))  # what is missing is said before anything runs
-    where, found = work / "gradients", {}
-    folders = {name: where / name.replace(", ", "-").replace(" ", "-") for name in variants(plan)}
-    cells = []
-    for name, own in variants(plan).items():
-        config = configure(plan.settings["run"] | own | {"device": plan.device}, f"{plan.name}.toml, {plan.scale}")
-        arguments = {"config": config, "settings": settings, "folder": folders[name], "run": folders[name] / "run"}
-        cells.append(Cell(folders[name].name, GRADIENTS.attack, arguments))
-    done = run_cells(cells, where / "cells", workers=workers, show=show)
-    for name, own in variants(plan).items():
-        result = done[folders[name].name]
-        if "parts" in result:
-            parts = {part: read_part(folders[name], own["defence"], part) for part in result["parts"]}
-            result = {**result, "parts": parts}
-        found[name] = result
-    return found
-
-
-def present(plan: Plan, results: Mapping[str, Result]) -> Shown:
-    """A row for each defence and view, PSNR in a picture, and the images."""
-    floors = floors_of(results, BATCH)
-    rows = [row for name, result in results.items() for row in defence_rows(name, result, [BATCH])]
-    rows += [table_row("floor", name, "", "", found) for name, found in floors.items()]
-    drawn = dataclasses.replace(chart(results, BATCH, floors), title="Figure 5: how near the images come")
-    sections: list[Section] = [drawn]
-    whole = {
-        name: parts_of(result, BATCH)[0]
-        for name, result in results.items()
-        if "parts" in result and not parts_of(result, BATCH)[1]
-    }
-    pictures = picture_grid("Figure 5: images from gradients", whole, "Below each picture its PSNR in dB.")
-    if pictures:
-        sections.append(pictures)
-    return Shown(HEADER, rows, NOTE, sections)
-
-
-FIG5 = Exhibit("fig5", gather, present)
+    said = ", ".join(f"{name} {value:.1f}" for name, value in near.items())
+    return [("Figure 5, images from gradients, PSNR in dB", "no figures; veil like PPDL with variance 0.1", said)]

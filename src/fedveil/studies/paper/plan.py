@@ -1,16 +1,48 @@
-"""What a table or figure of the paper is here: a plan in TOML, something to compute, a pure function that shows it."""
+"""What a table or figure of the paper is here: a plan in TOML, and a study that computes and shows it."""
 
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fedveil.errors import BadArgument
-from fedveil.studies.attack import Show, Shown
+from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter
+
+from fedveil.checks import one_of
+from fedveil.runs.config import Value
+from fedveil.studies.jobs import Show
+from fedveil.studies.study import Shown, Study, gather
 
 SCALES = ("quick", "cpu", "paper")
+T = TypeVar("T")
+R = TypeVar("R")
+Axis = Value | list[Value] | dict[str, Value]
+"""One value, values to combine with all others, or one that follows another."""
+
+
+class Scale(BaseModel):
+    """What decides the results at one scale.
+
+    Attributes:
+        about: what of the paper's setting this scale keeps and what not.
+        defences: to attack.
+        data: our name of each data set of the paper.
+        attack: options of the attack.
+        common: what all groups of runs have in common.
+        runs: groups of configurations.
+        run: one configuration.
+        variances: of PPDL's noise.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    about: str
+    defences: list[str] = []
+    data: dict[str, str] = {}
+    attack: dict[str, Value] = {}
+    common: dict[str, Axis] = {}
+    runs: list[dict[str, Axis]] = []
+    run: dict[str, Value] = {}
+    variances: list[float] = []
 
 
 @dataclass(frozen=True)
@@ -18,52 +50,78 @@ class Plan:
     """A table or figure at one scale.
 
     Attributes:
-        name: as the command line has it.
-        title: as the page has it.
+        name: on the command line.
+        title: on the page.
         scale: one of SCALES.
-        about: what of the paper's setting this scale keeps and what not.
-        settings: what decides the results.
+        settings: what decides the results, checked; `asked` is the same as it is written.
+        columns: of the paper's table.
         paper: the paper's values.
-        why: where the paper and a reader's expectation part, and why.
+        why: differences from the paper and from a reader's expectation, with reasons.
         device: to compute on.
     """
 
     name: str
     title: str
     scale: str
-    about: str
-    settings: Mapping[str, Any]
-    paper: Mapping[str, Any]
-    why: Sequence[str]
+    settings: Scale
+    asked: dict[str, JsonValue]
+    columns: list[str]
+    paper: JsonValue
+    why: list[str]
     device: str = "cpu"
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"{self.name}.toml, {self.scale}"
+
+    def printed(self, kind: type[T]) -> T:
+        """The paper's values, as what they are in this table."""
+        return TypeAdapter(kind).validate_python(self.paper)
 
 
 def _read(name: str) -> dict[str, Any]:
-    """NAME.toml beside this file."""
     return tomllib.loads(files(__package__).joinpath(f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def read_plan(name: str, scale: str, device: str = "cpu") -> Plan:
     """The plan in NAME.toml; one with as = OTHER has the settings of the other."""
-    if scale not in SCALES:
-        raise BadArgument("--scale", f"there is no scale {scale!r}", " or ".join(SCALES))
+    one_of("--scale", "scale", scale, SCALES)
     found = _read(name)
-    settings = dict(_read(found["as"])["scales"][scale] if "as" in found else found["scales"][scale])
-    about = settings.pop("about")
-    return Plan(name, found["title"], scale, about, settings, found.get("paper", {}), found["why"], device)
+    asked = (_read(found["as"]) if "as" in found else found)["scales"][scale]
+    settings = Scale.model_validate(asked)
+    paper = found.get("paper", {})
+    columns = [str(column) for column in paper.pop("columns", [])]
+    written = {key: value for key, value in asked.items() if key != "about"}
+    return Plan(name, found["title"], scale, settings, written, columns, paper, found["why"], device)
 
 
-@dataclass(frozen=True)
-class Exhibit:
-    """How a plan becomes a table or figure.
+class Exhibit(Study[Plan, R]):
+    """A table or figure of the paper.
 
     Attributes:
-        name: of the plan.
-        gather: (plan, folder for what is computed, processes, show) -> results as plain values; goes on where it was
-            stopped. A part that failed is {"failed": why}.
-        present: (plan, results) -> what a reader gets; computes nothing.
+        kind: the type of its results, for reading them from disk.
+        left_out: names of fields that only the study's own page needs, and that are not written.
     """
 
-    name: str
-    gather: Callable[[Plan, Path, int | None, Show], Any]
-    present: Callable[[Plan, Any], Shown]
+    kind: TypeAdapter[R]
+    left_out: frozenset[str] = frozenset()
+
+    def __init__(self, name: str) -> None:
+        self.name = self.summary = name
+
+    def loaded(self, plan: Plan, results: JsonValue) -> Shown:
+        """What a reader gets, from results as they are on disk."""
+        return self.present(plan, self.kind.validate_python(results))
+
+    def computed(self, plan: Plan, folder: Path, workers: int | None, show: Show) -> JsonValue:
+        """Results for the disk."""
+        results = gather(self, plan, folder, workers=workers, show=show)
+        return without(self.kind.dump_python(results, mode="json"), self.left_out)
+
+
+def without(value: JsonValue, names: frozenset[str]) -> JsonValue:
+    """Plain values without some keys, at any depth."""
+    if isinstance(value, dict):
+        return {key: without(inner, names) for key, inner in value.items() if key not in names}
+    return [without(inner, names) for inner in value] if isinstance(value, list) else value

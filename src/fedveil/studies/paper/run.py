@@ -5,30 +5,102 @@ import platform
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
+from pydantic import JsonValue
 
 from fedveil.errors import BadArgument
+from fedveil.files import write_whole
 from fedveil.report import Facts, Page, Section, Table, Text, write
-from fedveil.runs.folder import write_text
-from fedveil.studies.attack import Show, Shown
-from fedveil.studies.paper.fig3 import FIG3
-from fedveil.studies.paper.fig4 import FIG4
-from fedveil.studies.paper.fig5 import FIG5
-from fedveil.studies.paper.plan import Exhibit, Plan, read_plan
-from fedveil.studies.paper.table1 import TABLE1
-from fedveil.studies.paper.table2 import TABLE2
-from fedveil.studies.paper.table3 import TABLE3
-from fedveil.studies.paper.table4 import TABLE4
+from fedveil.studies.jobs import Show
+from fedveil.studies.paper.fig3 import Fig3
+from fedveil.studies.paper.fig4 import Fig4
+from fedveil.studies.paper.fig5 import Fig5
+from fedveil.studies.paper.plan import Plan, read_plan
+from fedveil.studies.paper.table1 import Table1
+from fedveil.studies.paper.table2 import Table2
+from fedveil.studies.paper.table3 import Table3
+from fedveil.studies.paper.table4 import Table4
+from fedveil.studies.study import Shown
 
-EXHIBITS: dict[str, Exhibit] = {exhibit.name: exhibit for exhibit in (TABLE1, TABLE2, FIG3, TABLE3, TABLE4, FIG4, FIG5)}
+
+class Producer(Protocol):
+    """An exhibit, whatever the type of its results."""
+
+    def loaded(self, plan: Plan, results: JsonValue) -> Shown:
+        """See `Exhibit.loaded`."""
+
+    def computed(self, plan: Plan, folder: Path, workers: int | None, show: Show) -> JsonValue:
+        """See `Exhibit.computed`."""
+
+
+EXHIBITS: dict[str, Producer] = {
+    "table1": Table1("table1"),
+    "table2": Table2("table2"),
+    "fig3": Fig3("fig3"),
+    "table3": Table3("table3"),
+    "table4": Table4("table4"),
+    "fig4": Fig4("fig4"),
+    "fig5": Fig5("fig5"),
+}
 LEAD = (
     "Every table and figure of the evaluation of Yang et al., An Accuracy-Lossless Perturbation Method for Defending "
     "Privacy Attacks in Federated Learning, computed anew, the paper's values beside ours."
 )
+SUMMARY = (
+    "The paper's figures beside ours at this scale. An adaptive attacker fits the noise of the veil's final layer with "
+    "its own labels. Settings and differences from the paper stand with each table."
+)
+RENAMED = {
+    '"control"': '"baseline"',
+    '"calibrated"': '"own labels"',
+    '"stacked"': '"sketches stacked"',
+    ": calibrated, by": ": own labels, by",
+    ": stacked, by": ": sketches stacked, by",
+}
+"""Names in results of earlier versions, and what they are called now."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """An exhibit's file, with its plan and what a reader gets."""
+
+    plan: Plan
+    file: Mapping[str, JsonValue]
+    shown: Shown
+
+    def sections(self) -> list[Section]:
+        """The table, what it shows besides, why it differs, how it was made."""
+        plan, shown = self.plan, self.shown
+        main: Section = Text(plan.title, [shown.note, plan.settings.about])
+        if shown.rows:
+            main = Table(plan.title, shown.header, shown.rows, f"{shown.note} Scale: {plan.settings.about}")
+        label = plan.title.split(":")[0]
+        facts = {
+            "scale": plan.scale,
+            "repeat": str(self.file["command"]),
+            "minutes of the last call": str(self.file["minutes"]),
+            "with": str(self.file["with"]),
+            **settings_facts(plan.asked),
+        }
+        why = Text(f"{label}: differences from the paper, and why", plan.why)
+        return [main, *shown.sections, why, Facts(f"{label}: how it was made", facts)]
+
+
+def settings_facts(asked: Mapping[str, JsonValue]) -> dict[str, str]:
+    """What decides the results, as lines of text."""
+    facts = {}
+    for name, value in asked.items():
+        groups = value if name == "runs" and isinstance(value, list) else [value]
+        for number, group in enumerate(groups, start=1):
+            several = f" {number}" if len(groups) > 1 else ""
+            said = ", ".join(f"{k} = {v}" for k, v in group.items()) if isinstance(group, dict) else str(group)
+            facts[f"{name}{several}"] = said
+    return facts
 
 
 def names_of(asked: Sequence[str]) -> list[str]:
@@ -39,26 +111,28 @@ def names_of(asked: Sequence[str]) -> list[str]:
     return [name for name in EXHIBITS if name in asked or "all" in asked]
 
 
-def settled(plan: Plan) -> dict[str, Any]:
-    """What decides an exhibit's results."""
-    return {"scale": plan.scale, "settings": plan.settings, "device": plan.device}
-
-
-def broken(results: Any) -> bool:
+def broken(results: JsonValue) -> bool:
     """Whether any part of the results failed."""
-    if isinstance(results, Mapping):
-        return "failed" in results or any(map(broken, results.values()))
+    if isinstance(results, dict):
+        return bool(results.get("failed")) or any(map(broken, results.values()))
     return isinstance(results, list) and any(map(broken, results))
 
 
-def read(plan: Plan, folder: Path) -> dict[str, Any] | None:
-    """The exhibit's file, if it was made with the plan's settings."""
+def asked_of(plan: Plan) -> dict[str, JsonValue]:
+    """What decides whether results on disk are the plan's."""
+    return {"scale": plan.scale, "settings": plan.asked, "device": plan.device}
+
+
+def read(plan: Plan, folder: Path) -> dict[str, JsonValue] | None:
+    """The exhibit's file, if it was made with the plan's settings; results of earlier versions get today's names."""
     try:
-        found = json.loads((folder / f"{plan.name}.json").read_text())
-    except (OSError, json.JSONDecodeError):
+        text = (folder / f"{plan.name}.json").read_text()
+        for old, new in RENAMED.items():
+            text = text.replace(old, new)
+        found: JsonValue = json.loads(text)
+    except (OSError, ValueError):
         return None
-    usable = isinstance(found, dict) and all(found.get(key) == value for key, value in settled(plan).items())
-    return found if usable else None
+    return found if isinstance(found, dict) and found.items() >= asked_of(plan).items() else None
 
 
 def repeat(name: str, plan: Plan, folder: Path) -> str:
@@ -67,23 +141,19 @@ def repeat(name: str, plan: Plan, folder: Path) -> str:
     return f"fedveil reproduce {name} --scale {plan.scale}{device} --out {shlex.quote(str(folder))}"
 
 
-def compute(exhibit: Exhibit, plan: Plan, folder: Path, workers: int | None, show: Show) -> None:
-    """Compute an exhibit and keep it; one that is there whole is left alone."""
-    found = read(plan, folder)
-    if found and not broken(found["results"]):
-        show(plan.name, 1.0, "kept")
-        return
+def compute(plan: Plan, folder: Path, workers: int | None, show: Show) -> dict[str, JsonValue]:
+    """Compute an exhibit and write its file."""
     begin = time.monotonic()
-    results = exhibit.gather(plan, folder / "work", workers, show)
-    made = {
-        **settled(plan),
+    results = EXHIBITS[plan.name].computed(plan, folder / "work", workers, show)
+    made: dict[str, JsonValue] = {
+        **asked_of(plan),
         "command": repeat(plan.name, plan, folder),
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "with": f"fedveil {version('fedveil')}, torch {torch.__version__}, Python {platform.python_version()}",
         "results": results,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / f"{plan.name}.json", json.dumps(made, indent=1) + "\n")
+    write_whole(folder / f"{plan.name}.json", json.dumps(made, indent=1) + "\n")
+    return made
 
 
 def reproduce(
@@ -94,7 +164,7 @@ def reproduce(
     workers: int | None = None,
     device: str = "cpu",
     show: Show = lambda name, share, what: None,
-    on_done: Callable[[str, Shown], None] = lambda name, shown: None,
+    on_done: Callable[[Plan, Shown], None] = lambda plan, shown: None,
 ) -> Path:
     """Compute the exhibits that are not in the folder yet, and write the page of all that are; returns its place.
 
@@ -102,54 +172,34 @@ def reproduce(
         names: of exhibits, or "all".
         scale: "quick", "cpu" or "paper".
         folder: NAME.json for each exhibit, report.html, and work/ with all that a stopped run goes on from.
-        workers: processes side by side; one a core by default.
+        workers: processes side by side; one per core by default.
         device: to compute on.
         show: gets (part, share that is done, what is being done).
         on_done: gets each exhibit when it is there.
     """
     plans = {name: read_plan(name, scale, device) for name in EXHIBITS}
-    for name in names_of(names):
-        compute(EXHIBITS[name], plans[name], folder, workers, show)
-        write_page(folder, plans)
-        found = read(plans[name], folder)
-        assert found is not None
-        on_done(name, EXHIBITS[name].present(plans[name], found["results"]))
-    return folder / "report.html"
-
-
-def write_page(folder: Path, plans: Mapping[str, Plan]) -> None:
-    """One page of all exhibits that the folder holds at this scale."""
-    sections: list[Section] = []
+    asked, made = names_of(names), dict[str, Made]()
     for name, plan in plans.items():
-        found = read(plan, folder)
-        if found:
-            sections += exhibit_sections(plan, EXHIBITS[name].present(plan, found["results"]), found)
-    one = next(iter(plans.values()))
-    title = f"The paper, reproduced ({one.scale})"
-    write(Page(title, LEAD, sections, repeat("all", one, folder)), folder / "report.html")
+        if file := read(plan, folder):
+            made[name] = Made(plan, file, EXHIBITS[name].loaded(plan, file["results"]))
+            if name in asked and not broken(file["results"]):
+                show(name, 1.0, "kept")
+                on_done(plan, made[name].shown)
+                asked.remove(name)
+    for name in asked:
+        plan, file = plans[name], compute(plans[name], folder, workers, show)
+        made[name] = Made(plan, file, EXHIBITS[name].loaded(plan, file["results"]))
+        write_page(made, folder)
+        on_done(plan, made[name].shown)
+    return write_page(made, folder)
 
 
-def exhibit_sections(plan: Plan, shown: Shown, found: Mapping[str, Any]) -> list[Section]:
-    """An exhibit: its table, what it shows besides, why it differs, how it was made."""
-    main: Section = Text(plan.title, [shown.note, plan.about])
-    if shown.rows:
-        main = Table(plan.title, shown.header, shown.rows, f"{shown.note} Scale: {plan.about}")
-    facts = {
-        "scale": plan.scale,
-        "repeat": found["command"],
-        "minutes of the last call": str(found["minutes"]),
-        "with": found["with"],
-    }
-    for name, value in plan.settings.items():
-        groups = value if name == "runs" else [value]
-        for number, group in enumerate(groups, start=1):
-            several = f" {number}" if len(groups) > 1 else ""
-            said = ", ".join(f"{k} = {v}" for k, v in group.items()) if isinstance(group, Mapping) else str(group)
-            facts[f"{name}{several}"] = said
-    label = plan.title.split(":")[0]
-    return [
-        main,
-        *shown.sections,
-        Text(f"{label}: where paper and ours part, and why", plan.why),
-        Facts(f"{label}: how it was made", facts),
-    ]
+def write_page(made: Mapping[str, Made], folder: Path) -> Path:
+    """Write one page of all exhibits that are there, with a summary first."""
+    every = [made[name] for name in EXHIBITS if name in made]
+    plan, rows = every[0].plan, [row for one in every for row in one.shown.headline]
+    sections: list[Section] = [Table("Summary", ["", "the paper", "ours"], rows, SUMMARY)] if rows else []
+    for one in every:
+        sections += one.sections()
+    page = Page(f"The paper, reproduced ({plan.scale})", LEAD, sections, repeat("all", plan, folder))
+    return write(page, folder / "report.html")

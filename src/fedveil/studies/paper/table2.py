@@ -4,26 +4,26 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from fedveil.report import NOTHING, Section, Table, Text
-from fedveil.studies.attack import Shown
-from fedveil.studies.compare import CONTROL
-from fedveil.studies.jobs import Result
-from fedveil.studies.paper.plan import Exhibit, Plan
+from fedveil.studies.compare import BASELINE
+from fedveil.studies.paper.plan import Plan
 from fedveil.studies.paper.training import (
     Apart,
+    Run,
+    TrainingExhibit,
     aparts,
     bracketed,
     cell,
     counted,
-    gather,
     meeting,
     only,
     spread,
 )
+from fedveil.studies.study import Shown
 
 KEYS = ("data", "model", "clients", "loss")
 MEASURES: dict[str, Callable[[Apart], str]] = {
-    "means apart": lambda one: f"{100 * one.means:.2f}",
-    "of a seed": lambda one: f"{100 * one.along:.1f}",
+    "difference of means": lambda one: f"{100 * one.means:.2f}",
+    "within a seed": lambda one: f"{100 * one.along:.1f}",
     "test loss": lambda one: NOTHING if one.loss is None else f"{100 * one.loss:.1f}",
 }
 LOSS = "cross_entropy"  # the paper's
@@ -32,75 +32,83 @@ NOTE = (
     "{constants}"
 )
 BESIDE = (
-    "In points of accuracy, same seeds for all. Control: plain training with a rounding error more, one unit in the "
+    "In points of accuracy, same seeds for all. Baseline: plain training with one rounding error more, one unit in the "
     "last place of every gradient. Overlap: whether the ranges of veil and plain do, mean ± standard deviation over "
-    "seeds. Then the veil's distances from plain and, in brackets, the control's: of the means; the largest of a seed "
-    "in any epoch; the largest of a seed in the test loss at the end, in %, where that is not the metric."
+    "seeds. Then the veil's distances from plain and, in brackets, the baseline's: of the means; the largest within a "
+    "seed in any epoch; the largest within a seed in the test loss at the end, in %, where that is not the metric."
 )
+Printed = dict[str, dict[str, dict[str, list[float]]]]  # by data set, defence and clients, one value per network
 
 
-def present(plan: Plan, results: Sequence[Result]) -> Shown:
-    """A row for data, clients and defence, paper beside ours for each network; then veil beside plain."""
-    nets, sets = plan.paper["columns"], plan.settings["data"]
-    header = ["data", "clients", "defence", *(f"{net}, {who}" for net in nets for who in ("paper", "ours"))]
-    rows = []
-    for printed_as, data in sets.items():
-        for defence, values in plan.paper[printed_as].items():
-            for clients, printed in values.items():
-                row = [data, clients, defence]
-                for net, value in zip(nets, printed, strict=True):
-                    own = only(results, data=data, model=net, clients=int(clients), defence=defence, loss=LOSS)
-                    row += [f"{value:.2f}", cell(own, ".1f", 100)]
-                rows.append(row)
-    rows.sort(key=lambda row: (list(sets.values()).index(row[0]), int(row[1])))
-    shares = {result["data"]: result["constant"] for result in results if "constant" in result}
-    said = " ".join(f"The commonest class of {data} has {100 * share:.1f} %." for data, share in shares.items())
-    veils, controls = (list(aparts(results, KEYS, name)) for name in ("veil", CONTROL))
-    sections = [*lossless(results, veils, controls), words(veils, controls)]
-    return Shown(header, rows, NOTE.format(constants=said), sections)
+class Table2(TrainingExhibit):
+    """Classification."""
+
+    def present(self, plan: Plan, results: list[Run]) -> Shown:
+        """A row for data, clients and defence, paper beside ours for each network; then veil beside plain."""
+        nets, sets, paper = plan.columns, plan.settings.data, plan.printed(Printed)
+        header = ["data", "clients", "defence", *(f"{net}, {who}" for net in nets for who in ("paper", "ours"))]
+        rows = []
+        for printed_as, data in sets.items():
+            for defence, values in paper[printed_as].items():
+                for clients, printed in values.items():
+                    row = [data, clients, defence]
+                    for net, value in zip(nets, printed, strict=True):
+                        own = only(results, data=data, model=net, clients=int(clients), defence=defence, loss=LOSS)
+                        row += [f"{value:.2f}", cell(own, ".1f", 100)]
+                    rows.append(row)
+        rows.sort(key=lambda row: (list(sets.values()).index(row[0]), int(row[1])))
+        shares = {run.data: run.constant for run in results if run.constant is not None}
+        said = " ".join(f"The commonest class of {data} has {100 * share:.1f} %." for data, share in shares.items())
+        veils, baselines = (list(aparts(results, KEYS, name)) for name in ("veil", BASELINE))
+        words = findings(veils, baselines) or ["No pair of plain and veiled runs is complete."]
+        sections = [*lossless(results, veils, baselines), Text("Table 2: findings", words)]
+        headline = []
+        if veils:
+            met = sum(one.overlap for one in veils)
+            ours = f"means at most {farthest(veils)} apart, ranges overlap in {met} of {len(veils)}"
+            ours += f"; the rounding baseline: {farthest(baselines)}" if baselines else ""
+            headline.append((f"Table 2, ResNets, both losses, {len(veils)} settings", "veil as plain", ours))
+        return Shown(plan.title, "", header, rows, NOTE.format(constants=said), sections, headline=headline)
 
 
-def lossless(results: Sequence[Result], veils: Sequence[Apart], controls: Sequence[Apart]) -> list[Section]:
-    """Veil beside plain, a table for each loss, and the control's distances beside the veil's."""
+def lossless(runs: Sequence[Run], veils: Sequence[Apart], baselines: Sequence[Apart]) -> list[Section]:
+    """Veil beside plain, a table for each loss, and the baseline's distances beside the veil's."""
     rows: dict[str, list[list[str]]] = {}
-    header = ("data", "network", "clients", "seeds", "plain", "veil", "control", "overlap", *MEASURES)
+    header = ("data", "network", "clients", "seeds", "plain", "veil", BASELINE, "overlap", *MEASURES)
     for one in veils:
-        own = only(results, **one.where)
-        ends = [cell(only(own, defence=name), ".1f", 100) for name in ("plain", "veil", CONTROL)]
+        own = only(runs, **one.where)
+        ends = [cell(only(own, defence=name), ".1f", 100) for name in ("plain", "veil", BASELINE)]
         where = [str(one.where[key]) for key in ("data", "model", "clients")]
-        both = [one, *(control for control in controls if control.where == one.where)]
+        both = [one, *(same for same in baselines if same.where == one.where)]
         numbers = [bracketed([measure(each) for each in both]) for measure in MEASURES.values()]
         overlap = "yes" if one.overlap else "no"
-        rows.setdefault(one.where["loss"], []).append([*where, str(len(one.plain)), *ends, overlap, *numbers])
+        rows.setdefault(str(one.where["loss"]), []).append([*where, str(len(one.plain)), *ends, overlap, *numbers])
     return [
         Table(f"Table 2: the veil beside plain training, {loss.replace('_', ' ')}", header, own, BESIDE)
         for loss, own in rows.items()
     ]
 
 
-def words(veils: Sequence[Apart], controls: Sequence[Apart]) -> Text:
-    """What the figures say."""
+def findings(veils: Sequence[Apart], baselines: Sequence[Apart]) -> list[str]:
+    """What the figures say, for each loss."""
     said = []
-    for loss in dict.fromkeys(one.where["loss"] for one in veils):
-        own = [one for one in veils if one.where["loss"] == loss]
+    for loss in dict.fromkeys(str(one.where["loss"]) for one in veils):
+        own, same = ([one for one in some if one.where["loss"] == loss] for some in (veils, baselines))
         far = max(own, key=lambda one: one.means)
         said.append(
             f"{loss.replace('_', ' ').capitalize()}: the ranges of veil and plain overlap in {overlapping(own)}; the "
-            f"means farthest apart are by {100 * far.means:.2f} points ({far.where['data']}, {far.where['model']}, "
+            f"largest difference of means is {100 * far.means:.2f} points ({far.where['data']}, {far.where['model']}, "
             f"{counted(far.where['clients'])}; standard deviation {100 * far.spread:.2f})."
         )
-        same = [one for one in controls if one.where["loss"] == loss]
         if same:
-            most = max(same, key=lambda one: one.means)
             said[-1] += (
-                f" The control, in which nothing but rounding differs: {overlapping(same)}, "
-                f"{100 * most.means:.2f} points at most."
+                f" The baseline, in which nothing but rounding differs: {overlapping(same)}, {farthest(same)} at most."
             )
             losses = [[one.loss for one in some if one.loss is not None] for some in (own, same)]
             if all(losses):
-                veil, control = (100 * statistics.median(some) for some in losses)
-                said[-1] += f" Test losses, median of settings: {veil:.1f} % apart, the control's {control:.1f} %."
-    return Text("Table 2: what it says", said or ["No pair of plain and veiled runs is complete."])
+                veil, baseline = (100 * statistics.median(some) for some in losses)
+                said[-1] += f" Test losses, median of settings: {veil:.1f} % apart, the baseline's {baseline:.1f} %."
+    return said
 
 
 def overlapping(some: Sequence[Apart]) -> str:
@@ -108,4 +116,6 @@ def overlapping(some: Sequence[Apart]) -> str:
     return meeting([(one.means, spread(one.plain), spread(one.other)) for one in some], "settings")
 
 
-TABLE2 = Exhibit("table2", gather, present)
+def farthest(some: Sequence[Apart]) -> str:
+    """The largest difference of means."""
+    return f"{100 * max(one.means for one in some):.2f} points"

@@ -1,23 +1,15 @@
-"""Table 3: membership inference by layers, the published attacker and the one that knows the defence."""
+"""Table 3: membership inference by layers, by the published attacker and the adaptive one."""
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from pydantic import TypeAdapter
 
-from fedveil.attacks.adaptive import PUBLISHED, STRONGEST
-from fedveil.report import NOTHING, Intervals, Section, Text
-from fedveil.studies.attack import Shown
-from fedveil.studies.jobs import Result
-from fedveil.studies.membership.page import per_cent
-from fedveil.studies.membership.run import MEMBERSHIP
-from fedveil.studies.paper.attacked import (
-    Results,
-    comparison,
-    gather_attack,
-    measure_rows,
-    success_marks,
-)
-from fedveil.studies.paper.plan import Exhibit, Plan
+from fedveil.attacks.observed import PUBLISHED
+from fedveil.defences.registry import find
+from fedveil.report import NOTHING, Intervals
+from fedveil.studies.attack import Results
+from fedveil.studies.estimates import Estimate, percent
+from fedveil.studies.membership.results import Membership, Scored
+from fedveil.studies.membership.run import MEMBERSHIP, Options
+from fedveil.studies.paper.attacked import AttackTable
 
 MEASURES = {
     "accuracy": "accuracy",
@@ -33,32 +25,36 @@ NOTE = (
     "last two columns other records choose it. Published: the attacker of the paper; adaptive: one that knows the "
     "defence. Accuracy: of the attacked federation itself (the paper repeats its Table 2)."
 )
+Found = dict[str, Results[Membership]]
 
 
-def present(plan: Plan, results: Results) -> Shown:
-    """A row for data, measure and defence, and the last three layers in a picture and in words."""
-    marks = success_marks(plan, results, "three", last_three)
-    sections: list[Section] = [
-        Intervals("Table 3: last three layers", "attack success, %", marks, {"guessing": 50.0}),
-        Text("Table 3: what it says", ["Last three layers, in %.", *comparison(results, last_three)]),
-    ]
-    return Shown(HEADER, measure_rows(plan, results, MEASURES, asr), NOTE, sections)
+class Table3(AttackTable[Options, Membership]):
+    """Membership inference."""
 
+    study = MEMBERSHIP
+    kind = TypeAdapter(Found)
+    left_out = frozenset({"roc", "network"})
+    what, header, note, measures = "Table 3, membership, last three layers", HEADER, NOTE, MEASURES
+    success = "three"
+    chart = Intervals("Table 3: last three layers", "attack success, %", (), {"guessing": 50.0})
 
-def last_three(attacker: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Success by the last three layers together."""
-    found: Mapping[str, Any] = attacker["attacks"]["three"]["accuracy"]
-    return found
+    def scored(self, result: Membership, attacker: str, layers: str) -> Scored | None:
+        """An attacker's network on some layers, if it did not fail."""
+        found = result.attackers[attacker].attacks.get(layers) if attacker in result.attackers else None
+        return found if isinstance(found, Scored) else None
 
+    def rate(self, result: Membership, attacker: str) -> Estimate | None:
+        """By the last three layers together."""
+        found = self.scored(result, attacker, "three")
+        return found.accuracy if found else None
 
-def asr(defence: str, result: Result, layers: str) -> list[str]:
-    """Success by one set of layers: as the paper chooses the epoch, published, adaptive."""
-    published = result["attackers"][PUBLISHED]["attacks"].get(layers)
-    adaptive = result["attackers"].get(STRONGEST.get(defence), {}).get("attacks", {}).get(layers)
-    if not published:
-        return [NOTHING] * 3
-    best = f"{100 * published['best_on_test']:.1f}"
-    return [best, per_cent(published["accuracy"]), per_cent(adaptive and adaptive["accuracy"])]
-
-
-TABLE3 = Exhibit("table3", partial(gather_attack, MEMBERSHIP), present)
+    def cells(self, defence: str, result: Membership, measure: str) -> list[str]:
+        """Success by one set of layers: as the paper chooses the epoch, published, adaptive."""
+        if measure == "accuracy":
+            return [NOTHING, f"{100 * result.test:.1f}", NOTHING]
+        published = self.scored(result, PUBLISHED, measure)
+        adaptive = self.scored(result, find(defence).strongest or "", measure)
+        if not published or published.best_on_test is None:
+            return [NOTHING] * 3
+        best = f"{100 * published.best_on_test:.1f}"
+        return [best, percent(published.accuracy), percent(adaptive.accuracy if adaptive else None)]

@@ -1,70 +1,63 @@
-"""Table 4: model inversion with a generator (GMI), published attacker and the one that knows the defence."""
+"""Table 4: model inversion with a generator (GMI), by the published attacker and the adaptive one."""
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+import dataclasses
 
-from fedveil.attacks.adaptive import PUBLISHED, STRONGEST
-from fedveil.report import NOTHING, Intervals, Section, Text
-from fedveil.studies.attack import Shown
-from fedveil.studies.inversion.run import INVERSION
-from fedveil.studies.jobs import Result
-from fedveil.studies.membership.page import per_cent
-from fedveil.studies.paper.attacked import (
-    Results,
-    comparison,
-    gather_attack,
-    measure_rows,
-    success_marks,
-)
-from fedveil.studies.paper.plan import Exhibit, Plan
+from pydantic import TypeAdapter
+
+from fedveil.attacks.observed import PUBLISHED
+from fedveil.defences.registry import find
+from fedveil.report import NOTHING, Intervals
+from fedveil.studies.attack import Results
+from fedveil.studies.estimates import Estimate, percent
+from fedveil.studies.inversion.results import Inversion
+from fedveil.studies.inversion.run import INVERSION, Options
+from fedveil.studies.paper.attacked import AttackTable
+from fedveil.studies.paper.plan import Plan
+from fedveil.studies.study import Shown
 
 MEASURES = {"accuracy": "accuracy", "nearest": "KNN distance", "centroid": "feature distance", "value": "ASR"}
-HEADER = ("data", "measure", "defence", "paper", "ours, its judge", "ours, published", "ours, adaptive")
+HEADER = ("data", "measure", "defence", "paper", "ours, self-judged", "ours, published", "ours, adaptive")
 NOTE = (
-    'The paper lets the attacked model judge its own images, in its own features ("its judge"). The last two columns '
-    "are by an independent judge, for the paper's attacker and for one that knows the defence: ASR in % with Wilson's "
-    "95 % interval, squared distances in its features, divided by their mean norm. A defence that multiplies features "
-    "multiplies the paper's distances without any change in an image. {limits}"
+    "The paper lets the attacked model judge its own images, in its own features (self-judged). The last two columns "
+    "are by an independent evaluator, for the paper's attacker and for an adaptive one: ASR in % with Wilson's 95 % "
+    "interval, squared distances in its features, divided by their mean norm. A defence that multiplies features "
+    "multiplies the paper's distances without any change in an image."
 )
+Found = dict[str, Results[Inversion]]
 
 
-def present(plan: Plan, results: Results) -> Shown:
-    """A row for data, measure and defence, and success in a picture and in words."""
-    marks = success_marks(plan, results, "value", codes)
-    sections: list[Section] = [
-        Intervals("Table 4: attack success", "success, ours by the judge, %", marks, {}, low=0.0, high=100.0),
-        Text("Table 4: what it says", ["Success by the judge, in %.", *comparison(results, codes)]),
-    ]
-    return Shown(HEADER, measure_rows(plan, results, MEASURES, judged), NOTE.format(limits=limits(results)), sections)
+class Table4(AttackTable[Options, Inversion]):
+    """Model inversion."""
 
+    study = INVERSION
+    kind = TypeAdapter(Found)
+    left_out = frozenset({"right", "gallery"})
+    what, header, note, measures = "Table 4, model inversion", HEADER, NOTE, MEASURES
+    success = "value"
+    chart = Intervals("Table 4: attack success", "success, ours by the evaluator, %", (), {}, low=0.0, high=100.0)
 
-def codes(attacker: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the generator's images got from the judge."""
-    found: Mapping[str, Any] = attacker["codes"]
-    return found
+    def rate(self, result: Inversion, attacker: str) -> Estimate | None:
+        """How often the evaluator recognises the generator's images."""
+        return result.attackers[attacker].codes if attacker in result.attackers else None
 
+    def cells(self, defence: str, result: Inversion, measure: str) -> list[str]:
+        """One measure: self-judged, then the evaluator's judgement of the published and of the adaptive attacker."""
+        if measure == "accuracy":
+            return [NOTHING, f"{100 * result.test:.1f}", NOTHING]
+        published, adaptive = result.attackers[PUBLISHED], result.attackers.get(find(defence).strongest or "")
+        every = [published.as_received, published.codes, adaptive.codes if adaptive else None]
+        if measure == "value":
+            return [percent(found) for found in every]
+        first, second, third = (getattr(found, measure, None) for found in every)
+        return [f"{first:.4g}", f"{second:.3f}", NOTHING if third is None else f"{third:.3f}"]
 
-def judged(defence: str, result: Result, measure: str) -> list[str]:
-    """One measure: as in the paper, published attacker, adaptive attacker."""
-    published = result["attackers"][PUBLISHED]
-    adaptive = result["attackers"].get(STRONGEST.get(defence), {}).get("codes")
-    if measure == "value":
-        return [per_cent(published["as_sent"]), per_cent(published["codes"]), per_cent(adaptive)]
-    own = f"{published['as_sent'][measure]:.4g}"
-    return [own, f"{published['codes'][measure]:.3f}", f"{adaptive[measure]:.3f}" if adaptive else NOTHING]
-
-
-def limits(results: Results) -> str:
-    """What a generator without any model gets, and real images, by the judge."""
-    said = []
-    for data, ours in results.items():
-        for result in [result for result in ours.values() if "floor" in result][:1]:
-            said.append(
-                f"{data}: a generator that asks no model {per_cent(result['floor'])}, held-out real images "
-                f"{per_cent(result['ceiling'])}, guessing {100 / len(result['classes']):.1f}."
-            )
-    return " ".join(said)
-
-
-TABLE4 = Exhibit("table4", partial(gather_attack, INVERSION), present)
+    def present(self, plan: Plan, results: Found) -> Shown:
+        """With what a generator gets without any model, and real images, by the evaluator."""
+        shown, limits = super().present(plan, results), []
+        for data, ours in results.items():
+            if found := next((one for one in ours.values() if isinstance(one, Inversion)), None):
+                limits.append(
+                    f"{data}: a generator that asks no model {percent(found.floor)}, held-out real images "
+                    f"{percent(found.ceiling)}, guessing {100 / len(found.classes):.1f}."
+                )
+        return dataclasses.replace(shown, note=" ".join([NOTE, *limits]))

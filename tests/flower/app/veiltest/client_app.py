@@ -1,17 +1,17 @@
 """A client that answers, or misbehaves as the run's config says."""
 
 import dataclasses
-import json
 import os
 import time
 from pathlib import Path
 
-import numpy as np
+import torch
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedveil.federation.remote import Answer, Ask, read, write
 from fedveil.flower import answer, prepared
-from fedveil.flower.wire import read_answer, read_ask, write_answer
+from fedveil.flower.carry import unwrap, wrap
 from veiltest.task import images, make_model, parts
 
 app = ClientApp()
@@ -26,22 +26,22 @@ def kind_of_fault(config, part, number):
 
 
 def changed(reply, message, change):
-    return Message(content=write_answer(change(read_answer(reply.content))), reply_to=message)
+    found = read(unwrap(reply.content, "answer"), Answer)
+    return Message(content=wrap(write(change(found))), reply_to=message)
 
 
 def with_nan(found):
-    arrays = {name: np.full_like(a, np.nan) if a.dtype.kind == "f" else a for name, a in found.arrays.items()}
-    return dataclasses.replace(found, arrays=arrays)
+    tensors = {name: t * torch.nan if t.is_floating_point() else t for name, t in found.tensors.items()}
+    return dataclasses.replace(found, tensors=tensors)
 
 
 @app.train()
 def train(message, context):
     part, config = int(context.node_config["partition-id"]), context.run_config
-    ask = read_ask(message.content)
+    ask = read(unwrap(message.content, "ask"), Ask)
     number = ask.round
     if config["capture"]:
-        text = json.dumps(ask.values)
-        np.savez(Path(config["capture"]) / f"{part}-{number}.npz", **ask.arrays, **{"values.json": np.array(text)})
+        (Path(config["capture"]) / f"{part}-{number}.ask").write_bytes(unwrap(message.content, "ask"))
     if config["marks"]:
         (Path(config["marks"]) / f"{part}-{number}").write_text(str(os.getpid()))
     time.sleep(float(config["work"]))

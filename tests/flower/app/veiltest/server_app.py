@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 from flwr.serverapp import ServerApp
+from safetensors.torch import save_file
 
 from fedveil.defences import Plain, Veil
 from fedveil.flower import Server
-from fedveil.runs.folder import save_model
 from veiltest.task import images, make_model, parts
 
 app = ServerApp()
@@ -24,10 +24,10 @@ class Leaky(Veil):
     def aggregate(self, updates, weights):
         secret = self._secret
         known = torch.cat([secret._head.direction.double(), torch.ones(1, dtype=torch.float64)]).tolist()
-        coefficients = secret._sent.how.coefficients
+        coefficients = secret._undo.coefficients
         gamma = [offset - c for offset, c in zip(secret._head.offset.tolist(), coefficients[1:-1], strict=True)]
         numbers = [*secret._noise.scale.tolist(), *gamma, *coefficients]
-        numbers += secret._sent.cover.factors.double().tolist()
+        numbers += secret._undo.cover.factors.double().tolist()
         line = {"secret": sorted({x for x in numbers if abs(x) != 1}), "public": known[:-1]}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -68,5 +68,5 @@ def main(grid, context):
         print(record, flush=True)
 
     server.fit(rounds=config["rounds"], folder=out, checkpoint_every=1, on_round=log)
-    save_model(out / "model.safetensors", server.model)
+    save_file(server.model.state_dict(), out / "model.safetensors")
     (out / "done.json").write_text(json.dumps({"from": started, "to": server.round}))

@@ -1,4 +1,4 @@
-"""The judge of reconstructions, and its measures against slow ones."""
+"""The evaluator of reconstructions, and its measures against slow ones."""
 
 import math
 from statistics import NormalDist
@@ -18,13 +18,13 @@ from fedveil.studies.inversion.evaluator import distances, look, make_judge, per
 @given(st.integers(1, 200), st.data())
 def test_wilson_holds_the_shares_that_a_score_test_does_not_refuse(trials, data):
     hits = data.draw(st.integers(0, trials))
-    found = wilson(torch.arange(trials) < hits)
-    assert (found["hits"], found["trials"], found["value"]) == (hits, trials, hits / trials)
+    value, low, high, *counts = wilson(torch.arange(trials) < hits)
+    assert (*counts, value) == (hits, trials, hits / trials)
     z = NormalDist().inv_cdf(0.975)
-    for end in (found["low"], found["high"]):
+    for end in (low, high):
         if 0 < end < 1:
             assert abs(hits / trials - end) == pytest.approx(z * math.sqrt(end * (1 - end) / trials), rel=1e-9)
-    assert 0 <= found["low"] <= found["value"] <= found["high"] <= 1
+    assert 0 <= low <= value <= high <= 1
 
 
 @given(st.integers(0, 1000), st.booleans())
@@ -62,13 +62,9 @@ def test_features_are_what_the_head_gets():
 
 def test_a_judge_learns_and_goes_on_after_a_stop(tmp_path):
     data = keep_labels(load("digits", flat=False), range(5, 10))
-    images, targets = data.train
-    options = {"classes": 5, "width": 8, "flip": False}
-    judge = train_judge(images, targets, 4, **options, path=tmp_path / "judge.pt")
+    judge = train_judge(data, 4, width=8, path=tmp_path / "judge.pt")
     assert (look(judge, data.test.inputs)[0].argmax(1) == data.test.targets).double().mean() > 0.9
     seen = []
-    again = train_judge(
-        images, targets, 4, **options, path=tmp_path / "judge.pt", tell=lambda share, what: seen.append(what)
-    )
+    again = train_judge(data, 4, width=8, path=tmp_path / "judge.pt", progress=lambda share, what: seen.append(what))
     assert not seen  # nothing left to train
     assert all(torch.equal(a, b) for a, b in zip(judge.parameters(), again.parameters(), strict=True))

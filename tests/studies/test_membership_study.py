@@ -8,19 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.configs import config_of
 
 from fedveil.cli import main
 from fedveil.data import Data
 from fedveil.data.records import Part
 from fedveil.errors import BadArgument
-from fedveil.runs.config import Config, load_data
-from fedveil.studies.attack import run_attack
-from fedveil.studies.jobs import asked
+from fedveil.runs.build import load_data
+from fedveil.studies.attack import Asked
 from fedveil.studies.membership.records import inside_of, records_of
-from fedveil.studies.membership.run import MEMBERSHIP, Settings, shadow_cells
+from fedveil.studies.membership.run import MEMBERSHIP, Options
+from fedveil.studies.study import gather, publish
 
-CONFIG = Config(data="digits", train_size=120, clients=2, hidden=12, epochs=3)
-QUICK = Settings(shadows=2, lira=True, attack_epochs=3)
+CONFIG = config_of(data="digits", train_size=120, clients=2, hidden=12, epochs=3)
+QUICK = Options(shadows=2, lira=True, attack_epochs=3)
 
 
 def test_members_and_non_members_are_told_apart_and_tests_are_balanced():
@@ -45,22 +46,31 @@ def test_a_held_out_record_that_equals_a_member_is_no_non_member():
     inputs = torch.arange(40.0).reshape(20, 2)
     test = torch.cat([inputs[:5], 100 + inputs[:7]])
     data = Data("made", Part(inputs, torch.arange(20) % 2), Part(test, torch.arange(12) % 2), classes=("a", "b"))
-    records = records_of(dataclasses.replace(CONFIG, train_size=None), data)
+    records = records_of(CONFIG.changed(train_size=None), data)
     others = records.pool.inputs[20:]
     assert sorted(others[:, 0].tolist()) == sorted((100 + inputs[:7, 0]).tolist())
     with pytest.raises(BadArgument, match="nobody else to learn about"):
-        records_of(dataclasses.replace(CONFIG, clients=1), data)
+        records_of(CONFIG.changed(clients=1), data)
 
 
 def test_plain_and_veil_share_shadows_and_others_have_their_own(tmp_path):
-    cells = shadow_cells(CONFIG, QUICK, ["plain", "veil", "dbcl"], tmp_path)
-    assert [cell.name for cell in cells] == [f"shadow-{kind}-{k}" for kind in ("plain", "dbcl") for k in range(2)]
-    assert len({asked(cell) for cell in cells}) == len(cells)
-    assert shadow_cells(CONFIG, dataclasses.replace(QUICK, shadows=0), ["plain"], tmp_path) == []
+    def shadows(count, *defences):
+        asked = Asked(CONFIG, defences, dataclasses.replace(QUICK, shadows=count))
+        return MEMBERSHIP.shared(asked, tmp_path)
+
+    jobs = shadows(2, "plain", "veil", "dbcl")
+    assert [job.name for job in jobs] == [f"shadow-{kind}-{k}" for kind in ("plain", "dbcl") for k in range(2)]
+    assert len({repr(job.work) for job in jobs}) == len(jobs)
+    assert shadows(0, "plain") == []
     with pytest.raises(BadArgument, match="in pairs"):
-        shadow_cells(CONFIG, dataclasses.replace(QUICK, shadows=3), ["plain"], tmp_path)
+        shadows(3, "plain")
     first, second = inside_of(CONFIG, 10, 2)
     assert (first != second).all()
+
+
+def attacked(folder, config=CONFIG, options=QUICK, defences=("plain",)):
+    asked = Asked(config, tuple(defences), options)
+    return publish(MEMBERSHIP, asked, gather(MEMBERSHIP, asked, folder, workers=1), folder, "again")
 
 
 def finite(value):
@@ -69,13 +79,13 @@ def finite(value):
 
 def test_it_attacks_every_defence_prints_table_3_and_goes_on(tmp_path):
     defences = ["plain", "veil", "ppdl", "dbcl", "spn"]
-    first = run_attack(MEMBERSHIP, CONFIG, QUICK, defences, tmp_path, workers=1, command="again")
+    first = attacked(tmp_path, defences=defences)
     found = json.loads((tmp_path / "results.json").read_text())["results"]
     finite(found)
     names = {"last", "second", "third", "three", "full", "loss", "loss by class", "RMIA", "LiRA online", "LiRA offline"}
     every = {name: ["as published"] for name in defences} | {
-        "veil": ["as published", "calibrated"],
-        "dbcl": ["as published", "stacked"],
+        "veil": ["as published", "own labels"],
+        "dbcl": ["as published", "sketches stacked"],
     }
     assert {name: list(found[name]["attackers"]) for name in defences} == every
     for defence, attacker in [(d, found[d]["attackers"][who]) for d, whole in every.items() for who in whole]:
@@ -92,7 +102,7 @@ def test_it_attacks_every_defence_prints_table_3_and_goes_on(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "ROC: RMIA" in page
     written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.np[yz]")}
-    again = run_attack(MEMBERSHIP, CONFIG, QUICK, defences, tmp_path, workers=1, command="again")
+    again = attacked(tmp_path, defences=defences)
     assert again.rows == first.rows
     assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.np[yz]")}
 
@@ -106,28 +116,19 @@ def test_the_command_line_attacks_a_run_and_says_how_to_repeat_it(tmp_path, caps
     assert "plain    V-out, as published" in out
     assert f"--run {run} --shadows 0 --no-full" in out
     found = json.loads((run / "attack-membership" / "results.json").read_text())["results"]["plain"]
-    assert set(found["attackers"]["as published"]["attacks"]) == {
-        "last",
-        "second",
-        "third",
-        "three",
-        "loss",
-        "loss by class",
-    }
-    assert (
-        main(["attack", "membership", *flags, "--model", "mlp", *own, "--defence", "plain", "--out", str(run / "b")])
-        == 0
-    )
+    names = {"last", "second", "third", "three", "loss", "loss by class"}
+    assert set(found["attackers"]["as published"]["attacks"]) == names
+    own += ["--model", "mlp", "--defence", "plain", "--out", str(run / "b")]
+    assert main(["attack", "membership", *flags, *own]) == 0
     assert "--data digits" in capsys.readouterr().out
 
 
 def test_a_shadow_that_is_missing_is_a_failed_attack_and_not_a_smaller_one(tmp_path):
-    defences = ["plain"]
-    run_attack(MEMBERSHIP, CONFIG, QUICK, defences, tmp_path, workers=1)
+    attacked(tmp_path)
     (tmp_path / "shadows" / "plain-1.npy").unlink()
-    (tmp_path / "results" / "plain.json").unlink()
-    run_attack(MEMBERSHIP, CONFIG, QUICK, defences, tmp_path, workers=1)
-    found = json.loads((tmp_path / "results" / "plain.json").read_text())["result"]["attackers"]["as published"]
+    (tmp_path / "jobs" / "membership-plain.json").unlink()
+    attacked(tmp_path)
+    found = json.loads((tmp_path / "results.json").read_text())["results"]["plain"]["attackers"]["as published"]
     assert "plain-1.npy" in found["attacks"]["RMIA"]["failed"]
     assert "failed" in (tmp_path / "report.html").read_text()
 
@@ -140,8 +141,8 @@ def test_an_overfitted_plain_federation_on_cifar10_gives_its_members_away(tmp_pa
     if not (REAL / "cifar10").is_dir():
         pytest.skip(f"no cifar10 in {REAL}")
     monkeypatch.setenv("FEDVEIL_DATA", str(REAL))
-    config = Config(**{**MEMBERSHIP.defaults, "train_size": 2000, "test_size": 2000})
-    run_attack(MEMBERSHIP, config, Settings(shadows=0, attack_epochs=30), ["plain"], tmp_path, workers=1)
+    config = config_of(**{**MEMBERSHIP.defaults, "train_size": 2000, "test_size": 2000})
+    attacked(tmp_path, config, Options(shadows=0, attack_epochs=30))
     found = json.loads((tmp_path / "results.json").read_text())["results"]["plain"]
     assert found["train"] >= 0.95
     attacks = found["attackers"]["as published"]["attacks"]

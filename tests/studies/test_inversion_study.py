@@ -4,23 +4,20 @@ import json
 
 import pytest
 import torch
+from tests.configs import config_of
 
 from fedveil.cli import main
 from fedveil.errors import BadArgument
-from fedveil.runs.config import Config, load_data
-from fedveil.studies.inversion.page import by_broadcast, present, shown_images, standard_error
-from fedveil.studies.inversion.run import Settings, data_of, public_images, shared_cells
+from fedveil.report import NOTHING
+from fedveil.runs.build import load_data
+from fedveil.studies.attack import Asked
+from fedveil.studies.inversion.page import by_broadcast, standard_error
+from fedveil.studies.inversion.results import Judged
+from fedveil.studies.inversion.run import INVERSION, Options, data_of, first_of, public_images
+from fedveil.studies.jobs import Failed
+from fedveil.studies.pictures import encoded
 
-SMALL = {
-    "codes": 4,
-    "broadcasts": 2,
-    "steps": 5,
-    "restarts": 1,
-    "pixel_steps": 5,
-    "gan_epochs": 1,
-    "judge_epochs": 2,
-    "judge_width": 8,
-}
+SMALL = dict(codes=4, broadcasts=2, steps=5, restarts=1, pixel_steps=5, gan_epochs=1, judge_epochs=2, judge_width=8)
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 VICTIM = ["--data", "digits", "--model", "cnn", "--width", "4", "--epochs", "2", "--clients", "2", "--labels", "5-9"]
 
@@ -42,7 +39,7 @@ def test_the_table_has_a_row_a_defence_beside_floor_and_ceiling_and_is_kept(run)
     assert rows[0]["view, attacker"] == "V-out, as published"
     found = json.loads((folder / "results.json").read_text())["results"]["veil"]
     published = found["attackers"]["as published"]
-    everything = load_data(Config(data="digits")).train.targets
+    everything = load_data(config_of(data="digits")).train.targets
     sizes = {
         "members": int((everything >= 5).sum()),
         "public": int((everything < 5).sum()),
@@ -52,12 +49,12 @@ def test_the_table_has_a_row_a_defence_beside_floor_and_ceiling_and_is_kept(run)
     assert found["records"] == sizes
     assert published["codes"]["trials"] == 20
     assert sum(published["codes"]["per_class"]) / 5 == pytest.approx(published["codes"]["value"])
-    assert {"as_sent", "true_model", "pixels"} <= set(published)
+    assert {"as_received", "true_model", "pixels"} <= set(published)
     page = (folder / "report.html").read_text()
     assert page.count("data:image/png") >= 5 * 2 * (2 + 2 * 3)
-    before = (folder / "results" / "veil.json").stat().st_mtime_ns
+    before = (folder / "jobs" / "inversion-veil.json").stat().st_mtime_ns
     assert run(*VICTIM, "--defence", "plain,veil,dbcl", "--json")[0] == 0
-    assert (folder / "results" / "veil.json").stat().st_mtime_ns == before
+    assert (folder / "jobs" / "inversion-veil.json").stat().st_mtime_ns == before
 
 
 def test_a_run_s_folder_is_attacked(run, tmp_path):
@@ -85,38 +82,39 @@ def test_what_cannot_be_attacked_is_refused(run, words, text):
 
 def test_a_federation_of_all_classes_is_refused(tmp_path):
     with pytest.raises(BadArgument, match="no public one is left"):
-        shared_cells(Config(data="digits", model="cnn"), Settings(), ["plain"], tmp_path)
+        INVERSION.jobs(Asked(config_of(data="digits", model="cnn"), ("plain",), Options()), tmp_path)
 
 
 def test_public_images_are_of_no_private_class():
-    config = Config(data="digits", model="cnn", labels="5-9")
+    config = config_of(data="digits", model="cnn", labels="5-9")
     private = {image.numpy().tobytes() for image in load_data(config).train.inputs}
     public = public_images(config, 10_000)
-    everything = load_data(Config(data="digits", model="cnn"))
+    everything = load_data(config_of(data="digits", model="cnn"))
     assert len(public) == int((everything.train.targets < 5).sum())
     assert not private & {image.numpy().tobytes() for image in public}
     assert len(public_images(config, 30)) == 30
 
 
-def test_a_defence_that_failed_keeps_its_row_and_a_class_without_images_its_place(tmp_path):
-    shown = present(Config(), Settings(), {"veil": {"failed": "diverged"}}, tmp_path)
+def test_a_defence_that_failed_keeps_its_row_and_a_class_without_images_its_place():
+    shown = INVERSION.present(Asked(config_of(), ("veil",), Options()), {"veil": Failed("diverged")})
     assert shown.rows[0][:2] == ["veil", "failed"]
-    images = shown_images(torch.ones(3, 1, 8, 8), torch.tensor([0, 0, 0]), 2)
-    assert images.flatten(1).amax(1).tolist() == [255, 255, 128, 128]
+    images = first_of(torch.ones(3, 1, 8, 8), torch.tensor([0, 0, 0]), 2)
+    white, grey = (encoded(torch.full((1, 8, 8), value)) for value in (1.0, 0.5))
+    assert images == [white, white, grey, grey]
 
 
 def test_success_by_broadcast_and_its_error_by_hand():
-    parts = by_broadcast({"right": [1, 0, 1, 1, 0, 0]}, {"records": {"broadcasts": 3}})
+    parts = by_broadcast(Judged(0.5, 0.0, 1.0, 3, 6, 0.0, 0.0, right=[1, 0, 1, 1, 0, 0]), 3)
     assert parts == [0.5, 1.0, 0.0]
-    assert standard_error(parts) == pytest.approx(0.5 / 3**0.5)
-    assert standard_error([0.5]) is None
+    assert standard_error(parts) == f"{100 * 0.5 / 3**0.5:.1f}"
+    assert standard_error([0.5]) == NOTHING
 
 
-def test_generator_and_judge_are_kept_when_the_victim_changes():
-    first = Config(data="digits", model="cnn", labels="5-9", epochs=3, defence="plain")
-    second = Config(data="digits", model="resnet8", labels="5-9", epochs=9, lr=0.1)
+def test_generator_and_evaluator_are_kept_when_the_victim_changes():
+    first = config_of(data="digits", model="cnn", labels="5-9", epochs=3, defence="plain")
+    second = config_of(data="digits", model="resnet8", labels="5-9", epochs=9, lr=0.1)
     assert data_of(first) == data_of(second)
-    assert data_of(first) != data_of(Config(data="digits", model="cnn", labels="0-4"))
+    assert data_of(first) != data_of(config_of(data="digits", model="cnn", labels="0-4"))
 
 
 @pytest.mark.slow

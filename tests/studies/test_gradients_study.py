@@ -7,34 +7,43 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.configs import config_of
 
 from fedveil.errors import BadArgument
 from fedveil.federation.shards import generator
 from fedveil.models import lenet
-from fedveil.runs.config import CHOICES, Config, load_data
+from fedveil.runs.build import load_data
 from fedveil.runs.folder import train
-from fedveil.studies.attack import run_attack
-from fedveil.studies.gradients.run import GRADIENTS, GradientSettings, attack, floors, shared_labels
+from fedveil.studies.attack import Asked
+from fedveil.studies.compare import DEFENCES
+from fedveil.studies.gradients.run import GRADIENTS, Options, floors, shared_labels
+from fedveil.studies.jobs import run_jobs
+from fedveil.studies.study import gather, publish
 
 REAL = Path(os.environ.get("FEDVEIL_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
-QUICK = GradientSettings(images=2, victim_batch="1,2", steps=2, restarts=1)
+QUICK = Options(images=2, victim_batch="1,2", steps=2, restarts=1)
 
 
-def config_of(**changes):
-    return Config(**{**GRADIENTS.defaults, "data": "digits", "train_size": 200, "defence": "plain", **changes})
+def small(**changes):
+    return config_of(**{**GRADIENTS.defaults, "data": "digits", "train_size": 200, "defence": "plain", **changes})
+
+
+def attacked(folder, config=None, options=QUICK, defences=("plain",), run=None):
+    asked = Asked(config or small(), defences, options, run)
+    return publish(GRADIENTS, asked, gather(GRADIENTS, asked, folder, workers=1), folder, "again")
 
 
 def test_every_defence_gets_its_rows_and_floors_and_pictures(tmp_path):
-    shown = run_attack(GRADIENTS, config_of(), QUICK, CHOICES["defence"], tmp_path, workers=1)
+    shown = attacked(tmp_path, defences=DEFENCES)
     rows = [dict(zip(shown.header[:5], row[:5], strict=True)) for row in shown.rows]
-    for name in CHOICES["defence"]:
+    for name in DEFENCES:
         own = {"veil": ["true W, veiled upload"], "ppdl": ["V-diff, masked"]}.get(name, [])
         views = ["V-diff", "V-up", *own]
         own = [(row["view"], row["batch"]) for row in rows if row["defence"] == name]
         assert own == [(view, size) for size in ("1", "2") for view in views]
     assert [row["view"] for row in rows if row["defence"] == "floor"] == ["mean image", "another of its class"]
     assert all(row["images"] == "2" for row in rows)
-    _, first, second = shown.sections
+    _, first, second, _ = shown.sections
     assert [label for label, _ in first.rows][:2] == ["original", "plain, V-diff"]
     assert len(first.rows) == len(second.rows) == 1 + 2 * 5 + 2
     page = (tmp_path / "report.html").read_text()
@@ -43,21 +52,20 @@ def test_every_defence_gets_its_rows_and_floors_and_pictures(tmp_path):
 
 
 def test_a_stopped_attack_goes_on_with_the_batch_it_was_at(tmp_path):
-    told = []
-    asked = {"config": config_of(), "settings": QUICK, "folder": tmp_path, "run": tmp_path / "run"}
-    first = attack(lambda share, what: told.append(share), **asked)
-    parts = tmp_path / "plain" / "parts"
-    assert sorted(path.name for path in parts.iterdir()) == ["batch1-0.json", "batch1-1.json", "batch2-0.json"]
-    (parts / "batch1-1.json").unlink()
-    before = (parts / "batch1-0.json").stat().st_mtime_ns
-    again = attack(lambda share, what: None, **asked)
-    assert (parts / "batch1-0.json").stat().st_mtime_ns == before
-    for result in (first, again):
-        for part in result["parts"].values():
-            for view in part["views"].values():
-                view.pop("seconds")
-    assert again == first
-    assert told[-1] == 1
+    asked = Asked(small(), ("plain",), QUICK)
+    jobs = GRADIENTS.jobs(asked, tmp_path)
+    first = run_jobs(jobs, tmp_path, workers=1)
+    names = ["plain-batch1-0.json", "plain-batch1-1.json", "plain-batch2-0.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    (tmp_path / names[1]).unlink()
+    before = (tmp_path / names[0]).stat().st_mtime_ns
+    again = run_jobs(jobs, tmp_path, workers=1)
+    assert (tmp_path / names[0]).stat().st_mtime_ns == before
+    for job in jobs:
+        one, other = first.of(job), again.of(job)
+        assert one.originals == other.originals
+        for view, found in one.views.items():
+            assert dataclasses.replace(found, seconds=0) == dataclasses.replace(other.views[view], seconds=0)
 
 
 def test_a_batch_that_fails_is_a_failed_row(tmp_path, monkeypatch):
@@ -65,14 +73,14 @@ def test_a_batch_that_fails_is_a_failed_row(tmp_path, monkeypatch):
         raise BadArgument("search", "it broke")
 
     monkeypatch.setattr("fedveil.studies.gradients.run.reconstruct", broken)
-    shown = run_attack(GRADIENTS, config_of(), QUICK, ["plain"], tmp_path, workers=1)
+    shown = attacked(tmp_path)
     assert [row[-1] for row in shown.rows] == ["failed: search: it broke."] * 2
 
 
 def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
-    config = Config(data="digits", model="lenet", train_size=200, clients=2, epochs=1, defence="plain")
+    config = config_of(data="digits", model="lenet", train_size=200, clients=2, epochs=1, defence="plain")
     train(config, tmp_path / "run")
-    shown = run_attack(GRADIENTS, config, QUICK, ["plain"], tmp_path / "out", run=tmp_path / "run", workers=1)
+    shown = attacked(tmp_path / "out", config, run=tmp_path / "run")
     assert [row[0] for row in shown.rows] == ["plain"] * 4 + ["floor"] * 2
 
 
@@ -83,27 +91,21 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
         ({"optimizer": "adam"}, QUICK, "a server of plain SGD"),
         ({"momentum": 0.9}, QUICK, "a server of plain SGD"),
         ({"train_size": 30}, QUICK, "30 training records, the attacker and the victim need 34"),
-        ({}, GradientSettings(victim_batch="1,x"), "batches of '1,x' from 8 images"),
-        ({}, GradientSettings(victim_batch="16"), "batches of '16' from 8 images"),
+        ({}, Options(victim_batch="1,x"), "batches of '1,x' from 8 images"),
+        ({}, Options(victim_batch="16"), "batches of '16' from 8 images"),
     ],
 )
 def test_what_the_protocol_cannot_do_is_refused(tmp_path, changes, settings, what):
     with pytest.raises(BadArgument, match=what):
-        attack(
-            lambda share, doing: None,
-            config=config_of(**changes),
-            settings=settings,
-            folder=tmp_path,
-            run=tmp_path / "run",
-        )
+        attacked(tmp_path, small(**changes), settings)
 
 
 def test_the_method_follows_the_activation():
-    assert GradientSettings().search(lenet()).method == "cosine"
-    smooth = GradientSettings(restarts=3).search(lenet(activation="sigmoid"))
+    assert Options().search(lenet()).method == "cosine"
+    smooth = Options(restarts=3).search(lenet(activation="sigmoid"))
     assert (smooth.method, smooth.steps, smooth.restarts) == ("idlg", 150, 3)
     with pytest.raises(BadArgument, match="there is no method 'magic'"):
-        GradientSettings(method="magic").search(lenet())
+        Options(method="magic").search(lenet())
 
 
 def test_labels_count_whatever_their_order():
@@ -112,15 +114,13 @@ def test_labels_count_whatever_their_order():
 
 
 def test_floors_are_the_mean_image_and_another_image_of_the_class():
-    data = load_data(config_of())
+    data = load_data(small())
     rows = torch.arange(20)
     true = data.pixels(data.train.inputs[rows])
     found = floors(data, rows, true, generator("floors"))
     mean = data.train.inputs.mean(0)
-    assert found["mean image"]["mse"] == pytest.approx(
-        [float((image - mean).square().mean()) for image in true], rel=1e-5
-    )
-    assert all(error > 0 for error in found["another of its class"]["mse"])
+    assert found["mean image"].mse == pytest.approx([float((image - mean).square().mean()) for image in true], rel=1e-5)
+    assert all(error > 0 for error in found["another of its class"].mse)
 
 
 @pytest.mark.slow
@@ -130,9 +130,8 @@ def test_plain_training_gives_real_pictures_away(tmp_path, monkeypatch):
         pytest.skip(f"no cifar10 in {REAL}")
     monkeypatch.setenv("FEDVEIL_DATA", str(REAL))
     monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "cache"))
-    config = dataclasses.replace(config_of(data="cifar10", train_size=1000), model="lenet-sigmoid")
-    settings = GradientSettings(images=1, victim_batch="1", restarts=2)
-    found = attack(lambda share, what: None, config, settings, tmp_path, tmp_path / "run")
-    part = found["parts"]["batch1-0"]
-    assert part["views"]["V-diff"]["psnr"][0] > 20 > part["floors"]["mean image"]["psnr"][0]
-    assert part["views"]["V-diff"]["labels"] == 1
+    config = small(data="cifar10", train_size=1000, model="lenet-sigmoid")
+    asked = Asked(config, ("plain",), Options(images=1, victim_batch="1", restarts=2))
+    part = gather(GRADIENTS, asked, tmp_path, workers=1)["plain"].parts["batch1-0"]
+    assert part.views["V-diff"].psnr[0] > 20 > part.floors["mean image"].psnr[0]
+    assert part.views["V-diff"].labels == 1

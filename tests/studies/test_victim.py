@@ -1,31 +1,30 @@
 """What the attacker is given, and what only the experimenter knows."""
 
-import dataclasses
-
 import pytest
 import torch
+from tests.configs import config_of
 
 from fedveil.errors import BadArgument
-from fedveil.runs.config import CHOICES, Config
 from fedveil.runs.folder import finished, open_run
-from fedveil.studies.victim import observe, scene_of, trained
+from fedveil.studies.compare import DEFENCES
+from fedveil.studies.victim import observe, quality_of, trained
 
 
 def silent(share, what):
     pass
 
 
-@pytest.fixture(params=CHOICES["defence"])
+@pytest.fixture(params=DEFENCES)
 def config(request):
-    return Config(data="digits", train_size=200, clients=2, hidden=16, epochs=2, defence=request.param, fuse=False)
+    return config_of(data="digits", train_size=200, clients=2, hidden=16, epochs=2, defence=request.param, fuse=False)
 
 
-def test_a_scene_knows_members_and_a_sight_holds_what_travelled(config, tmp_path):
+def test_an_attacker_observes_what_travelled_and_its_own_records(config, tmp_path):
     federation, data = trained(config, tmp_path, silent)
-    scene = scene_of(federation, data)
-    assert len(scene.own[0]) + len(scene.victims[0]) == len(data.train.inputs)
-    assert 0 <= scene.test <= 1
-    assert scene.metric == "accuracy"
+    quality = quality_of(federation, data)
+    assert 0 <= quality.test <= 1
+    assert quality.metric == "accuracy"
+    assert quality.gap == quality.train - quality.test
     before = federation.round
     observed = observe(federation, rounds=3)
     assert federation.round == before + 2
@@ -33,17 +32,18 @@ def test_a_scene_knows_members_and_a_sight_holds_what_travelled(config, tmp_path
     assert observed.model is observed.rounds[-1].model
     assert observed.rounds[-1].upload is None
     assert all(seen.upload is not None and len(seen.rows) == 32 for seen in observed.rounds[:-1])
-    assert torch.equal(observed.inputs, scene.own[0])
+    size = federation.shards.sizes[0]
+    assert torch.equal(observed.inputs, federation.shards.inputs[:size])
     first, last = (dict(observed.rounds[k].model.named_parameters()) for k in (0, 2))
     assert any(not torch.equal(first[name], last[name]) for name in first)  # each round's is its own
 
 
 def test_a_run_is_opened_as_it_was_left_and_not_trained_twice(tmp_path):
-    config = Config(data="digits", train_size=200, clients=2, hidden=16, epochs=2, defence="plain")
+    config = config_of(data="digits", train_size=200, clients=2, hidden=16, epochs=2, defence="plain")
     assert not finished(config, tmp_path)
     federation, _ = trained(config, tmp_path, silent)
     assert finished(config, tmp_path)
-    assert not finished(dataclasses.replace(config, epochs=3), tmp_path)
+    assert not finished(config.changed(epochs=3), tmp_path)
     written = (tmp_path / "checkpoint.pt").stat().st_mtime_ns
     again, _ = trained(config, tmp_path, silent)
     assert (tmp_path / "checkpoint.pt").stat().st_mtime_ns == written

@@ -1,0 +1,39 @@
+"""`--input`: what a model's forward takes, from sizes, names and types."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from fedveil.errors import BadArgument
+from fedveil.graph.inputs import Inputs
+
+EXACT = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
+TYPES = {**EXACT, "float": torch.float32, "int": torch.int64, "bool": torch.bool}
+
+
+def parse_input(text: str, dtype: str) -> tuple[str, torch.Tensor]:
+    """The name of a keyword argument, or "", and two records of zeros for it, from [NAME=]SIZES[:TYPE]."""
+    name, equals, form = text.rpartition("=")
+    sizes, colon, kind = form.partition(":")
+    if equals and not name.isidentifier():
+        raise BadArgument("--input", f"{name!r} in {text!r} is no name of an argument", "--input ids=128:int")
+    if colon and kind not in TYPES:
+        raise BadArgument("--input", f"there is no type {kind!r} in {text!r}", f"one of {', '.join(TYPES)}")
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", sizes) and (sizes or not (equals or colon)):
+        raise BadArgument("--input", f"{sizes!r} is not a list of sizes", "--input 3,32,32 (one input, no batch)")
+    shape = [int(size) for size in sizes.split(",") if size]
+    return name, torch.zeros((2, *shape), dtype=TYPES[kind if colon else dtype])
+
+
+def example_inputs(texts: Sequence[str], dtype: str = "float32") -> Inputs:
+    """What forward takes: positional arguments, or keyword arguments if they have names."""
+    parsed = [parse_input(text, dtype) for text in texts]
+    names = [name for name, _ in parsed if name]
+    if not names:
+        return tuple([tensor for _, tensor in parsed])
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice or len(names) < len(parsed):
+        what = f"{twice} is there twice" if twice else "some arguments have names and some have none"
+        raise BadArgument("--input", what, "--input ids=128:int --input mask=128")
+    return dict(parsed)

@@ -1,0 +1,168 @@
+"""Every defence, one record each: its class, its settings, its serialiser, its attackers.
+
+Nothing is imported before it is used. A package of your own enters its defences in the group "fedveil.defences" of
+entry points, or they are named as `package.module:Name`.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fedveil.checks import one_of
+from fedveil.errors import BadArgument
+from fedveil.lookup import imported, installed
+
+if TYPE_CHECKING:
+    from fedveil.defences.interface import Defence
+    from fedveil.defences.plain import PlainMessages
+
+GROUP = "fedveil.defences"
+EXAMPLE = "my_package.defences:Mine"
+NOTHING: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the rest of the library knows about a defence. Code is named as `package.module:name`."""
+
+    name: str  # by which it is found
+    summary: str  # one line of help
+    target: str  # its class, or a function that makes one
+    settings: Mapping[str, str] = field(default_factory=dict)  # key of a configuration -> argument of the target
+    messages: str | None = None  # serialiser of its broadcasts and updates, an object like `PlainMessages`
+    attackers: Mapping[str, str] = field(default_factory=dict)  # adaptive ones, by label
+    strongest: str | None = None  # label of the strongest of them
+    rounds: int = 1  # broadcasts that they collect
+    rebuilders: Mapping[str, str] = field(default_factory=dict)  # rebuild a record from two broadcasts, by label
+    leaks: Mapping[str, str] = field(default_factory=dict)  # gradients that an adaptive attacker derives, by label
+    shadows: str | None = None  # the defence whose shadow models serve for this one; None: its own
+
+
+_VEIL = ("groups", "additive", "multiplicative", "permute", "min_coverage", "decoys")
+BUILT_IN = (
+    Record(
+        "plain",
+        "no defence: clients get the model and send gradients",
+        "fedveil.defences.plain:Plain",
+        settings={"rounding": "rounding"},
+        messages="fedveil.defences.plain:MESSAGES",
+    ),
+    Record(
+        "veil",
+        "one-time noise on the model, removed from what clients send",
+        "fedveil.defences.veil:Veil",
+        settings={name: name for name in _VEIL},
+        messages="fedveil.defences.veil:MESSAGES",
+        attackers={
+            "offset removed": "fedveil.attacks.veil:centred",
+            "own labels": "fedveil.attacks.veil:calibrated",
+            "own labels, rescaled": "fedveil.attacks.veil:standardised",
+        },
+        strongest="own labels",
+        rebuilders={"two broadcasts": "fedveil.attacks.first_layer:record_under_a_veil"},
+        shadows="plain",
+    ),
+    Record(
+        "ppdl",
+        "clients clip, select and noise their gradients",
+        "fedveil.defences.ppdl:PPDL.named",
+        settings={"ppdl": "setting", "fraction": "fraction", "sigma": "sigma"},
+        messages="fedveil.defences.ppdl:MESSAGES",
+        rebuilders={"masked": "fedveil.attacks.first_layer:from_support"},
+        leaks={"V-diff, masked": "fedveil.attacks.leaks:from_masked_difference"},
+    ),
+    Record(
+        "dbcl",
+        "clients train on a random sketch of the weights",
+        "fedveil.defences.dbcl:DBCL",
+        settings={"sketch": "q"},
+        messages="fedveil.defences.dbcl:MESSAGES",
+        attackers={"sketches stacked": "fedveil.attacks.dbcl:stacked"},
+        strongest="sketches stacked",
+        rounds=6,
+    ),
+    Record(
+        "spn",
+        "a private head at every client (our re-implementation)",
+        "fedveil.defences.spn:SPN",
+        settings={"spn_weight": "weight", "spn_bits": "bits", "lr": "lr"},
+        messages="fedveil.defences.spn:MESSAGES",
+    ),
+)
+_KNOWN = {record.name: record for record in BUILT_IN}  # and those of other packages, once they were found
+
+
+def names() -> list[str]:
+    """The names of all defences: the library's, then those of installed packages."""
+    return list(dict.fromkeys([*(record.name for record in BUILT_IN), *installed(GROUP)]))
+
+
+def find(name: str) -> Record:
+    """The record of a defence: by its name, or by `package.module:Name` of a record, a class or a function."""
+    if name in _KNOWN:
+        return _KNOWN[name]
+    spec = installed(GROUP).get(name, name)
+    if ":" not in spec:
+        one_of("defence", "defence", name, names())
+    found = imported(spec, "a defence", EXAMPLE)
+    if isinstance(found, Record):
+        record = dataclasses.replace(found, name=name)
+    elif callable(found):
+        record = Record(name, (inspect.getdoc(found) or name).partition("\n")[0], spec)
+    else:
+        raise BadArgument(spec, f"is {type(found).__name__}: neither a record nor a class nor a function", EXAMPLE)
+    _KNOWN[name] = record
+    return record
+
+
+def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, object] = NOTHING) -> "Defence":
+    """A defence with those of a configuration's values that it has a setting for, unless they are None.
+
+    `more` are further arguments of its class, by their own names.
+    """
+    from fedveil.defences.interface import Defence
+
+    record = find(name)
+    make: Any = imported(record.target, "a defence", EXAMPLE)
+    arguments = {record.settings[key]: value for key, value in values.items() if key in record.settings}
+    arguments = {key: value for key, value in arguments.items() if value is not None} | dict(more)
+    try:
+        with contextlib.suppress(ValueError):  # built-in classes do not tell
+            inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        fix = f"{record.target}({', '.join(inspect.signature(make).parameters)})"
+        raise BadArgument(name, f"its settings do not fit: {error}", fix) from error
+    if inspect.isabstract(make):
+        raise BadArgument(name, f"{record.target} lacks {', '.join(sorted(make.__abstractmethods__))}")
+    defence = make(**arguments)
+    if not isinstance(defence, Defence):
+        what = f"{record.target} gave {type(defence).__name__}, which does not have the methods of a defence"
+        raise BadArgument(name, what, "derive it from fedveil.defences.Defence")
+    return defence
+
+
+def _records() -> Iterator[Record]:
+    yield from list(_KNOWN.values())
+    yield from (find(name) for name in installed(GROUP))
+
+
+def record_of(defence: object) -> Record | None:
+    """The record of an object's class, or of the nearest class that it derives from."""
+    for kind in type(defence).__mro__[:-1]:
+        for record in _records():
+            target: Any = imported(record.target, "a defence", EXAMPLE)
+            if getattr(target, "__self__", target) is kind:  # a class method stands for its class
+                return record
+    return None
+
+
+def messages_of(record: Record | None, name: str) -> "PlainMessages":
+    """The serialiser of a defence's messages."""
+    if record is None or record.messages is None:
+        fix = f"fedveil.defences.registry.Record(..., messages=...); those of {', '.join(names())} can travel"
+        raise BadArgument(name, "no serialiser is registered for it", fix)
+    found: Any = imported(record.messages, "how a defence's messages travel", f"{EXAMPLE}_MESSAGES")
+    return found  # type: ignore[no-any-return]

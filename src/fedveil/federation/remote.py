@@ -1,0 +1,151 @@
+"""A round with clients that are elsewhere: what the server asks and what a client answers, as bytes for any engine."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from torch import nn
+
+from fedveil.checks import one_of, whole
+from fedveil.defences.interface import Defence
+from fedveil.defences.plain import PlainMessages
+from fedveil.defences.registry import find, messages_of, names, record_of
+from fedveil.errors import BadArgument, StaleUpdate
+from fedveil.federation.client import client_update, dense_targets
+from fedveil.federation.evaluate import moved, rows_of
+from fedveil.federation.shards import Batch, check_clients, gather
+from fedveil.scheme.losses import Function, find_loss
+from fedveil.scheme.messages import known_loss
+from fedveil.wire import Tensors, checked, from_bytes, to_bytes
+
+MOST_RECORDS = 2**53
+Data = Batch | Callable[[], Batch]
+Message = TypeVar("Message", "Ask", "Answer")
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """What a client is sent in a round: the broadcast, and all that it takes to answer it."""
+
+    session: str  # of the server's process: after a restart it is another
+    round: int  # from 0
+    token: str  # of the exchange; an answer quotes it
+    defence: str  # its name in the registry
+    settings: dict[str, Any]  # of the defence, for the client's part of it
+    loss: str  # its name
+    loss_settings: dict[str, Any]  # see `Loss.settings`
+    whole_shard: bool  # all records of the client, or its next batch
+    batch_size: int
+    seed: int  # of the order of records
+    values: dict[str, Any]
+    tensors: Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a client sends back: its update, and what it answers."""
+
+    round: int
+    token: str
+    defence: str
+    records: int  # |D_k|, the client's weight
+    values: dict[str, Any]
+    tensors: Tensors
+
+
+def write(message: Ask | Answer) -> bytes:
+    """An ask or an answer as bytes."""
+    values = {name: getattr(message, name) for name in _wanted(type(message))}
+    return to_bytes(type(message).__name__.lower(), values, message.tensors)
+
+
+def read(data: bytes, kind: type[Message]) -> Message:
+    """The inverse of `write`; whatever else arrives is refused."""
+    where = kind.__name__.lower()
+    values, tensors = from_bytes(data, where)
+    found: Message = kind(**checked(where, values, _wanted(kind)), tensors=tensors)
+    if isinstance(found, Answer) and not 1 <= found.records <= MOST_RECORDS:
+        raise BadArgument(where, f"records must be from 1 to 2^53, got {found.records}")
+    if isinstance(found, Ask):
+        whole(where, "round", found.round, 0)
+        whole(where, "batch_size", found.batch_size)
+    return found
+
+
+def _wanted(kind: type) -> dict[str, Any]:
+    return {name: hint for name, hint in get_type_hints(kind).items() if name != "tensors"}
+
+
+def take(data: bytes, ask: Ask, messages: PlainMessages, defence: Defence, model: nn.Module, position: int) -> Any:
+    """Server: the update in an answer to this ask, and the number of records behind it; any other is refused."""
+    found = read(data, Answer)
+    if (found.round, found.token, found.defence) != (ask.round, ask.token, ask.defence):
+        raise StaleUpdate(f"client {position}", f"its answer is for another exchange, of round {found.round}")
+    return messages.unpack_update(defence, model, found.values, found.tensors, position), found.records
+
+
+def refuse_old(ask: Ask, last: Mapping[str, Any]) -> None:
+    """Client: refuse an earlier round of the server's session, and an exchange that was answered.
+
+    `last` holds session, round and token of the last ask that was answered; nothing before the first.
+    """
+    if last.get("session") != ask.session:
+        return
+    if last["token"] == ask.token:
+        raise StaleUpdate("this node", f"it has answered this exchange of round {ask.round} already")
+    if ask.round < last["round"]:
+        raise StaleUpdate("this node", f"the message is of round {ask.round}, and a later one was answered")
+
+
+def answer(
+    ask: Ask,
+    model: nn.Module,
+    data: Data,
+    state: Mapping[str, Any],
+    *,
+    client: int,
+    defence: Defence | None = None,
+    loss: Function | None = None,
+) -> tuple[bytes, dict[str, Any]]:
+    """Client: the answer to an ask, and what the client keeps to itself for its next one.
+
+    `state` is what it kept after its last answer; the other arguments are those of `fedveil.flower.answer`.
+    """
+    messages, own = _defence(ask, defence)
+    own_loss = known_loss("answer", ask.loss, ask.loss_settings, None if loss is None else find_loss(loss))
+    broadcast = messages.unpack(model, ask.values, ask.tensors, own_loss)
+    parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]
+    if not parameters:
+        raise BadArgument("ask", "it holds no parameters")
+    (own_data,) = check_clients([data() if callable(data) else data])
+    inputs, targets = dense_targets(model, own_loss, own_data)
+    device, dtype = next(model.parameters()).device, parameters[0].dtype  # computes in the dtype that travels
+    shards = gather([(moved(inputs, device, dtype), targets)], ask.batch_size, ask.seed, device)
+    shards = dataclasses.replace(shards, names=(client,))
+    own.prepare_client(model, rows_of(shards.inputs, 0, 2), own_loss)
+    if state:
+        own.restore_client(0, state)
+    update = client_update(
+        own, model, broadcast, shards, client=0, number=ask.round, whole_shard=ask.whole_shard, dtype=dtype
+    )
+    values, tensors = messages.pack_update(own, update)
+    return write(Answer(ask.round, ask.token, ask.defence, shards.sizes[0], values, tensors)), own.client_state(0)
+
+
+def _defence(ask: Ask, own: Defence | None) -> tuple[PlainMessages, Defence]:
+    """A serialiser of messages, and the client's defence: of the server's kind, and not one for tests."""
+    if own is None:
+        one_of("ask", "defence", ask.defence, names())  # never imports what a server names
+        messages = messages_of(find(ask.defence), ask.defence)
+        try:
+            return messages, messages.build(**ask.settings)
+        except TypeError as error:
+            what = f"{ask.defence} has no such settings: {error}"
+            raise BadArgument("ask", what, "install the same fedveil") from error
+    record = record_of(own)
+    if record is None or record.name != ask.defence:
+        raise BadArgument("answer", f"the server's defence is {ask.defence!r}, this client insists on {own.name!r}")
+    if own.repeatable:
+        raise BadArgument("answer", f"{own.name} with a seed is for tests: on a network its secrets are none")
+    return messages_of(record, own.name), own

@@ -1,0 +1,196 @@
+"""What a configuration describes, as objects: data, model, defence, loss, optimiser, federation."""
+
+import contextlib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from fedveil import data as datasets
+from fedveil.data import Data, Part, split
+from fedveil.defences import Defence, Private, registry
+from fedveil.errors import BadArgument
+from fedveil.federation.evaluate import moved, predict, rows_of
+from fedveil.federation.local import Federation
+from fedveil.lookup import imported
+from fedveil.models import cnn, densenet, lenet, mlp, resnet
+from fedveil.runs.config import Config, DataSettings, ModelSettings, TrainingSettings
+from fedveil.scheme import CrossEntropy, Loss, find_loss
+
+LENETS = {"lenet": "relu", "lenet-sigmoid": "sigmoid"}
+
+
+def load_data(config: Config) -> Data:
+    """The data set, with the options that it takes."""
+    asked = config.data
+    names = ("train_size", "test_size", "task", "target", "size", "path")
+    options = {name: value for name in names if (value := getattr(asked, name)) is not None}
+    if not asked.duration:
+        options["duration"] = False
+    if ":" in asked.name:
+        found = load_own_data(asked.name, list(options))
+    else:
+        if asked.name == "digits" and not config.model.name.startswith("mlp"):
+            options["flat"] = False
+        found = datasets.load(asked.name, **options)
+    if asked.labels is None:
+        return found
+    return datasets.keep_labels(found, datasets.parse_labels(asked.labels, len(found.classes)))
+
+
+def client_parts(asked: DataSettings, seed: int, data: Data) -> list[Part]:
+    """Each client's records."""
+    rows = split(data, asked.clients, how=asked.split, seed=seed, alpha=asked.alpha, column=asked.column)
+    return [data.train.take(r) for r in rows]
+
+
+def build_model(config: Config, data: Data) -> nn.Module:
+    """The named network for the data's shape, or what package.module:factory builds; repeatable by the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.training.seed)
+        return load_factory(config.model.name) if ":" in config.model.name else _named_model(config.model, data)
+
+
+def _named_model(asked: ModelSettings, data: Data) -> nn.Module:
+    """A network of the library."""
+    name, width = asked.name, asked.width
+    if not isinstance(data.train.inputs, Tensor) or not data.train.inputs.is_floating_point():
+        what = f"{name} takes one tensor of floating numbers, {data!r} has others"
+        raise BadArgument("model", what, "--model package.module:factory for a model of your own")
+    shape, outputs = data.train.inputs.shape[1:], data.outputs
+    if name == "mlp":
+        net = mlp(shape.numel(), outputs, layers=asked.layers, hidden=asked.hidden, bias=asked.bias)
+        return net if len(shape) == 1 else nn.Sequential(nn.Flatten(), net)
+    if len(shape) == 1:
+        raise BadArgument("model", f"{name} takes images, {data.name} has rows of {shape[0]} numbers", "mlp")
+    channels = shape[0] if len(shape) == 3 else 1
+    if name == "cnn":
+        return cnn(channels, outputs, width=width, size=shape[-1])
+    if name in LENETS:
+        return lenet(channels, outputs, size=shape[-1], activation=LENETS[name])
+    if name == "densenet":
+        return densenet(channels, outputs)
+    if name.startswith("resnet") and name[6:].isdigit():
+        return resnet(int(name[6:]), channels, outputs, width=width, norm=asked.norm, shortcut=asked.shortcut)
+    fix = f"mlp, cnn, {', '.join(LENETS)}, resnet8, resnet20, resnet32, resnet44, resnet56, densenet"
+    raise BadArgument("model", f"there is no model {name!r}", f"{fix} or package.module:factory")
+
+
+def load_factory(spec: str) -> nn.Module:
+    """The model that `package.module:factory` builds, or names."""
+    model = _made(spec, "a model", "fedveil inspect my_package.models:net", nn.Module)
+    if not isinstance(model, nn.Module):
+        raise BadArgument(spec, f"gave {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def load_own_data(spec: str, options: Sequence[str] = ()) -> Data:
+    """The data that `package.module:factory` loads: a `fedveil.data.Data`, or train and test as (inputs, targets).
+
+    `options` are those that were given for data sets of the library, and that mean nothing here.
+    """
+    if options:
+        flag = options[0].replace("_", "-")
+        raise BadArgument(spec, f"--{flag} is for data sets of the library", "let the factory do it, and leave it out")
+    found = _made(spec, "data", "fedveil train --data my_package.data:load --model my_package.models:net", Data)
+    if isinstance(found, Data):
+        return found
+    if isinstance(found, tuple | list) and len(found) == 2:
+        return datasets.from_tensors(spec, found[0], found[1])
+    fix = "return fedveil.data.Data, or ((inputs, targets), (inputs, targets)) for training and test"
+    raise BadArgument(spec, f"gave {type(found).__name__}, not data", fix)
+
+
+def _made(spec: str, kind: str, example: str, made: type) -> object:
+    """What `package.module:factory` returns, or names if that is what it should return already."""
+    found = imported(spec, kind, example)
+    if isinstance(found, made):
+        return found
+    try:
+        if not callable(found):
+            raise TypeError(f"it is {type(found).__name__}")
+        with contextlib.suppress(ValueError):  # built-in classes do not tell
+            inspect.signature(found).bind()
+    except TypeError as error:
+        raise BadArgument(spec, f"cannot be called without arguments: {error}", "name a factory that can") from error
+    return found()
+
+
+def build_defence(config: Config) -> Defence:
+    """The named defence with its settings, private if that is asked for."""
+    privacy = config.privacy
+    defence = registry.build(config.defence.name, config.flat(), own_settings(config.defence.settings))
+    if privacy.dp_clip is None or privacy.dp_noise is None:
+        return defence
+    return Private(defence, privacy.dp_clip, privacy.dp_noise, delta=privacy.dp_delta)
+
+
+def own_settings(words: Sequence[str]) -> dict[str, bool | int | float | str]:
+    """NAME=VALUE as arguments of a user's defence; numbers, true and false are what they look like."""
+    found: dict[str, bool | int | float | str] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise BadArgument("--settings", f"{word!r} is not NAME=VALUE", "--settings strength=0.1 mode=fast")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        found[name] = value if isinstance(value, bool | int | float) else text
+    return found
+
+
+def build_loss(asked: TrainingSettings) -> Loss:
+    """The named loss with its settings."""
+    return CrossEntropy(label_smoothing=asked.label_smoothing) if asked.label_smoothing else find_loss(asked.loss)
+
+
+def build_optimizer(asked: TrainingSettings) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
+    """The named optimiser with its settings."""
+    lr, decay = asked.lr, asked.weight_decay
+    if asked.optimizer == "sgd":
+        return lambda p: torch.optim.SGD(p, lr, momentum=asked.momentum, weight_decay=decay)
+    kind = torch.optim.AdamW if asked.optimizer == "adamw" else torch.optim.Adam
+    return lambda p: kind(p, lr, weight_decay=decay)
+
+
+def on_device(model: nn.Module, device: str) -> nn.Module:
+    """The model on a device; a device that is not there is refused."""
+    try:
+        return model.to(torch.device(device))
+    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
+        raise BadArgument("device", f"cannot use {device!r}: {str(error).splitlines()[0]}", "--device cpu") from error
+
+
+def _check_fit(config: Config, model: nn.Module, data: Data) -> None:
+    """Refuse a user's model that cannot take the data's records."""
+    try:
+        predict(model, moved(rows_of(data.train.inputs, 0, 2), next(model.parameters()).device))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        why = str(error).splitlines()[0]
+        fix = "a model whose forward takes these records (docs/inputs.md), or other --data"
+        raise BadArgument(config.model.name, f"it does not fit the data {data.name!r}: {why}", fix) from error
+
+
+def federation_of(config: Config, data: Data, defence: Defence | None = None) -> Federation:
+    """The federation that a configuration describes, or with another defence, before its first round."""
+    model, training = on_device(build_model(config, data), config.training.device), config.training
+    if ":" in config.model.name:
+        _check_fit(config, model, data)
+    return Federation(
+        model,
+        client_parts(config.data, training.seed, data),
+        defence or build_defence(config),
+        build_optimizer(training),
+        schedule=partial(CosineAnnealingLR, T_max=training.epochs) if training.schedule == "cosine" else None,
+        batch_size=training.batch_size,
+        loss=build_loss(training),
+        whole_shard=training.whole_shard,
+        participation=training.participation,
+        fuse=training.fuse,
+        seed=training.seed,
+    )

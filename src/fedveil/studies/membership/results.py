@@ -1,0 +1,72 @@
+"""What a membership attack returns."""
+
+from dataclasses import dataclass
+
+from fedveil.attacks.scores import Estimate
+from fedveil.attacks.whitebox import Epoch
+from fedveil.studies.jobs import Failed, Result
+from fedveil.studies.victim import Quality
+
+
+@dataclass(frozen=True)
+class AttackNetwork(Epoch):
+    """The white-box network at the chosen epoch.
+
+    Attributes:
+        epoch: its number, from 1.
+        last: the last epoch.
+        collapsed: it gives the same answer to all of its training records.
+    """
+
+    epoch: int
+    last: Epoch
+    collapsed: bool
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One attack on the test's records.
+
+    Attributes:
+        accuracy: balanced, at a threshold that was chosen on known records.
+        auc: area under the ROC curve.
+        tpr: true-positive rate by false-positive rate; None where too few records stand for it.
+        best_on_test: the paper's protocol: the best epoch's accuracy on the test itself.
+        roc: (false, true) positive rates.
+        network: of a white-box attack.
+    """
+
+    accuracy: Estimate
+    auc: Estimate
+    tpr: dict[str, Estimate | None]
+    best_on_test: float | None = None
+    roc: list[tuple[float, float]] | None = None
+    network: AttackNetwork | None = None
+
+
+@dataclass(frozen=True)
+class Attacker:
+    """One attacker: what it sees, and its attacks by name."""
+
+    view: str
+    attacks: dict[str, Scored | Failed]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Records: the attacker's own, non-members that it knows, and the test's members and non-members."""
+
+    own: int
+    known: int
+    victims: int
+    fresh: int
+
+
+@dataclass(frozen=True)
+class Membership(Quality, Result):
+    """All attacks on one federation."""
+
+    defence: str
+    seed: int
+    records: Sizes
+    attackers: dict[str, Attacker]

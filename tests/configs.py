@@ -1,0 +1,8 @@
+"""Configurations by the names of flags."""
+
+from fedveil.runs.config import configure
+
+
+def config_of(**values):
+    """A configuration with these values, and defaults for all others."""
+    return configure(values)

@@ -1,0 +1,155 @@
+"""One record for each defence: it says enough to build it, to send its messages and to attack it."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fedveil.defences import Defence, Plain, Private, registry
+from fedveil.defences.registry import BUILT_IN, Record, build, find, messages_of, names, record_of
+from fedveil.errors import BadArgument
+from fedveil.federation import Federation
+from fedveil.lookup import imported
+from fedveil.models import mlp
+from fedveil.runs.config import Config
+
+TOY = '''
+from fedveil.defences.plain import Plain
+from fedveil.defences.registry import Record
+
+
+class Mine(Plain):
+    """Halves every gradient."""
+
+    def __init__(self, factor=0.5):
+        super().__init__()
+        self.name, self.factor = "mine", factor
+
+    def upload(self, update, client=0):
+        for gradient in update.gradients.values():
+            gradient.mul_(self.factor)
+        return update
+
+
+RECORD = Record("any", "as configured", "toy_defences:Mine", {"strength": "factor"})
+NUMBER = 3
+'''
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    (tmp_path / "toy_defences.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+    yield
+    sys.modules.pop("toy_defences", None)
+
+
+def moved_by(defence, rounds=2):
+    """How far plain SGD takes a network."""
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)) for _ in range(2)]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = mlp(5, 3, hidden=4)
+    start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    run = Federation(model, data, defence, lambda p: torch.optim.SGD(p, 1e-3), batch_size=8)
+    run.fit(rounds=rounds)
+    assert [record["round"] for record in run.history.records] == list(range(1, rounds + 1))
+    return torch.nn.utils.parameters_to_vector(run.model.parameters()).detach() - start
+
+
+def test_every_record_names_code_that_is_there_and_keys_that_a_configuration_has():
+    assert names()[: len(BUILT_IN)] == ["plain", "veil", "ppdl", "dbcl", "spn"]
+    keys = set(Config().flat())
+    for record in BUILT_IN:
+        specs = [record.target, *record.attackers.values(), *record.rebuilders.values(), *record.leaks.values()]
+        assert all(callable(imported(spec, "code", "")) for spec in specs)
+        assert set(record.settings) <= keys
+        assert record.strongest in (*record.attackers, None)
+        assert bool(record.strongest) == bool(record.attackers)
+        assert isinstance(build(record.name), Defence)
+        assert record_of(build(record.name)) is record
+        assert isinstance(messages_of(record, record.name).build(), Defence)
+    assert find("veil").shadows == "plain"
+
+
+def test_settings_reach_the_defence_by_their_names_and_others_are_left_out():
+    values = {
+        "sketch": 3,
+        "groups": 7,
+        "ppdl": "both",
+        "fraction": 0.2,
+        "sigma": None,
+        "spn_bits": 5,
+        "lr": 0.5,
+        "x": 1,
+    }
+    assert build("dbcl", values).q == 3
+    assert build("veil", values).groups == 7
+    ppdl, spn = build("ppdl", values), build("spn", values)
+    assert (ppdl.name, ppdl.fraction, ppdl.sigma) == ("ppdl-both", 0.2, 1e-2)
+    assert (spn.bits, spn.lr, spn.weight) == (5, 0.5, 0.1)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(BadArgument, match=r"(?s)there is no defence 'viel'.*'veil' is the nearest of 'dbcl', 'plain'"):
+        find("viel")
+
+
+def test_a_class_of_another_package_trains(toy):
+    assert find("toy_defences:Mine") == Record("toy_defences:Mine", "Halves every gradient.", "toy_defences:Mine")
+    plain = moved_by("plain")
+    torch.testing.assert_close(moved_by("toy_defences:Mine"), plain / 2, rtol=1e-2, atol=1e-6)
+    quarter = build("toy_defences:Mine", {"sketch": 3}, {"factor": 0.25})
+    torch.testing.assert_close(moved_by(quarter), plain / 4, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", ["toy_defences:Mine", "toy_defences:RECORD"])
+def test_a_defence_of_an_installed_package_has_a_name(toy, monkeypatch, value):
+    monkeypatch.setattr(registry, "installed", lambda group: {"mine": value} if group == "fedveil.defences" else {})
+    assert names()[-1] == "mine"
+    record = find("mine")
+    assert (record.name, record.target) == ("mine", "toy_defences:Mine")
+    assert record_of(build("mine")) is record
+    torch.testing.assert_close(moved_by("mine"), moved_by("plain") / 2, rtol=1e-2, atol=1e-6)
+    assert build("mine", {"strength": 0.1}).factor == (0.1 if "RECORD" in value else 0.5)
+    with pytest.raises(BadArgument, match="there is no defence 'mini'"):
+        find("mini")
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "text"),
+    [
+        ("toy_defences:Mine", {"size": 3}, r"(?s)its settings do not fit: .*'size'.*Fix: toy_defences:Mine\(factor\)"),
+        ("toy_defences:Other", {}, "module toy_defences has no 'Other'"),
+        ("toy_defences:NUMBER", {}, "is int: neither a record nor a class nor a function"),
+        ("no_such_package:Mine", {}, "cannot import no_such_package"),
+        ("collections:OrderedDict", {}, "gave OrderedDict, which does not have the methods of a defence"),
+        ("fedveil.defences:Private", {}, "its settings do not fit: missing a required argument: 'inner'"),
+    ],
+)
+def test_what_is_no_defence_is_refused(toy, name, more, text):
+    with pytest.raises(BadArgument, match=text):
+        build(name, {}, more)
+
+
+def test_a_subclass_travels_as_its_base_unless_it_has_a_record_of_its_own(toy):
+    class Watched(Plain):
+        pass
+
+    assert record_of(Watched()).name == "plain"
+    assert record_of(Private(Plain(), 1.0, 0.0)) is None
+    mine = build("toy_defences:Mine")
+    with pytest.raises(BadArgument, match=r"(?s)mine: no serialiser is registered for it.*plain, veil, ppdl"):
+        messages_of(record_of(mine), mine.name)
+
+
+def test_the_registry_imports_nothing_heavy():
+    code = (
+        "import sys, fedveil, fedveil.defences.registry as r; fedveil.__version__; r.names(); r.find('veil');"
+        "print([name for name in ('torch', 'scipy', 'flwr', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

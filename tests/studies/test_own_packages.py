@@ -1,0 +1,146 @@
+"""A defence and an attack of a user's own package take part by one command each."""
+
+import json
+import sys
+
+import pytest
+
+from fedveil.cli import main
+
+DEFENCE = '''
+"""A defence of our own: plain training whose gradients are rounded to few bits."""
+
+import dataclasses
+
+from fedveil.defences import Plain
+
+
+class Coarse(Plain):
+    """Gradients rounded to `steps` parts of their largest entry."""
+
+    def __init__(self, steps=64):
+        super().__init__()
+        self.name, self.steps = "coarse", steps
+
+    def upload(self, update, client=0):
+        """Round."""
+        rounded = {}
+        for name, gradient in update.gradients.items():
+            unit = gradient.abs().amax().clamp(min=1e-30) / self.steps
+            rounded[name] = (gradient / unit).round() * unit
+        return dataclasses.replace(update, gradients=rounded)
+'''
+ATTACK = '''
+"""An attack of our own: how often the model's most likely class is the majority's."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedveil.federation.evaluate import predict
+from fedveil.runs.config import Config
+from fedveil.studies.attack import AttackStudy, option
+from fedveil.studies.jobs import Failed, Result
+from fedveil.studies.victim import observe, trained
+
+
+@dataclass(frozen=True)
+class Options:
+    """Our own flags."""
+
+    label: int = option(3, "the class to look for")
+
+
+@dataclass(frozen=True)
+class Counted(Result):
+    """How often a class is answered."""
+
+    share: float
+
+
+@dataclass(frozen=True)
+class Count:
+    """Look at the last broadcast."""
+
+    config: Config
+    label: int
+    run: Path
+
+    def __call__(self, progress, done):
+        """Count."""
+        federation, data = trained(self.config, self.run, progress)
+        answers = predict(observe(federation).model, data.test.tensor).argmax(1)
+        return Counted(float((answers == self.label).double().mean()))
+
+
+class CountStudy(AttackStudy[Options, Counted]):
+    """How often one class is answered."""
+
+    name = "count"
+    summary = "how often the model that a client receives answers one class"
+    options = Options
+    result = Counted
+    defaults = {"data": "digits", "epochs": 1, "hidden": 8}
+
+    def attack(self, asked, defence, folder):
+        """See `Count`."""
+        return Count(asked.under(defence), asked.options.label, self.run_of(asked, defence, folder))
+
+    def present(self, asked, results):
+        """One row per defence."""
+        rows = [[name, "failed" if isinstance(r, Failed) else f"{r.share:.3f}"] for name, r in results.items()]
+        return self.framed(asked, results, ["defence", "share"], rows, "The share of held-out records.", [])
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    package = tmp_path / "own_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "defences.py").write_text(DEFENCE)
+    (package / "attacks.py").write_text(ATTACK)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield package
+    for name in [name for name in sys.modules if name.startswith("own_package")]:
+        del sys.modules[name]
+
+
+SMALL = [
+    "--data",
+    "digits",
+    "--train-size",
+    "120",
+    "--clients",
+    "2",
+    "--epochs",
+    "2",
+    "--hidden",
+    "8",
+    "--workers",
+    "1",
+]
+
+
+def test_a_defence_of_one_s_own_is_audited_by_one_command(own, tmp_path, capsys):
+    spec, out = "own_package.defences:Coarse", tmp_path / "out"
+    assert main(["audit", *SMALL, "--defence", spec, "--trials", "2", "--out", str(out)]) == 0, capsys.readouterr().err
+    found = json.loads((out / "results.json").read_text())["results"]
+    assert set(found) == {spec, "undefended"}
+    assert found[spec]["attackers"]["as published"]["agreement"]["value"] == 1.0
+    assert f"{spec}: the model is not protected" in capsys.readouterr().out
+
+
+def test_its_settings_are_flags_and_it_trains(own, tmp_path, capsys):
+    flags = [*SMALL[:-2], "--defence", "own_package.defences:Coarse", "--settings", "steps=2"]
+    assert main(["train", *flags, "--out", str(tmp_path / "run")]) == 0, capsys.readouterr().err
+    assert main(["train", *flags[:-1], "stairs=2", "--out", str(tmp_path / "other")]) == 2
+    assert "stairs" in capsys.readouterr().err
+
+
+def test_an_attack_of_one_s_own_runs_by_one_command(own, tmp_path, capsys):
+    words = ["attack", "own_package.attacks:CountStudy", *SMALL, "--defence", "plain,veil", "--label", "1", "--json"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["defence"] for row in rows] == ["plain", "veil"]
+    assert all(0 <= float(row["share"]) <= 1 for row in rows)
+    assert "how often the model" in (tmp_path / "out" / "report.html").read_text().lower()

@@ -1,0 +1,285 @@
+"""Flags, files, defaults and help of the command line: what is described, what is refused and how."""
+
+import errno
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import ClassVar
+
+import pytest
+
+import fedveil.cli.studies as commands
+import fedveil.runs.folder
+from fedveil.cli import main
+from fedveil.cli.attacks import ATTACKS, attack_names
+from fedveil.cli.commands import COMMANDS
+from fedveil.cli.training import Train
+from fedveil.runs.config import Config
+from fedveil.studies.attack import AttackStudy, option
+from fedveil.studies.jobs import Result
+from fedveil.studies.study import Shown
+
+GUESS_NAME = "tests.test_cli_flags:GUESS"
+
+
+@dataclass(frozen=True)
+class Options:
+    """A guess."""
+
+    guesses: int = option(2, "how often it guesses")
+
+
+@dataclass(frozen=True)
+class Guessed(Result):
+    defence: str
+    guesses: int
+    clients: int
+
+
+@dataclass(frozen=True)
+class GuessOnce:
+    defence: str
+    guesses: int
+    clients: int
+
+    def __call__(self, progress, done):
+        return Guessed(self.defence, self.guesses, self.clients)
+
+
+class Guess(AttackStudy):
+    name, summary = "guess", "what a guess gives"
+    options, result, trains = Options, Guessed, False
+    defaults: ClassVar = {"data": "cifar10", "train_size": 100, "clients": 3}
+
+    def attack(self, asked, defence, folder):
+        return GuessOnce(defence, asked.options.guesses, asked.config.data.clients)
+
+    def present(self, asked, results):
+        rows = [[name, str(found.guesses), str(found.clients)] for name, found in results.items()]
+        return Shown("Guess", "Guessed.", ["defence", "guesses", "clients"], rows, "A note.", [])
+
+
+GUESS = Guess()
+
+
+def printed_help(capsys, *words):
+    assert main([*words, "--help"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def entries(text):
+    """The flags of a help, each with what stands beside it."""
+    lines = [line.strip("│ ").rstrip() for line in text.splitlines()]
+    found = []
+    for line in lines:
+        if re.match(r"--[a-z]", line):
+            found.append(line)
+        elif re.match(r"[─╭╰-]", line) or not line:
+            found.append("")
+        elif found and found[-1]:
+            found[-1] += f" {line}"
+    return [entry for entry in found if entry.startswith("--")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [*([name] for name in COMMANDS if name != "attack"), *(["attack", name] for name in [*ATTACKS, GUESS_NAME])],
+)
+def test_every_flag_is_described_with_its_default(words, capsys):
+    text = printed_help(capsys, *words)
+    assert f"Example: fedveil {words[0]} " in text
+    for entry in entries(text):
+        shape = re.match(r"(--[\w-]+,? ?)+([A-Z]+ |\{.*?\} |\[STR \[STR \.\.\.\]\] |\[NAME=\]\S+ )?(.*)", entry)
+        described, _, hint = shape[3].rpartition("(")
+        assert len(described.split()) > 1, entry
+        assert re.match(r"default: ?.*\)|repeatable\)|required", hint), entry
+
+
+def test_flags_stand_in_groups_with_the_defaults_of_the_attack(capsys):
+    text = printed_help(capsys, "attack", GUESS_NAME)
+    for group in ("data", "model", "defence", "training", "privacy", "attack"):
+        assert f" {group} options " in text
+    assert any(re.search(r"^--guesses INT\s+how often it guesses \(default: 2\)", entry) for entry in entries(text))
+    assert any(re.search(r"^--clients INT.*\(default: 3\)", entry) for entry in entries(text))
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["attack", "--help"], ["schema"], ["--version"]])
+def test_help_imports_nothing_heavy(words):
+    code = (
+        "import sys; from fedveil.cli import main; status = main(sys.argv[1:]);"
+        "sys.exit(status or sorted({'torch', 'flwr', 'scipy', 'sklearn'} & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_help_names_every_command_and_attack(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} +\w", text, re.MULTILINE) for name in COMMANDS)
+    assert "fedveil completion bash" in text
+    assert all(f"  {name}" in printed_help(capsys, "attack") for name in attack_names())
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == text
+
+
+def test_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == version("fedveil")
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["trian"], ["there is no command 'trian'", "'train' is the nearest"]),
+        (["attack", "membershp"], ["there is no attack 'membershp'", "'membership' is the nearest"]),
+        (["attack"], ["there is no attack ''", "'membership'"]),
+        (["attack", "builtins:dict"], ["builtins:dict", "not an attack"]),
+        (["train", "--decoyz", "3"], ["--decoyz", "--decoys"]),
+        (["train", "--lr", "-1"], ["--lr: must be greater than 0, got -1.0"]),
+        (["train", "--batch-size", "0"], ["--batch-size: must be greater than or equal to 1, got 0"]),
+        (["train", "--epochs", "x"], ["--epochs", "INT", "'x'"]),
+        (["train", "--decoys", "x"], ["--decoys", "INT", "'x'"]),
+        (["train", "--loss", "foo"], ["--loss", "foo", "cross_entropy"]),
+        (["train", "--dp-clip", "1"], ["fedveil train", "dp_clip without dp_noise", "--dp-clip 1 --dp-noise 1"]),
+        (["train", "nowhere.toml"], ["nowhere.toml: cannot be read"]),
+        (["inspect", "tests.test_cli:small"], ["--input: no input is given"]),
+        (["reproduce"], ["nothing is named", "table1"]),
+        (["compare", "--defences", "plain,viel"], ["there is no defence 'viel'", "'veil' is the nearest"]),
+        (["compare", "--seeds", "0"], ["--seeds", "must be a whole number of at least 1, got 0"]),
+        (["audit", "--harden", "--seeds", "0"], ["--seeds must be a whole number of at least 1, got 0"]),
+        (["attack", GUESS_NAME, "--defence", "plian"], ["there is no defence 'plian'", "'plain' is the nearest"]),
+        (["attack", GUESS_NAME, "--defence", "plain", "--workers", "0"], ["--workers must be a whole number"]),
+        (["attack", GUESS_NAME, "--defence", "plain", "--run", "here"], ["a run has its own defence"]),
+        (["data", "gte"], ["gte", "list", "get"]),
+        (["completion", "csh"], ["csh", "bash", "zsh"]),
+    ],
+)
+def test_misuse_is_refused_with_the_flag_and_what_is_allowed(words, texts, capsys):
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    flat = " ".join(captured.err.replace("│", " ").split())
+    assert all(text in flat for text in texts), captured.err
+
+
+TOML = '[data]\nname = "bank"\nclients = 7\n[training]\nlr = 0.5\nepochs = 20\n[defence]\nname = "dbcl"\n'
+
+
+def test_flags_override_the_file_and_its_values_are_the_defaults_of_the_help(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text(TOML)
+    path = str(tmp_path / "run.toml")
+    config = Train.read("fedveil train", ["--lr", "0.25", path, "--no-permute"], "").config
+    assert config.changes() == {"data": "bank", "clients": 7, "lr": 0.25, "defence": "dbcl", "permute": False}
+    text = printed_help(capsys, "train", path)
+    assert any(re.search(r"^--clients .*\(default: 7\)", entry) for entry in entries(text))
+    (tmp_path / "run.toml").write_text("[data]\nclient = 7\n")
+    assert main(["train", path]) == 2
+    assert "did you mean 'clients'" in capsys.readouterr().err
+
+
+def asked(*words):
+    return commands.Attack.read("fedveil attack", [GUESS_NAME, *words], "")
+
+
+def test_an_attack_starts_from_its_own_defaults_then_the_file_then_flags(tmp_path):
+    (tmp_path / "run.toml").write_text(TOML)
+    plain = asked().config
+    assert (plain.data.name, plain.data.train_size, plain.data.clients, plain.defence.name) == (
+        "cifar10",
+        100,
+        3,
+        "all",
+    )
+    mixed = asked(str(tmp_path / "run.toml"), "--epochs", "4").config
+    assert (mixed.data.name, mixed.data.clients, mixed.training.epochs, mixed.defence.name) == ("bank", 7, 4, "all")
+    assert mixed.data.train_size is None  # sizes for one data set mean nothing to another
+    assert asked("--data", "digits").config.data.train_size is None
+    assert asked("--data", "digits", "--train-size", "9").config.data.train_size == 9
+    assert asked(str(tmp_path / "run.toml"), "--data", "cifar10").config.data.train_size == 100
+
+
+def test_an_own_attack_runs_and_its_repeat_command_asks_for_the_same(tmp_path, capsys):
+    folder = tmp_path / "my results"
+    words = ["attack", GUESS_NAME, "--defence", "plain,tests.own:Mine", "--guesses", "5", "--out", str(folder)]
+    assert main([*words, "--workers", "1"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^plain +5 +3$", out, re.MULTILINE)
+    assert f"report: {folder / 'report.html'}" in out
+    repeat = re.search(r"^repeat: (.*)", out, re.MULTILINE)[1]
+    assert f"--guesses 5 --out '{folder}'" in repeat
+    assert "--data cifar10 --train-size 100 --clients 3 --defence plain,tests.own:Mine" in repeat
+    assert json.loads((folder / "results.json").read_text())["command"] == repeat
+    assert main([*words, "--workers", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0] == {"defence": "plain", "guesses": "5", "clients": "3"}
+
+
+def test_an_audit_without_a_federation_is_that_of_the_suite(tmp_path):
+    def suite(*words):
+        return commands.Audit.read("fedveil audit", words, "").suite
+
+    assert suite()
+    assert suite("--defence", "plain", "--trials", "1", "--out", "x")
+    assert not suite("--data", "digits")
+    assert not suite("--no-permute")
+    assert not suite("--clients=3")
+    assert not suite(str(tmp_path))
+    assert not suite("--run", str(tmp_path))
+
+
+def interrupt(*arguments, **options):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_is_one_line_that_says_how_to_go_on(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(fedveil.runs.folder, "train", interrupt)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err.strip() == "fedveil: stopped; the same command with --resume goes on"
+    monkeypatch.setattr(fedveil.studies.study, "gather", interrupt)
+    assert main(["attack", GUESS_NAME, "--out", str(tmp_path)]) == 130
+    captured = capsys.readouterr()
+    assert captured.err.strip() == "fedveil: stopped; the same command goes on"
+    assert captured.out == ""
+
+
+def test_what_cannot_be_written_is_an_error_with_where_and_fix(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        for words in (["train", "--epochs", "1", "--train-size", "50"], ["attack", GUESS_NAME, "--workers", "1"]):
+            assert main([*words, "--out", str(out)]) == 2
+            captured = capsys.readouterr()
+            assert captured.out == ""
+            assert re.match(rf"fedveil: {tmp_path}/file\S*: cannot be written: .*\n  Fix: another folder", captured.err)
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x")
+
+    monkeypatch.setattr(fedveil.runs.folder, "train", full)
+    assert main(["train"]) == 2
+    assert "runs/x: cannot be used: No space left on device.\n  Fix: another folder, free" in capsys.readouterr().err
+
+
+def test_the_schema_is_that_of_the_configuration(capsys):
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == Config.model_json_schema()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_attacks_and_flags(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for word in [*COMMANDS, *ATTACKS, "--min-coverage", "--shadows", "--trials"])
+
+
+def test_the_exhibits_of_the_help_are_those_that_there_are():
+    from fedveil.studies.paper.run import EXHIBITS
+
+    assert re.findall(r"(?:table|fig)\d", commands.EXHIBITS) == list(EXHIBITS)
