@@ -12,7 +12,7 @@ from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.runs.build import build_model, federation_of, load_data
 from fedveil.runs.config import SECTIONS, LossName, configure, read_toml
-from fedveil.runs.folder import train
+from fedveil.runs.folder import read_config, train
 from fedveil.scheme import LOSSES
 
 
@@ -152,3 +152,17 @@ def test_a_missing_device_and_a_model_that_does_not_fit_are_refused(tmp_path):
     with pytest.raises(BadArgument, match="does not fit the data 'digits'"):
         train(wrong, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_runs_of_earlier_versions_are_read_unless_they_used_what_is_gone(tmp_path):
+    flat = config_of(hidden=7).flat()
+    flat.pop("settings")  # is newer
+    (tmp_path / "config.json").write_text(json.dumps({**flat, "nodes": None, "tolerance": None}))
+    assert read_config(tmp_path) == config_of(hidden=7)
+    (tmp_path / "config.json").write_text(json.dumps({**flat, "nodes": 16}))
+    with pytest.raises(BadArgument, match="the run used 'nodes', which is gone"):
+        read_config(tmp_path)
+    for torn in ("{", "[1]"):
+        (tmp_path / "config.json").write_text(torn)
+        with pytest.raises(BadArgument, match="holds no run"):
+            read_config(tmp_path)

@@ -22,6 +22,8 @@ from fedveil.runs.build import federation_of, load_data
 from fedveil.runs.config import Config, configure
 from fedveil.runs.page import run_page
 
+RETIRED = ("nodes", "tolerance")  # keys of earlier versions, which interpolated losses
+
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
@@ -55,12 +57,15 @@ def prepare_folder(folder: Path, config: Config, resume: bool) -> None:
 
 
 def read_config(folder: Path) -> Config:
-    """The configuration of the run in a folder."""
+    """The configuration of the run in a folder; keys of earlier versions may be there as long as they were not used."""
     path = folder / "config.json"
     try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        values = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise BadArgument(str(folder), f"holds no run: {error}", "name a folder that `fedveil train` wrote") from error
+    for key in RETIRED:
+        if values.pop(key, None) is not None:
+            raise BadArgument(str(path), f"the run used {key!r}, which is gone", "start it anew; decoys do the same")
     return configure(values, str(path))
 
 
