@@ -74,7 +74,7 @@ def view_sections(views: Mapping[str, nn.Module], data: Data, loss: Loss | None 
     sections: list[Section] = [Table("What the server has, and what a client sees", ["model", f"test {name}"], rows)]
     if name == "accuracy" and 0 < len(data.classes) <= MOST_CLASSES:
         parts = [Matrix(view, data.classes, counts) for view, counts in confusions(views, data).items()]
-        sections.append(Beside("Answers on the test data", parts, "Rows are true classes, columns answers."))
+        sections.append(Beside("Answers on the test data", parts))
     return sections
 
 

@@ -25,8 +25,8 @@ from fedveil.studies.victim import on_round
 
 CLIENTS, NOISE, HIDDEN, RATE, BATCH, LOSS = 5, 100.0, 50, 1e-3, 32, "cross_entropy"
 MEASURED = (
-    "Measured in every round against plain autograd on the true model: the worst parameter. A peak is a round in which "
-    "rounding moved a ReLU across 0, as it does between any two plain runs."
+    "Measured in every round against plain autograd on the true model: the worst parameter. It is larger in rounds in "
+    "which rounding moved a ReLU across 0, as it does between any two plain runs."
 )
 
 
@@ -177,7 +177,6 @@ class DemoStudy(Study[Demo, Runs]):
             rounds = f"{veiled.flips} round{'s' if veiled.flips > 1 else ''}"
             exact += f" (but for {rounds} in which rounding moved a ReLU across 0)"
         matrices = [Matrix(view, veiled.classes, counts) for view, counts in veiled.matrices.items()]
-        answers = "Rows are true classes, columns answers of the model."
         facts = {
             "data": f"digits, {veiled.train_size} training records, {CLIENTS} clients",
             "model": f"mlp with {HIDDEN} hidden units per layer",
@@ -198,7 +197,7 @@ class DemoStudy(Study[Demo, Runs]):
             f"{exact}. With the offset removed, the model is what any client can form without data: no guarantee "
             "(docs/threat-model.md).",
             sections,
-            [Beside("Answers on the test data", matrices, answers)],
+            [Beside("Answers on the test data", matrices)],
         )
 
 
