@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,12 +151,11 @@ class Audit(Attack):
         missing = {entry.name for entry in available() if entry.state == "missing"}
         for name, values in SUITE.items():
             config = configure(values)
-            print(f"{name}\n")
+            print(f"{name}\n", file=sys.stderr if self.as_json else sys.stdout)
             if config.data.name in missing:
-                print(f"left out: fedveil data get {config.data.name}, or set FEDVEIL_DATA")
+                print(f"left out: fedveil data get {config.data.name}, or set FEDVEIL_DATA\n", file=sys.stderr)
             else:
                 self.measure(config, folder / name.replace(", ", "-").replace(" ", "-"))
-            print()
 
 
 @dataclass(frozen=True)

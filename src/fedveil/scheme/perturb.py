@@ -48,7 +48,7 @@ def _cover_head(secret: Secret, veiled: Tensors, cover: Cover) -> tuple[PublicHe
     rows.copy_(base[:, : matrix.shape[1]].reshape(rows.shape))
     if bias is not None:
         bias.copy_(base[:, -1])
-    if secret.decoys:  # the true one at a secret random place
+    if secret.decoys:  # a random place, which stays secret, for the true offset
         place = int(entropy.words(1)[0] % np.uint64(1 + len(false)))
         offsets = np.stack([*false[:place], d, *false[place:]])
         coefficients = [float(number == place) for number in range(len(offsets))]

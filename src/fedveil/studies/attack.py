@@ -44,20 +44,50 @@ class Asked(Generic[O]):
         return self.config.changed(defence=defence)
 
 
-class AttackStudy(Study[Asked[O], Results[R]], Generic[O, R]):
-    """An attack on a federation under several defences: subclass it for an attack of your own (docs/attacks).
+class OnDefences(Study[Asked[O], Results[R]], Generic[O, R]):
+    """An attack on a federation under several defences.
 
     Attributes:
         options: a frozen dataclass with a default and a description for each of the attack's own flags.
-        result: what the attack on one defence returns.
         defaults: values of the configuration that differ from `Config`'s: the scale that two cores manage.
+    """
+
+    options: type[O]
+    defaults: Mapping[str, Value] = {}
+
+    def framed(
+        self,
+        asked: Asked[O],
+        results: Mapping[str, R | Failed],
+        header: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        note: str,
+        sections: Sequence[Section],
+        first: Sequence[Section] = (),
+    ) -> Shown:
+        """What every attack shows besides: the question, what failed, the configuration."""
+        config = asked.config
+        failed = [f"{name}: {found.failed}" for name, found in results.items() if isinstance(found, Failed)]
+        values = {name: value for name, value in config.flat().items() if name != "defence"}
+        values |= plain_values(asked.options)
+        facts = Facts("Configuration", {name: str(value) for name, value in values.items()})
+        where = f"{config.data.name}, {config.model.name}, {config.data.clients} clients"
+        lead = f"{self.summary[0].upper()}{self.summary[1:]}: {where}."
+        every = [*([Text("Failed", failed)] if failed else []), *sections, facts]
+        title = "Audit" if self.name == "audit" else f"Attack: {self.name}"
+        return Shown(title, lead, header, rows, note, every, first)
+
+
+class AttackStudy(OnDefences[O, R]):
+    """One job per defence: subclass it for an attack of your own.
+
+    Attributes:
+        result: what the attack on one defence returns.
         trains: whether the federation is trained first.
         needs_shared: whether an attack fails with the jobs of `shared`, or goes on without them.
     """
 
-    options: type[O]
     result: type[R]
-    defaults: Mapping[str, Value] = {}
     trains = True
     needs_shared = True
 
@@ -97,28 +127,6 @@ class AttackStudy(Study[Asked[O], Results[R]], Generic[O, R]):
     def collect(self, asked: Asked[O], folder: Path, done: Done) -> Results[R]:
         """By defence."""
         return {name: done[job] for name, job in self.attacks(asked, folder).items()}
-
-    def framed(
-        self,
-        asked: Asked[O],
-        results: Mapping[str, R | Failed],
-        header: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        note: str,
-        sections: Sequence[Section],
-        first: Sequence[Section] = (),
-    ) -> Shown:
-        """What every attack shows besides: the question, what failed, the configuration."""
-        config = asked.config
-        failed = [f"{name}: {found.failed}" for name, found in results.items() if isinstance(found, Failed)]
-        values = {name: value for name, value in config.flat().items() if name != "defence"}
-        values |= plain_values(asked.options)
-        facts = Facts("Configuration", {name: str(value) for name, value in values.items()})
-        where = f"{config.data.name}, {config.model.name}, {config.data.clients} clients"
-        lead = f"{self.summary[0].upper()}{self.summary[1:]}: {where}."
-        every = [*([Text("Failed", failed)] if failed else []), *sections, facts]
-        title = "Audit" if self.name == "audit" else f"Attack: {self.name}"
-        return Shown(title, lead, header, rows, note, every, first)
 
 
 def plain_values(options: O) -> dict[str, Value]:

@@ -28,10 +28,10 @@ from fedveil.runs.build import build_defence, build_loss, build_model, load_data
 from fedveil.runs.config import Config
 from fedveil.runs.folder import open_run
 from fedveil.scheme import Broadcast
-from fedveil.studies.attack import Asked, AttackStudy, Results, option
+from fedveil.studies.attack import Asked, OnDefences, Results, option
 from fedveil.studies.gradients import page
 from fedveil.studies.gradients.results import Batch, Figures, Gradients, View
-from fedveil.studies.jobs import Done, Job, Progress, Result, Work
+from fedveil.studies.jobs import Done, Job, Progress, Result
 from fedveil.studies.pictures import encoded, shape_of
 from fedveil.studies.study import Shown
 from fedveil.studies.victim import ATTACKER, observe, watch
@@ -229,14 +229,12 @@ def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> d
     return {"mean image": figures(mean, true), "another of its class": figures(another, true)}
 
 
-class GradientStudy(AttackStudy[Options, Gradients]):
+class GradientStudy(OnDefences[Options, Gradients]):
     """A victim's images from a gradient; every batch is a job of its own."""
 
     name = "gradients"
     summary = "images from gradients (DLG, iDLG, Inverting Gradients)"
     options = Options
-    result = Gradients
-    trains = False
     defaults = {  # noqa: RUF012
         "data": "cifar10",
         "train_size": 1000,
@@ -272,10 +270,6 @@ class GradientStudy(AttackStudy[Options, Gradients]):
             name: Gradients(seed, {part: done[job] for part, job in self.batches(asked, name).items()})
             for name in asked.defences
         }
-
-    def attack(self, asked: Asked[Options], defence: str, folder: Path) -> Work[Gradients]:
-        """Every batch is a job: see `batches`."""
-        raise NotImplementedError
 
     def present(self, asked: Asked[Options], results: Results[Gradients]) -> Shown:
         """Table, chart of the smallest batch, pictures of every batch size."""
