@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedveil.defences.registry import Record
+from fedveil.errors import FedveilError
 from fedveil.lookup import imported
 from fedveil.scheme.losses import Loss
 
@@ -37,10 +38,25 @@ class Observed:
     share: float  # the attacker's |D_a| / |D|
 
 
-def observations(record: Record, observed: Observed) -> dict[str, Observed]:
+class DoesNotApply(FedveilError):
+    """An attacker has nothing to work with: another kind of broadcast, too few rounds, no classes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What each attacker of a defence has to attack."""
+
+    attackers: dict[str, Observed]  # as published, and what adaptive attackers make of it, by label
+    left_out: dict[str, str]  # attackers that do not apply, and why
+
+
+def observations(record: Record, observed: Observed) -> Seen:
     """What each attacker of a defence has to attack: as published, and what its adaptive attackers make of it."""
-    found = {PUBLISHED: observed}
+    found, left_out = {PUBLISHED: observed}, {}
     for label, spec in record.attackers.items():
         attacker: Any = imported(spec, "an attacker", "my_package.attacks:undo")
-        found[label] = attacker(observed)
-    return found
+        try:
+            found[label] = attacker(observed)
+        except DoesNotApply as reason:
+            left_out[label] = reason.what
+    return Seen(found, left_out)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fedveil.attacks import Observed, Round
-from fedveil.attacks.observed import PUBLISHED, observations
+from fedveil.attacks.observed import PUBLISHED, Seen, observations
 from fedveil.data import Data, one_tensor
 from fedveil.defences.registry import find
 from fedveil.federation.evaluate import METRICS, metrics, predict
@@ -135,14 +135,16 @@ def observe(federation: Federation, rounds: int = 1) -> Observed:
     )
 
 
-def observe_all(federation: Federation, defence: str, *, strongest: bool = False) -> dict[str, Observed]:
-    """What each attacker of a defence has: as published, and what those that know the defence make of it.
-
-    With `strongest`, only the strongest of the adaptive ones.
-    """
+def observe_all(federation: Federation, defence: str) -> Seen:
+    """What each attacker of a defence has: as published, and what those that know the defence make of it."""
     record = find(defence)
-    every = observations(record, observe(federation, record.rounds))
-    return {name: found for name, found in every.items() if not strongest or name in (PUBLISHED, record.strongest)}
+    return observations(record, observe(federation, record.rounds))
+
+
+def observe_strongest(federation: Federation, defence: str) -> dict[str, Observed]:
+    """The same for two attackers: as published, and the strongest of the adaptive ones."""
+    kept = (PUBLISHED, find(defence).strongest)
+    return {name: found for name, found in observe_all(federation, defence).attackers.items() if name in kept}
 
 
 def emptied(model: torch.nn.Module) -> torch.nn.Module:

@@ -114,7 +114,7 @@ class Audit:
         looks: dict[str, list[Figures]] = {}
         for number in range(count):
             progress(number / count, f"broadcast {number + 1}/{count}")
-            for name, observed in observe_all(federation, config.defence.name).items():
+            for name, observed in observe_all(federation, config.defence.name).attackers.items():
                 members = membership_figures(observed, records) if records else None
                 found = view_figures(observed.model, federation.model, data, members)
                 looks.setdefault(name, []).append(found)

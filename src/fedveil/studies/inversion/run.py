@@ -29,7 +29,7 @@ from fedveil.studies.inversion.results import Counts, Gallery, Inversion, Invert
 from fedveil.studies.jobs import Done, Job, Progress, Result
 from fedveil.studies.pictures import encoded, shape_of
 from fedveil.studies.study import Shown
-from fedveil.studies.victim import observe_all, quality_of, trained
+from fedveil.studies.victim import observe_strongest, quality_of, trained
 
 WHERE = "fedveil attack inversion"
 DATA = ("data", "path", "train_size", "test_size", "size", "labels", "seed", "device")
@@ -152,7 +152,7 @@ class Invert:
         gan, _, public = TrainGan(config, options, self.folder).trained()
         bench, classes = self.bench(data), len(data.classes)
         wanted = torch.arange(classes, device=bench.device).repeat(options.codes)
-        seen = [observe_all(federation, config.defence.name, strongest=True) for _ in range(options.broadcasts)]
+        seen = [observe_strongest(federation, config.defence.name) for _ in range(options.broadcasts)]
         found: dict[str, Inverted] = {}
         pictures: dict[str, list[str]] = {}
         for name in seen[0]:

@@ -24,7 +24,7 @@ from fedveil.studies.membership import page
 from fedveil.studies.membership.records import Records, Shadow, TrainShadow, read_shadows, records_of, shadow_defence
 from fedveil.studies.membership.results import Attacker, AttackNetwork, Membership, Scored, Sizes
 from fedveil.studies.study import Shown
-from fedveil.studies.victim import observe_all, quality_of, trained
+from fedveil.studies.victim import observe_strongest, quality_of, trained
 
 RATES = (0.01, 0.001)
 EXTRAS = ("label", "loss", "gradient")
@@ -56,7 +56,7 @@ class AttackMembership:
         config = self.config
         federation, data = trained(config, self.run, progress)
         records = records_of(config, data)
-        seen = observe_all(federation, config.defence.name, strongest=True)
+        seen = observe_strongest(federation, config.defence.name)
         found = {
             name: Attacker("V-out", self.attacks(progress, observed, records, name != PUBLISHED))
             for name, observed in seen.items()
