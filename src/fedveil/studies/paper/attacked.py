@@ -136,7 +136,7 @@ class AttackTable(AttackExhibit[O, A, Attacked[A]]):
     def spread(self, plan: Plan) -> str:
         """What the intervals are."""
         count = plan.settings.seeds
-        several = f"Means over {count} seeds with Student's 95 % interval; all seeds have the same images."
+        several = f"Means over {count} seeds with Student's 95 % interval; all seeds draw on the same images."
         return several if count > 1 else self.single
 
     def rows(

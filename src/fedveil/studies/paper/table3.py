@@ -17,7 +17,7 @@ MEASURES = {
 NOTE = (
     "In %. ASR: balanced accuracy of the attack network in telling members from non-members; 50 is guessing. The paper "
     'takes the epoch with the best accuracy on the test itself ("its choice"); in the last column other records choose '
-    "it. As published: the attacker of the paper; all others are adaptive, which means that they know the defence. "
+    "it. As published: the attacker of the paper; all others are adaptive: they know the defence. "
     "Accuracy: of the attacked federation itself (the paper repeats its Table 2)."
 )
 

@@ -22,7 +22,7 @@ NOTE = (
     "The paper lets the attacked model judge its own images, in its own features (self-judged). The last column is by "
     "an independent evaluator: ASR in %, squared distances in its features, divided by their mean norm. A defence that "
     "multiplies features multiplies the paper's distances without any change in an image. As published: the attacker "
-    "of the paper; all others are adaptive, which means that they know the defence, and judge by the model they made."
+    "of the paper; all others are adaptive: they know the defence, and self-judged means by the model they recovered."
 )
 
 
