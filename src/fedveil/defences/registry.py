@@ -34,7 +34,7 @@ class Record:
     settings: Mapping[str, str] = field(default_factory=dict)  # key of a configuration -> argument of the target
     messages: str | None = None  # serialiser of its broadcasts and updates, an object like `PlainMessages`
     attackers: Mapping[str, str] = field(default_factory=dict)  # adaptive ones, by label
-    strongest: str | None = None  # label of the strongest of them
+    strongest: tuple[str, ...] = ()  # labels of the strongest of them, which long attacks are run with
     rounds: int = 1  # broadcasts that they collect
     rebuilders: Mapping[str, str] = field(default_factory=dict)  # rebuild a record from two broadcasts, by label
     leaks: Mapping[str, str] = field(default_factory=dict)  # gradients that an adaptive attacker derives, by label
@@ -58,11 +58,14 @@ BUILT_IN = (
         messages="fedveil.defences.veil:MESSAGES",
         attackers={
             "offset removed": "fedveil.attacks.veil:centred",
+            "two broadcasts, no data": "fedveil.attacks.broadcasts:two_broadcasts",
+            "six broadcasts, no data": "fedveil.attacks.broadcasts:six_broadcasts",
             "own labels": "fedveil.attacks.veil:calibrated",
             "own labels, rescaled": "fedveil.attacks.veil:standardised",
         },
-        strongest="own labels",
-        rebuilders={"two broadcasts": "fedveil.attacks.first_layer:record_under_a_veil"},
+        strongest=("own labels", "two broadcasts, no data"),
+        rounds=6,
+        rebuilders={"two broadcasts, own records": "fedveil.attacks.first_layer:record_under_a_veil"},
         shadows="plain",
     ),
     Record(
@@ -81,7 +84,7 @@ BUILT_IN = (
         settings={"sketch": "q"},
         messages="fedveil.defences.dbcl:MESSAGES",
         attackers={"sketches stacked": "fedveil.attacks.dbcl:stacked"},
-        strongest="sketches stacked",
+        strongest=("sketches stacked",),
         rounds=6,
     ),
     Record(
