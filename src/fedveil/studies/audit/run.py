@@ -140,9 +140,11 @@ class AuditStudy(AttackStudy[Options, Audited]):
     defaults = {"clients": 2, "epochs": 150}  # noqa: RUF012
 
     def shared(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
-        """The shadows of all defences, and of the undefended federation."""
-        defences, count = (*asked.defences, "plain"), asked.options.shadows
-        return shadow_jobs(asked.config, defences, count, folder, label=asked.label, everyone=True)
+        """The shadows of all defences, and of the undefended federation; LiRA wants every record inside of some."""
+        defences, own = (*asked.defences, "plain"), asked.options
+        return shadow_jobs(
+            *(asked.config, defences, own.shadows, folder), label=asked.label, everyone=True, matched=not own.lira
+        )
 
     def attack(self, asked: Asked[Options], defence: str, folder: Path) -> Audit:
         """See `Audit`."""
