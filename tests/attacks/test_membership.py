@@ -131,14 +131,21 @@ def test_every_record_is_in_half_of_the_shadows(records, pairs, seed):
     inside = halves(records, 2 * pairs, torch.Generator().manual_seed(seed))
     assert (inside.sum(0) == pairs).all()
     assert abs(inside.sum(1) - records / 2).max() <= 0.5
+    size = max(1, records // 3)
+    smaller = halves(records, 2 * pairs, torch.Generator().manual_seed(seed), size)
+    assert (smaller.sum(1) == size).all()
+    assert not (smaller[::2] & smaller[1::2]).any()
 
 
 def test_shadows_that_do_not_fit_are_refused(pool):
     shadows = pool["shadows"]
     with pytest.raises(BadArgument, match="they come in pairs, got 3"):
         halves(10, 3, torch.Generator())
-    with pytest.raises(BadArgument, match="inside all shadows or none"):
+    with pytest.raises(BadArgument, match="inside all shadows"):
         Shadows(shadows.outputs[:1], shadows.inside[:1], shadows.targets, SquaredError())
+    nowhere = Shadows(shadows.outputs, shadows.inside & False, shadows.targets, SquaredError())
+    with pytest.raises(BadArgument, match="inside no shadow"):
+        shadow_scores(shadows.outputs[0], nowhere, np.arange(5), both=True)
     with pytest.raises(BadArgument, match="4 shadows of 400 records"):
         Shadows(shadows.outputs[:3], shadows.inside, shadows.targets, SquaredError())
     with pytest.raises(BadArgument, match="log_cosh gives no probabilities"):

@@ -16,7 +16,7 @@ from fedveil.data.records import Part
 from fedveil.errors import BadArgument
 from fedveil.runs.build import load_data
 from fedveil.studies.attack import Asked
-from fedveil.studies.membership.records import inside_of, records_of
+from fedveil.studies.membership.records import inside_of, records_of, shadow_jobs
 from fedveil.studies.membership.run import MEMBERSHIP, Options
 from fedveil.studies.study import gather, publish
 
@@ -64,6 +64,8 @@ def test_plain_and_veil_share_shadows_and_others_have_their_own(tmp_path):
     assert shadows(0, "plain") == []
     with pytest.raises(BadArgument, match="in pairs"):
         shadows(3, "plain")
+    every = shadow_jobs(CONFIG, ["veil"], 2, tmp_path, everyone=True)
+    assert all(job.work.everyone for job in every)
     first, second = inside_of(CONFIG, 10, 2)
     assert (first != second).all()
 

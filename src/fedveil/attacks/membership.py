@@ -48,8 +48,8 @@ class Shadows:
         if self.outputs.shape != (shadows, *self.targets.shape) or len(self.targets) != pool:
             what = f"outputs of shape {self.outputs.shape} for {shadows} shadows of {pool} records"
             raise BadArgument("shadows", what, "(shadows, pool, classes)")
-        if self.inside.all(0).any() or not self.inside.any(0).all():
-            raise BadArgument("shadows", "a record is inside all shadows or none", "halves of the pool, in pairs")
+        if self.inside.all(0).any():
+            raise BadArgument("shadows", "a record is inside all shadows", "halves of the pool, in pairs")
 
     @property
     def classes(self) -> NDArray[np.int64]:
@@ -79,6 +79,8 @@ def shadow_scores(outputs: Array, shadows: Shadows, population: NDArray[np.int64
     target, shadow = (np.exp(-np.logaddexp(0, -odds)) for odds in (phi, others))  # probabilities
     a = choose_a(shadow, shadows.inside)
     found = {"RMIA": rmia(target, shadow, shadows.inside, population, a=a)}
+    if both and not shadows.inside.any(0).all():
+        raise BadArgument("LiRA", "a record is inside no shadow", "halves of the pool, in pairs")
     if both:
         found["LiRA online"] = lira(phi, others, shadows.inside)
         found["LiRA offline"] = lira(phi, others, shadows.inside, online=False)
@@ -153,13 +155,20 @@ def choose_a(shadow: Array, inside: Mask) -> float:
     return max(GRID, key=quality)
 
 
-def halves(records: int, shadows: int, chance: torch.Generator) -> Mask:
-    """Which record goes into which shadow: complementary random halves, so each record is in half of the shadows."""
+def halves(records: int, shadows: int, chance: torch.Generator, size: int | None = None) -> Mask:
+    """Which record goes into which shadow: complementary random halves, so each record is in half of the shadows.
+
+    With a `size`, at most half of the records, both shadows of a pair have that many, and some records are in neither:
+    as good for RMIA, which compares with shadows that do not have a record.
+    """
     if shadows < 2 or shadows % 2:
         raise BadArgument("shadows", f"they come in pairs, got {shadows}", "an even number, at least 2")
+    half = records // 2
+    first = half if size is None else min(size, half)
+    second = records - first if size is None else first
     rows = []
     for _ in range(shadows // 2):
-        inside = np.zeros(records, bool)
-        inside[torch.randperm(records, generator=chance)[: records // 2].numpy()] = True
-        rows += [inside, ~inside]
+        order, pair = torch.randperm(records, generator=chance).numpy(), np.zeros((2, records), bool)
+        pair[0, order[:first]] = pair[1, order[first : first + second]] = True
+        rows += list(pair)
     return np.stack(rows)

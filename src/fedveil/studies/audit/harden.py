@@ -114,7 +114,8 @@ class HardenStudy(Study[Hardening, Hardened]):
         for number, (name, changes) in enumerate(MEASURES.items()):
             for seed in range(asked.seeds):
                 config = configure({**asked.base, **changes, "seed": seed})
-                work = Audit(config, Options(asked.trials), folder / "runs" / f"{number}-{seed}")
+                options, run = Options(asked.trials, network=False, shadows=0), folder / "runs" / f"{number}-{seed}"
+                work = Audit(config, options, run, folder)
                 jobs[name, seed] = Job(f"{number}-{seed}", work, Audited)
         return jobs
 

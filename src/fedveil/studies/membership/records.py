@@ -1,6 +1,7 @@
 """Records of a membership attack, and the federations that the attacker trains itself on some of them."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from fedveil.federation.shards import generator
 from fedveil.files import write_whole
 from fedveil.runs.build import federation_of, load_data
 from fedveil.runs.config import Config
-from fedveil.studies.jobs import Done, Progress, Result
+from fedveil.studies.jobs import Done, Job, Progress, Result
 from fedveil.studies.victim import observe, on_round
 
 Places = NDArray[np.int64]
@@ -81,21 +82,28 @@ def shadow_defence(defence: str) -> str:
     return find(defence).shadows or defence
 
 
-def shadow_file(folder: Path, defence: str, number: int, cleaned: bool = False) -> Path:
-    """Where a shadow's outputs are: as its clients see them, or, for attackers that undo the defence, the server's."""
-    return folder / "shadows" / f"{shadow_defence(defence)}-{number}{'-cleaned' if cleaned else ''}.npy"
+def shadow_file(folder: Path, defence: str, number: int, kind: str = "") -> Path:
+    """Where a shadow's outputs are, as its clients see them.
+
+    Of kind "cleaned", for attackers that undo the defence, the server's; of kind "inside", which records it trained on.
+    """
+    name = f"{shadow_defence(defence).replace(':', '.')}-{number}"
+    return folder / "shadows" / f"{name}{'-' if kind else ''}{kind}.npy"
 
 
-def inside_of(config: Config, records: int, shadows: int) -> NDArray[np.bool_]:
+def inside_of(config: Config, records: int, shadows: int, size: int | None = None) -> NDArray[np.bool_]:
     """Which record of the pool each shadow trains on."""
-    return halves(records, shadows, generator("shadows", config.training.seed, shadows))
+    return halves(records, shadows, generator("shadows", config.training.seed, shadows), size)
 
 
 def read_shadows(config: Config, count: int, folder: Path, cleaned: bool) -> tuple[Scores, NDArray[np.bool_]]:
     """The outputs of all shadows on all of the pool, and which records each trained on."""
-    files = [shadow_file(folder, config.defence.name, number, cleaned) for number in range(count)]
-    outputs = np.stack([np.load(file) for file in files]).astype(np.float64)
-    return outputs, inside_of(config, outputs.shape[1], count)
+
+    def read(kind: str) -> Scores:
+        files = [shadow_file(folder, config.defence.name, number, kind) for number in range(count)]
+        return np.stack([np.load(file) for file in files]).astype(np.float64)
+
+    return read("cleaned" if cleaned else ""), read("inside") > 0
 
 
 @dataclass(frozen=True)
@@ -111,27 +119,60 @@ class Shadow(Result):
 class TrainShadow:
     """Train a federation like the attacked one on half of the pool, and keep its outputs on all of the pool.
 
-    As its clients see them in one file, the server's in another (`shadow_file`).
+    As its clients see them in one file, the server's in another (`shadow_file`). The pool is that of `records_of`, with
+    the same `everyone` as for the attack. If `matched`, it trains on as many records as the attacked federation did, if
+    half of the pool has as many.
     """
 
     config: Config
     number: int
     shadows: int
     folder: Path
+    everyone: bool = False
+    matched: bool = False
 
     def __call__(self, progress: Progress, done: Done) -> Shadow:
         """Train, and write the outputs."""
         config, data = self.config, load_data(self.config)
-        pool = records_of(config, data).pool
-        inside = inside_of(config, len(pool.targets), self.shadows)[self.number]
+        pool = records_of(config, data, everyone=self.everyone).pool
+        size = len(data.train.targets) if self.matched else None
+        inside = inside_of(config, len(pool.targets), self.shadows, size)[self.number]
         how = "iid" if config.data.split == "column" else config.data.split
         own = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
         federation = federation_of(own, Data(data.name, pool.take(inside), data.test, classes=data.classes))
         federation.fit(own.training.epochs, on_round=on_round(own.training.epochs, progress))
         views = observe(federation).model, federation.model
         outputs = [predict(view, pool.tensor.to(federation.device)).cpu() for view in views]
-        for cleaned, values in zip((False, True), outputs, strict=True):
-            path = shadow_file(self.folder, config.defence.name, self.number, cleaned)
-            write_whole(path, partial(np.save, arr=values.numpy()))
+        kept = {"": outputs[0].numpy(), "cleaned": outputs[1].numpy(), "inside": inside}
+        for kind, values in kept.items():
+            path = shadow_file(self.folder, config.defence.name, self.number, kind)
+            write_whole(path, partial(np.save, arr=values))
         parts = [torch.from_numpy(rows) for rows in (inside, ~inside)]
         return Shadow(own.training.seed, *(metrics(outputs[1][rows], pool.targets[rows]) for rows in parts))
+
+
+def shadow_jobs(
+    config: Config,
+    defences: Sequence[str],
+    count: int,
+    folder: Path,
+    *,
+    label: str = "",
+    everyone: bool = False,
+    matched: bool = False,
+) -> list[Job[Result]]:
+    """All shadows of all defences; none without classes, which attacks by shadows need. Refuses odd numbers."""
+    if not count or config.data.clients < 2:
+        return []
+    halves(2, count, torch.Generator())
+    if load_data(config).train.targets.dim() != 1:
+        return []
+    return [
+        Job(
+            f"{label}shadow-{kind.replace(':', '.')}-{number}",
+            TrainShadow(config.changed(defence=kind), number, count, folder, everyone, matched),
+            Shadow,
+        )
+        for kind in dict.fromkeys(map(shadow_defence, defences))
+        for number in range(count)
+    ]
