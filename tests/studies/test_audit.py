@@ -59,13 +59,13 @@ def test_membership_follows_the_model_that_the_attacker_has(audited):
 
 def test_every_membership_attack_is_measured_and_the_headline_is_chosen_on_known_records(audited):
     folder, results = audited
-    names = ["loss", "loss by class", "network, last layer", "network, full", "RMIA"]
+    names = ["loss", "loss by class", "network, last layer", "white-box network", "RMIA"]
     for defence, found in results.items():
         for figures in found["attackers"].values():
             attacks = figures["membership"]["attacks"]
             assert sorted(attacks) == sorted(names)
             assert attacks["loss"]["broadcasts"] == (10 if defence == "veil" else 1)
-            assert attacks["network, full"]["broadcasts"] == (LOOKS if defence == "veil" else 1)
+            assert attacks["white-box network"]["broadcasts"] == (LOOKS if defence == "veil" else 1)
     page = (folder / "report.html").read_text()
     for words in ("Membership, attack by attack", "Attackers", "rebuilds records", *names):
         assert words in page
@@ -131,7 +131,7 @@ def test_the_attack_is_chosen_on_known_records_and_never_on_the_test():
 
 
 def test_every_attack_is_averaged_over_the_broadcasts_under_which_it_ran():
-    first = Members({"loss": tried(0.5, 0.5), "network, full": tried(0.9, 0.8)}, {"RMIA": "no classes"})
+    first = Members({"loss": tried(0.5, 0.5), "white-box network": tried(0.9, 0.8)}, {"RMIA": "no classes"})
     found = averaged_members([first, Members({"loss": tried(0.7, 0.6)})])
     assert found.attacks["loss"].known == pytest.approx(0.6)
     assert found.attacks["loss"].auc.value == pytest.approx(0.55)
@@ -167,7 +167,7 @@ def test_without_classes_the_network_and_the_loss_still_attack_and_nothing_is_sh
     federation = federation_of(config, data)
     attacks = MemberAttacks(records_of(config, data, everyone=True), ByShadows(config, tmp_path, 2, False), True, 0)
     found = attacks.look(observe(federation), 0, False)
-    assert set(found.attacks) == {"loss", "network, last layer", "network, full"}
+    assert set(found.attacks) == {"loss", "network, last layer", "white-box network"}
     assert set(found.left_out) == {"loss by class", "RMIA"}
     assert set(attacks.look(observe(federation), LOOKS, False).attacks) == {"loss"}
 

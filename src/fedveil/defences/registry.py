@@ -61,7 +61,6 @@ BUILT_IN = (
             "two broadcasts, no data": "fedveil.attacks.broadcasts:two_broadcasts",
             "six broadcasts, no data": "fedveil.attacks.broadcasts:six_broadcasts",
             "own labels": "fedveil.attacks.veil:calibrated",
-            "own labels, rescaled": "fedveil.attacks.veil:standardised",
         },
         strongest=("own labels", "two broadcasts, no data"),
         rounds=6,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fedveil.report import Table
-from fedveil.studies.audit.members import FULL, LAST, LOOKS
+from fedveil.studies.audit.members import LOOKS, NETWORK
 from fedveil.studies.audit.results import Audited, Audits, Members
 from fedveil.studies.estimates import percent, text
 
@@ -18,8 +18,8 @@ TRIED = (
     "broadcasts",
 )
 SEES = (
-    f'"{FULL}" sees outputs of the last three layers, label, loss and the gradient of the last Linear; "{LAST}" the '
-    f"outputs only; both are trained for the first {LOOKS} broadcasts at most. RMIA and LiRA compare with federations "
+    f"The {NETWORK} sees outputs of the last three layers, label, loss and the gradient of the last Linear; it is "
+    f"trained for the first {LOOKS} broadcasts at most. RMIA and LiRA compare with federations "
     "that the attacker trains itself. The attack marked with * did best on records whose membership the attacker "
     "knows, for a network on those held out from its training: it stands in the table of results. A rate is left out "
     "where fewer than ten false positives are expected."

@@ -14,9 +14,9 @@ from fedveil.studies.membership.attacks import ByShadows, extras_of, judged, los
 from fedveil.studies.membership.records import Records
 from fedveil.studies.membership.results import Scored
 
-LOOKS = 3  # broadcasts for which the attack networks are trained
-EPOCHS = 30  # of the attack networks
-LAST, FULL = "network, last layer", "network, full"
+LOOKS = 2  # broadcasts for which the attack network is trained
+EPOCHS = 30  # of the attack network
+NETWORK = "white-box network"
 SHADOWS = "RMIA"
 
 
@@ -44,12 +44,11 @@ class MemberAttacks:
         features = record_features(observed.model, pool.tensor, pool.targets, observed.loss, extras=extras)
         for name, scores in loss_attacks(observed, features["last"], records).items():
             attacks[name] = by_scores(scores, records)
-        sets = {LAST: ["last"], FULL: list(features)} if networks else {}
-        for name, names in sets.items():
+        if networks:
             try:
-                attacks[name] = tried(*whitebox(features, names, records, Recipe(EPOCHS, seed=self.seed)))
+                attacks[NETWORK] = tried(*whitebox(features, list(features), records, Recipe(EPOCHS, seed=self.seed)))
             except BadArgument as reason:  # too few records
-                left_out[name] = reason.what
+                left_out[NETWORK] = reason.what
         try:
             for name, scores in self.by_shadows.scores(observed, features["last"], records, cleaned).items():
                 attacks[name] = by_scores(scores, records)
@@ -59,7 +58,7 @@ class MemberAttacks:
 
     def not_asked(self) -> dict[str, str]:
         """Attacks that need classes, shadows or time that they do not have."""
-        without = {} if self.networks else dict.fromkeys((LAST, FULL), "not asked for")
+        without = {} if self.networks else {NETWORK: "not asked for"}
         if self.records.pool.targets.dim() != 1:
             return {"loss by class": "the targets have no classes", SHADOWS: "the targets have no classes", **without}
         return without if self.by_shadows.count else {SHADOWS: "no shadows were asked for", **without}
