@@ -5,12 +5,10 @@ import json
 import pytest
 
 from fedveil import cli
-from fedveil.studies.audit import harden as hardening
 from fedveil.studies.audit.page import leak, verdict, word
 from fedveil.studies.audit.results import Audited, Figures, Members
 from fedveil.studies.estimates import Estimate
 from fedveil.studies.jobs import Failed
-from fedveil.studies.study import gather, publish
 
 FEDERATION = ["--data", "digits", "--train-size", "300", "--clients", "2"]
 SMALL = [*FEDERATION, "--epochs", "60", "--workers", "1", "--trials", "2"]
@@ -77,17 +75,6 @@ def test_a_run_s_folder_is_audited_beside_an_undefended_one(tmp_path, capsys):
     assert (run / "audit" / "report.html").exists()
     assert cli.main(["audit", str(run), "--defence", "veil"]) == 2
     assert "a run has its own defence" in capsys.readouterr().err
-
-
-def test_hardening_measures_are_compared_over_seeds(tmp_path, monkeypatch):
-    few = {name: hardening.MEASURES[name] for name in ("as it is: m = 10", "m = 1", "whole shards, 150 rounds")}
-    monkeypatch.setattr(hardening, "MEASURES", few)
-    asked = hardening.Hardening(2, 2, {**hardening.BASE, "epochs": 10, "train_size": 200})
-    results = gather(hardening.HARDEN, asked, tmp_path, workers=1)
-    shown = publish(hardening.HARDEN, asked, results, tmp_path, "again")
-    assert [row[0] for row in shown.rows] == [*few, "guessing"]
-    assert all("[" in cell for row in shown.rows[:-1] for cell in row[1:])
-    assert (tmp_path / "report.html").exists()
 
 
 def test_words_follow_the_figures():

@@ -153,7 +153,7 @@ class Audit(Attack):
             raise BadArgument(self.where, "--harden trains federations of its own", "give flags in place of a run")
         values, own = self.config.flat(), plain_values(self.attack)
         given = {name: values[name] for name in self.given if name in HOME}
-        looks = {name: own[name] for name in self.given if name in own}
+        looks: dict[str, Any] = {name: own[name] for name in self.given if name in own}
         base, seeds = base_of(given), whole(self.where, "--seeds", self.seeds)
         asked = Hardening(base, seeds, dataclasses.replace(looks_of(base), **looks))
         told = given | {"seeds": seeds} | looks

@@ -56,7 +56,7 @@ def measures(base: Values) -> dict[str, Values]:
     budgets = {f"DP, epsilon {epsilon}": private(epsilon) for epsilon in UNIT_NOISE}
     return {
         f"as it is: m = {base.get('groups', 1)}": {},
-        "m = 1": {"groups": 1},
+        **({"m = 1": {"groups": 1}} if base.get("groups", 1) != 1 else {}),
         "noise kept over rounds": {"keep_noise": True},
         "whole shards": {"whole_shard": True, **WHOLE_SHARDS.get(str(base["data"]), {})},
         "cross-entropy, 2 decoys": {**CROSS_ENTROPY, "decoys": 2},
