@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedveil.attacks.features import ends_in_linear, layer_outputs, losses, record_features
+from fedveil.attacks.whitebox import standardised
 from fedveil.defences import DBCL, SPN, Veil
 from fedveil.errors import BadArgument
 from fedveil.models import cnn, densenet, mlp, resnet
@@ -30,7 +31,7 @@ def test_layers_of_an_mlp_are_its_hidden_activations():
     assert torch.allclose(third, net[:4](x))
 
 
-def test_layers_of_a_resnet_are_its_pooled_maps():
+def test_layers_of_a_resnet_are_its_maps_and_their_mean():
     net = made(lambda: resnet(8, 3, 5, width=4)).train()
     last, second, third = layer_outputs(net, IMAGES, batch_size=3)
     assert net.training
@@ -39,15 +40,29 @@ def test_layers_of_a_resnet_are_its_pooled_maps():
         maps = net.stages(F.relu(net.norm(net.conv(IMAGES))))
         assert torch.allclose(last, net(IMAGES), atol=1e-6)
         assert torch.allclose(second, maps.mean((2, 3)), atol=1e-6)
-    assert third.shape == (7, 16)
+    assert third.shape == (7, 16, 4, 4)
 
 
-def test_maps_that_a_network_flattens_are_pooled():
+def test_maps_that_a_network_flattens_stay_maps_up_to_eight_by_eight():
     net = made(lambda: cnn(3, 5, width=4, size=16))
     _, second, third = layer_outputs(net, IMAGES)
     with torch.no_grad():
-        assert torch.allclose(third, net[:8](IMAGES).mean((2, 3)), atol=1e-6)
+        assert torch.allclose(third, net[:8](IMAGES), atol=1e-6)
         assert torch.allclose(second, net[:11](IMAGES), atol=1e-6)
+    large = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(), nn.Linear(2 * 256, 5))
+    _, maps = layer_outputs(made(lambda: large), IMAGES)
+    assert torch.allclose(maps, F.avg_pool2d(large[0](IMAGES), 2), atol=1e-6)  # of 16 x 16
+    gradient = record_features(large, IMAGES, CLASSES, SquaredError(), extras=("gradient",))["gradient"]
+    assert gradient.shape == (7, 5, 2 * 256 + 1)  # of what the Linear takes in, not of averaged maps
+
+
+def test_sequences_keep_their_steps():
+    net = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)))
+    x = torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(0))
+    last, second = layer_outputs(net, x)
+    assert torch.allclose(last, net(x))
+    assert torch.allclose(second, net[:2](x))
+    assert layer_outputs(net, x.repeat(1, 20, 1))[1].shape == (4, 64, 8)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +85,7 @@ def test_a_veils_factors_vanish_when_features_are_standardised():
     veil.prepare(net, IMAGES[:2], SquaredError())
     view = veil.client_view(net, veil.broadcast(net))
     for plain, veiled in zip(layer_outputs(net, IMAGES)[1:], layer_outputs(view, IMAGES)[1:], strict=True):
-        alive = plain.std(0) > 1e-6
-        a, b = ((v[:, alive] - v[:, alive].mean(0)) / v[:, alive].std(0) for v in (plain, veiled))
+        a, b = (standardised({"layer": v})({"layer": v})["layer"] for v in (plain, veiled))
         assert torch.allclose(a, b, atol=1e-3)
         assert not torch.allclose(plain, veiled, rtol=0.1)
 

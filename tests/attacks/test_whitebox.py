@@ -54,6 +54,30 @@ def test_it_finds_the_layer_that_tells(telling):
     assert auc(done.score(victims), done.score(fresh)).value > 0.95
 
 
+def planted(shape, where, seed=0):
+    """Own, victims, known and fresh: noise, in which members are 1 larger at the places `where` of every record."""
+    drawn = torch.randn(4, COUNT, *shape, generator=torch.Generator().manual_seed(seed))
+    drawn[(slice(0, 2), slice(None), *where)] += 1
+    return [{"third": part} for part in drawn]
+
+
+def test_it_finds_a_leak_in_some_pixels_of_a_map_that_its_mean_hides():
+    own, victims, known, fresh = planted((4, 6, 6), (1, slice(0, 3), slice(0, 3)))
+    for part in (own, victims):
+        part["third"][:, 1, 3:, 3:] -= 1  # the mean over pixels is that of non-members
+    done = train_attack(own, known, recipe=Recipe(epochs=15))
+    assert auc(done.score(victims), done.score(fresh)).value > 0.95
+    means = [{"third": part["third"].mean((2, 3))} for part in (own, victims, known, fresh)]
+    pooled = train_attack(means[0], means[2], recipe=Recipe(epochs=15))
+    assert auc(pooled.score(means[1]), pooled.score(means[3])).value < 0.6
+
+
+def test_it_finds_a_leak_in_some_steps_of_a_sequence():
+    own, victims, known, fresh = planted((6, 4), (slice(0, 2), slice(0, 4)))
+    done = train_attack(own, known, recipe=Recipe(epochs=15))
+    assert auc(done.score(victims), done.score(fresh)).value > 0.95
+
+
 @pytest.mark.parametrize("names", [("last",), ALL])
 def test_it_guesses_on_a_model_that_cannot_leak(names):
     own, known, victims, fresh = only(names, parts(False))
@@ -92,6 +116,17 @@ def test_standardising_takes_out_scale_and_offset():
     plain, other = standardised({"last": values}), standardised({"last": moved})
     assert torch.allclose(plain({"last": values})["last"], other({"last": moved})["last"], atol=1e-2)
     assert (plain({"last": values})["last"][:, 3] == 0).all()
+
+
+def test_standardising_takes_the_factors_of_channels_out_of_maps():
+    values = torch.randn(50, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    values[:, 2] = 7.0
+    moved = values * torch.tensor([1e3, 1e-3, 2.0]).reshape(1, 3, 1, 1)
+    plain, other = standardised({"third": values}), standardised({"third": moved})
+    same = plain({"third": values})["third"]
+    assert torch.allclose(same, other({"third": moved})["third"], atol=1e-4)
+    assert torch.allclose(same[:, :2].mean((0, 2, 3)), torch.zeros(2), atol=1e-6)
+    assert (same[:, 2] == 0).all()
 
 
 def test_too_few_records_and_bad_recipes_are_refused():

@@ -6,7 +6,7 @@ import pytest
 
 from fedveil import cli
 from fedveil.studies.audit.page import leak, verdict, word
-from fedveil.studies.audit.results import Audited, Figures, Members
+from fedveil.studies.audit.results import Audited, Figures, Members, Tried
 from fedveil.studies.estimates import Estimate
 from fedveil.studies.jobs import Failed
 
@@ -38,8 +38,10 @@ def test_an_adaptive_attacker_has_the_model_and_a_published_one_has_nothing(audi
 
 def test_membership_follows_the_model_that_the_attacker_has(audited):
     _, results = audited
-    undefended = results["plain"]["attackers"]["as published"]["membership"]["auc"]
-    fitted = results["veil"]["attackers"]["own labels"]["membership"]["auc"]
+    undefended, fitted = (
+        results[defence]["attackers"][attacker]["membership"]["attacks"]["loss by class"]["auc"]
+        for defence, attacker in (("plain", "as published"), ("veil", "own labels"))
+    )
     assert abs(fitted["value"] - undefended["value"]) < 0.05
     assert undefended["low"] > 0.5
 
@@ -91,7 +93,7 @@ def test_a_record_counts_as_known_ten_decibels_above_a_guess():
         def point(value):
             return Estimate(value, value, value)
 
-        view = Figures(point(0.1), membership=Members("loss", point(0.5), point(0.5), {}))
+        view = Figures(point(0.1), membership=Members({"loss": Tried(0.5, point(0.5), point(0.5), {})}))
         built = {"as published": point(psnr), "floor": point(35.0), **{name: point(v) for name, v in others.items()}}
         return Audited("accuracy", 1.0, 1.0, 0.0, "a", 10, 1, 1, {"as published": view}, built)
 

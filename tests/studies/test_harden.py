@@ -13,13 +13,13 @@ from fedveil.errors import BadArgument
 from fedveil.runs.config import configure
 from fedveil.studies.audit import harden
 from fedveil.studies.audit.harden import HARDEN, Hardening, Row, base_of, best_of, measures, row_of, verdict
-from fedveil.studies.audit.results import Audited, Figures, Members
+from fedveil.studies.audit.results import Audited, Figures, Members, Tried
 from fedveil.studies.audit.run import Options
 from fedveil.studies.estimates import Estimate
 from fedveil.studies.jobs import Failed
 from fedveil.studies.study import gather, publish
 
-TINY = {"train_size": 60, "test_size": 60, "epochs": 2, "hidden": 8}
+TINY = {"train_size": 40, "test_size": 40, "epochs": 1, "hidden": 8}
 SOME = ("noise kept over rounds", "no veil at all")
 
 
@@ -30,7 +30,7 @@ def point(value):
 def audited(test, **members):
     """An audit in which attackers reach these balanced accuracies."""
     looks = {
-        name: Figures(point(0.9), membership=Members("loss", point(value), point(value + 0.01), {}))
+        name: Figures(point(0.9), membership=Members({"loss": Tried(1.0, point(value), point(value + 0.01), {})}))
         for name, value in members.items()
     }
     built = {"a": point(20.0), "b": point(24.0), "floor": point(12.0)}
@@ -42,7 +42,7 @@ def row(name, membership, cost):
 
 
 def test_the_study_runs_and_shows_every_measure(tmp_path):
-    asked = Hardening(base_of(TINY), 2, Options(1, 1), SOME)
+    asked = Hardening(base_of(TINY), 2, Options(1, 1, network=False, shadows=2), SOME)
     results = gather(HARDEN, asked, tmp_path, workers=1)
     assert not [one for found in results.values() for one in found if isinstance(one, Failed)]
     shown = publish(HARDEN, asked, results, tmp_path, "again")
@@ -52,12 +52,13 @@ def test_the_study_runs_and_shows_every_measure(tmp_path):
     assert lines["no veil at all"]["cost, points"] == "0.0"
     assert {f"agreement {name}, %" for name in (PUBLISHED, *find("veil").attackers)} <= set(shown.header)
     assert (tmp_path / "report.html").read_text().index("Verdict") > 0
-    assert json.loads((tmp_path / "results.json").read_text())["results"]
+    kept = json.loads((tmp_path / "results.json").read_text())["results"]["noise kept over rounds"]
+    assert "RMIA" in kept[0]["attackers"]["own labels"]["membership"]["attacks"]  # its shadows were found
 
 
 @pytest.mark.slow
 def test_every_measure_can_be_audited(tmp_path):
-    results = gather(HARDEN, Hardening(base_of(TINY), 1, Options(1, 1)), tmp_path, workers=1)
+    results = gather(HARDEN, Hardening(base_of(TINY), 1, Options(1, 1, network=False, shadows=0)), tmp_path, workers=1)
     assert not [one for found in results.values() for one in found if isinstance(one, Failed)]
 
 
@@ -67,6 +68,16 @@ def test_every_measure_is_a_configuration_that_changes_something():
         configs = [configure({"defence": "veil", **base, **changes}) for changes in measures(base).values()]
         assert len(set(map(repr, configs))) == len(configs)
         assert {config.training.loss for config in configs} == set(harden.UNDEFENDED)
+
+
+def test_measures_that_differ_by_the_veil_only_share_their_shadows(tmp_path):
+    jobs = HARDEN.audits(Hardening(seeds=2), tmp_path)
+    assert jobs["noise kept over rounds", 1].after == jobs["no veil at all", 1].after
+    assert jobs["noise kept over rounds", 1].after != jobs["no veil at all", 0].after
+    assert jobs["weight decay 0.01", 0].after != jobs["no veil at all", 0].after
+    assert jobs["cross-entropy, 7 decoys", 0].after == jobs["no veil at all, cross-entropy", 0].after
+    names = [job.name for job in HARDEN.jobs(Hardening(seeds=2), tmp_path)]
+    assert len(names) == len(set(names))
 
 
 def test_noise_spends_the_budget_that_the_measure_names_and_hardly_less():

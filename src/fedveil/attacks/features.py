@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import evaluating
@@ -11,6 +12,7 @@ from fedveil.graph.inputs import calls_of
 from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, one_hot
 
 LAYERS = ("last", "second", "third")  # to last
+SIDE = 8  # maps are kept up to 8 x 8 pixels, sequences up to 64 steps; larger ones are averaged down to that
 
 
 def _weighted(model: nn.Module) -> list[nn.Module]:
@@ -28,24 +30,29 @@ def _entered(model: nn.Module, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
     return outputs, [next((m.entered for m in maps if m.output is entered), entered) for entered in taken]
 
 
-def _rows(values: Tensor, records: int) -> Tensor:
-    """One row per record: maps are averaged over their pixels, sequences over their steps."""
+def _kept(values: Tensor, records: int) -> Tensor:
+    """A row per record, a map as (channels, height, width) and a sequence as (steps, features), no larger than SIDE."""
     if len(values) != records:
         what = f"a layer takes {tuple(values.shape)} for {records} records"
         raise BadArgument("features", what, "a model whose first dimension is that of records in every layer")
     if values.dim() > 3:
-        return values.flatten(2).mean(2)
-    return values.mean(1) if values.dim() == 3 else values.reshape(records, -1)
+        maps = values.flatten(3)
+        return adaptive_avg_pool2d(maps, (min(SIDE, maps.shape[2]), min(SIDE, maps.shape[3])))
+    if values.dim() == 3:
+        steps = min(SIDE**2, values.shape[1])
+        return adaptive_avg_pool1d(values.transpose(1, 2), steps).transpose(1, 2)
+    return values.reshape(records, -1)
 
 
 @torch.no_grad()
 def layer_outputs(
     model: nn.Module, inputs: Tensor, *, layers: int = len(LAYERS), batch_size: int = 500
 ) -> tuple[Tensor, ...]:
-    """Outputs of the last layers, the very last first, each (records, features); fewer if the model has fewer layers.
+    """Outputs of the last layers, the very last first; fewer if the model has fewer layers.
 
     A layer is a module with a weight and the activation, norm and pooling that follow: its output, the paper's y^(l),
-    is the input of the next such module.
+    is the input of the next such module: (records, features), (records, channels, height, width) with at most 8 x 8
+    pixels, or (records, steps, features) with at most 64 steps.
     """
     device = next((p.device for p in model.parameters()), inputs.device)
     found: list[tuple[Tensor, ...]] = []
@@ -53,7 +60,7 @@ def layer_outputs(
         for part in torch.split(inputs, batch_size):
             outputs, entered = _entered(model, part.to(device))
             entered = entered[:0:-1]  # the first layer takes in the record itself
-            found.append(tuple(_rows(value, len(part)).cpu() for value in (outputs, *entered[: layers - 1])))
+            found.append(tuple(_kept(value, len(part)).cpu() for value in (outputs, *entered[: layers - 1])))
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
@@ -85,14 +92,28 @@ def head_gradients(loss: Loss, outputs: Tensor, hidden: Tensor, targets: Tensor)
     return delta.unsqueeze(2) * with_bias.unsqueeze(1)
 
 
-def ends_in_linear(model: nn.Module, example: Tensor) -> bool:
-    """Whether the model's outputs are those of a Linear that takes one row per record."""
+def _final_linear(model: nn.Module, example: Tensor) -> nn.Linear | None:
+    """The Linear whose outputs, one row per record, are the model's; None if there is no such one."""
     device = next((p.device for p in model.parameters()), example.device)
     with evaluating(model), torch.no_grad(), calls_of(_weighted(model)) as calls:
         outputs = model(example[:2].to(device))
-    return (
-        bool(calls) and isinstance(calls[-1].module, nn.Linear) and calls[-1].output is outputs and outputs.dim() == 2
-    )
+    final = calls[-1].module if calls and calls[-1].output is outputs and outputs.dim() == 2 else None
+    return final if isinstance(final, nn.Linear) else None
+
+
+def ends_in_linear(model: nn.Module, example: Tensor) -> bool:
+    """Whether the model's outputs are those of a Linear that takes one row per record."""
+    return _final_linear(model, example) is not None
+
+
+@torch.no_grad()
+def _inputs_of(module: nn.Module, model: nn.Module, inputs: Tensor, batch_size: int = 500) -> Tensor:
+    """What enters a module of the model, one row per record: not averaged, whatever the layer before it gives."""
+    device = next((p.device for p in model.parameters()), inputs.device)
+    with evaluating(model), calls_of([module]) as calls:
+        for part in torch.split(inputs, batch_size):
+            model(part.to(device))
+    return torch.cat([call.entered.cpu() for call in calls])
 
 
 def record_features(
@@ -107,8 +128,8 @@ def record_features(
             found[name] = dense_targets(loss, targets, last).reshape(len(last), -1)
         elif name == "loss":
             found[name] = losses(loss, last, targets).to(last.dtype).unsqueeze(1)
-        elif name == "gradient" and len(outputs) > 1 and ends_in_linear(model, inputs):
-            found[name] = head_gradients(loss, last, outputs[1], targets)
+        elif name == "gradient" and len(outputs) > 1 and (final := _final_linear(model, inputs)):
+            found[name] = head_gradients(loss, last, _inputs_of(final, model, inputs), targets)
         elif name == "gradient":
             raise BadArgument("features", "the last layer's gradient is taken of a model that ends in nn.Linear")
         else:

@@ -11,12 +11,13 @@ from fedveil.attacks.scores import balanced_accuracy
 from fedveil.errors import BadArgument
 from fedveil.federation.shards import generator
 
-Features = Mapping[str, Tensor]  # by name, one row per record; (records, rows, columns) for gradients
+Features = Mapping[str, Tensor]  # by name: one row per record, gradients and sequences in rows, maps in channels
 Score = Callable[[Features], Tensor]
 OUT = 64  # outputs of a branch
 WIDE = {"label": 128}  # width of a branch's hidden layer; 100 for all others
 SPREAD = 0.01  # of the initial weights
-KERNELS = 100  # of the gradient's branch
+KERNELS = 100  # of a branch for gradients, sequences or maps
+DROPPED = 0.5  # share of a map's pixels, and of its kernels' outputs, that a training step leaves out
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class Trained:
 class AttackNetwork(nn.Module):
     """One branch per feature, and an encoder of 256, 128, 64 and 1 units over all of them.
 
-    Branches as in the authors' code: layer outputs and loss 100-64, label 128-64. Differs from theirs: the gradient's
-    branch is 100 kernels as wide as its rows, 256-64 in place of 2024-512-256; maps are pooled, so all outputs have the
-    dense branch and no dropout.
+    Branches as in the authors' code: layer outputs and loss 100-64, label 128-64, maps by kernels as large as the map,
+    with dropout. Differs from theirs, for attackers that know few records: maps have 100 kernels, 64 and dropout of 0.5
+    in place of one kernel per channel, 1024-512-128-64 and 0.2; the gradient's branch is 100 kernels as wide as its
+    rows, 256-64 in place of 2024-512-256. Sequences have the gradient's branch, their steps as its rows.
     """
 
     def __init__(self, features: Features, chance: torch.Generator) -> None:
@@ -73,6 +75,9 @@ class AttackNetwork(nn.Module):
 
 def _branch(name: str, values: Tensor) -> nn.Module:
     width = WIDE.get(name, 100)
+    if values.dim() == 4:
+        kernels = [nn.Flatten(), nn.Dropout(DROPPED), nn.Linear(values[0].numel(), KERNELS), nn.ReLU()]
+        return nn.Sequential(*kernels, nn.Dropout(DROPPED), nn.Linear(KERNELS, OUT), nn.ReLU())
     if values.dim() == 3:
         rows, columns = values.shape[1:]
         kernels = [nn.Linear(columns, KERNELS), nn.ReLU(), nn.Flatten()]
@@ -86,12 +91,15 @@ def select(features: Features, rows: Tensor | slice) -> dict[str, Tensor]:
 
 
 def standardised(known: Features) -> Callable[[Features], dict[str, Tensor]]:
-    """Scale features to mean 0 and deviation 1 over the known records; constant dimensions become 0.
+    """Scale features to mean 0 and deviation 1 over the known records, maps over pixels too; constants become 0.
 
-    A factor on a unit, such as a veil's, has no effect on the result.
+    A factor on a unit or channel, such as a veil's, has no effect on the result.
     """
-    means, scales = ({name: moment(v, 0) for name, v in known.items()} for moment in (torch.mean, torch.std))
-    varies = {n: scales[n] > torch.finfo(v.dtype).eps * v.abs().amax(0) * 10 for n, v in known.items()}
+    over = {name: (0, 2, 3) if values.dim() == 4 else (0,) for name, values in known.items()}
+    means, scales = (
+        {name: moment(v, over[name], keepdim=True) for name, v in known.items()} for moment in (torch.mean, torch.std)
+    )
+    varies = {n: scales[n] > torch.finfo(v.dtype).eps * v.abs().amax(over[n], True) * 10 for n, v in known.items()}
     return lambda features: {
         name: torch.where(varies[name], (values - means[name]) / scales[name], 0.0).float()
         for name, values in features.items()
@@ -147,7 +155,9 @@ def train_attack(
     best: dict[str, Tensor] = {}
     optimizer = torch.optim.Adam(network.parameters(), recipe.lr)
     for number in range(recipe.epochs):
-        _one_epoch(network, ready, optimizer, recipe.batch_size, chance)
+        with torch.random.fork_rng():  # dropout has no generator of its own
+            torch.manual_seed(int(torch.randint(2**62, (1,), generator=chance)))
+            _one_epoch(network, ready, optimizer, recipe.batch_size, chance)
         log.append(_look(network, ready, balanced_accuracy(score(held[0]), score(held[1]), 0.5).value))
         on_epoch(number, score)
         if all(log[-1].validation > epoch.validation for epoch in log[:-1]):
@@ -174,6 +184,7 @@ def _one_epoch(
     network: AttackNetwork, ready: Features, optimizer: torch.optim.Optimizer, size: int, chance: torch.Generator
 ) -> None:
     """Every record once; the first half of `ready` are members."""
+    network.train()
     half = len(next(iter(ready.values()))) // 2
     ins, outs = (torch.randperm(half, generator=chance) + start for start in (0, half))
     for a, b in zip(torch.split(ins, size // 2), torch.split(outs, size // 2), strict=True):
@@ -182,6 +193,7 @@ def _one_epoch(
         optimizer.zero_grad()
         (said - truth).square().mean().backward()
         optimizer.step()
+    network.eval()
 
 
 @torch.no_grad()

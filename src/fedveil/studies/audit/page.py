@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.report import Interval, Intervals, Section, Table, Text
-from fedveil.studies.audit.results import Audited
+from fedveil.studies.audit.attackers import attacker_table, member_table
+from fedveil.studies.audit.results import Audited, Audits
 from fedveil.studies.estimates import percent, text
 from fedveil.studies.jobs import Failed
 from fedveil.studies.tables import Presented, mark
@@ -16,11 +17,12 @@ NOTHING_TO_FIND = 0.02  # what the undefended figure must be above a guess for t
 RECOGNISED = 10.0  # dB above a guess, a tenth of its squared error: such a record is known, and more says nothing
 HEADER = (
     *("defence", "attacker", "agreement, %", "membership AUC", "PSNR, dB"),
-    *("membership, %", "TPR at 1 % FPR, %", "accuracy, %", "ranking AUC"),
+    *("membership by", "membership, %", "TPR at 1 % FPR, %", "accuracy, %", "ranking AUC"),
 )
 NOTE = (
     "Agreement with the server's model and accuracy (model stealing) on held-out records; membership of other clients' "
-    "records by a loss threshold: AUC, balanced accuracy, true positives at 1 % false positives; PSNR of one victim's "
+    "records by the attack that did best on records that the attacker knows, never on the test: AUC, balanced "
+    "accuracy, true positives at 1 % false positives, where 1,000 non-members stand for it; PSNR of one victim's "
     "record rebuilt from two broadcasts of a new network; for one output the AUC of the ranking, in the better "
     "direction. Intervals: 95 %. Every attacker is a client that follows the protocol."
 )
@@ -31,9 +33,6 @@ LIMITS = (
     "Without a gap between training and test quality there is nothing for a membership attack to find, with or without "
     "a defence; the gap is printed for that reason.",
 )
-Audits = Mapping[str, Audited | Failed]
-
-
 Measure = tuple[str, str, str, str]  # what, how far an attacker gets, title and label of the chart
 MEASURES: Mapping[str, Measure] = {
     "agreement": ("the model", "agrees with the server's model on {}", "Agreement with the true model", "agreement"),
@@ -63,10 +62,11 @@ def rows_of(name: str, found: Audited | Failed) -> Iterator[list[str]]:
         member = figures.membership if figures else None
         cells = [
             percent(figures.agreement) if figures else "",
-            text(member.auc, ".3f") if member else "",
+            text(member.best.auc, ".3f") if member else "",
             text(found.rebuilt[attacker]) if attacker in found.rebuilt else "",
-            percent(member.accuracy) if member else "",
-            percent(member.tpr["0.01"]) if member else "",
+            member.attack if member else "",
+            percent(member.best.accuracy) if member else "",
+            percent(member.best.tpr["0.01"]) if member else "",
             percent(figures.accuracy) if figures and figures.accuracy else "",
             text(figures.ranking, ".3f") if figures and figures.ranking else "",
         ]
@@ -77,7 +77,7 @@ def chance_row(plain: Audited) -> list[str]:
     """Chance, and how well a guess without any attack does."""
     floor = text(plain.rebuilt["floor"]) if "floor" in plain.rebuilt else ""
     guess = f"{100 / max(2, plain.outputs):.1f}"
-    return ["chance", "", guess, "0.500", floor, "50.0", "1.0", "", "0.500" if plain.ranks else ""]
+    return ["chance", "", guess, "0.500", floor, "", "50.0", "1.0", "", "0.500" if plain.ranks else ""]
 
 
 def leak(value: float, chance: float, undefended: float) -> float:
@@ -192,5 +192,6 @@ def presented(every: Audits) -> tuple[list[Section], Presented]:
         for name, one in results.items()
         if isinstance(one, Audited)
     ]
+    own = [table for table in (member_table(every), attacker_table(every)) if table]
     texts = [Text("Gap between members and others", gaps), Text("How to read it", LIMITS)]
-    return first, (HEADER, rows, NOTE, [*(section for section in charts if section), *texts])
+    return first, (HEADER, rows, NOTE, [*(section for section in charts if section), *own, *texts])

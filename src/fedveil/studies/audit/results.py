@@ -1,20 +1,53 @@
 """What an audit returns."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from fedveil.attacks.scores import Estimate
-from fedveil.studies.jobs import Result
+from fedveil.studies.jobs import Failed, Result
 from fedveil.studies.victim import Quality
 
 
 @dataclass(frozen=True)
-class Members:
-    """Membership of other clients' records by a loss threshold: balanced accuracy, AUC, TPR by FPR."""
+class Tried:
+    """One membership attack on other clients' records.
 
-    attack: str
+    Attributes:
+        known: its AUC on records whose membership the attacker knows, held out from training.
+        accuracy: balanced, at a threshold that was chosen on known records.
+        auc: area under the ROC curve.
+        tpr: true-positive rate by false-positive rate; None where too few records stand for it.
+        broadcasts: under how many secrets it was run.
+    """
+
+    known: float
     accuracy: Estimate
     auc: Estimate
     tpr: dict[str, Estimate | None]
+    broadcasts: int = 1
+
+
+@dataclass(frozen=True)
+class Members:
+    """Membership of other clients' records, attack by attack.
+
+    Attributes:
+        attacks: by name.
+        left_out: attacks that do not apply, and why.
+    """
+
+    attacks: dict[str, Tried]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def attack(self) -> str:
+        """The one that did best on records that the attacker knows; never chosen on the test."""
+        return max(self.attacks, key=lambda name: self.attacks[name].known)
+
+    @property
+    def best(self) -> Tried:
+        """Its figures."""
+        return self.attacks[self.attack]
 
 
 @dataclass(frozen=True)
@@ -45,6 +78,7 @@ class Audited(Quality, Result):
         attackers: figures by attacker.
         rebuilt: PSNR in dB of rebuilt records by attacker, and of the floor: the mean of the attacker's own records.
         left_out: why no record was rebuilt.
+        inapplicable: attackers of the defence that do not apply, and why.
     """
 
     defence: str
@@ -54,6 +88,7 @@ class Audited(Quality, Result):
     attackers: dict[str, Figures]
     rebuilt: dict[str, Estimate]
     left_out: str | None = None
+    inapplicable: dict[str, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> bool:
@@ -67,9 +102,12 @@ class Audited(Quality, Result):
             return self.rebuilt.get(attacker)
         if found and name == "agreement":
             return found.ranking or found.agreement
-        return found.membership.auc if found and found.membership else None
+        return found.membership.best.auc if found and found.membership else None
 
     @property
     def names(self) -> list[str]:
         """Of every attacker."""
         return list(dict.fromkeys([*self.attackers, *(name for name in self.rebuilt if name != "floor")]))
+
+
+Audits = Mapping[str, Audited | Failed]  # by defence

@@ -7,20 +7,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks import Observed
+from fedveil.attacks.observed import PUBLISHED
 from fedveil.attacks.scores import Estimate, Scores, auc, proportion
 from fedveil.data import Data
 from fedveil.federation.evaluate import predict
 from fedveil.runs.config import Config, Value
 from fedveil.studies.attack import Asked, AttackStudy, Results, option
 from fedveil.studies.audit import page
+from fedveil.studies.audit.members import MemberAttacks, averaged_members, joined
 from fedveil.studies.audit.page import UNDEFENDED
 from fedveil.studies.audit.rebuild import can_rebuild, rebuilt
 from fedveil.studies.audit.results import Audited, Figures, Members
 from fedveil.studies.estimates import over_broadcasts
-from fedveil.studies.jobs import Done, Job, Progress
-from fedveil.studies.membership.records import Records, records_of
-from fedveil.studies.membership.run import judged, loss_attacks
+from fedveil.studies.jobs import Done, Job, Progress, Result
+from fedveil.studies.membership.attacks import ByShadows
+from fedveil.studies.membership.records import records_of, shadow_jobs
 from fedveil.studies.study import Shown
 from fedveil.studies.victim import observe_all, quality_of, trained
 
@@ -31,16 +32,9 @@ class Options:
 
     trials: int = option(20, "records that the attacker tries to rebuild, each in a federation of its own")
     broadcasts: int = option(10, "secrets under which a veiled model is looked at; one says little about others")
-
-
-def membership_figures(observed: Observed, records: Records) -> Members:
-    """The loss threshold, by class where there are classes: chosen on known records, judged on the others'."""
-    device = next(observed.model.parameters()).device
-    outputs = predict(observed.model, records.pool.tensor.to(device)).cpu()
-    scores = loss_attacks(observed, outputs, records)
-    name = "loss by class" if "loss by class" in scores else "loss"
-    found = judged(scores[name], records)
-    return Members(name, found.accuracy, found.auc, found.tpr)
+    network: bool = option(True, "membership by white-box networks too")
+    shadows: int = option(2, "federations that the attacker trains itself for RMIA, in pairs; 0 for none")
+    lira: bool = option(False, "LiRA too; 16 shadows or more give it a chance")
 
 
 def view_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> Figures:
@@ -80,20 +74,12 @@ def ranking(positive: Scores, negative: Scores) -> Estimate:
     return found if found.value >= 0.5 else Estimate(1 - found.value, 1 - found.high, 1 - found.low)
 
 
-def _joined(looks: Sequence[Estimate | None]) -> Estimate | None:
-    return over_broadcasts([look for look in looks if look]) if all(looks) else None
-
-
 def averaged(looks: Sequence[Figures]) -> Figures:
     """The same figures of several broadcasts as one."""
     agreement = over_broadcasts([look.agreement for look in looks])
-    right, ranks = _joined([look.accuracy for look in looks]), _joined([look.ranking for look in looks])
+    right, ranks = joined([look.accuracy for look in looks]), joined([look.ranking for look in looks])
     members = [look.membership for look in looks if look.membership]
-    if not members:
-        return Figures(agreement, right, ranks)
-    accuracy, area = (over_broadcasts([getattr(one, name) for one in members]) for name in ("accuracy", "auc"))
-    rates = {rate: _joined([one.tpr[rate] for one in members]) for rate in members[0].tpr}
-    return Figures(agreement, right, ranks, Members(members[0].attack, accuracy, area, rates))
+    return Figures(agreement, right, ranks, averaged_members(members) if members else None)
 
 
 @dataclass(frozen=True)
@@ -103,19 +89,21 @@ class Audit:
     config: Config
     options: Options
     run: Path
+    folder: Path  # of the shadows
 
     def __call__(self, progress: Progress, done: Done) -> Audited:
         """Look at several broadcasts, and rebuild records."""
         config, options = self.config, self.options
         federation, data = trained(config, self.run, progress)
         quality = quality_of(federation, data)
-        records = records_of(config, data, everyone=True) if config.data.clients > 1 else None
+        attacks = self.member_attacks(data) if config.data.clients > 1 else None
         count = options.broadcasts if config.defence.name == "veil" else 1
         looks: dict[str, list[Figures]] = {}
         for number in range(count):
             progress(number / count, f"broadcast {number + 1}/{count}")
-            for name, observed in observe_all(federation, config.defence.name).attackers.items():
-                members = membership_figures(observed, records) if records else None
+            seen = observe_all(federation, config.defence.name)
+            for name, observed in seen.attackers.items():
+                members = attacks.look(observed, number, name != PUBLISHED) if attacks else None
                 found = view_figures(observed.model, federation.model, data, members)
                 looks.setdefault(name, []).append(found)
         why = can_rebuild(config, data)
@@ -128,7 +116,17 @@ class Audit:
             attackers={name: averaged(own) for name, own in looks.items()},
             rebuilt={} if why else rebuilt(progress, config, data, options.trials),
             left_out=why,
+            inapplicable=seen.left_out,
         )
+
+    def member_attacks(self, data: Data) -> MemberAttacks:
+        """On the records of the other clients."""
+        config, asked = self.config, self.options
+        records, shadows = (
+            records_of(config, data, everyone=True),
+            ByShadows(config, self.folder, asked.shadows, asked.lira),
+        )
+        return MemberAttacks(records, shadows, asked.network, config.training.seed)
 
 
 class AuditStudy(AttackStudy[Options, Audited]):
@@ -138,19 +136,26 @@ class AuditStudy(AttackStudy[Options, Audited]):
     summary = "what a participant learns, by published and by adaptive attackers"
     options = Options
     result = Audited
+    needs_shared = False
     defaults = {"clients": 2, "epochs": 150}  # noqa: RUF012
+
+    def shared(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
+        """The shadows of all defences, and of the undefended federation."""
+        defences, count = (*asked.defences, "plain"), asked.options.shadows
+        return shadow_jobs(asked.config, defences, count, folder, label=asked.label, everyone=True)
 
     def attack(self, asked: Asked[Options], defence: str, folder: Path) -> Audit:
         """See `Audit`."""
-        return Audit(asked.under(defence), asked.options, self.run_of(asked, defence, folder))
+        return Audit(asked.under(defence), asked.options, self.run_of(asked, defence, folder), folder)
 
     def attacks(self, asked: Asked[Options], folder: Path) -> dict[str, Job[Audited]]:
         """The defences, and the undefended federation: the reference of every figure."""
         found = super().attacks(asked, folder)
         if "plain" in asked.defences:
             return found
-        work = Audit(asked.under("plain"), asked.options, folder / "plain" / "run")
-        return {**found, UNDEFENDED: Job(f"{asked.label}{UNDEFENDED}", work, Audited)}
+        work = Audit(asked.under("plain"), asked.options, folder / "plain" / "run", folder)
+        after = next(iter(found.values())).after
+        return {**found, UNDEFENDED: Job(f"{asked.label}{UNDEFENDED}", work, Audited, after=after)}
 
     def present(self, asked: Asked[Options], results: Results[Audited]) -> Shown:
         """The verdict first, then the table, pictures and how to read them."""

@@ -1,6 +1,7 @@
 """Records of a membership attack, and the federations that the attacker trains itself on some of them."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from fedveil.federation.shards import generator
 from fedveil.files import write_whole
 from fedveil.runs.build import federation_of, load_data
 from fedveil.runs.config import Config
-from fedveil.studies.jobs import Done, Progress, Result
+from fedveil.studies.jobs import Done, Job, Progress, Result
 from fedveil.studies.victim import observe, on_round
 
 Places = NDArray[np.int64]
@@ -83,7 +84,8 @@ def shadow_defence(defence: str) -> str:
 
 def shadow_file(folder: Path, defence: str, number: int, cleaned: bool = False) -> Path:
     """Where a shadow's outputs are: as its clients see them, or, for attackers that undo the defence, the server's."""
-    return folder / "shadows" / f"{shadow_defence(defence)}-{number}{'-cleaned' if cleaned else ''}.npy"
+    kind = shadow_defence(defence).replace(":", ".")
+    return folder / "shadows" / f"{kind}-{number}{'-cleaned' if cleaned else ''}.npy"
 
 
 def inside_of(config: Config, records: int, shadows: int) -> NDArray[np.bool_]:
@@ -111,18 +113,20 @@ class Shadow(Result):
 class TrainShadow:
     """Train a federation like the attacked one on half of the pool, and keep its outputs on all of the pool.
 
-    As its clients see them in one file, the server's in another (`shadow_file`).
+    As its clients see them in one file, the server's in another (`shadow_file`). The pool is that of `records_of`, with
+    the same `everyone` as for the attack.
     """
 
     config: Config
     number: int
     shadows: int
     folder: Path
+    everyone: bool = False
 
     def __call__(self, progress: Progress, done: Done) -> Shadow:
         """Train, and write the outputs."""
         config, data = self.config, load_data(self.config)
-        pool = records_of(config, data).pool
+        pool = records_of(config, data, everyone=self.everyone).pool
         inside = inside_of(config, len(pool.targets), self.shadows)[self.number]
         how = "iid" if config.data.split == "column" else config.data.split
         own = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
@@ -135,3 +139,23 @@ class TrainShadow:
             write_whole(path, partial(np.save, arr=values.numpy()))
         parts = [torch.from_numpy(rows) for rows in (inside, ~inside)]
         return Shadow(own.training.seed, *(metrics(outputs[1][rows], pool.targets[rows]) for rows in parts))
+
+
+def shadow_jobs(
+    config: Config, defences: Sequence[str], count: int, folder: Path, *, label: str = "", everyone: bool = False
+) -> list[Job[Result]]:
+    """All shadows of all defences; none without classes, which attacks by shadows need. Refuses odd numbers."""
+    if not count or config.data.clients < 2:
+        return []
+    halves(2, count, torch.Generator())
+    if load_data(config).train.targets.dim() != 1:
+        return []
+    return [
+        Job(
+            f"{label}shadow-{kind.replace(':', '.')}-{number}",
+            TrainShadow(config.changed(defence=kind), number, count, folder, everyone),
+            Shadow,
+        )
+        for kind in dict.fromkeys(map(shadow_defence, defences))
+        for number in range(count)
+    ]

@@ -1,0 +1,100 @@
+"""Every membership attack on the records of a federation: scores, and what they are worth on the test's records."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedveil.attacks import Observed
+from fedveil.attacks.features import dense_targets, ends_in_linear, labels, losses
+from fedveil.attacks.membership import Shadows, calibrated_scores, loss_scores, shadow_scores
+from fedveil.attacks.scores import Scores, auc, balanced_accuracy, best_threshold, enough, roc, tpr_at
+from fedveil.attacks.whitebox import Features, Recipe, Score, select, train_attack
+from fedveil.runs.config import Config
+from fedveil.studies.membership.records import Records, read_shadows
+from fedveil.studies.membership.results import AttackNetwork, Scored
+
+RATES = (0.01, 0.001)
+
+
+@dataclass(frozen=True)
+class ByShadows:
+    """Federations that the attacker trained itself.
+
+    Attributes:
+        config: of the attacked federation.
+        folder: where the outputs of shadows are.
+        count: how many there are.
+        lira: LiRA too.
+    """
+
+    config: Config
+    folder: Path
+    count: int
+    lira: bool
+
+    def scores(self, observed: Observed, outputs: Tensor, records: Records, cleaned: bool) -> dict[str, Scores]:
+        """Scores of all records by RMIA and LiRA; none without shadows or classes.
+
+        `cleaned` says that the attacker's model is no longer the one it received.
+        """
+        targets = records.pool.targets
+        if not self.count or targets.dim() != 1:
+            return {}
+        truth = dense_targets(observed.loss, targets, outputs).double().numpy()
+        shadows = Shadows(*read_shadows(self.config, self.count, self.folder, cleaned), truth, observed.loss)
+        return shadow_scores(outputs.double().numpy(), shadows, records.known, both=self.lira)
+
+
+def extras_of(observed: Observed, records: Records) -> tuple[str, ...]:
+    """What the full network sees besides layers; the gradient is that of a model that ends in nn.Linear."""
+    gradient = ("gradient",) if ends_in_linear(observed.model, records.pool.tensor) else ()
+    return ("label", "loss", *gradient)
+
+
+def loss_attacks(observed: Observed, outputs: Tensor, records: Records) -> dict[str, Scores]:
+    """Scores of all records by their loss, plain and by class."""
+    found = losses(observed.loss, outputs, records.pool.targets)
+    scores = {"loss": loss_scores(found)}
+    if records.pool.targets.dim() == 1:
+        classes, known = labels(records.pool.targets), torch.from_numpy(records.known)
+        scores["loss by class"] = calibrated_scores(found, classes, found[known], classes[known])
+    return {name: values.numpy() for name, values in scores.items()}
+
+
+def whitebox(
+    features: Features, names: Sequence[str], records: Records, recipe: Recipe, *, watched: bool = False
+) -> tuple[Scored, float]:
+    """Train the network on known records and judge it on the test's; and its AUC on known records held out from it.
+
+    If `watched`, the paper's best-on-test epoch stands apart.
+    """
+    seen = {name: features[name] for name in names}
+    own, known, victims, fresh = (select(seen, torch.from_numpy(part)) for part in records.parts)
+    curve: list[float] = []
+
+    def watch(number: int, score: Score) -> None:
+        if watched:
+            curve.append(balanced_accuracy(score(victims), score(fresh), 0.5).value)
+
+    done = train_attack(own, known, recipe=recipe, on_epoch=watch)
+    held = [part.numpy() for part in done.held]
+    chosen = asdict(done.epochs[done.chosen])
+    network = AttackNetwork(**chosen, epoch=done.chosen + 1, last=done.epochs[-1], collapsed=done.collapsed)
+    found = measured(done.score(victims).numpy(), done.score(fresh).numpy(), best_threshold(*held))
+    return replace(found, best_on_test=max(curve, default=None), network=network), auc(*held).value
+
+
+def judged(scores: Scores, records: Records) -> Scored:
+    """The test, with the threshold that is best on the records that the attacker knows."""
+    threshold = best_threshold(scores[records.own], scores[records.known])
+    return measured(scores[records.victims], scores[records.fresh], threshold)
+
+
+def measured(members: Scores, others: Scores, threshold: float) -> Scored:
+    """All figures of a test, with 95 % intervals; no rate that too few records stand for."""
+    rates = {str(rate): tpr_at(members, others, rate) if enough(len(others), rate) else None for rate in RATES}
+    accuracy = balanced_accuracy(members, others, threshold)
+    return Scored(accuracy, auc(members, others), rates, roc=roc(members, others))
