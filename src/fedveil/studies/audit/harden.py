@@ -186,8 +186,9 @@ def verdict(rows: Sequence[Row]) -> str:
     bare = [row.membership for row in rows if row.undefended and row.membership]
     if not tried or not bare:
         return "There is no verdict: membership or the undefended federation was not measured."
-    if max(one.value for one in bare) <= MOST_MEMBERSHIP:
-        return f"There is no verdict: without a defence the best one reaches {percent(bare[0])} %, no more than asked."
+    most = max(bare, key=lambda one: one.value)
+    if most.value <= MOST_MEMBERSHIP:
+        return f"There is no verdict: without a defence membership is found at {percent(most)} %, no more than asked."
     good = [row for row in tried if _membership(row) <= MOST_MEMBERSHIP and _cost(row) <= MOST_COST]
     if good:
         return f"{'; '.join(map(_said, good))}: {held} {price}."
