@@ -12,7 +12,7 @@ from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.runs.build import build_model, federation_of, load_data
 from fedveil.runs.config import SECTIONS, LossName, configure, read_toml
-from fedveil.runs.folder import read_config, train
+from fedveil.runs.folder import open_run, read_config, train
 from fedveil.scheme import LOSSES
 
 
@@ -166,3 +166,22 @@ def test_runs_of_earlier_versions_are_read_unless_they_used_what_is_gone(tmp_pat
         (tmp_path / "config.json").write_text(torn)
         with pytest.raises(BadArgument, match="holds no run"):
             read_config(tmp_path)
+
+
+def test_kept_noise_is_drawn_anew_when_a_run_is_resumed_and_its_page_says_so(tmp_path):
+    given = {"clients": 2, "hidden": 8, "train_size": 60, "batch_size": 15, "groups": 10, "keep_noise": True}
+    directions = []
+    for epochs in (1, 2):
+        summary = train(config_of(epochs=epochs, **given), tmp_path, resume=epochs > 1)
+        page = (tmp_path / "report.html").read_text()
+        assert "kept over rounds" in page
+        assert ("drawn 2 times at least, because the run was resumed" in page) == (epochs > 1)
+        assert "--keep-noise" in summary["repeat"]
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert state["defence"] == {"name": "veil", "draws": 2}
+    for _ in range(2):
+        _, federation = open_run(tmp_path)
+        sent = [federation.defence.broadcast(federation.model).head.direction for _ in range(2)]
+        assert torch.equal(*sent)
+        directions.append(sent[0])
+    assert not torch.equal(*directions)

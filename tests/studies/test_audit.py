@@ -9,7 +9,6 @@ from fedveil import cli
 from fedveil.data import Data
 from fedveil.data.records import Part
 from fedveil.runs.build import federation_of, load_data
-from fedveil.studies.audit import harden as hardening
 from fedveil.studies.audit.attackers import attacker_table, member_table
 from fedveil.studies.audit.members import LOOKS, MemberAttacks, averaged_members
 from fedveil.studies.audit.page import leak, verdict, word
@@ -18,7 +17,6 @@ from fedveil.studies.estimates import Estimate
 from fedveil.studies.jobs import Failed
 from fedveil.studies.membership.attacks import ByShadows
 from fedveil.studies.membership.records import records_of
-from fedveil.studies.study import gather, publish
 from fedveil.studies.victim import observe
 
 FEDERATION = ["--data", "digits", "--train-size", "300", "--clients", "2"]
@@ -103,17 +101,6 @@ def test_a_run_s_folder_is_audited_beside_an_undefended_one(tmp_path, capsys):
     assert (run / "audit" / "report.html").exists()
     assert cli.main(["audit", str(run), "--defence", "veil"]) == 2
     assert "a run has its own defence" in capsys.readouterr().err
-
-
-def test_hardening_measures_are_compared_over_seeds(tmp_path, monkeypatch):
-    few = {name: hardening.MEASURES[name] for name in ("as it is: m = 10", "m = 1", "whole shards, 150 rounds")}
-    monkeypatch.setattr(hardening, "MEASURES", few)
-    asked = hardening.Hardening(2, 2, {**hardening.BASE, "epochs": 10, "train_size": 200})
-    results = gather(hardening.HARDEN, asked, tmp_path, workers=1)
-    shown = publish(hardening.HARDEN, asked, results, tmp_path, "again")
-    assert [row[0] for row in shown.rows] == [*few, "guessing"]
-    assert all("[" in cell for row in shown.rows[:-1] for cell in row[1:])
-    assert (tmp_path / "report.html").exists()
 
 
 def point(value):

@@ -115,15 +115,20 @@ class Audit(Attack):
     prefix: ClassVar[str] = ""
     harden: Annotated[Switch, arg(help="measure what hardens the veil instead")] = False
     seeds: Annotated[int, arg(help="runs of each setting with --harden")] = 5
-    suite: Annotated[bool, Suppress] = False
+    given: Annotated[tuple[str, ...], Suppress] = ()  # names of flags
 
     @classmethod
     def read(cls, prog: str, words: Sequence[str], about: str) -> Self:
-        """The command; one that names neither a federation nor a value of it audits the standard suite."""
+        """The command, with the flags that were given."""
         kind: type[Self] = cls.shape()
         found = super(Attack, kind).read(prog, words, about)
-        flags = {word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for word in words}
-        return dataclasses.replace(found, suite=not (found.file or found.run or flags & (HOME.keys() - {"defence"})))
+        flags = [word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for word in words]
+        return dataclasses.replace(found, given=tuple(flags))
+
+    @property
+    def suite(self) -> bool:
+        """Whether it names neither a federation nor a value of it."""
+        return not (self.file or self.run or set(self.given) & (HOME.keys() - {"defence"}))
 
     @classmethod
     def shape(cls) -> Any:
@@ -133,15 +138,27 @@ class Audit(Attack):
     def __call__(self) -> None:
         """Audit a run, a configuration or the standard suite, or measure what hardens the veil."""
         if self.harden:
-            from fedveil.studies.audit.harden import HARDEN, Hardening
-
-            values = {"seeds": whole(self.where, "--seeds", self.seeds), "trials": self.attack.trials}
-            folder, command = self.out or Path("runs/hardening"), f"{self.where} --harden {flags_of(values)}"
-            run_study(HARDEN, Hardening(**values), folder, command, self.workers, self.as_json)
+            self.measure_hardening()
         elif self.suite:
             self.audit_suite(self.out or Path("runs/audit"))
         else:
             super().__call__()
+
+    def measure_hardening(self) -> None:
+        """Measure what hardens the veil, in the federation of the flags."""
+        from fedveil.studies.attack import plain_values
+        from fedveil.studies.audit.harden import HARDEN, Hardening, base_of, looks_of
+
+        if self.run or self.file:
+            raise BadArgument(self.where, "--harden trains federations of its own", "give flags in place of a run")
+        values, own = self.config.flat(), plain_values(self.attack)
+        given = {name: values[name] for name in self.given if name in HOME}
+        looks: dict[str, Any] = {name: own[name] for name in self.given if name in own}
+        base, seeds = base_of(given), whole(self.where, "--seeds", self.seeds)
+        asked = Hardening(base, seeds, dataclasses.replace(looks_of(base), **looks))
+        told = given | {"seeds": seeds} | looks
+        folder, command = self.out or Path("runs/hardening"), f"{self.where} --harden {flags_of(told)}"
+        run_study(HARDEN, asked, folder, command, self.workers, self.as_json)
 
     def audit_suite(self, folder: Path) -> None:
         """Audit the federations of the standard suite whose data are here."""

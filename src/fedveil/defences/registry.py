@@ -41,7 +41,7 @@ class Record:
     shadows: str | None = None  # the defence whose shadow models serve for this one; None: its own
 
 
-_VEIL = ("groups", "additive", "multiplicative", "permute", "min_coverage", "decoys")
+_VEIL = ("groups", "additive", "multiplicative", "permute", "min_coverage", "decoys", "keep_noise")
 BUILT_IN = (
     Record(
         "plain",

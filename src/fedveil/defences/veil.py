@@ -1,8 +1,9 @@
 """The paper's defence: one-time noise on the model, lifted from what clients send."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,12 +27,12 @@ from fedveil.scheme import (
     recover,
 )
 from fedveil.scheme.recover import check_update, refuse_non_finite
-from fedveil.scheme.secret import check_decoys
+from fedveil.scheme.secret import Kept, check_decoys
 from fedveil.wire import Packed, Tensors, Values
 
 
 class Veil(Defence):
-    """A new secret in every round.
+    """A new secret in every round; with `keep_noise`, secrets that differ in their offset only.
 
     Args:
         groups: the paper's m.
@@ -42,6 +43,8 @@ class Veil(Defence):
         min_coverage: refuse a model of which less than this share of the parameters' values can be covered.
         public: names of parameters whose values clients know; see `analyse`.
         decoys: false offsets of the head beside the true one; see `draw_secret`.
+        keep_noise: draw factors, permutation, direction and partition once, and keep them over all rounds, in memory
+            only: another model, a restored state or another process gets new ones (docs/defences/veil.md).
         entropy: `Entropy.for_tests(seed)` for repeatable tests.
     """
 
@@ -58,19 +61,23 @@ class Veil(Defence):
         min_coverage: float = 0.0,
         public: Collection[str] = (),
         decoys: int | None = None,
+        keep_noise: bool = False,
         entropy: Entropy | None = None,
     ) -> None:
         self.groups, self.additive, self.multiplicative, self.permute = groups, additive, multiplicative, permute
         check_decoys("Veil", decoys)
-        self.decoys, self._entropy = decoys, entropy
+        self.decoys, self.keep_noise, self._entropy = decoys, keep_noise, entropy
         self._analyse = partial(analyse, head=head, min_coverage=min_coverage, public=tuple(public))  # type: ignore[arg-type]
         self._loss: Loss = SquaredError()
         self._plan: Plan | None = None
         self._secret: Secret | None = None
+        self._kept: Kept | None = None
+        self.draws = 0
 
     def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
-        """Analyse the model."""
+        """Analyse the model; noise that was kept for another one is dropped."""
         self._plan, self._loss = self._analyse(model, example), loss
+        self._kept, self.draws = None, 0
 
     def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Nothing to do: all that a client needs is in the broadcast."""
@@ -89,10 +96,19 @@ class Veil(Defence):
 
     def broadcast(self, model: nn.Module) -> Broadcast:
         """Cover the model with a new secret; the last one is forgotten."""
-        sizes = self.groups, self.additive, self.multiplicative
         self._secret = draw_secret(
-            self.plan, self._loss, *sizes, permute=self.permute, decoys=self.decoys, entropy=self._entropy
+            self.plan,
+            self._loss,
+            self.groups,
+            self.additive,
+            self.multiplicative,
+            permute=self.permute,
+            decoys=self.decoys,
+            kept=self._kept,
+            entropy=self._entropy,
         )
+        if self.keep_noise and self._kept is None:
+            self._kept, self.draws = Kept(self._secret), self.draws + 1
         return perturb(model, self._secret)
 
     def client_step(self, model: nn.Module, broadcast: Broadcast, samples: Samples, client: int = 0) -> Update:
@@ -115,8 +131,16 @@ class Veil(Defence):
         return self._secret
 
     def forget(self) -> None:
-        """Drop the secret."""
+        """Drop the secret of the round; noise that is kept over rounds stays until `prepare` or `restore`."""
         self._secret = None
+
+    def state(self) -> dict[str, Any]:
+        """How often noise to keep was drawn, which clients can see anyway; never the noise."""
+        return {"draws": self.draws} if self.keep_noise else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with new noise: what was kept is in no checkpoint, and noise of this process is dropped."""
+        self._secret, self._kept, self.draws = None, None, int(state.get("draws", 0))
 
     def aggregate(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
         """Lift the noise from the weighted sum, and forget the secret."""

@@ -92,6 +92,9 @@ class DefenceSettings(Settings):
     decoys: Positive | None = Field(
         None, description="veil: false offsets beside the true one; by default 2, and none for squared error"
     )
+    keep_noise: bool = Field(
+        False, description="veil: draw factors, permutation and direction once, not in every round (docs: limits)"
+    )
     ppdl: Literal["sel", "noise", "both"] = Field("sel", description="ppdl: select, add noise, or both")
     fraction: float | None = Field(None, gt=0, le=1, description="ppdl: share of the gradient that is sent")
     sigma: float | None = Field(None, ge=0, description="ppdl: standard deviation of the noise")

@@ -24,6 +24,11 @@ PROTECTION = (
     "An adaptive client removes it without any data: from the public offset it gets most predictions, from two "
     "consecutive broadcasts nearly all (fedveil audit measures both).",
 )
+KEPT = "Factors, permutation and direction of the noise were kept over rounds; only the offset was new in each of them."
+REDRAWN = (
+    "They were drawn {} times at least, because the run was resumed: kept noise is in no checkpoint. A client that was "
+    "there before and after has broadcasts under two draws, and needs no data to remove the noise from them."
+)
 GUARANTEE = (
     "Epsilon bounds what all others together learn about one client's data from the models of all rounds, compared "
     "with models made without this client's gradients (epsilon_replace: with other data in its place). It does not "
@@ -86,12 +91,13 @@ SHARES = {
 }
 
 
-def veil_sections(plan: Plan) -> list[Section]:
-    """How much of the model a veil covers, and what that protects."""
+def veil_sections(plan: Plan, draws: int = 0) -> list[Section]:
+    """How much of the model a veil covers, and what that protects; `draws` of noise that was kept over rounds."""
     rows = [[kind, f"{100 * plan.shares[kind]:.1f} %", words] for kind, words in SHARES.items()]
     note = "Each value counts once, under the strongest. " + (known_in_words(plan) or "")
     table = Table("What the veil covers", ["parameters' values", "share", "in each broadcast"], rows, note.strip())
-    return [table, Text("What is and is not protected", PROTECTION)]
+    kept = [KEPT, *([REDRAWN.format(draws)] if draws > 1 else [])] if draws else []
+    return [table, Text("What is and is not protected", (*PROTECTION, *kept))]
 
 
 ESTIMATED = (
@@ -145,10 +151,11 @@ def run_page(server: Server, data: Data, config: Mapping[str, Any], summary: Map
     """The page of one run."""
     defence, name = server.defence, server.defence.name
     histories, inner = {name: server.history}, innermost(defence)
+    veil = veil_sections(inner.plan, inner.draws) if isinstance(inner, Veil) else []  # before the page's own broadcast
     sections = [
         *curve_sections(histories),
         *view_sections(client_models(server), data, server.loss),
-        *(veil_sections(inner.plan) if isinstance(inner, Veil) else []),
+        *veil,
         *([Text("Differential privacy", (GUARANTEE,))] if isinstance(defence, Private) else []),
         cost_section(histories),
         Facts("Configuration", {key: str(value) for key, value in config.items()}),

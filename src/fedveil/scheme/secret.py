@@ -44,7 +44,19 @@ class Undo:
     coefficients: list[float]  # of the clients' passes; 0 for decoys
 
 
-class Secret:
+class InMemory:
+    """Base of what never leaves the server's memory: it cannot be pickled or copied."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(f"a {kind} is neither pickled nor copied: it never leaves the server's memory")
+
+    __reduce__ = __reduce_ex__  # type: ignore[assignment]
+
+
+class Secret(InMemory):
     """One-time noise for one broadcast. It prints nothing, cannot be pickled or copied, and is never reused."""
 
     __slots__ = ("_head", "_noise", "_undo", "decoys", "entropy", "loss", "plan", "round")
@@ -70,10 +82,29 @@ class Secret:
     def __repr__(self) -> str:
         return f"<Secret of round {self.round[:8]}, redacted>"
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError("a Secret is neither pickled nor copied: it never leaves the server's memory")
 
-    __reduce__ = __reduce_ex__  # type: ignore[assignment]
+class Kept(InMemory):
+    """What later secrets may share with a first one: its factors, places, direction and partition, not its offset.
+
+    It prints nothing and cannot be pickled or copied.
+    """
+
+    __slots__ = ("_head", "_noise", "groups", "plan")
+
+    def __init__(self, secret: Secret) -> None:
+        self.plan, self.groups = secret.plan, secret.groups
+        self._noise = secret._noise._replace(others=np.empty(0))  # the first offset was made of them
+        self._head = (secret._head.direction, secret._head.partition) if secret._head else None
+
+    def __repr__(self) -> str:
+        return "<Kept, redacted>"
+
+    def again(self, additive: float, entropy: Entropy) -> tuple["Noise", HeadNoise | None]:
+        """The same noise with a new offset."""
+        if self._head is None:
+            return self._noise, None
+        numbers = entropy.log_uniform(1, np.full(self.groups, math.log(2)), np.ones(self.groups, np.uint64))[0]
+        return self._noise, HeadNoise(numbers * additive, *self._head)
 
 
 def _check_size(name: str, value: float, least: float, most: float) -> None:
@@ -200,12 +231,13 @@ def draw_secret(
     *,
     permute: bool = True,
     decoys: int | None = None,
+    kept: Kept | None = None,
     entropy: Entropy | None = None,
 ) -> Secret:
     """Draw the noise of one round.
 
     Paper, Sec. 4.1: positive factors r(l) for every hidden unit, a partition of the outputs into m groups, one gamma
-    per group, r_a with pairwise different components. All of it is new in every call.
+    per group, r_a with pairwise different components. All of it is new in every call, unless `kept` is given.
 
     Differs from the paper: factors follow the symmetry of each axis (for example signs before BatchNorm); units also
     trade places where the network allows it; additive noise is never near 0, where it would hide nothing; r_a sums to 0
@@ -222,6 +254,8 @@ def draw_secret(
         permute: also permute units secretly.
         decoys: how many false offsets of the head are sent with the true one; clients compute one gradient for each.
             Default 2, and none for squared error if nothing follows the head: its own m + 2 terms need none.
+        kept: of an earlier secret, `Kept(secret)`: all but the offset is that secret's, whatever `multiplicative` and
+            `permute` say. docs/defences/veil.md says what that reveals.
         entropy: `Entropy.for_tests(seed)` for repeatable tests; by default the operating system's.
 
     >>> import torch, fedveil
@@ -242,6 +276,11 @@ def draw_secret(
         own_terms = isinstance(found, SquaredError) and not (plan.head and plan.head.within)
         decoys = 0 if own_terms else DECOYS
     source = entropy or Entropy()
+    if kept is not None:
+        if kept.plan is not plan or kept.groups != (groups if plan.head else 0):
+            fix = "Kept(secret) of a secret with this plan and these groups"
+            raise BadArgument(where, "the kept noise is for another plan or another number of groups", fix)
+        return Secret(plan, found, decoys, *kept.again(additive, source), source)
     kind = (float(multiplicative), groups + outputs if plan.head else 0, permute)
     noise, head = _draw_all(plan, groups, additive, kind, source)
     return Secret(plan, found, decoys, noise, head, source)
