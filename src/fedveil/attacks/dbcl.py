@@ -67,14 +67,15 @@ class FirstLayer:
 def first_layer_of(observed: Observed) -> FirstLayer:
     """What a client knows of the layer."""
     path, rate, share = first_linear(observed.architecture), observed.learning_rate, observed.share
-    layers = [seen.model.get_submodule(path) for seen in observed.rounds]
-    if not all(isinstance(layer, SketchedLayer) for layer in layers):
+    found = [seen.model.get_submodule(path) for seen in observed.rounds]
+    layers = [layer for layer in found if isinstance(layer, SketchedLayer)]
+    if len(layers) < len(found):
         raise DoesNotApply("dbcl", "the first layer is not sketched")
-    sketches = [torch.eye(layer.sketch.fan_in).double() for layer in layers]
-    sketches = [layer.sketch.to(rows.cpu()).down(rows) for layer, rows in zip(layers, sketches, strict=True)]
-    biases = torch.stack([layer.bias.detach().double().cpu() for layer in layers])
+    eye = torch.eye(layers[0].sketch.fan_in, dtype=torch.float64)
+    sketches = [layer.sketch.to(eye).down(eye) for layer in layers]
+    biases = torch.stack([layer.bias.detach().double().cpu() for layer in layers if layer.bias is not None])
     own = [own_gradients(observed, seen) for seen in observed.rounds[:-1]]
-    mine = torch.stack([found[f"{path}.bias"].double().cpu() for found in own])
+    mine = torch.stack([gradients[f"{path}.bias"].double().cpu() for gradients in own])
     steps = ((biases[:-1] - biases[1:]) / rate - share * mine) / (1 - share)
     added, known = torch.zeros((len(mine[0]), len(sketches[0]))).double(), list[Tensor]()
     for number, layer in enumerate(layers):

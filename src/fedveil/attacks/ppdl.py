@@ -33,7 +33,7 @@ def sent_rows(observed: Observed, at: int, path: str) -> tuple[Tensor, Tensor]:
 def rank_one(rows: Tensor, sent: Tensor) -> Tensor:
     """The vector v for which rows = factors v^T fits best where `sent` is 1, by alternating least squares."""
     rows = rows * sent
-    v = torch.linalg.svd(rows, full_matrices=False)[2][0]
+    v: Tensor = torch.linalg.svd(rows, full_matrices=False)[2][0]
     for _ in range(SWEEPS):
         factors = (rows @ v) / (sent @ v.square()).clamp_min(TINY)
         v = (rows.T @ factors) / (sent.T @ factors.square()).clamp_min(TINY)
