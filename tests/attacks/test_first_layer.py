@@ -98,8 +98,8 @@ def test_every_defence_has_its_figures_and_a_floor():
     for defence, attackers in {
         "plain": set(),
         "veil": {"two broadcasts"},
-        "ppdl": {"masked"},
-        "dbcl": set(),
+        "ppdl": {"rounds stacked"},
+        "dbcl": {"sketches stacked"},
         "spn": set(),
     }.items():
         found = rebuilt(lambda share, what: None, config_of(data="digits", defence=defence), DATA, 2)
