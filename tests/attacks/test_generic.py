@@ -7,7 +7,7 @@ import torch
 from tests.oracle import built
 from torch import nn
 
-from fedveil.attacks import Observed, Round
+from fedveil.attacks import Observed, Round, generic
 from fedveil.attacks.first_layer import from_plain_difference
 from fedveil.attacks.generic import RIDGE, averaged, calibrated, inverted, rebuilt
 from fedveil.attacks.observed import PUBLISHED, DoesNotApply, observations
@@ -147,7 +147,8 @@ def federation(model, shape):
     return observe(run, rounds=2), records[39]
 
 
-def test_a_record_comes_from_a_dense_first_layer_or_by_a_search_for_an_image():
+def test_a_record_comes_from_a_dense_first_layer_or_by_a_search_for_an_image(monkeypatch):
+    monkeypatch.setattr(generic, "SEARCH", dataclasses.replace(generic.SEARCH, steps=80))
     observed, record = federation(network(), (12,))
     assert torch.equal(rebuilt(observed), from_plain_difference(observed))
     image = built(lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(8 * 36, OUTPUTS)))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fedveil.defences import Plain
 from fedveil.defences.interface import Aggregate, Samples
 from fedveil.defences.plain import PlainUpdate
+from fedveil.scheme.losses import per_sample
 
 
 def last_bias(model: nn.Module) -> Tensor:
@@ -69,9 +70,10 @@ class Shifted(Plain):
         return Sent(network, direction)
 
     def client_step(self, model: nn.Module, broadcast: Sent, samples: Samples, client: int = 0) -> Answer:
-        """Both gradients of the mean over a batch."""
+        """Both gradients, with the same weight for each sample."""
         update = super().client_step(model, broadcast.network, samples)
-        along = (broadcast.network(samples.inputs) @ broadcast.direction).mean()
+        outputs = broadcast.network(samples.inputs)
+        along = (outputs * broadcast.direction * per_sample(self._loss, outputs, samples.weights)).sum()
         gradients = torch.autograd.grad(along, list(broadcast.network.parameters()))
         names = [name for name, _ in broadcast.network.named_parameters()]
         return Answer(update, PlainUpdate(dict(zip(names, gradients, strict=True)), {}))
