@@ -160,13 +160,13 @@ def agreement(folder, defence, attacker):
 @pytest.mark.parametrize("bare", [False, True], ids=["record", "bare class"])
 def test_the_example_looks_safe_to_published_attacks_and_falls_to_a_generic_one(example, bare, tmp_path, capsys):
     spec, own = ("own_defence.defence:Shifted", []) if bare else (example["shifted"], ["outputs centred"])
-    flags = ["--data", "digits", "--train-size", "300", "--clients", "2", "--epochs", "15", "--workers", "1"]
+    flags = ["--data", "digits", "--train-size", "300", "--clients", "2", "--epochs", "30", "--workers", "1"]
     words = ["audit", *flags, "--defence", spec, "--settings", "size=1000.0", "--trials", "1", "--out", str(tmp_path)]
     assert main(words) == 0, capsys.readouterr().err
     printed, page = " ".join(capsys.readouterr().out.split()), (tmp_path / "report.html").read_text()
     assert agreement(tmp_path, spec, "as published")["high"] < 0.5  # one class or two, whatever the record
     for attacker in ["outputs calibrated", *own]:
-        assert agreement(tmp_path, spec, attacker)["low"] > 0.8
+        assert agreement(tmp_path, spec, attacker)["value"] > 0.9
     for attacker in ["as published", *GENERIC, *own]:
         assert attacker in page
     assert f"{spec}: the model is not protected: the strongest attacker (outputs c" in printed
