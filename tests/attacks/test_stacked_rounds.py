@@ -4,16 +4,17 @@ import dataclasses
 
 import pytest
 import torch
+from tests.configs import config_of
 
 from fedveil.attacks.dbcl import record
 from fedveil.attacks.first_layer import from_plain_difference
 from fedveil.attacks.observed import DoesNotApply
 from fedveil.attacks.ppdl import rank_one, stacked
 from fedveil.data import load
-from fedveil.defences import DBCL, PPDL, Plain
+from fedveil.defences import DBCL, PPDL, Plain, registry
 from fedveil.federation import Federation
 from fedveil.models import mlp
-from fedveil.studies.audit.rebuild import quality
+from fedveil.studies.audit.rebuild import can_rebuild, quality, rebuild
 from fedveil.studies.victim import observe
 
 DATA = load("digits")
@@ -89,3 +90,28 @@ def test_too_few_sketches_and_other_broadcasts_are_refused():
         record(seen_by_a_client(DBCL(2, seed=3), 2)[0])
     with pytest.raises(DoesNotApply, match="not sketched"):
         record(seen_by_a_client(Plain(), 2)[0])
+
+
+def broken(observed):
+    """A rebuilder with a bug."""
+    raise ValueError("no such layer")
+
+
+def test_each_rebuilder_applies_or_says_why_not(monkeypatch):
+    own = {
+        "broken": f"{__name__}:broken",
+        "sketches": "fedveil.attacks.dbcl:record",
+        "rows": "fedveil.attacks.ppdl:stacked",
+    }
+    mine = dataclasses.replace(registry.find("plain"), rebuilders=own, rebuild_rounds=3)
+    monkeypatch.setattr(registry, "_KNOWN", {**registry._KNOWN, "plain": mine})
+    found = rebuild(lambda share, what: None, config_of(data="digits", defence="plain"), DATA, 1)
+    assert set(found.psnr) == {"as published", "rows", "floor"}
+    assert found.left_out == {
+        "broken": "failed: ValueError: no such layer",
+        "sketches": "the first layer is not sketched",
+    }
+    bare = config_of(data="digits", defence="plain", bias=False)
+    found = rebuild(lambda share, what: None, bare, DATA, 1)
+    assert not found.psnr
+    assert found.left_out["as published"] == can_rebuild(bare, DATA)
