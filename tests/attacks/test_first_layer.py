@@ -97,7 +97,7 @@ def test_networks_and_batches_that_do_not_fit_are_refused():
 def test_every_defence_has_its_figures_and_a_floor():
     for defence, attackers in {
         "plain": set(),
-        "veil": {"two broadcasts"},
+        "veil": {"two broadcasts, own records"},
         "ppdl": {"rounds stacked"},
         "dbcl": {"sketches stacked"},
         "spn": set(),

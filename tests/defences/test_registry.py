@@ -67,7 +67,7 @@ def test_every_record_names_code_that_is_there_and_keys_that_a_configuration_has
         specs = [record.target, *record.attackers.values(), *record.rebuilders.values(), *record.leaks.values()]
         assert all(callable(imported(spec, "code", "")) for spec in specs)
         assert set(record.settings) <= keys
-        assert record.strongest in (*record.attackers, None)
+        assert set(record.strongest) <= set(record.attackers)
         assert bool(record.strongest) == bool(record.attackers)
         assert isinstance(build(record.name), Defence)
         assert record_of(build(record.name)) is record

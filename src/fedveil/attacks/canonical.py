@@ -4,6 +4,10 @@ Factors and places of hidden units do not change what a network computes: a veil
 orbit. Picking a member by a rule that does not depend on the starting point undoes that.
 """
 
+import itertools
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,12 +15,14 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedveil.graph.plan import Plan
+from fedveil.graph.solve import Integers
 from fedveil.graph.symmetry import Symmetry
 from fedveil.graph.tables import Pool, build_pool
 
 Reals = NDArray[np.float64]
 MOST_STEPS = 5000
-SETTLED = 1e-13  # of a logarithm of a factor
+SETTLED = 1e-12  # of a logarithm of a factor
+DEPTH = 12  # steps that the search looks back on
 
 
 def _sides(plan: Plan) -> Pool:
@@ -24,31 +30,77 @@ def _sides(plan: Plan) -> Pool:
     return build_pool(plan.layout.entries, dict(plan.pieces), plan.layout.device)
 
 
+class Form(NamedTuple):
+    """A model in canonical form."""
+
+    flat: Tensor  # the values of all tensors, in float64
+    factors: Tensor  # what each of them was multiplied by
+
+
+def _counted(plan: Plan, flat: Tensor, without: Collection[str]) -> Reals:
+    """The values that decide the form: those of some tensors count as 0."""
+    values: Reals = flat.double().cpu().numpy().copy()
+    for entry in plan.layout.entries:
+        if entry.name in without:
+            values[entry.start : entry.stop] = 0.0
+    return values
+
+
 def least_factors(plan: Plan, flat: Reals) -> Reals:
     """One factor per scale class that gives the parameters the least sum of squares on their orbit.
 
     The sum is convex in t = log r, so the minimum does not depend on the starting point (Stock et al. 2019,
     "Equi-normalization of neural networks"). Each step moves every class half the way to its own optimum: every element
-    belongs to at most two classes, so by convexity the sum never grows.
+    belongs to at most two classes, so by convexity the sum never grows. What leads into a class that nothing reads gets
+    the length 1.
     """
     p, slots = plan.layout.parameters, plan.slots
     free = (plan.symmetries & Symmetry.POSITIVE) > 0
-    sides = [side[:p].cpu().numpy() for side in _sides(plan).scale]
-    units, powers = [slots.unit[side] for side in sides], [slots.power[side] for side in sides]
-    t = np.zeros(slots.classes)
-    for _ in range(MOST_STEPS):
-        squares = (flat[:p] * np.exp(sum(w * t[u] for u, w in zip(units, powers, strict=True)))) ** 2
+    places = np.flatnonzero(flat[:p])
+    sides = [side[:p].cpu().numpy()[places] for side in _sides(plan).scale]
+    pairs, which = np.unique(np.stack(sides), axis=1, return_inverse=True)  # elements that share all their factors
+    energy = np.bincount(which.ravel(), flat[:p][places] ** 2, pairs.shape[1])
+    units, powers = slots.unit[pairs], slots.power[pairs]
+
+    def flows(t: Reals) -> tuple[Reals, Reals]:
+        """The sums of squares into each class and out of it."""
+        squares = energy * np.exp(2 * (powers * t[units]).sum(0))
         into, out = np.zeros(slots.classes), np.zeros(slots.classes)
         for u, w in zip(units, powers, strict=True):
             into += np.bincount(u[w > 0], squares[w > 0], slots.classes)
             out += np.bincount(u[w < 0], squares[w < 0], slots.classes)
-        open_ = free & (into > 0) & (out > 0)
-        step = np.zeros_like(t)
-        step[open_] = np.log(out[open_] / into[open_]) / 8  # the optimum is at a quarter; half the way is an eighth
-        t += step
-        if np.abs(step).max(initial=0.0) < SETTLED:
+        return into, out
+
+    into, out = flows(np.zeros(slots.classes))
+    both, unread = free & (into > 0) & (out > 0), free & (into > 0) & (out == 0)
+
+    def step(t: Reals) -> Reals:
+        into, out = flows(t)
+        found = np.zeros_like(t)
+        found[both] = np.log(out[both] / into[both]) / 8  # the optimum is at a quarter; half the way is an eighth
+        found[unread] = -np.log(into[unread]) / 4
+        return found
+
+    return np.exp(_settled(step, np.zeros(slots.classes)))
+
+
+def _settled(step: Callable[[Reals], Reals], start: Reals) -> Reals:
+    """Where steps no longer lead anywhere; Anderson's acceleration, over the last few steps, saves nine in ten."""
+    points, steps = [start], [step(start)]
+    for _ in range(MOST_STEPS):
+        if np.abs(steps[-1]).max(initial=0.0) < SETTLED:
             break
-    return np.exp(t)
+        following = points[-1] + steps[-1]
+        if len(points) > 1:
+            changes = np.stack([later - now for now, later in itertools.pairwise(steps)], 1)
+            moves = np.stack([later - now for now, later in itertools.pairwise(points)], 1)
+            share = np.linalg.lstsq(changes, steps[-1], rcond=1e-10)[0]
+            following = following - (moves + changes) @ share
+        points, steps = [*points, following][-DEPTH:], [*steps, step(following)][-DEPTH:]
+        if np.abs(steps[-1]).max(initial=0.0) > 2 * np.abs(steps[-2]).max(initial=0.0):  # too bold: one plain step
+            plain = points[-2] + steps[-2]
+            points, steps = [plain], [step(plain)]
+    return points[-1]
 
 
 def signs(plan: Plan, flat: Reals) -> Reals:
@@ -61,16 +113,21 @@ def signs(plan: Plan, flat: Reals) -> Reals:
     return np.where(free & (cubes < 0), -1.0, 1.0)
 
 
-def scaled(plan: Plan, flat: Tensor, factors: Reals) -> Tensor:
-    """The member of the orbit that these factors lead to."""
-    return flat * _sides(plan).factors(torch.from_numpy(plan.slots.factors(factors)).to(flat))
+def element_factors(plan: Plan, factors: Reals) -> Tensor:
+    """What one factor per scale class multiplies each element by."""
+    return _sides(plan).factors(torch.from_numpy(plan.slots.factors(factors)).to(plan.layout.device))
+
+
+def canonical_form(plan: Plan, flat: Tensor, without: Collection[str] = ()) -> Form:
+    """The member of the orbit of least norm; units keep their places. Tensors `without` follow, and decide nothing."""
+    factors = element_factors(plan, least_factors(plan, _counted(plan, flat, without)))
+    factors = factors * element_factors(plan, signs(plan, _counted(plan, flat * factors, without)))
+    return Form(flat.double() * factors, factors)
 
 
 def canonical(plan: Plan, flat: Tensor) -> Tensor:
     """The member of the orbit of least norm, in float64; units keep their places."""
-    double = flat.double()
-    double = scaled(plan, double, least_factors(plan, double.cpu().numpy()))
-    return scaled(plan, double, signs(plan, double.cpu().numpy()))
+    return canonical_form(plan, flat).flat
 
 
 def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
@@ -89,17 +146,57 @@ def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
     return {number: np.concatenate(parts) for number, parts in found.items()}
 
 
-def matched(plan: Plan, flat: Tensor, reference: Tensor) -> Tensor:
-    """The same model with each unit in the place of the most similar unit of `reference`; both in canonical form.
+class Pairing(NamedTuple):
+    """The units of one model in the order of another's."""
 
-    The Hungarian method pairs units that may trade places: the distances of their fingerprints have the least sum.
+    order: Integers
+    apart: float  # the sum of squared distances of pairs
+
+
+def _paired(here: Reals, there: Reals) -> Pairing:
+    """The Hungarian method: the squared distances of fingerprints have the least sum."""
+    apart = (there**2).sum(1)[:, None] + (here**2).sum(1) - 2 * there @ here.T
+    rows, columns = linear_sum_assignment(apart)
+    return Pairing(columns, float(apart[rows, columns].sum()))
+
+
+def _cells_of(plan: Plan, block: int) -> list[Integers]:
+    """The cells of a block, kind by kind, each with its classes in the order of their numbers; block 0: all others."""
+    orders, found = plan.orders, []
+    inside = (orders.blocks == block) & (orders.cells > 0)
+    for _, cell in sorted({(int(orders.kinds[c]), int(orders.cells[c])) for c in np.flatnonzero(inside)}):
+        classes = np.flatnonzero(inside & (orders.cells == cell))
+        found.append(classes[np.argsort(orders.members[classes])])
+    return found
+
+
+def sources(plan: Plan, flat: Tensor, reference: Tensor, without: Collection[str] = ()) -> Tensor:
+    """From which place each element comes if units trade places for those of the most similar units of `reference`.
+
+    Both in canonical form. Units that may trade places are paired by their fingerprints; blocks that move as wholes,
+    such as the heads of an attention, by the sums over their units.
     """
-    own, wanted = (fingerprints(plan, vector.double().cpu().numpy()) for vector in (flat, reference))
-    members = plan.orders.members.copy()
-    for cell in np.unique(plan.cells[plan.cells > 0]):
-        classes = np.flatnonzero(plan.cells == cell)
-        here, there = (np.stack([prints[int(c)] for c in classes]) for prints in (own, wanted))
-        apart = (there**2).sum(1)[:, None] + (here**2).sum(1) - 2 * there @ here.T
-        members[classes] = plan.orders.members[classes].min() + linear_sum_assignment(apart)[1]
+    own, wanted = (fingerprints(plan, _counted(plan, vector, without)) for vector in (flat, reference))
+
+    def paired(here: Integers, there: Integers) -> Pairing:
+        nothing = np.zeros(0)  # a class without parameters is like any other
+        prints = [[all_of.get(int(c), nothing) for c in cell] for all_of, cell in ((own, here), (wanted, there))]
+        return _paired(*(np.stack(some) for some in prints))
+
+    orders, members = plan.orders, plan.orders.members.copy()
+    for classes in _cells_of(plan, 0):
+        members[classes] = orders.members[classes][paired(classes, classes).order]
+    for family in np.unique(orders.families[1:]):
+        blocks = [_cells_of(plan, int(b)) for b in np.flatnonzero(orders.families == family) if b]
+        every = [[[paired(*cells) for cells in zip(here, there, strict=True)] for here in blocks] for there in blocks]
+        apart = [[sum(pairing.apart for pairing in pairings) for pairings in row] for row in every]
+        for to, source in zip(*linear_sum_assignment(np.array(apart)), strict=True):
+            for there, here, pairing in zip(blocks[to], blocks[source], every[to][source], strict=True):
+                members[there] = orders.members[here][pairing.order]
     shifts = torch.from_numpy(plan.slots.shifts(members)).to(flat.device)
-    return flat[_sides(plan).sources(shifts)]
+    return _sides(plan).sources(shifts)
+
+
+def matched(plan: Plan, flat: Tensor, reference: Tensor) -> Tensor:
+    """The same model with each unit in the place of the most similar unit of `reference`; both in canonical form."""
+    return flat[sources(plan, flat, reference)]

@@ -40,7 +40,7 @@ class Record:
     messages: str | None = None  # serialiser of its broadcasts and updates, an object like `PlainMessages`
     attackers: Mapping[str, str] = field(default_factory=dict)  # adaptive ones, by label
     generic: Collection[str] = tuple(GENERIC)  # labels of generic ones that also run
-    strongest: str | None = None  # label of the strongest of them
+    strongest: tuple[str, ...] = ()  # labels of the strongest of them, which long attacks are run with
     rounds: int = 1  # broadcasts that its own attackers collect
     rebuilders: Mapping[str, str] = field(default_factory=dict)  # rebuild a record from broadcasts, by label
     rebuild_rounds: int = 2  # broadcasts that these collect
@@ -72,11 +72,14 @@ BUILT_IN = (
         generic=(),  # its own are stronger
         attackers={
             "offset removed": "fedveil.attacks.veil:centred",
+            "two broadcasts, no data": "fedveil.attacks.broadcasts:two_broadcasts",
+            "six broadcasts, no data": "fedveil.attacks.broadcasts:six_broadcasts",
             "own labels": "fedveil.attacks.veil:calibrated",
             "own labels, rescaled": "fedveil.attacks.veil:standardised",
         },
-        strongest="own labels",
-        rebuilders={"two broadcasts": "fedveil.attacks.first_layer:record_under_a_veil"},
+        strongest=("own labels", "two broadcasts, no data"),
+        rounds=6,
+        rebuilders={"two broadcasts, own records": "fedveil.attacks.first_layer:record_under_a_veil"},
         shadows="plain",
     ),
     Record(
@@ -98,7 +101,7 @@ BUILT_IN = (
         messages="fedveil.defences.dbcl:MESSAGES",
         attackers={"sketches stacked": "fedveil.attacks.dbcl:stacked"},
         generic=(),  # the mean of two sketches is no sketch, and calibration adds nothing (docs/audit.md)
-        strongest="sketches stacked",
+        strongest=("sketches stacked",),
         rounds=6,
         rebuilders={"sketches stacked": "fedveil.attacks.dbcl:record"},
         rebuild_rounds=6,

@@ -21,8 +21,8 @@ WINDOWS = 60  # points of a line that is drawn as median and band
 
 PROTECTION = (
     "The veil hinders attacks on the predictions of the model as received by a client, not those on its hidden layers. "
-    "It is no guarantee against an adaptive attacker: with the offset removed, which needs no data, the model predicts "
-    "nearly as well as the server's.",
+    "An adaptive client removes it without any data: from the public offset it gets most predictions, from two "
+    "consecutive broadcasts nearly all (fedveil audit measures both).",
 )
 GUARANTEE = (
     "Epsilon bounds what all others together learn about one client's data from the models of all rounds, compared "

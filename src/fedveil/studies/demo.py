@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fedveil.attacks.broadcasts import two_broadcasts
 from fedveil.data import load, split
 from fedveil.defences import Aggregate, Plain, Veil
 from fedveil.defences.interface import Samples
@@ -21,7 +22,7 @@ from fedveil.runs.page import PROTECTION, client_models, confusions, curve_secti
 from fedveil.scheme import Broadcast, Loss, Update
 from fedveil.studies.jobs import Done, Failed, Job, Progress, Result
 from fedveil.studies.study import Shown, Study
-from fedveil.studies.victim import on_round
+from fedveil.studies.victim import observe, on_round
 
 CLIENTS, NOISE, HIDDEN, RATE, BATCH, LOSS = 5, 100.0, 50, 1e-3, 32, "cross_entropy"
 MEASURED = (
@@ -109,6 +110,12 @@ class Watched(Veil):
         return dataclasses.replace(result, error=error)
 
 
+def client_views(federation: Federation) -> dict[str, nn.Module]:
+    """The server's model, as received by a client, and what a client without data makes of it in one more round."""
+    removed = two_broadcasts(observe(federation, rounds=2)).model
+    return {**client_models(federation), "two broadcasts (no data needed)": removed}
+
+
 @dataclass(frozen=True)
 class TrainDigits:
     """Train digits in one of three ways."""
@@ -128,9 +135,10 @@ class TrainDigits:
         run = Federation(start, parts, defence, lambda p: torch.optim.Adam(p, RATE), batch_size=BATCH, loss=LOSS)
         test = data.test.inputs, data.test.targets
         run.fit(self.epochs, test=test, on_round=on_round(self.epochs, progress))
-        seconds, views = time.perf_counter() - began, client_models(run) if watched else {}
+        seconds, records = time.perf_counter() - began, list(run.history.records)
+        views = client_views(run) if watched else {}
         return DemoRun(
-            run.history.records,
+            records,
             seconds,
             len(data.train.targets),
             list(data.classes),
@@ -194,8 +202,8 @@ class DemoStudy(Study[Demo, Runs]):
             f"{rows[3][1]}.",
             ["model", "test accuracy", "time"],
             rows,
-            f"{exact}. With the offset removed, the model is what any client can form without data: no guarantee "
-            "(docs/threat-model.md).",
+            f"{exact}. Any client can remove the offset, and a client that keeps two broadcasts can remove the veil, "
+            "without data: the veil is no guarantee (docs/threat-model.md).",
             sections,
             [Beside("Answers on the test data", matrices)],
         )

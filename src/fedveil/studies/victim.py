@@ -142,8 +142,8 @@ def observe_all(federation: Federation, defence: str) -> Seen:
 
 
 def observe_strongest(federation: Federation, defence: str) -> dict[str, Observed]:
-    """The same for two attackers: as published, and the strongest of the adaptive ones."""
-    kept = (PUBLISHED, find(defence).strongest)
+    """The same for few attackers: as published, and the strongest of the adaptive ones."""
+    kept = (PUBLISHED, *find(defence).strongest)
     return {name: found for name, found in observe_all(federation, defence).attackers.items() if name in kept}
 
 

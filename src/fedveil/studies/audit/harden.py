@@ -33,7 +33,7 @@ COLUMNS: Mapping[str, tuple[str, str, str, float]] = {  # attacker, figure, form
     "own labels, %": ("own labels", "agreement", ".1f", 100),
     "membership AUC as received": (PUBLISHED, "membership", ".3f", 1),
     "own labels, AUC": ("own labels", "membership", ".3f", 1),
-    "record rebuilt, dB": ("two broadcasts", "rebuilt", ".1f", 1),
+    "record rebuilt, dB": ("two broadcasts, own records", "rebuilt", ".1f", 1),
     "test accuracy, %": ("", "test", ".1f", 100),
 }
 NOTE = (

@@ -1,26 +1,35 @@
-"""Tables of attacks: each data set of a plan is attacked under every defence."""
+"""Tables of attacks: each data set of a plan is attacked under every defence, once per seed."""
 
 import dataclasses
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from fedveil.attacks.observed import PUBLISHED
-from fedveil.defences.registry import find
-from fedveil.report import Interval, Intervals
+from fedveil.report import NOTHING, Interval, Intervals
 from fedveil.runs.build import load_data
 from fedveil.runs.config import configure
-from fedveil.studies.attack import Asked, AttackStudy, Results
-from fedveil.studies.estimates import Estimate
+from fedveil.studies.attack import Asked, AttackStudy
+from fedveil.studies.estimates import Estimate, average, text
+from fedveil.studies.inversion.results import Inversion
 from fedveil.studies.jobs import Done, Failed, Job, Result
+from fedveil.studies.membership.results import Membership
 from fedveil.studies.paper.plan import Exhibit, Plan
 from fedveil.studies.study import Shown
+from fedveil.studies.tables import mark
 
 Printed = dict[str, dict[str, dict[str, float]]]  # by data set, measure and defence
 O = TypeVar("O")  # noqa: E741
-A = TypeVar("A", bound=Result)
+A = TypeVar("A", bound=Membership | Inversion)
 R = TypeVar("R")
+Seeds = dict[int, A | Failed]
+Attacked = dict[str, dict[str, Seeds[A]]]  # by data set, defence and seed
+Both = tuple[Estimate | None, Estimate | None]  # by the paper's protocol, by ours
+HEADLINE = ("plain", "veil")
+ACCURACY = "accuracy"
 
 
 class AttackExhibit(Exhibit[R], Generic[O, A, R]):
@@ -28,104 +37,197 @@ class AttackExhibit(Exhibit[R], Generic[O, A, R]):
 
     study: AttackStudy[O, A]
 
-    def asked(self, plan: Plan, folder: Path) -> dict[str, tuple[Asked[O], Path]]:
-        """What the attack is asked on each data set, and the folder for its files."""
+    def seeds(self, plan: Plan) -> Sequence[int]:
+        """Of the attacks that are shown."""
+        return range(plan.settings.seeds)
+
+    def asked(self, plan: Plan, folder: Path, seed: int) -> dict[str, tuple[Asked[O], Path]]:
+        """What the attack is asked on each data set with one seed, and the folder for its files."""
         found, options = {}, self.study.options(**plan.settings.attack)
         for group in plan.settings.runs:
-            config = configure(group | {"device": plan.device}, plan.where)
-            data, name = config.data.name, self.study.name
-            asked = Asked(config, tuple(plan.settings.defences), options, label=f"{name}-{data}-")
-            found[data] = asked, folder / name / data
+            config = configure(group | {"device": plan.device, "seed": seed}, plan.where)
+            name, data = self.study.name, config.data.name
+            part = f"{data}-{seed}" if seed else data
+            asked = Asked(config, tuple(plan.settings.defences), options, label=f"{name}-{part}-")
+            found[data] = asked, folder / name / part
         return found
 
     def jobs(self, plan: Plan, folder: Path) -> list[Job[Result]]:
-        """Of all data sets; missing data are reported before anything runs, and images are decoded once."""
-        every = self.asked(plan, folder).values()
-        for asked, _ in every:
+        """Of all data sets, seed by seed; missing data are reported before anything runs, images are decoded once."""
+        seeds = self.seeds(plan)
+        for asked, _ in self.asked(plan, folder, seeds[0]).values():
             load_data(asked.config)
+        every = [one for seed in seeds for one in self.asked(plan, folder, seed).values()]
         return [job for asked, home in every for job in self.study.jobs(asked, home)]
 
-    def attacked(self, plan: Plan, folder: Path, done: Done) -> dict[str, Results[A]]:
-        """Results by data set and defence."""
-        every = self.asked(plan, folder).items()
-        return {data: self.study.collect(asked, home, done) for data, (asked, home) in every}
+    def attacked(self, plan: Plan, folder: Path, done: Done) -> Attacked[A]:
+        """Results by data set, defence and seed."""
+        found: Attacked[A] = {}
+        for seed in self.seeds(plan):
+            for data, (asked, home) in self.asked(plan, folder, seed).items():
+                for defence, result in self.study.collect(asked, home, done).items():
+                    found.setdefault(data, {}).setdefault(defence, {})[seed] = result
+        return found
 
 
-class AttackTable(AttackExhibit[O, A, dict[str, Results[A]]]):
+@dataclass(frozen=True)
+class Measure:
+    """What a row tells.
+
+    Attributes:
+        title: of the row.
+        share: it is one, and shown in per cent.
+        theirs, ours: formats of values by the paper's protocol and by ours.
+    """
+
+    title: str
+    share: bool = True
+    theirs: str = ".1f"
+    ours: str = ".1f"
+
+    def over(self, values: Sequence[Estimate | None], form: str) -> str:
+        """A value per seed as text: their mean; seeds without one are counted."""
+        there = [value for value in values if value is not None]
+        said = text(over_seeds(there, share=self.share), form, 100 if self.share else 1)
+        return f"{said} ({len(there)} of {len(values)} seeds)" if 0 < len(there) < len(values) else said
+
+
+class AttackTable(AttackExhibit[O, A, Attacked[A]]):
     """A table of an attack, with its success in a chart and in the summary.
 
     Attributes:
         what: the attack, in the summary.
-        header, note: of the table.
-        measures: the paper's, with their titles.
+        protocol: the paper's, in the header.
+        note: of the table.
+        single: which intervals a single seed has; several have Student's.
+        measures: the paper's.
         success: the measure of the chart and the summary.
         chart: without its rows.
     """
 
     what: str
-    header: Sequence[str]
+    protocol: str
     note: str
-    measures: Mapping[str, str]
+    single: str
+    measures: Mapping[str, Measure]
     success: str
     chart: Intervals
 
     @abstractmethod
-    def cells(self, defence: str, result: A, measure: str) -> list[str]:
-        """Three values of a measure: as the paper measures it, by the published attacker, by the adaptive one."""
+    def figures(self, result: A, attacker: str, measure: str) -> Both:
+        """An attacker's figure by the paper's protocol and by ours; None where it has none."""
 
-    @abstractmethod
-    def rate(self, result: A, attacker: str) -> Estimate | None:
-        """An attacker's success, if it was measured."""
-
-    def collect(self, plan: Plan, folder: Path, done: Done) -> dict[str, Results[A]]:
-        """By data set and defence."""
+    def collect(self, plan: Plan, folder: Path, done: Done) -> Attacked[A]:
+        """By data set, defence and seed."""
         return self.attacked(plan, folder, done)
 
-    def present(self, plan: Plan, results: dict[str, Results[A]]) -> Shown:
-        """One row per data set, measure and defence, and success in a chart and in words."""
+    def present(self, plan: Plan, results: Attacked[A]) -> Shown:
+        """One row per data set, measure, defence and attacker, and success in a chart and in words."""
         rows, marks, headline = list[list[str]](), list[Interval](), list[tuple[str, str, str]]()
         for printed_as, data in plan.settings.data.items():
             paper, ours = plan.printed(Printed)[printed_as], results[data]
             rows += self.rows(data, paper, ours)
             marks += self.marks(data, paper[self.success], ours)
             headline += self.headline(data, paper[self.success], ours)
-        chart = dataclasses.replace(self.chart, rows=marks)
-        return Shown(plan.title, "", self.header, rows, self.note, [chart], headline=headline)
+        header = ("data", "measure", "defence", "attacker", "paper", f"ours, {self.protocol}", "ours")
+        note, chart = f"{self.note} {self.spread(plan)}", dataclasses.replace(self.chart, rows=marks)
+        return Shown(plan.title, "", header, rows, note, [chart], headline=headline)
 
-    def rows(self, data: str, paper: Mapping[str, Mapping[str, float]], ours: Results[A]) -> list[list[str]]:
-        """The paper's value of each measure and defence, then three of ours; a failed defence says why."""
+    def spread(self, plan: Plan) -> str:
+        """What the intervals are."""
+        count = plan.settings.seeds
+        several = f"Means over {count} seeds with Student's 95 % interval; all seeds draw on the same images."
+        return several if count > 1 else self.single
+
+    def rows(
+        self, data: str, paper: Mapping[str, Mapping[str, float]], ours: Mapping[str, Seeds[A]]
+    ) -> list[list[str]]:
+        """Each measure under each defence, by the paper's attacker and all others; a failed defence says why."""
         rows = []
-        for measure, title in self.measures.items():
-            for defence, result in ours.items():
-                if isinstance(result, Failed):
-                    cells = [f"failed: {result.failed}", "", ""]
+        for name, measure in self.measures.items():
+            for defence, seeds in ours.items():
+                where, printed = [data, measure.title, defence], f"{paper[name][defence]:.2f}"
+                results = succeeded(seeds)
+                if isinstance(results, Failed):
+                    rows.append([*where, "", printed, "", f"failed: {results.failed}"])
+                elif name == ACCURACY:
+                    own = measure.over([point(result.test) for result in results], measure.ours)
+                    rows.append([*where, NOTHING, printed, NOTHING, own])
                 else:
-                    cells = self.cells(defence, result, measure)
-                rows.append([data, title, defence, f"{paper[measure][defence]:.2f}", *cells])
+                    for attacker in attackers_of(results):
+                        theirs, own = self.cells(results, attacker, name)
+                        known = printed if attacker == PUBLISHED else NOTHING
+                        rows.append([*where, attacker, known, theirs, own])
         return rows
 
-    def marks(self, data: str, paper: Mapping[str, float], ours: Results[A]) -> list[Interval]:
-        """Success in per cent: the paper's, by the published attacker, by the adaptive one."""
+    def cells(self, results: Sequence[A], attacker: str, name: str) -> tuple[str, str]:
+        """An attacker's figure over seeds, by the paper's protocol and by ours."""
+        measure, every = self.measures[name], [self.figures(result, attacker, name) for result in results]
+        theirs, ours = ([both[place] for both in every] for place in (0, 1))
+        return measure.over(theirs, measure.theirs), measure.over(ours, measure.ours)
+
+    def rate(self, results: Sequence[A], attacker: str) -> Estimate | None:
+        """An attacker's success over seeds, if it was measured."""
+        every = [self.figures(result, attacker, self.success)[1] for result in results]
+        return over_seeds([one for one in every if one is not None], share=True)
+
+    def marks(self, data: str, paper: Mapping[str, float], ours: Mapping[str, Seeds[A]]) -> list[Interval]:
+        """Success in per cent: the paper's, and that of each of our attackers."""
         marks = []
-        for defence, result in ours.items():
-            group = f"{data}, {defence}"
+        for defence, seeds in ours.items():
+            group, results = f"{data}, {defence}", succeeded(seeds)
             marks.append(Interval("paper", paper[defence], group=group))
-            if isinstance(result, Failed):
-                marks.append(Interval("ours, as published", None, group=group, missing="failed"))
+            if isinstance(results, Failed):
+                marks.append(mark(f"ours, {PUBLISHED}", None, group))
                 continue
-            attackers = {"ours, as published": PUBLISHED, "ours, adaptive": find(defence).strongest or ""}
-            for label, attacker in attackers.items():
-                if found := self.rate(result, attacker):
-                    marks.append(Interval(label, 100 * found.value, 100 * found.low, 100 * found.high, group))
+            for attacker in attackers_of(results):
+                marks.append(mark(f"ours, {attacker}", self.rate(results, attacker), group, 100))
         return marks
 
-    def headline(self, data: str, paper: Mapping[str, float], ours: Results[A]) -> list[tuple[str, str, str]]:
-        """Success in %, undefended and under the veil: the paper's and ours."""
-        plain, veil = ours.get("plain"), ours.get("veil")
-        if not plain or not veil or isinstance(plain, Failed) or isinstance(veil, Failed):
-            return []
-        every = self.rate(plain, PUBLISHED), self.rate(veil, PUBLISHED), self.rate(veil, find("veil").strongest or "")
-        first, second, adaptive = [f"{100 * one.value:.1f}" for one in every if one]
-        theirs = f"plain {paper['plain']:.2f}, veil {paper['veil']:.2f}"
-        said = f"plain {first}, veil {second}, by an adaptive attacker {adaptive}"
-        return [(f"{self.what}, {data}, success in %", theirs, said)]
+    def headline(
+        self, data: str, paper: Mapping[str, float], ours: Mapping[str, Seeds[A]]
+    ) -> list[tuple[str, str, str]]:
+        """Success in %, the paper's and ours: plain and under the veil, there by the best adaptive attacker too."""
+        said, adaptive = [], dict[str, float]()
+        for defence in HEADLINE:
+            results = succeeded(ours.get(defence, {}))
+            if isinstance(results, Failed):
+                return []
+            every = {name: found.value for name in attackers_of(results) if (found := self.rate(results, name))}
+            if PUBLISHED not in every:
+                return []
+            said.append(f"{defence} {100 * every.pop(PUBLISHED):.1f}")
+            adaptive = every
+        if adaptive:
+            best = max(adaptive, key=adaptive.__getitem__)
+            said.append(f"by an adaptive attacker ({best}) {100 * adaptive[best]:.1f}")
+        theirs = ", ".join(f"{defence} {paper[defence]:.2f}" for defence in HEADLINE)
+        return [(f"{self.what}, {data}, success in %", theirs, ", ".join(said))]
+
+
+def point(value: float) -> Estimate:
+    """A value without an interval."""
+    return Estimate(value, value, value)
+
+
+def over_seeds(found: Sequence[Estimate], *, share: bool) -> Estimate | None:
+    """One value per seed as their mean with Student's interval, within what is possible; a single one as it is."""
+    if len(found) < 2:
+        return found[0] if found else None
+    over = average([one.value for one in found])
+    return Estimate(over.value, max(0.0, over.low), min(1.0 if share else math.inf, over.high))
+
+
+def succeeded(seeds: Mapping[int, A | Failed]) -> list[A] | Failed:
+    """The results of all seeds, or why one of them has none."""
+    results: list[A] = []
+    for seed, result in seeds.items():
+        if isinstance(result, Failed):
+            return Failed(f"seed {seed}: {result.failed}") if len(seeds) > 1 else result
+        results.append(result)
+    return results or Failed("it was not attacked")
+
+
+def attackers_of(results: Sequence[A]) -> list[str]:
+    """The attackers in the results, the paper's first."""
+    return list(dict.fromkeys(name for result in results for name in result.attackers))

@@ -1,5 +1,6 @@
 """Figure 4: what the generator's search finds under each defence, below real images."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from fedveil.studies.paper.attacked import AttackExhibit
 from fedveil.studies.paper.plan import Plan
 from fedveil.studies.study import Shown
 
-NOTE = "The first images of each class, none chosen. The paper shows its images without saying how they were chosen."
+NOTE = (
+    "The first images of each class, of the first seed, none chosen. The paper shows its images without saying how "
+    "they were chosen."
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,16 @@ class Fig4(AttackExhibit[Options, Inversion, Found]):
     study = INVERSION
     kind = TypeAdapter(Found)
 
+    def seeds(self, plan: Plan) -> Sequence[int]:
+        """The first alone."""
+        return (0,)
+
     def collect(self, plan: Plan, folder: Path, done: Done) -> Found:
         """By data set."""
-        return {data: grid_of(found) for data, found in self.attacked(plan, folder, done).items()}
+        return {
+            data: grid_of({defence: seeds[0] for defence, seeds in found.items()})
+            for data, found in self.attacked(plan, folder, done).items()
+        }
 
     def present(self, plan: Plan, results: Found) -> Shown:
         """A grid of pictures for each data set."""

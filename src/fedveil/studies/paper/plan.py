@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from fedveil.checks import one_of
 from fedveil.runs.config import Value
@@ -28,6 +28,7 @@ class Scale(BaseModel):
         defences: to attack.
         data: our name of each data set of the paper.
         attack: options of the attack.
+        seeds: with which each attack is repeated; training runs have theirs in `common` or `runs`.
         common: what all groups of runs have in common.
         runs: groups of configurations.
         run: one configuration.
@@ -39,6 +40,7 @@ class Scale(BaseModel):
     defences: list[str] = []
     data: dict[str, str] = {}
     attack: dict[str, Value] = {}
+    seeds: int = Field(1, ge=1)
     common: dict[str, Axis] = {}
     runs: list[dict[str, Axis]] = []
     run: dict[str, Value] = {}

@@ -52,8 +52,8 @@ LEAD = (
     "Privacy Attacks in Federated Learning, computed anew, the paper's values beside ours."
 )
 SUMMARY = (
-    "The paper's figures beside ours at this scale. An adaptive attacker fits the noise of the veil's final layer with "
-    "its own labels. Settings and differences from the paper stand with each table."
+    "The paper's figures beside ours at this scale. An adaptive attacker knows the defence; of several, the summary "
+    "has the one with the highest success. Settings and differences from the paper stand with each table."
 )
 RENAMED = {
     '"control"': '"baseline"',

@@ -1,63 +1,63 @@
-"""Table 4: model inversion with a generator (GMI), by the published attacker and the adaptive one."""
+"""Table 4: model inversion with a generator (GMI), by the published attacker and adaptive ones."""
 
 import dataclasses
 
 from pydantic import TypeAdapter
 
-from fedveil.attacks.observed import PUBLISHED
-from fedveil.defences.registry import find
-from fedveil.report import NOTHING, Intervals
-from fedveil.studies.attack import Results
-from fedveil.studies.estimates import Estimate, percent
+from fedveil.report import Intervals
+from fedveil.studies.estimates import percent
 from fedveil.studies.inversion.results import Inversion
 from fedveil.studies.inversion.run import INVERSION, Options
-from fedveil.studies.paper.attacked import AttackTable
+from fedveil.studies.paper.attacked import ACCURACY, Attacked, AttackTable, Both, Measure, over_seeds, point
 from fedveil.studies.paper.plan import Plan
 from fedveil.studies.study import Shown
 
-MEASURES = {"accuracy": "accuracy", "nearest": "KNN distance", "centroid": "feature distance", "value": "ASR"}
-HEADER = ("data", "measure", "defence", "paper", "ours, self-judged", "ours, published", "ours, adaptive")
+MEASURES = {
+    ACCURACY: Measure("accuracy"),
+    "nearest": Measure("KNN distance", share=False, theirs=".4g", ours=".3f"),
+    "centroid": Measure("feature distance", share=False, theirs=".4g", ours=".3f"),
+    "value": Measure("ASR"),
+}
 NOTE = (
-    "The paper lets the attacked model judge its own images, in its own features (self-judged). The last two columns "
-    "are by an independent evaluator, for the paper's attacker and for an adaptive one: ASR in % with Wilson's 95 % "
-    "interval, squared distances in its features, divided by their mean norm. A defence that multiplies features "
-    "multiplies the paper's distances without any change in an image."
+    "The paper lets the attacked model judge its own images, in its own features (self-judged). The last column is by "
+    "an independent evaluator: ASR in %, squared distances in its features, divided by their mean norm. A defence that "
+    "multiplies features multiplies the paper's distances without any change in an image. As published: the attacker "
+    "of the paper; all others are adaptive: they know the defence, and self-judged means by the model they recovered."
 )
-Found = dict[str, Results[Inversion]]
 
 
 class Table4(AttackTable[Options, Inversion]):
     """Model inversion."""
 
     study = INVERSION
-    kind = TypeAdapter(Found)
+    kind = TypeAdapter(Attacked[Inversion])
     left_out = frozenset({"right", "gallery"})
-    what, header, note, measures = "Table 4, model inversion", HEADER, NOTE, MEASURES
+    what, protocol, measures = "Table 4, model inversion", "self-judged", MEASURES
+    note, single = NOTE, "One seed; Wilson's 95 % intervals over images."
     success = "value"
     chart = Intervals("Table 4: attack success", "success, ours by the evaluator, %", (), {}, low=0.0, high=100.0)
 
-    def rate(self, result: Inversion, attacker: str) -> Estimate | None:
-        """How often the evaluator recognises the generator's images."""
-        return result.attackers[attacker].codes if attacker in result.attackers else None
-
-    def cells(self, defence: str, result: Inversion, measure: str) -> list[str]:
-        """One measure: self-judged, then the evaluator's judgement of the published and of the adaptive attacker."""
-        if measure == "accuracy":
-            return [NOTHING, f"{100 * result.test:.1f}", NOTHING]
-        published, adaptive = result.attackers[PUBLISHED], result.attackers.get(find(defence).strongest or "")
-        every = [published.as_received, published.codes, adaptive.codes if adaptive else None]
+    def figures(self, result: Inversion, attacker: str, measure: str) -> Both:
+        """One measure of the generator's images: by the attacked model itself, and by the evaluator."""
+        if attacker not in result.attackers:
+            return None, None
+        found = result.attackers[attacker]
         if measure == "value":
-            return [percent(found) for found in every]
-        first, second, third = (getattr(found, measure, None) for found in every)
-        return [f"{first:.4g}", f"{second:.3f}", NOTHING if third is None else f"{third:.3f}"]
+            return found.as_received, found.codes
+        return point(getattr(found.as_received, measure)), point(getattr(found.codes, measure))
 
-    def present(self, plan: Plan, results: Found) -> Shown:
+    def present(self, plan: Plan, results: Attacked[Inversion]) -> Shown:
         """With what a generator gets without any model, and real images, by the evaluator."""
         shown, limits = super().present(plan, results), []
         for data, ours in results.items():
-            if found := next((one for one in ours.values() if isinstance(one, Inversion)), None):
-                limits.append(
-                    f"{data}: a generator that asks no model {percent(found.floor)}, held-out real images "
-                    f"{percent(found.ceiling)}, guessing {100 / len(found.classes):.1f}."
+            found = {seed: one for seeds in ours.values() for seed, one in seeds.items() if isinstance(one, Inversion)}
+            if every := list(found.values()):
+                floor, ceiling = (
+                    percent(over_seeds(some, share=True))
+                    for some in ([one.floor for one in every], [one.ceiling for one in every])
                 )
-        return dataclasses.replace(shown, note=" ".join([NOTE, *limits]))
+                limits.append(
+                    f"{data}: a generator that asks no model {floor}, held-out real images {ceiling}, "
+                    f"guessing {100 / len(every[0].classes):.1f}."
+                )
+        return dataclasses.replace(shown, note=" ".join([shown.note, *limits]))
