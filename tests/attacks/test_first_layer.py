@@ -16,9 +16,9 @@ from fedveil.attacks.first_layer import (
     with_one,
 )
 from fedveil.attacks.leaks import from_difference, received
+from fedveil.attacks.observed import DoesNotApply
 from fedveil.data import load
 from fedveil.defences import PPDL, Plain, Veil
-from fedveil.errors import BadArgument
 from fedveil.federation import Federation
 from fedveil.models import cnn, mlp
 from fedveil.scheme import Entropy
@@ -84,13 +84,13 @@ def test_what_was_not_sent_is_not_matched():
 
 
 def test_networks_and_batches_that_do_not_fit_are_refused():
-    with pytest.raises(BadArgument, match="does not begin with a Linear"):
+    with pytest.raises(DoesNotApply, match="does not begin with a Linear"):
         first_linear(cnn(1, 10, size=8))
     observed, _ = seen_by_a_client(Veil(entropy=Entropy.for_tests(0)), batch=65)
-    with pytest.raises(BadArgument, match="65 own records leave no direction free"):
+    with pytest.raises(DoesNotApply, match="65 own records leave no direction free"):
         record_under_a_veil(observed)
     plain, _ = seen_by_a_client(Plain())
-    with pytest.raises(BadArgument, match="not veiled"):
+    with pytest.raises(DoesNotApply, match="not veiled"):
         record_under_a_veil(plain)
 
 
@@ -98,8 +98,8 @@ def test_every_defence_has_its_figures_and_a_floor():
     for defence, attackers in {
         "plain": set(),
         "veil": {"two broadcasts, own records"},
-        "ppdl": {"masked"},
-        "dbcl": set(),
+        "ppdl": {"rounds stacked"},
+        "dbcl": {"sketches stacked"},
         "spn": set(),
     }.items():
         found = rebuilt(lambda share, what: None, config_of(data="digits", defence=defence), DATA, 2)

@@ -2,10 +2,20 @@
 
 import json
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+import torch
 
+from fedveil import Federation
 from fedveil.cli import main
+from fedveil.defences import registry
+from fedveil.defences.registry import GENERIC
+from fedveil.lookup import imported
+from fedveil.models import mlp
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_defence"
 
 DEFENCE = '''
 """A defence of our own: plain training whose gradients are rounded to few bits."""
@@ -92,17 +102,31 @@ class CountStudy(AttackStudy[Options, Counted]):
 '''
 
 
+def forget(package):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The package of examples/own_defence, as if it were installed."""
+    monkeypatch.syspath_prepend(EXAMPLE / "src")
+    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+    yield tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]["fedveil.defences"]
+    forget("own_defence")
+
+
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     package = tmp_path / "own_package"
     package.mkdir()
+    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
     (package / "__init__.py").write_text("")
     (package / "defences.py").write_text(DEFENCE)
     (package / "attacks.py").write_text(ATTACK)
     monkeypatch.syspath_prepend(tmp_path)
     yield package
-    for name in [name for name in sys.modules if name.startswith("own_package")]:
-        del sys.modules[name]
+    forget("own_package")
 
 
 SMALL = [
@@ -126,8 +150,45 @@ def test_a_defence_of_one_s_own_is_audited_by_one_command(own, tmp_path, capsys)
     assert main(["audit", *SMALL, "--defence", spec, "--trials", "2", "--out", str(out)]) == 0, capsys.readouterr().err
     found = json.loads((out / "results.json").read_text())["results"]
     assert set(found) == {spec, "undefended"}
+    assert set(found[spec]["attackers"]) == {"as published", *GENERIC}
+    assert set(found["undefended"]["attackers"]) == {"as published"}
     assert found[spec]["attackers"]["as published"]["agreement"]["value"] == 1.0
     assert f"{spec}: the model is not protected" in capsys.readouterr().out
+
+
+def agreement(folder, defence, attacker):
+    return json.loads((folder / "results.json").read_text())["results"][defence]["attackers"][attacker]["agreement"]
+
+
+def test_the_example_looks_safe_to_published_attacks_and_falls_to_a_generic_one(example, tmp_path, capsys):
+    spec, own = example["shifted"], ["outputs centred"]
+    flags = ["--data", "digits", "--train-size", "300", "--clients", "2", "--epochs", "30", "--workers", "1"]
+    words = ["audit", *flags, "--defence", spec, "--settings", "size=1000.0", "--trials", "1", "--out", str(tmp_path)]
+    assert main(words) == 0, capsys.readouterr().err
+    printed, page = " ".join(capsys.readouterr().out.split()), (tmp_path / "report.html").read_text()
+    assert agreement(tmp_path, spec, "as published")["high"] < 0.5  # one class or two, whatever the record
+    for attacker in ["outputs calibrated", *own]:
+        assert agreement(tmp_path, spec, attacker)["value"] > 0.9
+    for attacker in ["as published", *GENERIC, *own]:
+        assert attacker in page
+    assert f"{spec}: the model is not protected: the strongest attacker (outputs c" in printed
+    assert "published attacks reach" in printed
+
+
+def steps_of(defence):
+    chance = torch.Generator().manual_seed(0)
+    data = [(torch.randn(8, 5, generator=chance), torch.randn(8, 3, generator=chance)) for _ in range(2)]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = mlp(5, 3, hidden=4)
+    run = Federation(model, data, defence, lambda p: torch.optim.SGD(p, 1e-2), batch_size=4, whole_shard=True)
+    run.fit(rounds=3)
+    return torch.nn.utils.parameters_to_vector(run.model.parameters()).detach()
+
+
+def test_the_example_s_server_has_the_true_gradient(example):
+    record = imported(example["shifted"], "a defence", "")
+    torch.testing.assert_close(*(steps_of(name) for name in ("plain", record.target)), rtol=1e-3, atol=1e-5)
 
 
 def test_its_settings_are_flags_and_it_trains(own, tmp_path, capsys):

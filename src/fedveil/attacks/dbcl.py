@@ -1,18 +1,22 @@
-"""The attacker of DBCL: weights change slowly, so the sketches of a few rounds determine them."""
+"""The attackers of DBCL: the sketches of a few rounds determine the weights, and how these changed shows a record."""
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedveil.attacks.leaks import sketched_layers
-from fedveil.attacks.observed import Observed
+from fedveil.attacks.first_layer import first_linear
+from fedveil.attacks.leaks import own_gradients, sketched_layers
+from fedveil.attacks.observed import DoesNotApply, Observed
 from fedveil.attacks.veil import with_values
-from fedveil.defences.dbcl import Sketch, SketchedBroadcast
+from fedveil.defences.dbcl import Sketch, SketchedBroadcast, SketchedLayer
 
 STEPS = 500
 SETTLED = 1e-12  # of the squared right-hand side
+RANK = 1e-10  # of the normal equations: directions that no round shows
+WIDEST = 1024  # inputs of a first layer whose system is solved densely
 
 
 def solve_sketches(sketches: Sequence[Sketch], seen: Sequence[Tensor]) -> Tensor:
@@ -49,3 +53,63 @@ def stacked(observed: Observed) -> Observed:
         shape = observed.architecture.get_parameter(name).shape
         values[name] = solve_sketches(sketches, weights).reshape(shape).to(values[name].dtype)
     return dataclasses.replace(observed, model=with_values(observed.architecture, values))
+
+
+@dataclass(frozen=True, eq=False)
+class FirstLayer:
+    """The first layer's sketches in all rounds, and what the attacker knows of the steps between them, in float64."""
+
+    sketches: list[Tensor]  # S_t, (inputs, buckets)
+    known: list[Tensor]  # W~_t without what the attacker's own uploads changed since the first round
+    steps: Tensor  # (rounds - 1, units): the victim's delta_t, from the bias, which travels as it is
+
+
+def first_layer_of(observed: Observed) -> FirstLayer:
+    """What a client knows of the layer."""
+    path, rate, share = first_linear(observed.architecture), observed.learning_rate, observed.share
+    found = [seen.model.get_submodule(path) for seen in observed.rounds]
+    layers = [layer for layer in found if isinstance(layer, SketchedLayer)]
+    if len(layers) < len(found):
+        raise DoesNotApply("dbcl", "the first layer is not sketched")
+    eye = torch.eye(layers[0].sketch.fan_in, dtype=torch.float64)
+    sketches = [layer.sketch.to(eye).down(eye) for layer in layers]
+    biases = torch.stack([layer.bias.detach().double().cpu() for layer in layers if layer.bias is not None])
+    own = [own_gradients(observed, seen) for seen in observed.rounds[:-1]]
+    mine = torch.stack([gradients[f"{path}.bias"].double().cpu() for gradients in own])
+    steps = ((biases[:-1] - biases[1:]) / rate - share * mine) / (1 - share)
+    added, known = torch.zeros((len(mine[0]), len(sketches[0]))).double(), list[Tensor]()
+    for number, layer in enumerate(layers):
+        known.append(layer.weight.detach().double().cpu() - added @ sketches[number])
+        if number < len(own):
+            added = added - rate * share * own[number][f"{path}.weight"].double().cpu() @ sketches[number].T
+    return FirstLayer(sketches, known, steps)
+
+
+def record(observed: Observed) -> Tensor:
+    """The record that a victim used in every round, if it was alone in its batches and the server uses plain SGD.
+
+    With W the first layer's weight in the first round, r = lr (1 - share) and the victim's delta_t,
+
+        W S_t = known_t + r sum_{s < t} delta_s x^T S_s S_s^T S_t        in every round t
+
+    is linear in W and x. What any W explains is projected away, with one projection for all units; the rest is a
+    least-squares problem for x alone. One round shows S^T x, a part of the record; several show all of it.
+    """
+    layer = first_layer_of(observed)
+    joint = torch.cat(layer.sketches, 1)
+    inputs, equations = joint.shape
+    if inputs > WIDEST or equations <= inputs:
+        raise DoesNotApply("dbcl", f"{equations} equations per unit for {inputs} inputs; at most {WIDEST} are solved")
+    away = torch.eye(equations).to(joint) - torch.linalg.pinv(joint) @ joint
+    total, wanted = joint.new_zeros((inputs, inputs)), joint.new_zeros(inputs)
+    spread = [
+        torch.cat([s @ (s.T @ later) * (t > number) for t, later in enumerate(layer.sketches)], 1) @ away
+        for number, s in enumerate(layer.sketches[:-1])
+    ]
+    left = torch.cat(layer.known, 1) @ away / -(observed.learning_rate * (1 - observed.share))
+    for number, one in enumerate(spread):
+        wanted += one @ (layer.steps[number] @ left)
+        for other, two in enumerate(spread):
+            total += (layer.steps[number] @ layer.steps[other]) * (one @ two.T)
+    found: Tensor = torch.linalg.lstsq(total, wanted.unsqueeze(1), rcond=RANK, driver="gelsd").solution[:, 0]
+    return found

@@ -13,9 +13,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedveil.attacks.leaks import Leak, from_difference, from_masked_difference, sketched_layers
-from fedveil.attacks.observed import Observed
-from fedveil.errors import BadArgument
+from fedveil.attacks.leaks import Leak, from_difference, sketched_layers
+from fedveil.attacks.observed import DoesNotApply, Observed
 from fedveil.scheme.messages import Broadcast
 
 TINY = 1e-30
@@ -30,7 +29,7 @@ def first_linear(model: nn.Module) -> str:
             return str(path)
         if not module._modules and any(True for _ in module.parameters()):
             break
-    raise BadArgument("dense record", "the network does not begin with a Linear with a bias", "an MLP")
+    raise DoesNotApply("dense record", "the network does not begin with a Linear with a bias", "an MLP")
 
 
 def joined(model_values: dict[str, Tensor], path: str) -> Tensor:
@@ -56,11 +55,6 @@ def from_plain_difference(observed: Observed) -> Tensor:
         if name == f"{path}.weight":
             return layer.sketch.to(found).up(found)
     return found
-
-
-def from_support(observed: Observed) -> Tensor:
-    """PPDL's attacker: only the numbers that were sent count."""
-    return record_from_gradient(from_masked_difference(observed), first_linear(observed.architecture))
 
 
 def paired_rows(now: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,13 +115,12 @@ def record_under_a_veil(observed: Observed, at: int = -2) -> Tensor:
     """
     now, later = observed.rounds[at], observed.rounds[len(observed.rounds) + at + 1]
     if not isinstance(now.broadcast, Broadcast) or not isinstance(later.broadcast, Broadcast):
-        fix = "record_from_gradient(from_difference(..))"
-        raise BadArgument("dense record", "these broadcasts are not veiled", fix)
+        raise DoesNotApply("dense record", "these broadcasts are not veiled")
     path = first_linear(observed.architecture)
     before, after = (joined(dict(seen.broadcast.parameters), path) for seen in (now, later))
     own = with_one(observed.inputs[now.rows])
     if len(own) >= before.shape[1]:
-        raise BadArgument("dense record", f"{len(own)} own records leave no direction free", "a smaller own batch")
+        raise DoesNotApply("dense record", f"{len(own)} own records leave no direction free", "a smaller own batch")
     outside = torch.linalg.svd(own.T, full_matrices=True)[0][:, int(torch.linalg.matrix_rank(own)) :]
     known = outside @ bottom_direction(paired_rows(before, after), outside)
     return likely_record(known, own, observed.inputs.flatten(1).double())

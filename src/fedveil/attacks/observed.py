@@ -1,16 +1,18 @@
 """What an attacker sees: it is a client that follows the protocol (honest but curious)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from fedveil.defences.registry import Record
+from fedveil.defences.registry import Record, attackers_of
 from fedveil.errors import FedveilError
 from fedveil.lookup import imported
 from fedveil.scheme.losses import Loss
 
 PUBLISHED = "as published"
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,16 +49,35 @@ class Seen:
     """What each attacker of a defence has to attack."""
 
     attackers: dict[str, Observed]  # as published, and what adaptive attackers make of it, by label
-    left_out: dict[str, str]  # attackers that do not apply, and why
+    left_out: dict[str, str]  # attackers that do not apply, and why; or that failed
+
+
+def tried(attack: Callable[[Observed], Found], observed: Observed) -> Found | str:
+    """What an attack makes of it, or why there is nothing: an attacker that fails must not end an audit."""
+    try:
+        return attack(observed)
+    except DoesNotApply as reason:
+        return reason.what
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {error}"
 
 
 def observations(record: Record, observed: Observed) -> Seen:
-    """What each attacker of a defence has to attack: as published, and what its adaptive attackers make of it."""
+    """What each attacker of a defence has to attack: as published, what its own attackers and generic ones make of it.
+
+    An attacker of another package that cannot be imported has failed, too.
+    """
     found, left_out = {PUBLISHED: observed}, {}
-    for label, spec in record.attackers.items():
-        attacker: Any = imported(spec, "an attacker", "my_package.attacks:undo")
-        try:
-            found[label] = attacker(observed)
-        except DoesNotApply as reason:
-            left_out[label] = reason.what
+    for label, spec in attackers_of(record).items():
+        result = tried(lambda seen, spec=spec: named(spec)(seen), observed)  # type: ignore[misc]
+        if isinstance(result, str):
+            left_out[label] = result
+        else:
+            found[label] = result
     return Seen(found, left_out)
+
+
+def named(spec: str) -> Callable[[Observed], Any]:
+    """The attacker that `package.module:name` names."""
+    attacker: Any = imported(spec, "an attacker", "my_package.attacks:undo")
+    return attacker  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from fedveil.data import one_tensor
+from fedveil.defences.registry import BUILT_IN
 from fedveil.report import Facts, Section, Text
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config, Value
@@ -40,7 +41,10 @@ class Asked(Generic[O]):
     label: str = ""
 
     def under(self, defence: str) -> Config:
-        """The configuration with one of the defences."""
+        """The configuration with one of the defences; settings of a defence of one's own are not the others'."""
+        built_in = {record.name for record in BUILT_IN}
+        if defence in built_in and not built_in.issuperset(self.defences):
+            return self.config.changed(defence=defence, settings=())
         return self.config.changed(defence=defence)
 
 

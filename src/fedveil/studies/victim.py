@@ -138,7 +138,7 @@ def observe(federation: Federation, rounds: int = 1) -> Observed:
 def observe_all(federation: Federation, defence: str) -> Seen:
     """What each attacker of a defence has: as published, and what those that know the defence make of it."""
     record = find(defence)
-    return observations(record, observe(federation, record.rounds))
+    return observations(record, observe(federation, record.collected))
 
 
 def observe_strongest(federation: Federation, defence: str) -> dict[str, Observed]:

@@ -1,19 +1,16 @@
 """Can a participant rebuild another's record? One victim record, two clients, a server of plain SGD."""
 
-from collections.abc import Callable
-from typing import cast
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedveil.attacks.first_layer import first_linear, from_plain_difference
-from fedveil.attacks.observed import PUBLISHED, Observed
+from fedveil.attacks.first_layer import first_linear
+from fedveil.attacks.observed import PUBLISHED, DoesNotApply, Observed, named, tried
 from fedveil.attacks.similarity import psnr
 from fedveil.data import Data
 from fedveil.defences.registry import find
-from fedveil.errors import BadArgument
 from fedveil.federation.shards import generator
-from fedveil.lookup import imported
 from fedveil.runs.build import build_model
 from fedveil.runs.config import Config
 from fedveil.studies.estimates import Estimate, average
@@ -23,7 +20,9 @@ from fedveil.studies.victim import observe
 
 OWN_BATCH, RATE = 4, 0.1
 SHARD = 64  # the victim's records where clients send gradients of whole shards
-Rebuild = Callable[[Observed], Tensor]
+SEARCHES = 5  # records at most, where they come from a search
+FLOOR = "floor"
+PUBLISHED_REBUILDER = "fedveil.attacks.generic:rebuilt"
 
 
 def quality(found: Tensor, true: Tensor, peak: float) -> float:
@@ -31,8 +30,8 @@ def quality(found: Tensor, true: Tensor, peak: float) -> float:
     return psnr(torch.nan_to_num(found).reshape(1, -1), true.reshape(1, -1), peak=peak, most=100.0)[0]
 
 
-def trial(config: Config, data: Data, number: int) -> tuple[Observed, Tensor]:
-    """Two rounds of a new network with the attacker's records and one of a victim's; what the attacker saw of them.
+def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Observed, Tensor]:
+    """A few rounds of a new network with the attacker's records and one of a victim's; what the attacker saw of them.
 
     Where clients send gradients of whole shards, the victim has 64 records and the attacker 4.
     """
@@ -41,30 +40,61 @@ def trial(config: Config, data: Data, number: int) -> tuple[Observed, Tensor]:
     mine, victim = (order[:OWN_BATCH], order[-SHARD:]) if whole else (order[: len(order) // 2], order[-1:])
     config, parts = config.changed(seed=seed + number), [data.train.take(rows) for rows in (mine, victim)]
     federation = two_clients(config, build_model(config, data), parts, RATE, OWN_BATCH, whole_shard=whole)
-    return observe(federation, rounds=2), data.train.tensor[victim]
+    return observe(federation, rounds), data.train.tensor[victim]
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """PSNR by attacker, and of the floor; and why other attackers have none."""
+
+    psnr: dict[str, Estimate]
+    left_out: dict[str, str]
+
+
+def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> Rebuilt:
+    """PSNR of each attacker's reconstructions, and of the floor: the mean of the attacker's own records.
+
+    An attacker that does not apply, or fails, in one trial is left out of all. Where records come from a search, which
+    takes seconds, there are at most five.
+    """
+    low, high = float(data.train.tensor.min()), float(data.train.tensor.max())
+    record = find(config.defence.name)
+    attackers = {PUBLISHED: PUBLISHED_REBUILDER, **record.rebuilders}
+    found: dict[str, list[float]] = {}
+    left_out: dict[str, str] = {}
+    trials = trials if begins_dense(config, data) else min(trials, SEARCHES)
+    for number in range(trials):
+        progress(number / trials, f"rebuilding record {number + 1}/{trials}")
+        observed, true = trial(config, data, number, record.rebuild_rounds)
+        guesses: dict[str, Tensor] = {FLOOR: observed.inputs.double().mean(0).cpu()}
+        for name in [name for name in attackers if name not in left_out]:
+            guess = tried(named(attackers[name]), observed)
+            if isinstance(guess, str):
+                left_out[name] = guess
+            else:
+                guesses[name] = guess.cpu().clamp(low, high)
+        for name, guess in guesses.items():
+            found.setdefault(name, []).append(max(quality(guess, one, high - low) for one in true))
+    psnr = {name: average(found[name]) for name in [*attackers, FLOOR] if name in found and name not in left_out}
+    return Rebuilt(psnr if len(psnr) > 1 else {}, left_out)
 
 
 def rebuilt(progress: Progress, config: Config, data: Data, trials: int) -> dict[str, Estimate]:
-    """PSNR of each attacker's reconstructions, and of the floor: the mean of the attacker's own records."""
-    low, high = float(data.train.tensor.min()), float(data.train.tensor.max())
-    attackers: dict[str, Rebuild] = {PUBLISHED: from_plain_difference}
-    for label, spec in find(config.defence.name).rebuilders.items():
-        attackers[label] = cast(Rebuild, imported(spec, "an attacker", "my_package.attacks:rebuild"))
-    found: dict[str, list[float]] = {name: [] for name in [*attackers, "floor"]}
-    for number in range(trials):
-        progress(number / trials, f"rebuilding record {number + 1}/{trials}")
-        observed, true = trial(config, data, number)
-        guesses = {name: attacker(observed).cpu().clamp(low, high) for name, attacker in attackers.items()}
-        guesses["floor"] = observed.inputs.double().mean(0).cpu()
-        for name, guess in guesses.items():
-            found[name].append(max(quality(guess, record, high - low) for record in true))
-    return {name: average(values) for name, values in found.items()}
+    """The figures alone."""
+    return rebuild(progress, config, data, trials).psnr
+
+
+def begins_dense(config: Config, data: Data) -> bool:
+    """Whether the network begins with a Linear, whose gradient shows a record without any search."""
+    try:
+        first_linear(build_model(config, data))
+    except DoesNotApply:
+        return False
+    return True
 
 
 def can_rebuild(config: Config, data: Data) -> str | None:
-    """Why this attack does not fit the network, or None."""
-    try:
-        first_linear(build_model(config, data))
-    except BadArgument as error:
-        return str(error.what)
-    return None
+    """Why no attacker fits the network and the records, or None."""
+    if begins_dense(config, data) or data.train.tensor.dim() == 4:
+        return None
+    return "the network does not begin with a Linear with a bias, and records are no images"

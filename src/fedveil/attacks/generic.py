@@ -1,0 +1,124 @@
+"""Attackers that know nothing of a defence: they run on any, also on one that we did not write.
+
+Two turn what a client saw into a model that may be closer to the true one: the mean of its broadcasts, which removes
+independent noise, and an affine map of the outputs, which undoes what was done to these. The third rebuilds a record
+from the difference of two broadcasts, as published: exactly from a dense first layer, by search from images.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.attacks.features import dense_targets
+from fedveil.attacks.first_layer import first_linear, from_plain_difference
+from fedveil.attacks.gradients import Search, reconstruct
+from fedveil.attacks.labels import single_label
+from fedveil.attacks.leaks import from_difference
+from fedveil.attacks.observed import DoesNotApply, Observed
+from fedveil.attacks.veil import with_values
+from fedveil.federation.evaluate import predict
+from fedveil.scheme.losses import Loss, SquaredError
+
+RIDGE = 1e-3  # on standardised outputs, per record
+STEPS = 200  # of L-BFGS
+SEARCH = Search("cosine", steps=200, restarts=1)
+
+
+def averaged(observed: Observed) -> Observed:
+    """Broadcasts averaged: the mean of parameters and buffers over all rounds, which removes independent noise.
+
+    The model must hardly move between the rounds; integers, such as a count of batches, are the last round's.
+    """
+    states = [dict(seen.model.state_dict()) for seen in observed.rounds]
+    if len(states) < 2:
+        raise DoesNotApply("broadcasts averaged", "there is one broadcast")
+    last = states[-1]
+    shapes = {name: value.shape for name, value in last.items()}
+    if not shapes or any({name: value.shape for name, value in state.items()} != shapes for state in states):
+        raise DoesNotApply("broadcasts averaged", "broadcasts differ in their tensors' names or shapes")
+    if all(torch.equal(last[name], state[name]) for state in states[:-1] for name in last):
+        raise DoesNotApply("broadcasts averaged", "all broadcasts are the same")
+    mean = {
+        name: torch.stack([state[name].double() for state in states]).mean(0).to(value.dtype)
+        for name, value in last.items()
+        if value.is_floating_point()
+    }
+    return dataclasses.replace(observed, model=with_values(observed.rounds[-1].model, mean))
+
+
+def calibrated(observed: Observed) -> Observed:
+    """Outputs calibrated: the affine map of the model's outputs that fits the attacker's own labels best."""
+    if not len(observed.targets):
+        raise DoesNotApply("outputs calibrated", "the attacker has no labelled records")
+    outputs = predict(observed.model, observed.inputs).double()
+    if outputs.dim() != 2:
+        raise DoesNotApply("outputs calibrated", "the model has more than one row of outputs per record")
+    if not outputs.isfinite().all():
+        raise DoesNotApply("outputs calibrated", "the model's outputs are not finite")
+    targets = dense_targets(observed.loss, observed.targets.to(outputs.device), outputs)
+    weight, bias = fit_affine(outputs, targets, observed.loss)
+    like = next(observed.model.parameters())
+    head = nn.Linear(outputs.shape[1], outputs.shape[1], device=like.device, dtype=like.dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.copy_(bias)
+    return dataclasses.replace(observed, model=nn.Sequential(observed.model, head).train(observed.model.training))
+
+
+def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """A and b for which A y + b has the least loss, with a small ridge on A in units of the outputs' deviations.
+
+    Least squares for squared error. L-BFGS from 0 for any other loss, convex if the loss is.
+    """
+    mean, spread = outputs.mean(0), outputs.std(0, correction=0)
+    spread = torch.where(spread > 0, spread, torch.ones_like(spread))
+    rows = torch.cat([(outputs - mean) / spread, torch.ones_like(outputs[:, :1])], 1)
+    penalty = RIDGE * len(rows) * torch.eye(rows.shape[1]).to(rows)
+    penalty[-1, -1] = 0.0
+    if isinstance(loss, SquaredError):
+        found = torch.linalg.solve(rows.T @ rows + penalty, rows.T @ targets)
+    else:
+        found = _searched(rows, targets, loss, penalty)
+    weight = found[:-1].T / spread
+    return weight, found[-1] - weight @ mean
+
+
+def _searched(rows: Tensor, targets: Tensor, loss: Loss, penalty: Tensor) -> Tensor:
+    free = torch.zeros(rows.shape[1], targets.shape[1]).to(rows).requires_grad_()
+    search = torch.optim.LBFGS([free], max_iter=STEPS, line_search_fn="strong_wolfe")
+
+    def misfit() -> Tensor:
+        search.zero_grad()
+        value = loss.values(rows @ free, targets).mean() + 0.5 * (free * (penalty @ free)).sum() / len(rows)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    search.step(misfit)  # type: ignore[no-untyped-call]
+    return free.detach()
+
+
+def rebuilt(observed: Observed) -> Tensor:
+    """As published: the difference of the last two broadcasts is taken for the gradient of one record."""
+    try:
+        first_linear(observed.architecture)
+    except DoesNotApply as reason:
+        return inverted(observed, reason.what)
+    return from_plain_difference(observed)
+
+
+def inverted(observed: Observed, otherwise: str = "records have no pixels") -> Tensor:
+    """One image by gradient inversion (Inverting Gradients), between the attacker's darkest and brightest pixels."""
+    own = observed.inputs
+    if own.dim() != 4:
+        raise DoesNotApply("gradient inversion", f"{otherwise}, and records are no images")
+    if observed.targets.is_floating_point() and (observed.targets.dim() < 2 or observed.targets.shape[1] < 2):
+        raise DoesNotApply("gradient inversion", f"{otherwise}, and inversion needs classes")
+    leak = from_difference(observed)
+    edges = own.amin((0, 2, 3))[:, None, None], own.amax((0, 2, 3))[:, None, None]
+    label = torch.tensor([single_label(leak)], device=own.device)
+    with torch.no_grad():
+        classes = leak.model(own[:2]).shape[-1]
+    chance = torch.Generator().manual_seed(0)
+    found = reconstruct(leak, (1, *own.shape[1:]), SEARCH, classes=classes, generator=chance, labels=label, box=edges)
+    return found.inputs[0]
