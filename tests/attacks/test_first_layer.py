@@ -7,7 +7,7 @@ import torch
 from tests.configs import config_of
 
 from fedveil.attacks.first_layer import (
-    bottom_direction,
+    common_direction,
     first_linear,
     joined,
     paired_rows,
@@ -22,7 +22,7 @@ from fedveil.defences import PPDL, Plain, Veil
 from fedveil.federation import Federation
 from fedveil.models import cnn, mlp
 from fedveil.scheme import Entropy
-from fedveil.studies.audit.rebuild import quality, rebuilt
+from fedveil.studies.audit.rebuild import quality, rebuild
 from fedveil.studies.victim import observe
 
 DATA = load("digits")
@@ -53,9 +53,10 @@ def test_two_veiled_broadcasts_give_it_too_outside_of_the_attacker_s_own_inputs(
     observed, record = seen_by_a_client(veil, seed=seed)
     before, after = (joined(dict(seen.broadcast.parameters), "0") for seen in observed.rounds)
     own = with_one(observed.inputs[observed.rounds[0].rows])
-    outside = torch.linalg.svd(own.T)[0][:, len(own) :]
-    direction = bottom_direction(paired_rows(before, after), outside)
-    wanted = outside.T @ with_one(record[None])[0]
+    span = torch.linalg.svd(own, full_matrices=False)[2]
+    direction = common_direction(paired_rows(before, after), span)
+    wanted = with_one(record[None])[0]
+    wanted = wanted - span.T @ (span @ wanted)
     assert abs(float(direction @ wanted / wanted.norm())) > 1 - 1e-4  # the step's square is not part of the formula
     floor = quality(observed.inputs.mean(0), record, 1.0)
     assert quality(record_under_a_veil(observed), record, 1.0) > floor + 3
@@ -102,6 +103,6 @@ def test_every_defence_has_its_figures_and_a_floor():
         "dbcl": {"sketches stacked"},
         "spn": set(),
     }.items():
-        found = rebuilt(lambda share, what: None, config_of(data="digits", defence=defence), DATA, 2)
+        found = rebuild(lambda share, what: None, config_of(data="digits", defence=defence), DATA, 2).psnr
         assert set(found) == {"as published", "floor", *attackers}
         assert all(figures.low <= figures.value <= figures.high for figures in found.values())

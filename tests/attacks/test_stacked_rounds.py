@@ -14,7 +14,7 @@ from fedveil.data import load
 from fedveil.defences import DBCL, PPDL, Plain, registry
 from fedveil.federation import Federation
 from fedveil.models import mlp
-from fedveil.studies.audit.rebuild import can_rebuild, quality, rebuild
+from fedveil.studies.audit.rebuild import quality, rebuild
 from fedveil.studies.victim import observe
 
 DATA = load("digits")
@@ -114,4 +114,4 @@ def test_each_rebuilder_applies_or_says_why_not(monkeypatch):
     bare = config_of(data="digits", defence="plain", bias=False)
     found = rebuild(lambda share, what: None, bare, DATA, 1)
     assert not found.psnr
-    assert found.left_out["as published"] == can_rebuild(bare, DATA)
+    assert found.left_out["as published"].startswith("the network does not begin with a Linear with a bias")

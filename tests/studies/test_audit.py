@@ -40,6 +40,8 @@ def test_an_adaptive_attacker_has_the_model_and_a_published_one_has_nothing(audi
     assert value(results, "veil", "as published", "agreement") < 0.35  # one in ten on average over secrets
     assert results["veil"]["broadcasts"] == 10
     assert value(results, "veil", "offset removed", "agreement") >= 0.9
+    assert value(results, "veil", "two broadcasts, no data", "agreement") >= 0.98
+    assert value(results, "veil", "six broadcasts, no data", "agreement") >= 0.98
     assert value(results, "veil", "own labels", "agreement") >= 0.95
     assert value(results, "plain", "as published", "agreement") == 1.0
     assert value(results, "dbcl", "sketches stacked", "agreement") > value(results, "dbcl", "as published", "agreement")
@@ -131,13 +133,13 @@ def test_the_page_says_which_attackers_do_not_apply_and_why():
     view = Figures(point(0.1), membership=Members({"loss": tried(0.5, 0.5)}, {"RMIA": "the targets have no classes"}))
     found = Audited(
         *("accuracy", 1.0, 1.0, 0.0, "a", 10, 1, 1, {"as published": view}, {}),
-        left_out="the first layer is a convolution",
         inapplicable={"two rounds": "there is one broadcast"},
+        not_rebuilt={"as published": "the first layer is a convolution"},
     )
     assert attacker_table({"a": found, "b": Failed("why")}).rows == [
         ["a", "as published", "attacks the model"],
         ["a", "two rounds", "does not apply: there is one broadcast"],
-        ["a", "rebuilding records", "does not apply: the first layer is a convolution"],
+        ["a", "as published", "rebuilds no records: the first layer is a convolution"],
     ]
     rows = member_table({"a": found}).rows
     assert [row[2] for row in rows] == ["loss *", "RMIA"]

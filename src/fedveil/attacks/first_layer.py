@@ -64,21 +64,18 @@ def paired_rows(now: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:
     return first, second[torch.from_numpy(pairs).to(second.device)] - first
 
 
-def bottom_direction(rows: tuple[Tensor, Tensor], outside: Tensor) -> Tensor:
-    """The direction x', in the coordinates of `outside`, along which all rows moved, apart from their own direction.
+def common_direction(rows: tuple[Tensor, Tensor], own: Tensor) -> Tensor:
+    """The direction x', orthogonal to the orthonormal rows of `own`, along which all rows moved, but for their own one.
 
     D_i = -kappa_i (I - N_i N_i^T)(own part + delta_i x). Outside the span of the attacker's own inputs the own part is
-    0, and orthogonal to N_i the rest of D_i is a multiple of the rest of x. x' is the direction that fits this best:
-    the bottom eigenvector of sum_i |q_i|^2 (I - n n^T)(I - u u^T)(I - n n^T).
+    0, and orthogonal to N_i the rest of D_i, q_i, is a multiple of the rest of x. x' is the direction that fits this
+    best: the top eigenvector of sum_i |q_i|^2 n_i n_i^T + q_i q_i^T, with the rest n_i of N_i at unit length.
     """
-    away, moved = F.normalize(rows[0] @ outside, eps=TINY), rows[1] @ outside
+    away, moved = (part - (part @ own.T) @ own for part in rows)
+    away = F.normalize(away, eps=TINY)
     left = moved - (moved * away).sum(1, keepdim=True) * away
-    same = torch.eye(outside.shape[1], dtype=outside.dtype, device=outside.device)
-    total = torch.zeros_like(same)
-    for n, q in zip(away, left, strict=True):
-        total += (q @ q) * (same - torch.outer(n, n)) - torch.outer(q, q)
-    found: Tensor = torch.linalg.eigh(total)[1]
-    return found[:, 0]
+    found: Tensor = torch.linalg.svd(torch.cat([left.norm(dim=1, keepdim=True) * away, left]), full_matrices=False)[2]
+    return found[0]
 
 
 def likely_record(known: Tensor, own: Tensor, seen: Tensor) -> Tensor:
@@ -121,8 +118,8 @@ def record_under_a_veil(observed: Observed, at: int = -2) -> Tensor:
     own = with_one(observed.inputs[now.rows])
     if len(own) >= before.shape[1]:
         raise DoesNotApply("dense record", f"{len(own)} own records leave no direction free", "a smaller own batch")
-    outside = torch.linalg.svd(own.T, full_matrices=True)[0][:, int(torch.linalg.matrix_rank(own)) :]
-    known = outside @ bottom_direction(paired_rows(before, after), outside)
+    span = torch.linalg.svd(own, full_matrices=False)[2][: int(torch.linalg.matrix_rank(own))]
+    known = common_direction(paired_rows(before, after), span)
     return likely_record(known, own, observed.inputs.flatten(1).double())
 
 

@@ -56,8 +56,8 @@ def attacker_rows(name: str, found: Audited) -> Iterator[list[str]]:
         yield [name, attacker, ", ".join(what for what, done in did.items() if done)]
     for attacker, why in found.inapplicable.items():
         yield [name, attacker, f"does not apply: {why}"]
-    if found.left_out:
-        yield [name, "rebuilding records", f"does not apply: {found.left_out}"]
+    for attacker, why in found.not_rebuilt.items():
+        yield [name, attacker, f"rebuilds no records: {why}"]
 
 
 def attacker_table(every: Audits) -> Table | None:

@@ -23,7 +23,7 @@ NOTE = (
     "Agreement with the server's model and accuracy (model stealing) on held-out records; membership of other clients' "
     "records by the attack that did best on records that the attacker knows, never on the test: AUC, balanced "
     "accuracy, true positives at 1 % false positives, where 1,000 non-members stand for it; PSNR of one victim's "
-    "record rebuilt from two broadcasts of a new network; for one output the AUC of the ranking, in the better "
+    "record rebuilt from the broadcasts of a new network; for one output the AUC of the ranking, in the better "
     "direction. Intervals: 95 %. Every attacker is a client that follows the protocol."
 )
 LIMITS = (

@@ -79,11 +79,6 @@ def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> Rebu
     return Rebuilt(psnr if len(psnr) > 1 else {}, left_out)
 
 
-def rebuilt(progress: Progress, config: Config, data: Data, trials: int) -> dict[str, Estimate]:
-    """The figures alone."""
-    return rebuild(progress, config, data, trials).psnr
-
-
 def begins_dense(config: Config, data: Data) -> bool:
     """Whether the network begins with a Linear, whose gradient shows a record without any search."""
     try:
@@ -91,10 +86,3 @@ def begins_dense(config: Config, data: Data) -> bool:
     except DoesNotApply:
         return False
     return True
-
-
-def can_rebuild(config: Config, data: Data) -> str | None:
-    """Why no attacker fits the network and the records, or None."""
-    if begins_dense(config, data) or data.train.tensor.dim() == 4:
-        return None
-    return "the network does not begin with a Linear with a bias, and records are no images"

@@ -77,8 +77,8 @@ class Audited(Quality, Result):
         trials: records that attackers tried to rebuild.
         attackers: figures by attacker.
         rebuilt: PSNR in dB of rebuilt records by attacker, and of the floor: the mean of the attacker's own records.
-        left_out: why no record was rebuilt.
-        inapplicable: attackers of the defence that do not apply, and why.
+        inapplicable: attackers of the model that do not apply, and why.
+        not_rebuilt: attackers that rebuild no record, and why.
     """
 
     defence: str
@@ -87,8 +87,8 @@ class Audited(Quality, Result):
     trials: int
     attackers: dict[str, Figures]
     rebuilt: dict[str, Estimate]
-    left_out: str | None = None
     inapplicable: dict[str, str] = field(default_factory=dict)
+    not_rebuilt: dict[str, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> bool:

@@ -16,7 +16,7 @@ from fedveil.studies.attack import Asked, AttackStudy, Results, option
 from fedveil.studies.audit import page
 from fedveil.studies.audit.members import MemberAttacks, averaged_members, joined
 from fedveil.studies.audit.page import UNDEFENDED
-from fedveil.studies.audit.rebuild import can_rebuild, rebuilt
+from fedveil.studies.audit.rebuild import rebuild
 from fedveil.studies.audit.results import Audited, Figures, Members
 from fedveil.studies.estimates import over_broadcasts
 from fedveil.studies.jobs import Done, Job, Progress, Result
@@ -106,7 +106,7 @@ class Audit:
                 members = attacks.look(observed, number, name != PUBLISHED) if attacks else None
                 found = view_figures(observed.model, federation.model, data, members)
                 looks.setdefault(name, []).append(found)
-        why = can_rebuild(config, data)
+        records = rebuild(progress, config, data, options.trials)
         return Audited(
             **asdict(quality),
             defence=config.defence.name,
@@ -114,9 +114,9 @@ class Audit:
             broadcasts=count,
             trials=options.trials,
             attackers={name: averaged(own) for name, own in looks.items()},
-            rebuilt={} if why else rebuilt(progress, config, data, options.trials),
-            left_out=why,
+            rebuilt=records.psnr,
             inapplicable=seen.left_out,
+            not_rebuilt=records.left_out,
         )
 
     def member_attacks(self, data: Data) -> MemberAttacks:
