@@ -63,6 +63,7 @@ BUILT_IN = (
         },
         strongest="own labels",
         rebuilders={"two broadcasts": "fedveil.attacks.first_layer:record_under_a_veil"},
+        leaks={"V-diff, two broadcasts": "fedveil.attacks.canonical_gradient:from_canonical_difference"},
         shadows="plain",
     ),
     Record(
