@@ -8,14 +8,14 @@ is g_C = g / f. So in every block, exactly and for a step of any size,
     C' = a (C - lr f^2 g_C),                           a = f' / f,
     Q C' = -k (1 - share) Q h,    k = a lr f^2,        g_C = share own + (1 - share) h,
 
-if Q removes the block's part along C, which takes a C away, and along the attacker's own gradient, which takes own away.
-h is the other clients' mean gradient, and all but two of a block's dimensions of it are left. In a block alone k > 0 is
-unknown. But log k is log lr plus one number per unit, with the signs with which the unit's factor acts, and the part of
-C' along own, -k share |own|, measures k in each block with an error of the order (1 - share) / share. The fit over all
-blocks is only a weight of the blocks: where Q h points is exact. Blocks without a factor need no Q at all; the head's
-bias is one of them, and shows the labels.
+where Q removes a block's part along C and along the attacker's own gradient, and h is the other clients' mean gradient,
+of which all but two of a block's dimensions are left. In a block alone k > 0 is unknown. But log(k / lr) is a sum of
+one number per unit, and the part of C' along the own gradient, about -k share |own|, measures k with an error of the
+order (1 - share) / share. The attacker fits the numbers of units to all blocks. They only weigh blocks against one
+another: within each block the direction of Q h is exact. Blocks without a factor need no Q; the head's bias is one of
+them, and shows the labels.
 
-Adam's first step shows signs only (`attacks.canonical_signs`). The attacker sees in the broadcasts which of the two it was.
+Adam's first step shows signs only (`attacks.canonical_signs`). The broadcasts show which of the two it was.
 """
 
 from dataclasses import dataclass
@@ -85,9 +85,9 @@ def by_directions(observed: Observed, blocks: Blocks, pair: Pair, at: int = -2) 
 
 
 def step_sizes(blocks: Blocks, moved: Tensor, own: Tensor, observed: Observed) -> Tensor:
-    """k / lr of each block: how far its gradient moved it, measured along the attacker's own part, fitted to units.
+    """How far each block moves for a gradient of length 1, over the learning rate: k / lr, fitted to units.
 
-    A block counts for the fit as its squared cosine with the own part determines its size.
+    It is measured along the attacker's own part. A block counts the more, the closer its step is to that direction.
     """
     along, size = -blocks.inner(moved, own), blocks.inner(own, own)
     cosines = along.square() / (size * blocks.inner(moved, moved)).clamp_min(TINY)
