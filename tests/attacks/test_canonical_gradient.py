@@ -64,9 +64,9 @@ def test_directions_within_blocks_are_exact_for_a_step_of_any_size(digits, netwo
     clear = sizes[0] > 1e-6 * sizes[0].max()
     cosines = blocks.inner(wanted, found) / (sizes[0] * sizes[1]).sqrt()
     assert int(clear.sum()) > 10
-    # a weight's rounding, 1e-16, over lr and the smallest clear step, 1e-3 of about 0.1: squared far below
+    # rounding, 1e-16 of a weight, over lr and the smallest clear gradient, 1e-4 of a weight or more: 1e-11, squared
     assert float((1 - cosines[clear]).max()) < 1e-12
-    assert float(compare(true)) < 0.05 < 0.2 < float(compare(gradients_of(leak.model, leak.loss, *other)))
+    assert 10 * float(compare(true)) < float(compare(gradients_of(leak.model, leak.loss, *other)))
 
 
 def test_other_secrets_show_the_same(digits):
@@ -79,7 +79,7 @@ def test_other_secrets_show_the_same(digits):
 
 
 def test_both_directions_have_to_go(digits):
-    """Without C's direction factors' changes are taken for a gradient, without the own one k's error is."""
+    """The change of factors moves blocks along C; an inexact k leaves some of the attacker's own part."""
     observed, victim, _ = observed_of(digits)
     leak = from_canonical_difference(observed)
     true = gradients_of(leak.model, leak.loss, *victim)
