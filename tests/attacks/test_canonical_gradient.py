@@ -66,7 +66,10 @@ def test_directions_within_blocks_are_exact_for_a_step_of_any_size(digits, netwo
     assert int(clear.sum()) > 10
     # rounding, 1e-16 of a weight, over lr and the smallest clear gradient, 1e-4 of a weight or more: 1e-11, squared
     assert float((1 - cosines[clear]).max()) < 1e-12
-    assert 10 * float(compare(true)) < float(compare(gradients_of(leak.model, leak.loss, *other)))
+    false = seen_part(compare, gradients_of(leak.model, leak.loss, *other))
+    cosines = blocks.inner(false, found) / (blocks.inner(false, false) * sizes[1]).sqrt()
+    assert float((1 - cosines[clear]).nanmedian()) > 0.01
+    assert float(compare(true)) < float(compare(gradients_of(leak.model, leak.loss, *other)))
 
 
 def test_other_secrets_show_the_same(digits):
@@ -104,9 +107,9 @@ def test_adams_first_step_shows_every_sign(digits, network):
     true = gradients_of(leak.model, leak.loss, *victim)
     both = observed.share * compare.own + (1 - observed.share) * flatten(true, compare.entries)
     clear = both.abs() > 1e-5  # at the canonical model; Adam's eps is 1e-8
-    assert int(clear.sum()) > 500
+    assert int(clear.sum()) > 100
     assert torch.equal(compare.signs[clear], both.sign()[clear])
-    assert float(compare(true)) < 1e-6 < 1e-3 < float(compare(gradients_of(leak.model, leak.loss, *other)))
+    assert float(compare(true)) < 1e-9 < 1e-6 < float(compare(gradients_of(leak.model, leak.loss, *other)))
     single_label(leak)
 
 
