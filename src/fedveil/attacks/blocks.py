@@ -58,7 +58,8 @@ class Blocks:
         roots = weights.sqrt()
         left, right = roots.unsqueeze(1) * self.powers, (roots * logarithms).unsqueeze(1)
         units = torch.linalg.lstsq(left.cpu(), right.cpu(), driver="gelsd").solution.to(left)
-        return (self.powers @ units)[:, 0].exp()
+        factors: Tensor = (self.powers @ units)[:, 0].exp()
+        return factors
 
 
 def blocks_of(plan: Plan) -> Blocks:

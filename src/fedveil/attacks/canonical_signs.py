@@ -105,7 +105,8 @@ def deviations(observed: Observed, model: torch.nn.Module, pair: Pair) -> Tensor
     for row in range(len(observed.inputs)):
         one = gradients_of(model, observed.loss, observed.inputs[row : row + 1], observed.targets[row : row + 1])
         total += pair.flat(one).double().square()
-    return (total / len(observed.inputs)).sqrt()
+    size: Tensor = (total / len(observed.inputs)).sqrt()
+    return size
 
 
 def cut_mean(signs: Tensor, bound: Tensor, deviation: Tensor) -> Tensor:
