@@ -37,7 +37,7 @@ def test_every_defence_gets_its_rows_and_floors_and_pictures(tmp_path):
     shown = attacked(tmp_path, defences=DEFENCES)
     rows = [dict(zip(shown.header[:5], row[:5], strict=True)) for row in shown.rows]
     for name in DEFENCES:
-        own = {"veil": ["true W, veiled upload"], "ppdl": ["V-diff, masked"]}.get(name, [])
+        own = {"veil": ["true W, veiled upload", "V-diff, two broadcasts"], "ppdl": ["V-diff, masked"]}.get(name, [])
         views = ["V-diff", "V-up", *own]
         own = [(row["view"], row["batch"]) for row in rows if row["defence"] == name]
         assert own == [(view, size) for size in ("1", "2") for view in views]
@@ -45,10 +45,16 @@ def test_every_defence_gets_its_rows_and_floors_and_pictures(tmp_path):
     assert all(row["images"] == "2" for row in rows)
     _, first, second, _ = shown.sections
     assert [label for label, _ in first.rows][:2] == ["original", "plain, V-diff"]
-    assert len(first.rows) == len(second.rows) == 1 + 2 * 5 + 2
+    assert len(first.rows) == len(second.rows) == 1 + 2 * 5 + 3
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png") == 2 * 2 * 13
+    assert page.count("data:image/png") == 2 * 2 * 14
     json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_server_of_adam_is_attacked_by_its_signs(tmp_path):
+    shown = attacked(tmp_path, small(optimizer="adam", lr=1e-3), defences=("veil",))
+    rows = [dict(zip(shown.header, row, strict=True)) for row in shown.rows if row[1] == "V-diff, two broadcasts"]
+    assert [(row["attacker"], row["batch"]) for row in rows] == [("adaptive", "1"), ("adaptive", "2")]
 
 
 def test_a_stopped_attack_goes_on_with_the_batch_it_was_at(tmp_path):
@@ -88,8 +94,8 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
     ("changes", "settings", "what"),
     [
         ({"model": "mlp"}, QUICK, "are no images"),
-        ({"optimizer": "adam"}, QUICK, "a server of plain SGD"),
-        ({"momentum": 0.9}, QUICK, "a server of plain SGD"),
+        ({"optimizer": "adamw"}, QUICK, "for plain SGD and Adam only"),
+        ({"momentum": 0.9}, QUICK, "for plain SGD and Adam only"),
         ({"train_size": 30}, QUICK, "30 training records, the attacker and the victim need 34"),
         ({}, Options(victim_batch="1,x"), "batches of '1,x' from 8 images"),
         ({}, Options(victim_batch="16"), "batches of '16' from 8 images"),

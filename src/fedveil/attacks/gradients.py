@@ -26,6 +26,7 @@ DECAYS = (3 / 8, 5 / 8, 7 / 8)
 ENOUGH = 1e-6  # squared distance at which L-BFGS stops, as in iDLG
 Progress = Callable[[float], None]  # the share that is done
 Box = tuple[Tensor, Tensor]
+Distance = Callable[[Gradients, Mapping[str, Tensor], Mapping[str, Tensor] | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ def cosine_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mappin
     ours = torch.cat([gradient.flatten() for gradient in found.values()])
     theirs = torch.cat([wanted[name].flatten() for name in found])
     return 1 - torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
+
+
+def distance_from(leak: Leak, found: Gradients, method: Distance) -> Tensor:
+    """The distance of a gradient from the leaked one: by the leak's own rule if it has one, else by the method's."""
+    return leak.compare(found) if leak.compare else method(found, leak.gradients, leak.mask)
 
 
 def reconstruct(
@@ -122,7 +128,7 @@ def by_signs(
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, stops, 0.1)
     for step in range(search.steps):
         ours = gradients_of(leak.model, leak.loss, x, labels, graph=True)
-        distance = cosine_distance(ours, leak.gradients, leak.mask)
+        distance = distance_from(leak, ours, cosine_distance)
         (slope,) = torch.autograd.grad(distance + weight * total_variation(x), x)
         x.grad = slope.sign()
         optimizer.step()
@@ -133,7 +139,7 @@ def by_signs(
         if step % 20 == 0:
             progress(step / search.steps)
     x = x.detach()
-    reached = float(cosine_distance(gradients_of(leak.model, leak.loss, x, labels), leak.gradients, leak.mask))
+    reached = float(distance_from(leak, gradients_of(leak.model, leak.loss, x, labels), cosine_distance))
     return Reconstruction(x, labels, reached if math.isfinite(reached) else math.inf)
 
 
@@ -152,7 +158,7 @@ def by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, progress
         nonlocal best, kept
         targets = y.softmax(-1) if joint else y
         ours = gradients_of(leak.model, leak.loss, x, targets, graph=True)
-        distance = squared_distance(ours, leak.gradients, leak.mask)
+        distance = distance_from(leak, ours, squared_distance)
         for leaf, slope in zip([x, y], torch.autograd.grad(distance, [x, y] if joint else [x]), strict=False):
             leaf.grad = slope
         reached = float(distance.detach())

@@ -1,7 +1,7 @@
 """Gradients that an attacker obtains: from the difference of consecutive broadcasts, or from a victim's upload."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class Leak:
     gradients: Gradients  # of the mean loss of some records, by the model's parameter names
     loss: Loss  # what clients minimise
     mask: Mapping[str, Tensor] | None = None  # for each name, which numbers were received; None if all were
+    compare: Callable[[Gradients], Tensor] | None = None  # the distance of another gradient, in place of a method's own
 
 
 def gradients_of(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:

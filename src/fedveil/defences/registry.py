@@ -79,6 +79,7 @@ BUILT_IN = (
         strongest=("own labels", "two broadcasts, no data"),
         rounds=6,
         rebuilders={"two broadcasts, own records": "fedveil.attacks.first_layer:record_under_a_veil"},
+        leaks={"V-diff, two broadcasts": "fedveil.attacks.canonical_gradient:from_canonical_difference"},
         shadows="plain",
     ),
     Record(

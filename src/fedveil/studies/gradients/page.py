@@ -15,9 +15,11 @@ HEADER = (
     *("defence", "view", "attacker", "batch", "images"),
     *("PSNR (dB)", "SSIM", "MSE", "> 20 dB", "SSIM > 0.5", "labels"),
 )
+ADAPTIVE = "adaptive"
 NOTE = (
     "V-diff: the difference of two broadcasts without the attacker's own part, all that a client has. V-up: the"
-    " victim's upload beside its broadcast, a stress test. Two clients, plain SGD at the server. PSNR, SSIM and MSE are"
+    " victim's upload beside its broadcast, a stress test. V-diff, two broadcasts: both rounds of a veil in canonical"
+    " form. Two clients. PSNR, SSIM and MSE are"
     " means over images [95 % interval, Student's]; images of one batch are not independent. Batches are matched to the"
     " originals for the least squared error. Restarts are chosen by the distance of gradients. Floors need no gradient."
 )
@@ -46,7 +48,7 @@ def defence_rows(name: str, result: Gradients | Failed, sizes: Sequence[int]) ->
             rows.append(_failed_row(name, str(size), broken))
             continue
         for view in parts[0].views:
-            attacker = "adaptive" if view.endswith("masked") else PUBLISHED
+            attacker = ADAPTIVE if view.startswith("V-diff, ") else PUBLISHED
             labels = sum(part.views[view].labels for part in parts)
             rows.append(table_row(name, view, attacker, str(size), joined([p.views[view] for p in parts]), labels))
     return rows

@@ -1,10 +1,11 @@
 """`fedveil attack gradients`: a victim's images from a gradient, under each defence, seen in two ways."""
 
+import contextlib
 import copy
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -16,6 +17,7 @@ from fedveil.attacks import Observed
 from fedveil.attacks.gradients import METHODS, Reconstruction, Search, reconstruct
 from fedveil.attacks.labels import batch_labels, single_label
 from fedveil.attacks.leaks import Leak, from_difference, from_upload
+from fedveil.attacks.observed import DoesNotApply
 from fedveil.attacks.similarity import match, mse, psnr, ssim
 from fedveil.data import Data, Part
 from fedveil.defences import innermost
@@ -24,7 +26,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import generator
 from fedveil.lookup import imported
-from fedveil.runs.build import build_defence, build_loss, build_model, load_data, on_device
+from fedveil.runs.build import build_defence, build_loss, build_model, build_optimizer, load_data, on_device
 from fedveil.runs.config import Config
 from fedveil.runs.folder import open_run
 from fedveil.scheme import Broadcast
@@ -39,6 +41,7 @@ from fedveil.studies.victim import ATTACKER, observe, watch
 VICTIM = 1
 MISMATCHED = "true W, veiled upload"
 Share = Callable[[float], None]  # of a search that is done
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 SEARCHES = {"cosine": (800, 2), "idlg": (150, 4), "dlg": (150, 4)}
 
 
@@ -84,9 +87,10 @@ def check(config: Config, options: Options, data: Data, run: Path | None) -> Non
     if records < wanted:
         what = f"{records} training records, the attacker and the victim need {wanted}"
         raise BadArgument(data.name, what, "a larger --train-size, or fewer --images")
-    if not is_run(run) and (training.optimizer != "sgd" or training.momentum or training.weight_decay):
-        what = "the difference of two models is the gradient of one round for a server of plain SGD"
-        raise BadArgument("--optimizer", what, "--optimizer sgd --momentum 0 --weight-decay 0")
+    known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
+    if not is_run(run) and (not known or training.weight_decay):
+        what = "the difference of two models is the gradient of one round, or its signs, for plain SGD and Adam only"
+        raise BadArgument("--optimizer", what, "--optimizer sgd --momentum 0, or adam; --weight-decay 0")
 
 
 def is_run(run: Path | None) -> bool:
@@ -113,9 +117,11 @@ class AttackBatch:
         rows = order[first:][self.group * size : (self.group + 1) * size]
         own, victim = data.train.take(order[:first]), data.train.take(rows)
         model = build_model(config, data)  # fresh: the state in which gradient inversion is published
+        optimizer = build_optimizer(config.training)
         if self.run and is_run(self.run):
             model.load_state_dict(open_run(self.run, data)[1].model.state_dict())
-        federation = two_clients(config, model, (own, victim), config.training.lr, max(first, size))
+            optimizer = plain_sgd(config.training.lr)
+        federation = two_clients(config, model, (own, victim), optimizer, max(first, size))
         leaks, observed = leaks_of(federation)
         search = self.options.search(federation.model)
         true = data.pixels(victim.tensor.to(federation.device))
@@ -163,15 +169,26 @@ def judged(found: Reconstruction, data: Data, true: Tensor, labels: Sequence[int
     )
 
 
+def plain_sgd(lr: float) -> MakeOptimizer:
+    """A server of plain SGD."""
+    return lambda parameters: torch.optim.SGD(parameters, lr)
+
+
 def two_clients(
-    config: Config, model: nn.Module, parts: Sequence[Part], lr: float, batch_size: int, *, whole_shard: bool = False
+    config: Config,
+    model: nn.Module,
+    parts: Sequence[Part],
+    optimizer: MakeOptimizer | float,
+    batch_size: int,
+    *,
+    whole_shard: bool = False,
 ) -> Federation:
-    """The attacker with its records and the victim with its own, and a server of plain SGD."""
+    """The attacker with its records, the victim with its own, and a server; a learning rate stands for plain SGD."""
     return Federation(
         on_device(model, config.training.device),
         [(part.tensor, part.targets) for part in parts],
         build_defence(config),
-        lambda parameters: torch.optim.SGD(parameters, lr),
+        plain_sgd(optimizer) if isinstance(optimizer, float) else optimizer,
         batch_size=batch_size,
         loss=build_loss(config.training),
         whole_shard=whole_shard,
@@ -184,8 +201,8 @@ def leaks_of(federation: Federation) -> tuple[dict[str, Leak], Observed]:
     """One round of the federation: the gradients that it leaks, by view, and what the attacker observed.
 
     V-diff is what the attacker has by right. V-up is the victim's upload, a stress test. For a veil also its upload
-    beside the true model, which no participant has: the pair behind the paper's figure. For PPDL also the difference
-    with only the numbers that were sent, the choice of an attacker that knows the defence.
+    beside the true model, which no participant has: the pair behind the paper's figure. And what an attacker that knows
+    the defence derives (`Record.leaks`), unless it does not apply.
     """
     true = copy.deepcopy(federation.model)
     rounds = watch(federation)
@@ -200,7 +217,8 @@ def leaks_of(federation: Federation) -> tuple[dict[str, Leak], Observed]:
     record = record_of(innermost(federation.defence))
     for label, spec in record.leaks.items() if record else ():
         derive = cast(Callable[[Observed], Leak], imported(spec, "a leak", "my_package.attacks:derive"))
-        leaks[label] = derive(observed)
+        with contextlib.suppress(DoesNotApply):
+            leaks[label] = derive(observed)
     return leaks, observed
 
 
