@@ -113,4 +113,5 @@ def cut_mean(signs: Tensor, bound: Tensor, deviation: Tensor) -> Tensor:
     """The mean of h ~ N(0, deviation^2), given that signs (bound + h) > 0; 0 where there is no sign."""
     edge = (-signs * bound / deviation.clamp_min(TINY)).clamp(-FAR, FAR)
     density = torch.exp(-edge.square() / 2) / (2 * torch.pi) ** 0.5
-    return signs * deviation * density / torch.special.ndtr(-edge)
+    found: Tensor = signs * deviation * density / torch.special.ndtr(-edge)
+    return found
