@@ -9,11 +9,9 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.canonical import canonical, matched
-from fedveil.attacks.observed import Observed, Round
+from fedveil.attacks.observed import Observed
 from fedveil.federation.evaluate import predict
 from fedveil.graph import analyse
-from fedveil.graph.layout import flatten, unflatten
 from fedveil.graph.plan import Plan
 from fedveil.scheme.losses import Loss, SquaredError
 from fedveil.scheme.messages import Broadcast, PublicHead
@@ -116,36 +114,3 @@ def calibrated(observed: Observed) -> Observed:
 def plan_of(observed: Observed) -> Plan:
     """Which layers of this architecture can be masked, which is public."""
     return analyse(observed.architecture, observed.inputs[:2], head="exposed")
-
-
-def in_form(plan: Plan, model: nn.Module, like: nn.Module | None = None) -> nn.Module:
-    """The model in canonical form, its units in the order of `like`."""
-    entries = plan.layout.entries
-
-    def flat(some: nn.Module) -> Tensor:
-        return flatten({n: t.detach() for n, t in [*some.named_parameters(), *some.named_buffers()]}, entries)
-
-    own = canonical(plan, flat(model))
-    if like is not None:
-        own = matched(plan, own, flat(like).double())
-    return with_values(model, {name: value.to(plan.layout.dtype) for name, value in unflatten(own, entries).items()})
-
-
-def standardised(observed: Observed) -> Observed:
-    """Own labels, rescaled: also puts hidden units in canonical form, which undoes the veil's factors."""
-    sent = observed.rounds[-1].broadcast
-    if not isinstance(sent, Broadcast):
-        return observed
-    return dataclasses.replace(observed, model=in_form(plan_of(observed), calibrate(observed, sent)))
-
-
-def aligned(observed: Observed) -> Observed:
-    """All rounds fitted with own labels, in canonical form, with units in the order of the first round."""
-    if not isinstance(observed.rounds[-1].broadcast, Broadcast):
-        return observed
-    plan = plan_of(observed)
-    rounds: list[Round] = []
-    for seen in observed.rounds:
-        model = calibrate(observed, seen.broadcast)
-        rounds.append(dataclasses.replace(seen, model=in_form(plan, model, rounds[0].model if rounds else None)))
-    return dataclasses.replace(observed, model=rounds[-1].model, rounds=tuple(rounds))
