@@ -33,6 +33,7 @@ def records(out):
     return [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_veiled_rounds_of_two_supernodes_are_plain_ones_of_the_engine(tmp_path):
     out = tmp_path / "out"
     with Deployment(tmp_path / "flwr") as deployment:
