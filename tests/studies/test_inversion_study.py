@@ -35,7 +35,7 @@ def test_the_table_has_a_row_a_defence_beside_floor_and_ceiling_and_is_kept(run)
     code, captured, folder = run(*VICTIM, "--defence", "plain,veil,dbcl", "--json")
     assert code == 0, captured.err
     rows = json.loads(captured.out)
-    assert [row["defence"] for row in rows] == ["plain", "veil", "veil", "dbcl", "dbcl", "floor", "ceiling"]
+    assert [row["defence"] for row in rows] == ["plain", "veil", "veil", "veil", "dbcl", "dbcl", "floor", "ceiling"]
     assert rows[0]["view, attacker"] == "V-out, as published"
     found = json.loads((folder / "results.json").read_text())["results"]["veil"]
     published = found["attackers"]["as published"]
