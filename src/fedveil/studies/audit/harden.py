@@ -132,6 +132,12 @@ class Row:
         return self.name in UNDEFENDED.values()
 
 
+def mean_share(values: Sequence[float]) -> Estimate:
+    """The mean of shares; Student's interval ends at 0 and 1."""
+    found = average(values)
+    return Estimate(found.value, max(0.0, found.low), min(1.0, found.high))
+
+
 def best_of(values: Mapping[str, Sequence[float]]) -> tuple[str, Estimate | None]:
     """The name with the largest mean, and that mean.
 
@@ -154,7 +160,7 @@ def row_of(name: str, audits: Sequence[Audited], plain: Sequence[Audited]) -> Ro
         name,
         average([one.test for one in audits]),
         average(cost) if cost else None,
-        {label: average([look.agreement.value for look in own]) for label, own in looks.items()},
+        {label: mean_share([look.agreement.value for look in own]) for label, own in looks.items()},
         attacker,
         membership,
         average([one.best.auc.value for one in members[attacker]]) if attacker else None,
