@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedveil.attacks.canonical import Form, canonical_form, sources
 from fedveil.attacks.observed import DoesNotApply, Observed
-from fedveil.attacks.veil import base_of, plan_of
+from fedveil.attacks.veil import base_of, group_rows, plan_of
 from fedveil.graph.layout import flatten
 from fedveil.graph.plan import Plan
 from fedveil.scheme.messages import Broadcast, PublicHead
@@ -51,12 +51,6 @@ def noise_of(plan: Plan, head: PublicHead, rows: Tensor) -> Tensor:
         elif head.masked_bias and entry.name == head.bias:
             found[:, entry.start : entry.stop] = rows
     return found
-
-
-def group_rows(head: PublicHead) -> Tensor:
-    """(m, outputs): the direction r_a in the places of each group, else 0."""
-    groups = torch.arange(head.groups, device=head.partition.device)
-    return (head.partition == groups[:, None]) * head.direction.double()
 
 
 def heads_of(plan: Plan, sent: Sequence[Broadcast]) -> list[Heads]:

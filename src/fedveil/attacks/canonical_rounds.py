@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from fedveil.attacks.canonical import canonical, matched
 from fedveil.attacks.leaks import Gradients, gradients_of
 from fedveil.attacks.observed import DoesNotApply, Observed
-from fedveil.attacks.veil import base_of, calibrate, plan_of, with_values
+from fedveil.attacks.veil import calibrate, candidate_models, plan_of, with_values
 from fedveil.graph.layout import Entry, flatten, unflatten
 from fedveil.graph.plan import Plan
 from fedveil.scheme.messages import Broadcast, PublicHead
-from fedveil.scheme.perturb import move_head
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +89,7 @@ def kept(plan: Plan, head: PublicHead | None) -> Tensor:
 
 def unmasked(observed: Observed, sent: Broadcast) -> list[nn.Module]:
     """A round's model without its head's noise: one for each candidate, or one fitted with own labels."""
-    if sent.head is None or not sent.head.decoys:
-        return [calibrate(observed, sent)]
-    found = []
-    for noise in sent.head.noise(sent.head.direction):
-        found.append(base_of(observed.architecture, sent))
-        move_head(found[-1], sent.head, -noise)
-    return found
+    return candidate_models(observed, sent) or [calibrate(observed, sent)]
 
 
 def values_of(plan: Plan, model: nn.Module) -> Tensor:

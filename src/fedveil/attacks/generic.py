@@ -16,12 +16,11 @@ from fedveil.attacks.gradients import Search, reconstruct
 from fedveil.attacks.labels import single_label
 from fedveil.attacks.leaks import from_difference
 from fedveil.attacks.observed import DoesNotApply, Observed
-from fedveil.attacks.veil import with_values
+from fedveil.attacks.veil import minimise, with_values
 from fedveil.federation.evaluate import predict
 from fedveil.scheme.losses import Loss, SquaredError
 
 RIDGE = 1e-3  # on standardised outputs, per record
-STEPS = 200  # of L-BFGS
 SEARCH = Search("cosine", steps=200, restarts=1)
 
 
@@ -79,23 +78,13 @@ def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Te
     if isinstance(loss, SquaredError):
         found = torch.linalg.solve(rows.T @ rows + penalty, rows.T @ targets)
     else:
-        found = _searched(rows, targets, loss, penalty)
+        start = torch.zeros(rows.shape[1], targets.shape[1]).to(rows)
+        found = minimise(
+            lambda free: loss.values(rows @ free, targets).mean() + 0.5 * (free * (penalty @ free)).sum() / len(rows),
+            start,
+        )
     weight = found[:-1].T / spread
     return weight, found[-1] - weight @ mean
-
-
-def _searched(rows: Tensor, targets: Tensor, loss: Loss, penalty: Tensor) -> Tensor:
-    free = torch.zeros(rows.shape[1], targets.shape[1]).to(rows).requires_grad_()
-    search = torch.optim.LBFGS([free], max_iter=STEPS, line_search_fn="strong_wolfe")
-
-    def misfit() -> Tensor:
-        search.zero_grad()
-        value = loss.values(rows @ free, targets).mean() + 0.5 * (free * (penalty @ free)).sum() / len(rows)
-        value.backward()  # type: ignore[no-untyped-call]
-        return value
-
-    search.step(misfit)  # type: ignore[no-untyped-call]
-    return free.detach()
 
 
 def rebuilt(observed: Observed) -> Tensor:

@@ -5,6 +5,7 @@ They use only the broadcasts and, to fit the noise, the client's own labelled re
 
 import copy
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,12 @@ def centred(observed: Observed) -> Observed:
     return dataclasses.replace(observed, model=base_of(observed.architecture, sent))
 
 
+def group_rows(head: PublicHead) -> Tensor:
+    """(m, outputs): the direction r_a in the places of each group, else 0."""
+    groups = torch.arange(head.groups, device=head.partition.device)
+    return (head.partition == groups[:, None]) * head.direction.double()
+
+
 def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
     """For each record alpha: how much the head's outputs grow when 1 is added to all of its masked values."""
     ones = copy.deepcopy(base)
@@ -52,6 +59,21 @@ def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
         if head.bias:
             ones.get_parameter(head.bias).fill_(float(head.masked_bias))
     return predict(ones, inputs)[:, :1].double()
+
+
+def minimise(value: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """Where a smooth function is least, by L-BFGS from a start."""
+    free = start.clone().requires_grad_()
+    search = torch.optim.LBFGS([free], max_iter=STEPS, line_search_fn="strong_wolfe")
+
+    def evaluated() -> Tensor:
+        search.zero_grad()
+        found = value(free)
+        found.backward()  # type: ignore[no-untyped-call]
+        return found
+
+    search.step(evaluated)  # type: ignore[no-untyped-call]
+    return free.detach()
 
 
 def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, loss: Loss) -> Tensor:
@@ -64,17 +86,10 @@ def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, lo
     if isinstance(loss, SquaredError):
         return (((outputs - targets) * alpha).sum(0) @ rows.T) / energy
     unit = 1 / (energy / len(outputs)).sqrt()
-    free = torch.zeros_like(unit, requires_grad=True)
-    search = torch.optim.LBFGS([free], max_iter=STEPS, line_search_fn="strong_wolfe")
-
-    def misfit() -> Tensor:
-        search.zero_grad()
-        value = loss.values(outputs - alpha * ((free * unit) @ rows), targets).mean()
-        value.backward()  # type: ignore[no-untyped-call]
-        return value
-
-    search.step(misfit)  # type: ignore[no-untyped-call]
-    return (free * unit).detach()
+    found = minimise(
+        lambda free: loss.values(outputs - alpha * ((free * unit) @ rows), targets).mean(), torch.zeros_like(unit)
+    )
+    return found * unit
 
 
 def calibrate(observed: Observed, sent: Broadcast) -> nn.Module:
@@ -83,26 +98,34 @@ def calibrate(observed: Observed, sent: Broadcast) -> nn.Module:
     if head is None:
         return base
     if head.decoys:
-        return picked(observed, base, head)
+        return picked(observed, sent)
     outputs = predict(base, observed.inputs).double()
     flat = outputs.reshape(len(outputs), -1)
-    groups = torch.arange(head.groups, device=head.partition.device)
-    rows = (head.partition == groups[:, None]) * head.direction.double()
+    rows = group_rows(head)
     targets = observed.loss.dense(observed.targets, outputs).double().reshape(flat.shape)
     offset = fit_offset(flat, leverage(base, head, observed.inputs), rows, targets, observed.loss)
     move_head(base, head, -(offset @ rows).to(head.direction.dtype))
     return base
 
 
-def picked(observed: Observed, base: nn.Module, head: PublicHead) -> nn.Module:
-    """The model with that candidate for the noise subtracted whose head fits the attacker's own records best."""
-    found = []
-    for noise in head.noise(head.direction):
-        model = copy.deepcopy(base)
+def candidate_models(observed: Observed, sent: Broadcast) -> list[nn.Module]:
+    """A round's model once for each candidate for the noise of its head, with that noise subtracted."""
+    head = sent.head
+    if head is None:
+        return []
+    found = [base_of(observed.architecture, sent) for _ in head.candidates]
+    for model, noise in zip(found, head.noise(head.direction), strict=True):
         move_head(model, head, -noise)
-        outputs = predict(model, observed.inputs)
-        found.append((float(values(observed.loss, outputs, observed.targets).mean()), model))
-    return min(found, key=lambda pair: pair[0])[1]
+    return found
+
+
+def picked(observed: Observed, sent: Broadcast) -> nn.Module:
+    """The candidate whose head fits the attacker's own records best."""
+
+    def misfit(model: nn.Module) -> float:
+        return float(values(observed.loss, predict(model, observed.inputs), observed.targets).mean())
+
+    return min(candidate_models(observed, sent), key=misfit)
 
 
 def calibrated(observed: Observed) -> Observed:

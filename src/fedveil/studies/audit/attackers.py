@@ -55,7 +55,7 @@ def attacker_rows(name: str, found: Audited) -> Iterator[list[str]]:
         did = {"attacks the model": attacker in found.attackers, "rebuilds records": attacker in found.rebuilt}
         yield [name, attacker, ", ".join(what for what, done in did.items() if done)]
     for attacker, why in found.inapplicable.items():
-        yield [name, attacker, f"does not apply: {why}"]
+        yield [name, attacker, why if why.startswith("failed: ") else f"does not apply: {why}"]
     for attacker, why in found.not_rebuilt.items():
         yield [name, attacker, f"rebuilds no records: {why}"]
 

@@ -178,17 +178,17 @@ def two_clients(
     config: Config,
     model: nn.Module,
     parts: Sequence[Part],
-    optimizer: MakeOptimizer | float,
+    optimizer: MakeOptimizer,
     batch_size: int,
     *,
     whole_shard: bool = False,
 ) -> Federation:
-    """The attacker with its records, the victim with its own, and a server; a learning rate stands for plain SGD."""
+    """The attacker with its records, the victim with its own, and a server."""
     return Federation(
         on_device(model, config.training.device),
         [(part.tensor, part.targets) for part in parts],
         build_defence(config),
-        plain_sgd(optimizer) if isinstance(optimizer, float) else optimizer,
+        optimizer,
         batch_size=batch_size,
         loss=build_loss(config.training),
         whole_shard=whole_shard,
