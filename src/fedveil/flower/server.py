@@ -129,7 +129,7 @@ class Server(federation.Server):
             nodes = self._nodes(deadline, guilty)
             broadcast, down, heard = self._ask(nodes, faults)
             finite = finite or bool(heard)
-            outcome = self._aggregated(broadcast, heard, faults, len(guilty), seen)
+            outcome = self._aggregated(broadcast, heard, faults, len(guilty - set(nodes)), seen)
             if outcome is not None and outcome.result is not None:
                 counted = [answer for answer in heard if answer.node not in outcome.refused]
                 details = _details(len(nodes), down, counted, attempt)
