@@ -95,7 +95,7 @@ class Federation(Server):
     def exchange(self, seen: Seen | None = None) -> Aggregate:
         """Broadcast, the clients' work, and what the server makes of it; the model stays as it is."""
         clients = self.shards.chosen(self.round, self.participation)
-        sizes = [float(self.shards.sizes[client]) for client in clients]
+        sizes = [float(self.claims(client)) for client in clients]
         broadcast = self.defence.broadcast(self.model)
         if self.fused:
             updates, sizes = [self._together(broadcast, clients, sizes)], [1.0]
