@@ -176,12 +176,21 @@ def _check_fit(config: Config, model: nn.Module, data: Data) -> None:
         raise BadArgument(config.model.name, f"it does not fit the data {data.name!r}: {why}", fix) from error
 
 
-def federation_of(config: Config, data: Data, defence: Defence | None = None) -> Federation:
-    """The federation that a configuration describes, or with another defence, before its first round."""
+def federation_of(
+    config: Config, data: Data, defence: Defence | None = None, make: Callable[..., Federation] = Federation
+) -> Federation:
+    """The federation that a configuration describes, or with another defence, before its first round.
+
+    Args:
+        config: describes it.
+        data: what is learned from.
+        defence: in place of the configuration's.
+        make: a class derived from `Federation`, or one with further arguments.
+    """
     model, training = on_device(build_model(config, data), config.training.device), config.training
     if ":" in config.model.name:
         _check_fit(config, model, data)
-    return Federation(
+    return make(
         model,
         client_parts(config.data, training.seed, data),
         defence or build_defence(config),
