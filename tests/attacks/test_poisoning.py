@@ -12,19 +12,20 @@ from torch import nn
 from fedveil.attacks.poisoning import (
     ATTACKS,
     CLAIMED,
+    Attack,
     Poisoned,
     Sight,
     below_bound,
     broken_buffers,
     deviations,
     inner_product,
-    length,
     little_is_enough,
     overflow,
     poisoned,
     scaled_noise,
     sent,
     sign_flip,
+    times,
 )
 from fedveil.data import load, split
 from fedveil.defences import Samples
@@ -45,8 +46,7 @@ def sight_of(honest, hostile, seed=0, dtype=torch.float64):
         {name: torch.randn(shape, generator=chance).to(dtype) for name, shape in shapes.items()}
         for _ in range(honest + 1)
     ]
-    longest = sorted(map(length, every[1:]))[honest // 2]
-    return Sight(every[0], every[1:], hostile, longest, chance)
+    return Sight(every[0], every[1:], hostile, 3.0, chance)
 
 
 def flat(tensors):
@@ -94,7 +94,7 @@ def test_a_little_is_enough_hides_among_as_many_honest_clients_as_the_paper_want
 
 def test_a_flipped_sign_cancels_one_honest_client():
     sight = sight_of(4, 1)
-    same = Sight(sight.honest[0], sight.honest, 1, sight.longest, sight.chance)
+    same = Sight(sight.honest[0], sight.honest, 1, sight.bound, sight.chance)
     rest = torch.stack([flat(one) for one in sight.honest[1:]]).sum(0) / 5
     torch.testing.assert_close(mean_of_all(same, sign_flip(same)), rest, rtol=0, atol=1e-12)
 
@@ -120,10 +120,10 @@ def test_overflow_is_finite_until_it_is_summed_or_squared(dtype):
         assert float(root[0]) == pytest.approx(1e20, rel=0.03)
 
 
-def test_below_the_bound_is_nine_medians_long_and_points_back():
+def test_below_the_bound_is_nearly_as_long_as_may_be_and_points_back():
     sight = sight_of(4, 1)
     found, true = flat(below_bound(sight)), flat(sight.mean())
-    assert float(found.norm()) == pytest.approx(9 * sight.longest)
+    assert float(found.norm()) == pytest.approx(0.9 * sight.bound)
     assert float(torch.cosine_similarity(found, true, dim=0)) == pytest.approx(-1)
 
 
@@ -198,6 +198,25 @@ def test_only_the_hostile_clients_uploads_change(defence):
     assert [bool((flat(sent(upload)) > 1e36).all()) for upload in caught] == [False] * 3 + [True] * 2
 
 
+def faults(one):
+    return [fault for record in one.history.records for fault in record.get("faults", [])]
+
+
+@pytest.mark.parametrize("factor", [10.0, 3.0])
+@pytest.mark.parametrize("defence", ["plain", "veil"])
+def test_who_knows_the_bound_stays_below_it(defence, factor):
+    one = federation("below-bound", defence, limits=Limits(norm_factor=factor))
+    one.fit(rounds=6)
+    assert not faults(one)
+
+
+def test_a_little_longer_is_refused():
+    one = federation(limits=Limits())
+    one.attack = Attack("above the bound", lambda sight: times(1.01 / 0.9, below_bound(sight)))
+    one.fit(rounds=6)
+    assert len(faults(one)) == 6
+
+
 def shares(limits):
     """How the last client counts in the mean of a round, by what it claims."""
     hostile = federation("records", limits=limits)
@@ -232,9 +251,8 @@ def test_broken_statistics_are_refused_by_default_and_harm_without_limits(defenc
         norm = one.model[1]
         assert bool((norm.running_mean < -10).any() or (norm.running_var < 0).any()) == harmed
         assert (not 0 <= int(norm.num_batches_tracked) <= 10) == harmed
-        faults = [fault for record in one.history.records for fault in record.get("faults", [])]
-        assert len(faults) == (0 if harmed else 3)
-        assert all(fault.startswith("client 4: ") for fault in faults)
+        assert len(faults(one)) == (0 if harmed else 3)
+        assert all(fault.startswith("client 4: ") for fault in faults(one))
 
 
 def accuracy(rounds, **changes):

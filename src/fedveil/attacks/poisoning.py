@@ -43,14 +43,14 @@ class Sight:
         own: the tensors that it would send if it were honest.
         honest: those of the honest clients.
         hostile: how many clients are hostile, itself included.
-        longest: the median length of the honest uploads, in the round where it was largest.
+        bound: the longest upload that counts, as far as it can tell from the limits and the honest uploads.
         chance: where its random numbers come from.
     """
 
     own: Tensors
     honest: Sequence[Tensors]
     hostile: int
-    longest: float
+    bound: float
     chance: torch.Generator
 
     @property
@@ -130,13 +130,10 @@ def overflow(sight: Sight, *, squares: bool = False) -> Tensors:
     return {name: torch.full_like(like, size(like.dtype)) for name, like in sight.own.items()}
 
 
-def below_bound(sight: Sight, factor: float | None = Limits().norm_factor) -> Tensors:
-    """The honest mean with the other sign, at 0.9 of the length that `Limits` with this `norm_factor` let through.
-
-    Lengths are those of uploads. Under a veil gradients have others, and the attacker can only hope that ratios agree.
-    """
+def below_bound(sight: Sight) -> Tensors:
+    """The honest mean with the other sign, at 0.9 of the length that still counts."""
     mean = sight.mean()
-    return times(-BELOW * (factor or 1.0) * sight.longest / length(mean), mean)
+    return times(-BELOW * sight.bound / length(mean), mean)
 
 
 def honest(sight: Sight) -> Tensors:
@@ -177,7 +174,7 @@ ATTACKS: Mapping[str, Attack] = {
     "scaled-noise": Attack("a random direction, 10,000 times as long", scaled_noise),
     "overflow": Attack("finite numbers near the largest", overflow),
     "square-overflow": Attack("finite numbers whose squares are infinite", partial(overflow, squares=True)),
-    "below-bound": Attack("the honest mean turned round, at 0.9 of the default bound", below_bound),
+    "below-bound": Attack("the honest mean turned round, at 0.9 of the bound on norms", below_bound),
     "records": Attack(f"claims {CLAIMED:.0e} records, and flips the sign", sign_flip, claim=CLAIMED),
     "buffers": Attack("statistics of -1000, counters of 2**63 - 1", honest, buffers=broken_buffers),
 }
@@ -225,15 +222,23 @@ class Poisoned(Federation):
         others = [sent(upload) for client, upload in zip(clients, uploads, strict=True) if client not in self.hostile]
         if not others or len(others) == len(clients):
             return uploads
-        middle = min((len(clients) - 1) // 2, len(others) - 1)  # as `Limits` have it when hostile updates are longer
-        self._lengths.append(sorted(map(length, others))[middle])
-        longest, count = max(self._lengths[-REMEMBERED - 1 :]), len(clients) - len(others)
+        bound, count = self._bound(uploads, others), len(clients) - len(others)
         for place, client in enumerate(clients):
             if client in self.hostile:
                 chance = generator("poisoning", self.shards.seed, self.round, client)
-                sight = Sight(sent(uploads[place]), others, count, longest, chance)
+                sight = Sight(sent(uploads[place]), others, count, bound, chance)
                 uploads[place] = poisoned(self.attack, uploads[place], sight)
         return uploads
+
+    def _bound(self, uploads: Sequence[Any], others: Sequence[Tensors]) -> float:
+        """The longest upload that counts; without a bound, the one that the default limits would have.
+
+        Lengths of uploads under a veil tell nothing about other rounds, which have other noise.
+        """
+        middle = min((len(uploads) - 1) // 2, len(others) - 1)  # as `Limits` have it when hostile updates are longer
+        self._lengths.append(sorted(map(length, others))[middle])
+        rounds = 1 if hasattr(uploads[0], "passes") else REMEMBERED + 1
+        return ((self.limits or Limits()).norm_factor or 1.0) * max(self._lengths[-rounds:])
 
     def claims(self, client: int) -> int:
         """The records that a client says it has."""

@@ -18,6 +18,10 @@ ATTACKS = {
         "what the classes that a federation trains on look like, by a generator of public images (GMI)",
     ),
     "membership": ("fedveil.studies.membership.run:MEMBERSHIP", "which records the other clients trained on"),
+    "poisoning": (
+        "fedveil.studies.poisoning.run:POISONING",
+        "what hostile clients do to the model, with and without limits on them",
+    ),
 }
 """Where each attack is, and its summary."""
 

@@ -41,7 +41,8 @@ def section_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     for name, of in kind.model_fields.items():
         hint: Any = Annotated[(hints[name], of, *of.metadata)]
         default = getattr(info.default, name)
-        text = f"all, or with commas between them: {of.description}" if default == "all" else of.description
+        several = name == "name" and (default == "all" or "," in default)
+        text = f"all, or with commas between them: {of.description}" if several else of.description
         fields.append(StructFieldSpec(name, hint, default, text))
     return StructConstructorSpec(build, tuple(fields))
 

@@ -62,7 +62,7 @@ class Attack(Federated):
         """The command with the flags and defaults of an attack."""
         study = registry.find_attack(name)
         own = ("attack", study.options, dataclasses.field(default=study.options()))
-        fixed = {"study": study, "defaults": {**study.defaults, "defence": "all"}, "where": where}
+        fixed = {"study": study, "defaults": {"defence": "all", **study.defaults}, "where": where}
         made: Any = dataclasses.make_dataclass(cls.__name__, [own], bases=(cls,), namespace=fixed, frozen=True)
         return made  # type: ignore[no-any-return]
 
@@ -87,7 +87,7 @@ class Attack(Federated):
         from fedveil.runs.folder import read_config
 
         run = self.run or (self.file if self.file and self.file.is_dir() else None)
-        if run and self.config.defence.name != "all":
+        if run and self.config.defence.name != self.defaults["defence"]:
             raise BadArgument(self.where, "a run has its own defence", f"leave out --defence, or {run}")
         folder = self.out or (run or Path("runs")) / f"{self.prefix}{self.study.name}"
         self.measure(read_config(run) if run else self.config, folder, run)

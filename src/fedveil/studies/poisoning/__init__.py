@@ -1,0 +1,1 @@
+"""`fedveil attack poisoning`: what hostile clients do to the model."""
