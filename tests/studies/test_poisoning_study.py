@@ -1,0 +1,143 @@
+"""`fedveil attack poisoning` from end to end, on digits."""
+
+import json
+from functools import partial
+
+import pytest
+from tests.configs import config_of
+
+from fedveil.attacks.poisoning import ATTACKS, Poisoned
+from fedveil.cli.studies import Attack
+from fedveil.errors import BadArgument
+from fedveil.federation.aggregators import RULES
+from fedveil.federation.limits import Limits
+from fedveil.runs.build import federation_of, load_data
+from fedveil.studies.attack import Asked
+from fedveil.studies.jobs import Failed
+from fedveil.studies.poisoning.page import BOUNDED, HONEST, UNLIMITED, Row, presented
+from fedveil.studies.poisoning.results import Ending, Endings, Poisoning
+from fedveil.studies.poisoning.run import POISONING, Options, ending
+from fedveil.studies.study import gather, publish
+
+SMALL = {**POISONING.defaults, "defence": "plain", "train_size": 200, "hidden": 10}
+
+
+def attacked(folder, options, defences=("plain",), **changes):
+    asked = Asked(config_of(**{**SMALL, **changes}), defences, options)
+    results = gather(POISONING, asked, folder, workers=1)
+    return results, publish(POISONING, asked, results, folder, "again")
+
+
+def test_every_attack_has_a_row_under_both_defences_and_a_run_that_ends_is_a_result(tmp_path):
+    options = Options("sign-flip,overflow,buffers", "none", rounds=2)
+    results, shown = attacked(tmp_path, options, ("plain", "veil"))
+    rows = {(row[0], row[1]): dict(zip(shown.header, row, strict=True)) for row in shown.rows}
+    assert list(rows) == [(defence, name) for defence in ("plain", "veil") for name in options.names()]
+    assert rows["veil", "overflow"][UNLIMITED] == "ended"
+    assert rows["veil", "overflow"][shown.header[-1]] == "2/2, 0"
+    assert rows["plain", HONEST][shown.header[-1]] == "0/0, 0"
+    assert rows["plain", "buffers"][UNLIMITED] == "does not apply: the model has no buffers"
+    for name in (UNLIMITED, BOUNDED):
+        for attack in (HONEST, "sign-flip"):  # the noise changes nothing, but for rounding
+            assert rows["plain", attack][name] == rows["veil", attack][name]
+    (ending,) = results["veil"].endings("overflow", UNLIMITED)
+    assert ending.accuracy is None
+    assert "diverged" in ending.ended
+    texts = [section for section in shown.sections if section.title == "Runs that ended"]
+    assert "veil, overflow, no limits: round 0: training diverged" in texts[0].paragraphs[0]
+    json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert "Accuracy: veil" in (tmp_path / "report.html").read_text()
+
+
+def test_seeds_are_runs_of_their_own_and_a_stopped_study_goes_on(tmp_path):
+    options = Options(attacks="sign-flip", rules="none", rounds=2, seeds=2)
+    first, _ = attacked(tmp_path, options)
+    assert len(first["plain"].attacks["sign-flip"]) == 2
+    kept = tmp_path / "jobs" / "plain-sign-flip-0.json"
+    before = kept.stat().st_mtime_ns
+    (tmp_path / "jobs" / "plain-honest-1.json").unlink()
+    again, _ = attacked(tmp_path, options)
+    assert again == first
+    assert kept.stat().st_mtime_ns == before
+
+
+def test_too_few_answers_end_a_run_with_a_reason():
+    config = config_of(**SMALL)
+    data = load_data(config)
+    make = partial(Poisoned, attack=ATTACKS["sign-flip"], limits=Limits(max_norm=1e-9))
+    found = ending(federation_of(config, data, make=make), data, 2, 1)
+    assert (found.accuracy, found.rounds) == (None, 0)
+    assert found.ended.startswith("round 0: 0 updates are left, too few for mean; client 0: its gradient has norm")
+
+
+def test_refused_updates_of_honest_clients_are_counted_apart(tmp_path):
+    options = Options(attacks="square-overflow", rules="none", rounds=2, norm_factor=1.0)
+    results, _ = attacked(tmp_path, options)  # a bound so tight that honest updates are refused, too
+    (honest,), (poisoned,) = (results["plain"].endings(name, BOUNDED) for name in (HONEST, "square-overflow"))
+    assert honest.refused == 0 < honest.wronged
+    assert poisoned.refused == 2
+    assert poisoned.wronged > 0
+
+
+def run(accuracy, ended="", refused=0, wronged=0):
+    return Ending(accuracy, ended, 50, refused, wronged)
+
+
+def test_figures_are_means_over_seeds_and_differences_within_them():
+    honest, limits = [run(0.90), run(0.94)], [UNLIMITED, BOUNDED]
+    row = Row("plain", "x", UNLIMITED, [run(0.80), run(0.88)], honest)
+    assert row.accuracy.value == pytest.approx(0.84)
+    assert row.points.value == pytest.approx(-8)
+    assert (row.cell(), row.ended) == ("84.0", 0)
+    half = Row("plain", "x", UNLIMITED, [run(None, "why"), run(0.88)], honest)
+    assert (half.cell(), half.points.value) == ("88.0 (1 of 2 ended)", pytest.approx(-6))
+    both = [Endings({UNLIMITED: one, BOUNDED: run(0.9, refused=50, wronged=1)}) for one in honest]
+    found = Poisoning({HONEST: both, "overflow": both, "buffers": [Failed("it broke"), both[0]]})
+    header, rows, _, sections = presented({"plain": found, "veil": Failed("no")}, limits, 2)
+    assert [row[1:] for row in rows[:2]] == [
+        ["honest", "92.0", "90.0", "100/0, 2"],
+        ["overflow", "92.0", "90.0", "100/200, 2"],
+    ]
+    assert rows[2][2] == "failed: it broke"
+    assert rows[3][:2] == ["veil", "failed"]
+    assert {len(row) for row in rows} == {len(header)}
+    assert [section.title for section in sections][-1] == "All figures"
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "what"),
+    [
+        ({"attacks": "sign-flop"}, {}, "there is no attack 'sign-flop'"),
+        ({"rules": "meadian"}, {}, "there is no rule 'meadian'"),
+        ({"hostile": 2}, {}, "krum against 2 hostile clients needs 7, not 5"),
+        ({"hostile": 5, "rules": "none"}, {}, "5 of 5 clients"),
+        ({"rules": "none"}, {"data": "diabetes", "train_size": None}, "it has no classes"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_trained(tmp_path, options, changes, what):
+    with pytest.raises(BadArgument, match=what):
+        attacked(tmp_path, Options(**options), **changes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_that_mean_nothing_are_refused():
+    with pytest.raises(BadArgument, match="--seeds must be a whole number of at least 1"):
+        Options(seeds=0)
+    with pytest.raises(BadArgument, match="hostile clients take part in training"):
+        POISONING.jobs(Asked(config_of(**SMALL), ("plain",), Options(), "run"), "out")
+
+
+def test_bounds_are_the_default_limits_and_come_with_every_rule():
+    assert Options().names() == [HONEST, *ATTACKS]
+    found = Options(hostile=2).limits()
+    assert list(found) == [UNLIMITED, BOUNDED, *RULES]
+    assert found[BOUNDED] == Limits(hostile=2)
+    assert found["krum"] == Limits("krum", hostile=2)
+    assert Options(norm_factor=3.0).limits()["median"].norm_factor == 3
+
+
+def test_the_command_attacks_plain_and_veil_by_default():
+    command = Attack.read("fedveil attack", ["poisoning", "--rounds", "3"], "")
+    assert command.config.defence.name == "plain,veil"
+    assert command.attack == Options(rounds=3)
+    assert command.config.training.lr == 0.01
