@@ -87,18 +87,22 @@ class Plain(Defence):
         """sum_k |D_k| / |D| times client k's gradients and floating buffers."""
         shares = [weight / sum(weights) for weight in weights]
         gradients = _mean([update.gradients for update in updates], shares)
-        if not math.isfinite(float(torch.stack(torch._foreach_norm(list(gradients.values()))).sum())):
+        buffers = _mean([update.buffers for update in updates], shares)
+        if not _moderate([*gradients.values(), *(b for b in buffers.values() if b.is_floating_point())]):
             for position, update in enumerate(updates):
-                for name, gradient in update.gradients.items():
-                    check_finite(position, "gradient", name, gradient)
+                for what, tensors in (("gradient", update.gradients), ("buffer", update.buffers)):
+                    for name, tensor in tensors.items():
+                        check_finite(position, what, name, tensor)
         if self._noise is not None:
             gradients = {name: self._rounded(g) for name, g in gradients.items()}
-        buffers = _mean([update.buffers for update in updates], shares)
         return Aggregate(gradients, buffers, 0.0, self._bytes)
 
     def _rounded(self, gradient: Tensor) -> Tensor:
         draw = torch.randn(gradient.shape, generator=self._noise, dtype=gradient.dtype).to(gradient.device)
-        return gradient + torch.finfo(gradient.dtype).eps * gradient.pow(2).mean().sqrt() * draw
+        size = gradient.pow(2).mean().sqrt()
+        if not size.isfinite():  # the squares overflow
+            size = gradient.double().pow(2).mean().sqrt().to(gradient.dtype)
+        return gradient + torch.finfo(gradient.dtype).eps * size * draw
 
     def client_view(self, model: nn.Module, broadcast: nn.Module) -> nn.Module:
         """The true model."""
@@ -129,6 +133,11 @@ def split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One tensor for each name again, in its shape and dtype."""
     pieces = torch.split(flat, [g.numel() for g in like.values()])
     return {name: piece.view(g.shape).to(g.dtype) for (name, g), piece in zip(like.items(), pieces, strict=True)}
+
+
+def _moderate(tensors: Sequence[Tensor]) -> bool:
+    """Whether all norms are finite; if not, something is NaN or infinite, or only its square overflows."""
+    return math.isfinite(float(torch.stack(torch._foreach_norm(list(tensors))).sum()))
 
 
 def _mean(dicts: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> dict[str, Tensor]:

@@ -196,7 +196,7 @@ class VeilMessages(PlainMessages):
         update = Update.unpack(values, tensors)
         check_update(defence._opened(), position, update)
         if not all(torch.isfinite(t).all() for t in (*update.passes.values(), *update.buffers.values())):
-            refuse_non_finite([update])
+            refuse_non_finite([update], position)
         counters = {name: b for name, b in model.named_buffers() if not b.is_floating_point()}
         found = {name: b for name, b in update.buffers.items() if not b.is_floating_point()}
         check_tensors(position, "buffer", found, counters)
