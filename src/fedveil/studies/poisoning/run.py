@@ -1,7 +1,7 @@
 """`fedveil attack poisoning`: accuracy with hostile clients, without limits, with bounds, with each rule."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from fedveil.checks import one_of, whole
 from fedveil.data import Data
 from fedveil.errors import BadArgument, Diverged, TooFewAnswers
 from fedveil.federation.aggregators import RULES
-from fedveil.federation.limits import Limits
+from fedveil.federation.limits import MEAN
 from fedveil.federation.local import Federation
-from fedveil.runs.build import build_model, federation_of, load_data
-from fedveil.runs.config import Config
+from fedveil.runs.build import build_limits, build_model, federation_of, load_data
+from fedveil.runs.config import Config, LimitSettings, Value
 from fedveil.studies.attack import Asked, OnDefences, Results, option
 from fedveil.studies.jobs import Done, Job, Progress, Result
 from fedveil.studies.poisoning import page
@@ -30,27 +30,24 @@ class Options:
 
     attacks: str = option("all", f"all, or some with commas between them: {', '.join(ATTACKS)}")
     rules: str = option("all", f"all, none, or some with commas between them: {', '.join(RULES)}")
-    hostile: int = option(1, "clients that are hostile; rules withstand as many")
     rounds: int = option(50, "rounds of training")
     seeds: int = option(1, "runs of each kind, from --seed on")
-    norm_factor: float = option(10.0, "longest update, in medians of a round")
-    max_share: float = option(0.5, "largest share of a client in the mean")
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
-        for name in ("hostile", "rounds", "seeds"):
+        for name in ("rounds", "seeds"):
             whole("fedveil attack poisoning", f"--{name}", getattr(self, name))
 
     def names(self) -> list[str]:
         """The attacks, after honest clients."""
         return [HONEST, *_some("--attacks", "attack", self.attacks, ATTACKS)]
 
-    def limits(self) -> dict[str, Limits | None]:
-        """By name: none, bounds, and bounds with each rule."""
+    def limited(self, config: Config) -> dict[str, Config]:
+        """The federation by the name of its limits: none, bounds, and bounds with each rule."""
         rules = [] if self.rules == "none" else _some("--rules", "rule", self.rules, RULES)
-        bounds = Limits(hostile=self.hostile, max_share=self.max_share, norm_factor=self.norm_factor)
-        found: dict[str, Limits | None] = {UNLIMITED: None, BOUNDED: bounds}
-        return found | {rule: replace(bounds, aggregator=rule) for rule in rules}
+        nothing: dict[str, Value] = dict.fromkeys(LimitSettings.model_fields)
+        found = {UNLIMITED: config.changed(**nothing), BOUNDED: config.changed(aggregator=MEAN)}
+        return found | {rule: config.changed(aggregator=rule) for rule in rules}
 
 
 def _some(flag: str, kind: str, words: str, known: Iterable[str]) -> list[str]:
@@ -73,13 +70,17 @@ class Poison:
         attack = NOBODY if self.attack == HONEST else ATTACKS[self.attack]
         if attack.buffers and not list(build_model(self.config, data).buffers()):
             return Endings(inapplicable="the model has no buffers")
-        hostile, every = 0 if self.attack == HONEST else self.options.hostile, self.options.limits()
-        runs = {}
-        for number, (name, limits) in enumerate(every.items()):
+        hostile = 0 if self.attack == HONEST else hostile_in(self.config)
+        make, every, runs = partial(Poisoned, attack=attack, hostile=hostile), self.options.limited(self.config), {}
+        for number, (name, config) in enumerate(every.items()):
             progress(number / len(every), name)
-            make = partial(Poisoned, attack=attack, hostile=hostile, limits=limits)
-            runs[name] = ending(federation_of(self.config, data, make=make), data, self.options.rounds, hostile)
+            runs[name] = ending(federation_of(config, data, make=make), data, self.options.rounds, hostile)
         return Endings(runs)
+
+
+def hostile_in(config: Config) -> int:
+    """How many clients are hostile: as many as a rule is told of."""
+    return 1 if config.limits.hostile is None else config.limits.hostile
 
 
 def ending(federation: Federation, data: Data, rounds: int, hostile: int) -> Ending:
@@ -97,13 +98,37 @@ def ending(federation: Federation, data: Data, rounds: int, hostile: int) -> End
     return Ending(accuracy, ended, len(federation.history.records), refused, len(faults) - refused)
 
 
+def check(config: Config, options: Options, data: Data) -> None:
+    """Refuse what cannot be measured."""
+    hostile, clients = hostile_in(config), config.data.clients
+    if not data.classes:
+        raise BadArgument(data.name, "it has no classes, and what is measured is accuracy", "--data digits")
+    if not 0 < hostile < clients:
+        raise BadArgument("--hostile", f"{hostile} of {clients} clients", "at least one, and leave an honest one")
+    if config.limits.aggregator is not None:
+        fix = f"--rules {config.limits.aggregator}"
+        raise BadArgument("--aggregator", "rules are compared with the mean and with one another", fix)
+    for name, limited in options.limited(config).items():
+        limits = build_limits(limited.limits)
+        if limits and limits.needed() > clients:
+            what = f"{name} against {hostile} hostile clients needs {limits.needed()}, not {clients}"
+            raise BadArgument("--rules", what, "more --clients, or leave the rule out")
+
+
 class PoisoningStudy(OnDefences[Options, Poisoning]):
     """What hostile clients do to the model; every attack, defence and seed is a job of its own."""
 
     name = "poisoning"
     summary = "what hostile clients do to the model, with and without limits on them"
     options = Options
-    defaults = {"defence": "plain,veil", "data": "digits", "clients": 5, "model": "mlp", "lr": 1e-2}  # noqa: RUF012
+    defaults = {  # noqa: RUF012
+        "defence": "plain,veil",
+        "data": "digits",
+        "clients": 5,
+        "model": "mlp",
+        "lr": 1e-2,
+        "hostile": 1,
+    }
 
     def poisons(self, asked: Asked[Options], defence: str) -> dict[str, list[Job[Endings]]]:
         """The jobs of one defence, by attack, one for each seed."""
@@ -120,16 +145,7 @@ class PoisoningStudy(OnDefences[Options, Poisoning]):
         """All attacks on all defences. Refuses what cannot be trained before anything is."""
         if asked.run:
             raise BadArgument("--run", "hostile clients take part in training", "flags or a file in place of a run")
-        options, clients = asked.options, asked.config.data.clients
-        data = load_data(asked.config)
-        if not data.classes:
-            raise BadArgument(data.name, "it has no classes, and what is measured is accuracy", "--data digits")
-        if options.hostile >= clients:
-            raise BadArgument("--hostile", f"{options.hostile} of {clients} clients", "leave an honest one")
-        for name, limits in options.limits().items():
-            if limits and limits.needed() > clients:
-                what = f"{name} against {options.hostile} hostile clients needs {limits.needed()}, not {clients}"
-                raise BadArgument("--rules", what, "more --clients, or leave the rule out")
+        check(asked.config, asked.options, load_data(asked.config))
         return [job for name in asked.defences for own in self.poisons(asked, name).values() for job in own]
 
     def collect(self, asked: Asked[Options], folder: Path, done: Done) -> Results[Poisoning]:
@@ -141,8 +157,8 @@ class PoisoningStudy(OnDefences[Options, Poisoning]):
 
     def present(self, asked: Asked[Options], results: Results[Poisoning]) -> Shown:
         """Accuracy by attack and limits, all figures, intervals, and why runs ended."""
-        options = asked.options
-        return self.framed(asked, results, *page.presented(results, list(options.limits()), options.hostile))
+        limits = list(asked.options.limited(asked.config))
+        return self.framed(asked, results, *page.presented(results, limits, hostile_in(asked.config)))
 
 
 POISONING = PoisoningStudy()
