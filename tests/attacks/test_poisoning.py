@@ -5,7 +5,8 @@ from statistics import NormalDist
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -58,7 +59,7 @@ def mean_of_all(sight, crafted):
     return torch.stack(rows).mean(0)
 
 
-@settings(max_examples=15)
+@hypothesis_settings(max_examples=15)
 @given(counts)
 def test_inner_products_turn_the_mean_round_exactly_above_the_paper_s_threshold(pair):
     honest, hostile = pair
@@ -174,10 +175,10 @@ def adam(parameters):
     return torch.optim.Adam(parameters, 1e-2)
 
 
-def federation(attack="sign-flip", defence="plain", hostile=1, limits=None, model=None):
-    torch.manual_seed(0)
+def federation(attack="sign-flip", defence="plain", hostile=1, model=None, seed=0, **settings):
+    torch.manual_seed(seed)
     model = model or mlp(64, 10)
-    return Poisoned(model, PARTS, defence, adam, limits=limits, attack=ATTACKS[attack], hostile=hostile)
+    return Poisoned(model, PARTS, defence, adam, attack=ATTACKS[attack], hostile=hostile, seed=seed, **settings)
 
 
 def test_without_hostile_clients_it_is_the_same_federation():
@@ -255,25 +256,39 @@ def test_broken_statistics_are_refused_by_default_and_harm_without_limits(defenc
         assert all(fault.startswith("client 4: ") for fault in faults(one))
 
 
+@pytest.mark.parametrize("attack", ["scaled-noise", "overflow", "square-overflow"])
+def test_a_client_that_is_refused_might_as_well_not_be_there(attack):
+    hostile = federation(attack, limits=Limits())
+    torch.manual_seed(0)
+    without = Federation(mlp(64, 10), PARTS[:4], "plain", adam, limits=Limits())
+    for one in (hostile, without):
+        one.fit(rounds=5)
+    for a, b in zip(hostile.model.parameters(), without.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def accuracy(rounds, **changes):
-    return federation(**changes).fit(rounds=rounds, test=TEST, evaluate_every=rounds).last["accuracy"]
+    """Each client takes all of its records in every round; with batches, what a fifth of them is worth is luck."""
+    return federation(batch_size=300, **changes).fit(rounds=rounds, test=TEST, evaluate_every=rounds).last["accuracy"]
 
 
 @pytest.mark.parametrize("defence", ["plain", "veil"])
 def test_the_default_bound_stops_scaled_and_overflow_attacks(defence):
-    honest = accuracy(20, defence=defence, hostile=0)
+    honest = accuracy(25, defence=defence, hostile=0)
+    assert honest >= 0.9
     for attack in ("scaled-noise", "square-overflow"):
-        assert accuracy(20, defence=defence, attack=attack, limits=Limits()) >= honest - 0.02
+        assert accuracy(25, defence=defence, attack=attack, limits=Limits()) >= honest - 0.02
 
 
 def test_without_a_bound_the_same_attack_ruins_the_model():
-    assert accuracy(20, attack="scaled-noise") < accuracy(20, hostile=0) - 0.3
+    assert accuracy(25, attack="scaled-noise") < 0.5
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("defence", ["plain", "veil"])
 @pytest.mark.parametrize("attack", ["scaled-noise", "overflow", "square-overflow"])
-def test_fifty_rounds_under_the_default_bound_end_within_two_points_of_the_honest_run(defence, attack):
-    honest = accuracy(50, defence=defence, hostile=0)
+def test_fifty_rounds_under_the_default_bound_end_within_two_points_of_the_honest_run(defence, attack, seed):
+    honest = accuracy(50, defence=defence, hostile=0, seed=seed)
     assert honest >= 0.9
-    assert accuracy(50, defence=defence, attack=attack, limits=Limits()) >= honest - 0.02
+    assert accuracy(50, defence=defence, attack=attack, limits=Limits(), seed=seed) >= honest - 0.02
