@@ -79,8 +79,8 @@ TENSORS = {
     "zero": torch.zeros_like,
 }
 THINGS = [
-    None, "text", b"bytes", 0, -1, 1, True, 1.5, math.nan, math.inf, 10**400, 10**5000, 1j, (), [], {}, {"a": 1}, [None],
-    object(), range(3), range(10**400), np.ones(3), torch.ones(3), torch.ones(()), Odd, Odd(2), iter([1]),
+    None, "text", b"bytes", 0, -1, 1, True, 1.5, math.nan, math.inf, 10**400, 10**5000, 1j, (), [], {}, {"a": 1},
+    [None], object(), range(3), range(10**400), np.ones(3), torch.ones(3), torch.ones(()), Odd, Odd(2), iter([1]),
 ]  # fmt: skip
 NAMES = ["0.weight", "3.bias", "1.running_mean", "1.num_batches_tracked", "nobody", "", "x" * 10**4, 7, None, 10**5000]
 FIELDS = ["round", "model", "samples", "passes", "buffers"]
