@@ -161,7 +161,7 @@ def _contents(source: Path, names: tuple[str, ...]) -> dict[str, bytes]:
             _check_size(f"{source}, member {file.name}", file.stat().st_size)
         return {file.name: file.read_bytes() for file in present}
     try:
-        with source.open("rb") as packed, _Bounded(packed) as file, tarfile.open(fileobj=file, mode="r|") as opened:
+        with source.open("rb") as packed, tarfile.open(fileobj=_Bounded(packed), mode="r|") as opened:
             return _members(source, opened, names)
     except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
         if isinstance(error, BadArgument):
@@ -189,7 +189,7 @@ def _check_size(where: str, size: int) -> None:
         raise BadArgument(where, f"it has {size} bytes, more than any file of CIFAR", _AGAIN)
 
 
-class _Bounded(io.RawIOBase):
+class _Bounded(io.BufferedIOBase):
     """An archive's bytes, unpacked if it is a gzip file; an error beyond `MOST_UNPACKED`."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -198,9 +198,10 @@ class _Bounded(io.RawIOBase):
         self._file = gzip.GzipFile(fileobj=file) if packed else file
         self._left = MOST_UNPACKED
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int | None = -1, /) -> bytes:
         """The next bytes."""
-        block = self._file.read(min(size, self._left + 1) if size >= 0 else self._left + 1)
+        room = self._left + 1
+        block = self._file.read(room if size is None or size < 0 else min(size, room))
         self._left -= len(block)
         if self._left < 0:
             raise OSError(f"it has more than {MOST_UNPACKED} bytes")
@@ -285,7 +286,7 @@ def _check_room(content: bytes) -> None:
     for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         if opcode.name == "BYTEARRAY8":
             raise pickle.UnpicklingError("it holds a bytearray, which no CIFAR file needs")
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > number:
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > number:
             raise pickle.UnpicklingError(f"it remembers value {argument} after {number} steps")
 
 
