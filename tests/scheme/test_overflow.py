@@ -1,5 +1,6 @@
 """Large finite numbers: a finite result is a result, and an overflow names the client that caused it."""
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -115,10 +116,8 @@ def test_buffers_that_overflow_name_their_client(planned):
 def test_the_error_is_finite_where_passes_cancel_completely(planned):
     secret, updates = answered(planned, "squared_error", additive=1e30)
     sent = with_passes(updates[0], lambda t: torch.cat([t[:1] * 0 + 1e-45, t[1:] * 0 + 1e8]))
-    try:
+    with contextlib.suppress(errors.NonFiniteUpdate):
         assert math.isfinite(fedveil.recover(secret, [sent]).error)
-    except errors.NonFiniteUpdate:
-        pass
     assert fedveil.recover(secret, [with_passes(updates[0], torch.zeros_like)]).error < 1e-6
 
 

@@ -17,9 +17,10 @@ from fedveil.federation.evaluate import METRICS
 from fedveil.federation.local import Federation, Record
 from fedveil.federation.server import Server
 from fedveil.files import make_folder, refusals, write_whole
+from fedveil.plain_json import to_json
 from fedveil.report import write
 from fedveil.runs.build import federation_of, load_data
-from fedveil.runs.config import Config, configure
+from fedveil.runs.config import Config, configure, flags_of
 from fedveil.runs.page import run_page
 
 RETIRED = ("nodes", "tolerance")  # keys of earlier versions, which interpolated losses
@@ -120,7 +121,7 @@ def train(
             folder,
             data,
             config.flat(),
-            f"fedveil train {config.flags()} --out {folder}",
+            f"fedveil train {config.flags()} {flags_of({'out': str(folder)})}",
             epochs=config.training.epochs,
             checkpoint_every=config.training.checkpoint_every or federation.rounds_per_epoch,
             on_round=on_round,
@@ -154,13 +155,13 @@ def record_run(
         checkpoint_every: rounds.
         on_round: called with each round's record.
     """
-    lines = [json.dumps(record) + "\n" for record in server.history.records]
+    lines = [to_json(record) + "\n" for record in server.history.records]
     write_whole(folder / "metrics.jsonl", "".join(lines))
     with (folder / "metrics.jsonl").open("a", buffering=1) as metrics:
 
         def log(record: Record) -> None:
             with refusals(folder / "metrics.jsonl"):
-                metrics.write(json.dumps(record) + "\n")
+                metrics.write(to_json(record) + "\n")
             if on_round:
                 on_round(record)
 
@@ -186,6 +187,6 @@ def record_run(
         "seconds": history.records[-1]["seconds"] if history.records else 0.0,
         "repeat": repeat,
     }
-    write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_whole(folder / "summary.json", to_json(summary, indent=2) + "\n")
     write(run_page(server, data, config, summary), folder / "report.html")
     return summary
