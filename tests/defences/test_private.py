@@ -519,6 +519,7 @@ def test_compare_wraps_every_defence_and_the_baseline(tmp_path, capsys):
 
 def test_runs_from_before_these_settings_are_continued(tmp_path):
     prepare_folder(tmp_path, config_of(), resume=False)
+    (tmp_path / "checkpoint.pt").touch()
     known = tmp_path / "config.json"
     sections = json.loads(known.read_text())
     flat = {key: value for name, section in sections.items() if name != "privacy" for key, value in section.items()}
