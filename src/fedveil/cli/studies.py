@@ -94,12 +94,13 @@ class Attack(Federated):
         """The configuration of a run; code that it names must be named here too, or trusted."""
         from fedveil.runs.folder import read_config
 
-        own = self.config.flat()
-        config = read_config(run, trust_code=self.trust_code, named=[key for key in CODE if key in self.given])
-        for key in CODE:
-            if key in self.given and own[key] != config.flat()[key]:
-                what = f"a run has its own {key}: {config.flat()[key]!r}, not {own[key]!r}"
-                raise BadArgument(self.where, what, f"leave out --{key}, or {run}")
+        named = {key: value for key, value in self.config.flat().items() if key in CODE and key in self.given}
+        if ":" not in str(named.get("defence", ":")):
+            raise BadArgument(self.where, "a run has its own defence", f"leave out --defence, or {run}")
+        config = read_config(run, trust_code=self.trust_code, named=named)
+        for key, value in named.items():
+            if value != (own := config.flat()[key]):
+                raise BadArgument(self.where, f"the run here has {key} = {own!r}, not {value!r}", f"leave out --{key}")
         return config
 
     def measure(self, config: Config, folder: Path, run: Path | None = None) -> None:
