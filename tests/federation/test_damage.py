@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import os
 import random
 import signal
@@ -247,12 +246,14 @@ def noisy():
 
 
 def go_on(folder):
-    """Train until somebody kills us."""
-    logging.disable()
-    run = noisy()
-    if checkpoint.found_in(folder):
-        run.resume(folder)
-    run.fit(rounds=10**6, folder=folder, checkpoint_every=1)
+    """A child's work, until it is killed."""
+    try:
+        run = noisy()
+        if checkpoint.found_in(folder):
+            run.resume(folder)
+        run.fit(rounds=2000, folder=folder, checkpoint_every=1)
+    finally:
+        os._exit(1)
 
 
 def killed_at(folder, moment, number, after):
@@ -266,14 +267,14 @@ def killed_at(folder, moment, number, after):
         count[0] += 1
         if count[0] == number and not after:
             os.kill(os.getpid(), signal.SIGKILL)
-        found = real(*words, **named)
-        if count[0] == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return found
+        try:
+            return real(*words, **named)
+        finally:  # it may raise
+            if count[0] == number:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(os, moment, deadly)
     go_on(folder)
-    os._exit(0)
 
 
 def killed_after(folder, seconds):
@@ -281,7 +282,6 @@ def killed_after(folder, seconds):
     child = os.fork()
     if not child:
         go_on(folder)
-        os._exit(0)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
