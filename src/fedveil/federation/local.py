@@ -84,7 +84,7 @@ class Federation(Server):
         self.fused = fuse and self.defence.fuses and not tied and not whole_shard and limits is None
         taking_part = len(self.shards.chosen(0, participation))
         if limits is not None and taking_part < limits.needed():
-            what = f"{limits.aggregator} against {limits.hostile} hostile clients needs {limits.needed()} in a round"
+            what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
             raise BadArgument("Federation", f"{what}, not {taking_part}", "more clients, or a smaller hostile=")
         self.defence.prepare(model, rows_of(self.shards.inputs, 0, 2), self.loss)
 
