@@ -1,10 +1,10 @@
 """Fedveil: federated learning on a covered model, and attacks that measure what it hides."""
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # typing's, without an import: the working directory comes off the path in __main__ only
 
 if TYPE_CHECKING:
     from fedveil.errors import FedveilError
-    from fedveil.federation import Federation, History
+    from fedveil.federation import Federation, History, Limits
     from fedveil.graph import Plan, Symmetry, analyse
     from fedveil.scheme import (
         BatchLoss,
@@ -33,6 +33,7 @@ __all__ = [
     "FedveilError",
     "History",
     "Huber",
+    "Limits",
     "Plan",
     "Recovered",
     "Secret",
@@ -46,7 +47,7 @@ __all__ = [
     "recover",
 ]
 
-_HOMES = {"FedveilError": "errors", "Federation": "federation", "History": "federation"}
+_HOMES = {"FedveilError": "errors", "Federation": "federation", "History": "federation", "Limits": "federation"}
 _HOMES |= {"Plan": "graph", "Symmetry": "graph", "analyse": "graph"}  # all others: scheme
 
 

@@ -9,6 +9,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from bank_app.task import make_model
+from fedveil import Limits
 from fedveil.data import load
 from fedveil.defences import Veil
 from fedveil.flower import Server
@@ -39,6 +40,7 @@ def main(grid: Grid, context: Context) -> None:
         batch_size=int(config["batch-size"]),
         wait_for=int(config["wait-for"]),
         min_answers=int(config["min-answers"]),
+        limits=Limits(str(config["aggregator"]), int(config["hostile"])),
         timeout=float(config["timeout"]),
         patience=float(config["patience"]),
         attempts=int(config["attempts"]),

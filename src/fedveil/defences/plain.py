@@ -170,6 +170,15 @@ def check_tensors(position: int, what: str, found: Mapping[str, Tensor], wanted:
         raise MisshapenUpdate(client, f"{what} {strange[0][:80]!r} was not asked for")
 
 
+def check_names(
+    position: int, tensors: Mapping[str, Tensor], beginnings: tuple[str, ...], names: tuple[str, ...] = ()
+) -> None:
+    """Refuse a client's answer that holds tensors whose names neither begin like these nor are among `names`."""
+    strange = next((name for name in tensors if not name.startswith(beginnings) and name not in names), None)
+    if strange is not None:
+        raise MisshapenUpdate(f"client {position}", f"tensor {strange[:80]!r} was not asked for")
+
+
 def check_finite(position: int, what: str, name: str, tensor: Tensor) -> None:
     """Refuse a client's tensor that holds NaN or infinity."""
     if not torch.isfinite(tensor).all():
@@ -215,6 +224,7 @@ class PlainMessages:
 
     def unpack_update(self, defence: Any, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Any:
         """Server: the upload of the client at that position; one that cannot be aggregated is refused."""
+        check_names(position, tensors, ("gradient/", "buffer/"))
         update = PlainUpdate(those_under("gradient", tensors), those_under("buffer", tensors))
         check_tensors(position, "gradient", update.gradients, self.wanted(defence, model))
         check_tensors(position, "buffer", update.buffers, dict(model.named_buffers()))
