@@ -19,6 +19,7 @@ from fedveil.studies.jobs import Done, Job, Result, read_result, run_job
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
 )
 
 

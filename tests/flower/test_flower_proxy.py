@@ -29,6 +29,15 @@ def pass_on(source, target):
             end.shutdown(socket.SHUT_RDWR)
 
 
+def carry(client, to):
+    """Both ways, until one side ends; at once if nobody listens."""
+    with client, contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", to)) as server:
+        other = threading.Thread(target=pass_on, args=(server, client))
+        other.start()
+        pass_on(client, server)
+        other.join()
+
+
 @contextlib.contextmanager
 def proxy(to):
     """A port that accepts every connection, and closes it at once if nobody listens at `to`."""
@@ -38,13 +47,7 @@ def proxy(to):
             with contextlib.suppress(OSError):
                 while True:
                     client, _ = door.accept()
-                    try:
-                        server = socket.create_connection(("127.0.0.1", to))
-                    except OSError:
-                        client.close()
-                        continue
-                    for ends in ((client, server), (server, client)):
-                        threading.Thread(target=pass_on, args=ends, daemon=True).start()
+                    threading.Thread(target=carry, args=(client, to), daemon=True).start()
 
         threading.Thread(target=serve, daemon=True).start()
         yield door.getsockname()[1]
