@@ -1,6 +1,6 @@
 """Fedveil: federated learning on a covered model, and attacks that measure what it hides."""
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # typing's, without an import: the working directory comes off the path in __main__ only
 
 if TYPE_CHECKING:
     from fedveil.errors import FedveilError

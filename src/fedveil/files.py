@@ -2,12 +2,15 @@
 
 import contextlib
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
 from fedveil.errors import BadArgument
+
+OWNER = 0o600  # the mode of files that nobody else may read
+PART = ".part"  # of the name of a file that is being written
 
 
 @contextlib.contextmanager
@@ -21,14 +24,14 @@ def refusals(path: Path) -> Iterator[None]:
         raise BadArgument(where, f"cannot be written: {why}", fix) from error
 
 
-def make_folder(path: Path) -> Path:
-    """Make a folder and those above it."""
+def make_folder(path: Path, mode: int = 0o777) -> Path:
+    """Make a folder, with a mode less what the umask takes away, and those above it."""
     with refusals(path):
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode, parents=True, exist_ok=True)
     return path
 
 
-def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object], mode: int = 0o644) -> Path:
+def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object], mode: int = 0o666) -> Path:
     """Write a file so that a reader finds the old one or the new one, never a part; what is on disk survives a crash.
 
     Args:
@@ -37,21 +40,40 @@ def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]
         mode: the file's permissions, less what the umask takes away.
     """
     make_folder(path.parent)
+    half = part_of(path)
     with refusals(path):
-        handle, half = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "wb") as file:
+            with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 if callable(content):
                     content(file)
                 else:
                     file.write(content.encode("utf-8", "replace") if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(half, mode & ~umask)
             os.replace(half, path)
         except BaseException:
-            os.unlink(half)
+            half.unlink(missing_ok=True)
             raise
+    flush_folder(path.parent)
     return path
+
+
+def part_of(path: Path) -> Path:
+    """A new name beside a file, for what shall take its place."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}{PART}")
+
+
+def flush_folder(folder: Path) -> None:
+    """Have a folder's names on disk, where the file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes were writing; the caller is the only one who writes there."""
+    for half in folder.glob(f".*{PART}"):
+        half.unlink(missing_ok=True)

@@ -1,9 +1,11 @@
 """Objects of users' own packages: by `package.module:name`, or by an entry point of an installed package."""
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from fedveil.errors import BadArgument
 
@@ -19,6 +21,8 @@ def imported(spec: str, kind: str, example: str) -> object:
     path, _, name = spec.partition(":")
     if not path or not name:
         raise BadArgument(spec, f"{kind} is named as package.module:name", example)
+    if path.partition(".")[0] != "fedveil":
+        _look_here()
     try:
         found: object = importlib.import_module(path)
         for part in name.split("."):
@@ -28,6 +32,13 @@ def imported(spec: str, kind: str, example: str) -> object:
     except AttributeError as error:
         raise BadArgument(spec, f"module {path} has no {name!r}") from error
     return found
+
+
+def _look_here() -> None:
+    """Let packages of the working directory be found too, after all others: no file of it hides an installed one."""
+    here = str(Path.cwd())
+    if not {here, ""} & set(sys.path):
+        sys.path.append(here)
 
 
 @lru_cache(maxsize=8)

@@ -17,7 +17,7 @@ from fedveil.defences import Plain
 from fedveil.defences.plain import PlainUpdate
 from fedveil.defences.ppdl import MEDIAN_ROUNDS, PPDL
 from fedveil.federation import Federation
-from fedveil.federation.checkpoint import load, save
+from fedveil.federation.checkpoint import read, save
 from fedveil.models import cnn, mlp, resnet
 
 T = 30.0  # statistical bounds below fail by chance with probability at most 2 exp(-T) = 2e-13
@@ -424,8 +424,8 @@ def test_a_resumed_run_needs_all_that_clients_keep(tmp_path, lost):
     resumable(seed=0).fit(rounds=60, folder=tmp_path)
     fresh = {"key": torch.zeros(16, dtype=torch.uint8), "draws": 0, "norms": []}
     for path in tmp_path.glob("clients/*/60.pt"):
-        state = load(path, torch.device("cpu"))
-        save(path, {key: fresh[key] if key == lost else state[key] for key in fresh})
+        belongs, state = read(path)
+        save(path, {key: fresh[key] if key == lost else state[key] for key in fresh}, belongs)
     again = resumable(seed=None)
     again.resume(tmp_path)
     again.fit(rounds=LAST)

@@ -20,7 +20,7 @@ from fedveil.defences import DBCL, PPDL, SPN, Aggregate, Plain, Private, Samples
 from fedveil.defences.accountant import epsilon
 from fedveil.defences.plain import PlainUpdate
 from fedveil.defences.private import moving_buffers, shorten
-from fedveil.federation import Federation
+from fedveil.federation import Federation, checkpoint
 from fedveil.models import cnn, mlp, resnet
 from fedveil.runs.build import build_defence
 from fedveil.runs.config import configure
@@ -266,7 +266,7 @@ def test_every_round_is_on_disk_before_the_next_broadcast(tmp_path):
 
     class Watching(Private):
         def broadcast(self, model):
-            state = torch.load(tmp_path / "checkpoint.pt", weights_only=True) if self.rounds else {"round": 0}
+            state = checkpoint.load(tmp_path / "checkpoint.pt") if self.rounds else {"round": 0}
             seen.append((self.rounds, state["round"], max(state["defence"]["own"].values()) if self.rounds else 0))
             return super().broadcast(model)
 
@@ -519,6 +519,7 @@ def test_compare_wraps_every_defence_and_the_baseline(tmp_path, capsys):
 
 def test_runs_from_before_these_settings_are_continued(tmp_path):
     prepare_folder(tmp_path, config_of(), resume=False)
+    (tmp_path / "checkpoint.pt").touch()
     known = tmp_path / "config.json"
     sections = json.loads(known.read_text())
     flat = {key: value for name, section in sections.items() if name != "privacy" for key, value in section.items()}

@@ -10,6 +10,7 @@ from tests.configs import config_of
 
 from fedveil.cli import main
 from fedveil.errors import BadArgument
+from fedveil.federation import checkpoint
 from fedveil.runs.build import build_model, federation_of, load_data
 from fedveil.runs.config import SECTIONS, LossName, configure, read_toml
 from fedveil.runs.folder import open_run, read_config, train
@@ -177,7 +178,7 @@ def test_kept_noise_is_drawn_anew_when_a_run_is_resumed_and_its_page_says_so(tmp
         assert "kept over rounds" in page
         assert ("drawn 2 times at least, because the run was resumed" in page) == (epochs > 1)
         assert "--keep-noise" in summary["repeat"]
-    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    state = checkpoint.load(tmp_path / "checkpoint.pt")
     assert state["defence"] == {"name": "veil", "draws": 2}
     for _ in range(2):
         _, federation = open_run(tmp_path)

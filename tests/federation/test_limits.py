@@ -279,9 +279,9 @@ def test_limits_that_make_no_sense_are_refused(options, text):
 def test_what_cannot_be_combined_is_refused():
     with pytest.raises(BadArgument, match="differential privacy clips each update"):
         Federation(net(), parts(), private(), sgd, limits=Limits("median"))
-    with pytest.raises(BadArgument, match="krum against 1 hostile clients needs 5"):
+    with pytest.raises(BadArgument, match="krum with hostile=1 needs 5 clients"):
         Federation(net(), parts(4), "plain", sgd, limits=Limits("krum"))
-    with pytest.raises(BadArgument, match="needs 5 in a round, not 2"):
+    with pytest.raises(BadArgument, match="needs 5 clients in a round, not 2"):
         Federation(net(), parts(5), "plain", sgd, limits=Limits("median", hostile=2), participation=0.4)
 
 

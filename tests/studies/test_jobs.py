@@ -101,8 +101,11 @@ def test_a_job_that_fails_is_a_failed_job_and_is_tried_again_next_time(tmp_path,
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_jobs_hand_values_on_and_fail_with_what_they_need(tmp_path, workers):
+def test_jobs_hand_values_on_and_fail_with_what_they_need(tmp_path, workers, monkeypatch):
     log = str(tmp_path / "log")
+    for module in ("multiprocessing", "random", "socket"):  # a process must not take them from the working directory
+        (tmp_path / f"{module}.py").write_text("raise SystemExit(__name__)")
+    monkeypatch.chdir(tmp_path)
     first, second, broken = jobs(log, [Square, Square, Refuse])
     total = Job("total", Add(0, log, first, second), Squared, (first, second))
     blocked = Job("blocked", Add(0, log, first, broken), Squared, (first, broken))

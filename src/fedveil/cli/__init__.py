@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 
 from fedveil.checks import one_of
 from fedveil.cli.commands import COMMANDS, usage
@@ -18,8 +17,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in ("", "-h", "--help", "--version"):
         print(version("fedveil") if name == "--version" else usage(), file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # models of the working directory are found too
     try:
         one_of("fedveil", "command", name, COMMANDS)
         from fedveil.cli.flags import run_command

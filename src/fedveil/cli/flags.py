@@ -13,9 +13,10 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 
 from fedveil.cli.commands import COMMANDS
 from fedveil.errors import FedveilError
-from fedveil.runs.config import Config, Settings, Value, configure, explained, keys_of, read_toml
+from fedveil.runs.config import Config, Settings, Value, configure, explained, keys_of, read_toml, refuse_code
 
 HELP = ("-h", "--help")
+TRUST = "import the code that the file or the run's folder names as package.module:name; only if you know what it does"
 MARKERS = (conf.DisallowNone, conf.OmitArgPrefixes, conf.OmitSubcommandPrefixes, conf.PositionalRequiredArgs)
 RULES = ConstructorRegistry()
 Switch = Annotated[bool, conf.FlagCreatePairsOff]
@@ -75,6 +76,8 @@ class Federated:
     defaults: ClassVar[Mapping[str, Value]] = {}
     file: Annotated[Path | None, conf.Positional, conf.arg(metavar="[FILE]", help="run.toml; flags override it")] = None
     config: Annotated[Config, conf.arg(name="")] = Config()  # noqa: RUF009
+    trust_code: Annotated[Switch, conf.arg(help=TRUST)] = False
+    given: Annotated[tuple[str, ...], conf.Suppress] = ()  # names of the flags on the command line
 
     @classmethod
     def read(cls, prog: str, words: Sequence[str], about: str) -> Self:
@@ -86,18 +89,24 @@ class Federated:
             found = parse(cls, prog, quiet, about, start)
         if len(quiet) < len(words):
             parse(cls, prog, words, about, start)
-        return replace(found, config=configure(found.config.flat(), str(found.file or prog)))
+        flags = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
+        flags = [flag.removeprefix("no-").replace("-", "_") for flag in flags]
+        if not found.trust_code:
+            refuse_code(found.in_file(), str(found.file), flags)
+        return replace(found, config=configure(found.config.flat(), str(found.file or prog)), given=tuple(flags))
+
+    def in_file(self) -> dict[str, Value]:
+        """The values of the file."""
+        given = keys_of(read_toml(self.file), str(self.file)) if self.file and not self.file.is_dir() else {}
+        if "defence" in self.defaults:  # several defences, which only the flag names
+            given.pop("defence", None)
+        return given
 
     def below(self) -> dict[str, Value]:
         """The values below the flags: the file's over the defaults."""
-        given: dict[str, Value] = {}
-        if self.file and not self.file.is_dir():
-            given = keys_of(read_toml(self.file), str(self.file))
-        if "defence" in self.defaults:  # several defences, which only the flag names
-            given.pop("defence", None)
         usual = self.defaults.get("data", self.config.data.name) == self.config.data.name
         sizes = () if usual else ("train_size", "test_size")  # sizes for one data set mean nothing to another
-        return {name: value for name, value in self.defaults.items() if name not in sizes} | given
+        return {name: value for name, value in self.defaults.items() if name not in sizes} | self.in_file()
 
 
 def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="the shell that completes")]) -> None:

@@ -16,8 +16,9 @@ from fedveil.cli import attacks as registry
 from fedveil.cli.flags import HELP, Federated, Json, Switch
 from fedveil.cli.show import live, print_shown
 from fedveil.errors import BadArgument
+from fedveil.locks import locked
 from fedveil.lookup import installed
-from fedveil.runs.config import HOME, Config, configure, flags_of
+from fedveil.runs.config import CODE, HOME, Config, configure, flags_of
 
 if TYPE_CHECKING:
     from fedveil.studies.paper.plan import Plan
@@ -38,9 +39,10 @@ def run_study(study: "Study[S, Any]", asked: S, folder: Path, command: str, work
     if workers is not None:
         whole("fedveil", "--workers", workers)
     command = f"{command} {flags_of({'out': str(folder)})}"
-    with live() as show:
-        results = gather(study, asked, folder, workers=workers, show=show)
-    shown = publish(study, asked, results, folder, command)
+    with locked(folder):
+        with live() as show:
+            results = gather(study, asked, folder, workers=workers, show=show)
+        shown = publish(study, asked, results, folder, command)
     print_shown(shown, f"report: {folder / 'report.html'}", f"repeat: {command}", as_json=as_json)
 
 
@@ -84,13 +86,22 @@ class Attack(Federated):
 
     def __call__(self) -> None:
         """Attack the federation of a run, or of a configuration."""
+        run = self.run or (self.file if self.file and self.file.is_dir() else None)
+        folder = self.out or (run or Path("runs")) / f"{self.prefix}{self.study.name}"
+        self.measure(self.config_of(run) if run else self.config, folder, run)
+
+    def config_of(self, run: Path) -> Config:
+        """The configuration of a run; code that it names must be named here too, or trusted."""
         from fedveil.runs.folder import read_config
 
-        run = self.run or (self.file if self.file and self.file.is_dir() else None)
-        if run and self.config.defence.name != self.defaults["defence"]:
+        named = {key: value for key, value in self.config.flat().items() if key in CODE and key in self.given}
+        if ":" not in str(named.get("defence", ":")):
             raise BadArgument(self.where, "a run has its own defence", f"leave out --defence, or {run}")
-        folder = self.out or (run or Path("runs")) / f"{self.prefix}{self.study.name}"
-        self.measure(read_config(run) if run else self.config, folder, run)
+        config = read_config(run, trust_code=self.trust_code, named=named)
+        for key, value in named.items():
+            if value != (own := config.flat()[key]):
+                raise BadArgument(self.where, f"the run here has {key} = {own!r}, not {value!r}", f"leave out --{key}")
+        return config
 
     def measure(self, config: Config, folder: Path, run: Path | None = None) -> None:
         """Attack, and print the table."""
@@ -102,7 +113,11 @@ class Attack(Federated):
         check_defences(defences, (*DEFENCES, *installed("fedveil.defences")), "--defence")
         told, usual = {"data", *config.changes(), *self.study.defaults}, plain_values(self.study.options())
         values = {name: value for name, value in config.flat().items() if name in told}
-        values = {"run": str(run)} if run else values | {"defence": ",".join(defences)}
+        if run:
+            values = {"run": str(run)} | ({"trust_code": True} if self.trust_code else {})
+            values |= {key: config.flat()[key] for key in CODE if key in self.given}
+        else:
+            values |= {"defence": ",".join(defences)}
         values |= {name: value for name, value in plain_values(self.attack).items() if value != usual[name]}
         asked = Asked(config.changed(defence=defences[0]), defences, self.attack, run)
         run_study(self.study, asked, folder, f"{self.where} {flags_of(values)}", self.workers, self.as_json)
@@ -115,15 +130,12 @@ class Audit(Attack):
     prefix: ClassVar[str] = ""
     harden: Annotated[Switch, arg(help="measure what hardens the veil instead")] = False
     seeds: Annotated[int, arg(help="runs of each setting with --harden")] = 5
-    given: Annotated[tuple[str, ...], Suppress] = ()  # names of flags
 
     @classmethod
     def read(cls, prog: str, words: Sequence[str], about: str) -> Self:
-        """The command, with the flags that were given."""
+        """The command, with the audit's own flags."""
         kind: type[Self] = cls.shape()
-        found = super(Attack, kind).read(prog, words, about)
-        flags = [word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for word in words]
-        return dataclasses.replace(found, given=tuple(flags))
+        return super(Attack, kind).read(prog, words, about)
 
     @property
     def suite(self) -> bool:
@@ -225,5 +237,6 @@ def demo(out: Annotated[Path, arg(help="folder of the report")] = Path("runs/dem
     from fedveil.studies.demo import DEMO, Demo
 
     torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
-    shutil.rmtree(out / "jobs", ignore_errors=True)
-    run_study(DEMO, Demo(), out, "fedveil demo", 1, as_json=False)
+    with locked(out):
+        shutil.rmtree(out / "jobs", ignore_errors=True)
+        run_study(DEMO, Demo(), out, "fedveil demo", 1, as_json=False)

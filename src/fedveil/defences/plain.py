@@ -225,6 +225,8 @@ class PlainMessages:
     def unpack_update(self, defence: Any, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Any:
         """Server: the upload of the client at that position; one that cannot be aggregated is refused."""
         check_names(position, tensors, ("gradient/", "buffer/"))
+        device = next(model.parameters()).device
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         update = PlainUpdate(those_under("gradient", tensors), those_under("buffer", tensors))
         check_tensors(position, "gradient", update.gradients, self.wanted(defence, model))
         check_tensors(position, "buffer", update.buffers, dict(model.named_buffers()))

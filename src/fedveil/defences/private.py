@@ -175,6 +175,10 @@ class Private:
         self._rounds, self._own = int(state["rounds"]), dict(state["own"])
         self._present.clear()
 
+    def count_lost(self) -> None:
+        """Count a round for everyone: one that clients saw, and that is not in the state that was restored."""
+        self._rounds += 1
+
 
 def innermost(defence: Defence) -> Defence:
     """The defence without privacy on top."""

@@ -193,7 +193,8 @@ class VeilMessages(PlainMessages):
     def unpack_update(self, defence: Veil, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Update:
         """What `recover` asks of an update, and that counters have their shape."""
         check_names(position, tensors, ("passes/", "buffer/"))
-        update = Update.unpack(values, tensors)
+        device = next(model.parameters()).device
+        update = Update.unpack(values, {name: tensor.to(device) for name, tensor in tensors.items()})
         check_update(defence._opened(), position, update)
         if not all(torch.isfinite(t).all() for t in (*update.passes.values(), *update.buffers.values())):
             refuse_non_finite([update], position)

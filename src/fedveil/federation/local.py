@@ -18,6 +18,7 @@ from fedveil.federation.evaluate import rows_of
 from fedveil.federation.limits import Limits, aggregate
 from fedveil.federation.server import History, Optimizer, Record, Schedule, Seen, Server
 from fedveil.federation.shards import Batch, check_clients, gather
+from fedveil.files import make_folder, sweep
 from fedveil.scheme.losses import Function, Loss, couples_samples
 
 __all__ = ["Federation", "History", "Record"]
@@ -83,7 +84,7 @@ class Federation(Server):
         self.fused = fuse and self.defence.fuses and not tied and not whole_shard and limits is None
         taking_part = len(self.shards.chosen(0, participation))
         if limits is not None and taking_part < limits.needed():
-            what = f"{limits.aggregator} against {limits.hostile} hostile clients needs {limits.needed()} in a round"
+            what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
             raise BadArgument("Federation", f"{what}, not {taking_part}", "more clients, or a smaller hostile=")
         self.defence.prepare(model, rows_of(self.shards.inputs, 0, 2), self.loss)
 
@@ -137,24 +138,41 @@ class Federation(Server):
         samples = Samples(inputs, targets, weights)
         return self.defence.upload(self.defence.client_step(self.model, broadcast, samples))
 
-    def save(self, folder: Path) -> None:
-        """Write the clients' private states, one file per client that has any, and then the checkpoint."""
-        for client in range(len(self.shards.sizes)):
-            private = self.defence.client_state(client)
-            if private:
-                checkpoint.save(_private_file(folder, client, self.round), private)
-        super().save(folder)
-        for old in (folder / "clients").glob("*/*.pt"):
-            if old.stem != str(self.round):
-                old.unlink()
+    def state(self) -> dict[str, Any]:
+        """Everything that the server's checkpoint holds; of clients only which of them have a private state."""
+        return {**super().state(), "private": sorted(self._private())}
 
-    def resume(self, folder: Path) -> None:
-        """Go on from a folder's checkpoint: same data order and optimiser state, new secrets."""
-        super().resume(folder)
-        for client in range(len(self.shards.sizes)):
-            private = _private_file(folder, client, self.round)
-            if private.exists():
-                self.defence.restore_client(client, checkpoint.load(private, self.device))
+    def _private(self) -> dict[int, dict[str, Any]]:
+        states = {client: self.defence.client_state(client) for client in range(len(self.shards.sizes))}
+        return {client: state for client, state in states.items() if state}
+
+    def _save(self, folder: Path) -> set[int]:
+        """Write the clients' private states, one file per client that has any, and then the checkpoint."""
+        for client, state in self._private().items():
+            path = _private_file(folder, client, self.round)
+            make_folder(make_folder(folder / "clients", 0o700) / str(client), 0o700)
+            checkpoint.save(path, state, self._belongs)
+        rounds = super()._save(folder)
+        for home in (folder / "clients").glob("*"):
+            sweep(home)
+            for old in home.glob("*.pt"):
+                if old.stem not in map(str, rounds):
+                    old.unlink()
+        return rounds
+
+    def _private_states(
+        self, folder: Path, belongs: checkpoint.Belongs | None, state: dict[str, Any]
+    ) -> dict[int, dict[str, Any]]:
+        """Those of the checkpoint's round, of all clients that had one."""
+        found = {}
+        for client in state.get("private", range(len(self.shards.sizes))):
+            path = _private_file(folder, client, state["round"])
+            if "private" in state and not path.exists():
+                what = f"client {client}'s private state is gone"
+                raise checkpoint.Damaged(str(path), what, "restore it from a copy, or start the run anew")
+            if path.exists():
+                found[client] = checkpoint.load(path, self.device, belongs)
+        return found
 
 
 def _private_file(folder: Path, client: int, number: int) -> Path:

@@ -1,9 +1,12 @@
 """What every server does, wherever its clients are: rounds, optimiser, metrics, checkpoints."""
 
+import contextlib
 import json
+import logging
+import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,16 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedveil.defences import Aggregate, Defence
+from fedveil.defences import Aggregate, Defence, Private
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.evaluate import better, metrics, moved, predict
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.shards import Batch
+from fedveil.locks import locked
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
 
+LOG = logging.getLogger("fedveil")
 Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Record = dict[str, Any]
@@ -68,6 +73,8 @@ class Server(ABC):
         self.round = 0
         self.best: tuple[float, dict[str, Tensor]] | None = None
         self.history = History()
+        self._run = secrets.token_bytes(16)  # which checkpoints are this run's
+        self._behind = False  # the last checkpoint on disk is damaged, and the one before was used
 
     @property
     @abstractmethod
@@ -125,19 +132,26 @@ class Server(ABC):
         every = evaluate_every or self.rounds_per_epoch
         before = self.history.records[-1]["seconds"] if self.history.records else 0.0  # of a run that was resumed
         started = time.perf_counter() - before
-        while self.round < last:
-            result = self.step()
-            record: Record = {"round": self.round, "epoch": self.round / self.rounds_per_epoch, "error": result.error}
-            record |= result.details
-            if test is not None and (self.round % every == 0 or self.round == last):
-                record |= self._evaluate(test)
-            record["seconds"] = time.perf_counter() - started
-            self.history.records.append(record)
-            if on_round:
-                on_round(record)
-            due = self.defence.durable or (checkpoint_every and self.round % checkpoint_every == 0)
-            if folder and (self.round == last or due):
+        with locked(folder) if folder else contextlib.nullcontext():
+            if folder and self._behind:
                 self.save(folder)
+            while self.round < last:
+                result = self.step()
+                record: Record = {
+                    "round": self.round,
+                    "epoch": self.round / self.rounds_per_epoch,
+                    "error": result.error,
+                }
+                record |= result.details
+                if test is not None and (self.round % every == 0 or self.round == last):
+                    record |= self._evaluate(test)
+                record["seconds"] = time.perf_counter() - started
+                self.history.records.append(record)
+                if on_round:
+                    on_round(record)
+                due = self.defence.durable or (checkpoint_every and self.round % checkpoint_every == 0)
+                if folder and (self.round == last or due):
+                    self.save(folder)
         return self.history
 
     def _evaluate(self, test: Batch) -> Record:
@@ -163,12 +177,59 @@ class Server(ABC):
         }
 
     def save(self, folder: Path) -> None:
-        """Write the checkpoint."""
-        checkpoint.save(folder / "checkpoint.pt", self.state())
+        """Write the checkpoint; the one before stays beside it."""
+        with locked(folder):
+            self._save(folder)
+        self._behind = False
+
+    def _save(self, folder: Path) -> set[int]:
+        """Write the checkpoint; returns the rounds of those that are there now."""
+        return checkpoint.save_last(folder, self.state(), self._belongs)
+
+    @property
+    def _belongs(self) -> checkpoint.Belongs:
+        return checkpoint.Belongs(self._run, self.round)
 
     def resume(self, folder: Path) -> None:
-        """Go on from a folder's checkpoint: same data order and optimiser state, new secrets."""
-        state = checkpoint.load(folder / "checkpoint.pt", self.device)
+        """Go on from a folder's checkpoint: same data order and optimiser state, new secrets.
+
+        If it is damaged, the one before is used; a warning and the last record say so.
+        """
+        damaged: list[checkpoint.Damaged] = []
+        for path in checkpoint.found_in(folder) or [folder / checkpoint.LAST]:
+            try:
+                belongs, state = checkpoint.read(path, self.device)
+                private = self._private_states(folder, belongs, state)
+            except checkpoint.Damaged as error:
+                damaged.append(error)
+                continue
+            self._restore(folder, state, private)
+            self._run = belongs.run if belongs else self._run
+            self._behind = path.name != checkpoint.LAST
+            if self._behind:
+                self._say_why(path, damaged)
+            return
+        if len(damaged) == 1:
+            raise damaged[0]
+        raise BadArgument(damaged[0].where, f"{damaged[0].what}; so is {damaged[1].where}", damaged[0].fix)
+
+    def _private_states(
+        self, folder: Path, belongs: checkpoint.Belongs | None, state: dict[str, Any]
+    ) -> dict[int, dict[str, Any]]:
+        """What clients of this process keep to themselves, by client; of other processes' nothing is here."""
+        return {}
+
+    def _say_why(self, path: Path, damaged: Sequence[checkpoint.Damaged]) -> None:
+        """Say that the checkpoint before the last one is used; the round between them counts for privacy."""
+        why = f"{damaged[0].where}: {damaged[0].what}" if damaged else f"there is no {checkpoint.LAST}"
+        text = f"{why}; the run goes on from {path.name}, round {self.round}"
+        LOG.warning("fedveil: %s", text)
+        if self.history.records:
+            self.history.records[-1]["went_back"] = text
+        if isinstance(self.defence, Private):
+            self.defence.count_lost()
+
+    def _restore(self, folder: Path, state: dict[str, Any], private: Mapping[int, dict[str, Any]]) -> None:
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -181,6 +242,8 @@ class Server(ABC):
             what = f"the checkpoint is of defence {wrote!r}, not {self.defence.name!r}"
             raise BadArgument(str(folder), what, "resume with the defence that wrote it")
         self.defence.restore(state["defence"])
+        for client, own in private.items():
+            self.defence.restore_client(client, own)
         self.round, self.best = state["round"], state["best"]
         records = state["records"]
         self.history = History(json.loads(records) if isinstance(records, str) else list(records))

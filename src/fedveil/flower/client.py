@@ -1,5 +1,6 @@
 """The client's side: from a message to the answer."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +15,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint, remote
 from fedveil.federation.remote import Data
 from fedveil.federation.shards import PLAIN, Batch
-from fedveil.files import write_whole
+from fedveil.files import OWNER, make_folder, write_whole
 from fedveil.flower.carry import unwrap, wrap
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme.losses import Function
@@ -93,15 +94,25 @@ def client_app(
 def prepared(path: Path, make: Callable[[], Batch]) -> Batch:
     """A node's (inputs, targets), made once and then read from a file of this node: a message is a new process."""
     try:
-        values, tensors = from_bytes(path.read_bytes(), "records")
-    except (FileNotFoundError, BadArgument):  # also one that an older version wrote
+        values, tensors = from_bytes(_unsealed(path.read_bytes()), "records")
+    except (FileNotFoundError, BadArgument):  # also a damaged one, and one that an older version wrote
         inputs, targets = make()
         values, tensors = _packed(inputs)
-        write_whole(path, to_bytes("records", values, {**tensors, "targets": targets}), mode=0o600)
+        data = to_bytes("records", values, {**tensors, "targets": targets})
+        make_folder(path.parent, 0o700)
+        write_whole(path, hashlib.sha256(data).digest() + data, OWNER)
         return inputs, targets
     others, form = values["others"], pytree.treespec_loads(values["form"])
     leaves = [others[str(k)] if str(k) in others else tensors[f"inputs.{k}"] for k in range(form.num_leaves)]
     return cast(Inputs, pytree.tree_unflatten(leaves, form)), tensors["targets"]
+
+
+def _unsealed(content: bytes) -> bytes:
+    """What is behind its own checksum."""
+    size = hashlib.sha256().digest_size
+    if hashlib.sha256(data := content[size:]).digest() != content[:size]:
+        raise BadArgument("prepared", "the file is damaged, its checksum differs")
+    return data
 
 
 def _packed(inputs: Inputs) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -116,7 +127,12 @@ def _packed(inputs: Inputs) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def _kept(context: Context, file: Path | None) -> dict[str, Any]:
     if file is not None:
-        return checkpoint.load(file, torch.device("cpu")) if file.exists() else {}
+        try:
+            return checkpoint.load(file) if file.exists() else {}
+        except checkpoint.Damaged as error:  # an older state would draw the same noise again
+            raise BadArgument(
+                error.where, error.what, "delete it: this client then draws a new private state"
+            ) from None
     record = context.state.get(PRIVATE)
     if not isinstance(record, ConfigRecord):
         return {}
@@ -126,7 +142,7 @@ def _kept(context: Context, file: Path | None) -> dict[str, Any]:
 
 def _keep(state: dict[str, Any], context: Context, file: Path | None) -> None:
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(file.parent, 0o700)
         checkpoint.save(file, state)
         return
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}

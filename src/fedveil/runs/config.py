@@ -3,7 +3,7 @@
 import difflib
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -269,6 +269,20 @@ def check(config: Config, where: str) -> None:
         raise BadArgument(where, what, fix)
     if config.training.label_smoothing and config.training.loss != "cross_entropy":
         raise BadArgument(where, f"label_smoothing: {config.training.loss} has none", "--loss cross_entropy")
+
+
+CODE = ("data", "model", "defence")
+"""Keys that may name code, as package.module:name."""
+
+
+def refuse_code(values: Mapping[str, Any], where: str, named: Collection[str] = ()) -> None:
+    """Refuse keys and values from elsewhere that name code, but for those keys that the user has named."""
+    for key in CODE:
+        value = values.get(key)
+        if key not in named and isinstance(value, str) and ":" in value:
+            what = f"{key} = {value!r} names code: to import it is to run it, and this file may be from anyone"
+            fix = f"--{key} {shlex.quote(value)} or --trust-code on the command line, trust_code=True in Python"
+            raise BadArgument(where, what, fix)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

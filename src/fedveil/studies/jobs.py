@@ -4,6 +4,7 @@ A computation that was stopped goes on: a job whose result is on disk, for the s
 that fails is a failed job; those that need it fail with it, and all others go on.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from pydantic import TypeAdapter
 
 from fedveil.errors import FedveilError
 from fedveil.files import write_whole
+from fedveil.plain_json import to_json
 
 Progress = Callable[[float, str], None]  # the share that is done, and what is being done
 Show = Callable[[str, float, str], None]  # the job, and its progress
@@ -111,7 +113,7 @@ def run_job(job: Job[R], folder: Path, progress: Progress, done: Done) -> R | Fa
         result = Failed(f"{type(error).__name__}: {error}")
     if isinstance(result, Failed):
         plain = {"failed": result.failed}
-    write_whole(folder / f"{job.name}.json", json.dumps({"asked": repr(job.work), "result": plain}) + "\n")
+    write_whole(folder / f"{job.name}.json", to_json({"asked": repr(job.work), "result": plain}, exact=True) + "\n")
     return result
 
 
@@ -130,7 +132,8 @@ def run_jobs(
     for job in left:
         show(job.name, 0.0, "waiting")
     workers = min(len(left), workers or os.cpu_count() or 1)
-    every = (_side_by_side if workers > 1 else _one_by_one)(left, folder, workers, show, known)
+    with _safe_path():
+        every = (_side_by_side if workers > 1 else _one_by_one)(left, folder, workers, show, known)
     return Done({job.name: every[job.name] for job in jobs})
 
 
@@ -181,6 +184,19 @@ def _work(job: Job[Result], folder: Path, done: Done) -> Result:
     assert _news is not None
     news = _news
     return run_job(job, folder, lambda share, what: news.put((job.name, share, what)), done)
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Processes that start now do not look into the working directory first, as Python does by itself."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _side_by_side(

@@ -1,6 +1,5 @@
 """The one pipeline of every study: jobs, results as documented dataclasses, and a pure function that presents them."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from typing import Generic, TypeVar
 from pydantic_core import to_jsonable_python
 
 from fedveil.files import write_whole
+from fedveil.locks import locked
+from fedveil.plain_json import to_json
 from fedveil.report import Page, Section, Table, write
 from fedveil.studies.jobs import Done, Job, Result, Show, run_jobs
 
@@ -80,14 +81,16 @@ def gather(
     show: Show = lambda name, share, what: None,
 ) -> R:
     """Do what is not done yet, and return the results."""
-    done = run_jobs(study.jobs(asked, folder), folder / "jobs", workers=workers, show=show)
-    return study.collect(asked, folder, done)
+    with locked(folder):
+        done = run_jobs(study.jobs(asked, folder), folder / "jobs", workers=workers, show=show)
+        return study.collect(asked, folder, done)
 
 
 def publish(study: Study[S, R], asked: S, results: R, folder: Path, command: str) -> Shown:
     """Write results.json and report.html; returns what the terminal shows."""
     plain = {"command": command, "results": to_jsonable_python(results)}
-    write_whole(folder / "results.json", json.dumps(plain, indent=1) + "\n")
-    shown = study.present(asked, results)
-    write(shown.page(command), folder / "report.html")
+    with locked(folder):
+        write_whole(folder / "results.json", to_json(plain, indent=1) + "\n")
+        shown = study.present(asked, results)
+        write(shown.page(command), folder / "report.html")
     return shown

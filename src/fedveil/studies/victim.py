@@ -17,7 +17,7 @@ from fedveil.federation.local import Federation
 from fedveil.federation.server import History, Record
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
-from fedveil.runs.folder import finished, open_run, train
+from fedveil.runs.folder import finished, resumed, train
 from fedveil.studies.jobs import Done, Progress, Result
 
 ATTACKER = 0
@@ -97,7 +97,7 @@ def trained(config: Config, folder: Path, progress: Progress) -> tuple[Federatio
     data = load_data(config)
     if not finished(config, folder):
         train(config, folder, resume=True, on_round=on_round(config.training.epochs, progress), data=data)
-    return open_run(folder, data)[1], data
+    return resumed(config, folder, data), data
 
 
 def quality_of(federation: Federation, data: Data) -> Quality:

@@ -23,12 +23,13 @@ from fedveil.data import Data, Part
 from fedveil.defences import innermost
 from fedveil.defences.registry import record_of
 from fedveil.errors import BadArgument
+from fedveil.federation import checkpoint
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import generator
 from fedveil.lookup import imported
 from fedveil.runs.build import build_defence, build_loss, build_model, build_optimizer, load_data, on_device
 from fedveil.runs.config import Config
-from fedveil.runs.folder import open_run
+from fedveil.runs.folder import resumed
 from fedveil.scheme import Broadcast
 from fedveil.studies.attack import Asked, OnDefences, Results, option
 from fedveil.studies.gradients import page
@@ -95,7 +96,7 @@ def check(config: Config, options: Options, data: Data, run: Path | None) -> Non
 
 def is_run(run: Path | None) -> bool:
     """Whether a trained federation is attacked, not a fresh network."""
-    return run is not None and (run / "checkpoint.pt").exists()
+    return run is not None and bool(checkpoint.found_in(run))
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class AttackBatch:
         model = build_model(config, data)  # fresh: the state in which gradient inversion is published
         optimizer = build_optimizer(config.training)
         if self.run and is_run(self.run):
-            model.load_state_dict(open_run(self.run, data)[1].model.state_dict())
+            model.load_state_dict(resumed(config, self.run, data).model.state_dict())
             optimizer = plain_sgd(config.training.lr)
         federation = two_clients(config, model, (own, victim), optimizer, max(first, size))
         leaks, observed = leaks_of(federation)

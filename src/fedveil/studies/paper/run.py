@@ -15,6 +15,8 @@ from pydantic import JsonValue
 
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
+from fedveil.locks import locked
+from fedveil.plain_json import to_json
 from fedveil.report import Facts, Page, Section, Table, Text, write
 from fedveil.studies.jobs import Show
 from fedveil.studies.paper.fig3 import Fig3
@@ -152,7 +154,7 @@ def compute(plan: Plan, folder: Path, workers: int | None, show: Show) -> dict[s
         "with": f"fedveil {version('fedveil')}, torch {torch.__version__}, Python {platform.python_version()}",
         "results": results,
     }
-    write_whole(folder / f"{plan.name}.json", json.dumps(made, indent=1) + "\n")
+    write_whole(folder / f"{plan.name}.json", to_json(made, indent=1, exact=True) + "\n")
     return made
 
 
@@ -179,19 +181,20 @@ def reproduce(
     """
     plans = {name: read_plan(name, scale, device) for name in EXHIBITS}
     asked, made = names_of(names), dict[str, Made]()
-    for name, plan in plans.items():
-        if file := read(plan, folder):
+    with locked(folder):
+        for name, plan in plans.items():
+            if file := read(plan, folder):
+                made[name] = Made(plan, file, EXHIBITS[name].loaded(plan, file["results"]))
+                if name in asked and not broken(file["results"]):
+                    show(name, 1.0, "kept")
+                    on_done(plan, made[name].shown)
+                    asked.remove(name)
+        for name in asked:
+            plan, file = plans[name], compute(plans[name], folder, workers, show)
             made[name] = Made(plan, file, EXHIBITS[name].loaded(plan, file["results"]))
-            if name in asked and not broken(file["results"]):
-                show(name, 1.0, "kept")
-                on_done(plan, made[name].shown)
-                asked.remove(name)
-    for name in asked:
-        plan, file = plans[name], compute(plans[name], folder, workers, show)
-        made[name] = Made(plan, file, EXHIBITS[name].loaded(plan, file["results"]))
-        write_page(made, folder)
-        on_done(plan, made[name].shown)
-    return write_page(made, folder)
+            write_page(made, folder)
+            on_done(plan, made[name].shown)
+        return write_page(made, folder)
 
 
 def write_page(made: Mapping[str, Made], folder: Path) -> Path:
