@@ -1,5 +1,6 @@
 """A hostile disk: damaged checkpoints, and kills at any instant. No run is lost, and none goes on with other values."""
 
+import errno
 import io
 import json
 import os
@@ -191,6 +192,20 @@ def test_a_damaged_one_never_takes_the_place_of_the_good_one(tmp_path):
     again.fit(rounds=3, folder=tmp_path)
     assert checkpoint.load(tmp_path / PREVIOUS)["round"] == 2
     assert checkpoint.load(tmp_path / LAST)["round"] == 3
+
+
+def test_a_full_disk_costs_neither_checkpoint(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = federation()
+    run.fit(rounds=4, folder=tmp_path, checkpoint_every=2)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(BadArgument, match="cannot be written: No space left on device"):
+        run.fit(rounds=6, folder=tmp_path)
+    again = federation()
+    again.resume(tmp_path)
+    assert again.round == 4
 
 
 def test_where_there_are_no_links_the_one_before_is_a_copy(tmp_path, monkeypatch):
