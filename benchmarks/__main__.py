@@ -9,7 +9,19 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks import analysis, anchor, architectures, engine, exactness, memory, overhead, picks, server, speed
+from benchmarks import (
+    analysis,
+    anchor,
+    architectures,
+    engine,
+    exactness,
+    limits,
+    memory,
+    overhead,
+    picks,
+    server,
+    speed,
+)
 from benchmarks.timing import machine
 
 
@@ -33,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("anchor", anchor.main, []),
         ("picks", picks.main, quick),
         ("engine", engine.main, options),
+        ("limits", limits.main, options),
         ("overhead", overhead.main, options),
     ):
         print(f"## {name}\n", flush=True)

@@ -4,7 +4,7 @@ TYPE_CHECKING = False  # typing's, without an import: the working directory come
 
 if TYPE_CHECKING:
     from fedveil.errors import FedveilError
-    from fedveil.federation import Federation, History
+    from fedveil.federation import Federation, History, Limits
     from fedveil.graph import Plan, Symmetry, analyse
     from fedveil.scheme import (
         BatchLoss,
@@ -33,6 +33,7 @@ __all__ = [
     "FedveilError",
     "History",
     "Huber",
+    "Limits",
     "Plan",
     "Recovered",
     "Secret",
@@ -46,7 +47,7 @@ __all__ = [
     "recover",
 ]
 
-_HOMES = {"FedveilError": "errors", "Federation": "federation", "History": "federation"}
+_HOMES = {"FedveilError": "errors", "Federation": "federation", "History": "federation", "Limits": "federation"}
 _HOMES |= {"Plan": "graph", "Symmetry": "graph", "analyse": "graph"}  # all others: scheme
 
 

@@ -16,7 +16,8 @@ FedveilError
     ├── ForeignUpdate    made for another model
     ├── IncompleteUpdate a tensor is missing
     ├── MisshapenUpdate  a tensor has the wrong shape or dtype
-    └── NonFiniteUpdate  a tensor holds NaN or infinity
+    ├── NonFiniteUpdate  a tensor holds NaN or infinity
+    └── ExcessiveUpdate  larger than a bound of the round allows
 
 Messages read *where: what: why. Fix: how.* No message ever holds a secret value.
 """
@@ -94,3 +95,7 @@ class MisshapenUpdate(UpdateRefused):
 
 class NonFiniteUpdate(UpdateRefused):
     """A tensor holds NaN or infinity."""
+
+
+class ExcessiveUpdate(UpdateRefused):
+    """Larger than a bound of the round allows."""

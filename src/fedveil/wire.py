@@ -10,6 +10,7 @@ from torch import Tensor
 from fedveil.errors import BadArgument
 
 FORMAT = 2
+HEAD, LONGEST_ENTRY = 2**16, 2**10  # bytes of a message's values, and of a tensor's name, shape and place
 Values = dict[str, Any]
 Tensors = dict[str, Tensor]
 Packed = tuple[Values, Tensors]
@@ -22,13 +23,27 @@ def to_bytes(kind: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor]
     return save(own, {"fedveil": head})
 
 
-def from_bytes(data: bytes, kind: str) -> Packed:
-    """The values and tensors of a message of that kind; anything else is refused, and nothing in it is executed."""
+def from_bytes(data: bytes, kind: str, most: int | None = None) -> Packed:
+    """The values and tensors of a message of that kind; anything else is refused, and nothing in it is executed.
+
+    Args:
+        data: the message.
+        kind: what it should be.
+        most: tensors that it may hold; more are refused before they are read.
+    """
+    size = int.from_bytes(data[:8], "little")
+    if most is not None and len(data) > size > HEAD + LONGEST_ENTRY * most:
+        raise BadArgument(kind, f"its head has {size} bytes, too many for {most} tensors")
     try:
+        names = json.loads(data[8 : 8 + size])
+        if most is not None and len(names) > most + 1:  # and the values
+            raise BadArgument(kind, f"it holds {len(names) - 1} tensors, more than {most}")
         tensors = load(data)  # checks all sizes
-        head = json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["fedveil"])
+        head = json.loads(names["__metadata__"]["fedveil"])
         found = head["kind"], head["format"]
         values = dict(head["values"])
+    except BadArgument:
+        raise
     except Exception as error:  # whatever garbage makes of safetensors and json
         raise BadArgument(kind, f"it cannot be read: {type(error).__name__}", "send what fedveil wrote") from error
     if found != (kind, FORMAT):

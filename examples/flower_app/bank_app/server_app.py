@@ -1,5 +1,7 @@
 """The server: the model, its optimiser, its defence and its test data."""
 
+import json
+import shlex
 from pathlib import Path
 
 import torch
@@ -7,6 +9,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from bank_app.task import make_model
+from fedveil import Limits
 from fedveil.data import load
 from fedveil.defences import Veil
 from fedveil.flower import Server
@@ -37,6 +40,7 @@ def main(grid: Grid, context: Context) -> None:
         batch_size=int(config["batch-size"]),
         wait_for=int(config["wait-for"]),
         min_answers=int(config["min-answers"]),
+        limits=Limits(str(config["aggregator"]), int(config["hostile"])),
         timeout=float(config["timeout"]),
         patience=float(config["patience"]),
         attempts=int(config["attempts"]),
@@ -46,9 +50,8 @@ def main(grid: Grid, context: Context) -> None:
         server.resume(out)
         print(f"going on after round {server.round}", flush=True)
     values = {**config, "clients": config["wait-for"], "model": "mlp"}
-    words = [f"{name}={value!r}" for name, value in config.items() if not isinstance(value, bool)]
-    words += [f"{name}={str(value).lower()}" for name, value in config.items() if isinstance(value, bool)]
-    repeat = f'flwr run . --run-config "{" ".join(words)}"'
+    words = [f"{name}={json.dumps(value)}" for name, value in config.items()]
+    repeat = shlex.join(["flwr", "run", ".", "--run-config", " ".join(words)])
     print(record_run(server, out, data, values, repeat, rounds=rounds, checkpoint_every=1, on_round=show), flush=True)
 
 

@@ -10,6 +10,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from fedveil.cli.flags import Federated, Json, Switch
 from fedveil.cli.show import live, rounds
 from fedveil.errors import BadArgument
+from fedveil.plain_json import to_json
 from fedveil.runs.config import Config
 
 Several = Annotated[tuple[str, ...], UseAppendAction]
@@ -42,7 +43,7 @@ def inspect(
         raise BadArgument("--input", "no input is given", "--input 3,32,32, once for each argument of forward")
     network, example = load_factory(model).train(not eval), example_inputs(input, dtype)
     plan = analyse(network, example, head=head, min_coverage=min_coverage, public=public)
-    print(json.dumps(as_dict(plan), indent=2) if as_json else plan)
+    print(to_json(as_dict(plan), indent=2) if as_json else plan)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Train(Federated):
             take = rounds(show, self.config.training.epochs)
             summary = train(self.config, folder, resume=self.resume, on_round=take)
         if self.as_json:
-            print(json.dumps(summary))
+            print(to_json(summary))
             return
         for name, value in {**summary, "report": folder / "report.html"}.items():
             print(f"{name:<14} {value:.6g}" if isinstance(value, float) else f"{name:<14} {value}")

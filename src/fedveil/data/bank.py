@@ -8,7 +8,7 @@ from fedveil.checks import one_of
 from fedveil.data.catalogue import About, Download, dataset, source_of
 from fedveil.data.records import Data, tensor_part
 from fedveil.data.splits import parts
-from fedveil.data.tables import TASKS, read_table, standardised
+from fedveil.data.tables import TASKS, read_table
 
 _NUMBERS = "age duration campaign pdays previous emp.var.rate cons.price.idx cons.conf.idx euribor3m nr.employed"
 NUMBERS = tuple(_NUMBERS.split())
@@ -39,6 +39,7 @@ _ABOUT = About(
         _FILE,
         "sha256:74adfc578bf77a7ff4bb1ba4a9f8709d9e3c6907342959c2c8416847e0afb4d8",
         inside=("bank-additional.zip", f"bank-additional/{_FILE}"),
+        most=2**26,
     ),
 )
 
@@ -61,7 +62,7 @@ def bank(*, path: Path | None = None, task: str = "regression", duration: bool =
     table.need([*NUMBERS, *CATEGORIES, "y"])
     names = [column for column in NUMBERS if duration or column != "duration"]
     train, validation, test = parts(len(table), (0.8, 0.1, 0.1))
-    numeric = standardised(np.stack([table.numbers(column) for column in names], 1), train)
+    numeric = table.scaled(names, train)
     hot = [table.one_hot(column, known) for column, known in CATEGORIES.items()]
     answers = table.codes("y", ANSWERS)
     targets = answers if task == "classification" else answers[:, None].astype(np.float32)

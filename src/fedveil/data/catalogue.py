@@ -3,8 +3,10 @@
 A loader enters itself with `dataset`; its keyword-only parameters are its options.
 """
 
+import errno
 import inspect
 import os
+import stat
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -17,6 +19,7 @@ from fedveil.data.records import Data
 from fedveil.errors import BadArgument
 
 Loader = Callable[..., Data]
+MOST_BYTES = 2**28  # of a file that is read whole: an image, a batch of CIFAR, a download
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -27,6 +30,7 @@ class Download(NamedTuple):
     file: str  # its name in the data set's folder
     digest: str  # "md5:..." or "sha256:..." of the file
     inside: tuple[str, ...] = ()  # zip members to open in turn to come from the download to the file
+    most: int = MOST_BYTES  # bytes of the download, and of each member; a server that sends more is cut off
 
 
 class About(NamedTuple):
@@ -193,6 +197,14 @@ def required(name: str, path: Path | None, example: str) -> Path:
     if path is None:
         raise BadArgument(f"load({name!r})", "it needs a path", f"load({name!r}, path={example!r})")
     return _existing(path, "path= an existing file or folder")
+
+
+def regular(path: Path) -> Path:
+    """Return `path` if it is a file: a pipe would never end, and a link may lead nowhere."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        kind = errno.EISDIR if path.is_dir() else errno.EINVAL
+        raise OSError(kind, os.strerror(kind) if path.is_dir() else "it is not a regular file", str(path))
+    return path
 
 
 def _existing(path: Path, fix: str) -> Path:

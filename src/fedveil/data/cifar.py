@@ -7,25 +7,28 @@ pickle is read.
 
 import dataclasses
 import functools
+import gzip
 import io
 import pickle
+import pickletools
 import tarfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.nn.functional import avg_pool2d
 
-from fedveil.data.catalogue import About, Download, dataset, source_of
+from fedveil.data.catalogue import MOST_BYTES, About, Download, dataset, source_of
 from fedveil.data.images import Arrays, Channels, Folders, Labelled, assembled, cached, read_folders, stamp
 from fedveil.data.records import Data, Part, Progress
 from fedveil.errors import BadArgument
 
 SIDE = 32
 SIZES = (32, 16, 8)
+MOST_UNPACKED = 2**29  # bytes of an archive; the published ones have 186 MB
 _WIDTH = 3 * SIDE * SIDE
 _AGAIN = "fetch the archive again"
 _KRIZ = "https://www.cs.toronto.edu/~kriz"
@@ -153,16 +156,56 @@ def _read_batches(form: _Form, source: Path) -> Arrays:
 def _contents(source: Path, names: tuple[str, ...]) -> dict[str, bytes]:
     """Batches by name, as far as they are there; a tar archive is read in one pass, and nothing is written to disk."""
     if source.is_dir():
-        return {name: (source / name).read_bytes() for name in names if (source / name).is_file()}
-    with source.open("rb") as file:
-        try:
-            with tarfile.open(fileobj=file) as opened:
-                files = ((PurePosixPath(member.name).name, member) for member in opened if member.isfile())
-                found = ((name, opened.extractfile(member)) for name, member in files if name in names)
-                return {name: batch.read() for name, batch in found if batch is not None}
-        except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-            what = f"not a readable tar archive: {error}"
-            raise BadArgument(str(source), what, "it is damaged or cut off: fetch it again") from error
+        present = [source / name for name in names if (source / name).is_file()]
+        for file in present:
+            _check_size(f"{source}, member {file.name}", file.stat().st_size)
+        return {file.name: file.read_bytes() for file in present}
+    try:
+        with source.open("rb") as packed, tarfile.open(fileobj=_Bounded(packed), mode="r|") as opened:
+            return _members(source, opened, names)
+    except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
+        if isinstance(error, BadArgument):
+            raise
+        what = f"not a readable tar archive: {error}"
+        raise BadArgument(str(source), what, "it is damaged or cut off: fetch it again") from error
+
+
+def _members(source: Path, opened: tarfile.TarFile, names: tuple[str, ...]) -> dict[str, bytes]:
+    """The named members; what follows the last of them is not read."""
+    found: dict[str, bytes] = {}
+    for member in opened:
+        name = PurePosixPath(member.name).name
+        if name in names and member.isfile():
+            _check_size(f"{source}, member {name}", member.size)
+            batch = opened.extractfile(member)
+            found[name] = batch.read() if batch else b""
+        if len(found) == len(names):
+            break
+    return found
+
+
+def _check_size(where: str, size: int) -> None:
+    if size > MOST_BYTES:
+        raise BadArgument(where, f"it has {size} bytes, more than any file of CIFAR", _AGAIN)
+
+
+class _Bounded(io.BufferedIOBase):
+    """An archive's bytes, unpacked if it is a gzip file; an error beyond `MOST_UNPACKED`."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        self._file = gzip.GzipFile(fileobj=file) if packed else file
+        self._left = MOST_UNPACKED
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """The next bytes."""
+        room = self._left + 1
+        block = self._file.read(room if size is None or size < 0 else min(size, room))
+        self._left -= len(block)
+        if self._left < 0:
+            raise OSError(f"it has more than {MOST_UNPACKED} bytes")
+        return block
 
 
 def _batch(form: _Form, where: str, content: bytes | None) -> Labelled:
@@ -238,12 +281,22 @@ class _Reader(pickle.Unpickler):
         return _WORDS[module, name]
 
 
+def _check_room(content: bytes) -> None:
+    """Refuse a pickle that asks for more memory than its own bytes explain, before it gets any."""
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+        if opcode.name == "BYTEARRAY8":
+            raise pickle.UnpicklingError("it holds a bytearray, which no CIFAR file needs")
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > number:
+            raise pickle.UnpicklingError(f"it remembers value {argument} after {number} steps")
+
+
 def read_pickle(where: str, content: bytes) -> dict[str, Any]:
     """The dictionary in a pickle of the CIFAR archives; byte arrays become numpy arrays, names become text.
 
     Refuses one that is damaged, or asks for anything but arrays. `where` is how messages name the file.
     """
     try:
+        _check_room(content)
         found = _Reader(io.BytesIO(content), encoding="bytes").load()
         if not isinstance(found, dict):
             raise ValueError(f"it holds {type(found).__name__}, not a dictionary")

@@ -11,7 +11,8 @@ import zlib
 from pathlib import Path
 
 from fedveil.checks import one_of
-from fedveil.data.catalogue import ABOUT, Download, data_folder
+from fedveil.data.catalogue import ABOUT, Download, data_folder, regular
+from fedveil.data.images import read_member
 from fedveil.data.records import Progress
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
@@ -44,8 +45,8 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
     source, target = about.download, home / about.download.file
     try:
         if not source.inside or target.exists():
-            return _fetch(source.url, target, source.digest, progress)
-        archive = _fetch(source.url, home / f"{name}-download.zip", None, progress)
+            return _fetch(source, target, source.digest, progress)
+        archive = _fetch(source, home / f"{name}-download.zip", None, progress)
         try:
             return _unpack(archive, source, target)
         finally:
@@ -74,7 +75,7 @@ def _unpack(archive: Path, source: Download, target: Path) -> Path:
     for member in source.inside:
         try:
             with zipfile.ZipFile(io.BytesIO(content)) as opened:
-                content = opened.read(member)
+                content = read_member(opened, member, source.most)
         except (zipfile.BadZipFile, KeyError, zlib.error, RuntimeError, NotImplementedError) as error:
             raise BadArgument(source.url, f"the download has no readable {member}", _by_hand(target)) from error
     if digest_of(content, source.digest) != source.digest:
@@ -83,20 +84,25 @@ def _unpack(archive: Path, source: Download, target: Path) -> Path:
     return write_whole(target, content)
 
 
-def _fetch(url: str, target: Path, digest: str | None, progress: Progress | None) -> Path:
+def _fetch(source: Download, target: Path, digest: str | None, progress: Progress | None) -> Path:
     """Download a file, or go on with an earlier attempt; until it is whole and checked it is called `<target>.part`."""
     if target.exists():
-        if digest and not (target.is_file() and digest_of(target, digest) == digest):
+        if not target.is_file() or (digest and digest_of(target, digest) != digest):
             what = f"there is another file of this name (its checksum is not {digest})"
             raise BadArgument(str(target), what, "move it away and run again")
         return target
     part = target.with_name(target.name + ".part")
     target.parent.mkdir(parents=True, exist_ok=True)
-    _transfer(url, part, progress)
+    try:
+        _transfer(source, part, progress)
+    except _TooLarge as error:
+        part.unlink(missing_ok=True)
+        what = f"it sends more than the {source.most} bytes that are expected at most, and nothing was kept"
+        raise BadArgument(source.url, what, _by_hand(target)) from error
     if digest and digest_of(part, digest) != digest:
         part.unlink()
         what = f"the download is not the expected file (its checksum is not {digest}), and was not kept"
-        raise BadArgument(url, what, f"run again, or {_by_hand(target)}")
+        raise BadArgument(source.url, what, f"run again, or {_by_hand(target)}")
     return part.replace(target)
 
 
@@ -107,10 +113,14 @@ def digest_of(content: Path | bytes, like: str) -> str:
         return f"{kind}:{hashlib.file_digest(file, kind).hexdigest()}"
 
 
-def _transfer(url: str, part: Path, progress: Progress | None) -> None:
+class _TooLarge(Exception):
+    pass
+
+
+def _transfer(source: Download, part: Path, progress: Progress | None) -> None:
     """Bring `part` to full length, from where it stands if the server can do that."""
-    start = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+    start = regular(part).stat().st_size if part.exists() else 0
+    request = urllib.request.Request(source.url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
         answer = urllib.request.urlopen(request, timeout=_TIMEOUT)
     except urllib.error.HTTPError as error:
@@ -121,11 +131,15 @@ def _transfer(url: str, part: Path, progress: Progress | None) -> None:
     with answer:
         done = start if _continues(answer, start) else 0
         length = answer.headers.get("Content-Length")
-        total = done + int(length) if length and length.isdigit() else 0
+        total = done + int(length[:20]) if length and length.isdecimal() else 0
+        if max(total, done) > source.most:
+            raise _TooLarge
         with part.open("ab" if done else "wb") as file:
             while block := answer.read(_BLOCK):
-                file.write(block)
                 done += len(block)
+                if done > source.most:
+                    raise _TooLarge
+                file.write(block)
                 if progress:
                     progress(done, total)
     if total and done < total:

@@ -3,12 +3,10 @@
 Nothing is ever unpacked to disk.
 """
 
-import errno
 import hashlib
 import importlib
 import io
 import os
-import stat
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedveil.checks import whole
-from fedveil.data.catalogue import About, cache_folder, dataset, few, required
+from fedveil.data.catalogue import MOST_BYTES, About, cache_folder, dataset, few, regular, required
 from fedveil.data.records import Data, Part, Progress
 from fedveil.data.splits import stratified
 from fedveil.errors import BadArgument
@@ -64,10 +62,10 @@ class Archive:
     def reader(self) -> Iterator[Callable[[str], bytes]]:
         """A function from a member's name to its bytes."""
         if self.path.is_dir():
-            yield lambda name: self._guarded(name, lambda: _regular(self.path / name).read_bytes())
+            yield lambda name: self._guarded(name, lambda: _read_file(self.path / name))
             return
         with zipfile.ZipFile(self.path) as opened:
-            yield lambda name: self._guarded(name, lambda: opened.read(name))
+            yield lambda name: self._guarded(name, lambda: read_member(opened, name))
 
     def _guarded(self, name: str, read: Callable[[], bytes]) -> bytes:
         try:
@@ -82,6 +80,19 @@ class Archive:
     def where(self, name: str) -> str:
         """How messages name a member."""
         return f"{self.path}, member {name}"
+
+
+def _read_file(path: Path) -> bytes:
+    if regular(path).stat().st_size > MOST_BYTES:
+        raise OSError(f"it has more than {MOST_BYTES} bytes")
+    return path.read_bytes()
+
+
+def read_member(opened: zipfile.ZipFile, name: str, most: int = MOST_BYTES) -> bytes:
+    """A member of a zip file, unless it is larger than `most`; never unpacks more than the member claims to hold."""
+    if opened.getinfo(name).file_size > most:
+        raise zipfile.BadZipFile(f"it has more than {most} bytes")
+    return opened.read(name)
 
 
 @dataset("images", About("any folder or zip of train|test/<class>/<image>; needs path=", "yours", "yours"))
@@ -187,11 +198,10 @@ def _pillow() -> Any:
 
 
 def _decode(image_module: Any, where: str, content: bytes, side: int) -> Bytes:
-    damage = (OSError, ValueError, SyntaxError, EOFError, image_module.DecompressionBombError)
     try:
         with image_module.open(io.BytesIO(content)) as opened:
             image = opened.convert("RGB")
-    except damage as error:
+    except Exception as error:  # a damaged image may fail in any way; Pillow refuses those of too many pixels
         raise BadArgument(where, f"not a readable image: {error}", "replace it or leave it out") from error
     if image.size != (side, side):
         image = image.resize((side, side), image_module.Resampling.BILINEAR)
@@ -218,7 +228,7 @@ def image_part(pixels: Bytes, targets: NDArray[np.int64], mean: Channels, deviat
 def open_archive(path: Path) -> Archive:
     """List a folder or a zip file; the stamp covers size and time of each file in a folder, or of the zip file."""
     if not path.is_dir():
-        return Archive(path, _zip_names(_regular(path)), stamp(path))
+        return Archive(path, _zip_names(regular(path)), stamp(path))
     names = []
     for folder, folders, files in os.walk(path, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -231,13 +241,6 @@ def stamp(path: Path) -> str:
     """Size and time of a file, of a link itself if it leads nowhere."""
     status = path.stat() if path.exists() else path.lstat()
     return f"{status.st_size} {status.st_mtime_ns}"
-
-
-def _regular(path: Path) -> Path:
-    """Return `path` if it is a file: a pipe would never end, and a link may lead nowhere."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return path
 
 
 def _refuse(error: OSError) -> NoReturn:
@@ -278,7 +281,7 @@ def cached(parts: tuple[str, ...], build: Callable[[], Arrays]) -> Arrays:
 def _read_cache(path: Path) -> Arrays | None:
     """The arrays of a cache file; None if it is absent or damaged (zip checksums tell)."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+        with regular(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files} or None
-    except (OSError, EOFError, ValueError, KeyError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error):
+    except Exception:  # whatever damage makes of numpy and zipfile
         return None

@@ -63,9 +63,11 @@ def _tensors(where: str, pair: Any) -> Part:
     inputs, targets = pair
     if not isinstance(targets, Tensor) or not targets.dim():
         raise BadArgument(where, f"targets are {type(targets).__name__}", "a tensor whose first dimension is records")
-    for place, tensor in tensors_of(where, inputs).items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise BadArgument(where, f"{place} hold NaN or infinity", "mend or leave out these records")
+    for place, tensor in {**tensors_of(where, inputs), "targets": targets}.items():
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+            raise BadArgument(where, f"{place} are a sparse, nested or meta tensor", "an ordinary tensor: to_dense()")
+        if tensor.is_floating_point() and not _plain(tensor).isfinite().all():
+            raise BadArgument(where, f"{place} hold NaN or infinity in float32", "mend or leave out these records")
     return Part(cast(Inputs, pytree.tree_map_only(Tensor, _plain, inputs)), _target_column(_target(targets)))
 
 

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.checks import one_of, whole
-from fedveil.data.catalogue import About, dataset, few, required
+from fedveil.data.catalogue import About, dataset, few, regular, required
 from fedveil.data.records import Data, tensor_part
 from fedveil.data.splits import parts
 from fedveil.errors import BadArgument
 
 TASKS = ("classification", "regression")
 MOST_CATEGORIES = 1000
+LARGEST = 1e150  # of a number that is scaled: squares of larger ones overflow
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,19 @@ class CsvTable:
                 self.refuse(row, column, f"{self.columns[column][row]!r} is not a number", "mend the cell")
         return np.array(values, dtype=np.float64)
 
+    def scaled(self, columns: Sequence[str], train: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Numeric columns, standardised on the training rows; a cell that is too large for float32 is an error."""
+        values = np.stack([self.numbers(column) for column in columns], 1)
+        self._refuse_first(np.abs(values) > LARGEST, columns)
+        found = standardised(values, train)
+        self._refuse_first(np.abs(found) > np.finfo(np.float32).max, columns)
+        return found
+
+    def _refuse_first(self, bad: NDArray[np.bool_], columns: Sequence[str]) -> None:
+        for row, place in np.argwhere(bad)[:1].tolist():
+            cell = self.columns[columns[place]][row]
+            self.refuse(row, columns[place], f"{cell[:40]!r} is too large to be scaled", "mend the cell")
+
     def codes(self, column: str, categories: Sequence[str]) -> NDArray[np.int64]:
         """Positions in `categories` of the cells of a column; any other cell is an error."""
         position = {category: index for index, category in enumerate(categories)}
@@ -74,7 +88,7 @@ class CsvTable:
 
 def read_table(path: Path, delimiter: str = ",") -> CsvTable:
     """A CSV file with a header."""
-    return parse_table(str(path), path.read_bytes(), delimiter)
+    return parse_table(str(path), regular(path).read_bytes(), delimiter)
 
 
 def parse_table(path: str, content: bytes, delimiter: str = ",") -> CsvTable:
@@ -177,7 +191,7 @@ def csv_file(
         raise BadArgument(table.path, "no column is left for the inputs", "ignore fewer columns")
     blocks = [_encoded(table, column, train, column in categorical) for column in names]
     classes = _classes(table, target) if task == "classification" else ()
-    targets = table.codes(target, classes) if classes else standardised(table.numbers(target)[:, None], train)
+    targets = table.codes(target, classes) if classes else table.scaled([target], train)
     records = tensor_part(np.concatenate(blocks, 1), targets)
     columns = {column: np.array(table.columns[column])[train] for column in names}
     return Data(Path(table.path).stem, records.take(train), records.take(test), classes=classes, columns=columns)
@@ -188,7 +202,7 @@ def _encoded(table: CsvTable, column: str, train: NDArray[np.int64], categorical
     cells = table.columns[column]
     odd = [row for row, cell in enumerate(cells) if _number(cell) is None]
     if not odd and not categorical:
-        return standardised(table.numbers(column)[:, None], train)
+        return table.scaled([column], train)
     if not categorical and len(odd) < len(cells) / 2:
         what = f"{cells[odd[0]]!r} is not a number, and most of this column is"
         table.refuse(odd[0], column, what, f'mend the cell, or categorical=["{column}"]')

@@ -57,8 +57,8 @@ class ServerSide(Protocol):
     def aggregate(self, updates: Sequence[Any], weights: Sequence[float]) -> Aggregate:
         """The gradient of the round; weights are |D_k|."""
 
-    def each(self, updates: Sequence[Any]) -> list[Aggregate]:
-        """In place of `aggregate`: what each client's update says by itself."""
+    def each(self, updates: Sequence[Any]) -> list[Aggregate | UpdateRefused]:
+        """In place of `aggregate`: what each client's update says by itself, or why it is refused."""
         return one_by_one(lambda update: self.aggregate([update], [1.0]), updates)
 
     def forget(self) -> None:
@@ -114,12 +114,12 @@ class Defence(ServerSide, ClientSide, Protocol):
     """
 
 
-def one_by_one(recover: Callable[[Any], Found], updates: Sequence[Any]) -> list[Found]:
-    """Each update alone; a refusal still says which client's it is."""
-    found = []
+def one_by_one(recover: Callable[[Any], Found], updates: Sequence[Any]) -> list[Found | UpdateRefused]:
+    """Each update alone, or its refusal, which says which client's it is."""
+    found: list[Found | UpdateRefused] = []
     for position, update in enumerate(updates):
         try:
             found.append(recover(update))
         except UpdateRefused as error:
-            raise type(error)(f"client {position}", error.what, error.fix) from error
+            found.append(type(error)(f"client {position}", error.what, error.fix))
     return found

@@ -87,18 +87,22 @@ class Plain(Defence):
         """sum_k |D_k| / |D| times client k's gradients and floating buffers."""
         shares = [weight / sum(weights) for weight in weights]
         gradients = _mean([update.gradients for update in updates], shares)
-        if not math.isfinite(float(torch.stack(torch._foreach_norm(list(gradients.values()))).sum())):
+        buffers = _mean([update.buffers for update in updates], shares)
+        if not _moderate([*gradients.values(), *(b for b in buffers.values() if b.is_floating_point())]):
             for position, update in enumerate(updates):
-                for name, gradient in update.gradients.items():
-                    check_finite(position, "gradient", name, gradient)
+                for what, tensors in (("gradient", update.gradients), ("buffer", update.buffers)):
+                    for name, tensor in tensors.items():
+                        check_finite(position, what, name, tensor)
         if self._noise is not None:
             gradients = {name: self._rounded(g) for name, g in gradients.items()}
-        buffers = _mean([update.buffers for update in updates], shares)
         return Aggregate(gradients, buffers, 0.0, self._bytes)
 
     def _rounded(self, gradient: Tensor) -> Tensor:
         draw = torch.randn(gradient.shape, generator=self._noise, dtype=gradient.dtype).to(gradient.device)
-        return gradient + torch.finfo(gradient.dtype).eps * gradient.pow(2).mean().sqrt() * draw
+        size = gradient.pow(2).mean().sqrt()
+        if not size.isfinite():  # the squares overflow
+            size = gradient.double().pow(2).mean().sqrt().to(gradient.dtype)
+        return gradient + torch.finfo(gradient.dtype).eps * size * draw
 
     def client_view(self, model: nn.Module, broadcast: nn.Module) -> nn.Module:
         """The true model."""
@@ -131,6 +135,11 @@ def split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: piece.view(g.shape).to(g.dtype) for (name, g), piece in zip(like.items(), pieces, strict=True)}
 
 
+def _moderate(tensors: Sequence[Tensor]) -> bool:
+    """Whether all norms are finite; if not, something is NaN or infinite, or only its square overflows."""
+    return math.isfinite(float(torch.stack(torch._foreach_norm(list(tensors))).sum()))
+
+
 def _mean(dicts: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> dict[str, Tensor]:
     """Weighted mean by name; of counters the largest."""
     if len(dicts) == 1:
@@ -159,6 +168,15 @@ def check_tensors(position: int, what: str, found: Mapping[str, Tensor], wanted:
     strange = sorted(found.keys() - wanted.keys())
     if strange:
         raise MisshapenUpdate(client, f"{what} {strange[0][:80]!r} was not asked for")
+
+
+def check_names(
+    position: int, tensors: Mapping[str, Tensor], beginnings: tuple[str, ...], names: tuple[str, ...] = ()
+) -> None:
+    """Refuse a client's answer that holds tensors whose names neither begin like these nor are among `names`."""
+    strange = next((name for name in tensors if not name.startswith(beginnings) and name not in names), None)
+    if strange is not None:
+        raise MisshapenUpdate(f"client {position}", f"tensor {strange[:80]!r} was not asked for")
 
 
 def check_finite(position: int, what: str, name: str, tensor: Tensor) -> None:
@@ -206,6 +224,9 @@ class PlainMessages:
 
     def unpack_update(self, defence: Any, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Any:
         """Server: the upload of the client at that position; one that cannot be aggregated is refused."""
+        check_names(position, tensors, ("gradient/", "buffer/"))
+        device = next(model.parameters()).device
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         update = PlainUpdate(those_under("gradient", tensors), those_under("buffer", tensors))
         check_tensors(position, "gradient", update.gradients, self.wanted(defence, model))
         check_tensors(position, "buffer", update.buffers, dict(model.named_buffers()))

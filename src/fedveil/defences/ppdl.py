@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedveil.checks import number, one_of, share
 from fedveil.defences.interface import Aggregate
-from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, size_of, split
+from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, check_names, size_of, split
 from fedveil.errors import BadArgument
 from fedveil.wire import Packed, Tensors, Values, those_under, under
 
@@ -233,6 +233,7 @@ class PPDLMessages(PlainMessages):
     def unpack_update(self, defence: PPDL, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Any:
         """With 0 where nothing was selected."""
         if defence.fraction < 1:
+            check_names(position, tensors, ("buffer/",), ("selected", "places"))
             gradients = self._spread(tensors, self.wanted(defence, model))
             tensors = under("gradient", gradients) | under("buffer", those_under("buffer", tensors))
         return super().unpack_update(defence, model, values, tensors, position)

@@ -11,7 +11,7 @@ from fedveil.checks import number
 from fedveil.defences.accountant import epsilon, library
 from fedveil.defences.interface import Aggregate, Defence
 from fedveil.defences.plain import split
-from fedveil.errors import BadArgument, NonFiniteUpdate
+from fedveil.errors import BadArgument, NonFiniteUpdate, UpdateRefused
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy, Loss
 from fedveil.scheme.outputs import outputs_of
@@ -120,9 +120,17 @@ class Private:
 
     def aggregate(self, updates: Sequence[Any], weights: Sequence[float]) -> Aggregate:
         """Clip each client's gradient, add them up with noise, divide by their number; `weights` are ignored."""
-        if not updates:
+        found = []
+        for one in self.inner.each(updates):
+            if isinstance(one, UpdateRefused):
+                raise one
+            found.append(one)
+        return self.total(found)
+
+    def total(self, found: Sequence[Aggregate]) -> Aggregate:
+        """The same of what each client's update says by itself."""
+        if not found:
             raise BadArgument("Private", "a round needs at least one update")
-        found = self.inner.each(updates)
         like = found[0].gradients
         flat = [torch.cat([one.gradients[name].reshape(-1).double() for name in like]) for one in found]
         shorts = [shorten(own, self.clip, f"client {position}") for position, own in enumerate(flat)]
@@ -130,7 +138,7 @@ class Private:
         if self.noise:
             drawn = torch.from_numpy(self._entropy.normal(len(total))).to(total.device)
             total = total + (self.noise * self.clip) * drawn
-        self._count(len(updates))
+        self._count(len(found))
         details = {key: sum(one.details.get(key, 0.0) for one in found) / len(found) for key in found[0].details}
         details["dp_clipped"] = sum(cut for _, _, cut in shorts) / len(found)
         if self.noise:
@@ -139,7 +147,7 @@ class Private:
         wrong = sum(one.error * size for one, (_, size, _) in zip(found, shorts, strict=True))
         return Aggregate(split(total / len(found), like), {}, wrong / size if size else 0.0, details)
 
-    def each(self, updates: Sequence[Any]) -> list[Aggregate]:
+    def each(self, updates: Sequence[Any]) -> list[Aggregate | UpdateRefused]:
         """Refused: single clients' gradients stay in here."""
         raise BadArgument("Private", "it gives away sums with noise, no single client's gradient", "use `inner`")
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fedveil.defences.interface import Aggregate, Defence, Samples, one_by_one
-from fedveil.defences.plain import PlainMessages, check_tensors
-from fedveil.errors import BadArgument
+from fedveil.defences.plain import PlainMessages, check_names, check_tensors
+from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph import Plan, analyse
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import (
@@ -148,7 +148,7 @@ class Veil(Defence):
         self._secret = None
         return result
 
-    def each(self, updates: Sequence[Update]) -> list[Aggregate]:
+    def each(self, updates: Sequence[Update]) -> list[Aggregate | UpdateRefused]:
         """Lift the noise from every update by itself, and forget the secret."""
         found = one_by_one(lambda update: self._lifted([update], [1.0]), updates)
         self._secret = None
@@ -192,10 +192,12 @@ class VeilMessages(PlainMessages):
 
     def unpack_update(self, defence: Veil, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Update:
         """What `recover` asks of an update, and that counters have their shape."""
-        update = Update.unpack(values, tensors)
+        check_names(position, tensors, ("passes/", "buffer/"))
+        device = next(model.parameters()).device
+        update = Update.unpack(values, {name: tensor.to(device) for name, tensor in tensors.items()})
         check_update(defence._opened(), position, update)
         if not all(torch.isfinite(t).all() for t in (*update.passes.values(), *update.buffers.values())):
-            refuse_non_finite([update])
+            refuse_non_finite([update], position)
         counters = {name: b for name, b in model.named_buffers() if not b.is_floating_point()}
         found = {name: b for name, b in update.buffers.items() if not b.is_floating_point()}
         check_tensors(position, "buffer", found, counters)

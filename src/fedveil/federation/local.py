@@ -11,9 +11,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import share
 from fedveil.defences import Aggregate, Defence, Samples
+from fedveil.errors import BadArgument, NonFiniteUpdate, TooFewAnswers
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update, dense_targets
 from fedveil.federation.evaluate import rows_of
+from fedveil.federation.limits import Limits, aggregate
 from fedveil.federation.server import History, Optimizer, Record, Schedule, Seen, Server
 from fedveil.federation.shards import Batch, check_clients, gather
 from fedveil.files import make_folder, sweep
@@ -49,6 +51,8 @@ class Federation(Server):
             Targets may have positions (pixels, tokens): their losses are summed, those of samples averaged.
         whole_shard: each client goes through all its records in a round, under one veil, in batches.
         participation: share of the clients in a round.
+        limits: bounds on each client, and how clients' gradients are combined: `fedveil.Limits`. By default clients are
+            trusted, and their weighted mean is taken.
         fuse: let batches of clients that share a broadcast go through one pass where no module and no loss ties samples
             together; a model whose own code does so needs fuse=False.
         seed: of the order of records and the choice of clients.
@@ -66,17 +70,22 @@ class Federation(Server):
         loss: str | Loss | Function = "squared_error",
         whole_shard: bool = False,
         participation: float = 1.0,
+        limits: Limits | None = None,
         fuse: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__(model, defence, optimizer, schedule=schedule, loss=loss)
+        super().__init__(model, defence, optimizer, schedule=schedule, loss=loss, limits=limits)
         parts = [dense_targets(model, self.loss, part) for part in check_clients(clients)]
         self.shards = gather(parts, batch_size, seed, self.device)
         share("Federation", "participation", participation)
         self.whole_shard, self.participation = whole_shard, participation
         norms = [module for module in model.modules() if isinstance(module, _NormBase)]
         tied = couples_samples(self.loss) or any(norm.training or norm.running_mean is None for norm in norms)
-        self.fused = fuse and self.defence.fuses and not tied and not whole_shard
+        self.fused = fuse and self.defence.fuses and not tied and not whole_shard and limits is None
+        taking_part = len(self.shards.chosen(0, participation))
+        if limits is not None and taking_part < limits.needed():
+            what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
+            raise BadArgument("Federation", f"{what}, not {taking_part}", "more clients, or a smaller hostile=")
         self.defence.prepare(model, rows_of(self.shards.inputs, 0, 2), self.loss)
 
     @property
@@ -92,11 +101,34 @@ class Federation(Server):
         if self.fused:
             updates, sizes = [self._together(broadcast, clients, sizes)], [1.0]
         else:
-            answer = partial(client_update, self.defence, self.model, broadcast, self.shards, number=self.round)
-            updates = [answer(client=client, whole_shard=self.whole_shard, dtype=self.dtype) for client in clients]
+            updates = self.answers(broadcast, clients)
         if seen:
             seen(broadcast, updates)
-        return self.defence.aggregate(updates, sizes)
+        if self.limits is None:
+            return self.defence.aggregate(updates, sizes)
+        return self._limited(self.limits, clients, updates)
+
+    def answers(self, broadcast: Any, clients: Sequence[int]) -> list[Any]:
+        """What each of the clients uploads."""
+        answer = partial(client_update, self.defence, self.model, broadcast, self.shards, number=self.round)
+        return [answer(client=client, whole_shard=self.whole_shard, dtype=self.dtype) for client in clients]
+
+    def claims(self, client: int) -> int:
+        """The records that a client says it has."""
+        return self.shards.sizes[client]
+
+    def _limited(self, limits: Limits, clients: Sequence[int], updates: Sequence[Any]) -> Aggregate:
+        """Aggregate what is not refused; the record names who was."""
+        claims = {client: self.claims(client) for client in clients}
+        own = dict(zip(clients, updates, strict=True))
+        outcome = aggregate(self.defence, own, claims, self.model, limits, past=self.history.records)
+        told = [f"client {client}: {error.what}" for client, error in outcome.refused.items()]
+        if outcome.result is None:
+            if len(told) == len(clients) and all(isinstance(e, NonFiniteUpdate) for e in outcome.refused.values()):
+                raise next(iter(outcome.refused.values()))
+            what = f"{len(clients) - len(told)} updates are left, too few for {limits.aggregator}"
+            raise TooFewAnswers(f"round {self.round}", "; ".join([what, *told]), "more clients, or a smaller hostile=")
+        return outcome.recorded(told)
 
     def _together(self, broadcast: Any, clients: Sequence[int], sizes: Sequence[float]) -> Any:
         """The clients' batches in one pass, each sample weighted by its client's share."""

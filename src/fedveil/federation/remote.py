@@ -20,6 +20,7 @@ from fedveil.scheme.messages import known_loss
 from fedveil.wire import Tensors, checked, from_bytes, to_bytes
 
 MOST_RECORDS = 2**53
+MOST_PER_TENSOR = 4  # tensors in an answer for each of the model's
 Data = Batch | Callable[[], Batch]
 Message = TypeVar("Message", "Ask", "Answer")
 
@@ -60,10 +61,10 @@ def write(message: Ask | Answer) -> bytes:
     return to_bytes(type(message).__name__.lower(), values, message.tensors)
 
 
-def read(data: bytes, kind: type[Message]) -> Message:
-    """The inverse of `write`; whatever else arrives is refused."""
+def read(data: bytes, kind: type[Message], most: int | None = None) -> Message:
+    """The inverse of `write`; whatever else arrives is refused, and so are more than `most` tensors."""
     where = kind.__name__.lower()
-    values, tensors = from_bytes(data, where)
+    values, tensors = from_bytes(data, where, most)
     found: Message = kind(**checked(where, values, _wanted(kind)), tensors=tensors)
     if isinstance(found, Answer) and not 1 <= found.records <= MOST_RECORDS:
         raise BadArgument(where, f"records must be from 1 to 2^53, got {found.records}")
@@ -79,7 +80,8 @@ def _wanted(kind: type) -> dict[str, Any]:
 
 def take(data: bytes, ask: Ask, messages: PlainMessages, defence: Defence, model: nn.Module, position: int) -> Any:
     """Server: the update in an answer to this ask, and the number of records behind it; any other is refused."""
-    found = read(data, Answer)
+    tensors = len(list(model.parameters())) + len(list(model.buffers()))
+    found = read(data, Answer, most=MOST_PER_TENSOR * (tensors + 1))
     if (found.round, found.token, found.defence) != (ask.round, ask.token, ask.defence):
         raise StaleUpdate(f"client {position}", f"its answer is for another exchange, of round {found.round}")
     return messages.unpack_update(defence, model, found.values, found.tensors, position), found.records

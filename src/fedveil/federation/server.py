@@ -19,6 +19,7 @@ from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.evaluate import better, metrics, moved, predict
+from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.shards import Batch
 from fedveil.locks import locked
 from fedveil.scheme.losses import Function, Loss, find_loss
@@ -58,11 +59,13 @@ class Server(ABC):
         *,
         schedule: Schedule | None = None,
         loss: str | Loss | Function = "squared_error",
+        limits: Limits | None = None,
     ) -> None:
         self.model = model
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         self.defence = build(defence) if isinstance(defence, str) else defence
+        self.limits = limits_for(self.defence, limits)
         self.loss = find_loss(loss)
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
         self.optimizer = optimizer([p for p in self._parameters.values() if p.requires_grad])

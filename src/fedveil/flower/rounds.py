@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 SHORTEST_POLL, LONGEST_POLL = 0.005, 0.5  # seconds
 POLL_SHARE = 0.05  # of the time waited so far: what a late look can add to a round
 LONGEST_TEXT = 200
+GUILTY = ("malformed", "refused", "not finite", "stale", "unreadable")
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,11 @@ class Fault:
     node: int
     kind: str  # "silent", "malformed", "error 2" (Flower's codes) ...: docs/flower.md lists them
     text: str  # from the node, so cut and cleaned
+
+    @property
+    def guilty(self) -> bool:
+        """Whether the node answered, and wrongly: it is not asked again in this round, for which others would pay."""
+        return self.kind in GUILTY
 
     def __str__(self) -> str:
         return f"node {self.node}: {self.kind}: {self.text}"

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import time
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from fedveil.defences.registry import messages_of, record_of
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate, TooFewAnswers
 from fedveil.federation import server as federation
 from fedveil.federation.evaluate import moved
+from fedveil.federation.limits import Limits, Outcome, aggregate
 from fedveil.federation.remote import Ask, take, write
 from fedveil.federation.server import Optimizer, Schedule, Seen
 from fedveil.federation.shards import generator
@@ -59,6 +61,8 @@ class Server(federation.Server):
         batch_size: records that a client takes at a time; without `whole_shard` those are its round.
         rounds_per_epoch: for the schedule and for evaluation.
         participation: share of the nodes that are asked in a round.
+        limits: bounds on each node, and how updates are combined: `fedveil.Limits`. None takes all finite updates, with
+            one removal of the noise for their sum.
         min_answers: good answers that a round needs.
         wait_for: nodes that must be there before the first round; by default `min_answers`.
         timeout: seconds for an exchange; also how long its messages live.
@@ -82,6 +86,7 @@ class Server(federation.Server):
         batch_size: int = 1024,
         rounds_per_epoch: int = 1,
         participation: float = 1.0,
+        limits: Limits | None = Limits(),  # noqa: B008  (it is frozen)
         min_answers: int = 1,
         wait_for: int | None = None,
         timeout: float = 600.0,
@@ -90,7 +95,7 @@ class Server(federation.Server):
         pause: float = 2.0,
         seed: int = 0,
     ) -> None:
-        super().__init__(model, defence, optimizer, schedule=schedule, loss=loss)
+        super().__init__(model, defence, optimizer, schedule=schedule, loss=loss, limits=limits)
         if self.defence.repeatable:
             what = f"{self.defence.name} draws from a test seed, and this server talks to a network"
             raise BadArgument("flower.Server", what, "leave entropy= and seed= out of the defence")
@@ -118,37 +123,71 @@ class Server(federation.Server):
 
     def exchange(self, seen: Seen | None = None) -> Aggregate:
         """Broadcast, collect, aggregate; again with a new secret while too few answers are in order."""
-        deadline, faults = time.monotonic() + self.patience, list[Fault]()
+        deadline, faults, finite = time.monotonic() + self.patience, list[Fault](), False
         for attempt in range(1, self.attempts + 1):
-            nodes = self._nodes(deadline)
+            guilty = {found.node for found in faults if found.guilty}
+            nodes = self._nodes(deadline, guilty)
             broadcast, down, heard = self._ask(nodes, faults)
-            if len(heard) >= self.min_answers:
-                updates = [answer.update for answer in heard]
-                if seen:
-                    seen(broadcast, updates)
-                result = self.defence.aggregate(updates, [float(answer.records) for answer in heard])
-                details = _details(len(nodes), down, heard, faults, attempt)
+            finite = finite or bool(heard)
+            outcome = self._aggregated(broadcast, heard, faults, len(guilty - set(nodes)), seen)
+            if outcome is not None and outcome.result is not None:
+                counted = [answer for answer in heard if answer.node not in outcome.refused]
+                details = _details(len(nodes), down, counted, attempt)
+                result = outcome.recorded([str(found) for found in faults[:KEPT_FAULTS]])
                 return dataclasses.replace(result, details={**result.details, **details})
             self.defence.forget()
             if attempt < self.attempts:
                 time.sleep(self.pause)
-        if faults and all(found.kind == "not finite" for found in faults):
+        if faults and not finite and all(found.kind == "not finite" for found in faults):
             raise NonFiniteUpdate("all clients", faults[-1].text)
         raise self._too_few(f"{self.attempts} exchanges did not bring {self.min_answers} answers in order", faults)
+
+    def _aggregated(
+        self, broadcast: Any, heard: list[_Heard], faults: list[Fault], left_out: int, seen: Seen | None
+    ) -> Outcome | None:
+        """What became of the answers; None if there are too few. Refusals go to the faults."""
+        if len(heard) < self.min_answers:
+            return None
+        updates = {answer.node: answer.update for answer in heard}
+        records = {answer.node: answer.records for answer in heard}
+        if seen:
+            seen(broadcast, list(updates.values()))
+        if self.limits is None:
+            sizes = [float(own) for own in records.values()]
+            return Outcome(self.defence.aggregate(list(updates.values()), sizes), {}, ())
+        outcome = aggregate(
+            self.defence,
+            updates,
+            records,
+            self.model,
+            self.limits,
+            past=self.history.records,
+            left_out=left_out,
+            least=self.min_answers,
+        )
+        for node, error in outcome.refused.items():
+            self._note(refusal(node, error), faults)
+        return outcome
+
+    def _note(self, found: Fault, faults: list[Fault]) -> None:
+        LOG.warning("round %d: %s", self.round, found)
+        faults.append(found)
 
     def _too_few(self, what: str, faults: list[Fault]) -> TooFewAnswers:
         last = f"; the last fault was {faults[-1]}" if faults else ""
         fix = "look at the nodes; a new run goes on from the checkpoint"
         return TooFewAnswers(f"round {self.round}", what + last, fix)
 
-    def _nodes(self, deadline: float) -> list[int]:
-        """The nodes to ask, once enough are there."""
+    def _nodes(self, deadline: float, guilty: Set[int]) -> list[int]:
+        """The nodes to ask, once enough are there: without those that answered wrongly, if the others are enough."""
         needed = self.min_answers if self._started else max(self.wait_for, self.min_answers)
         while len(nodes := sorted(self.grid.get_node_ids())) < needed:
             if time.monotonic() >= deadline:
                 raise self._too_few(f"{len(nodes)} nodes are there after {self.patience:g} s, not {needed}", [])
             time.sleep(min(0.5, self.patience))
         self._started = True
+        innocent = [node for node in nodes if node not in guilty]
+        nodes = innocent if len(innocent) >= self.min_answers else nodes
         count = max(self.min_answers, round(self.participation * len(nodes)))
         if count >= len(nodes):
             return nodes
@@ -179,8 +218,7 @@ class Server(federation.Server):
         for node, reply in collect(self.grid, asked, self.timeout):
             found = reply if isinstance(reply, Fault) else self._hear(ask, node, reply, len(heard))
             if isinstance(found, Fault):
-                LOG.warning("round %d: %s", self.round, found)
-                faults.append(found)
+                self._note(found, faults)
             else:
                 heard.append(found)
         heard.sort(key=lambda answer: answer.node)  # sums do not depend on who was first
@@ -190,22 +228,25 @@ class Server(federation.Server):
         try:
             data = unwrap(reply.content, "answer")
             update, records = take(data, ask, self.messages, self.inner, self.model, position)
-        except BadArgument as error:
-            return fault(node, "malformed", f"{error.where}: {error.what}")
         except FedveilError as error:
-            kinds: dict[type[FedveilError], str] = {StaleUpdate: "stale", NonFiniteUpdate: "not finite"}
-            return fault(node, kinds.get(type(error), "refused"), error.what)
+            return refusal(node, error)
         except Exception as error:  # nothing that a node sends may end the run
             return fault(node, "malformed", f"{type(error).__name__}: {error}")
         return _Heard(node, update, records, len(data))
 
 
-def _details(asked: int, down: int, heard: list[_Heard], faults: list[Fault], attempt: int) -> dict[str, Any]:
+def refusal(node: int, error: FedveilError) -> Fault:
+    """Why an answer does not count."""
+    if isinstance(error, BadArgument):
+        return fault(node, "malformed", f"{error.where}: {error.what}")
+    kinds: dict[type[FedveilError], str] = {StaleUpdate: "stale", NonFiniteUpdate: "not finite"}
+    return fault(node, kinds.get(type(error), "refused"), error.what)
+
+
+def _details(asked: int, down: int, heard: list[_Heard], attempt: int) -> dict[str, Any]:
     records, up = sum(answer.records for answer in heard), sum(answer.size for answer in heard)
     details: dict[str, Any] = {"asked": asked, "bytes_down": down, "answers": len(heard), "records": records}
     details |= {"bytes_up": round(up / len(heard)), "bytes_total": down * asked + up}
-    if faults:
-        details["faults"] = [str(found) for found in faults[:KEPT_FAULTS]]
     if attempt > 1:
         details["attempts"] = attempt
     return details

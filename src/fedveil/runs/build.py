@@ -15,10 +15,11 @@ from fedveil.data import Data, Part, split
 from fedveil.defences import Defence, Private, registry
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import moved, predict, rows_of
+from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
 from fedveil.lookup import imported
 from fedveil.models import cnn, densenet, lenet, mlp, resnet
-from fedveil.runs.config import Config, DataSettings, ModelSettings, TrainingSettings
+from fedveil.runs.config import Config, DataSettings, LimitSettings, ModelSettings, TrainingSettings
 from fedveil.scheme import CrossEntropy, Loss, find_loss
 
 LENETS = {"lenet": "relu", "lenet-sigmoid": "sigmoid"}
@@ -144,6 +145,12 @@ def own_settings(words: Sequence[str]) -> dict[str, bool | int | float | str]:
     return found
 
 
+def build_limits(asked: LimitSettings) -> Limits | None:
+    """The limits with what was given of them; None if nothing was."""
+    given = asked.model_dump(exclude_none=True)
+    return Limits(**given) if given else None
+
+
 def build_loss(asked: TrainingSettings) -> Loss:
     """The named loss with its settings."""
     return CrossEntropy(label_smoothing=asked.label_smoothing) if asked.label_smoothing else find_loss(asked.loss)
@@ -191,6 +198,7 @@ def federation_of(config: Config, data: Data, defence: Defence | None = None) ->
         loss=build_loss(training),
         whole_shard=training.whole_shard,
         participation=training.participation,
+        limits=build_limits(config.limits),
         fuse=training.fuse,
         seed=training.seed,
     )

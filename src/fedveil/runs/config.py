@@ -135,6 +135,19 @@ class PrivacySettings(Settings):
     dp_delta: float = Field(1e-5, gt=0, lt=1, description="delta at which epsilon is given")
 
 
+class LimitSettings(Settings):
+    """Bounds on each client, and how gradients are combined; without any, clients are trusted (docs/hostile.md)."""
+
+    aggregator: (
+        Literal["mean", "median", "trimmed-mean", "geometric-median", "centred-clipping", "krum", "multi-krum"] | None
+    ) = Field(None, description="how clients' gradients become one; by default their mean")
+    hostile: int | None = Field(None, ge=0, description="hostile clients of a round that the rule must withstand")
+    max_records: Positive | None = Field(None, description="records that a client may count for, whatever it claims")
+    max_share: float | None = Field(None, gt=0, le=1, description="largest share of a client in the mean")
+    max_norm: float | None = Field(None, gt=0, description="longest gradient of a client; longer ones are refused")
+    norm_factor: float | None = Field(None, ge=1, description="longest gradient of a client, in medians of the round")
+
+
 class Config(BaseModel):
     """Everything that decides a run, but for the secrets."""
 
@@ -144,6 +157,7 @@ class Config(BaseModel):
     defence: DefenceSettings = DefenceSettings()
     training: TrainingSettings = TrainingSettings()
     privacy: PrivacySettings = PrivacySettings()
+    limits: LimitSettings = LimitSettings()
 
     def nested(self) -> dict[str, dict[str, Value]]:
         """By section and key, as in a TOML file and in config.json."""

@@ -17,9 +17,10 @@ from fedveil.federation.local import Federation, Record
 from fedveil.federation.server import Server
 from fedveil.files import refusals, write_whole
 from fedveil.locks import locked
+from fedveil.plain_json import to_json
 from fedveil.report import write
 from fedveil.runs.build import federation_of, load_data
-from fedveil.runs.config import Config, configure, refuse_code
+from fedveil.runs.config import Config, configure, flags_of, refuse_code
 from fedveil.runs.page import run_page
 
 RUN = (checkpoint.LAST, checkpoint.PREVIOUS, "model.safetensors", "summary.json")  # any of them is a run
@@ -130,7 +131,7 @@ def train(
             folder,
             data,
             config.flat(),
-            f"fedveil train {config.flags()} --out {folder}",
+            f"fedveil train {config.flags()} {flags_of({'out': str(folder)})}",
             epochs=config.training.epochs,
             checkpoint_every=config.training.checkpoint_every or federation.rounds_per_epoch,
             on_round=on_round,
@@ -167,13 +168,13 @@ def record_run(
     test = data.test.inputs, data.test.targets
     how: dict[str, Any] = {"rounds": rounds, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     with locked(folder):
-        lines = [json.dumps(record) + "\n" for record in server.history.records]
+        lines = [to_json(record) + "\n" for record in server.history.records]
         write_whole(folder / "metrics.jsonl", "".join(lines))
         with (folder / "metrics.jsonl").open("a", buffering=1) as metrics:
 
             def log(record: Record) -> None:
                 with refusals(folder / "metrics.jsonl"):
-                    metrics.write(json.dumps(record) + "\n")
+                    metrics.write(to_json(record) + "\n")
                 if on_round:
                     on_round(record)
 
@@ -181,7 +182,7 @@ def record_run(
         values = {name: tensor.detach().cpu().clone() for name, tensor in server.model.state_dict().items()}
         write_whole(folder / "model.safetensors", save(values))
         summary = summary_of(server, folder, repeat)
-        write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_whole(folder / "summary.json", to_json(summary, indent=2) + "\n")
         write(run_page(server, data, config, summary), folder / "report.html")
     return summary
 

@@ -72,6 +72,13 @@ _HEAD_TENSORS = tuple(each.name for each in fields(PublicHead) if each.type is T
 _HEAD = {each.name: each.type for each in fields(PublicHead) if each.type is not Tensor} | {"tail": str}
 
 
+def _check_forms(where: str, values: object, tensors: object) -> None:
+    """Refuse what is not a dict of values and one of tensors by name."""
+    for what, found in (("values", values), ("tensors", tensors)):
+        if not isinstance(found, Mapping) or not all(type(name) is str for name in found):
+            raise BadArgument(where, f"{what} are {type(found).__name__}, not a dict by name")
+
+
 def known_loss(where: str, loss: str, loss_settings: Mapping[str, Any], own: Loss | None) -> Loss:
     """The loss that the server named; a user's own function does not travel, and has to be given."""
     if own is not None and own.name != loss:
@@ -127,6 +134,7 @@ class Broadcast:
     ) -> "Broadcast":
         """The inverse of `pack`; a user's own loss does not travel and has to be given."""
         where = "Broadcast.unpack"
+        _check_forms(where, values, tensors)
         found = checked(where, values, _BROADCAST)
         found |= {name: tuple(found[name]) for name in ("trainable", "training")}
         own = None if loss is None else find_loss(loss)
@@ -171,6 +179,12 @@ class Update:
 
     @classmethod
     def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "Update":
-        """The inverse of `pack`."""
-        found = checked("Update.unpack", values, _UPDATE)
-        return cls(**found, passes=those_under("passes", tensors), buffers=those_under("buffer", tensors))
+        """The inverse of `pack`; refuses tensors that are neither passes nor buffers."""
+        where = "Update.unpack"
+        _check_forms(where, values, tensors)
+        found = checked(where, values, _UPDATE)
+        update = cls(**found, passes=those_under("passes", tensors), buffers=those_under("buffer", tensors))
+        if len(update.passes) + len(update.buffers) < len(tensors):
+            strange = next(name for name in tensors if not name.startswith(("passes/", "buffer/")))
+            raise BadArgument(where, f"{strange[:80]!a} was not asked for")
+        return update

@@ -104,14 +104,15 @@ def perturb(model: nn.Module, secret: Secret) -> Broadcast:
         cover = make_cover(plan, secret._noise.factors, secret._noise.shifts)
         by_name = cover.veil(tensors)
         head, coefficients = _cover_head(secret, by_name, cover) if plan.head else (None, [1.0])
-    secret._undo = Undo(cover, coefficients)
+    counters = {name: tensors[name].clone() for name in layout.counters}
+    secret._undo = Undo(cover, coefficients, {name: (value.shape, value.dtype) for name, value in counters.items()})
     buffers = {entry.name: by_name.pop(entry.name) for entry in layout.buffers}
     return Broadcast(
         secret.round,
         layout.name,
         secret.loss,
         by_name,
-        buffers | {name: tensors[name].clone() for name in layout.counters},
+        buffers | counters,
         tuple(entry.name for entry in layout.trainable),
         tuple(path for path, training in plan.modes if training),
         head,

@@ -1,20 +1,28 @@
 """Remove the noise from clients' updates (paper, Sec. 4.3)."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fedveil.errors import BadArgument, ForeignUpdate, IncompleteUpdate, MisshapenUpdate, NonFiniteUpdate, StaleUpdate
 from fedveil.graph.layout import Entry, Layout, flatten, unflatten
 from fedveil.graph.tables import POOLED
 from fedveil.scheme.cover import Cover
 from fedveil.scheme.messages import Update
-from fedveil.scheme.secret import Secret
+from fedveil.scheme.secret import Form, Secret, Undo
 from fedveil.wire import Tensors
+
+LARGEST = sys.float_info.max
+MOST_SAMPLES = 2**53  # counted exactly in float64
+_DROP = "drop this client from the round; lower the learning rate if all clients are affected"
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +42,7 @@ class Recovered:
     passes: int
 
 
+@torch.no_grad()
 def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] | None = None) -> Recovered:
     """Return the weighted mean of the gradients that clients would have sent for the unmasked model.
 
@@ -48,21 +57,49 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
         weights: |D_k| of each client; by default the number of samples of each update.
 
     Guarantees: equal to plain autograd up to rounding (tests/scheme/test_exactness.py); updates are not changed; if any
-      update is refused, nothing is recovered.
+      update is refused, nothing is recovered. Whatever stands in place of an update is refused or gives a finite
+      result (tests/scheme/test_garbage.py).
 
     Raises:
+        BadArgument: weights or a secret that cannot be used.
         UpdateRefused: an update of another round or model, incomplete, misshapen or not finite; the message says which.
     """
-    undo = secret._undo
-    if undo is None:
-        raise BadArgument("recover", "this secret was not used for a broadcast yet", "perturb(model, secret) first")
-    layout, cover = secret.plan.layout, undo.cover
+    undo, layout = _undo(secret), secret.plan.layout
+    if not isinstance(updates, list | tuple):
+        raise BadArgument("recover", f"updates are {type(updates).__name__}", "a list with one update per client")
+    wanted = _wanted(secret)
     for position, update in enumerate(updates):
-        check_update(secret, position, update)
+        _check_update(secret, wanted, position, update)
     shares = _client_shares(updates, weights)
     used = [number for number, coefficient in enumerate(undo.coefficients) if coefficient]
     passes = slice(used[0], used[-1] + 1)  # all, or the one for the true offset among decoys
-    sums = _Sums(undo.coefficients[passes], layout)
+    gradients, sums = _lifted(secret, updates, shares, passes)
+    # the passes for decoys too, so that a refusal does not reveal the true offset
+    if not sums.finite or (secret.decoys and not all(_moderate(update.passes) for update in updates)):
+        _judge_passes(secret, updates, shares)
+    floats = [{entry.name: update.buffers[entry.name] for entry in layout.buffers} for update in updates]
+    if not all(_moderate(own) for own in floats):
+        _judge_buffers(secret, updates, shares)
+    buffers = _buffers(secret, [update.buffers for update in updates], shares, used[0])
+    return Recovered(gradients, buffers, sums.error(), len(undo.coefficients))
+
+
+def _undo(secret: Secret) -> Undo:
+    if not isinstance(secret, Secret):
+        raise BadArgument("recover", f"the secret is {type(secret).__name__}", "draw_secret(plan)")
+    if secret._undo is None:
+        raise BadArgument("recover", "this secret was not used for a broadcast yet", "perturb(model, secret) first")
+    return secret._undo
+
+
+def _lifted(
+    secret: Secret, updates: Sequence[Update], shares: Sequence[float], passes: slice
+) -> tuple[Tensors, "_Sums"]:
+    """The gradients that some of the passes give, and the sizes of what was summed."""
+    undo, layout = _undo(secret), secret.plan.layout
+    cover = undo.cover
+    coefficients = [1.0] * (passes.stop - passes.start) if secret.decoys else undo.coefficients[passes]
+    sums = _Sums(coefficients, layout)
     gradients: Tensors = {}
     pooled = _pooled(cover, layout.trainable)
     if pooled:
@@ -76,24 +113,54 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
             flat = _mean((entry,), updates, shares, passes)
             cover.lift(entry, flat)
             gradients[entry.name] = cover.back(entry, sums.combine(flat)).view(entry.shape)
-    # the passes for decoys too, so that a refusal does not reveal the true offset
-    finite = all(_finite(update.passes) for update in updates) if secret.decoys else True
-    if not (finite and math.isfinite(sums.size)):
-        refuse_non_finite(updates)
-    if not all(torch.isfinite(update.buffers[e.name]).all() for update in updates for e in layout.buffers):
-        refuse_non_finite(updates)
-    own = [update.buffers for update in updates]
-    if _has_rows(secret):
-        own = [{name: t[used[0]] if t.is_floating_point() else t for name, t in each.items()} for each in own]
-    gradients = {entry.name: gradients[entry.name] for entry in layout.trainable}
-    return Recovered(gradients, _buffers(layout, cover, own, shares), sums.error(), len(undo.coefficients))
+    return {entry.name: gradients[entry.name] for entry in layout.trainable}, sums
 
 
-def _finite(tensors: Tensors) -> bool:
-    """Whether all sums are finite; small tensors are concatenated, because one call for each would be slow."""
+def _moderate(tensors: Tensors) -> bool:
+    """Whether no number is NaN, infinite, or so large that its square overflows: then no factor makes it overflow.
+
+    Small tensors are concatenated, because one call for each would be slow.
+    """
     small = [tensor.reshape(-1) for tensor in tensors.values() if tensor.numel() <= POOLED]
     parts = [tensor for tensor in tensors.values() if tensor.numel() > POOLED] + ([torch.cat(small)] if small else [])
-    return all(math.isfinite(float(part.sum())) for part in parts)
+    return all(float(torch.linalg.vector_norm(part)) <= math.sqrt(torch.finfo(part.dtype).max) for part in parts)
+
+
+def _judge_passes(secret: Secret, updates: Sequence[Update], shares: Sequence[float]) -> None:
+    """Refuse passes that are not finite, or overflow once the noise is removed; those for decoys as the true one."""
+    refuse_non_finite(updates)
+    count = len(_undo(secret).coefficients)
+    parts = [slice(number, number + 1) for number in range(count)] if secret.decoys else [slice(0, count)]
+
+    def fits(some: Sequence[Update], weights: Sequence[float]) -> bool:
+        return all(_lifted(secret, some, weights, part)[1].finite for part in parts)
+
+    if not fits(updates, shares):
+        alone = [position for position, update in enumerate(updates) if not fits([update], [1.0])]
+        _refuse_overflow(secret, "gradient", alone, [update.passes for update in updates])
+
+
+def _judge_buffers(secret: Secret, updates: Sequence[Update], shares: Sequence[float]) -> None:
+    """Refuse buffers that are not finite, or overflow once the noise is removed, in any row."""
+    refuse_non_finite(updates)
+    rows = range(len(_undo(secret).coefficients) if _has_rows(secret) else 1)
+
+    def fits(some: Sequence[Update], weights: Sequence[float]) -> bool:
+        made = [_buffers(secret, [update.buffers for update in some], weights, row) for row in rows]
+        return all(bool(buffer.isfinite().all()) for buffers in made for buffer in buffers.values())
+
+    if not fits(updates, shares):
+        alone = [position for position, update in enumerate(updates) if not fits([update], [1.0])]
+        names = [entry.name for entry in secret.plan.layout.buffers]
+        _refuse_overflow(secret, "buffers", alone, [{name: u.buffers[name] for name in names} for u in updates])
+
+
+def _refuse_overflow(secret: Secret, what: str, alone: Sequence[int], clients: Sequence[Tensors]) -> NoReturn:
+    """Name the client that overflows by itself, or else the one with the largest numbers."""
+    sizes = [math.hypot(*(_norm(tensor) for tensor in tensors.values())) for tensors in clients]
+    position = alone[0] if alone else sizes.index(max(sizes))
+    text = f"{what}: its finite numbers overflow {secret.plan.layout.dtype} once the noise is removed"
+    raise NonFiniteUpdate(f"client {position}", text, _DROP)
 
 
 def _has_rows(secret: Secret) -> bool:
@@ -112,35 +179,68 @@ class _Sums:
 
     def __init__(self, coefficients: Sequence[float], layout: Layout) -> None:
         self._weights = torch.tensor(coefficients, dtype=layout.dtype, device=layout.device)
-        self._coefficients, self._eps = np.abs(coefficients), torch.finfo(layout.dtype).eps
-        self._squares, self._square = np.zeros(len(coefficients)), 0.0
+        self._coefficients, self._eps = [abs(c) for c in coefficients], torch.finfo(layout.dtype).eps
+        self._sizes, self._size, self.finite = [0.0] * len(coefficients), 0.0, True
 
     def combine(self, passes: Tensor) -> Tensor:
         combined = self._weights @ passes
-        size = float(torch.linalg.vector_norm(combined))
-        self._squares += torch.linalg.vector_norm(passes, dim=1).double().cpu().numpy() ** 2
-        self._square += size * size  # infinite if it overflows
+        size = _norm(combined)
+        self.finite = self.finite and math.isfinite(size)
+        self._size = math.hypot(self._size, size)
+        sizes = torch.linalg.vector_norm(passes, dim=1).tolist()
+        if not all(map(math.isfinite, sizes)):
+            sizes = [_norm(row) for row in passes]
+        self._sizes = list(map(math.hypot, self._sizes, sizes))
         return combined
 
-    @property
-    def size(self) -> float:
-        return math.sqrt(self._square)
-
     def error(self) -> float:
-        """The estimated relative error: rounding of the passes, over the size of their sum."""
-        terms = float(self._coefficients @ np.sqrt(self._squares))
-        return self._eps * (terms / self.size if self.size else 1.0)
+        """The estimated relative error: rounding of the passes, over the size of their sum; at most the largest float.
+
+        Only passes that cancel to 300 digits would give more, and then no digit of the sum is known anyway.
+        """
+        if not self._size:
+            return self._eps
+        size = min(self._size, LARGEST)
+        terms = sum(c * (min(own, LARGEST) / size) for c, own in zip(self._coefficients, self._sizes, strict=True))
+        return min(self._eps * terms, LARGEST)
+
+
+def _norm(values: Tensor) -> float:
+    """The Euclidean norm; finite if all numbers are, even where their squares overflow."""
+    size = float(torch.linalg.vector_norm(values))
+    if math.isfinite(size):
+        return size
+    largest = float(values.abs().max())
+    if not math.isfinite(largest):
+        return math.inf
+    return min(largest * float(torch.linalg.vector_norm(values.double() / largest)), LARGEST)
 
 
 def _client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
     """w_k = |D_k| / |D|."""
-    sizes = [float(u.samples) for u in updates] if weights is None else [float(w) for w in weights]
+    sizes = [float(update.samples) for update in updates] if weights is None else _weights(weights, len(updates))
     if len(sizes) != len(updates) or not sizes:
         what = f"{len(updates)} updates and {len(sizes)} weights: there must be one weight per update, at least one"
         raise BadArgument("recover", what)
-    if not all(math.isfinite(size) and size >= 0 for size in sizes) or not sum(sizes) > 0:
-        raise BadArgument("recover", "weights must be finite, not negative, and not all 0")
+    if not all(size >= 0 for size in sizes) or not 0 < sum(sizes) < math.inf:
+        raise BadArgument("recover", "weights must be finite, as their sum, not negative, and not all 0")
     return [size / sum(sizes) for size in sizes]
+
+
+def _weights(weights: Sequence[float], count: int) -> list[float]:
+    """Weights as floats, in a list, a tuple, a vector or another sequence of numbers."""
+    try:
+        if isinstance(weights, Tensor | np.ndarray):
+            weights = weights.tolist()
+        if isinstance(weights, str | bytes) or not isinstance(weights, Sequence):
+            raise TypeError(type(weights).__name__)
+        if len(weights) != count:  # before any of them is looked at
+            return [0.0] * len(weights)
+        if not all(isinstance(weight, Real) and not isinstance(weight, bool) for weight in weights):
+            raise TypeError("what is no number")
+        return [float(weight) for weight in weights]
+    except Exception as error:  # whatever garbage makes of the above
+        raise BadArgument("recover", f"weights cannot be used: {type(error).__name__}", "one number each") from error
 
 
 def _mean(entries: Sequence[Entry], updates: Sequence[Update], shares: Sequence[float], passes: slice) -> Tensor:
@@ -157,7 +257,11 @@ def _mean(entries: Sequence[Entry], updates: Sequence[Update], shares: Sequence[
     return total
 
 
-def _buffers(layout: Layout, cover: Cover, clients: Sequence[Tensors], shares: Sequence[float]) -> Tensors:
+def _buffers(secret: Secret, clients: Sequence[Tensors], shares: Sequence[float], row: int) -> Tensors:
+    """Buffers without their noise; of those with one row per candidate, one row."""
+    layout, cover = secret.plan.layout, _undo(secret).cover
+    if _has_rows(secret):
+        clients = [{name: t[row] if t.is_floating_point() else t for name, t in own.items()} for own in clients]
     out: Tensors = {name: torch.stack([own[name] for own in clients]).amax(0) for name in layout.counters}
     if not layout.buffers:
         return out
@@ -175,47 +279,80 @@ def _buffers(layout: Layout, cover: Cover, clients: Sequence[Tensors], shares: S
     return out
 
 
+class _Wanted(NamedTuple):
+    """Shapes and dtypes that an update must have, by name."""
+
+    passes: dict[str, Form]
+    buffers: dict[str, Form]
+
+
+def _wanted(secret: Secret) -> _Wanted:
+    layout, undo = secret.plan.layout, _undo(secret)
+    passes = (len(undo.coefficients),)
+    rows = passes if _has_rows(secret) else ()
+    return _Wanted(
+        {entry.name: (torch.Size((*passes, *entry.shape)), layout.dtype) for entry in layout.trainable},
+        {entry.name: (torch.Size((*rows, *entry.shape)), layout.dtype) for entry in layout.buffers} | undo.counters,
+    )
+
+
 def check_update(secret: Secret, position: int, update: Update) -> None:
     """Refuse an update that cannot belong to this round."""
-    assert secret._undo is not None
-    client, passes = f"client {position}", len(secret._undo.coefficients)
-    layout = secret.plan.layout
-    if update.model != layout.name:
+    _undo(secret)
+    _check_update(secret, _wanted(secret), position, update)
+
+
+def _check_update(secret: Secret, wanted: _Wanted, position: int, update: Update) -> None:
+    client, layout = f"client {position}", secret.plan.layout
+    if not isinstance(update, Update):
+        raise MisshapenUpdate(client, f"its update is {type(update).__name__}, not an Update")
+    if type(update.model) is not str or update.model != layout.name:
         fix = "clients and server must build the same architecture"
-        raise ForeignUpdate(client, f"its update is for model {update.model}, not {layout.name}", fix)
-    if update.round != secret.round:
-        what = f"its update is for round {update.round[:8]}, not {secret.round[:8]}"
+        raise ForeignUpdate(client, f"its update is for model {_shown(update.model)}, not {layout.name}", fix)
+    if type(update.round) is not str or update.round != secret.round:
+        what = f"its update is for round {_shown(update.round)}, not {secret.round[:8]}"
         raise StaleUpdate(client, what, "aggregate only answers to this round's broadcast")
-    if not isinstance(update.samples, int) or update.samples < 1:
-        raise IncompleteUpdate(client, f"its update counts {update.samples!r} samples, not 1 or more")
-    for entry in layout.trainable:
-        found = update.passes.get(entry.name)
-        if found is not None and found.dim() and found.shape[0] != passes:
-            raise IncompleteUpdate(client, f"{entry.name} has {found.shape[0]} passes, not {passes}")
-        _check_tensor(client, entry.name, found, (passes, *entry.shape), layout.dtype)
-    rows = (passes,) if _has_rows(secret) else ()
-    for entry in layout.buffers:
-        shape = (*rows, *entry.shape)
-        _check_tensor(client, f"buffer {entry.name}", update.buffers.get(entry.name), shape, layout.dtype)
-    for name in layout.counters:
-        if name not in update.buffers:
-            raise IncompleteUpdate(client, f"buffer {name} is missing")
+    if type(update.samples) is not int or not 1 <= update.samples <= MOST_SAMPLES:
+        count = update.samples if type(update.samples) in (int, bool) and abs(update.samples) < 10**20 else None
+        text = type(update.samples).__name__ if count is None else str(count)
+        raise IncompleteUpdate(client, f"its update counts {text} samples, not 1 to 2^53")
+    _check_tensors(client, "", update.passes, wanted.passes, layout.device)
+    _check_tensors(client, "buffer ", update.buffers, wanted.buffers, layout.device)
 
 
-def _check_tensor(client: str, what: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tensor is None:
-        raise IncompleteUpdate(client, f"{what} is missing")
-    if tensor.shape != shape or tensor.dtype != dtype:
-        found = f"{tuple(tensor.shape)} {tensor.dtype}"
-        raise MisshapenUpdate(client, f"{what} is {found}, not {tuple(shape)} {dtype}")
+def _shown(text: str) -> str:
+    """The beginning of a client's text, without characters that a terminal obeys."""
+    return ascii(text[:16])[1:-1] if isinstance(text, str) else type(text).__name__
 
 
-def refuse_non_finite(updates: Sequence[Update]) -> None:
-    """Name the first tensor with NaN or infinity."""
-    for position, update in enumerate(updates):
+def _check_tensors(client: str, kind: str, found: Tensors, wanted: dict[str, Form], device: torch.device) -> None:
+    """Refuse tensors that are missing, misshapen or not asked for; looks at none of their values."""
+    if not isinstance(found, dict):
+        raise MisshapenUpdate(client, f"its {kind or 'passes '}are {type(found).__name__}, not a dict")
+    for name, (shape, dtype) in wanted.items():
+        tensor = found.get(name)
+        if tensor is None:
+            raise IncompleteUpdate(client, f"{kind}{name} is missing")
+        if type(tensor) is not Tensor and type(tensor) is not Parameter:
+            raise MisshapenUpdate(client, f"{kind}{name} is {type(tensor).__name__}, not a tensor")
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.device != device:
+            form = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
+            raise MisshapenUpdate(client, f"{kind}{name} is {form}, not {torch.strided} on {device}")
+        if tensor.shape != shape or tensor.dtype is not dtype:
+            if not kind and tensor.dim() and tensor.shape[0] != shape[0]:
+                raise IncompleteUpdate(client, f"{name} has {tensor.shape[0]} passes, not {shape[0]}")
+            form = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise MisshapenUpdate(client, f"{kind}{name} is {form}, not {tuple(shape)} {dtype}")
+    if len(found) > len(wanted):
+        strange = next(name for name in found if name not in wanted)
+        text = ascii(strange[:80]) if isinstance(strange, str) else type(strange).__name__
+        raise MisshapenUpdate(client, f"{kind or 'pass '}{text} was not asked for")
+
+
+def refuse_non_finite(updates: Sequence[Update], first: int = 0) -> None:
+    """Refuse NaN and infinity: names the tensor, and the client, counted from `first`."""
+    for position, update in enumerate(updates, first):
         buffers = {f"buffer {name}": buffer for name, buffer in update.buffers.items()}
         for what, tensor in (update.passes | buffers).items():
             if not torch.isfinite(tensor).all():
-                fix = "drop this client from the round; lower the learning rate if all clients are affected"
-                raise NonFiniteUpdate(f"client {position}", f"{what} holds NaN or infinity", fix)
-    raise NonFiniteUpdate("all clients", "the sum of finite updates overflows", "lower the learning rate")
+                raise NonFiniteUpdate(f"client {position}", f"{what} holds NaN or infinity", _DROP)

@@ -23,6 +23,8 @@ DECOYS = 2  # the default: as many passes as squared error with one group
 SLOTS_AHEAD = 2**15  # of noise drawn ahead
 LARGEST_FACTOR = 1e6  # beyond it, products of a few factors overflow float32
 
+Form = tuple[torch.Size, torch.dtype]
+
 
 @dataclass(frozen=True)
 class HeadNoise:
@@ -42,6 +44,7 @@ class Undo:
 
     cover: Cover
     coefficients: list[float]  # of the clients' passes; 0 for decoys
+    counters: dict[str, Form]  # by name
 
 
 class InMemory:

@@ -26,6 +26,7 @@ from pydantic import TypeAdapter
 
 from fedveil.errors import FedveilError
 from fedveil.files import write_whole
+from fedveil.plain_json import to_json
 
 Progress = Callable[[float, str], None]  # the share that is done, and what is being done
 Show = Callable[[str, float, str], None]  # the job, and its progress
@@ -112,7 +113,7 @@ def run_job(job: Job[R], folder: Path, progress: Progress, done: Done) -> R | Fa
         result = Failed(f"{type(error).__name__}: {error}")
     if isinstance(result, Failed):
         plain = {"failed": result.failed}
-    write_whole(folder / f"{job.name}.json", json.dumps({"asked": repr(job.work), "result": plain}) + "\n")
+    write_whole(folder / f"{job.name}.json", to_json({"asked": repr(job.work), "result": plain}, exact=True) + "\n")
     return result
 
 

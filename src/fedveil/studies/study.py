@@ -1,6 +1,5 @@
 """The one pipeline of every study: jobs, results as documented dataclasses, and a pure function that presents them."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pydantic_core import to_jsonable_python
 
 from fedveil.files import write_whole
 from fedveil.locks import locked
+from fedveil.plain_json import to_json
 from fedveil.report import Page, Section, Table, write
 from fedveil.studies.jobs import Done, Job, Result, Show, run_jobs
 
@@ -90,7 +90,7 @@ def publish(study: Study[S, R], asked: S, results: R, folder: Path, command: str
     """Write results.json and report.html; returns what the terminal shows."""
     plain = {"command": command, "results": to_jsonable_python(results)}
     with locked(folder):
-        write_whole(folder / "results.json", json.dumps(plain, indent=1) + "\n")
+        write_whole(folder / "results.json", to_json(plain, indent=1) + "\n")
         shown = study.present(asked, results)
         write(shown.page(command), folder / "report.html")
     return shown

@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
 from fedveil.locks import locked
+from fedveil.plain_json import to_json
 from fedveil.report import Facts, Page, Section, Table, Text, write
 from fedveil.studies.jobs import Show
 from fedveil.studies.paper.fig3 import Fig3
@@ -153,7 +154,7 @@ def compute(plan: Plan, folder: Path, workers: int | None, show: Show) -> dict[s
         "with": f"fedveil {version('fedveil')}, torch {torch.__version__}, Python {platform.python_version()}",
         "results": results,
     }
-    write_whole(folder / f"{plan.name}.json", json.dumps(made, indent=1) + "\n")
+    write_whole(folder / f"{plan.name}.json", to_json(made, indent=1, exact=True) + "\n")
     return made
 
 

@@ -1,0 +1,303 @@
+"""What one client may do to a round: its update is judged by itself, and what counts of it is bounded."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fedveil.checks import one_of, positive, share, whole
+from fedveil.defences import Aggregate, Defence, Private, innermost
+from fedveil.defences.plain import split
+from fedveil.errors import BadArgument, ExcessiveUpdate, NonFiniteUpdate, UpdateRefused
+from fedveil.federation.aggregators import RULES
+
+MEAN = "mean"
+AGGREGATORS = (MEAN, *RULES)
+FEWEST = 3  # updates of which a median says anything about a single one
+REMEMBERED = 50  # rounds
+NORMS = {"update_norm": "gradient", "buffer_norm": "buffers", "counter_norm": "counters"}  # by key of a record
+"""What is measured of an update: its gradient, and the change of its floating-point and of its other buffers."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on each client, and how clients' gradients are combined.
+
+    The noise is removed from each update by itself, in place of one removal for their sum. An update that breaks a
+    bound is refused; the round goes on without it.
+
+    Guarantees: with `norm_factor` and three updates or more, no update counts that is longer than `norm_factor` times
+      the largest of the medians of this round and of the last 50. With `max_share` and three updates or more no client
+      has a larger share of the mean. With a rule other than the mean, up to `hostile` clients may send anything.
+    Not guaranteed: anything, if half of the clients or more are hostile. Updates below the bounds may still be wrong;
+      against these there are the rules (docs/hostile.md).
+
+    Args:
+        aggregator: "mean", weighted by records, or a rule in which every client counts the same: "median",
+            "trimmed-mean", "geometric-median", "centred-clipping", "krum", "multi-krum".
+        hostile: how many clients of a round the rule must withstand.
+        max_records: records that a client may count for, whatever it claims: one number for all, or one for each by its
+            number (Flower: node id); of a client without a number the claim counts.
+        max_share: largest share of a client in the mean, of three or more.
+        max_norm: longest update.
+        norm_factor: longest update, in medians; None for no such bound.
+    """
+
+    aggregator: str = MEAN
+    hostile: int = 1
+    max_records: int | Mapping[int, int] | None = None
+    max_share: float = 0.5
+    max_norm: float | None = None
+    norm_factor: float | None = 10.0
+
+    def __post_init__(self) -> None:
+        where = "Limits"
+        one_of(where, "aggregator", self.aggregator, AGGREGATORS)
+        whole(where, "hostile", self.hostile, 0)
+        share(where, "max_share", self.max_share)
+        known = self.max_records.values() if isinstance(self.max_records, Mapping) else [self.max_records]
+        for records in known:
+            if records is not None:
+                whole(where, "max_records", records)
+        if self.max_norm is not None:
+            positive(where, "max_norm", self.max_norm)
+        if self.norm_factor is not None and not positive(where, "norm_factor", self.norm_factor) >= 1:
+            raise BadArgument(where, f"norm_factor must be at least 1, got {self.norm_factor!r}", "norm_factor=10")
+
+    def needed(self, refused: int = 0) -> int:
+        """The fewest updates that a round needs, besides those that were refused."""
+        return 1 if self.aggregator == MEAN else RULES[self.aggregator].needed(max(0, self.hostile - refused))
+
+    def records(self, client: int, claimed: int) -> int:
+        """What a client's claim counts for."""
+        known = self.max_records
+        most = known.get(client) if isinstance(known, Mapping) else known
+        return claimed if most is None else min(claimed, most)
+
+
+def limits_for(defence: Defence, limits: Limits | None) -> Limits | None:
+    """The limits, as far as the defence can have them; what cannot be combined is refused."""
+    if limits is None or not isinstance(defence, Private):
+        return limits
+    neutral = Limits(max_records=limits.max_records, max_share=limits.max_share, norm_factor=limits.norm_factor)
+    if limits != neutral:
+        what = "differential privacy clips each update and gives away only their sum, with noise"
+        raise BadArgument("Limits", what, "leave out aggregator, hostile and max_norm; --dp-clip bounds every client")
+    return dataclasses.replace(limits, norm_factor=None)
+
+
+def shares_of(records: Sequence[float], most: float) -> list[float]:
+    """Each client's share; where one would be above `most`, records above some number do not count for anyone.
+
+    >>> shares_of([10, 10, 80], 0.5)
+    [0.25, 0.25, 0.5]
+    """
+    bound = max(most, 1 / len(records))
+    ordered = sorted(records)
+    for above in range(len(records)):  # clients at the bound
+        if above * bound >= 1:
+            break
+        cap = bound * sum(ordered[: len(records) - above]) / (1 - above * bound)
+        if ordered[len(records) - above - 1] <= cap:
+            counted = [min(own, cap) for own in records] if above else records
+            return [own / sum(counted) for own in counted]
+    return [1 / len(records)] * len(records)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What became of a round's updates."""
+
+    result: Aggregate | None  # None if too few are left
+    refused: dict[int, UpdateRefused]  # by client
+    capped: tuple[int, ...]  # clients that count for less than they claimed
+
+    def recorded(self, faults: Sequence[str]) -> Aggregate:
+        """The result, with what the round's record should tell."""
+        assert self.result is not None
+        told: dict[str, Any] = {"faults": list(faults)} if faults else {}
+        told |= {"capped": list(self.capped)} if self.capped else {}
+        return dataclasses.replace(self.result, details={**self.result.details, **told})
+
+
+def aggregate(
+    defence: Defence,
+    updates: Mapping[int, Any],
+    claims: Mapping[int, int],
+    model: nn.Module,
+    limits: Limits,
+    *,
+    past: Sequence[Mapping[str, Any]] = (),
+    left_out: int = 0,
+    least: int = 1,
+) -> Outcome:
+    """Judge each client's update, and combine those that are not refused.
+
+    Args:
+        defence: the one whose broadcast the updates answer.
+        updates: by client.
+        claims: the records that each client says it has.
+        model: the server's, as it was broadcast.
+        limits: bounds on each client.
+        past: records of the rounds so far.
+        left_out: clients that were refused before in this round.
+        least: the fewest updates that may be left.
+    """
+    judged = dict(zip(updates, judge(defence, list(updates.values()), model, limits, past), strict=True))
+    refused = {client: one for client, one in judged.items() if isinstance(one, UpdateRefused)}
+    kept = {client: one for client, one in judged.items() if isinstance(one, Aggregate)}
+    out = left_out + len(refused)
+    if len(kept) < max(least, limits.needed(out)):
+        return Outcome(None, refused, ())
+    records = {client: limits.records(client, claims[client]) for client in kept}
+    shares = shares_of(list(records.values()), limits.max_share if len(kept) >= FEWEST else 1.0)
+    whole_share = [own / sum(records.values()) for own in records.values()]
+    lower = [own < before - 1e-12 for own, before in zip(shares, whole_share, strict=True)]
+    result = combine(defence, list(kept.values()), shares, limits.aggregator, max(0, limits.hostile - out))
+    capped = [c for c, less in zip(kept, lower, strict=True) if less or records[c] < claims[c]]
+    counted = limits.aggregator == MEAN and not isinstance(defence, Private)
+    return Outcome(result, refused, tuple(capped) if counted else ())
+
+
+def judge(
+    defence: Defence, updates: Sequence[Any], model: nn.Module, limits: Limits, past: Sequence[Mapping[str, Any]]
+) -> list[Aggregate | UpdateRefused]:
+    """What each update says by itself, or why it is refused. Norms are taken in float64.
+
+    Args:
+        defence: the one whose broadcast the updates answer.
+        updates: one per client.
+        model: the server's, as it was broadcast.
+        limits: bounds on each.
+        past: records of the rounds so far.
+    """
+    found = innermost(defence).each(updates)
+    lengths = [None if isinstance(one, UpdateRefused) else _norms(one, model) for one in found]
+    bounds = _bounds([own for own in lengths if own], model, limits, past)
+    judged: list[Aggregate | UpdateRefused] = []
+    for position, (one, own) in enumerate(zip(found, lengths, strict=True)):
+        if isinstance(one, UpdateRefused) or own is None:
+            judged.append(one)
+            continue
+        why = _refusal(f"client {position}", one, own, bounds, model)
+        seen = {} if isinstance(defence, Private) else own  # a norm without noise would tell about its client
+        judged.append(why or dataclasses.replace(one, details={**one.details, **seen}))
+    return judged
+
+
+def _norms(found: Aggregate, model: nn.Module) -> dict[str, float]:
+    """Of each kind in `NORMS`; kinds that the model does not have are left out."""
+    before = dict(model.named_buffers())
+    floating = [name for name in found.buffers if before[name].is_floating_point()]
+    parts: dict[str, list[Tensor]] = {"update_norm": list(found.gradients.values())}
+    parts["buffer_norm"] = [found.buffers[name].double() - before[name].double() for name in floating]
+    others = found.buffers.keys() - set(floating)
+    parts["counter_norm"] = [found.buffers[name].double() - before[name].double() for name in others]
+    return {key: norm(tensors) for key, tensors in parts.items() if tensors}
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    """Of all numbers together, in float64."""
+    own = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    return float(torch.linalg.vector_norm(torch.stack(own)))
+
+
+def _bounds(
+    lengths: Sequence[Mapping[str, float]], model: nn.Module, limits: Limits, past: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """The largest norm of each kind."""
+    first = next(model.parameters())
+    dtype = first.dtype if torch.finfo(first.dtype).bits > 16 else torch.float32
+    largest = math.sqrt(torch.finfo(dtype).max) * 1e-3  # an optimiser that squares it stays far from infinity
+    bounds = {"update_norm": min(largest, limits.max_norm or largest), "buffer_norm": largest, "counter_norm": 2.0**40}
+    if limits.norm_factor is None or len(lengths) < FEWEST:
+        return bounds
+    slack = {"buffer_norm": math.sqrt(torch.finfo(first.dtype).eps) * norm([*_floating(model), torch.zeros(1)])}
+    for key in NORMS:
+        own = sorted(each[key] for each in lengths if key in each)
+        if own:
+            recent = [record[key] for record in past[-REMEMBERED:] if record.get(key) is not None]
+            reference = max([own[(len(own) - 1) // 2], *recent])
+            if reference or key != "update_norm":  # gradients that are mostly 0 bound nothing
+                bounds[key] = min(bounds[key], limits.norm_factor * reference + slack.get(key, 0.0))
+    return bounds
+
+
+def _floating(model: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+def _refusal(
+    client: str, found: Aggregate, lengths: Mapping[str, float], bounds: Mapping[str, float], model: nn.Module
+) -> UpdateRefused | None:
+    for key, length in lengths.items():
+        if not math.isfinite(length):
+            return NonFiniteUpdate(client, f"its {NORMS[key]} overflow once the noise is removed")
+        if length > bounds[key]:
+            what = "has norm" if key == "update_norm" else "change by"
+            return ExcessiveUpdate(client, f"its {NORMS[key]} {what} {length:.3g}, above the bound {bounds[key]:.3g}")
+    for path, module in model.named_modules():
+        name = f"{path}.running_var" if path else "running_var"
+        if isinstance(module, _NormBase) and name in found.buffers and float(found.buffers[name].min()) < 0:
+            return ExcessiveUpdate(client, f"buffer {name} is a variance, and negative")
+    return None
+
+
+def combine(
+    defence: Defence, found: Sequence[Aggregate], shares: Sequence[float], aggregator: str, hostile: int
+) -> Aggregate:
+    """One gradient from those that were not refused.
+
+    Args:
+        defence: one with differential privacy combines them itself.
+        found: what `judge` returned, without refusals.
+        shares: of each client in a mean.
+        aggregator: the mean, or the name of a rule.
+        hostile: how many of them a rule must withstand.
+    """
+    if isinstance(defence, Private):
+        return defence.total(found)
+
+    def one(vectors: Sequence[Tensor]) -> Tensor:
+        rows = torch.stack(list(vectors))
+        if aggregator == MEAN:
+            return torch.tensor(shares, dtype=rows.dtype, device=rows.device) @ rows
+        return RULES[aggregator].combine(rows, hostile)
+
+    gradients = _by_name([one_client.gradients for one_client in found], one)
+    first = found[0].buffers
+    floating = [name for name, buffer in first.items() if buffer.is_floating_point()]
+    buffers = _by_name([{name: own.buffers[name] for name in floating} for own in found], one)
+    buffers |= {
+        name: torch.stack([own.buffers[name] for own in found]).amax(0) for name in first if name not in floating
+    }
+    return Aggregate(gradients, buffers, _error(found, shares), _details(found))
+
+
+def _by_name(clients: Sequence[Mapping[str, Tensor]], one: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
+    first = clients[0]
+    if not first:
+        return {}
+    flat = one([torch.cat([own[name].reshape(-1) for name in first]) for own in clients])
+    return split(flat, first)
+
+
+def _error(found: Sequence[Aggregate], shares: Sequence[float]) -> float:
+    """Mean of the relative errors, each weighted by what its gradient counts for."""
+    sizes = [part * float(own.details["update_norm"]) for own, part in zip(found, shares, strict=True)]
+    wrong = sum(own.error * size for own, size in zip(found, sizes, strict=True))
+    return wrong / sum(sizes) if sum(sizes) else 0.0
+
+
+def _details(found: Sequence[Aggregate]) -> dict[str, float]:
+    """Means over clients, but for norms: their medians."""
+    details = {}
+    for key in found[0].details:
+        own = sorted(float(each.details[key]) for each in found if key in each.details)
+        details[key] = own[(len(own) - 1) // 2] if key in NORMS else sum(own) / len(own)
+    return details

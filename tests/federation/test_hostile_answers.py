@@ -1,0 +1,143 @@
+"""Whatever a minority of clients sends, each answer is refused by name or harmless, and the round has a result."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from tests.mutations import MUTATIONS
+from tests.oracle import built
+from torch import nn
+
+from fedveil import Limits
+from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil, innermost
+from fedveil.defences.registry import messages_of, record_of
+from fedveil.errors import FedveilError
+from fedveil.federation.limits import aggregate, limits_for
+from fedveil.federation.remote import Ask, answer, read, take, write
+from fedveil.models import mlp
+from fedveil.scheme.losses import find_loss
+
+CLIENTS, WRONG = 7, 3  # in each round, that many send what was mutated
+SIZES = (12, 8, 10, 9, 11, 10, 8)
+
+
+def net():
+    return mlp(6, 4, hidden=10)
+
+
+def normed():
+    return nn.Sequential(nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 4))
+
+
+DEFENCES = {
+    "plain": (Plain, normed, "squared_error"),
+    "veil": (Veil, normed, "squared_error"),
+    "veil, decoys": (Veil, net, "cross_entropy"),
+    "ppdl": (lambda: PPDL(0.3), normed, "squared_error"),
+    "dbcl": (DBCL, net, "squared_error"),
+    "spn": (SPN, net, "squared_error"),
+    "private veil": (lambda: Private(Veil(), 1.0, 0.0), net, "squared_error"),
+}
+
+
+class Round:
+    """One broadcast, and every client's honest answer to it."""
+
+    def __init__(self, name):
+        make, build, loss = DEFENCES[name]
+        self.model, self.defence = built(build).float(), make()
+        self.inner, self.limits = innermost(self.defence), limits_for(self.defence, Limits())
+        draw = torch.Generator().manual_seed(0)
+        data = [(torch.randn(n, 6, generator=draw), torch.randint(4, (n,), generator=draw)) for n in SIZES]
+        self.defence.prepare(self.model, data[0][0][:2], find_loss(loss))
+        self.messages = messages_of(record_of(self.inner), name)
+        packed = self.messages.pack(self.inner, self.defence.broadcast(self.model))
+        options = {name: getattr(self.inner, name) for name in self.messages.settings}
+        record = record_of(self.inner).name
+        self.ask = Ask("session", 0, "token", record, options, loss, find_loss(loss).settings(), True, 8, 0, *packed)
+        self.secret = vars(self.inner).get("_secret")
+        ask = write(self.ask)  # each client unpacks its own
+        self.honest = [answer(read(ask, Ask), built(build).float(), own, {}, client=0)[0] for own in data]
+        moved = [self.step({client: data})[0] for client, data in enumerate(self.honest)]
+        self.most = {kind: max(own[kind] for own in moved) for kind in moved[0]}
+
+    def step(self, answers):
+        """How far the round moves the model with a learning rate of 1, and who was refused."""
+        if self.secret is not None:
+            self.inner._secret = self.secret  # every round here answers the same broadcast
+        taken, refused = {}, set()
+        for client, data in answers.items():
+            try:
+                taken[client] = take(data, self.ask, self.messages, self.inner, self.model, client)
+            except FedveilError:
+                refused.add(client)
+
+        updates, claims = {c: own[0] for c, own in taken.items()}, {c: own[1] for c, own in taken.items()}
+        outcome = aggregate(self.defence, updates, claims, self.model, self.limits)
+        assert outcome.result is not None
+        before = dict(self.model.named_buffers())
+        changes = {"parameters": list(outcome.result.gradients.values()), "buffers": [], "counters": []}
+        for name, value in outcome.result.buffers.items():
+            kind = "buffers" if value.is_floating_point() else "counters"
+            changes[kind].append(value.double() - before[name].double())
+        moved = {
+            kind: math.sqrt(sum(float(t.double().square().sum()) for t in found)) for kind, found in changes.items()
+        }
+        return moved, refused | set(outcome.refused)
+
+    def check(self, mutations):
+        """The first clients' answers mutated: only they are refused, and what counts is within the bounds."""
+        answers = dict(enumerate(self.honest))
+        for client, mutate in enumerate(mutations):
+            answers[client] = mutate(answers[client])
+        moved, refused = self.step(answers)
+        assert refused <= set(range(len(mutations)))
+        private = isinstance(self.defence, Private)
+        for kind, length in moved.items():
+            bound = 1.0 if private else Limits().norm_factor * self.most[kind]
+            slack = 1e-3 * math.sqrt(sum(float(b.double().square().sum()) for b in self.model.buffers()))
+            assert length <= bound * (1 + 1e-6) + (slack if kind == "buffers" else 0.0), (kind, length, bound)
+        return refused
+
+
+def fuzz(name, rounds, again=True):
+    tried = Round(name)
+    assert tried.step(dict(enumerate(tried.honest)))[1] == set()
+
+    @settings(
+        max_examples=rounds, deadline=None, database=None, derandomize=again, suppress_health_check=list(HealthCheck)
+    )
+    @given(st.lists(MUTATIONS, min_size=WRONG, max_size=WRONG), st.data())
+    def run(kinds, data):
+        refused = tried.check([lambda old, kind=kind: kind(old, data.draw) for kind in kinds])
+        event(f"{len(refused)} refused")
+
+    run()
+
+
+@pytest.mark.parametrize("name", DEFENCES)
+def test_200_mutated_answers_are_refused_by_name_or_harmless(name):
+    fuzz(name, -(-200 // WRONG))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEFENCES)
+def test_2000_mutated_answers_are_refused_by_name_or_harmless(name):
+    fuzz(name, -(-2000 // WRONG), again=False)
+
+
+@pytest.mark.parametrize("name", ["plain", "veil"])
+def test_the_check_finds_what_limits_would_stop(name):
+    tried = Round(name)
+    tried.limits = Limits(norm_factor=None, max_share=1.0)
+
+    def scaled(data):
+        from tests.mutations import Answer, _written
+
+        found = read(data, Answer)
+        return _written(found, tensors={n: t * 1e4 if t.is_floating_point() else t for n, t in found.tensors.items()})
+
+    with pytest.raises(AssertionError, match="parameters"):
+        tried.check([scaled])

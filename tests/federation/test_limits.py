@@ -1,0 +1,293 @@
+"""What one client of a federation may do to a round, and what it may not."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from tests.oracle import built, worst
+from torch import nn
+
+from fedveil import Entropy, Federation, Limits
+from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
+from fedveil.defences.plain import PlainUpdate
+from fedveil.errors import BadArgument, Diverged, TooFewAnswers
+from fedveil.federation.limits import AGGREGATORS, REMEMBERED, shares_of
+from fedveil.models import mlp
+from fedveil.scheme import Update
+
+CLIENTS = 5
+DEFENCES = {"plain": Plain, "veil": lambda: Veil(entropy=Entropy.for_tests(1))}
+
+
+def parts(count=CLIENTS, dtype=torch.float32, size=20):
+    draw = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(size, 6, generator=draw).to(dtype), torch.randn(size, 4, generator=draw).to(dtype))
+        for _ in range(count)
+    ]
+
+
+def net(dtype=torch.float32):
+    return built(lambda: mlp(6, 4, hidden=10)).to(dtype)
+
+
+def normed(dtype=torch.float32):
+    def make():
+        return nn.Sequential(nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 4))
+
+    return built(make).to(dtype)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.1)
+
+
+class Hostile(Federation):
+    """Client 0 sends what `alter` makes of its update, and claims `claim` records."""
+
+    alter, claim = staticmethod(lambda update: update), None
+
+    def answers(self, broadcast, clients):
+        first, *others = super().answers(broadcast, clients)
+        return [self.alter(first), *others]
+
+    def claims(self, client):
+        return self.claim if self.claim and client == 0 else super().claims(client)
+
+
+def hostile(alter=lambda update: update, *, defence="plain", limits=None, claim=None, build=net, data=None, **options):
+    run = Hostile(build(), data or parts(), DEFENCES[defence](), sgd, limits=limits, **{"fuse": False, **options})
+    run.alter, run.claim = alter, claim
+    return run
+
+
+def times(factor):
+    """All gradients, or passes, times a factor."""
+
+    def alter(update):
+        name = "gradients" if isinstance(update, PlainUpdate) else "passes"
+        return dataclasses.replace(update, **{name: {n: t * factor for n, t in getattr(update, name).items()}})
+
+    return alter
+
+
+def buffers(**values):
+    def alter(update):
+        return dataclasses.replace(update, buffers={**update.buffers, **{f"1.{n}": v for n, v in values.items()}})
+
+    return alter
+
+
+def values(model):
+    return {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+
+
+def honest(clients=range(CLIENTS), rounds=1, build=net, **options):
+    run = Federation(build(), [parts()[k] for k in clients], "plain", sgd, fuse=False, **options)
+    run.fit(rounds=rounds)
+    return values(run.model)
+
+
+@pytest.mark.parametrize("make", [Plain, Veil, lambda: PPDL(0.3), lambda: SPN(seed=1), lambda: DBCL(seed=1)])
+@pytest.mark.parametrize("build", [net, normed])
+def test_among_honest_clients_limits_change_nothing(make, build):
+    data = parts(dtype=torch.float64)
+    data = [(inputs, targets.argmax(1)) for inputs, targets in data]
+    ours = Federation(build(torch.float64), data, make(), sgd, limits=Limits())
+    theirs = Federation(build(torch.float64), data, make(), sgd, fuse=False)
+    for run in (ours, theirs):
+        run.fit(rounds=8)
+    assert worst(values(ours.model), values(theirs.model)) < 1e-9
+    assert not any("faults" in record or "capped" in record for record in ours.history.records)
+    norms = ours.history.records[-1]
+    assert norms["update_norm"] > 0
+    assert ("buffer_norm" in norms) == (build is normed)
+
+
+SIZES = [1e4, 1e20, 1e25, 1e30, 1e38, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("defence", DEFENCES)
+@pytest.mark.parametrize("size", SIZES)
+def test_an_update_without_measure_is_refused_by_name_and_the_round_goes_on(defence, size):
+    run = hostile(times(size), defence=defence, limits=Limits())
+    run.fit(rounds=3)
+    assert all(record["faults"][0].startswith("client 0: ") for record in run.history.records)
+    assert worst(values(run.model), honest([1, 2, 3, 4], rounds=1 + 2)) < 1e-4
+
+
+@pytest.mark.parametrize("defence", DEFENCES)
+def test_without_limits_the_same_update_ruins_the_model(defence):
+    run = hostile(times(1e4), defence=defence)
+    run.fit(rounds=1)
+    assert worst(values(run.model), honest([1, 2, 3, 4])) > 1.0
+
+
+@pytest.mark.parametrize("defence", DEFENCES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"running_mean": torch.full((10,), -1000.0)},
+        {"running_var": torch.full((10,), -1000.0)},
+        {"running_mean": torch.full((10,), 3e38)},
+        {"num_batches_tracked": torch.tensor(2**63 - 1)},
+        {"num_batches_tracked": torch.tensor(-(2**63))},
+        {"running_var": torch.full((10,), -1e-3)},
+    ],
+    ids=["mean", "variance", "overflow", "counter", "counter below", "a little negative"],
+)
+def test_buffers_and_counters_are_judged_too(defence, change):
+    run = hostile(buffers(**change), defence=defence, limits=Limits(), build=normed)
+    run.fit(rounds=3)
+    assert all(record["faults"][0].startswith("client 0: ") for record in run.history.records)
+    assert dict(run.model.named_buffers())["1.num_batches_tracked"] == 3
+    assert worst(values(run.model), honest([1, 2, 3, 4], 3, build=normed)) < 1e-4
+    ruined = hostile(buffers(**change), defence=defence, build=normed)
+    ruined.fit(rounds=1)
+    one = hostile(buffers(**change), defence=defence, limits=Limits(), build=normed)
+    one.fit(rounds=1)
+    assert any(not torch.allclose(a, b) for a, b in zip(ruined.model.buffers(), one.model.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("defence", DEFENCES)
+def test_a_claim_of_records_counts_up_to_the_cap(defence):
+    claim = 10**12
+    alone = honest([0])
+    share = {"none": hostile(claim=claim, defence=defence, limits=Limits(max_share=1.0))}
+    share["half"] = hostile(claim=claim, defence=defence, limits=Limits())
+    share["known"] = hostile(claim=claim, defence=defence, limits=Limits(max_records=20))
+    share["own"] = hostile(claim=claim, defence=defence, limits=Limits(max_records={0: 20}))
+    for run in share.values():
+        run.fit(rounds=1)
+    assert worst(values(share["none"].model), alone) < 1e-5  # all of the mean
+    for name in ("known", "own"):
+        assert worst(values(share[name].model), honest()) < 1e-5
+    start, rest, found = values(net()), honest([1, 2, 3, 4]), values(share["half"].model)
+    mixed = {name: start[name] + ((alone[name] - start[name]) + (rest[name] - start[name])) / 2 for name in start}
+    assert worst(found, mixed) < 1e-5
+    assert all(share[name].history.records[0]["capped"] == [0] for name in ("half", "known", "own"))
+
+
+def test_shares_add_up_and_none_is_above_the_cap():
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(200):
+        count = int(torch.randint(1, 9, (1,), generator=draw))
+        records = (10 ** (12 * torch.rand(count, generator=draw, dtype=torch.float64))).long().add(1).tolist()
+        most = float(torch.rand(1, generator=draw)) * 0.99 + 0.01
+        shares = shares_of(records, most)
+        assert sum(shares) == pytest.approx(1)
+        assert max(shares) <= max(most, 1 / count) * (1 + 1e-12)
+        pairs = sorted(zip(records, shares, strict=True))
+        assert all(a[1] <= b[1] * (1 + 1e-12) for a, b in itertools.pairwise(pairs))
+    assert shares_of([30, 10, 10], 0.9) == [0.6, 0.2, 0.2]
+
+
+@pytest.mark.parametrize("defence", DEFENCES)
+@pytest.mark.parametrize("aggregator", AGGREGATORS[1:])
+def test_a_rule_stands_a_sign_flip_that_the_mean_does_not(aggregator, defence):
+    run = hostile(times(-8.0), defence=defence, limits=Limits(aggregator))
+    mean = hostile(times(-8.0), defence=defence, limits=Limits())
+    for each in (run, mean):
+        each.fit(rounds=1)
+    start, good = values(net()), honest([1, 2, 3, 4])
+
+    def along(model):
+        return sum(float(((values(model)[n] - start[n]) * (good[n] - start[n])).sum()) for n in good)
+
+    assert along(run.model) > 0 > along(mean.model)
+
+
+def test_a_rule_protects_buffers_as_it_does_gradients():
+    """A change below every bound, in one coordinate."""
+    bad = buffers(running_mean=torch.tensor([0.5] + [0.0] * 9))
+    runs = [hostile(bad, limits=Limits(rule), build=normed) for rule in ("mean", "median")]
+    for run in runs:
+        run.fit(rounds=1)
+    good = [float(honest([k], build=normed)["1.running_mean"][0]) for k in (1, 2, 3, 4)]
+    mean, median = (float(run.model[1].running_mean[0]) for run in runs)
+    assert "faults" not in runs[0].history.records[0]
+    assert min(good) <= median <= max(good) < mean
+
+
+def test_the_bound_remembers_rounds_with_longer_gradients():
+    """Near convergence a hard batch may be far longer than the median of its round; that is no reason to refuse it."""
+    run = hostile(times(50.0), limits=Limits(norm_factor=3.0))
+    first = hostile(limits=Limits(norm_factor=3.0))
+    first.fit(rounds=1)
+    length = first.history.records[0]["update_norm"]
+    run.history.records = [{"round": 1, "seconds": 0.0, "error": 0.0, "update_norm": 30 * length}]
+    run.fit(rounds=1)
+    assert "faults" not in run.history.records[-1]
+    run.history.records = run.history.records[:1] + [{"seconds": 0.0, "update_norm": length}] * REMEMBERED
+    run.fit(rounds=2)
+    assert run.history.records[-1]["faults"][0].startswith("client 0: its gradient has norm")
+
+
+def test_a_fixed_bound_holds_for_two_clients_too():
+    run = hostile(times(1e6), limits=Limits(max_norm=100.0), data=parts(2))
+    run.fit(rounds=1)
+    assert run.history.records[0]["faults"]
+    assert worst(values(run.model), honest([1])) < 1e-5
+
+
+def test_refusals_count_towards_the_hostile_clients_a_rule_stands():
+    run = hostile(times(1e30), limits=Limits("krum"))  # four are left, and krum against one needs five
+    run.fit(rounds=1)
+    assert run.history.records[0]["faults"]
+
+
+def test_too_few_updates_end_the_run_with_their_names():
+    run = hostile(times(1e30), limits=Limits("median", hostile=1, max_norm=1e-9))
+    with pytest.raises(TooFewAnswers, match=r"client 0.*client 4"):
+        run.fit(rounds=1)
+    with pytest.raises(Diverged, match="NaN or infinity"):
+        hostile(times(float("nan")), limits=Limits(), data=parts(1)).fit(rounds=1)
+
+
+def private(inner="plain", **options):
+    return Private(DEFENCES[inner](), 1.0, 0.0, **options)
+
+
+@pytest.mark.parametrize("inner", DEFENCES)
+@pytest.mark.parametrize("size", [float("nan"), 1e30])
+def test_with_privacy_the_round_goes_on_too_and_tells_no_norm(inner, size):
+    run = Hostile(net(), parts(), private(inner), sgd, limits=Limits())
+    run.alter = times(size)
+    run.fit(rounds=2)
+    assert all(record["faults"][0].startswith("client 0: ") for record in run.history.records)
+    assert not any("norm" in key for record in run.history.records for key in record)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"aggregator": "meen"}, "'mean' is the nearest"),
+        ({"hostile": -1}, "hostile must be a whole number"),
+        ({"max_share": 0.0}, "max_share must be above 0"),
+        ({"max_norm": float("inf")}, "max_norm must be a finite number"),
+        ({"norm_factor": 0.5}, "norm_factor must be at least 1"),
+        ({"max_records": 0}, "max_records must be a whole number"),
+        ({"max_records": {3: 1.5}}, "max_records must be a whole number"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(options, text):
+    with pytest.raises(BadArgument, match=text):
+        Limits(**options)
+
+
+def test_what_cannot_be_combined_is_refused():
+    with pytest.raises(BadArgument, match="differential privacy clips each update"):
+        Federation(net(), parts(), private(), sgd, limits=Limits("median"))
+    with pytest.raises(BadArgument, match="krum with hostile=1 needs 5 clients"):
+        Federation(net(), parts(4), "plain", sgd, limits=Limits("krum"))
+    with pytest.raises(BadArgument, match="needs 5 clients in a round, not 2"):
+        Federation(net(), parts(5), "plain", sgd, limits=Limits("median", hostile=2), participation=0.4)
+
+
+def test_an_update_of_the_veil_keeps_its_secret_whatever_is_refused():
+    seen = []
+    run = hostile(times(1e30), defence="veil", limits=Limits())
+    run.step(lambda broadcast, updates: seen.extend(updates))
+    assert isinstance(seen[0], Update)
+    assert run.defence._secret is None

@@ -1,0 +1,83 @@
+"""All JSON is valid: what is not finite is null, or a text that reads back as a number."""
+
+import json
+import math
+import shlex
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from tests.configs import config_of
+
+from fedveil.plain_json import to_json
+from fedveil.runs.build import federation_of, load_data
+from fedveil.runs.folder import record_run, train
+from fedveil.studies.jobs import Done, Job, Result, read_result, run_job
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+def strictly(text):
+    return json.loads(text, parse_constant=pytest.fail)
+
+
+@settings(max_examples=30)
+@given(values)
+def test_what_is_written_is_json_and_differs_only_where_it_must(value):
+    def same(found, given):
+        if isinstance(given, float) and not math.isfinite(given):
+            return found is None
+        if isinstance(given, dict):
+            return found.keys() == given.keys() and all(same(found[key], given[key]) for key in given)
+        if isinstance(given, list):
+            return len(found) == len(given) and all(map(same, found, given))
+        return found == given
+
+    assert same(strictly(to_json(value)), value)
+
+
+@given(st.lists(st.floats()))
+def test_exact_values_are_read_back(numbers):
+    found = TypeAdapter(list[float]).validate_python(strictly(to_json(numbers, exact=True)))
+    assert str(found) == str(numbers)
+
+
+@dataclass(frozen=True)
+class Measured(Result):
+    loss: float
+    best: float | None
+
+
+@dataclass(frozen=True)
+class Measure:
+    def __call__(self, progress, done):
+        return Measured(loss=math.inf, best=None)
+
+
+def test_a_job_whose_result_is_not_finite_is_read_back(tmp_path):
+    job = Job("one", Measure(), Measured)
+    run_job(job, tmp_path, print, Done({}))
+    strictly((tmp_path / "one.json").read_text())
+    assert read_result(job, tmp_path) == Measured(loss=math.inf, best=None)
+
+
+def test_a_runs_files_are_json_and_its_command_can_be_pasted(tmp_path):
+    folder = tmp_path / "it's $HOME & more"
+    config = config_of(data="digits", defence="plain", clients=2, train_size=40, epochs=1)
+    summary = train(config, folder)
+    words = shlex.split(summary["repeat"])
+    assert words[:2] == ["fedveil", "train"]
+    assert words[words.index("--out") + 1] == str(folder)
+    data = load_data(config)
+    federation = federation_of(config, data)
+    federation.history.records.append({"round": 1, "epoch": 1.0, "loss": math.nan, "error": math.inf, "seconds": 0.0})
+    record_run(federation, folder, data, config.flat(), "again", rounds=1)
+    lines = [strictly(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0] == {"round": 1, "epoch": 1.0, "loss": None, "error": None, "seconds": 0.0}
+    assert strictly((folder / "summary.json").read_text())["largest_error"] is None
