@@ -34,6 +34,7 @@ def data():
 """
 SMALL = {"defence": "plain", "clients": 2, "train_size": 60, "test_size": 40, "batch_size": 30, "epochs": 1}
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+EVERY = ["model", *(pytest.param(key, marks=pytest.mark.slow) for key in ("data", "defence"))]
 KEYS = {"model": "trap:model", "data": "trap:data", "defence": "trap:Defence"}
 
 
@@ -75,7 +76,7 @@ def run(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", EVERY)
 def test_a_folder_that_names_code_runs_none_of_it(sprung, run, key, tmp_path, capsys):
     folder = run(key)
     for read in (open_run, read_config):
@@ -92,7 +93,7 @@ def test_a_folder_that_names_code_runs_none_of_it(sprung, run, key, tmp_path, ca
     assert not sprung()
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", EVERY)
 def test_a_file_that_names_code_runs_it_only_if_it_is_asked_to(sprung, key, tmp_path, capsys):
     lines = [f"{name} = {json.dumps(value)}" for name, value in own(key).items()]
     (tmp_path / "run.toml").write_text("\n".join(lines))

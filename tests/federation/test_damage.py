@@ -303,7 +303,7 @@ def killed_after(folder, seconds):
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_at_any_moment_lose_no_run(tmp_path, kills, caplog):
     chance, whole, furthest = random.Random(kills), Whole(), {}
     for number in range(kills):
@@ -322,4 +322,4 @@ def test_kills_at_any_moment_lose_no_run(tmp_path, kills, caplog):
             assert torch.equal(values(run), whole.after(run.round))
             furthest[folder] = run.round
     assert "goes on from" not in caplog.text  # no checkpoint was ever damaged
-    assert max(furthest.values()) > 3  # and the kills did not all come before the first one
+    assert max(furthest.values()) > 2  # and the kills did not all come before the first one
