@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fedveil.errors import BadArgument
-from fedveil.files import OWNER, part_of, write_whole
+from fedveil.files import OWNER, part_of, refusals, write_whole
 
 LOG = logging.getLogger("fedveil")
 CPU = torch.device("cpu")
@@ -125,15 +125,17 @@ def save_last(folder: Path, state: dict[str, Any], belongs: Belongs) -> set[int]
     At every moment there is a good one. The older one is that of the same run, never of another.
     """
     last, previous = folder / LAST, folder / PREVIOUS
-    before = owner(last)
-    if before and before.run == belongs.run:
-        _put_beside(last, previous)
-    save(last, state, belongs)
-    older = before if before and before.run == belongs.run else owner(previous)
-    if older is None or older.run != belongs.run:
+    older = owner(last)
+    with refusals(folder):
+        if older and older.run == belongs.run:
+            _put_beside(last, previous)
+        else:
+            older = owner(previous)
+        save(last, state, belongs)
+        if older and older.run == belongs.run:
+            return {belongs.round, older.round}
         previous.unlink(missing_ok=True)
-        return {belongs.round}
-    return {belongs.round, older.round}
+    return {belongs.round}
 
 
 def _put_beside(last: Path, previous: Path) -> None:
