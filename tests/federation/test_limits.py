@@ -291,3 +291,34 @@ def test_an_update_of_the_veil_keeps_its_secret_whatever_is_refused():
     run.step(lambda broadcast, updates: seen.extend(updates))
     assert isinstance(seen[0], Update)
     assert run.defence._secret is None
+
+
+def test_a_client_with_many_more_batches_than_the_others_is_not_refused():
+    draw = torch.Generator().manual_seed(0)
+    sizes = (4, 4, 4, 400)
+    data = [(torch.randn(n, 6, generator=draw) + 3, torch.randn(n, 4, generator=draw)) for n in sizes]
+    run = Federation(normed(), data, "plain", sgd, batch_size=4, whole_shard=True, limits=Limits(max_share=1.0))
+    run.fit(rounds=3)
+    assert not any("faults" in record for record in run.history.records)
+
+
+def test_counters_grow_no_faster_than_the_median_allows():
+    run = hostile(buffers(num_batches_tracked=torch.tensor(10**9)), limits=Limits(), build=normed)
+    run.fit(rounds=1)
+    assert run.model[1].num_batches_tracked == Limits().norm_factor
+    assert "faults" not in run.history.records[0]
+
+
+def test_a_rule_withstands_a_hostile_client_beside_an_honest_one_that_stands_out():
+    """Refusing the honest one would leave a rule that is told to withstand nobody."""
+    factors = iter([1.0, 1.0, 1.0, 20.0, -9.0])
+    own = [times(next(factors)) for _ in range(5)]
+
+    class Different(Federation):
+        def answers(self, broadcast, clients):
+            first = super().answers(broadcast, clients)[0]
+            return [alter(first) for alter in own]
+
+    run = Different(net(), parts(), "plain", sgd, limits=Limits("trimmed-mean"), fuse=False)
+    run.fit(rounds=1)
+    assert worst(values(run.model), honest([0])) < 1e-5

@@ -95,6 +95,10 @@ class Rule:
         """The fewest rows among which so many may be hostile."""
         return 2 * hostile + self.beyond
 
+    def most(self, rows: int) -> int:
+        """How many of the rows may be hostile."""
+        return max(0, (rows - self.beyond) // 2)
+
 
 RULES: Mapping[str, Rule] = {
     "median": Rule(median, 1),

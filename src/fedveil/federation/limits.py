@@ -22,6 +22,7 @@ FEWEST = 3  # updates of which a median says anything about a single one
 REMEMBERED = 50  # rounds
 NORMS = {"update_norm": "gradient", "buffer_norm": "buffers", "counter_norm": "counters"}  # by key of a record
 """What is measured of an update: its gradient, and the change of its floating-point and of its other buffers."""
+STATISTICS = 10.0  # how much farther than one batch many batches move running statistics with a momentum of 0.1
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,10 @@ class Limits:
     The noise is removed from each update by itself, in place of one removal for their sum. An update that breaks a
     bound is refused; the round goes on without it.
 
-    Guarantees: with `norm_factor` and three updates or more, no update counts that is longer than `norm_factor` times
-      the largest of the medians of this round and of the last 50. With `max_share` and three updates or more no client
-      has a larger share of the mean. With a rule other than the mean, up to `hostile` clients may send anything.
+    Guarantees: with the mean and three updates or more, no gradient counts that is longer than `norm_factor` times the
+      largest of the medians of this round and of the last 50, no client has a larger share than `max_share`, and no
+      change of buffers counts that is longer than ten times that bound for buffers. With another rule, up to `hostile`
+      clients may send anything. Counters never grow faster than `norm_factor` times their median.
     Not guaranteed: anything, if half of the clients or more are hostile. Updates below the bounds may still be wrong;
       against these there are the rules (docs/hostile.md).
 
@@ -45,7 +47,7 @@ class Limits:
             number (Flower: node id); of a client without a number the claim counts.
         max_share: largest share of a client in the mean, of three or more.
         max_norm: longest update.
-        norm_factor: longest update, in medians; None for no such bound.
+        norm_factor: longest update, in medians, for the mean; a rule needs no such bound. None for none.
     """
 
     aggregator: str = MEAN
@@ -72,6 +74,10 @@ class Limits:
     def needed(self, refused: int = 0) -> int:
         """The fewest updates that a round needs, besides those that were refused."""
         return 1 if self.aggregator == MEAN else RULES[self.aggregator].needed(max(0, self.hostile - refused))
+
+    def withstood(self, updates: int) -> int:
+        """How many of the updates that are left the rule is told to withstand: `hostile`, or as many as it can."""
+        return 0 if self.aggregator == MEAN else min(self.hostile, RULES[self.aggregator].most(updates))
 
     def records(self, client: int, claimed: int) -> int:
         """What a client's claim counts for."""
@@ -158,7 +164,7 @@ def aggregate(
     shares = shares_of(list(records.values()), limits.max_share if len(kept) >= FEWEST else 1.0)
     whole_share = [own / sum(records.values()) for own in records.values()]
     lower = [own < before - 1e-12 for own, before in zip(shares, whole_share, strict=True)]
-    result = combine(defence, list(kept.values()), shares, limits.aggregator, max(0, limits.hostile - out))
+    result = combine(defence, list(kept.values()), shares, limits, model)
     capped = [c for c, less in zip(kept, lower, strict=True) if less or records[c] < claims[c]]
     counted = limits.aggregator == MEAN and not isinstance(defence, Private)
     return Outcome(result, refused, tuple(capped) if counted else ())
@@ -215,17 +221,23 @@ def _bounds(
     dtype = first.dtype if torch.finfo(first.dtype).bits > 16 else torch.float32
     largest = math.sqrt(torch.finfo(dtype).max) * 1e-3  # an optimiser that squares it stays far from infinity
     bounds = {"update_norm": min(largest, limits.max_norm or largest), "buffer_norm": largest, "counter_norm": 2.0**40}
-    if limits.norm_factor is None or len(lengths) < FEWEST:
+    if limits.norm_factor is None or limits.aggregator != MEAN or len(lengths) < FEWEST:
         return bounds
-    slack = {"buffer_norm": math.sqrt(torch.finfo(first.dtype).eps) * norm([*_floating(model), torch.zeros(1)])}
-    for key in NORMS:
-        own = sorted(each[key] for each in lengths if key in each)
-        if own:
-            recent = [record[key] for record in past[-REMEMBERED:] if record.get(key) is not None]
-            reference = max([own[(len(own) - 1) // 2], *recent])
-            if reference or key != "update_norm":  # gradients that are mostly 0 bound nothing
-                bounds[key] = min(bounds[key], limits.norm_factor * reference + slack.get(key, 0.0))
+    for key, factor in {"update_norm": 1.0, "buffer_norm": STATISTICS}.items():
+        own = [each[key] for each in lengths if key in each]
+        recent = [record[key] for record in past[-REMEMBERED:] if record.get(key) is not None]
+        reference = max([_median(own), *recent]) if own else 0.0
+        if reference:  # gradients that are mostly 0 bound nothing
+            bounds[key] = min(bounds[key], factor * limits.norm_factor * reference)
+    if not bounds["buffer_norm"] < largest:  # buffers that the median client left alone, up to rounding
+        eps = torch.finfo(first.dtype).eps
+        bounds["buffer_norm"] = math.sqrt(eps) * norm([*_floating(model), torch.zeros(1)])
     return bounds
+
+
+def _median(values: Sequence[float]) -> float:
+    """The lower one of an even number."""
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def _floating(model: nn.Module) -> list[Tensor]:
@@ -249,7 +261,7 @@ def _refusal(
 
 
 def combine(
-    defence: Defence, found: Sequence[Aggregate], shares: Sequence[float], aggregator: str, hostile: int
+    defence: Defence, found: Sequence[Aggregate], shares: Sequence[float], limits: Limits, model: nn.Module
 ) -> Aggregate:
     """One gradient from those that were not refused.
 
@@ -257,26 +269,37 @@ def combine(
         defence: one with differential privacy combines them itself.
         found: what `judge` returned, without refusals.
         shares: of each client in a mean.
-        aggregator: the mean, or the name of a rule.
-        hostile: how many of them a rule must withstand.
+        limits: how.
+        model: the server's, as it was broadcast.
     """
     if isinstance(defence, Private):
         return defence.total(found)
 
     def one(vectors: Sequence[Tensor]) -> Tensor:
         rows = torch.stack(list(vectors))
-        if aggregator == MEAN:
+        if limits.aggregator == MEAN:
             return torch.tensor(shares, dtype=rows.dtype, device=rows.device) @ rows
-        return RULES[aggregator].combine(rows, hostile)
+        return RULES[limits.aggregator].combine(rows, limits.withstood(len(rows)))
 
     gradients = _by_name([one_client.gradients for one_client in found], one)
     first = found[0].buffers
     floating = [name for name, buffer in first.items() if buffer.is_floating_point()]
     buffers = _by_name([{name: own.buffers[name] for name in floating} for own in found], one)
-    buffers |= {
-        name: torch.stack([own.buffers[name] for own in found]).amax(0) for name in first if name not in floating
-    }
+    before = dict(model.named_buffers())
+    for name in first.keys() - set(floating):
+        buffers[name] = _counted([own.buffers[name] for own in found], before[name], limits.norm_factor)
     return Aggregate(gradients, buffers, _error(found, shares), _details(found))
+
+
+def _counted(clients: Sequence[Tensor], before: Tensor, factor: float | None) -> Tensor:
+    """The largest counter, or as far as `factor` times the median of their growth."""
+    largest = torch.stack(list(clients)).amax(0)
+    if factor is None or len(clients) < FEWEST or before.dtype == torch.bool:
+        return largest
+    growth = torch.stack([own.double() - before.double() for own in clients])
+    most = factor * growth.sort(0).values[(len(clients) - 1) // 2].clamp_min(0)
+    within = torch.minimum(largest.double() - before.double(), most).clamp_max(2.0**40).to(before.dtype)
+    return before + within
 
 
 def _by_name(clients: Sequence[Mapping[str, Tensor]], one: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
@@ -298,6 +321,6 @@ def _details(found: Sequence[Aggregate]) -> dict[str, float]:
     """Means over clients, but for norms: their medians."""
     details = {}
     for key in found[0].details:
-        own = sorted(float(each.details[key]) for each in found if key in each.details)
-        details[key] = own[(len(own) - 1) // 2] if key in NORMS else sum(own) / len(own)
+        own = [float(each.details[key]) for each in found if key in each.details]
+        details[key] = _median(own) if key in NORMS else sum(own) / len(own)
     return details
