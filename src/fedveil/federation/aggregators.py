@@ -8,6 +8,8 @@ vector. Every client has one vote: a weight would be a claim that a hostile clie
 - Geometric median: Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning", IEEE Transactions on
   Signal Processing 70, 2022 (the smoothed Weiszfeld algorithm).
 - Centred clipping: Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021.
+- Clipped mean: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?", 2019 (arXiv 1911.07963).
+  The bound here is the median length.
 - Krum and multi-Krum: Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries: Byzantine Tolerant
   Gradient Descent", NeurIPS 2017.
 """
@@ -67,6 +69,13 @@ def centred_clipping(rows: Tensor, hostile: int) -> Tensor:
     return centre
 
 
+def clipped_mean(rows: Tensor, hostile: int) -> Tensor:
+    """The mean, of rows no longer than the median of their lengths."""
+    lengths = distances(rows, torch.zeros_like(rows[0]))
+    middle = lengths.sort().values[(len(rows) - 1) // 2]
+    return (torch.where(lengths > middle, middle / lengths, torch.ones_like(lengths)).to(rows)[:, None] * rows).mean(0)
+
+
 def _scores(rows: Tensor, hostile: int) -> Tensor:
     """For each row the sum of squares of the distances from its n - hostile - 2 nearest rows."""
     squares = torch.stack([distances(rows, row) for row in rows]).square()
@@ -105,6 +114,7 @@ RULES: Mapping[str, Rule] = {
     "trimmed-mean": Rule(trimmed_mean, 1),
     "geometric-median": Rule(geometric_median, 1),
     "centred-clipping": Rule(centred_clipping, 1),
+    "clipped-mean": Rule(clipped_mean, 1),
     "krum": Rule(krum, 3),
     "multi-krum": Rule(multi_krum, 3),
 }

@@ -41,7 +41,7 @@ class Limits:
 
     Args:
         aggregator: "mean", weighted by records, or a rule in which every client counts the same: "median",
-            "trimmed-mean", "geometric-median", "centred-clipping", "krum", "multi-krum".
+            "trimmed-mean", "geometric-median", "centred-clipping", "clipped-mean", "krum", "multi-krum".
         hostile: how many clients of a round the rule must withstand.
         max_records: records that a client may count for, whatever it claims: one number for all, or one for each by its
             number (Flower: node id); of a client without a number the claim counts.
@@ -284,8 +284,12 @@ def combine(
     gradients = _by_name([one_client.gradients for one_client in found], one)
     first = found[0].buffers
     floating = [name for name, buffer in first.items() if buffer.is_floating_point()]
-    buffers = _by_name([{name: own.buffers[name] for name in floating} for own in found], one)
     before = dict(model.named_buffers())
+    if limits.aggregator == MEAN:
+        buffers = _by_name([{name: own.buffers[name] for name in floating} for own in found], one)
+    else:  # of changes: a rule may depend on where 0 is
+        buffers = _by_name([{name: own.buffers[name] - before[name] for name in floating} for own in found], one)
+        buffers = {name: before[name] + change for name, change in buffers.items()}
     for name in first.keys() - set(floating):
         buffers[name] = _counted([own.buffers[name] for own in found], before[name], limits.norm_factor)
     return Aggregate(gradients, buffers, _error(found, shares), _details(found))

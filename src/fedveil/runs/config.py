@@ -139,7 +139,17 @@ class LimitSettings(Settings):
     """Bounds on each client, and how gradients are combined; without any, clients are trusted (docs/hostile.md)."""
 
     aggregator: (
-        Literal["mean", "median", "trimmed-mean", "geometric-median", "centred-clipping", "krum", "multi-krum"] | None
+        Literal[
+            "mean",
+            "median",
+            "trimmed-mean",
+            "geometric-median",
+            "centred-clipping",
+            "clipped-mean",
+            "krum",
+            "multi-krum",
+        ]
+        | None
     ) = Field(None, description="how clients' gradients become one; by default their mean")
     hostile: int | None = Field(None, ge=0, description="hostile clients of a round that the rule must withstand")
     max_records: Positive | None = Field(None, description="records that a client may count for, whatever it claims")
