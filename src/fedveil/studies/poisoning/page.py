@@ -14,8 +14,8 @@ HONEST, UNLIMITED, BOUNDED = "honest", "no limits", "bounds"
 REFUSED = "refused by bounds: hostile, honest"
 FIGURES = ("accuracy, %", "points from honest", "ended", "refused, hostile", "refused, honest")
 NOTE = (
-    "Accuracy on test records in %, mean over seeds; the row of honest clients shows what limits alone cost. Rules come"
-    " with the same bounds. An ended run has no accuracy."
+    "Accuracy on test records in %, mean over seeds; the row of honest clients shows what limits alone cost. The"
+    " bounds are the mean's; rules have none from medians. An ended run has no accuracy."
 )
 EXPLAINED = (
     "The last clients are hostile and see all honest uploads of a round before they answer, but no secret. A rule is"
