@@ -175,7 +175,7 @@ ATTACKS: Mapping[str, Attack] = {
     "overflow": Attack("finite numbers near the largest", overflow),
     "square-overflow": Attack("finite numbers whose squares are infinite", partial(overflow, squares=True)),
     "below-bound": Attack("the honest mean turned round, at 0.9 of the bound on norms", below_bound),
-    "records": Attack(f"claims {CLAIMED:.0e} records, and flips the sign", sign_flip, claim=CLAIMED),
+    "records": Attack("claims 10^12 records, and flips the sign", sign_flip, claim=CLAIMED),
     "buffers": Attack("statistics of -1000, counters of 2**63 - 1", honest, buffers=broken_buffers),
 }
 """By name."""
