@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedveil.checks import one_of, positive, share, whole
+from fedveil.checks import number, one_of, positive, share, whole
 from fedveil.defences import Aggregate, Defence, Private, innermost
 from fedveil.defences.plain import split
 from fedveil.errors import BadArgument, ExcessiveUpdate, NonFiniteUpdate, UpdateRefused
@@ -230,18 +230,14 @@ def _bounds(
         if reference:  # gradients that are mostly 0 bound nothing
             bounds[key] = min(bounds[key], factor * limits.norm_factor * reference)
     if not bounds["buffer_norm"] < largest:  # buffers that the median client left alone, up to rounding
-        eps = torch.finfo(first.dtype).eps
-        bounds["buffer_norm"] = math.sqrt(eps) * norm([*_floating(model), torch.zeros(1)])
+        own_buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        bounds["buffer_norm"] = math.sqrt(torch.finfo(first.dtype).eps) * (norm(own_buffers) if own_buffers else 0.0)
     return bounds
 
 
 def _median(values: Sequence[float]) -> float:
     """The lower one of an even number."""
     return sorted(values)[(len(values) - 1) // 2]
-
-
-def _floating(model: nn.Module) -> list[Tensor]:
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 def _refusal(
@@ -321,10 +317,10 @@ def _error(found: Sequence[Aggregate], shares: Sequence[float]) -> float:
     return wrong / sum(sizes) if sum(sizes) else 0.0
 
 
-def _details(found: Sequence[Aggregate]) -> dict[str, float]:
-    """Means over clients, but for norms: their medians."""
-    details = {}
-    for key in found[0].details:
-        own = [float(each.details[key]) for each in found if key in each.details]
-        details[key] = _median(own) if key in NORMS else sum(own) / len(own)
+def _details(found: Sequence[Aggregate]) -> dict[str, Any]:
+    """Of numbers their means over clients, of norms their medians; of anything else the first client's."""
+    details: dict[str, Any] = {}
+    for key, first in found[0].details.items():
+        own = [value for each in found if number(value := each.details.get(key))]
+        details[key] = (_median(own) if key in NORMS else sum(own) / len(own)) if number(first) else first
     return details
