@@ -15,6 +15,7 @@ from fedveil.defences import Aggregate, Defence, Private, innermost
 from fedveil.defences.plain import split
 from fedveil.errors import BadArgument, ExcessiveUpdate, NonFiniteUpdate, UpdateRefused
 from fedveil.federation.aggregators import RULES
+from fedveil.federation.engine import Member
 
 MEAN = "mean"
 AGGREGATORS = (MEAN, *RULES)
@@ -44,7 +45,7 @@ class Limits:
             "trimmed-mean", "geometric-median", "centred-clipping", "clipped-mean", "krum", "multi-krum".
         hostile: how many clients of a round the rule must withstand.
         max_records: records that a client may count for, whatever it claims: one number for all, or one for each by its
-            number (Flower: node id); of a client without a number the claim counts.
+            name (in one process its number, over Flower its node id); of a client without one the claim counts.
         max_share: largest share of a client in the mean, of three or more.
         max_norm: longest update.
         norm_factor: longest update, in medians, for the mean; a rule needs no such bound. None for none.
@@ -52,7 +53,7 @@ class Limits:
 
     aggregator: str = MEAN
     hostile: int = 1
-    max_records: int | Mapping[int, int] | None = None
+    max_records: int | Mapping[Member, int] | None = None
     max_share: float = 0.5
     max_norm: float | None = None
     norm_factor: float | None = 10.0
@@ -79,7 +80,7 @@ class Limits:
         """How many of the updates that are left the rule is told to withstand: `hostile`, or as many as it can."""
         return 0 if self.aggregator == MEAN else min(self.hostile, RULES[self.aggregator].most(updates))
 
-    def records(self, client: int, claimed: int) -> int:
+    def records(self, client: Member, claimed: int) -> int:
         """What a client's claim counts for."""
         known = self.max_records
         most = known.get(client) if isinstance(known, Mapping) else known
@@ -120,8 +121,8 @@ class Outcome:
     """What became of a round's updates."""
 
     result: Aggregate | None  # None if too few are left
-    refused: dict[int, UpdateRefused]  # by client
-    capped: tuple[int, ...]  # clients that count for less than they claimed
+    refused: dict[Member, UpdateRefused]  # by client
+    capped: tuple[Member, ...]  # clients that count for less than they claimed
 
     def recorded(self, faults: Sequence[str]) -> Aggregate:
         """The result, with what the round's record should tell."""
@@ -133,8 +134,8 @@ class Outcome:
 
 def aggregate(
     defence: Defence,
-    updates: Mapping[int, Any],
-    claims: Mapping[int, int],
+    updates: Mapping[Member, Any],
+    claims: Mapping[Member, int],
     model: nn.Module,
     limits: Limits,
     *,

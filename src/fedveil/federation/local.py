@@ -14,6 +14,7 @@ from fedveil.defences import Aggregate, Defence, Samples
 from fedveil.errors import BadArgument, NonFiniteUpdate, TooFewAnswers
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update, dense_targets
+from fedveil.federation.engine import Member
 from fedveil.federation.evaluate import rows_of
 from fedveil.federation.limits import Limits, aggregate
 from fedveil.federation.server import History, Optimizer, Record, Schedule, Seen, Server
@@ -119,8 +120,8 @@ class Federation(Server):
 
     def _limited(self, limits: Limits, clients: Sequence[int], updates: Sequence[Any]) -> Aggregate:
         """Aggregate what is not refused; the record names who was."""
-        claims = {client: self.claims(client) for client in clients}
-        own = dict(zip(clients, updates, strict=True))
+        claims: dict[Member, int] = {client: self.claims(client) for client in clients}
+        own: dict[Member, Any] = dict(zip(clients, updates, strict=True))
         outcome = aggregate(self.defence, own, claims, self.model, limits, past=self.history.records)
         told = [f"client {client}: {error.what}" for client, error in outcome.refused.items()]
         if outcome.result is None:

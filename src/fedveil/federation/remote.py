@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
 
 from torch import nn
@@ -98,6 +98,41 @@ def refuse_old(ask: Ask, last: Mapping[str, Any]) -> None:
         raise StaleUpdate("this node", f"it has answered this exchange of round {ask.round} already")
     if ask.round < last["round"]:
         raise StaleUpdate("this node", f"the message is of round {ask.round}, and a later one was answered")
+
+
+@dataclass(frozen=True, eq=False)
+class ClientState:
+    """What a client remembers from one ask to the next; nobody else sees it."""
+
+    seen: Mapping[str, Any] = field(default_factory=dict)  # session, round and token of the last ask that was answered
+    private: Mapping[str, Any] = field(default_factory=dict)  # the defence's: SPN's head, PPDL's source of noise
+
+
+def reply(
+    message: bytes,
+    state: ClientState,
+    model: nn.Module,
+    data: Data,
+    *,
+    client: int,
+    defence: Defence | None = None,
+    loss: Function | None = None,
+) -> tuple[bytes, ClientState]:
+    """Client: the answer to an ask, both as bytes, and the state after it. The same for every engine.
+
+    Args:
+        message: what arrived.
+        state: the client's, after its last answer.
+        model: gives the architecture; its values are ignored and stay what they are.
+        data: this client's (inputs, targets), or a function that loads them; called after the message was checked.
+        client: this client's number, which decides the order of its batches.
+        defence: insist on these settings of a defence, whatever the server says.
+        loss: the server's own function, if its loss has no name.
+    """
+    ask = read(message, Ask)
+    refuse_old(ask, state.seen)
+    found, private = answer(ask, model, data, state.private, client=client, defence=defence, loss=loss)
+    return found, ClientState({"session": ask.session, "round": ask.round, "token": ask.token}, private)
 
 
 def answer(

@@ -56,17 +56,16 @@ def answer(
     Raises:
         FedveilError: a message that is stale, malformed or for another model; Flower reports it to the server.
     """
-    ask = remote.read(unwrap(message.content, "ask"), remote.Ask)
-    seen = context.state.get(SEEN)
-    remote.refuse_old(ask, seen if isinstance(seen, ConfigRecord) else {})
     if client is None:
         client = int(str(context.node_config.get("partition-id", context.node_id)))
+    seen = context.state.get(SEEN)
     file = folder / f"fedveil-client-{client}.pt" if folder is not None else None
-    kept = _kept(context, file)
-    reply, state = remote.answer(ask, model, data, kept, client=client, defence=defence, loss=loss)
-    if state:
-        _keep(state, context, file)
-    context.state[SEEN] = ConfigRecord({"session": ask.session, "round": ask.round, "token": ask.token})
+    before = remote.ClientState(seen if isinstance(seen, ConfigRecord) else {}, _kept(context, file))
+    sent = unwrap(message.content, "ask")
+    reply, after = remote.reply(sent, before, model, data, client=client, defence=defence, loss=loss)
+    if after.private:
+        _keep(dict(after.private), context, file)
+    context.state[SEEN] = ConfigRecord(dict(after.seen))
     return Message(content=wrap(reply), reply_to=message)
 
 

@@ -1,40 +1,18 @@
-"""Asking nodes and collecting what comes back, whatever that is: answers, errors, silence, garbage."""
+"""Flower's grid as an engine: asking nodes and collecting what comes back: answers, errors, silence, garbage."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import httpx
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from fedveil.errors import BadArgument
+from fedveil.federation.engine import Fault, Member, fault
+from fedveil.flower.carry import unwrap, wrap
+
 SHORTEST_POLL, LONGEST_POLL = 0.005, 0.5  # seconds
 POLL_SHARE = 0.05  # of the time waited so far: what a late look can add to a round
-LONGEST_TEXT = 200
-GUILTY = ("malformed", "refused", "not finite", "stale", "unreadable")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """An answer that does not count."""
-
-    node: int
-    kind: str  # "silent", "malformed", "error 2" (Flower's codes) ...: docs/flower.md lists them
-    text: str  # from the node, so cut and cleaned
-
-    @property
-    def guilty(self) -> bool:
-        """Whether the node answered, and wrongly: it is not asked again in this round, for which others would pay."""
-        return self.kind in GUILTY
-
-    def __str__(self) -> str:
-        return f"node {self.node}: {self.kind}: {self.text}"
-
-
-def fault(node: int, kind: str, text: object) -> Fault:
-    """A fault whose text is safe to print, however it came about."""
-    clean = "".join(c if c.isprintable() else " " for c in str(text)[:LONGEST_TEXT])
-    return Fault(node, kind, clean)
 
 
 def push(grid: Grid, content: RecordDict, nodes: Sequence[int], group: str, ttl: float) -> dict[str, int]:
@@ -87,3 +65,35 @@ def _sorted_out(node: int, reply: Message) -> Message | Fault:
     if reply.metadata.src_node_id != node:
         return fault(node, "foreign", f"the answer comes from node {reply.metadata.src_node_id}")
     return reply
+
+
+class FlowerEngine:
+    """Nodes of a Flower federation, through the grid that `@app.main()` gets."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def members(self) -> list[Member]:
+        """The nodes that are connected."""
+        return [*sorted(self.grid.get_node_ids())]
+
+    def ask(
+        self, common: bytes, own: Mapping[Member, bytes], *, label: str, timeout: float
+    ) -> Iterator[tuple[Member, bytes | Fault]]:
+        """See `Engine.ask`; messages live as long as the exchange."""
+        asked: dict[str, int] = {}
+        for extra in dict.fromkeys(own.values()):
+            nodes = [int(node) for node, given in own.items() if given == extra]
+            asked |= push(self.grid, wrap(common, extra), nodes, label, timeout)
+        for node, reply in collect(self.grid, asked, timeout):
+            yield node, reply if isinstance(reply, Fault) else _content(node, reply)
+
+    def close(self) -> None:
+        """Nothing to do: Flower ends the run."""
+
+
+def _content(node: int, reply: Message) -> bytes | Fault:
+    try:
+        return unwrap(reply.content, "answer")
+    except BadArgument as error:
+        return fault(node, "malformed", f"{error.where}: {error.what}")

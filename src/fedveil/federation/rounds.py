@@ -1,0 +1,247 @@
+"""The server's side of rounds with clients elsewhere: whom to ask, what is refused, repeats, records. Any engine."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fedveil.checks import positive, share, whole
+from fedveil.defences import Aggregate, Defence, Veil, innermost
+from fedveil.defences.registry import messages_of, record_of
+from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate, TooFewAnswers
+from fedveil.federation.engine import Engine, Fault, Member, fault
+from fedveil.federation.evaluate import moved
+from fedveil.federation.limits import Limits, Outcome, aggregate
+from fedveil.federation.remote import Ask, take, write
+from fedveil.federation.server import Optimizer, Schedule, Seen, Server
+from fedveil.federation.shards import generator
+from fedveil.graph.describe import in_words
+from fedveil.graph.inputs import Inputs
+from fedveil.scheme import Entropy
+from fedveil.scheme.losses import Function, Loss
+
+LOG = logging.getLogger("fedveil.rounds")
+KEPT_FAULTS = 20  # of a round, in its record
+
+
+class _Heard(NamedTuple):
+    """An answer that is in order."""
+
+    member: Member
+    update: Any
+    records: int
+    size: int  # in bytes
+
+
+class RemoteServer(Server):
+    """A federation whose clients are members of an engine and answer with `fedveil.federation.remote.reply`.
+
+    One exchange of messages carries one round. A round goes on with the answers that arrived in time and were in
+    order, if there are at least `min_answers`, with |D_k| of those clients as weights. Otherwise it is repeated, with a
+    new secret. docs/flower.md lists what happens in each kind of fault.
+
+    Args:
+        engine: what carries messages.
+        model: the server's; trained in place.
+        example: two records' inputs or more, for the analysis of the model; values do not matter. In the form that
+            clients have them: a tensor, a tuple of arguments of forward or a dict of its keyword arguments.
+        defence: as for `fedveil.Federation`. One with test entropy or a seed is refused.
+        optimizer: makes the server's optimiser from the parameters.
+        schedule: makes a learning-rate schedule from the optimiser; it steps every `rounds_per_epoch` rounds.
+        loss: as for `fedveil.Federation`; clients must know a function of your own, too.
+        whole_shard: clients go through all their records in a round, so that few rounds are needed.
+        batch_size: records that a client takes at a time; without `whole_shard` those are its round.
+        rounds_per_epoch: for the schedule and for evaluation.
+        participation: share of the nodes that are asked in a round.
+        limits: bounds on each node, and how updates are combined: `fedveil.Limits`. None takes all finite updates, with
+            one removal of the noise for their sum.
+        min_answers: good answers that a round needs.
+        wait_for: nodes that must be there before the first round; by default `min_answers`.
+        timeout: seconds for an exchange; also how long its messages live.
+        patience: seconds to wait for nodes in a round before giving up.
+        attempts: exchanges of a round before giving up.
+        pause: seconds between them.
+        seed: of the order of clients' records and of the choice of nodes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        example: Inputs,
+        defence: str | Defence = "veil",
+        optimizer: Optimizer = torch.optim.Adam,
+        *,
+        schedule: Schedule | None = None,
+        loss: str | Loss | Function = "squared_error",
+        whole_shard: bool = True,
+        batch_size: int = 1024,
+        rounds_per_epoch: int = 1,
+        participation: float = 1.0,
+        limits: Limits | None = Limits(),  # noqa: B008  (it is frozen)
+        min_answers: int = 1,
+        wait_for: int | None = None,
+        timeout: float = 600.0,
+        patience: float = 1800.0,
+        attempts: int = 5,
+        pause: float = 2.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, defence, optimizer, schedule=schedule, loss=loss, limits=limits)
+        if self.defence.repeatable:
+            what = f"{self.defence.name} draws from a test seed, and this server talks to a network"
+            raise BadArgument(type(self).__name__, what, "leave entropy= and seed= out of the defence")
+        wholes = {"min_answers": min_answers, "attempts": attempts, "batch_size": batch_size}
+        for name, value in {**wholes, "rounds_per_epoch": rounds_per_epoch}.items():
+            whole(type(self).__name__, name, value)
+        for name, seconds in {"timeout": timeout, "patience": patience}.items():
+            positive(type(self).__name__, name, seconds, f"{name}=600, in seconds")
+        share(type(self).__name__, "participation", participation)
+        self.inner = innermost(self.defence)  # what travels; privacy on top is the server's
+        self.record = record_of(self.inner)
+        self.engine, self.messages = engine, messages_of(self.record, type(self.inner).__name__)
+        self.whole_shard, self.batch_size, self.seed = whole_shard, batch_size, seed
+        self.participation, self.min_answers, self.wait_for = participation, min_answers, wait_for or min_answers
+        self.timeout, self.patience, self.attempts, self.pause = timeout, patience, attempts, pause
+        self._epoch, self._session, self._started = rounds_per_epoch, Entropy().token(), False
+        self.defence.prepare(model, moved(example, self.device), self.loss)
+        if isinstance(self.inner, Veil):
+            LOG.info("of the model's values, %s", in_words(self.inner.plan))
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        """As it was given: the server does not know how many records clients have."""
+        return self._epoch
+
+    def exchange(self, seen: Seen | None = None) -> Aggregate:
+        """Broadcast, collect, aggregate; again with a new secret while too few answers are in order."""
+        deadline, faults, finite = time.monotonic() + self.patience, list[Fault](), False
+        for attempt in range(1, self.attempts + 1):
+            guilty = {found.member for found in faults if found.guilty}
+            nodes = self._nodes(deadline, guilty)
+            broadcast, down, heard = self._ask(nodes, faults)
+            finite = finite or bool(heard)
+            outcome = self._aggregated(broadcast, heard, faults, len(guilty - set(nodes)), seen)
+            if outcome is not None and outcome.result is not None:
+                counted = [answer for answer in heard if answer.member not in outcome.refused]
+                details = _details(len(nodes), down, counted, attempt)
+                result = outcome.recorded([str(found) for found in faults[:KEPT_FAULTS]])
+                return dataclasses.replace(result, details={**result.details, **details})
+            self.defence.forget()
+            if attempt < self.attempts:
+                time.sleep(self.pause)
+        if faults and not finite and all(found.kind == "not finite" for found in faults):
+            raise NonFiniteUpdate("all clients", faults[-1].text)
+        raise self._too_few(f"{self.attempts} exchanges did not bring {self.min_answers} answers in order", faults)
+
+    def _aggregated(
+        self, broadcast: Any, heard: list[_Heard], faults: list[Fault], left_out: int, seen: Seen | None
+    ) -> Outcome | None:
+        """What became of the answers; None if there are too few. Refusals go to the faults."""
+        if len(heard) < self.min_answers:
+            return None
+        updates = {answer.member: answer.update for answer in heard}
+        records = {answer.member: answer.records for answer in heard}
+        if seen:
+            seen(broadcast, list(updates.values()))
+        if self.limits is None:
+            sizes = [float(own) for own in records.values()]
+            return Outcome(self.defence.aggregate(list(updates.values()), sizes), {}, ())
+        outcome = aggregate(
+            self.defence,
+            updates,
+            records,
+            self.model,
+            self.limits,
+            past=self.history.records,
+            left_out=left_out,
+            least=self.min_answers,
+        )
+        for node, error in outcome.refused.items():
+            self._note(refusal(node, error), faults)
+        return outcome
+
+    def _note(self, found: Fault, faults: list[Fault]) -> None:
+        LOG.warning("round %d: %s", self.round, found)
+        faults.append(found)
+
+    def _too_few(self, what: str, faults: list[Fault]) -> TooFewAnswers:
+        last = f"; the last fault was {faults[-1]}" if faults else ""
+        fix = "look at the nodes; a new run goes on from the checkpoint"
+        return TooFewAnswers(f"round {self.round}", what + last, fix)
+
+    def _nodes(self, deadline: float, guilty: Set[Member]) -> list[Member]:
+        """The nodes to ask, once enough are there: without those that answered wrongly, if the others are enough."""
+        needed = self.min_answers if self._started else max(self.wait_for, self.min_answers)
+        while len(nodes := self.engine.members()) < needed:
+            if time.monotonic() >= deadline:
+                raise self._too_few(f"{len(nodes)} nodes are there after {self.patience:g} s, not {needed}", [])
+            time.sleep(min(0.5, self.patience))
+        self._started = True
+        innocent = [node for node in nodes if node not in guilty]
+        nodes = innocent if len(innocent) >= self.min_answers else nodes
+        count = max(self.min_answers, round(self.participation * len(nodes)))
+        if count >= len(nodes):
+            return nodes
+        order = torch.randperm(len(nodes), generator=generator("nodes", self.seed, self.round))
+        return [nodes[place] for place in sorted(order[:count].tolist())]
+
+    def _ask(self, nodes: list[Member], faults: list[Fault]) -> tuple[Any, int, list[_Heard]]:
+        """One exchange: the broadcast, its bytes for each node, and the answers in order; faults go to the list."""
+        broadcast = self.defence.broadcast(self.model)
+        values, tensors = self.messages.pack(self.inner, broadcast)
+        assert self.record is not None
+        ask = Ask(
+            self._session,
+            self.round,
+            Entropy().token(),
+            self.record.name,
+            {name: getattr(self.inner, name) for name in self.messages.settings},
+            self.loss.name,
+            self.loss.settings(),
+            self.whole_shard,
+            self.batch_size,
+            self.seed,
+            values,
+            tensors,
+        )
+        data, heard = write(ask), list[_Heard]()
+        own = dict.fromkeys(nodes, b"")
+        for node, reply in self.engine.ask(data, own, label=str(self.round), timeout=self.timeout):
+            found = reply if isinstance(reply, Fault) else self._hear(ask, node, reply, len(heard))
+            if isinstance(found, Fault):
+                self._note(found, faults)
+            else:
+                heard.append(found)
+        heard.sort(key=lambda answer: nodes.index(answer.member))  # sums do not depend on who was first
+        return broadcast, len(data), heard
+
+    def _hear(self, ask: Ask, node: Member, data: bytes, position: int) -> _Heard | Fault:
+        try:
+            update, records = take(data, ask, self.messages, self.inner, self.model, position)
+        except FedveilError as error:
+            return refusal(node, error)
+        except Exception as error:  # nothing that a node sends may end the run
+            return fault(node, "malformed", f"{type(error).__name__}: {error}")
+        return _Heard(node, update, records, len(data))
+
+
+def refusal(node: Member, error: FedveilError) -> Fault:
+    """Why an answer does not count."""
+    if isinstance(error, BadArgument):
+        return fault(node, "malformed", f"{error.where}: {error.what}")
+    kinds: dict[type[FedveilError], str] = {StaleUpdate: "stale", NonFiniteUpdate: "not finite"}
+    return fault(node, kinds.get(type(error), "refused"), error.what)
+
+
+def _details(asked: int, down: int, heard: list[_Heard], attempt: int) -> dict[str, Any]:
+    records, up = sum(answer.records for answer in heard), sum(answer.size for answer in heard)
+    details: dict[str, Any] = {"asked": asked, "bytes_down": down, "answers": len(heard), "records": records}
+    details |= {"bytes_up": round(up / len(heard)), "bytes_total": down * asked + up}
+    if attempt > 1:
+        details["attempts"] = attempt
+    return details
