@@ -1,20 +1,16 @@
 """Whatever a node sends, or does not send, the round goes on with the others and with their weights."""
 
-import dataclasses
 import gc
-import io
-import json
-import pickle
 import re
 import time
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
 
 from flwr.app import ConfigRecord, Error, Message, RecordDict
+from tests import faults
 from tests.flower.grid import LocalGrid, parts
 from tests.flower.test_flower_equality import adam, app_of, net, normed, values
 from tests.oracle import worst
@@ -23,17 +19,16 @@ from fedveil import Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
 from fedveil.errors import BadArgument, Diverged, TooFewAnswers
 from fedveil.federation import Federation
-from fedveil.federation.remote import Answer, Ask, read, write
+from fedveil.federation.remote import Ask, read
 from fedveil.flower import Server
 from fedveil.flower.carry import ARRAY, RECORD, unwrap, wrap
 from fedveil.scheme import Secret
-from fedveil.wire import to_bytes
 
 DATA = parts()
 
 
-def server_of(faults=None, defence="veil", data=DATA, build=net, app=None, **options):
-    grid = LocalGrid(app or app_of(data, build), len(data), faults=faults)
+def server_of(changes=None, defence="veil", data=DATA, build=net, app=None, **options):
+    grid = LocalGrid(app or app_of(data, build), len(data), faults=changes)
     options = {"timeout": 0.3, "pause": 0.0, "attempts": 3, "patience": 1.0, **options}
     return Server(grid, build(), data[0][0][:2], defence, adam, **options)
 
@@ -54,62 +49,17 @@ def error(code, node=None):
     return change
 
 
-def altered(**changes):
-    """The answer with other values; functions get the old one."""
-
-    def change(reply, message):
-        found = read(unwrap(reply.content, "answer"), Answer)
-        new = {name: to(getattr(found, name)) if callable(to) else to for name, to in changes.items()}
-        return [Message(content=wrap(write(dataclasses.replace(found, **new))), reply_to=message)]
-
-    return change
-
-
-def tensors(change):
-    """The answer with its first floating tensor changed."""
-
-    def alter(found):
-        name = next(n for n, t in found.items() if t.is_floating_point())
-        return {**found, name: change(found[name].clone())}
-
-    return altered(tensors=alter)
-
-
 def content(make):
     return lambda reply, message: [Message(content=make(reply.content), reply_to=message)]
 
 
-def raw(change):
-    """The answer with other bytes, made from the old ones."""
+def sent(change):
+    """A fault of the answer's bytes as one of the message."""
     return content(lambda old: wrap(change(unwrap(old, "answer"))))
 
 
-def head(text):
-    """The answer with another head."""
-
-    def change(old):
-        size = int.from_bytes(old[:8], "little")
-        found = json.loads(old[8 : 8 + size])
-        found["__metadata__"]["fedveil"] = text(found["__metadata__"]["fedveil"]) if callable(text) else text
-        new = json.dumps(found).encode()
-        return len(new).to_bytes(8, "little") + new + old[8 + size :]
-
-    return raw(change)
-
-
-def pickled():
-    buffer = io.BytesIO()
-    np.save(buffer, np.array([print, {}], dtype=object), allow_pickle=True)
-    return buffer.getvalue()
-
-
-def first(tensor, value):
-    tensor.view(-1)[0] = value
-    return tensor
-
-
-def without_first(found):
-    return dict(list(found.items())[1:])
+def altered(**changes):
+    return sent(faults.altered(**changes))
 
 
 FAULTS = {
@@ -124,32 +74,8 @@ FAULTS = {
         content(lambda _: RecordDict({RECORD: ConfigRecord({ARRAY: b""})})),
         "malformed: answer: this mess",
     ),
-    "other format": (head(lambda h: h.replace(": 2", ": 9", 1)), "malformed: answer: it is 'answer' in format 9"),
-    "other kind": (raw(lambda _: to_bytes("ask", {}, {})), "malformed: answer: it is 'ask'"),
-    "no json": (head("{"), "malformed: answer: it cannot be read: JSONDecodeError"),
-    "a list": (head("[]"), "malformed: answer: it cannot be read"),
-    "no values": (head("{}"), "malformed: answer: it cannot be read: KeyError"),
-    "no fields": (raw(lambda _: to_bytes("answer", {}, {})), "malformed: answer: round must be int, got NoneType"),
-    "garbage": (raw(lambda _: b"garbage"), "malformed: answer: it cannot be read"),
-    "cut off": (raw(lambda old: old[:-1]), "malformed: answer: it cannot be read"),
-    "too long": (raw(lambda old: old + b"0"), "malformed: answer: it cannot be read"),
-    "a pickle": (raw(lambda _: pickled()), "malformed: answer: it cannot be read"),
-    "bare pickle": (raw(lambda _: pickle.dumps([1])), "malformed: answer: it cannot be read"),
     "another node's": (lambda r, m: [_from(r, 102)], "foreign: the answer comes from node 102"),
-    "no records": (altered(records=0), "malformed: answer: records must be from 1 to 2^53, got 0"),
-    "yes records": (altered(records=True), "malformed: answer: records must be int, got bool"),
-    "half records": (altered(records=2.5), "malformed: answer: records must be int, got float"),
-    "last round": (altered(round=-1), "stale: its answer is for another exchange, of round -1"),
-    "other token": (altered(token="0" * 32), "stale: its answer is for another exchange, of round 0"),
-    "other defence": (altered(defence="spn"), "stale: its answer is for another exchange"),
-    "nan": (tensors(lambda t: first(t, torch.nan)), "not finite:"),
-    "infinity": (tensors(lambda t: first(t, torch.inf)), "not finite:"),
-    "other dtype": (tensors(torch.Tensor.float), "refused:"),
-    "whole numbers": (tensors(torch.Tensor.long), "refused:"),
-    "text": (raw(lambda old: old.replace(b"F64", b"STR")), "malformed:"),
-    "other shape": (tensors(lambda t: t[..., :-1]), "refused:"),
-    "missing": (altered(tensors=without_first), "refused:"),
-}
+} | {name: (sent(change), text) for name, (change, text) in faults.FAULTS.items()}
 
 
 def _from(reply, node):

@@ -1,9 +1,10 @@
 """A round with clients that are elsewhere: what the server asks and what a client answers, as bytes for any engine."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from torch import nn
 
@@ -20,6 +21,7 @@ from fedveil.scheme.messages import known_loss
 from fedveil.wire import Tensors, checked, from_bytes, to_bytes
 
 MOST_RECORDS = 2**53
+LONGEST = 1e9  # seconds
 MOST_PER_TENSOR = 4  # tensors in an answer for each of the model's
 Data = Batch | Callable[[], Batch]
 Message = TypeVar("Message", "Ask", "Answer")
@@ -51,6 +53,7 @@ class Answer:
     token: str
     defence: str
     records: int  # |D_k|, the client's weight
+    seconds: float  # that it took the client, as it says
     values: dict[str, Any]
     tensors: Tensors
 
@@ -68,6 +71,8 @@ def read(data: bytes, kind: type[Message], most: int | None = None) -> Message:
     found: Message = kind(**checked(where, values, _wanted(kind)), tensors=tensors)
     if isinstance(found, Answer) and not 1 <= found.records <= MOST_RECORDS:
         raise BadArgument(where, f"records must be from 1 to 2^53, got {found.records}")
+    if isinstance(found, Answer) and not 0 <= found.seconds < LONGEST:
+        raise BadArgument(where, f"seconds must be from 0 to {LONGEST:g}, got {found.seconds}")
     if isinstance(found, Ask):
         whole(where, "round", found.round, 0)
         whole(where, "batch_size", found.batch_size)
@@ -78,13 +83,22 @@ def _wanted(kind: type) -> dict[str, Any]:
     return {name: hint for name, hint in get_type_hints(kind).items() if name != "tensors"}
 
 
-def take(data: bytes, ask: Ask, messages: PlainMessages, defence: Defence, model: nn.Module, position: int) -> Any:
-    """Server: the update in an answer to this ask, and the number of records behind it; any other is refused."""
+class Taken(NamedTuple):
+    """An answer as the server uses it."""
+
+    update: Any
+    records: int
+    seconds: float
+
+
+def take(data: bytes, ask: Ask, messages: PlainMessages, defence: Defence, model: nn.Module, position: int) -> Taken:
+    """Server: the update in an answer to this ask, and what the client says about it; any other is refused."""
     tensors = len(list(model.parameters())) + len(list(model.buffers()))
     found = read(data, Answer, most=MOST_PER_TENSOR * (tensors + 1))
     if (found.round, found.token, found.defence) != (ask.round, ask.token, ask.defence):
         raise StaleUpdate(f"client {position}", f"its answer is for another exchange, of round {found.round}")
-    return messages.unpack_update(defence, model, found.values, found.tensors, position), found.records
+    update = messages.unpack_update(defence, model, found.values, found.tensors, position)
+    return Taken(update, found.records, found.seconds)
 
 
 def refuse_old(ask: Ask, last: Mapping[str, Any]) -> None:
@@ -149,6 +163,7 @@ def answer(
 
     `state` is what it kept after its last answer; the other arguments are those of `fedveil.flower.answer`.
     """
+    began = time.perf_counter()
     messages, own = _defence(ask, defence)
     own_loss = known_loss("answer", ask.loss, ask.loss_settings, None if loss is None else find_loss(loss))
     broadcast = messages.unpack(model, ask.values, ask.tensors, own_loss)
@@ -167,7 +182,9 @@ def answer(
         own, model, broadcast, shards, client=0, number=ask.round, whole_shard=ask.whole_shard, dtype=dtype
     )
     values, tensors = messages.pack_update(own, update)
-    return write(Answer(ask.round, ask.token, ask.defence, shards.sizes[0], values, tensors)), own.client_state(0)
+    seconds = time.perf_counter() - began
+    found = Answer(ask.round, ask.token, ask.defence, shards.sizes[0], seconds, values, tensors)
+    return write(found), own.client_state(0)
 
 
 def _defence(ask: Ask, own: Defence | None) -> tuple[PlainMessages, Defence]:

@@ -34,6 +34,7 @@ class _Heard(NamedTuple):
     member: Member
     update: Any
     records: int
+    seconds: float  # of its work, as it says
     size: int  # in bytes
 
 
@@ -123,12 +124,14 @@ class RemoteServer(Server):
         for attempt in range(1, self.attempts + 1):
             guilty = {found.member for found in faults if found.guilty}
             nodes = self._nodes(deadline, guilty)
+            began = time.perf_counter()
             broadcast, down, heard = self._ask(nodes, faults)
-            finite = finite or bool(heard)
+            finite, answered = finite or bool(heard), time.perf_counter()
             outcome = self._aggregated(broadcast, heard, faults, len(guilty - set(nodes)), seen)
             if outcome is not None and outcome.result is not None:
                 counted = [answer for answer in heard if answer.member not in outcome.refused]
-                details = _details(len(nodes), down, counted, attempt)
+                spent = {"seconds_waiting": answered - began, "seconds_recovery": time.perf_counter() - answered}
+                details = _details(len(nodes), down, counted, attempt) | spent
                 result = outcome.recorded([str(found) for found in faults[:KEPT_FAULTS]])
                 return dataclasses.replace(result, details={**result.details, **details})
             self.defence.forget()
@@ -222,12 +225,12 @@ class RemoteServer(Server):
 
     def _hear(self, ask: Ask, node: Member, data: bytes, position: int) -> _Heard | Fault:
         try:
-            update, records = take(data, ask, self.messages, self.inner, self.model, position)
+            found = take(data, ask, self.messages, self.inner, self.model, position)
         except FedveilError as error:
             return refusal(node, error)
         except Exception as error:  # nothing that a node sends may end the run
             return fault(node, "malformed", f"{type(error).__name__}: {error}")
-        return _Heard(node, update, records, len(data))
+        return _Heard(node, *found, len(data))
 
 
 def refusal(node: Member, error: FedveilError) -> Fault:
@@ -242,6 +245,7 @@ def _details(asked: int, down: int, heard: list[_Heard], attempt: int) -> dict[s
     records, up = sum(answer.records for answer in heard), sum(answer.size for answer in heard)
     details: dict[str, Any] = {"asked": asked, "bytes_down": down, "answers": len(heard), "records": records}
     details |= {"bytes_up": round(up / len(heard)), "bytes_total": down * asked + up}
+    details["seconds_work"] = max(answer.seconds for answer in heard)
     if attempt > 1:
         details["attempts"] = attempt
     return details

@@ -1,0 +1,92 @@
+"""Faults of an answer as functions of its bytes, and what the server says to each: the same for every engine."""
+
+import dataclasses
+import io
+import json
+import pickle
+
+import numpy as np
+import torch
+
+from fedveil.federation.remote import Answer, read, write
+from fedveil.wire import to_bytes
+
+
+def altered(**changes):
+    """The answer with other values; functions get the old one."""
+
+    def change(data):
+        found = read(data, Answer)
+        new = {name: to(getattr(found, name)) if callable(to) else to for name, to in changes.items()}
+        return write(dataclasses.replace(found, **new))
+
+    return change
+
+
+def tensors(change):
+    """The answer with its first floating tensor changed."""
+
+    def alter(found):
+        name = next(n for n, t in found.items() if t.is_floating_point())
+        return {**found, name: change(found[name].clone())}
+
+    return altered(tensors=alter)
+
+
+def head(text):
+    """The answer with another head."""
+
+    def change(old):
+        size = int.from_bytes(old[:8], "little")
+        found = json.loads(old[8 : 8 + size])
+        found["__metadata__"]["fedveil"] = text(found["__metadata__"]["fedveil"]) if callable(text) else text
+        new = json.dumps(found).encode()
+        return len(new).to_bytes(8, "little") + new + old[8 + size :]
+
+    return change
+
+
+def pickled():
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([print, {}], dtype=object), allow_pickle=True)
+    return buffer.getvalue()
+
+
+def first(tensor, value):
+    tensor.view(-1)[0] = value
+    return tensor
+
+
+def without_first(found):
+    return dict(list(found.items())[1:])
+
+
+FAULTS = {
+    "other format": (head(lambda h: h.replace(": 2", ": 9", 1)), "malformed: answer: it is 'answer' in format 9"),
+    "other kind": ((lambda _: to_bytes("ask", {}, {})), "malformed: answer: it is 'ask'"),
+    "no json": (head("{"), "malformed: answer: it cannot be read: JSONDecodeError"),
+    "a list": (head("[]"), "malformed: answer: it cannot be read"),
+    "no values": (head("{}"), "malformed: answer: it cannot be read: KeyError"),
+    "no fields": ((lambda _: to_bytes("answer", {}, {})), "malformed: answer: round must be int, got NoneType"),
+    "garbage": ((lambda _: b"garbage"), "malformed: answer: it cannot be read"),
+    "cut off": ((lambda old: old[:-1]), "malformed: answer: it cannot be read"),
+    "too long": ((lambda old: old + b"0"), "malformed: answer: it cannot be read"),
+    "a pickle": ((lambda _: pickled()), "malformed: answer: it cannot be read"),
+    "bare pickle": ((lambda _: pickle.dumps([1])), "malformed: answer: it cannot be read"),
+    "no records": (altered(records=0), "malformed: answer: records must be from 1 to 2^53, got 0"),
+    "yes records": (altered(records=True), "malformed: answer: records must be int, got bool"),
+    "half records": (altered(records=2.5), "malformed: answer: records must be int, got float"),
+    "last round": (altered(round=-1), "stale: its answer is for another exchange, of round -1"),
+    "other token": (altered(token="0" * 32), "stale: its answer is for another exchange, of round 0"),
+    "other defence": (altered(defence="spn"), "stale: its answer is for another exchange"),
+    "nan": (tensors(lambda t: first(t, torch.nan)), "not finite:"),
+    "infinity": (tensors(lambda t: first(t, torch.inf)), "not finite:"),
+    "other dtype": (tensors(torch.Tensor.float), "refused:"),
+    "whole numbers": (tensors(torch.Tensor.long), "refused:"),
+    "text": ((lambda old: old.replace(b"F64", b"STR")), "malformed:"),
+    "other shape": (tensors(lambda t: t[..., :-1]), "refused:"),
+    "missing": (altered(tensors=without_first), "refused:"),
+    "no time": (altered(seconds=-1.0), "malformed: answer: seconds must be from 0"),
+    "endless": (altered(seconds=float("inf")), "malformed: answer: seconds must be from 0"),
+}
+"""By name: the fault, and how the server's text for it begins."""

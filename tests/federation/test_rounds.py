@@ -1,0 +1,124 @@
+"""The server's side of rounds with clients elsewhere, over an engine in this process."""
+
+import pytest
+import torch
+from tests.engines import Loopback, member
+from tests.faults import FAULTS, altered
+from tests.oracle import built, worst
+
+from fedveil import Federation, Limits
+from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
+from fedveil.errors import BadArgument, TooFewAnswers
+from fedveil.federation.engine import fault
+from fedveil.federation.rounds import RemoteServer
+from fedveil.models import mlp
+
+SITES = ("site-1", "site-2", "site-3")
+SIZES = (30, 20, 25)
+
+
+def net():
+    return built(lambda: mlp(6, 4, hidden=10))
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, 1e-2)
+
+
+def parts():
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.randn(n, 6, generator=draw).double(), torch.randint(4, (n,), generator=draw)) for n in SIZES]
+
+
+def server_of(faults=None, defence="veil", **options):
+    members = {name: member(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
+    options = {"timeout": 0.3, "pause": 0.0, "attempts": 3, "patience": 0.2, "batch_size": 8, **options}
+    return RemoteServer(Loopback(members, faults), net(), parts()[0][0][:2], defence, adam, **options)
+
+
+def engine(clients, defence="plain", rounds=1):
+    run = Federation(net(), [parts()[k] for k in clients], defence, adam, whole_shard=True, batch_size=8)
+    run.fit(rounds=rounds)
+    return run.model.state_dict()
+
+
+@pytest.mark.parametrize("make", [Plain, Veil, lambda: PPDL(0.3), lambda: Private(Veil(), 1.0, 0.0)])
+def test_rounds_over_an_engine_are_those_of_one_process(make):
+    server = server_of(defence=make())
+    server.fit(rounds=4)
+    assert worst(server.model.state_dict(), engine(range(3), make(), 4)) < 1e-9
+
+
+@pytest.mark.parametrize("make", [DBCL, SPN])
+def test_defences_with_random_numbers_of_their_own_run_too(make):
+    server = server_of(defence=make())
+    server.fit(rounds=2)
+    assert [record["answers"] for record in server.history.records] == [3, 3]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("defence", ["plain", "veil"])
+def test_a_fault_costs_its_member_the_round_and_nobody_else(name, defence):
+    change, text = FAULTS[name]
+    server = server_of({("site-2", 0): change}, defence)
+    server.fit(rounds=2)
+    first, second = server.history.records
+    assert (first["asked"], first["answers"], first["records"]) == (3, 2, 55)
+    assert [found.startswith(f"node site-2: {text}") for found in first["faults"]] == [True]
+    assert (second["answers"], "faults" in second) == (3, False)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: None, lambda data: fault("site-2", "gone", "its process ended")], ids=["silent", "gone"]
+)
+def test_the_engines_own_faults_are_recorded(change):
+    server = server_of({("site-2", 0): change})
+    server.fit(rounds=1)
+    assert server.history.records[0]["faults"][0].startswith("node site-2: ")
+    assert worst(server.model.state_dict(), engine([0, 2])) < 1e-9
+
+
+def test_a_client_that_raises_is_a_fault():
+    server = server_of()
+    server.engine.answers["site-2"] = lambda common, own: 1 / 0
+    server.fit(rounds=1)
+    assert server.history.records[0]["faults"] == ["node site-2: raised: ZeroDivisionError: division by zero"]
+
+
+def test_a_round_is_repeated_with_a_new_secret_and_without_the_guilty():
+    server = server_of({("site-1", 0): lambda data: None, ("site-2", 0): lambda data: b"garbage"}, min_answers=2)
+    server.fit(rounds=1)
+    assert server.engine.asked == ["site-1", "site-2", "site-3", "site-1", "site-3"]
+    assert server.history.records[0]["attempts"] == 2
+
+
+def test_records_tell_where_the_time_went():
+    server = server_of()
+    server.fit(rounds=1)
+    (record,) = server.history.records
+    assert 0 < record["seconds_work"] <= record["seconds_waiting"] < record["seconds"]
+    assert 0 < record["seconds_recovery"] < record["seconds"]
+    assert record["bytes_total"] == 3 * (record["bytes_down"]) + 3 * record["bytes_up"]
+
+
+def test_a_claim_of_records_is_capped_by_name():
+
+    server = server_of({("site-2", 0): altered(records=10**12)}, "plain", limits=Limits(max_records={"site-2": 20}))
+    server.fit(rounds=1)
+    assert server.history.records[0]["capped"] == ["site-2"]
+    assert worst(server.model.state_dict(), engine(range(3))) < 1e-9
+
+
+def test_members_that_are_gone_are_waited_for_and_not_for_ever():
+    server = server_of(min_answers=3)
+    server.engine.down.add("site-1")
+    with pytest.raises(TooFewAnswers, match=r"2 nodes are there after 0.2 s, not 3"):
+        server.fit(rounds=1)
+    server.engine.down.clear()
+    server.fit(rounds=1)
+    assert server.round == 1
+
+
+def test_a_server_on_a_network_refuses_seeds():
+    with pytest.raises(BadArgument, match="draws from a test seed"):
+        server_of(defence=PPDL(0.3, seed=1))
