@@ -21,7 +21,7 @@ class Leaky(Veil):
         super().__init__(groups=3, additive=100.0)
         self.path = Path(path)
 
-    def aggregate(self, updates, weights):
+    def each(self, updates):
         secret = self._secret
         known = torch.cat([secret._head.direction.double(), torch.ones(1, dtype=torch.float64)]).tolist()
         coefficients = secret._undo.coefficients
@@ -31,7 +31,7 @@ class Leaky(Veil):
         line = {"secret": sorted({x for x in numbers if abs(x) != 1}), "public": known[:-1]}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        return super().aggregate(updates, weights)
+        return super().each(updates)
 
 
 def defence_of(config):
