@@ -2,7 +2,7 @@
 
 import itertools
 
-from fedveil.federation.engine import Fault, fault
+from fedveil.federation.engine import fault
 from fedveil.federation.remote import ClientState, reply
 
 
@@ -48,6 +48,3 @@ class Loopback:
 
     def close(self):
         self.closed = True
-
-
-__all__ = ["Fault", "Loopback", "member"]

@@ -8,29 +8,14 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from tests.configs import config_of
+from tests.small import SMALL, federation
 
 from fedveil.cli import main
-from fedveil.defences import Plain
 from fedveil.errors import BadArgument
-from fedveil.federation import Federation
 from fedveil.files import write_whole
 from fedveil.locks import locked
-from fedveil.models import mlp
 from fedveil.runs.folder import train
-
-SMALL = {"defence": "plain", "clients": 2, "hidden": 4, "layers": 2, "train_size": 60, "batch_size": 15}
-
-
-def federation(defence=None):
-    generator = torch.Generator().manual_seed(0)
-    data = [(torch.randn(n, 3, generator=generator), torch.randn(n, 2, generator=generator)) for n in (12, 8)]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = mlp(3, 2, hidden=4, layers=2)
-    return Federation(model, data, defence or Plain(), lambda p: torch.optim.Adam(p, 1e-2), batch_size=4)
-
 
 HOLD = """
 import sys, time

@@ -122,3 +122,12 @@ def test_members_that_are_gone_are_waited_for_and_not_for_ever():
 def test_a_server_on_a_network_refuses_seeds():
     with pytest.raises(BadArgument, match="draws from a test seed"):
         server_of(defence=PPDL(0.3, seed=1))
+
+
+def test_a_rule_waits_for_the_members_that_it_needs():
+    server = server_of(limits=Limits("krum"))
+    with pytest.raises(TooFewAnswers, match=r"3 nodes are there after .* s, not 5"):
+        server.fit(rounds=1)
+    server = server_of({("site-2", 0): lambda data: None}, limits=Limits("median"), attempts=1)
+    with pytest.raises(TooFewAnswers, match="or the 3 that median needs; the last fault was node site-2: silent"):
+        server.fit(rounds=1)

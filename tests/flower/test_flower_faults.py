@@ -21,7 +21,8 @@ from fedveil.errors import BadArgument, Diverged, TooFewAnswers
 from fedveil.federation import Federation
 from fedveil.federation.remote import Ask, read
 from fedveil.flower import Server
-from fedveil.flower.carry import ARRAY, RECORD, unwrap, wrap
+from fedveil.flower.carry import ARRAY, RECORD, own_of, unwrap, wrap
+from fedveil.flower.engine import FlowerEngine
 from fedveil.scheme import Secret
 
 DATA = parts()
@@ -345,3 +346,11 @@ def test_a_client_with_another_network_is_reported_by_name():
 def test_settings_that_cannot_be_are_refused(options, text):
     with pytest.raises(BadArgument, match=text):
         server_of(**options)
+
+
+def test_a_message_carries_bytes_for_one_node_beside_those_for_all():
+    grid = LocalGrid(
+        lambda message, context: Message(content=wrap(own_of(message.content, "ask")), reply_to=message), 2
+    )
+    found = dict(FlowerEngine(grid).ask(b"all", {100: b"a", 101: b""}, label="0", timeout=1.0))
+    assert found == {100: b"a", 101: b""}

@@ -26,7 +26,7 @@ def network():
 
 @pytest.fixture(scope="module")
 def rounds():
-    """For each loss a secret, the answers of its round, and what they give."""
+    """By loss: a secret, the answers of its round, and the gradients that they give."""
     model = built(network).float()
     inputs, values = batch((5,), 4, dtype=torch.float32)
     plan, made = fedveil.analyse(model, inputs), {}

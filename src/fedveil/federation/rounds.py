@@ -139,7 +139,10 @@ class RemoteServer(Server):
                 time.sleep(self.pause)
         if faults and not finite and all(found.kind == "not finite" for found in faults):
             raise NonFiniteUpdate("all clients", faults[-1].text)
-        raise self._too_few(f"{self.attempts} exchanges did not bring {self.min_answers} answers in order", faults)
+        wanted = f"{self.min_answers} answers in order"
+        if self.limits and self.limits.needed() > self.min_answers:
+            wanted += f", or the {self.limits.needed()} that {self.limits.aggregator} needs"
+        raise self._too_few(f"{self.attempts} exchanges did not bring {wanted}", faults)
 
     def _aggregated(
         self, broadcast: Any, heard: list[_Heard], faults: list[Fault], left_out: int, seen: Seen | None
@@ -179,7 +182,8 @@ class RemoteServer(Server):
 
     def _nodes(self, deadline: float, guilty: Set[Member]) -> list[Member]:
         """The nodes to ask, once enough are there: without those that answered wrongly, if the others are enough."""
-        needed = self.min_answers if self._started else max(self.wait_for, self.min_answers)
+        least = self.limits.needed() if self.limits else 1
+        needed = self.min_answers if self._started else max(self.wait_for, self.min_answers, least)
         while len(nodes := self.engine.members()) < needed:
             if time.monotonic() >= deadline:
                 raise self._too_few(f"{len(nodes)} nodes are there after {self.patience:g} s, not {needed}", [])
