@@ -20,6 +20,7 @@ BELOW = {
     "attacks": {"graph", "scheme", "defences", "federation"},
     "runs": {"graph", "scheme", "defences", "federation", *LEAVES},
     "flower": {"graph", "scheme", "defences", "federation"},
+    "nvflare": {"graph", "scheme", "defences", "federation"},
     "studies": {"graph", "scheme", "defences", "federation", "attacks", "runs", *LEAVES},
     "cli": {"graph", "scheme", "defences", "federation", "attacks", "runs", "studies", *LEAVES},
 }

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from torch import nn
@@ -13,9 +14,11 @@ from fedveil.defences.interface import Defence
 from fedveil.defences.plain import PlainMessages
 from fedveil.defences.registry import find, messages_of, names, record_of
 from fedveil.errors import BadArgument, StaleUpdate
+from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update, dense_targets
 from fedveil.federation.evaluate import moved, rows_of
 from fedveil.federation.shards import Batch, check_clients, gather
+from fedveil.files import make_folder
 from fedveil.scheme.losses import Function, find_loss
 from fedveil.scheme.messages import known_loss
 from fedveil.wire import Tensors, checked, from_bytes, to_bytes
@@ -120,6 +123,22 @@ class ClientState:
 
     seen: Mapping[str, Any] = field(default_factory=dict)  # session, round and token of the last ask that was answered
     private: Mapping[str, Any] = field(default_factory=dict)  # the defence's: SPN's head, PPDL's source of noise
+
+
+def load_private(file: Path | None) -> dict[str, Any]:
+    """Client: the defence's state in a file of the client's own; nothing if there is none yet."""
+    if file is None or not file.exists():
+        return {}
+    try:
+        return checkpoint.load(file)
+    except checkpoint.Damaged as error:  # an older state would draw the same noise again
+        raise BadArgument(error.where, error.what, "delete it: this client then draws a new private state") from None
+
+
+def save_private(file: Path, state: Mapping[str, Any]) -> None:
+    """Client: keep the defence's state in a file that only its owner can read."""
+    make_folder(file.parent, 0o700)
+    checkpoint.save(file, dict(state))
 
 
 def reply(

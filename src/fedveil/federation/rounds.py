@@ -118,6 +118,10 @@ class RemoteServer(Server):
         """As it was given: the server does not know how many records clients have."""
         return self._epoch
 
+    def close(self) -> None:
+        """Let go of the transport, after the last round."""
+        self.engine.close()
+
     def exchange(self, seen: Seen | None = None) -> Aggregate:
         """Broadcast, collect, aggregate; again with a new secret while too few answers are in order."""
         deadline, faults, finite = time.monotonic() + self.patience, list[Fault](), False

@@ -1,7 +1,7 @@
 """The client's side: from a message to the answer."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fedveil.defences.interface import Defence
 from fedveil.errors import BadArgument
-from fedveil.federation import checkpoint, remote
+from fedveil.federation import remote
 from fedveil.federation.remote import Data
 from fedveil.federation.shards import PLAIN, Batch
 from fedveil.files import OWNER, make_folder, write_whole
@@ -64,7 +64,7 @@ def answer(
     sent = unwrap(message.content, "ask")
     reply, after = remote.reply(sent, before, model, data, client=client, defence=defence, loss=loss)
     if after.private:
-        _keep(dict(after.private), context, file)
+        _keep(after.private, context, file)
     context.state[SEEN] = ConfigRecord(dict(after.seen))
     return Message(content=wrap(reply), reply_to=message)
 
@@ -126,12 +126,7 @@ def _packed(inputs: Inputs) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def _kept(context: Context, file: Path | None) -> dict[str, Any]:
     if file is not None:
-        try:
-            return checkpoint.load(file) if file.exists() else {}
-        except checkpoint.Damaged as error:  # an older state would draw the same noise again
-            raise BadArgument(
-                error.where, error.what, "delete it: this client then draws a new private state"
-            ) from None
+        return remote.load_private(file)
     record = context.state.get(PRIVATE)
     if not isinstance(record, ConfigRecord):
         return {}
@@ -139,10 +134,9 @@ def _kept(context: Context, file: Path | None) -> dict[str, Any]:
     return values | tensors
 
 
-def _keep(state: dict[str, Any], context: Context, file: Path | None) -> None:
+def _keep(state: Mapping[str, Any], context: Context, file: Path | None) -> None:
     if file is not None:
-        make_folder(file.parent, 0o700)
-        checkpoint.save(file, state)
+        remote.save_private(file, state)
         return
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     data = to_bytes("state", {name: value for name, value in state.items() if name not in tensors}, tensors)

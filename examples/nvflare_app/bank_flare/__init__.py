@@ -1,0 +1,1 @@
+"""Bank Marketing over NVIDIA FLARE, under a veil."""

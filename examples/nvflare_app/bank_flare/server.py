@@ -1,0 +1,53 @@
+"""The server: the model, its optimiser, its defence and its test data."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from nvflare.collab import collab
+
+from bank_flare.task import Settings, data_path, make_model
+from fedveil.data import load
+from fedveil.federation.progress import printed
+from fedveil.nvflare import Server
+from fedveil.runs.folder import record_run
+
+
+class BankServer:
+    """Trains, from the last checkpoint if there is one, and writes the run's folder."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+
+    @collab.main
+    def run(self) -> None:
+        """What FLARE calls when all sites are there."""
+        asked = Settings(**self.settings)
+        out, epochs = Path(asked.out), max(1, asked.rounds // asked.rounds_per_epoch)
+        data = load(asked.data, path=data_path(asked))
+        server = Server(
+            make_model(asked),
+            data.test.inputs[:2],
+            asked.defence,
+            lambda p: torch.optim.Adam(p, asked.lr, betas=(0.9, 0.99), weight_decay=asked.weight_decay),
+            schedule=(
+                (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, epochs))
+                if asked.schedule == "cosine"
+                else None
+            ),
+            whole_shard=asked.whole_shard,
+            batch_size=asked.batch_size,
+            rounds_per_epoch=asked.rounds_per_epoch,
+            wait_for=asked.sites,
+            min_answers=asked.min_answers,
+            timeout=asked.timeout,
+            seed=asked.seed,
+        )
+        if (out / "checkpoint.pt").exists():
+            server.resume(out)
+            print(f"going on after round {server.round}", flush=True)
+        values = {**self.settings, "clients": asked.sites, "model": "mlp"}
+        repeat = "python examples/nvflare_app/job.py"
+        how = {"rounds": asked.rounds, "checkpoint_every": 10, "on_round": printed(asked.rounds)}
+        print(record_run(server, out, data, values, repeat, **how), flush=True)
+        server.close()

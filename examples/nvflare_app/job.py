@@ -1,0 +1,43 @@
+"""Bank Marketing or digits over NVIDIA FLARE: in the simulator, or in a deployment with --kit. See docs/nvflare.md."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from bank_flare.client import BankClient
+from bank_flare.server import BankServer
+from bank_flare.task import Settings
+
+from fedveil.nvflare import Job, simulate, submit
+
+
+def main(
+    settings: Annotated[Settings, tyro.conf.arg(name="")] = Settings(),  # noqa: B008  (it is frozen)
+    kit: Path | None = None,
+    user: str = "admin@lab.org",
+    installed: bool = False,
+) -> None:
+    """Train.
+
+    Args:
+        settings: of the run.
+        kit: the startup kit of the user who submits; without one the job runs in the simulator.
+        user: that user's name.
+        installed: bank_flare is installed on the server and the sites, and no code travels with the job.
+    """
+    out = str(Path(settings.out).absolute())
+    values = asdict(settings) | {"out": out}
+    job = Job("bank", BankServer(values), BankClient(values), sites=settings.sites, installed=installed)
+    if kit is None:
+        simulate(job, settings.sites, Path(out).with_name(f"{Path(out).name}-simulator"))
+    else:
+        submit(job, kit, user)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

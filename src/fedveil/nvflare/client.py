@@ -1,0 +1,105 @@
+"""The client's side: an object that FLARE keeps on a site for the length of a job."""
+
+import logging
+import sys
+import threading
+import traceback
+import zlib
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from nvflare.collab import collab
+from torch import nn
+
+from fedveil.defences.interface import Defence
+from fedveil.errors import FedveilError
+from fedveil.federation import remote
+from fedveil.federation.shards import Batch
+from fedveil.scheme.losses import Function
+
+LOG = logging.getLogger("fedveil.nvflare")
+
+
+class Client(ABC):
+    """What answers for a site. Say how to build the network and how this site loads its records.
+
+    FLARE builds one on every site from the arguments of its constructor, which must be plain values that are kept as
+    attributes of the same names. Records are loaded once, with the first round, and stay in memory.
+    """
+
+    defence: Defence | None = None  # insist on these settings of a defence, whatever the server says
+    loss: Function | None = None  # the server's own function, if its loss has no name
+    folder: Path | None = None  # where private state (SPN's head, PPDL's noise) outlives the job
+
+    @abstractmethod
+    def make_model(self) -> nn.Module:
+        """The network; its values are ignored."""
+
+    @abstractmethod
+    def load_data(self, site: str) -> Batch:
+        """This site's (inputs, targets)."""
+
+    def number(self, site: str) -> int:
+        """This client's number, which decides the order of its batches; by default made from the site's name."""
+        return zlib.crc32(site.encode())
+
+    @collab.init  # type: ignore[untyped-decorator]
+    def start(self) -> None:
+        """FLARE calls it when the job starts on this site."""
+        self._site: str = collab.site_name
+        self._lock, self._arrived = threading.Lock(), 0
+        self._model: nn.Module | None = None
+        self._data: Batch | None = None
+        self._state = remote.ClientState(private=remote.load_private(self._file))
+
+    @collab.publish  # type: ignore[untyped-decorator]
+    def ready(self) -> bool:
+        """Whether this site has nothing else to do."""
+        return not self._lock.locked()
+
+    @collab.publish  # type: ignore[untyped-decorator]
+    def answer(self, common: bytes, own: bytes) -> bytes | str:
+        """The answer to an ask, or why there is none.
+
+        FLARE sends tracebacks of what is raised here to the server, and a traceback may hold records. So nothing is
+        raised: the server gets the text of Fedveil's errors, which hold none, and of others the name alone. The
+        traceback goes to this site's stderr, not to FLARE's logs: they may be streamed to the server.
+        """
+        self._arrived += 1
+        number = self._arrived
+        with self._lock:
+            if number != self._arrived:  # it waited behind an ask that took too long
+                return "a newer message arrived before this one was begun"
+            try:
+                return self._answer(common)
+            except FedveilError as error:
+                return f"{type(error).__name__}: {error}"
+            except Exception as error:
+                traceback.print_exc(file=sys.stderr)
+                return f"{type(error).__name__} on the site; its stderr has the traceback"
+
+    def _answer(self, common: bytes) -> bytes:
+        if self._model is None:
+            self._model = self.make_model()
+        found, state = remote.reply(
+            common,
+            self._state,
+            self._model,
+            self._records,
+            client=self.number(self._site),
+            defence=self.defence,
+            loss=self.loss,
+        )
+        if self._file is not None and state.private:
+            remote.save_private(self._file, state.private)
+        self._state = state
+        return found
+
+    def _records(self) -> Batch:
+        if self._data is None:
+            self._data = self.load_data(self._site)
+        return self._data
+
+    @property
+    def _file(self) -> Path | None:
+        return self.folder / f"fedveil-{self._site}.pt" if self.folder is not None else None

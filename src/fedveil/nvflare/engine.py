@@ -1,0 +1,101 @@
+"""FLARE's sites as an engine: one call per site and ask, and what comes of it: bytes, refusals, errors, silence."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from nvflare.collab.api.exceptions import CollabCallError, RunAborted
+
+from fedveil.federation.engine import Fault, Member, fault
+
+LOG = logging.getLogger("fedveil.nvflare")
+PROBE_TIMEOUT, PROBE_PAUSE = 5.0, 2.0  # seconds: for an answer of a site that was away, and between two probes
+GRACE = 5.0  # seconds beyond the timeout of a call, in which FLARE itself says that it ran out
+Outcome = tuple[Member, bytes | Fault | RunAborted]
+
+
+class FlareEngine:
+    """The sites of a FLARE job, through the proxies that `collab.clients` gives inside of a job's main.
+
+    A site that is silent or out of reach is left out of further rounds until it answers a probe. So a killed site costs
+    one timeout, not one per round.
+    """
+
+    def __init__(self, sites: Sequence[Any]) -> None:
+        self._sites: dict[Member, Any] = {site.name: site for site in sorted(sites, key=lambda site: str(site.name))}
+        self._away: set[Member] = set()
+        self._closed = threading.Event()
+
+    def members(self) -> list[Member]:
+        """The sites of the job, without those that are away."""
+        return [name for name in self._sites if name not in self._away]
+
+    def ask(
+        self, common: bytes, own: Mapping[Member, bytes], *, label: str, timeout: float
+    ) -> Iterator[tuple[Member, bytes | Fault]]:
+        """See `Engine.ask`. A job that FLARE aborts raises `RunAborted`."""
+        outcomes, deadline = SimpleQueue[Outcome](), time.monotonic() + timeout + GRACE
+        for name, extra in own.items():
+            threading.Thread(
+                target=lambda name=name, extra=extra: outcomes.put((name, self._call(name, common, extra, timeout))),
+                name=f"ask {name} {label}",
+                daemon=True,
+            ).start()
+        missing = dict.fromkeys(own)
+        while missing:
+            try:
+                name, found = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                break
+            if isinstance(found, RunAborted):
+                raise found
+            del missing[name]
+            yield name, found
+        for name in missing:
+            self._leave_out(name)
+            yield name, fault(name, "silent", f"no answer within {timeout:g} s")
+
+    def close(self) -> None:
+        """Stop looking for sites that are away; FLARE ends the job."""
+        self._closed.set()
+
+    def _call(self, name: Member, common: bytes, own: bytes, timeout: float) -> bytes | Fault | RunAborted:
+        try:
+            found = self._sites[name](timeout=timeout).answer(common, own)
+        except RunAborted as error:
+            return error
+        except CollabCallError as error:
+            self._leave_out(name)
+            if isinstance(error.cause, TimeoutError):
+                return fault(name, "silent", f"no answer within {timeout:g} s")
+            return fault(name, "unreachable", error.cause)
+        except Exception as error:  # FLARE raises whatever garbage makes of its decoder
+            return fault(name, "unreadable", f"{type(error).__name__}: {error}")
+        if isinstance(found, bytes):
+            return found
+        if isinstance(found, str):  # a client's own words for why there is no answer
+            return fault(name, "raised", found)
+        return fault(name, "malformed", f"the site answered with {type(found).__name__}, not with bytes")
+
+    def _leave_out(self, name: Member) -> None:
+        if name not in self._away:
+            self._away.add(name)
+            threading.Thread(target=self._watch, args=(name,), name=f"watch {name}", daemon=True).start()
+
+    def _watch(self, name: Member) -> None:
+        """Probe a site until it is ready to answer again."""
+        LOG.warning("site %s is left out until it answers again", name)
+        while not self._closed.wait(PROBE_PAUSE):
+            try:
+                ready = self._sites[name](timeout=PROBE_TIMEOUT).ready()
+            except RunAborted:
+                return
+            except Exception:  # still away
+                continue
+            if ready is True:
+                self._away.discard(name)
+                LOG.warning("site %s is back", name)
+                return
