@@ -50,7 +50,8 @@ class Client(ABC):
         self._lock, self._arrived = threading.Lock(), 0
         self._model: nn.Module | None = None
         self._data: Batch | None = None
-        self._state = remote.ClientState(private=remote.load_private(self._file))
+        self._state: remote.ClientState | None = None
+        self._file = self.folder / f"fedveil-{self._site}.pt" if self.folder is not None else None
 
     @collab.publish  # type: ignore[untyped-decorator]
     def ready(self) -> bool:
@@ -81,6 +82,8 @@ class Client(ABC):
     def _answer(self, common: bytes) -> bytes:
         if self._model is None:
             self._model = self.make_model()
+        if self._state is None:
+            self._state = remote.ClientState(private=remote.load_private(self._file))
         found, state = remote.reply(
             common,
             self._state,
@@ -99,7 +102,3 @@ class Client(ABC):
         if self._data is None:
             self._data = self.load_data(self._site)
         return self._data
-
-    @property
-    def _file(self) -> Path | None:
-        return self.folder / f"fedveil-{self._site}.pt" if self.folder is not None else None

@@ -1,0 +1,210 @@
+"""Rounds over FLARE's own proxies in this process: equality, faults, what leaves a site."""
+
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedveil[nvflare]'")
+
+from nvflare.collab.api.exceptions import RunAborted
+from tests.faults import FAULTS
+from tests.federation.test_rounds import SITES, adam, engine, net, parts
+from tests.nvflare.sites import Own, sites
+from tests.oracle import worst
+
+from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
+from fedveil.errors import BadArgument, TooFewAnswers
+from fedveil.federation.rounds import RemoteServer
+from fedveil.nvflare import engine as flare
+from fedveil.nvflare.engine import FlareEngine
+
+SECRET = "record 17 is 4.25"
+
+
+def server_of(faults=None, defence="veil", clients=None, turn=None, **options):
+    clients = clients or {name: Own(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
+    proxies, cells, signal = sites(clients, faults, turn)
+    options = {"timeout": 60.0, "pause": 0.0, "attempts": 3, "patience": 0.2, "batch_size": 8, **options}
+    server = RemoteServer(FlareEngine(proxies), net(), parts()[0][0][:2], defence, adam, **options)
+    server.cells, server.signal = cells, signal
+    return server
+
+
+@pytest.fixture(autouse=True)
+def _quick_probes(monkeypatch):
+    monkeypatch.setattr(flare, "PROBE_PAUSE", 0.05)
+    monkeypatch.setattr(flare, "PROBE_TIMEOUT", 0.2)
+
+
+@pytest.mark.parametrize("make", [Plain, Veil, lambda: PPDL(0.3)])
+def test_rounds_over_sites_are_those_of_one_process(make):
+    server = server_of(defence=make())
+    server.fit(rounds=4)
+    assert worst(server.model.state_dict(), engine(range(3), make(), 4)) < 1e-9
+
+
+@pytest.mark.parametrize("make", [DBCL, SPN])
+def test_a_site_keeps_its_private_state(make):
+    server = server_of(defence=make(), turn=threading.Lock())
+    server.fit(rounds=2)
+    assert [record["answers"] for record in server.history.records] == [3, 3]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_costs_its_site_the_round_and_nobody_else(name):
+    change, text = FAULTS[name]
+    server = server_of({("site-2", 0): change})
+    server.fit(rounds=2)
+    first, second = server.history.records
+    assert (first["asked"], first["answers"], first["records"]) == (3, 2, 55)
+    assert [found.startswith(f"node site-2: {text}") for found in first["faults"]] == [True]
+    assert (second["answers"], "faults" in second) == (3, False)
+
+
+@pytest.mark.parametrize("result", [None, 3, {"answer": b""}, [b""]])
+def test_what_is_no_bytes_is_malformed(result):
+    server = server_of({("site-2", 0): lambda _: result})
+    server.fit(rounds=1)
+    assert server.history.records[0]["faults"][0].startswith("node site-2: malformed: the site answered with")
+
+
+def test_a_straggler_costs_one_timeout_is_left_out_and_comes_back():
+    late = threading.Event()
+    server = server_of({("site-2", 1): lambda result: late.wait(30) and result}, timeout=3.0)
+    server.fit(rounds=3)
+    assert [record["asked"] for record in server.history.records] == [3, 3, 2]
+    assert server.history.records[1]["faults"] == ["node site-2: silent: no answer within 3 s"]
+    late.set()
+    wait_for_all(server)
+    server.fit(rounds=4)
+    assert server.history.records[-1]["answers"] == 3
+
+
+def wait_for_all(server):
+    deadline = time.monotonic() + 30
+    while len(server.engine.members()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_a_site_out_of_reach_is_left_out_until_it_is_back():
+    server = server_of()
+    server.cells["site-2"].down = True
+    server.fit(rounds=2)
+    assert [record["asked"] for record in server.history.records] == [3, 2]
+    assert server.history.records[0]["faults"][0].startswith("node site-2: unreachable: ")
+    server.cells["site-2"].down = False
+    wait_for_all(server)
+    server.fit(rounds=3)
+    assert server.history.records[-1]["answers"] == 3
+
+
+def test_a_closed_engine_no_longer_looks_for_sites():
+    server = server_of()
+    server.cells["site-2"].down = True
+    server.fit(rounds=1)
+    server.close()
+    server.cells["site-2"].down = False
+    time.sleep(0.3)
+    assert server.engine.members() == ["site-1", "site-3"]
+
+
+def test_a_job_that_is_aborted_ends_the_run_and_is_no_sites_fault():
+    server = server_of()
+    server.signal.trigger("killed")
+    server.cells["site-2"].faults = {0: lambda result: time.sleep(3)}
+    with pytest.raises(RunAborted):
+        server.fit(rounds=1)
+    assert server.defence._secret is None
+
+
+class Broken(Own):
+    def load_data(self, site):
+        raise ValueError(SECRET)
+
+
+class Refusing(Own):
+    def load_data(self, site):
+        raise BadArgument("bank.csv", "line 3 is empty", "mend it")
+
+
+def test_what_a_client_raises_stays_on_its_site(capsys, caplog):
+    caplog.set_level("DEBUG")
+    clients = {name: Own(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
+    server = server_of(clients=clients | {"site-2": Broken(net, None, 1), "site-3": Refusing(net, None, 2)})
+    server.fit(rounds=1)
+    texts = sorted(server.history.records[0]["faults"])
+    assert texts[0] == "node site-2: raised: ValueError on the site; its stderr has the traceback"
+    assert texts[1].startswith("node site-3: raised: BadArgument: bank.csv: line 3 is empty")
+    assert SECRET in capsys.readouterr().err
+    assert SECRET not in caplog.text
+    assert SECRET.encode() not in b"".join(server.cells["site-2"].traffic)
+
+
+def test_an_ask_that_waited_behind_a_slow_one_is_not_worked_on():
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(Own):
+        def load_data(self, site):
+            begun.set()
+            assert go_on.wait(30)
+            return parts()[0]
+
+    server = server_of(clients={"site-1": Slow(net, None, 0)})
+    client, found = server.cells["site-1"].app.obj, {}
+    calls = [
+        threading.Thread(target=lambda n=n: found.update({n: client.answer(b"garbage" if n else ask, b"")}))
+        for n in range(3)
+    ]
+    ask = ask_of(server)
+    calls[0].start()
+    assert begun.wait(30)
+    assert client.ready() is False
+    for number in (1, 2):
+        calls[number].start()
+        while client._arrived <= number:
+            time.sleep(0.01)
+    go_on.set()
+    [call.join(30) for call in calls]
+    assert isinstance(found[0], bytes)
+    assert found[1] == "a newer message arrived before this one was begun"
+    assert found[2].startswith("BadArgument: ask: it cannot be read")
+    assert client.ready() is True
+
+
+def ask_of(server):
+    """What a round sends."""
+    sent = []
+    server.engine.ask = lambda common, own, **_: sent.append(common) or iter(())
+    with pytest.raises(TooFewAnswers):
+        server.exchange()
+    return sent[0]
+
+
+def test_private_state_outlives_the_job_in_a_file_of_the_site(tmp_path):
+    class Keeping(Own):
+        folder = tmp_path / "node"
+
+    def server():
+        clients = {name: Keeping(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
+        return server_of(defence=SPN(), clients=clients, turn=threading.Lock())
+
+    server().fit(rounds=1)
+    files = sorted((tmp_path / "node").iterdir())
+    assert [file.name for file in files] == [f"fedveil-{name}.pt" for name in SITES]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    states = [file.read_bytes() for file in files]
+    second = server()
+    second.fit(rounds=1)
+    assert all(cell.app.obj._state.private for cell in second.cells.values())
+    assert [file.read_bytes() for file in files] != states
+    files[0].write_bytes(b"damaged")
+    third = server()
+    third.fit(rounds=1)
+    assert "it is damaged, its checksum differs" in third.history.records[0]["faults"][0]
+
+
+def test_sites_are_asked_in_the_order_of_their_names():
+    clients = {name: Own(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
+    server = server_of(clients=dict(reversed(clients.items())))
+    assert server.engine.members() == list(SITES)
