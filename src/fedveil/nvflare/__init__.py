@@ -9,11 +9,12 @@ from fedveil.lookup import lazily
 
 if TYPE_CHECKING:
     from fedveil.nvflare.client import Client
-    from fedveil.nvflare.jobs import Job, simulate, submit
+    from fedveil.nvflare.jobs import Job, allow, simulate, submit
     from fedveil.nvflare.server import Server
 else:
     __getattr__ = lazily(
-        __name__, {"Client": "client", "Server": "server", **dict.fromkeys(("Job", "simulate", "submit"), "jobs")}
+        __name__,
+        {"Client": "client", "Server": "server", **dict.fromkeys(("Job", "allow", "simulate", "submit"), "jobs")},
     )
 
-__all__ = ["Client", "Job", "Server", "simulate", "submit"]
+__all__ = ["Client", "Job", "Server", "allow", "simulate", "submit"]

@@ -17,6 +17,7 @@ from nvflare.recipe import SimEnv
 
 from fedveil.checks import whole
 from fedveil.errors import FedveilError
+from fedveil.files import make_folder, write_whole
 
 POLL = 1.0  # seconds
 LOGIN = 30.0  # seconds
@@ -61,12 +62,29 @@ class Job(CollabRecipe):  # type: ignore[misc]
         return []
 
 
+def allow(kit: Path, *packages: str) -> None:
+    """Let a server or a site run classes of installed packages, for jobs that bring no code.
+
+    Args:
+        kit: its startup kit; `local/resources.json` is written there.
+        packages: such as "bank_flare".
+    """
+    local = Path(kit) / "local"
+    found: dict[str, Any] = {"format_version": 2}
+    for name in ("resources.json", "resources.json.default"):
+        if (local / name).exists():
+            found = json.loads((local / name).read_text())
+            break
+    listed = found.get("class_allow_list", DEFAULT_CLASS_ALLOW_LIST)
+    own = ("nvflare.collab.", *(f"{package}." for package in packages))
+    found["class_allow_list"] = list(dict.fromkeys([*listed, *own]))
+    make_folder(local, 0o755)
+    write_whole(local / "resources.json", json.dumps(found, indent=2) + "\n")
+
+
 def simulate(job: Job, sites: int, workspace: Path) -> None:
     """Run a job in FLARE's simulator: a process for the server and one for each of site-1, site-2 ..., without TLS."""
-    allowed = [*DEFAULT_CLASS_ALLOW_LIST, "nvflare.collab.", *(f"{name}." for name in ("fedveil", *job.packages))]
-    local = workspace / job.job_name / "local"
-    local.mkdir(parents=True, exist_ok=True)
-    (local / "resources.json").write_text(json.dumps({"format_version": 2, "class_allow_list": allowed}))
+    allow(workspace / job.job_name, *job.packages)
     try:
         job.run(SimEnv(num_clients=sites, workspace_root=str(workspace)))
     except RuntimeError as error:

@@ -1,0 +1,44 @@
+"""A client that answers, or misbehaves as the run's config says; and a server that writes what the tests compare."""
+
+import torch
+from nvflare.collab import collab
+from tests.deployed.misbehaving import after, before
+from tests.deployed.serving import serve
+from tests.deployed.task import images, make_model, parts
+
+from fedveil.nvflare import Client, Server
+
+
+class TestClient(Client):
+    """site-1 has the first part."""
+
+    __test__ = False
+
+    def __init__(self, config):
+        self.config = config
+
+    def make_model(self):
+        torch.set_num_threads(1)
+        return make_model(self.config)
+
+    def load_data(self, site):
+        return parts()[self.number(site)] if self.config["net"] == "mlp" else images(self.number(site))
+
+    def number(self, site):
+        return int(site.rpartition("-")[2]) - 1
+
+    def _answer(self, common):
+        kind = before(self.config, self.number(self._site), common)
+        return after(kind, super()._answer(common))
+
+
+class TestServer:
+    __test__ = False
+
+    def __init__(self, config):
+        self.config = config
+
+    @collab.main
+    def run(self):
+        torch.set_num_threads(1)
+        serve(Server, self.config)

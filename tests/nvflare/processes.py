@@ -1,0 +1,169 @@
+"""Real FLARE processes on loopback with mTLS, each in a process group of its own, all ended when the test ends."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.deployed.serving import DEFAULTS
+from tests.flower.processes import free_port, listening, wait_until
+
+from fedveil.nvflare import allow
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+ADMIN = "admin@lab.org"
+PROJECT = """
+api_version: 3
+name: lab
+description: test
+participants:
+  - {{name: localhost, type: server, org: lab, fed_learn_port: {port}}}
+{sites}
+  - {{name: {admin}, type: admin, org: lab, role: lead}}
+builders:
+  - path: nvflare.lighter.impl.workspace.WorkspaceBuilder
+    args: {{template_file: [master_template.yml]}}
+  - path: nvflare.lighter.impl.static_file.StaticFileBuilder
+    args: {{config_folder: config}}
+  - path: nvflare.lighter.impl.cert.CertBuilder
+  - path: nvflare.lighter.impl.signature.SignatureBuilder
+"""
+
+
+class Flare:
+    """A server and its sites, site-1 for the first part; no code travels. `home` holds kits and logs."""
+
+    def __init__(self, home, *, sites=3):
+        self.home, self.port, self.sites, self.processes = Path(home), free_port(), sites, {}
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.kits = provisioned(self.home, self.port, sites)
+        for kit in self.kits.iterdir():
+            if kit.name != ADMIN:
+                allow(kit, "tests")
+
+    @property
+    def environment(self):
+        path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+        quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
+        return {**os.environ, **quiet, "PYTHONPATH": path, "PATH": f"{BIN}:{os.environ['PATH']}"}
+
+    def start(self, name, *command):
+        with (self.home / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                list(map(str, command)),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, start_new_session=True,
+                cwd=self.home,
+            )  # fmt: skip
+        return self.processes[name]
+
+    def start_server(self):
+        self.start("localhost", self.kits / "localhost" / "startup" / "sub_start.sh", "--once")
+        wait_until(lambda: listening(self.port), 60, "FLARE's server")
+
+    restart_server = start_server
+
+    def start_client(self, part):
+        name = f"site-{part + 1}"
+        (self.kits / name / "daemon_pid.fl").unlink(missing_ok=True)
+        return self.start(name, self.kits / name / "startup" / "sub_start.sh", "--once")
+
+    def client_with_wrong_certificate(self, part):
+        """A site of the same name whose kit another authority has signed."""
+        other = provisioned(self.home / "other", self.port, self.sites) / f"site-{part + 1}"
+        allow(other, "tests")
+        return self.start(f"wrong-{part}", other / "startup" / "sub_start.sh", "--once")
+
+    def kill_client(self, part):
+        self._kill(f"site-{part + 1}")
+
+    def kill_server(self):
+        self._kill("localhost")
+
+    def kill_work(self, part):
+        """The process that computes, which the site started for the job."""
+        ours = [pid for pid, words in self._of(f"site-{part + 1}") if any("worker_process" in w for w in words)]
+        assert ours, "no job runs on this site"
+        for pid in ours:
+            os.kill(pid, signal.SIGKILL)
+
+    def run(self, out, *, wait=True, within=300.0, simulator=False, **config):
+        """Submit the test app; waits for done.json, which it writes at its end."""
+        out.mkdir(parents=True, exist_ok=True)
+        values = {"out": str(out), **{key.replace("_", "-"): value for key, value in config.items()}}
+        assert set(values) <= set(DEFAULTS)
+        where = self.home / "simulator" if simulator else self.kits / ADMIN
+        script = ["-m", "tests.nvflare.app.job", where, json.dumps(DEFAULTS | values)]
+        process = self.start("job", sys.executable, *script)
+        if wait:
+            self.wait(out, within)
+            assert process.wait(120) == 0, self.logs()
+        return process
+
+    def wait(self, out, within=300.0, file="done.json"):
+        try:
+            wait_until((out / file).exists, within, f"{file} in {out}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
+
+    def logs(self):
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.home.glob("*.log")))
+
+    def _of(self, name):
+        """Processes whose command names a kit."""
+        kit = str(self.kits / name)
+        found = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = file.read_bytes().decode(errors="replace").split("\0")
+                if any(kit in word for word in words):
+                    found.append((int(file.parent.name), words))
+        return found
+
+    def _kill(self, name):
+        """The process and all that it started."""
+        for pid, _ in self._of(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.processes.pop(name).wait(30)
+
+    def __enter__(self):
+        self.start_server()
+        return self
+
+    def __exit__(self, *_):
+        for name in list(self.processes):
+            process = self.processes[name]
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        end = time.monotonic() + 20
+        while (left := self._left()) and time.monotonic() < end:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            [process.poll() for process in self.processes.values()]
+            time.sleep(0.1)
+
+    def _left(self):
+        home = f"{self.home}/"
+        found = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if file.parent.name != str(os.getpid()) and home in file.read_bytes().decode(errors="replace"):
+                    found.append(int(file.parent.name))
+        return found
+
+
+def provisioned(home, port, sites):
+    """The folder of kits that `nvflare provision` makes."""
+    home.mkdir(parents=True, exist_ok=True)
+    lines = [f"  - {{name: site-{k + 1}, type: client, org: lab, allow_log_streaming: false}}" for k in range(sites)]
+    (home / "project.yml").write_text(PROJECT.format(port=port, sites="\n".join(lines), admin=ADMIN))
+    command = [BIN / "nvflare", "provision", "-p", home / "project.yml", "-w", home / "kits"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=home)
+    assert not done.returncode, done.stdout + done.stderr
+    return home / "kits" / "lab" / "prod_00"
