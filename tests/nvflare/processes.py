@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.deployed.serving import DEFAULTS
 from tests.flower.processes import free_port, listening, wait_until
 
-from fedveil.nvflare import allow
+from fedveil.nvflare import configure
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -44,7 +44,11 @@ class Flare:
         self.kits = provisioned(self.home, self.port, sites)
         for kit in self.kits.iterdir():
             if kit.name != ADMIN:
-                allow(kit, "tests")
+                configure(kit, "tests")
+        resources = (
+            self.kits / "localhost" / "local" / "resources.json"
+        )  # FLARE's servers share a folder of jobs in /tmp
+        resources.write_text(resources.read_text().replace("/tmp/nvflare/", f"{self.home}/store/"))
 
     @property
     def environment(self):
@@ -75,7 +79,7 @@ class Flare:
     def client_with_wrong_certificate(self, part):
         """A site of the same name whose kit another authority has signed."""
         other = provisioned(self.home / "other", self.port, self.sites) / f"site-{part + 1}"
-        allow(other, "tests")
+        configure(other, "tests")
         return self.start(f"wrong-{part}", other / "startup" / "sub_start.sh", "--once")
 
     def kill_client(self, part):
@@ -161,7 +165,7 @@ class Flare:
 def provisioned(home, port, sites):
     """The folder of kits that `nvflare provision` makes."""
     home.mkdir(parents=True, exist_ok=True)
-    lines = [f"  - {{name: site-{k + 1}, type: client, org: lab, allow_log_streaming: false}}" for k in range(sites)]
+    lines = [f"  - {{name: site-{k + 1}, type: client, org: lab}}" for k in range(sites)]
     (home / "project.yml").write_text(PROJECT.format(port=port, sites="\n".join(lines), admin=ADMIN))
     command = [BIN / "nvflare", "provision", "-p", home / "project.yml", "-w", home / "kits"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=home)

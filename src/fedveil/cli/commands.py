@@ -9,6 +9,7 @@ COMMANDS = {
     "reproduce": ("studies:reproduce", "the paper's tables and figures, its values beside ours", "all --scale cpu"),
     "data": ("training:data", "list data sets, or download one", "get bank"),
     "demo": ("studies:demo", "train digits with five clients, plain and veiled, and compare", "--out runs/demo"),
+    "flare-kit": ("flare:flare_kit", "prepare a startup kit of NVIDIA FLARE", "runs/kits/bank/prod_00/site-1"),
     "schema": ("training:schema", "print the JSON schema of run.toml, for editors", "> run.schema.json"),
     "completion": ("flags:completion", "print the completion script of a shell", "bash > ~/.fedveil-completion"),
 }

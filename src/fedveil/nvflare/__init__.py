@@ -9,12 +9,18 @@ from fedveil.lookup import lazily
 
 if TYPE_CHECKING:
     from fedveil.nvflare.client import Client
-    from fedveil.nvflare.jobs import Job, allow, simulate, submit
+    from fedveil.nvflare.jobs import Job, simulate, submit
+    from fedveil.nvflare.kits import configure
     from fedveil.nvflare.server import Server
 else:
     __getattr__ = lazily(
         __name__,
-        {"Client": "client", "Server": "server", **dict.fromkeys(("Job", "allow", "simulate", "submit"), "jobs")},
+        {
+            "Client": "client",
+            "Server": "server",
+            "configure": "kits",
+            **dict.fromkeys(("Job", "simulate", "submit"), "jobs"),
+        },
     )
 
-__all__ = ["Client", "Job", "Server", "allow", "simulate", "submit"]
+__all__ = ["Client", "Job", "Server", "configure", "simulate", "submit"]

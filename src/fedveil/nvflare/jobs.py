@@ -1,7 +1,6 @@
 """A job for FLARE: in the simulator, or submitted to a deployment, again if it ends before its time."""
 
 import contextlib
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nvflare.apis.job_def import RunStatus
-from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from nvflare.collab import CollabRecipe
 from nvflare.fuel.flare_api.api_spec import InternalError, NoConnection, NoReply, SessionClosed
 from nvflare.fuel.flare_api.flare_api import new_secure_session
@@ -17,10 +15,11 @@ from nvflare.recipe import SimEnv
 
 from fedveil.checks import whole
 from fedveil.errors import FedveilError
-from fedveil.files import make_folder, write_whole
+from fedveil.nvflare.kits import configure
 
 POLL = 1.0  # seconds
 LOGIN = 30.0  # seconds
+SLOW_START = 20.0  # seconds after which a job that does not start is worth a word
 LOST = (NoConnection, NoReply, SessionClosed, InternalError)  # what a server that is gone or starting looks like
 
 
@@ -62,29 +61,9 @@ class Job(CollabRecipe):  # type: ignore[misc]
         return []
 
 
-def allow(kit: Path, *packages: str) -> None:
-    """Let a server or a site run classes of installed packages, for jobs that bring no code.
-
-    Args:
-        kit: its startup kit; `local/resources.json` is written there.
-        packages: such as "bank_flare".
-    """
-    local = Path(kit) / "local"
-    found: dict[str, Any] = {"format_version": 2}
-    for name in ("resources.json", "resources.json.default"):
-        if (local / name).exists():
-            found = json.loads((local / name).read_text())
-            break
-    listed = found.get("class_allow_list", DEFAULT_CLASS_ALLOW_LIST)
-    own = ("nvflare.collab.", *(f"{package}." for package in packages))
-    found["class_allow_list"] = list(dict.fromkeys([*listed, *own]))
-    make_folder(local, 0o755)
-    write_whole(local / "resources.json", json.dumps(found, indent=2) + "\n")
-
-
 def simulate(job: Job, sites: int, workspace: Path) -> None:
     """Run a job in FLARE's simulator: a process for the server and one for each of site-1, site-2 ..., without TLS."""
-    allow(workspace / job.job_name, *job.packages)
+    configure(workspace / job.job_name, *job.packages)
     try:
         job.run(SimEnv(num_clients=sites, workspace_root=str(workspace)))
     except RuntimeError as error:
@@ -121,8 +100,7 @@ def submit(
         for attempt in range(1, attempts + 1):
             job_id = admin.do("submit_job", str(Path(folder) / job.job_name))
             on_status(f"job {job_id} is submitted" + (f", attempt {attempt} of {attempts}" if attempt > 1 else ""))
-            while not (status := admin.do("get_job_status", job_id) or "").startswith("FINISHED"):
-                time.sleep(POLL)
+            status = admin.followed(job_id)
             on_status(f"job {job_id}: {status}")
             if status == RunStatus.FINISHED_COMPLETED:
                 break
@@ -139,6 +117,24 @@ class _Admin:
     def __init__(self, kit: Path, username: str, patience: float, tell: Callable[[str], None]) -> None:
         self._kit, self._username, self._patience, self._tell = kit, username, patience, tell
         self._session: Any = None
+        self._sessions = 0  # that were opened
+
+    def followed(self, job_id: str) -> str:
+        """The state in which a job ends. A server that was started again still calls its old jobs running."""
+        sessions, told, asked = self._sessions, "", time.monotonic()
+        while not (status := str(self.do("get_job_status", job_id))).startswith("FINISHED"):
+            if status == RunStatus.SUBMITTED and time.monotonic() - asked > SLOW_START:
+                there = ", ".join(sorted(str(site.name) for site in self.do("get_system_info").client_info)) or "none"
+                status += f", waiting for sites; there are: {there}"
+            if self._sessions > sessions and status in (RunStatus.RUNNING, RunStatus.DISPATCHED):
+                if job_id not in [job.job_id for job in self.do("get_system_info").job_info]:
+                    return "LOST, the server was started again"
+                sessions = self._sessions
+            if status != told:
+                self._tell(f"job {job_id}: {status}")
+            told = status
+            time.sleep(POLL)
+        return status
 
     def do(self, method: str, *arguments: str) -> Any:
         """Call a method of the session, within `patience` seconds of being without a server."""
@@ -147,6 +143,7 @@ class _Admin:
             try:
                 if self._session is None:
                     self._session = new_secure_session(self._username, str(self._kit), timeout=LOGIN)
+                    self._sessions += 1
                 return getattr(self._session, method)(*arguments)
             except LOST as error:
                 self.close()
