@@ -21,7 +21,7 @@ BELOW = {
     "runs": {"graph", "scheme", "defences", "federation", *LEAVES},
     "flower": {"graph", "scheme", "defences", "federation"},
     "studies": {"graph", "scheme", "defences", "federation", "attacks", "runs", *LEAVES},
-    "cli": {"graph", "scheme", "defences", "federation", "attacks", "runs", "studies", *LEAVES},
+    "cli": {"graph", "scheme", "defences", "federation", "attacks", "runs", "studies", "flower", *LEAVES},
 }
 
 
