@@ -361,6 +361,6 @@ def _distrusted(error: BaseException | None) -> str | None:
     """Why a certificate was not accepted, if that is what went wrong. A proxy that hangs up is another SSL error."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
-            return error.verify_message or str(error)
+            return str(error)
         error = error.__cause__ or error.__context__
     return None
