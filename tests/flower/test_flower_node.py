@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
 
 from safetensors.torch import load_file
-from tests.deployed.results import answered, error, records
+from tests.deployed.results import answered, error
 from tests.flower.processes import APP, SCRIPT, Deployment, wait_until
 from tests.flower.test_flower_deployment import engine
 from tests.flower.test_flower_proxy import proxy
@@ -54,7 +54,6 @@ def test_fifty_rounds_over_tls_are_those_of_the_engine(defence, tmp_path, keys):
     assert answered(out) == [(0, 1, 2)] * 50
     own = engine(Plain() if defence == "plain" else Veil(groups=3, additive=100.0), 50)
     assert worst(load_file(out / "model.safetensors"), own) < 1e-6
-    print(defence, "seconds per round", sorted(record["seconds"] for record in records(out))[25])
 
 
 def test_a_node_never_runs_the_code_of_the_fab(tmp_path):
