@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
 
 from safetensors.torch import load_file
-from tests.deployed.results import answered, error
+from tests.deployed.results import answered, error, records
 from tests.flower.processes import APP, SCRIPT, Deployment, wait_until
 from tests.flower.test_flower_deployment import engine
 from tests.flower.test_flower_proxy import proxy
@@ -115,3 +115,35 @@ def test_a_superlink_without_memory_gets_its_nodes_back(tmp_path):
         deployment.run(tmp_path / "two", rounds=2, within=300)
         assert [node.poll() for node in nodes] == [None] * 3
     assert answered(tmp_path / "two") == [(0, 1, 2)] * 2
+
+
+def test_what_an_app_raises_is_named_and_no_more(tmp_path):
+    out = tmp_path / "out"
+    with Deployment(tmp_path / "flwr") as deployment:
+        nodes = [deployment.start_resident(part) for part in range(3)]
+        deployment.run(out, rounds=2, faults="1:0:raise", within=300)
+        assert [node.poll() for node in nodes] == [None] * 3
+        assert "RuntimeError: this client fails" in said(deployment, 1)  # the node's own log has all of it
+        assert "this client fails" not in (deployment.home / "link.log").read_text()
+    (text,) = records(out)[0]["faults"]
+    assert text.endswith(": error 2: RuntimeError")
+    assert answered(out) == [(0, 2), (0, 1, 2)]
+
+
+def test_a_node_that_is_refused_says_why_and_ends(tmp_path, keys):
+    others = tmp_path / "others"
+    subprocess.run([SCRIPT, others, "1"], check=True, capture_output=True)
+    known = ["--root-certificates", keys / "ca.crt"]
+    cases = {
+        "certificate": (["--root-certificates", others / "ca.crt"], "its certificate is not to be trusted"),
+        "keyless": (known, "lets in registered keys only"),
+        "stranger": ([*known, "--auth-supernode-private-key", others / "node0"], "it is not registered, or another"),
+    }
+    with Deployment(tmp_path / "flwr", tls=keys) as deployment:
+        register(deployment)
+        nodes = {name: deployment.start_resident(0, trust=trust, name=name) for name, (trust, _) in cases.items()}
+        assert [node.wait(150) for node in nodes.values()] == [2, 2, 2]
+        for name, (_, what) in cases.items():
+            text = (deployment.home / f"{name}.log").read_text()
+            assert what in text
+            assert "Traceback" not in text

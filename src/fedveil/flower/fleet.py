@@ -1,5 +1,7 @@
 """The Fleet API of a SuperLink, as a SuperNode speaks it. All that Fedveil uses of Flower's private modules is here."""
 
+import logging
+import math
 import ssl
 import threading
 import time
@@ -63,6 +65,7 @@ AWAY = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GA
 STILL_ONLINE = 1.25 * HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL  # s that a SuperLink counts on a killed node
 FIRST_LOOK = 0.02  # seconds until an object that was not there is asked for again
 LARGEST_SETTINGS = 2**20  # bytes of a FAB's pyproject.toml
+log = logging.getLogger(__name__)
 Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
 
 
@@ -181,28 +184,33 @@ class Fleet:
         Raises:
             FedveilError: the SuperLink refuses this node, or its certificate is not to be trusted.
         """
-        first, began = self._heartbeat is None, time.monotonic()
+        first, refused_since = self._heartbeat is None, math.inf
 
         def enter() -> None:
+            nonlocal refused_since
             try:
                 if first or not self._known():
                     self._enter()
             except Refused as error:
-                known = error.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
-                if first and not (known and time.monotonic() - began < STILL_ONLINE):
+                refused_since = min(refused_since, time.monotonic())
+                unclear = error.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
+                if first and not (unclear and time.monotonic() - refused_since < STILL_ONLINE):
                     raise self._explained(error) from error
                 raise Lost(f"it refuses this node: {error}") from error
 
         self._patience(enter)
         self._forgotten.clear()
-        if self._heartbeat is None:
-            self._heartbeat = HeartbeatSender(self._beat)
-            self._heartbeat.start()
+        if not first:
+            log.info("admitted again, as node %s", self.node)
+            return
+        self._heartbeat = HeartbeatSender(self._beat)
+        self._heartbeat.start()
 
     def leave(self) -> None:
         """Say goodbye, if the SuperLink is there to hear it."""
         if self._heartbeat is not None:
-            self._heartbeat.stop()
+            if self._heartbeat.is_running:
+                self._heartbeat.stop()
             calls: list[tuple[Callable[[Any], Any], Any]]
             calls = [(self._client.DeactivateNode, DeactivateNodeRequest(node_id=self.node))]
             if self._own_keys:
