@@ -22,7 +22,7 @@ BELOW = {
     "flower": {"graph", "scheme", "defences", "federation"},
     "nvflare": {"graph", "scheme", "defences", "federation"},
     "studies": {"graph", "scheme", "defences", "federation", "attacks", "runs", *LEAVES},
-    "cli": {"graph", "scheme", "defences", "federation", "attacks", "nvflare", "runs", "studies", *LEAVES},
+    "cli": {"graph", "scheme", "defences", "federation", "attacks", "flower", "nvflare", "runs", "studies", *LEAVES},
 }
 
 

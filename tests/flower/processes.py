@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
 APP = Path(__file__).parent / "app"
+SCRIPT = ROOT / "examples" / "flower_app" / "make_certificates.sh"
+CLIENT_APP = "veiltest.client_app:app"
 
 
 def free_port():
@@ -59,6 +62,7 @@ class Deployment:
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),  # the app's tests.*
             "PYTHONWARNINGS": "ignore",
             "RAY_DEDUP_LOGS": "0",
             "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -94,6 +98,17 @@ class Deployment:
         return self.start(
             name or f"node{part}", "flower-supernode", *(trust or ["--insecure"]), "--superlink",
             superlink or f"127.0.0.1:{self.port}", "--port", free_port(), "--node-config", where,
+        )  # fmt: skip
+
+    def start_resident(self, part, *, parts=3, superlink=None, trust=None, name=None, app=CLIENT_APP, folder=APP):
+        """`fedveil flower-node` in place of a SuperNode."""
+        if trust is None and self.tls:
+            trust = ["--root-certificates", f"{self.tls}/ca.crt"]
+            trust += ["--auth-supernode-private-key", f"{self.tls}/node{part}"]
+        where = f"partition-id={part} num-partitions={parts}"
+        return self.start(
+            name or f"node{part}", "fedveil", "flower-node", app, "--app-dir", folder, *(trust or ["--insecure"]),
+            "--superlink", superlink or f"127.0.0.1:{self.port}", "--node-config", where,
         )  # fmt: skip
 
     def flwr(self, *words, timeout=120.0, check=True):

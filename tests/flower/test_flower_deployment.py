@@ -1,14 +1,13 @@
 """One short deployment of real processes: a SuperLink and two SuperNodes, two rounds; and long ones."""
 
-import json
-
 import pytest
 import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
 
 from safetensors.torch import load_file
-from tests.flower.app.veiltest.task import make_model, parts
+from tests.deployed.results import records
+from tests.deployed.task import make_model, parts
 from tests.flower.processes import Deployment
 from tests.oracle import worst
 
@@ -27,10 +26,6 @@ def engine(defence, rounds, clients=3):
     )
     run.fit(rounds=rounds)
     return run.model.state_dict()
-
-
-def records(out):
-    return [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow

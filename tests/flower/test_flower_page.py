@@ -23,9 +23,22 @@ def commands():
     return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
 
 
+def nodes_that_stay():
+    """Step 5 with the command that the page has for nodes that stay."""
+    page = (ROOT / "docs" / "flower.md").read_text()
+    (first,) = re.findall(r"```sh\n(.*?)\n```", page.split("## Nodes that stay")[1].split("\n## ")[0], re.DOTALL)
+    second = first.replace("node0", "node1").replace("partition-id=0", "partition-id=1")
+    register = [f"flwr supernode register runs/keys/node{k}.pub lab" for k in range(2)]
+    return "\n".join([*register, *(f"{text} > runs/node{k}.log 2>&1 &" for k, text in enumerate((first, second)))])
+
+
 @pytest.mark.slow
-def test_the_pages_commands_train_over_tls(tmp_path):
+@pytest.mark.parametrize("nodes", ["stock", "staying"])
+def test_the_pages_commands_train_over_tls(nodes, tmp_path):
     install, *steps = commands()[:6]
+    assert "flower-supernode" in steps[3]
+    if nodes == "staying":
+        steps[3] = nodes_that_stay()
     assert "pip install" in install
     exports = [line for line in install.splitlines() if line.startswith("export")]
     script = "\n".join(["set -e", *exports, *steps, "kill $(jobs -p)"])

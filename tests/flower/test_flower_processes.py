@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import shutil
 import socket
 import struct
@@ -11,51 +10,22 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
 
-from safetensors.torch import load_file
-from tests.flower.app.veiltest.task import make_model, parts
-from tests.flower.grid import LocalGrid
-from tests.flower.processes import Deployment, mentions, wait_until
-from tests.flower.test_flower_deployment import records
-from tests.oracle import worst
+from tests.deployed.results import MLP, answered, error, kinds, records
+from tests.deployed.serving import adam
+from tests.deployed.task import make_model, parts
+from tests.flower.processes import SCRIPT, Deployment, mentions, wait_until
 
 from fedveil import Broadcast, client_view
 from fedveil.data import load
-from fedveil.defences import Plain, Veil
+from fedveil.defences import Veil
 from fedveil.federation import Federation
 from fedveil.federation.evaluate import metrics, predict
 from fedveil.federation.remote import Ask, read
-from fedveil.flower import Server, client_app
 
 pytestmark = pytest.mark.slow
-MLP = {"net": "mlp"}
-SCRIPT = Path(__file__).parents[2] / "examples" / "flower_app" / "make_certificates.sh"
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, 1e-2)
-
-
-def expected(rounds, start=None):
-    """The plain model when these clients answered, a tuple a round."""
-    data = parts()
-    app = client_app(lambda _: make_model(MLP), lambda c: data[int(c.node_config["partition-id"])])
-    grid = LocalGrid(app, 3)
-    server = Server(grid, make_model(MLP), data[0][0][:2], Plain(), adam, batch_size=32)
-    everyone = dict(grid.contexts)
-    for number, present in enumerate(rounds, 1):
-        grid.contexts = {100 + k: everyone[100 + k] for k in present}
-        server.fit(rounds=number)
-    return server.model.state_dict()
-
-
-def answered(out):
-    """Who answered in each round, from the number of records; 60, 40 and 50 tell."""
-    names = {150: (0, 1, 2), 110: (0, 2), 90: (1, 2), 100: (0, 1), 60: (0,), 40: (1,), 50: (2,)}
-    return [names[record["records"]] for record in records(out)]
 
 
 def marked(marks, part, number):
@@ -152,17 +122,15 @@ def test_nothing_that_supernodes_receive_holds_a_secret_or_predicts(tmp_path):
 
 def test_bad_updates_cost_their_client_the_round(tmp_path):
     out = tmp_path / "out"
-    faults = "0:0:nan 1:1:stale 2:2:garbage 0:3:raise 1:4:crash"
+    faults = "0:0:nan 1:1:stale 2:2:raise"
     with Deployment(tmp_path / "flwr") as deployment:
         for part in range(3):
             deployment.start_node(part)
-        deployment.run(out, rounds=6, faults=faults, timeout=90.0, within=600)
-    found = records(out)
-    kinds = [re.sub(r"node \d+: ([^:]*):.*", r"\1", text) for record in found for text in record.get("faults", [])]
-    assert kinds[:4] == ["not finite", "stale", "malformed", "error 2"]
-    assert kinds[4] in ("error 8", "error 3", "silent")
-    assert answered(out) == [(1, 2), (0, 2), (0, 1), (1, 2), (0, 2), (0, 1, 2)]
-    assert worst(load_file(out / "model.safetensors"), expected(answered(out))) < 1e-9
+        deployment.run(out, rounds=4, faults=faults, timeout=90.0, within=600)
+    found = [kind for several in kinds(out) for kind in several]
+    assert found == ["not finite", "stale", "error 2"]
+    assert answered(out) == [(1, 2), (0, 2), (0, 1), (0, 1, 2)]
+    assert error(out) < 1e-9
 
 
 def test_a_supernode_killed_in_mid_round_and_then_all_of_them_of_which_two_come_back(tmp_path, marks):
@@ -181,23 +149,8 @@ def test_a_supernode_killed_in_mid_round_and_then_all_of_them_of_which_two_come_
             deployment.start_node(part, name=f"again{part}")
         deployment.wait(out, 900)
     assert answered(out) == [(0, 1, 2), *[(0, 2)] * 5]
-    assert worst(load_file(out / "model.safetensors"), expected(answered(out))) < 1e-9
+    assert error(out) < 1e-9
     assert all(record["seconds"] < 900 for record in records(out))
-
-
-def test_a_superlink_killed_and_restarted_goes_on_from_the_checkpoint(tmp_path, marks):
-    out = tmp_path / "out"
-    with Deployment(tmp_path / "flwr", options=["--database", tmp_path / "link.db"]) as deployment:
-        for part in range(3):
-            deployment.start_node(part)
-        deployment.run(out, rounds=5, wait=False, marks=str(marks))
-        wait_until(marked(marks, 0, 2), 240, "client 0 in round 2")
-        deployment.kill("link")
-        deployment.start_link()
-        deployment.run(out, rounds=5, within=600)
-    assert json.loads((out / "done.json").read_text())["from"] >= 2
-    assert answered(out) == [(0, 1, 2)] * 5
-    assert worst(load_file(out / "model.safetensors"), expected(answered(out))) < 1e-9
 
 
 @pytest.mark.skipif(not shutil.which("openssl") or not shutil.which("ssh-keygen"), reason="no openssl or ssh-keygen")
@@ -219,7 +172,7 @@ def test_tls_and_registered_keys_let_in_whom_they_should_and_nobody_else(tmp_pat
     assert "2001" in logs["no-key"]
     assert "305" in logs["no-tls"]
     assert answered(out) == [(0, 1)] * 2
-    assert worst(load_file(out / "model.safetensors"), expected(answered(out))) < 1e-9
+    assert error(out) < 1e-9
 
 
 def test_the_processes_of_these_tests_end_with_them(tmp_path):

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
 
-from tests.flower.processes import BIN, Deployment, free_port, wait_until
-from tests.flower.test_flower_processes import SCRIPT, answered
+from tests.deployed.results import answered
+from tests.flower.processes import BIN, SCRIPT, Deployment, free_port, wait_until
 
 pytestmark = [
     pytest.mark.slow,

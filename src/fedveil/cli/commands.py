@@ -7,6 +7,11 @@ COMMANDS = {
     "attack": ("studies:Attack", "measure what a curious participant learns", "membership --defence plain,veil"),
     "audit": ("studies:Audit", "measure what published and adaptive attackers learn under each defence", "runs/a"),
     "reproduce": ("studies:reproduce", "the paper's tables and figures, its values beside ours", "all --scale cpu"),
+    "flower-node": (
+        "flower:flower_node",
+        "run a Flower node that stays, with an app of its own",
+        "bank_app.client_app:app --app-dir examples/flower_app --root-certificates ca.crt",
+    ),
     "data": ("training:data", "list data sets, or download one", "get bank"),
     "demo": ("studies:demo", "train digits with five clients, plain and veiled, and compare", "--out runs/demo"),
     "flare-kit": ("flare:flare_kit", "prepare a startup kit of NVIDIA FLARE", "runs/kits/bank/prod_00/site-1"),
@@ -31,4 +36,4 @@ Example: fedveil train --data digits --defence veil --epochs 5
 
 def usage() -> str:
     """The help of `fedveil`."""
-    return USAGE.format(commands="\n".join(f"  {name:<12}{summary}" for name, (_, summary, _) in COMMANDS.items()))
+    return USAGE.format(commands="\n".join(f"  {name:<13}{summary}" for name, (_, summary, _) in COMMANDS.items()))

@@ -26,10 +26,14 @@ class Fault:
         return f"node {self.member}: {self.kind}: {self.text}"
 
 
+def clean(text: object) -> str:
+    """What came from elsewhere as a part of one line: cut, and without what a terminal would obey."""
+    return "".join(c if c.isprintable() else " " for c in str(text)[:LONGEST_TEXT])
+
+
 def fault(member: Member, kind: str, text: object) -> Fault:
     """A fault whose text is safe to print, however it came about."""
-    clean = "".join(c if c.isprintable() else " " for c in str(text)[:LONGEST_TEXT])
-    return Fault(member, kind, clean)
+    return Fault(member, kind, clean(text))
 
 
 class Engine(Protocol):

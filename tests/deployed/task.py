@@ -1,4 +1,4 @@
-"""The network and the clients' records."""
+"""The network and the clients' records of the test app, whatever engine it runs on."""
 
 import itertools
 

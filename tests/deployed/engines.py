@@ -1,0 +1,149 @@
+"""Deployments of real processes behind one interface: a server, three clients, and how to do them harm."""
+
+import os
+import signal
+import subprocess
+from abc import ABC, abstractmethod
+
+from tests.flower.processes import BIN, SCRIPT, Deployment, free_port, wait_until
+
+LOOP = 'while true; do "$@"; sleep 2; done'  # as docs/flower.md has it
+
+
+class Deployed(ABC):
+    """A server and its clients 0, 1 and 2 on this machine, over TLS. As a context it starts the server."""
+
+    timeout: float  # seconds after which a round goes on without a client; several times what one takes
+    alone = False  # whether the process that computes is that of the site
+
+    def __init__(self, home):
+        self.home, self.marks = home, home / "marks"
+        self.marks.mkdir(parents=True)
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    @abstractmethod
+    def start(self):
+        """Start the server, which knows three clients."""
+
+    @abstractmethod
+    def stop(self):
+        """End every process."""
+
+    @abstractmethod
+    def start_client(self, part):
+        """Start a client's site, also one that was killed."""
+
+    @abstractmethod
+    def kill_client(self, part):
+        """Kill a client's site, with all its processes."""
+
+    @abstractmethod
+    def client_with_wrong_certificate(self, part):
+        """Start a site with certificates of another federation; returns its process."""
+
+    @abstractmethod
+    def run(self, out, *, wait=True, **config):
+        """Submit the test app with other values than `DEFAULTS` of serving.py; resume what is in `out`."""
+
+    @abstractmethod
+    def wait(self, out):
+        """Wait until the run has written done.json."""
+
+    @abstractmethod
+    def kill_server(self):
+        """Kill the server with all its processes."""
+
+    @abstractmethod
+    def restart_server(self):
+        """Start it again, with what it kept on disk."""
+
+    @abstractmethod
+    def logs(self):
+        """The end of every process's log."""
+
+    def await_work(self, part, number):
+        """Wait until a client has begun to work on a round."""
+        try:
+            wait_until((self.marks / f"{part}-{number}").exists, 300, f"client {part} in round {number}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
+
+    def kill_work(self, part):
+        """Kill the process that computes for a client."""
+        last = max(self.marks.glob(f"{part}-*"), key=lambda mark: mark.stat().st_mtime)
+        os.kill(int(last.read_text()), signal.SIGKILL)
+
+
+class Flower(Deployed):
+    """A SuperLink with registered keys, and stock SuperNodes in the loop that docs/flower.md recommends."""
+
+    timeout = 45.0
+
+    def start(self):
+        keys, strangers = self.home / "keys", self.home / "strangers"
+        for folder in (keys, strangers):
+            subprocess.run([SCRIPT, folder, "3"], check=True, capture_output=True)
+        options = ["--database", self.home / "link.db"]
+        self.deployment = Deployment(self.home / "flwr", tls=keys, options=options)
+        self.deployment.__enter__()
+        for part in range(3):
+            self.deployment.flwr("supernode", "register", keys / f"node{part}.pub", "lab")
+
+    def stop(self):
+        self.deployment.__exit__()
+
+    def trust(self, part, folder="keys"):
+        keys = self.home / folder
+        return ["--root-certificates", keys / "ca.crt", "--auth-supernode-private-key", keys / f"node{part}"]
+
+    def start_client(self, part):
+        self.deployment.start(
+            f"node{part}", "/bin/bash", "-c", LOOP, "loop", BIN / "flower-supernode", *self.trust(part), "--superlink",
+            f"127.0.0.1:{self.deployment.port}", "--port", free_port(),
+            "--node-config", f"partition-id={part} num-partitions=3",
+        )  # fmt: skip
+
+    def kill_client(self, part):
+        self.deployment.kill(f"node{part}")
+
+    def client_with_wrong_certificate(self, part):
+        return self.deployment.start_node(part, trust=self.trust(part, "strangers"))
+
+    def run(self, out, *, wait=True, **config):
+        self.deployment.run(out, wait=False, marks=str(self.marks), **config)
+        if wait:
+            self.wait(out)
+
+    def wait(self, out):
+        self.deployment.wait(out, 600)
+
+    def kill_server(self):
+        self.deployment.kill("link")
+
+    def restart_server(self):
+        self.deployment.start_link()
+
+    def logs(self):
+        return self.deployment.logs()
+
+
+class FlowerNode(Flower):
+    """The same SuperLink, and nodes that stay."""
+
+    timeout = 20.0
+    alone = True
+
+    def start_client(self, part):
+        self.deployment.start_resident(part)
+
+    def client_with_wrong_certificate(self, part):
+        return self.deployment.start_resident(part, trust=self.trust(part, "strangers"))
+
+
+ENGINES = {"flower": Flower, "flower-node": FlowerNode}

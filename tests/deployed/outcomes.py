@@ -1,0 +1,66 @@
+"""What becomes of a run when something fails, on every engine: what `test_faults_deployed.py` holds them to."""
+
+from dataclasses import dataclass
+
+GOES_ON = "goes on"
+RESUMES = "ends, and resumes by submitting again"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a fault of client 1 in round 1 (of 0, 1, 2 ...), or of the server in round 2."""
+
+    then: str  # GOES_ON or RESUMES
+    answered: str  # the clients that answered in each round: "012 02 *" is all, all but 1, either of these two
+    text: str  # what happens
+
+
+OUTCOMES = {
+    "the process that computes is killed": {
+        "flower": Outcome(
+            GOES_ON,
+            "012 02 * 012",
+            "The SuperNode notices after about 55 s and reports error 8; the client takes part in the next round then.",
+        ),
+        "flower-node": Outcome(
+            GOES_ON, "012 02 02", "It is the node itself: the round goes on without it at its timeout."
+        ),
+    },
+    "a site is killed": {
+        "flower": Outcome(GOES_ON, "012 02 02", "The round goes on without it at its timeout."),
+        "flower-node": Outcome(GOES_ON, "012 02 02", "The round goes on without it at its timeout."),
+    },
+    "a killed site is started again": {
+        "flower": Outcome(
+            GOES_ON,
+            "012 012 012",
+            "The SuperLink refuses its key for up to a minute, as if it were still there; a loop starts it until then.",
+        ),
+        "flower-node": Outcome(
+            GOES_ON,
+            "012 012 012",
+            "The SuperLink refuses its key for up to a minute, as if it were still there; the node tries until then.",
+        ),
+    },
+    "a straggler": {
+        "flower": Outcome(GOES_ON, "012 02 012", "The round goes on without it; its late answer is ignored."),
+        "flower-node": Outcome(GOES_ON, "012 02 012", "The round goes on without it; its late answer is ignored."),
+    },
+    "garbage": {
+        "flower": Outcome(GOES_ON, "012 02 012", "The answer is refused, and the round goes on without it."),
+        "flower-node": Outcome(GOES_ON, "012 02 012", "The answer is refused, and the round goes on without it."),
+    },
+    "a wrong certificate": {
+        "flower": Outcome(GOES_ON, "02 02", "The SuperNode ends with exit code 305 and never takes part."),
+        "flower-node": Outcome(GOES_ON, "02 02", "The node says so, ends and never takes part."),
+    },
+    "the server is killed and started again": {
+        "flower": Outcome(
+            RESUMES, "012 012 012 012", "With --database nodes stay registered; a new run goes on from the checkpoint."
+        ),
+        "flower-node": Outcome(
+            RESUMES, "012 012 012 012", "With --database nodes stay registered; a new run goes on from the checkpoint."
+        ),
+    },
+}
+"""By fault and engine."""

@@ -1,0 +1,48 @@
+"""What a run of the test app wrote, and what it should have: who answered in each round, and the model."""
+
+import json
+import re
+
+from safetensors.torch import load_file
+from tests.deployed.serving import adam
+from tests.deployed.task import make_model, parts
+from tests.engines import Loopback, member
+from tests.oracle import worst
+
+from fedveil.defences import Plain
+from fedveil.federation.rounds import RemoteServer
+
+MLP = {"net": "mlp"}
+NAMES = {150: (0, 1, 2), 110: (0, 2), 90: (1, 2), 100: (0, 1), 60: (0,), 40: (1,), 50: (2,)}
+
+
+def records(out):
+    """One record per round."""
+    return [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+
+
+def answered(out):
+    """Who answered in each round, from the number of records; 60, 40 and 50 tell."""
+    return [NAMES[record["records"]] for record in records(out)]
+
+
+def kinds(out):
+    """The faults of each round, without the members' names."""
+    return [[re.sub(r"node [^:]*: ([^:]*):.*", r"\1", text) for text in r.get("faults", [])] for r in records(out)]
+
+
+def expected(rounds):
+    """The plain model when these clients answered, a tuple per round."""
+    data = parts()
+    members = {k: member(lambda: make_model(MLP), data[k], k) for k in range(3)}
+    engine = Loopback(members)
+    server = RemoteServer(engine, make_model(MLP), data[0][0][:2], Plain(), adam, batch_size=32)
+    for number, present in enumerate(rounds, 1):
+        engine.down = set(members) - set(present)
+        server.fit(rounds=number)
+    return server.model.state_dict()
+
+
+def error(out):
+    """The largest error of the run's model against plain training with the clients that answered."""
+    return worst(load_file(out / "model.safetensors"), expected(answered(out)))

@@ -1,0 +1,90 @@
+"""The server of the test app, whatever engine it runs on: it writes what the tests compare."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tests.deployed.task import images, make_model, parts
+
+from fedveil.defences import Plain, Veil
+
+DEFAULTS = {
+    "rounds": 2,
+    "defence": "veil",
+    "net": "mlp",
+    "out": "",
+    "wait-for": 3,
+    "min-answers": 1,
+    "timeout": 300.0,
+    "patience": 300.0,
+    "attempts": 5,
+    "faults": "",  # "part:round:kind ..."
+    "marks": "",  # folder in which clients say that they have begun a round
+    "secrets": "",  # file into which the server writes what nobody should get
+    "work": 0.0,  # seconds that a client sleeps
+    "late": 0.0,  # seconds that a client sleeps whose fault is "late"
+    "capture": "",  # folder into which clients write what they were sent
+}
+"""The configuration of the test app."""
+
+
+class Leaky(Veil):
+    """Writes each round's secret to a file of the test's."""
+
+    def __init__(self, path):
+        super().__init__(groups=3, additive=100.0)
+        self.path = Path(path)
+
+    def each(self, updates):
+        secret = self._secret
+        known = torch.cat([secret._head.direction.double(), torch.ones(1, dtype=torch.float64)]).tolist()
+        coefficients = secret._undo.coefficients
+        gamma = [offset - c for offset, c in zip(secret._head.offset.tolist(), coefficients[1:-1], strict=True)]
+        numbers = [*secret._noise.scale.tolist(), *gamma, *coefficients]
+        numbers += secret._undo.cover.factors.double().tolist()
+        line = {"secret": sorted({x for x in numbers if abs(x) != 1}), "public": known[:-1]}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return super().each(updates)
+
+
+def defence_of(config):
+    if config["defence"] == "plain":
+        return Plain()
+    return Leaky(config["secrets"]) if config["secrets"] else Veil(groups=3, additive=100.0)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, 1e-2)
+
+
+def serve(make_server, config):
+    """Train from the last checkpoint on; `make_server` takes what every `RemoteServer` takes behind its engine."""
+    out = Path(config["out"])
+    data = parts()[0] if config["net"] == "mlp" else images(0)
+    server = make_server(
+        make_model(config),
+        data[0][:2],
+        defence_of(config),
+        adam,
+        batch_size=32,
+        wait_for=config["wait-for"],
+        min_answers=config["min-answers"],
+        timeout=config["timeout"],
+        patience=config["patience"],
+        attempts=config["attempts"],
+        pause=0.5,
+    )
+    if (out / "checkpoint.pt").exists():
+        server.resume(out)
+    started = server.round
+
+    def log(record):
+        with (out / "records.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(record, flush=True)
+
+    server.fit(rounds=config["rounds"], folder=out, checkpoint_every=1, on_round=log)
+    save_file(server.model.state_dict(), out / "model.safetensors")
+    (out / "done.json").write_text(json.dumps({"from": started, "to": server.round}))
