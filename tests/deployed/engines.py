@@ -6,6 +6,7 @@ import subprocess
 from abc import ABC, abstractmethod
 
 from tests.flower.processes import BIN, SCRIPT, Deployment, free_port, wait_until
+from tests.nvflare.processes import Flare
 
 LOOP = 'while true; do "$@"; sleep 2; done'  # as docs/flower.md has it
 
@@ -14,7 +15,8 @@ class Deployed(ABC):
     """A server and its clients 0, 1 and 2 on this machine, over TLS. As a context it starts the server."""
 
     timeout: float  # seconds after which a round goes on without a client; several times what one takes
-    alone = False  # whether the process that computes is that of the site
+    patience = 300.0  # seconds in which a site that was started again is known again
+    strangers_end = True  # whether a site with a wrong certificate gives up
 
     def __init__(self, home):
         self.home, self.marks = home, home / "marks"
@@ -137,7 +139,6 @@ class FlowerNode(Flower):
     """The same SuperLink, and nodes that stay."""
 
     timeout = 20.0
-    alone = True
 
     def start_client(self, part):
         self.deployment.start_resident(part)
@@ -146,4 +147,43 @@ class FlowerNode(Flower):
         return self.deployment.start_resident(part, trust=self.trust(part, "strangers"))
 
 
-ENGINES = {"flower": Flower, "flower-node": FlowerNode}
+class Nvflare(Deployed):
+    """FLARE's server and sites with mTLS, which run no code that a job brings."""
+
+    timeout = 10.0
+    patience = 10.0  # a site that was started again takes part in the next job only, and this one should end
+    strangers_end = False
+
+    def start(self):
+        self.deployment = Flare(self.home / "flare")
+        self.deployment.start_server()
+
+    def stop(self):
+        self.deployment.stop()
+
+    def start_client(self, part):
+        self.deployment.start_client(part)
+
+    def kill_client(self, part):
+        self.deployment.kill_client(part)
+
+    def client_with_wrong_certificate(self, part):
+        return self.deployment.client_with_wrong_certificate(part)
+
+    def run(self, out, *, wait=True, **config):
+        self.deployment.run(out, wait=wait, marks=str(self.marks), **config)
+
+    def wait(self, out):
+        self.deployment.wait(out)
+
+    def kill_server(self):
+        self.deployment.kill_server()
+
+    def restart_server(self):
+        self.deployment.start_server()
+
+    def logs(self):
+        return self.deployment.logs()
+
+
+ENGINES = {"flower": Flower, "flower-node": FlowerNode, "nvflare": Nvflare}

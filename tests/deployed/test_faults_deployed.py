@@ -7,6 +7,7 @@ import tomllib
 import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
+pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedveil[nvflare]'")
 
 from tests.deployed.engines import ENGINES
 from tests.deployed.outcomes import GOES_ON, OUTCOMES, RESUMES
@@ -33,7 +34,7 @@ def kill_site(deployed, out, rounds):
 
 
 def restart_site(deployed, out, rounds):
-    config = {"min_answers": 3, "attempts": 20}  # the round waits for it
+    config = {"min_answers": 3, "attempts": 20, "patience": deployed.patience}  # the round waits for it
     deployed.run(out, rounds=rounds, timeout=deployed.timeout, work=3.0, wait=False, **config)
     deployed.await_work(1, 1)
     deployed.kill_client(1)
@@ -42,7 +43,7 @@ def restart_site(deployed, out, rounds):
 
 def straggle(deployed, out, rounds):
     late = deployed.timeout + 10.0
-    deployed.run(out, rounds=rounds, timeout=deployed.timeout, faults="1:1:late", late=late, wait=False)
+    deployed.run(out, rounds=rounds, timeout=deployed.timeout, faults="1:1:late", late=late, work=1.0, wait=False)
 
 
 def garble(deployed, out, rounds):
@@ -96,7 +97,8 @@ def test_a_fault_has_the_outcome_of_the_table(engine, fault, tmp_path):
         if outcome.then == RESUMES:
             deployed.run(out, rounds=rounds, timeout=deployed.timeout)
         deployed.wait(out)
-        assert stranger is None or stranger.wait(60) != 0, deployed.logs()
+        if stranger and deployed.strangers_end:
+            assert stranger.wait(60) != 0, deployed.logs()
     assert_answered(answered(out), outcome.answered)
     assert error(out) < 1e-6
     done = json.loads((out / "done.json").read_text())
@@ -104,7 +106,7 @@ def test_a_fault_has_the_outcome_of_the_table(engine, fault, tmp_path):
     assert done["to"] == rounds
     if fault == "garbage":
         assert kinds(out) == [[], ["malformed"], []]
-    if fault == "a killed site is started again":
+    if (fault, outcome.then) == ("a killed site is started again", GOES_ON):
         assert records(out)[1]["attempts"] > 1
 
 

@@ -39,7 +39,8 @@ class Flare:
     """A server and its sites, site-1 for the first part; no code travels. `home` holds kits and logs."""
 
     def __init__(self, home, *, sites=3):
-        self.home, self.port, self.sites, self.processes = Path(home), free_port(), sites, {}
+        self.home, self.port, self.sites = Path(home), free_port(), sites
+        self.processes, self.started = {}, []
         self.home.mkdir(parents=True, exist_ok=True)
         self.kits = provisioned(self.home, self.port, sites)
         for kit in self.kits.iterdir():
@@ -63,13 +64,12 @@ class Flare:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, start_new_session=True,
                 cwd=self.home,
             )  # fmt: skip
+        self.started.append(self.processes[name])
         return self.processes[name]
 
     def start_server(self):
         self.start("localhost", self.kits / "localhost" / "startup" / "sub_start.sh", "--once")
         wait_until(lambda: listening(self.port), 60, "FLARE's server")
-
-    restart_server = start_server
 
     def start_client(self, part):
         name = f"site-{part + 1}"
@@ -87,13 +87,6 @@ class Flare:
 
     def kill_server(self):
         self._kill("localhost")
-
-    def kill_work(self, part):
-        """The process that computes, which the site started for the job."""
-        ours = [pid for pid, words in self._of(f"site-{part + 1}") if any("worker_process" in w for w in words)]
-        assert ours, "no job runs on this site"
-        for pid in ours:
-            os.kill(pid, signal.SIGKILL)
 
     def run(self, out, *, wait=True, within=300.0, simulator=False, **config):
         """Submit the test app; waits for done.json, which it writes at its end."""
@@ -119,18 +112,11 @@ class Flare:
 
     def _of(self, name):
         """Processes whose command names a kit."""
-        kit = str(self.kits / name)
-        found = []
-        for file in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                words = file.read_bytes().decode(errors="replace").split("\0")
-                if any(kit in word for word in words):
-                    found.append((int(file.parent.name), words))
-        return found
+        return naming(f"{self.kits / name}/") + naming(f"{self.kits / name}\0")
 
     def _kill(self, name):
         """The process and all that it started."""
-        for pid, _ in self._of(name):
+        for pid in self._of(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.processes.pop(name).wait(30)
@@ -140,26 +126,30 @@ class Flare:
         return self
 
     def __exit__(self, *_):
-        for name in list(self.processes):
-            process = self.processes[name]
+        self.stop()
+
+    def stop(self):
+        for process in self.started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         end = time.monotonic() + 20
-        while (left := self._left()) and time.monotonic() < end:
+        while (left := naming(f"{self.home}/")) and time.monotonic() < end:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            [process.poll() for process in self.processes.values()]
+            [process.poll() for process in self.started]
             time.sleep(0.1)
+        [process.wait(10) for process in self.started]
 
-    def _left(self):
-        home = f"{self.home}/"
-        found = []
-        for file in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                if file.parent.name != str(os.getpid()) and home in file.read_bytes().decode(errors="replace"):
-                    found.append(int(file.parent.name))
-        return found
+
+def naming(text):
+    """Other processes whose command holds a text."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if file.parent.name != str(os.getpid()) and text.encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
 
 
 def provisioned(home, port, sites):
