@@ -1,29 +1,16 @@
 """Faults, restarts and eavesdropping with real processes."""
 
-import contextlib
-import json
 import shutil
-import socket
-import struct
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
 
-from tests.deployed.results import MLP, answered, error, kinds, records
-from tests.deployed.serving import adam
-from tests.deployed.task import make_model, parts
+from tests.deployed.eavesdropping import Ear, listen
+from tests.deployed.results import answered, error, kinds, records
 from tests.flower.processes import SCRIPT, Deployment, mentions, wait_until
-
-from fedveil import Broadcast, client_view
-from fedveil.data import load
-from fedveil.defences import Veil
-from fedveil.federation import Federation
-from fedveil.federation.evaluate import metrics, predict
-from fedveil.federation.remote import Ask, read
 
 pytestmark = pytest.mark.slow
 
@@ -38,86 +25,16 @@ def marks(tmp_path):
     return tmp_path / "marks"
 
 
-class Ear:
-    """A proxy that keeps every byte that goes to a SuperNode."""
-
-    def __init__(self, port):
-        self.connections, self.target, self.lines = [], port, []
-        self.door = socket.create_server(("127.0.0.1", 0))
-        self.port = self.door.getsockname()[1]
-        self.threads = [threading.Thread(target=self._open)]
-        self.threads[0].start()
-
-    def _open(self):
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self.door.accept()
-                self.lines.append(near)
-                far = socket.create_connection(("127.0.0.1", self.target))
-                self.lines.append(far)
-                for one, other, keep in ((near, far, False), (far, near, True)):
-                    self.threads.append(threading.Thread(target=self._carry, args=(one, other, keep)))
-                    self.threads[-1].start()
-
-    def _carry(self, one, other, keep):
-        heard = bytearray()
-        if keep:
-            self.connections.append(heard)
-        with contextlib.suppress(OSError):
-            while data := one.recv(65536):
-                if keep:
-                    heard += data
-                other.sendall(data)
-        hang_up(one, other)
-
-    @property
-    def heard(self):
-        """Every connection's bytes, one connection behind the other."""
-        return b"\n".join(self.connections)
-
-    def close(self):
-        hang_up(self.door, *self.lines)
-        [thread.join(10) for thread in self.threads]
-        [line.close() for line in (self.door, *self.lines)]
-
-
-def hang_up(*lines):
-    for line in lines:
-        with contextlib.suppress(OSError):
-            line.shutdown(socket.SHUT_RDWR)
-
-
 def test_nothing_that_supernodes_receive_holds_a_secret_or_predicts(tmp_path):
-    out, captured = tmp_path / "out", tmp_path / "captured"
-    captured.mkdir()
-    trained = Federation(
-        make_model(MLP), parts(), Veil(groups=3, additive=100.0), adam, batch_size=32, whole_shard=True
-    )
-    trained.fit(rounds=200)
-    trained.save(out)  # the server goes on from here
     with Deployment(tmp_path / "flwr") as deployment:
         ears = [Ear(deployment.port) for _ in range(3)]
         for part, ear in enumerate(ears):
             deployment.start_node(part, superlink=f"127.0.0.1:{ear.port}")
-        deployment.run(out, rounds=203, secrets=str(tmp_path / "secrets"), capture=str(captured), within=600)
-    [ear.close() for ear in ears]
-    lines = [json.loads(line) for line in (tmp_path / "secrets").read_text().splitlines()]
-    assert len(lines) == 3
-    heard = [ear.heard for ear in ears]
-    for number, line in enumerate(lines):
-        for bytes_of_node in heard:
-            assert all(struct.pack("<d", x) in bytes_of_node for x in line["public"])  # the search finds what is there
-            assert not any(struct.pack(order, x) in bytes_of_node for x in line["secret"] for order in ("<d", ">d"))
-            assert not any(repr(x).encode() in bytes_of_node for x in line["secret"])
-        assert len(line["secret"]) > 90, number
-    test = load("digits").test
-    inputs = test.inputs.double()
-    assert metrics(predict(trained.model, inputs), test.targets)["accuracy"] > 0.7
-    for file in captured.glob("*.ask"):
-        ask = read(file.read_bytes(), Ask)
-        view = client_view(make_model(MLP), Broadcast.unpack(ask.values, ask.tensors, ask.loss))
-        assert metrics(predict(view, inputs), test.targets)["accuracy"] < 0.3
-    assert len(list(captured.glob("*.ask"))) == 9
+        try:
+            listen(lambda out, **config: deployment.run(out, within=600, **config), tmp_path, ears)
+        finally:
+            deployment.__exit__()
+            [ear.close() for ear in ears]
 
 
 def test_bad_updates_cost_their_client_the_round(tmp_path):

@@ -36,16 +36,19 @@ builders:
 
 
 class Flare:
-    """A server and its sites, site-1 for the first part; no code travels. `home` holds kits and logs."""
+    """A server and its sites, site-1 for the first part; no code travels. `home` holds kits and logs.
 
-    def __init__(self, home, *, sites=3):
+    `proxies` are called with the server's port, one for each site; they return the port to connect to, without TLS.
+    """
+
+    def __init__(self, home, *, sites=3, packages=("tests",), proxies=()):
         self.home, self.port, self.sites = Path(home), free_port(), sites
         self.processes, self.started = {}, []
         self.home.mkdir(parents=True, exist_ok=True)
-        self.kits = provisioned(self.home, self.port, sites)
+        self.kits = provisioned(self.home, self.port, sites, [proxy(self.port) for proxy in proxies])
         for kit in self.kits.iterdir():
             if kit.name != ADMIN:
-                configure(kit, "tests")
+                configure(kit, *packages)
         resources = (
             self.kits / "localhost" / "local" / "resources.json"
         )  # FLARE's servers share a folder of jobs in /tmp
@@ -93,13 +96,16 @@ class Flare:
         out.mkdir(parents=True, exist_ok=True)
         values = {"out": str(out), **{key.replace("_", "-"): value for key, value in config.items()}}
         assert set(values) <= set(DEFAULTS)
-        where = self.home / "simulator" if simulator else self.kits / ADMIN
-        script = ["-m", "tests.nvflare.app.job", where, json.dumps(DEFAULTS | values)]
-        process = self.start("job", sys.executable, *script)
+        process = self.submit("tests.nvflare.app.job", DEFAULTS | values, simulator=simulator)
         if wait:
             self.wait(out, within)
             assert process.wait(120) == 0, self.logs()
         return process
+
+    def submit(self, module, config, *, simulator=False):
+        """Run a module that takes a kit, or a folder for the simulator, and a configuration."""
+        where = self.home / "simulator" if simulator else self.kits / ADMIN
+        return self.start("job", sys.executable, "-m", module, where, json.dumps(config))
 
     def wait(self, out, within=300.0, file="done.json"):
         try:
@@ -152,11 +158,15 @@ def naming(text):
     return found
 
 
-def provisioned(home, port, sites):
-    """The folder of kits that `nvflare provision` makes."""
+def provisioned(home, port, sites, through=()):
+    """The folder of kits that `nvflare provision` makes; without TLS if sites connect through other ports."""
     home.mkdir(parents=True, exist_ok=True)
-    lines = [f"  - {{name: site-{k + 1}, type: client, org: lab}}" for k in range(sites)]
-    (home / "project.yml").write_text(PROJECT.format(port=port, sites="\n".join(lines), admin=ADMIN))
+    lines = []
+    for k in range(sites):
+        more = f", connect_to: {{host: localhost, port: {through[k]}}}" if through else ""
+        lines.append(f"  - {{name: site-{k + 1}, type: client, org: lab{more}}}")
+    text = PROJECT.format(port=port, sites="\n".join(lines), admin=ADMIN)
+    (home / "project.yml").write_text(text + ("connection_security: clear\n" if through else ""))
     command = [BIN / "nvflare", "provision", "-p", home / "project.yml", "-w", home / "kits"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=home)
     assert not done.returncode, done.stdout + done.stderr
