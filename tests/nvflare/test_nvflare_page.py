@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -29,12 +30,9 @@ def test_the_pages_commands_train_over_mtls(tmp_path):
     install, *steps = commands()
     assert "pip install" in install
     example = tmp_path / "examples" / "nvflare_app"
-    example.mkdir(parents=True)
-    for file in (ROOT / "examples" / "nvflare_app").iterdir():
-        (example / file.name).symlink_to(file)
-    (example / "project.yml").unlink()
-    project = (ROOT / "examples" / "nvflare_app" / "project.yml").read_text()
-    (example / "project.yml").write_text(project.replace("8002", str(free_port())))
+    shutil.copytree(ROOT / "examples" / "nvflare_app", example)
+    project = example / "project.yml"
+    project.write_text(project.read_text().replace("8002", str(free_port())))
     path = f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PATH": f"{BIN}:{os.environ['PATH']}"}
     try:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from nvflare.collab import collab
 
-from bank_flare.task import Settings, data_path, make_model
+from bank_flare.task import Settings, make_model
 from fedveil.data import load
 from fedveil.federation.progress import printed
 from fedveil.nvflare import Server
@@ -24,7 +24,7 @@ class BankServer:
         """What FLARE calls when all sites are there."""
         asked = Settings(**self.settings)
         out, epochs = Path(asked.out), max(1, asked.rounds // asked.rounds_per_epoch)
-        data = load(asked.data, path=data_path(asked))
+        data = load(asked.data)
         server = Server(
             make_model(asked),
             data.test.inputs[:2],

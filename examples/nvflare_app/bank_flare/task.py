@@ -1,8 +1,6 @@
 """What server and clients agree on: the settings, the network and the data."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -58,12 +56,6 @@ def part_of(site: str) -> int:
 
 def load_part(settings: Settings, site: str) -> tuple[Tensor, Tensor]:
     """A site's records: here its part of one common data set, in the site's FEDVEIL_DATA."""
-    data = load(settings.data, path=data_path(settings))
+    data = load(settings.data)
     rows = split(data, settings.sites, seed=settings.seed)[part_of(site)]
     return data.train.inputs[rows], data.train.targets[rows]
-
-
-def data_path(settings: Settings) -> Path | None:
-    """Where this machine has the data; None if the library looks for it."""
-    home = os.environ.get("BANK_CSV") if settings.data == "bank" else None
-    return Path(home) if home else None
