@@ -71,6 +71,7 @@ def test_a_node_never_runs_the_code_of_the_fab(tmp_path):
         deployment.start_node(0, name="stock")  # which does run it, so that the file could have been there
         again = tmp_path / "again"
         deployment.run(again, app=foreign, rounds=1, within=300)
+    assert answered(again) == [(0, 1, 2)]  # both kinds of node in one run
     assert spied.read_text() == "code of the FAB ran"
 
 

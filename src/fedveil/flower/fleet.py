@@ -197,7 +197,8 @@ class Fleet:
                 unclear = error.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
                 if first and not (unclear and time.monotonic() - refused_since < STILL_ONLINE):
                     raise self._explained(error) from error
-                raise Lost(f"it refuses this node: {error}") from error
+                hint = ": its key is not registered, or its last process was killed a moment ago" if unclear else ""
+                raise Lost(f"it refuses this node: {error}{hint}") from error
 
         self._patience(enter)
         self._forgotten.clear()
