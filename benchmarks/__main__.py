@@ -14,6 +14,7 @@ from benchmarks import (
     anchor,
     architectures,
     engine,
+    engines,
     exactness,
     limits,
     memory,
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("engine", engine.main, options),
         ("limits", limits.main, options),
         ("overhead", overhead.main, options),
+        ("engines", engines.main, quick),
     ):
         print(f"## {name}\n", flush=True)
         if run(given):

@@ -135,12 +135,12 @@ def written(out: Path) -> Pairs:
 
 
 ENGINES = {
-    "one process": Engine(one_process, 200, processes=False),
-    "flower simulation": Engine(lambda folder: OnFlower(folder, "simulation"), 60, processes=False),
-    "flower": Engine(lambda folder: OnFlower(folder, "stock"), 8),
-    "flower-node": Engine(lambda folder: OnFlower(folder, "resident"), 25),
-    "nvflare simulator": Engine(lambda folder: OnFlare(folder, simulator=True), 100, processes=False),
-    "nvflare": Engine(lambda folder: OnFlare(folder, simulator=False), 100),
+    "one process": Engine(one_process, 60, processes=False),
+    "flower simulation": Engine(lambda folder: OnFlower(folder, "simulation"), 30, processes=False),
+    "flower": Engine(lambda folder: OnFlower(folder, "stock"), 6),
+    "flower-node": Engine(lambda folder: OnFlower(folder, "resident"), 20),
+    "nvflare simulator": Engine(lambda folder: OnFlare(folder, simulator=True), 60, processes=False),
+    "nvflare": Engine(lambda folder: OnFlare(folder, simulator=False), 60),
 }
 
 
@@ -214,7 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine = ENGINES[name]
         with tempfile.TemporaryDirectory() as folder, engine.start(Path(folder)) as run:
             for net in arguments.nets.split(","):
-                pairs = max(2, engine.pairs // (5 if arguments.quick else 1))
+                share = (5 if arguments.quick else 1) * (2 if net.startswith("resnet") else 1)
+                pairs = max(2, engine.pairs // share)
                 rows.append(Row(name, net, run(net, Path(folder) / net, pairs)))
                 print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
     heads = ["engine", "net", "pairs", "plain ms", "95 %", "veil ms", "95 %", "ratio", "work ms", "kB down", "kB up"]

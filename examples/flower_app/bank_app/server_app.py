@@ -12,6 +12,7 @@ from bank_app.task import make_model
 from fedveil import Limits
 from fedveil.data import load
 from fedveil.defences import Veil
+from fedveil.federation.progress import printed
 from fedveil.flower import Server
 from fedveil.runs.folder import record_run
 
@@ -52,10 +53,7 @@ def main(grid: Grid, context: Context) -> None:
     values = {**config, "clients": config["wait-for"], "model": "mlp"}
     words = [f"{name}={json.dumps(value)}" for name, value in config.items()]
     repeat = shlex.join(["flwr", "run", ".", "--run-config", " ".join(words)])
-    print(record_run(server, out, data, values, repeat, rounds=rounds, checkpoint_every=1, on_round=show), flush=True)
-
-
-def show(record: dict[str, object]) -> None:
-    """Print one line per round."""
-    names = ("round", "mse", "accuracy", "answers", "asked", "bytes_down", "bytes_up", "faults", "seconds")
-    print(", ".join(f"{name} {record[name]}" for name in names if name in record), flush=True)
+    print(
+        record_run(server, out, data, values, repeat, rounds=rounds, checkpoint_every=1, on_round=printed(rounds)),
+        flush=True,
+    )
