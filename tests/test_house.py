@@ -10,7 +10,7 @@ import fedveil
 
 SOURCE = Path(fedveil.__file__).parent
 EVERYONE = {"checks", "errors", "files", "locks", "lookup", "plain_json", "wire"}  # what every room may use
-LEAVES = ("data", "models", "report")
+LEAVES = ("data", "models", "report", "secagg")
 BELOW = {
     **{leaf: set() for leaf in LEAVES},
     "graph": set(),
