@@ -10,10 +10,11 @@ import fedveil
 
 SOURCE = Path(fedveil.__file__).parent
 EVERYONE = {"checks", "errors", "files", "locks", "lookup", "plain_json", "wire"}  # what every room may use
-LEAVES = ("data", "models", "report", "secagg")
+LEAVES = ("data", "models", "report")
 BELOW = {
     **{leaf: set() for leaf in LEAVES},
     "graph": set(),
+    "secagg": set(),
     "scheme": {"graph"},
     "defences": {"graph", "scheme"},
     "federation": {"graph", "scheme", "defences"},
@@ -22,7 +23,8 @@ BELOW = {
     "flower": {"graph", "scheme", "defences", "federation"},
     "nvflare": {"graph", "scheme", "defences", "federation"},
     "studies": {"graph", "scheme", "defences", "federation", "attacks", "runs", *LEAVES},
-    "cli": {"graph", "scheme", "defences", "federation", "attacks", "flower", "nvflare", "runs", "studies", *LEAVES},
+    "cli": {"graph", "scheme", "defences", "federation", "attacks", "flower", "nvflare", "runs", "studies"}
+    | {"secagg", *LEAVES},
 }
 
 

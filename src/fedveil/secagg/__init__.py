@@ -17,8 +17,8 @@ per run and seeds derived for every attempt.
 What a client refuses is in `rules`, what is promised to it too; what is derived from which secret is in `masks`.
 
 Not promised: anything against crafted models that are sent to all alike, differences of sums over different members,
-and poisoning by a client: a hostile client can spoil the sum, or abort it. A client whose disk is set back to an earlier
-state is a client without a memory, and one that still has its key.
+and poisoning by a client: a hostile client can spoil the sum, or abort it. Nor anything for a client whose disk is set
+back to an earlier state: it has its key still, and has forgotten what it did with it.
 """
 
 from fedveil.errors import Aborted, OutOfRange

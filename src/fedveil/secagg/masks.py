@@ -115,7 +115,7 @@ def keystream(seed: bytes, buffer: bytearray) -> Fill:
 def add_streams(
     total: Words, plus: Iterable[bytes] = (), minus: Iterable[bytes] = (), also: Sequence[Words] = ()
 ) -> Words:
-    """total + PRG of some seeds - PRG of others + further vectors, modulo 2^64, in place and in one pass.
+    """Add PRG of some seeds, subtract PRG of others, add further vectors, modulo 2^64, in place and in one pass.
 
     Args:
         total: changed in place, and returned.

@@ -188,9 +188,9 @@ def _from_text(where: str, text: str) -> tuple[str | None, dict[str, Kept]]:
 
 
 def _kept_from(state: State) -> Kept:
-    counts = [int(state[name]) for name in ("attempt", "round", "revealed")]
     now = state["current"]
-    return Kept(_bytes(state["key"], KEY), *counts, None if now is None else _current_from(now))
+    current = None if now is None else _current_from(now)
+    return Kept(_bytes(state["key"], KEY), int(state["attempt"]), int(state["round"]), int(state["revealed"]), current)
 
 
 def _current_from(now: State) -> Current:

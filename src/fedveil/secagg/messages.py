@@ -129,7 +129,7 @@ class Upload:
     def to_bytes(self) -> bytes:
         """The message."""
         words = self.words.astype(WORD, copy=False)
-        body = (words.data, *self.commitments, *self.sealed)
+        body: list[bytes | memoryview] = [words.data, *self.commitments, *self.sealed]
         return pack("upload", {"context": self.context.hex()}, body)
 
     @classmethod

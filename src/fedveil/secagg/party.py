@@ -44,11 +44,11 @@ class Party:
             that are refused.
     """
 
-    def __init__(
-        self, identity: Identity, roster: Roster, memory: Memory | None = None, *, colluders: int = 1
-    ) -> None:
+    def __init__(self, identity: Identity, roster: Roster, memory: Memory | None = None, *, colluders: int = 1) -> None:
         if identity.name not in roster.names or roster.key_of(identity.name) != identity.public():
-            raise BadArgument("Party", f"{identity.name} is not in the roster with this key", "add its line to the file")
+            raise BadArgument(
+                "Party", f"{identity.name} is not in the roster with this key", "add its line to the file"
+            )
         self._identity, self._roster = identity, roster
         self._memory = memory or Memory()
         self._colluders = whole("Party", "colluders", colluders, 0)

@@ -63,13 +63,14 @@ def colluders(n: int) -> int:
 def enough(n: int, wanted: int) -> None:
     """The roster is large enough to withstand so many colluders."""
     if n < LEAST or colluders(n) < wanted:
-        what = f"{n} members are too few: at least {LEAST}, and enough to withstand {wanted} that collude with the server"
+        what = f"{n} members are too few: at least {LEAST}, and enough to withstand {wanted} colluders"
         raise Aborted("few", "opening", what)
 
 
 def known(opening: Opening, roster: Roster, verified: set[Hello]) -> None:
     """Everyone in the opening is in the client's own roster, once, with a key that its owner signed for this run."""
-    if len(set(opening.names)) != len(opening.names) or len({hello.key for hello in opening.roster}) != len(opening.names):
+    keys = {hello.key for hello in opening.roster}
+    if not len(set(opening.names)) == len(keys) == len(opening.roster):
         raise Aborted("roster", "opening", "it names a member or a key twice")
     for hello in opening.roster:
         if hello.run != opening.run:
@@ -110,7 +111,9 @@ def next_step(current: "Current", settle: Settle) -> None:
 
 
 def inside(current: "Current", members: Collection[str]) -> None:
-    """Nobody comes back: those left are inside those who were left before."""
+    """Nobody comes back: those left are inside those who were left before, and after the first step fewer."""
+    if current.step >= 0 and len(members) >= len(current.members):
+        raise Aborted("members", "settle", "a further step must leave fewer members")
     if not set(members) <= set(current.members):
         raise Aborted("members", "settle", "it names a member that was dropped, or a stranger")
 
@@ -135,6 +138,8 @@ def enough_signed(current: "Current", reveal: Reveal, roster: Roster) -> None:
     """At least t of those left have signed the same context, step and members."""
     text, least = reveal.settle.signed(), threshold(len(current.names))
     signers = [name for name in current.members if name in reveal.signatures]
-    good = sum(roster.verifies(name, reveal.signatures[name], text) for name in signers)
+    good = 0
+    for name in signers:
+        good += good < least and roster.verifies(name, reveal.signatures[name], text)
     if good < least:
         raise Aborted("signatures", "reveal", f"{good} members have signed it: at least {least}")

@@ -1,8 +1,8 @@
 """Shamir's secret sharing: any t of n shares give the secret, t - 1 of them say nothing about it.
 
 The secret is the value at 0 of a polynomial of degree t - 1 over GF(p) whose other coefficients are uniform; the share
-of member x = 1 .. n is its value at x. p = 2^521 - 1 holds any seed of 32 bytes in one element. A combination of wrong
-shares gives some other element, which is caught twice: it is rarely below 2^256, and it does not fit the commitment.
+of member x = 1 .. n is its value at x. p = 2^521 - 1 holds any seed of 32 bytes in one element. A wrong share
+gives some other secret, not always one above 2^256: only the dealer's commitment tells, and `Tally` compares it.
 """
 
 import secrets

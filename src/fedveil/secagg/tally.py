@@ -5,8 +5,8 @@
 It knows nothing of transport and never waits: whoever has not been taken when the next step begins has vanished. What
 one client sent and does not count is a BadArgument, and the client counts as vanished; Aborted ends the attempt.
 
-Nobody is believed: both ends of a pair must have committed to the same seed, an opened seed must fit its commitment, and
-the first word of the sum must be the number of those it is over.
+Nobody is believed: both ends of a pair must have committed to the same seed, an opened seed must fit its commitment,
+and the first word of the sum must be the number of those it is over.
 """
 
 from collections import Counter
