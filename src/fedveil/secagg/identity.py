@@ -19,7 +19,7 @@ from fedveil.files import OWNER, write_whole
 
 KEY = 32  # bytes of a private or public key
 SIGNATURE = 64
-LONGEST_FILE = 2**20
+LONGEST_FILE = 2**26
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 HEX = re.compile(r"[0-9a-f]{64}")
 IDENTITY = """# The signing key of one member. It stays on this machine; `fedveil keys show` prints what others may see.
