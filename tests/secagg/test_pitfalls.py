@@ -202,8 +202,8 @@ def without_context_in_shares(patch):
     patch.setattr(masks, "share_label", lambda context, *names: label(bytes(32), *names))
 
 
-def self_only(words, own, place, pairs):
-    return masks.add_streams(words.copy(), [own])
+def self_only(words, own, place, pairs, out=None):
+    return masks.add_streams(words, [own], out=out)
 
 
 def without(module, name, instead):
@@ -214,9 +214,9 @@ def nothing(*arguments):
     return None
 
 
-def pairs_only(words, own, place, pairs):
+def pairs_only(words, own, place, pairs, out=None):
     plus = [seed for other, seed in pairs.items() if other > place]
-    return masks.add_streams(words.copy(), plus, [seed for other, seed in pairs.items() if other < place])
+    return masks.add_streams(words, plus, [seed for other, seed in pairs.items() if other < place], out=out)
 
 
 ATTACKS = [

@@ -331,6 +331,7 @@ def test_signatures_count_once_for_members_and_for_the_same_list_only():
     for signatures in (
         three,
         {},
+        {name: signature for name, signature in answers.items() if name in ("c0", "c1", "c2")},
         three | {"c3": answers["c2"]},
         three | {"c3": another},
         three | {"c3": elsewhere},
@@ -352,3 +353,49 @@ def test_every_reason_is_written_down_and_few_clients_are_refused_where_a_run_st
         rules.threshold(3)
     with pytest.raises(BadArgument, match="is not in the roster"):
         Party(group.identities["c0"], Roster({"c1": group.identities["c1"].public()}))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_wrong_signature_counts_as_no_answer_if_the_server_has_the_roster(known):
+    """c2 signs wrongly. Without the roster it stays, and the other four signatures, t of them, are enough."""
+    group = Group(5)  # t = 4
+    opening, vectors = group.opening(), group.vectors(SIZE)
+    tally = Tally(opening, DIGEST, SIZE, group.roster if known else None)
+    for name, data in group.uploads(opening, vectors).items():
+        tally.take_upload(name, data)
+    while not tally.settled():
+        common, own = tally.settle()
+        for name in own:
+            data = group.parties[name].settle(common, own[name])
+            if name == "c2":
+                data = replace(Settled.from_bytes(data, 5 - len(own)), signature=bytes(64)).to_bytes()
+                if known:
+                    with pytest.raises(BadArgument, match="the signature of c2 is wrong"):
+                        tally.take_settled(name, data)
+                    continue
+            tally.take_settled(name, data)
+    reveal_all(group, tally)
+    assert tally.survivors == tuple(name for name in group.names if not known or name != "c2")
+    assert np.array_equal(tally.total(), summed(vectors, tally.survivors))
+
+
+def test_without_the_check_of_the_first_word_a_wrong_sum_would_come_out(monkeypatch):
+    def change(name, upload):
+        return replace(upload, words=upload.words + np.uint64(name == "c1"))
+
+    a = Attempt(4, change)
+    settle_all(a.group, a.tally)
+    reveal_all(a.group, a.tally)
+    with pytest.raises(Aborted, match="do not cancel"):
+        a.tally.total()
+    monkeypatch.setattr("fedveil.secagg.tally.counted", lambda total, members: None)
+    assert not a.exact()
+
+
+def test_a_run_without_a_proper_name_leaves_nothing_in_memory():
+    group = Group(4)
+    before = group.memories["c0"].packed()
+    for run in ("", "x" * 201, "a\nb", None, 3):
+        with pytest.raises(BadArgument, match="run must be a printable text"):
+            group.parties["c0"].hello(run)
+    assert group.memories["c0"].packed() == before

@@ -31,7 +31,7 @@ from fedveil.secagg.shares import SEED, WIDTH
 LABEL = "fedveil secagg 1"
 NONCE, TAG = 12, 16
 SEALED = NONCE + WIDTH + TAG  # bytes of an encrypted share
-PIECE = 2**14  # words that are worked on at a time: they and their stream stay in the cache
+PIECE = 2**15  # words that are worked on at a time: they and their stream stay in the cache
 ZEROS = memoryview(bytes(8 * PIECE))
 WORD = np.dtype("<u8")
 
@@ -113,21 +113,28 @@ def keystream(seed: bytes, buffer: bytearray) -> Fill:
 
 
 def add_streams(
-    total: Words, plus: Iterable[bytes] = (), minus: Iterable[bytes] = (), also: Sequence[Words] = ()
+    start: Words,
+    plus: Iterable[bytes] = (),
+    minus: Iterable[bytes] = (),
+    also: Sequence[Words] = (),
+    out: Words | None = None,
 ) -> Words:
-    """Add PRG of some seeds, subtract PRG of others, add further vectors, modulo 2^64, in place and in one pass.
+    """A vector, plus PRG of some seeds, minus PRG of others, plus further vectors, modulo 2^64, in one pass.
 
     Args:
-        total: changed in place, and returned.
+        start: the vector; left as it is.
         plus: seeds whose streams are added.
         minus: seeds whose streams are subtracted.
         also: vectors that are added.
+        out: where the result goes; a new vector by default.
     """
     buffer = bytearray(8 * PIECE + 16)
     added = [keystream(seed, buffer) for seed in plus]
     taken = [keystream(seed, buffer) for seed in minus]
-    for at in range(0, total.size, PIECE):
+    total = np.empty(start.size, np.uint64) if out is None else out
+    for at in range(0, start.size, PIECE):
         piece = total[at : at + PIECE]
+        piece[:] = start[at : at + PIECE]
         for words in also:
             piece += words[at : at + PIECE]
         for fill in added:
@@ -137,7 +144,7 @@ def add_streams(
     return total
 
 
-def mask(words: Words, own: bytes, place: int, pairs: Mapping[int, bytes]) -> Words:
+def mask(words: Words, own: bytes, place: int, pairs: Mapping[int, bytes], out: Words | None = None) -> Words:
     """y_k = x_k + PRG(b_k) + sum over j > k of PRG(s_kj) - sum over j < k of PRG(s_kj).
 
     Args:
@@ -145,9 +152,10 @@ def mask(words: Words, own: bytes, place: int, pairs: Mapping[int, bytes]) -> Wo
         own: b_k.
         place: k, in the roster's order.
         pairs: s_kj by j.
+        out: where y_k goes; a new vector by default.
     """
     plus = [own, *(seed for other, seed in pairs.items() if other > place)]
-    return add_streams(words.copy(), plus, [seed for other, seed in pairs.items() if other < place])
+    return add_streams(words, plus, [seed for other, seed in pairs.items() if other < place], out=out)
 
 
 def unmask(uploads: Sequence[Words], own: Iterable[bytes], pairs: Mapping[tuple[int, int], bytes]) -> Words:
@@ -160,4 +168,4 @@ def unmask(uploads: Sequence[Words], own: Iterable[bytes], pairs: Mapping[tuple[
     """
     plus = [seed for (kept, lost), seed in pairs.items() if lost < kept]
     minus = [*own, *(seed for (kept, lost), seed in pairs.items() if lost > kept)]
-    return add_streams(uploads[0].copy(), plus, minus, uploads[1:])
+    return add_streams(uploads[0], plus, minus, uploads[1:])

@@ -52,7 +52,7 @@ class Hello:
         """The inverse of `values`; anything else is a BadArgument."""
         found = _object("hello", values)
         key, signature = _raw("hello", found, "key", KEY), _raw("hello", found, "signature", SIGNATURE)
-        return cls(_run("hello", found), named("hello", found.get("name")), key, signature)
+        return cls(named_run("hello", found.get("run")), named("hello", found.get("name")), key, signature)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Opening:
             raise BadArgument("opening", "its exponents must be a list of whole numbers")
         counts = _count("opening", found, "round"), _count("opening", found, "attempt")
         hellos = tuple(Hello.from_values(hello) for hello in roster)
-        return cls(_run("opening", found), *counts, hellos, tuple(exponents))
+        return cls(named_run("opening", found.get("run")), *counts, hellos, tuple(exponents))
 
 
 def context(opening: Opening, digest: bytes) -> bytes:
@@ -128,9 +128,8 @@ class Upload:
 
     def to_bytes(self) -> bytes:
         """The message."""
-        words = self.words.astype(WORD, copy=False)
-        body: list[bytes | memoryview] = [words.data, *self.commitments, *self.sealed]
-        return pack("upload", {"context": self.context.hex()}, body)
+        words: list[bytes | memoryview] = [self.words.astype(WORD, copy=False).data]
+        return pack("upload", {"context": self.context.hex()}, [*words, *self.commitments, *self.sealed])
 
     @classmethod
     def from_bytes(cls, data: bytes, members: int, size: int) -> "Upload":
@@ -301,8 +300,8 @@ def _count(where: str, values: Values, name: str) -> int:
     return value
 
 
-def _run(where: str, values: Values) -> str:
-    run = values.get("run")
+def named_run(where: str, run: object) -> str:
+    """The name of a run, or BadArgument."""
     if type(run) is not str or not 0 < len(run) <= LONGEST_RUN or not run.isprintable():
         raise BadArgument(where, f"run must be a printable text of 1 to {LONGEST_RUN} characters")
     return run

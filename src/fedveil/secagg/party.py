@@ -28,6 +28,7 @@ from fedveil.secagg.messages import (
     Settled,
     Upload,
     context,
+    named_run,
     sealed_from,
 )
 from fedveil.secagg.shares import split_seed
@@ -54,6 +55,7 @@ class Party:
         self._colluders = whole("Party", "colluders", colluders, 0)
         self._verified: set[Hello] = set()
         self._agreed: dict[tuple[bytes, bytes], bytes] = {}  # by own private and the other's public key
+        self._masked: Words = np.empty(0, np.uint64)  # kept from round to round: new memory costs more than the masks
 
     def __repr__(self) -> str:
         return f"Party({self.name!r})"
@@ -65,6 +67,7 @@ class Party:
 
     def hello(self, run: str) -> Hello:
         """M0: this client's key for a run, new when it is first asked for."""
+        named_run("hello", run)
         with self._memory.turn() as turn:
             if turn.member not in (None, self.name):
                 raise BadArgument("memory", f"it belongs to another member than {self.name}", "a file of its own")
@@ -73,8 +76,7 @@ class Party:
                 turn.runs[run] = Kept(X25519PrivateKey.generate().private_bytes_raw())
                 turn.write()
             key = turn.runs[run].public()
-        hello = Hello(run, self.name, key, self._identity.sign(Hello.signed(run, self.name, key)))
-        return Hello.from_values(hello.values())  # a run that cannot travel is refused here
+        return Hello(run, self.name, key, self._identity.sign(Hello.signed(run, self.name, key)))
 
     def upload(self, opening: Opening, digest: bytes, words: Words) -> bytes:
         """M2: the words, masked, with shares of the seed that hides them.
@@ -99,16 +101,17 @@ class Party:
             kept.attempt, kept.round = opening.attempt, opening.round
             pairs = self._pairs(kept, kept.current)
             turn.write()
-        seeds = {
-            other: masks.pair_seed(pairs[name], bound, self.name, name)
-            for other, name in enumerate(names)
-            if other != place
-        }
-        sealed = tuple(
-            masks.seal(shares[other], pairs[names[other]], bound, self.name, names[other]) for other in seeds
-        )
-        commitments = tuple(masks.commitment(seeds.get(other, own), bound) for other in range(len(names)))
-        return Upload(bound, commitments, sealed, masks.mask(words, own, place, seeds)).to_bytes()
+            seeds = {
+                other: masks.pair_seed(pairs[name], bound, self.name, name)
+                for other, name in enumerate(names)
+                if other != place
+            }
+            sealed = tuple(masks.seal(shares[k], pairs[names[k]], bound, self.name, names[k]) for k in seeds)
+            commitments = tuple(masks.commitment(seeds.get(k, own), bound) for k in range(len(names)))
+            if self._masked.size != words.size:
+                self._masked = np.empty(words.size, np.uint64)
+            masks.mask(words, own, place, seeds, self._masked)
+            return Upload(bound, commitments, sealed, self._masked).to_bytes()
 
     def settle(self, message: bytes, own: bytes = b"") -> bytes:
         """M4: agreement with those left, and the pair seeds with those who are not.
@@ -143,7 +146,7 @@ class Party:
         reveal = Reveal.from_bytes(message)
         with self._memory.turn() as turn:
             kept, current = self._under_way(turn, reveal.settle.context)
-            rules.agreed(current, reveal, self._roster)
+            rules.agreed(current, reveal, self._roster, self.name)
             shares = {name: current.shares[name] for name in current.members if name in current.shares}
             kept.revealed, kept.current = current.round, ended(current)
             turn.write()
@@ -170,13 +173,13 @@ class Party:
 
     def _pairs(self, kept: Kept, current: Current) -> dict[str, bytes]:
         """What this client has in common with each other member."""
-        private, found = kept.private(), {}
-        for name, key in zip(current.names, current.keys, strict=True):
-            if name != self.name:
-                if (kept.key, key) not in self._agreed:
-                    self._agreed[kept.key, key] = masks.agree(private, key)
-                found[name] = self._agreed[kept.key, key]
-        return found
+        others = {name: key for name, key in zip(current.names, current.keys, strict=True) if name != self.name}
+        missing = [key for key in others.values() if (kept.key, key) not in self._agreed]
+        private = kept.private() if missing else None
+        for key in missing:
+            assert private is not None
+            self._agreed[kept.key, key] = masks.agree(private, key)
+        return {name: self._agreed[kept.key, key] for name, key in others.items()}
 
     def _unsealed(self, settle: Settle, own: bytes, pairs: Mapping[str, bytes]) -> dict[str, bytes]:
         """The others' shares by dealer, as far as they can be decrypted."""

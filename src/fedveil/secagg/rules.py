@@ -127,19 +127,19 @@ def many_left(current: "Current", members: Collection[str], name: str) -> None:
         raise Aborted("few", "settle", f"{len(members)} of {len(current.names)} members are left: at least {least}")
 
 
-def agreed(current: "Current", reveal: Reveal, roster: Roster) -> None:
-    """At least t of those left have signed the list that this client signed last."""
+def agreed(current: "Current", reveal: Reveal, roster: Roster, name: str) -> None:
+    """At least t of those left, this client among them, have signed the list that it signed last."""
     if (reveal.settle.step, reveal.settle.members) != (current.step, current.members):
         raise Aborted("members", "reveal", "it is not about the members that this client agreed to last")
-    enough_signed(current, reveal, roster)
+    enough_signed(current, reveal, roster, name)
 
 
-def enough_signed(current: "Current", reveal: Reveal, roster: Roster) -> None:
-    """At least t of those left have signed the same context, step and members."""
+def enough_signed(current: "Current", reveal: Reveal, roster: Roster, name: str) -> None:
+    """At least t - 1 others of those left have signed the same context, step and members as this client."""
     text, least = reveal.settle.signed(), threshold(len(current.names))
-    signers = [name for name in current.members if name in reveal.signatures]
-    good = 0
-    for name in signers:
-        good += good < least and roster.verifies(name, reveal.signatures[name], text)
+    good = 1  # its own, which it need not check
+    for other in current.members:
+        if other != name and other in reveal.signatures and good < least:
+            good += roster.verifies(other, reveal.signatures[other], text)
     if good < least:
         raise Aborted("signatures", "reveal", f"{good} members have signed it: at least {least}")

@@ -16,6 +16,7 @@ from fedveil.checks import whole
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import masks
 from fedveil.secagg.fixed import Words
+from fedveil.secagg.identity import Roster
 from fedveil.secagg.messages import Opening, Reveal, Revealed, Settle, Settled, Upload, context, sealed_bytes
 from fedveil.secagg.rules import LEAST, threshold
 from fedveil.secagg.shares import join_seed, subsets
@@ -28,12 +29,14 @@ class Tally:
         opening: as it was sent in M1.
         digest: SHA-256 of all the bytes of M1.
         size: how many words each client sends.
+        roster: who may take part. With it, a client whose signature is wrong counts as vanished; without it, the other
+            clients find out, and if too few signatures are left they refuse to reveal.
     """
 
-    def __init__(self, opening: Opening, digest: bytes, size: int) -> None:
+    def __init__(self, opening: Opening, digest: bytes, size: int, roster: Roster | None = None) -> None:
         if len(opening.roster) < LEAST:
             raise Aborted("few", "opening", f"{len(opening.roster)} members are too few: at least {LEAST}")
-        self._names = opening.names
+        self._names, self._roster = opening.names, roster
         if len(set(self._names)) != len(self._names):
             raise Aborted("roster", "opening", "it names a member twice")
         self._place = {name: place for place, name in enumerate(self._names)}
@@ -93,6 +96,8 @@ class Tally:
             raise BadArgument("settled", f"{name} answers another step, or twice")
         if not set(answer.failed) <= set(settle.members) - {name}:
             raise BadArgument("settled", f"{name} complains about strangers or itself")
+        if self._roster and not self._roster.verifies(name, answer.signature, settle.signed()):
+            raise BadArgument("settled", f"the signature of {name} is wrong")
         place, committed = self._place[name], self._uploads[name].commitments
         seeds = {(place, self._place[d]): seed for d, seed in zip(outside, answer.seeds, strict=True)}
         if any(masks.commitment(seed, self._context) != committed[lost] for (_, lost), seed in seeds.items()):
@@ -138,8 +143,7 @@ class Tally:
         stayed = {self._place[name] for name in members}
         pairs = {pair: seed for pair, seed in self._seeds.items() if pair[0] in stayed and pair[1] not in stayed}
         total = masks.unmask([self._uploads[name].words for name in members], own, pairs)
-        if int(total[0]) != len(members):
-            raise Aborted("sum", "total", f"the masks of {len(members)} clients do not cancel: one of them is wrong")
+        counted(total, len(members))
         return total
 
     def _own_seed(self, name: str) -> bytes:
@@ -183,3 +187,9 @@ class Tally:
     def _bound(self, kind: str, name: str, found: bytes) -> None:
         if found != self._context:
             raise BadArgument(kind, f"{name} answers another opening than was sent", "the same bytes to all clients")
+
+
+def counted(total: Words, members: int) -> None:
+    """The first word of a sum, to which every client gave 1, is the number of clients; it is not if a mask is left."""
+    if int(total[0]) != members:
+        raise Aborted("sum", "total", f"the masks of {members} clients do not cancel: one of them is wrong")
