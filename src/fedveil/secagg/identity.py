@@ -113,6 +113,7 @@ class Roster:
         if len(set(members.values())) != len(members):
             raise BadArgument("Roster", "two members have the same public key")
         self._members = dict(members)
+        self._keys: dict[str, Ed25519PublicKey] = {}
 
     def __repr__(self) -> str:
         return f"Roster({', '.join(self.names)})"
@@ -152,7 +153,9 @@ class Roster:
     def verifies(self, name: str, signature: bytes, message: bytes) -> bool:
         """Whether a member signed a message; nobody outside the roster did."""
         try:
-            Ed25519PublicKey.from_public_bytes(self._members[name]).verify(signature, message)
+            if name not in self._keys:
+                self._keys[name] = Ed25519PublicKey.from_public_bytes(self._members[name])
+            self._keys[name].verify(signature, message)
         except (KeyError, InvalidSignature, ValueError):
             return False
         return True

@@ -134,13 +134,15 @@ def add_streams(
     total = np.empty(start.size, np.uint64) if out is None else out
     for at in range(0, start.size, PIECE):
         piece = total[at : at + PIECE]
-        piece[:] = start[at : at + PIECE]
+        so_far = start[at : at + PIECE]
         for words in also:
-            piece += words[at : at + PIECE]
+            so_far = np.add(so_far, words[at : at + PIECE], out=piece)
         for fill in added:
-            piece += fill(piece.size)
+            so_far = np.add(so_far, fill(piece.size), out=piece)
         for fill in taken:
-            piece -= fill(piece.size)
+            so_far = np.subtract(so_far, fill(piece.size), out=piece)
+        if so_far is not piece:  # there was nothing to add
+            piece[:] = so_far
     return total
 
 

@@ -55,6 +55,7 @@ class Party:
         self._colluders = whole("Party", "colluders", colluders, 0)
         self._verified: set[Hello] = set()
         self._agreed: dict[tuple[bytes, bytes], bytes] = {}  # by own private and the other's public key
+        self._public: dict[bytes, bytes] = {}  # of the private key used last
         self._masked: Words = np.empty(0, np.uint64)  # kept from round to round: new memory costs more than the masks
 
     def __repr__(self) -> str:
@@ -159,7 +160,9 @@ class Party:
             raise Aborted("run", "opening", f"{self.name} has no key for this run", "ask for its hello first")
         rules.enough(len(opening.roster), self._colluders)
         rules.known(opening, self._roster, self._verified)
-        rules.included(opening, self.name, kept.public())
+        if kept.key not in self._public:
+            self._public = {kept.key: kept.public()}
+        rules.included(opening, self.name, self._public[kept.key])
         rules.new_attempt(kept, opening)
         rules.new_round(kept, opening)
         return kept
@@ -174,11 +177,9 @@ class Party:
     def _pairs(self, kept: Kept, current: Current) -> dict[str, bytes]:
         """What this client has in common with each other member."""
         others = {name: key for name, key in zip(current.names, current.keys, strict=True) if name != self.name}
-        missing = [key for key in others.values() if (kept.key, key) not in self._agreed]
-        private = kept.private() if missing else None
-        for key in missing:
-            assert private is not None
-            self._agreed[kept.key, key] = masks.agree(private, key)
+        if missing := [key for key in others.values() if (kept.key, key) not in self._agreed]:
+            private = kept.private()
+            self._agreed |= {(kept.key, key): masks.agree(private, key) for key in missing}
         return {name: self._agreed[kept.key, key] for name, key in others.items()}
 
     def _unsealed(self, settle: Settle, own: bytes, pairs: Mapping[str, bytes]) -> dict[str, bytes]:
