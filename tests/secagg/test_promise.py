@@ -3,6 +3,20 @@
 A model of the protocol without its cryptography: masks are edges and lids of a graph. Which lists of members a client
 signs, one after another, is asked of the rules themselves. The server shows every honest client any lists it likes,
 collects signatures, and has c clients that sign and tell everything.
+
+Why it holds for every n, if 2t > n + c. K_j is the list that honest j signed last (all, if none). j and k are linked if
+each is in the other's list: only then is their pair mask shut. Let C be a group of linked clients whose self seeds are
+all open, and R the honest clients that revealed. A revealed list has t - c honest signers. Two such lists have a signer
+in common, because 2(t - c) > n - c; so lists of R are nested, one inside another.
+
+  1. C holds a client of R: for k in C, t - c of R have k in their lists, and K_k holds t - c honest clients; some r is
+     in both, and is linked to k. Take r in C and R with the largest list.
+  2. The t - c clients of R that opened r have r in their lists. Those with lists inside K_r are linked to r: call them
+     B (r is one of them). The others, A, are outside K_r, or they would be in C with a larger list.
+  3. Let L be the smallest list of B, and S its t - c honest signers. If all of S are in C, C is large enough. If j of S
+     is not, then j is in all lists of B, so j has dropped all of B: K_j is inside L without B, and has t members.
+  4. So L has t + |B in L| members, and A and the rest of B are outside L: |A| + |B| <= n - t. But A and B are the t - c
+     that opened r: 2t <= n + c, which was excluded.
 """
 
 import itertools

@@ -3,6 +3,7 @@
 With n members of an attempt, t = max(3, floor(2n/3) + 1) of them must agree, and t shares open a self seed. Clients
 compute t themselves. If c of the others tell the server all they know, then only sums over at least t - c honest
 clients open, provided that c <= t - 2 and 2t > n + c. `colluders` is the largest such c: 1 for n = 4, 3 for n = 10.
+The proof, and a check over all strategies of a server with up to 6 clients, are in tests/secagg/test_promise.py.
 
 At least 4 members: with 3, t = 2 falls to one colluder, and t = 3 lets nobody be late.
 
@@ -33,7 +34,6 @@ REASONS = {
     "members": "the members left are not inside the last ones, or leave the client out",
     "signatures": "too few members have signed the same list of those left",
     "busy": "another process uses the client's memory",
-    "pair": "two clients do not have the same mask",
     "share": "the shares of a client's seed do not fit",
     "sum": "the masks do not cancel",
 }
