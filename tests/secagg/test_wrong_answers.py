@@ -408,3 +408,30 @@ def test_a_run_without_a_proper_name_leaves_nothing_in_memory():
         with pytest.raises(BadArgument, match="run must be a printable text"):
             group.parties["c0"].hello(run)
     assert group.memories["c0"].packed() == before
+
+
+def test_an_answer_to_an_earlier_step_does_not_count():
+    group = Group(5)  # t = 4
+    opening, vectors = group.opening(), group.vectors(SIZE)
+    tally = Tally(opening, DIGEST, SIZE)
+    for name, data in group.uploads(opening, vectors).items():
+        tally.take_upload(name, data)
+    common, own = tally.settle()
+    first = {name: group.parties[name].settle(common, own[name]) for name in own if name != "c4"}
+    for name, data in first.items():
+        tally.take_settled(name, data)
+    common, own = tally.settle()
+    second = Settled.from_bytes(group.parties["c0"].settle(common), 1)
+    with pytest.raises(BadArgument, match="bytes behind its head"):
+        tally.take_settled("c0", first["c0"])
+    with pytest.raises(BadArgument, match="c0 answers another step, or twice"):
+        tally.take_settled("c0", replace(second, step=0).to_bytes())
+    tally.take_settled("c0", second.to_bytes())
+
+
+def test_a_stranger_in_the_opening_is_named():
+    group = Group(5)
+    told = group.opening()
+    zoe = Hello(group.run, "zoe", bytes(32), bytes(64))
+    with pytest.raises(Aborted, match="zoe is not in this client's roster"):
+        group.parties["c0"].upload(replace(told, roster=(*told.roster, zoe)), DIGEST, group.vectors()["c0"])
