@@ -5,8 +5,10 @@ import hashlib
 import numpy as np
 
 from fedveil.secagg import Identity, Memory, Opening, Party, Roster, Tally
+from fedveil.secagg.messages import Upload
 
 STAGES = ("upload", "settle", "reveal")
+SIZE = 3  # words, where their number does not matter
 DIGEST = hashlib.sha256(b"the broadcast").digest()
 
 
@@ -37,7 +39,7 @@ class Group:
         roster = tuple(self.hellos[name] for name in (names or self.names))
         return Opening(self.run, self.attempt if round is None else round, self.attempt, roster, exponents)
 
-    def vectors(self, size=3, seed=0):
+    def vectors(self, size=SIZE, seed=0):
         """Random words of every client."""
         rng = np.random.default_rng(seed)
         drawn = rng.integers(0, 2**64, (len(self.names), size), np.uint64, endpoint=False)
@@ -80,7 +82,7 @@ def attempt(group, opening, sent, vanish=None, digest=DIGEST):
     """A whole attempt, from uploads that were made; clients vanish before the stage named in `vanish`."""
     vanish = vanish or {}
     gone = {stage: {name for name, at in vanish.items() if STAGES.index(at) <= STAGES.index(stage)} for stage in STAGES}
-    size = 3 if not sent else upload_size(next(iter(sent.values())), len(opening.roster))
+    size = SIZE if not sent else upload_size(next(iter(sent.values())), len(opening.roster))
     tally = Tally(opening, digest, size)
     for name, data in sent.items():
         if name not in gone["upload"]:
@@ -100,3 +102,24 @@ def summed(vectors, names):
     """The sum of clients' words in Python's integers, modulo 2^64."""
     rows = [vectors[name] for name in names]
     return np.array([sum(int(row[i]) for row in rows) % 2**64 for i in range(len(rows[0]))], np.uint64)
+
+
+class Attempt:
+    """An attempt of n clients that have uploaded."""
+
+    def __init__(self, n, change=None):
+        self.group = Group(n)
+        self.opening, self.vectors = self.group.opening(), self.group.vectors(SIZE)
+        self.sent = self.group.uploads(self.opening, self.vectors)
+        self.tally = Tally(self.opening, DIGEST, SIZE)
+        for name, data in self.sent.items():
+            upload = Upload.from_bytes(data, n, SIZE)
+            self.tally.take_upload(name, (change(name, upload) if change else upload).to_bytes())
+
+    def revealed(self, gone=()):
+        """M6 by name."""
+        message = self.tally.reveal()
+        return {name: self.group.parties[name].reveal(message) for name in self.tally.survivors if name not in gone}
+
+    def exact(self):
+        return np.array_equal(self.tally.total(), summed(self.vectors, self.tally.survivors))
