@@ -5,8 +5,8 @@
 The floor is what no secure aggregation with these masks can do without: generating the same AES-CTR streams and
 adding them to one vector. There are n for a client (its self mask and n - 1 pair masks), n for the server, and 2(n - 1)
 for the server if one client vanishes. A client's time is all that it does in an attempt: upload, settle and reveal. The
-server's is all that it does with n uploads, which it has as bytes, up to their sum. Keys are agreed before, once per
-run.
+server's is all that it does with n uploads, which it has as bytes, up to their sum. Adding them up is not in its floor;
+"beside streams and sum" has that too. Keys are agreed before, once per run.
 
 The plain sum is that of n float32 vectors. CKKS is TenSEAL's (encryption of one vector; n - 1 additions, decryption),
 if it is installed. Variants take turns, in one process, and ratios are taken within a turn.
@@ -117,8 +117,8 @@ def upload(case: Case) -> None:
     case.parties["c0"].upload(case.opening, DIGEST, case.words)
 
 
-def floor(keys: Sequence[bytes], size: int) -> Words:
-    """AES-CTR streams, generated and added in pieces that fit the cache."""
+def floor(keys: Sequence[bytes], size: int, vectors: Sequence[Words] = ()) -> Words:
+    """AES-CTR streams, generated and added in pieces that fit the cache; and vectors, if there are any."""
     buffer, zeros = bytearray(8 * PIECE + 16), memoryview(bytes(8 * PIECE))
     stream = np.frombuffer(buffer, np.uint64, PIECE)
     ciphers = [Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor() for key in keys]
@@ -128,6 +128,8 @@ def floor(keys: Sequence[bytes], size: int) -> Words:
         for cipher in ciphers:
             cipher.update_into(zeros[: 8 * piece.size], buffer)
             piece += stream[: piece.size]
+        for vector in vectors:
+            piece += vector[at : at + PIECE]
     return total
 
 
@@ -168,7 +170,8 @@ def timed(case: Case, n: int, size: int, repetitions: int) -> Timings:
     for name, state in case.after.items():
         remember(case, name, state)
     keys = [os.urandom(32) for _ in range(2 * n)]
-    vectors = [np.random.default_rng(0).standard_normal(size).astype(np.float32)] * n
+    vectors = [np.random.default_rng(k).standard_normal(size, np.float32) for k in range(n)]
+    received = [np.frombuffer(data, np.uint64, size + 1, 8) for data in case.sent.values()]
     variants: dict[str, Callable[[], object]] = {
         "client": partial(take_part, case, none[2]),
         "client, upload alone": partial(upload, case),
@@ -176,6 +179,7 @@ def timed(case: Case, n: int, size: int, repetitions: int) -> Timings:
         "server": partial(serve, case, *none[:2]),
         "server, one vanished": partial(serve, case, *one[:2]),
         "floor 2(n - 1)": partial(floor, keys[: 2 * (n - 1)], size + 1),
+        "floor n and sum": partial(floor, keys[:n], size + 1, received),
         "plain": partial(plain_sum, vectors),
     }
     return interleave(variants | ckks(size, n), repetitions, 1, warm_up=1)
@@ -190,6 +194,7 @@ def rows_of(n: int, size: int, repetitions: int) -> tuple[list[list[str]], bool]
         ("client", "floor n", MOST_TIME),
         ("client, upload alone", "floor n", None),
         ("server", "floor n", MOST_TIME),
+        ("server", "floor n and sum", None),
         ("server, one vanished", "floor 2(n - 1)", MOST_TIME),
     ):
         by = compare(found, against)
@@ -198,7 +203,8 @@ def rows_of(n: int, size: int, repetitions: int) -> tuple[list[list[str]], bool]
         met &= word != "OVER"
         spread = f"{ratio[0]:.2f} - {ratio[2]:.2f}"
         times = f"{1e3 * by[what].seconds:.1f}", f"{1e3 * by[against].seconds:.1f}", f"{1e3 * by['plain'].seconds:.1f}"
-        rows.append([f"{size:,} values, n = {n}: {what}", *times, f"{ratio[1]:.2f}", spread, goal, word])
+        beside = " beside streams and sum" if against == "floor n and sum" else ""
+        rows.append([f"{size:,} values, n = {n}: {what}{beside}", *times, f"{ratio[1]:.2f}", spread, goal, word])
     for what in [name for name in found.seconds if name.startswith("CKKS")]:
         rows.append(
             [f"{size:,} values, n = {n}: {what}", f"{1e3 * compare(found, what)[what].seconds:.1f}", *["-"] * 6]

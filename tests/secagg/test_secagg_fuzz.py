@@ -36,7 +36,24 @@ def mutated(data, rng):
     return bytes(data)
 
 
-ODD = (None, True, -1, 1.5, 10**30, "", "x" * 64, [], ["c0", "c0"], ["c9"], [[]], {}, "00" * 32, float("nan"))
+ODD = (
+    None,
+    True,
+    -1,
+    1.5,
+    10**30,
+    "",
+    "x" * 64,
+    [],
+    ["c0", "c0"],
+    ["c9"],
+    ["\ud800"],
+    "\ud800",
+    [[]],
+    {},
+    "00" * 32,
+    float("nan"),
+)
 
 
 def with_other_head(data, rng):

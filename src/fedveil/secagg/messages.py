@@ -308,18 +308,18 @@ def named_run(where: str, run: object) -> str:
 
 
 def _names(where: str, values: Values, name: str) -> tuple[str, ...]:
-    """Names, none of them twice."""
+    """Names, none of them twice; whoever uses them looks whether they are those of members."""
     found = values.get(name)
     if type(found) is not list or len(found) > MOST_MEMBERS:
         raise BadArgument(where, f"{name} must be a list of names")
-    names = tuple(named(where, item) for item in found)
-    if len(set(names)) != len(names):
-        raise BadArgument(where, f"{name} has a name twice")
-    return names
+    if not all(type(item) is str for item in found) or len(set(found)) != len(found):
+        raise BadArgument(where, f"{name} must be a list of names, none of them twice")
+    return tuple(found)
 
 
 def _cut(body: memoryview, size: int) -> tuple[bytes, ...]:
-    return tuple(bytes(body[at : at + size]) for at in range(0, len(body), size))
+    raw = bytes(body)
+    return tuple([raw[at : at + size] for at in range(0, len(raw), size)])
 
 
 def sealed_bytes(shares: Sequence[bytes]) -> bytes:

@@ -13,6 +13,7 @@ from fedveil.errors import Aborted, BadArgument
 
 PRIME = 2**521 - 1
 WIDTH = 66  # bytes of a share
+LARGEST = PRIME.to_bytes(WIDTH, "big")  # shares are below it: bytes of one length compare as numbers do
 SEED = 32  # bytes of a seed
 
 
@@ -78,7 +79,7 @@ def join_seed(shares: Mapping[int, bytes]) -> bytes:
 
 def in_field(share: bytes) -> bool:
     """Whether bytes are an element of the field in its one form."""
-    return len(share) == WIDTH and int.from_bytes(share, "big") < PRIME
+    return len(share) == WIDTH and share < LARGEST
 
 
 def subsets(places: Iterable[int], t: int) -> Iterable[tuple[int, ...]]:

@@ -89,12 +89,13 @@ class Tally:
         settle = self._settle
         self._expect("settled", name, settle.members if settle else (), settle is not None and self._reveal is None)
         assert settle is not None
-        outside = [other for other in self._names if other not in settle.members]
+        stayed = set(settle.members)
+        outside = [other for other in self._names if other not in stayed]
         answer = Settled.from_bytes(data, len(outside))
         self._bound("settled", name, answer.context)
         if answer.step != settle.step or name in self._answers:
             raise BadArgument("settled", f"{name} answers another step, or twice")
-        if not set(answer.failed) <= set(settle.members) - {name}:
+        if not set(answer.failed) <= stayed - {name}:
             raise BadArgument("settled", f"{name} complains about strangers or itself")
         if self._roster and not self._roster.verifies(name, answer.signature, settle.signed()):
             raise BadArgument("settled", f"the signature of {name} is wrong")
