@@ -14,6 +14,7 @@ LEAVES = ("data", "models", "report")
 BELOW = {
     **{leaf: set() for leaf in LEAVES},
     "graph": set(),
+    "secagg": set(),
     "scheme": {"graph"},
     "defences": {"graph", "scheme"},
     "federation": {"graph", "scheme", "defences"},
@@ -22,7 +23,8 @@ BELOW = {
     "flower": {"graph", "scheme", "defences", "federation"},
     "nvflare": {"graph", "scheme", "defences", "federation"},
     "studies": {"graph", "scheme", "defences", "federation", "attacks", "runs", *LEAVES},
-    "cli": {"graph", "scheme", "defences", "federation", "attacks", "flower", "nvflare", "runs", "studies", *LEAVES},
+    "cli": {"graph", "scheme", "defences", "federation", "attacks", "flower", "nvflare", "runs", "studies"}
+    | {"secagg", *LEAVES},
 }
 
 

@@ -2,6 +2,7 @@
 
 FedveilError
 ├── BadArgument          a value that no call of this kind accepts (also a ValueError)
+│   └── OutOfRange       a value that the fixed point of secure aggregation cannot hold
 ├── AnalysisError        the model cannot be veiled
 │   ├── NotTraceable     torch.export cannot follow its forward
 │   ├── HeadNotLinear    no Linear or convolution of it can take additive noise
@@ -11,6 +12,7 @@ FedveilError
 ├── SecretReused         a secret covers one broadcast, and this one has covered its own
 ├── Diverged             training became NaN or infinite
 ├── TooFewAnswers        a round's clients did not answer, or not in order, however often they were asked
+├── Aborted              secure aggregation stops rather than open what it should not; names its reason
 └── UpdateRefused        an update that must not be aggregated; says which client and which tensor
     ├── StaleUpdate      made for another round
     ├── ForeignUpdate    made for another model
@@ -35,6 +37,10 @@ class FedveilError(Exception):
 
 class BadArgument(FedveilError, ValueError):
     """A value that no call of this kind accepts."""
+
+
+class OutOfRange(BadArgument):
+    """A value that the fixed point of secure aggregation cannot hold."""
 
 
 class AnalysisError(FedveilError):
@@ -71,6 +77,18 @@ class Diverged(FedveilError):
 
 class TooFewAnswers(FedveilError):
     """A round's clients did not answer."""
+
+
+class Aborted(FedveilError):
+    """Secure aggregation stops rather than open what it should not.
+
+    Attributes:
+        reason: one word out of `fedveil.secagg.REASONS`, for programs; the message says the same in a sentence.
+    """
+
+    def __init__(self, reason: str, where: str, what: str, fix: str | None = None) -> None:
+        self.reason = reason
+        super().__init__(where, what, fix)
 
 
 class UpdateRefused(FedveilError):

@@ -14,6 +14,7 @@ COMMANDS = {
     ),
     "data": ("training:data", "list data sets, or download one", "get bank"),
     "demo": ("studies:demo", "train digits with five clients, plain and veiled, and compare", "--out runs/demo"),
+    "keys": ("keys:keys", "make or show a member's signing key, for secure aggregation", "new alice --out keys"),
     "flare-kit": ("flare:flare_kit", "prepare a startup kit of NVIDIA FLARE", "runs/kits/bank/prod_00/site-1"),
     "schema": ("training:schema", "print the JSON schema of run.toml, for editors", "> run.schema.json"),
     "completion": ("flags:completion", "print the completion script of a shell", "bash > ~/.fedveil-completion"),

@@ -1,0 +1,176 @@
+"""Who is who: a member's signing key, and the list of those who may take part.
+
+A member makes an identity once (`fedveil keys new NAME`), keeps the file, and hands its roster line to the others by a
+way that does not lead through the server. The roster is what keeps a server from inventing clients.
+"""
+
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from fedveil.errors import BadArgument
+from fedveil.files import OWNER, write_whole
+
+KEY = 32  # bytes of a private or public key
+SIGNATURE = 64
+LONGEST_FILE = 2**26
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+HEX = re.compile(r"[0-9a-f]{64}")
+IDENTITY = """# The signing key of one member. It stays on this machine; `fedveil keys show` prints what others may see.
+name = "{name}"
+private = "{private}"
+"""
+ROSTER = "# Who may take part: one line per member, its name and its public key (`fedveil keys show FILE`)\n"
+
+
+def named(where: str, name: object) -> str:
+    """A member's name, or BadArgument."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        what = "a member's name has 1 to 64 letters, digits or . _ @ - and begins with a letter or digit"
+        raise BadArgument(where, what)
+    return name
+
+
+def private_text(path: Path) -> str:
+    """The text of a file that nobody but its owner can read; one that others can read is refused."""
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if os.name == "posix" and mode & 0o077:
+                raise BadArgument(str(path), f"others can read this private file (mode {mode:o})", f"chmod 600 {path}")
+            return file.read(LONGEST_FILE).decode("ascii")
+    except OSError as error:
+        raise BadArgument(str(path), f"cannot be read: {error.strerror or type(error).__name__}") from None
+    except UnicodeDecodeError:
+        raise BadArgument(str(path), "is no text file of fedveil's") from None
+
+
+class Identity:
+    """A member's name and Ed25519 key. It shows its name only."""
+
+    def __init__(self, name: str, key: Ed25519PrivateKey) -> None:
+        self.name = named("Identity", name)
+        self._key = key
+
+    def __repr__(self) -> str:
+        return f"Identity({self.name!r})"
+
+    def __reduce__(self) -> str:
+        raise BadArgument("Identity", "a private key is not pickled", "Identity.save and Identity.load")
+
+    @classmethod
+    def new(cls, name: str) -> "Identity":
+        """A new key, from the operating system's entropy."""
+        return cls(name, Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: Path) -> "Identity":
+        """What `save` wrote; a file that others can read is refused."""
+        text = private_text(path)
+        try:
+            found = tomllib.loads(text)
+        except tomllib.TOMLDecodeError:
+            found = {}
+        name, private = found.get("name"), found.get("private")
+        if not isinstance(private, str) or not HEX.fullmatch(private):
+            raise BadArgument(str(path), "is no identity file", "fedveil keys new NAME")
+        return cls(named(str(path), name), Ed25519PrivateKey.from_private_bytes(bytes.fromhex(private)))
+
+    def save(self, path: Path) -> Path:
+        """Write the private key for its owner alone; a file that is there already stays."""
+        if path.exists():
+            raise BadArgument(str(path), "there is a file of this name, and a key is not overwritten", "another name")
+        private = self._key.private_bytes_raw().hex()
+        return write_whole(path, IDENTITY.format(name=self.name, private=private), OWNER)
+
+    def public(self) -> bytes:
+        """The public key, 32 bytes."""
+        return self._key.public_key().public_bytes_raw()
+
+    def sign(self, message: bytes) -> bytes:
+        """The signature, 64 bytes."""
+        return self._key.sign(message)
+
+    def line(self) -> str:
+        """The member's line in a roster."""
+        return f"{self.name} {self.public().hex()}"
+
+
+class Roster:
+    """The members that may take part, by name, with their public keys."""
+
+    def __init__(self, members: Mapping[str, bytes]) -> None:
+        for name, key in members.items():
+            named("Roster", name)
+            if type(key) is not bytes or len(key) != KEY:
+                raise BadArgument("Roster", f"the public key of {name} must have {KEY} bytes")
+        if len(set(members.values())) != len(members):
+            raise BadArgument("Roster", "two members have the same public key")
+        self._members = dict(members)
+        self._keys: dict[str, Ed25519PublicKey] = {}
+
+    def __repr__(self) -> str:
+        return f"Roster({', '.join(self.names)})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Roster) and self._members == other._members
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._members.items()))
+
+    @classmethod
+    def read(cls, path: Path) -> "Roster":
+        """The members of a text file: one line for each, a name and a public key in hex; # begins a comment."""
+        try:
+            with path.open("rb") as file:
+                text = file.read(LONGEST_FILE).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadArgument(str(path), f"cannot be read: {type(error).__name__}") from None
+        return cls(dict(_members(str(path), text)))
+
+    def write(self, path: Path) -> Path:
+        """Write the file that `read` reads."""
+        lines = "".join(f"{name} {key.hex()}\n" for name, key in self._members.items())
+        return write_whole(path, ROSTER + lines)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All members, in the file's order."""
+        return tuple(self._members)
+
+    def key_of(self, name: str) -> bytes:
+        """A member's public key; a stranger is a BadArgument."""
+        if name not in self._members:
+            raise BadArgument("roster", f"{name!r} is not in it")
+        return self._members[name]
+
+    def verifies(self, name: str, signature: bytes, message: bytes) -> bool:
+        """Whether a member signed a message; nobody outside the roster did."""
+        try:
+            if name not in self._keys:
+                self._keys[name] = Ed25519PublicKey.from_public_bytes(self._members[name])
+            self._keys[name].verify(signature, message)
+        except (KeyError, InvalidSignature, ValueError):
+            return False
+        return True
+
+
+def _members(path: str, text: str) -> Iterator[tuple[str, bytes]]:
+    seen: set[str] = set()
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{path}, line {number}"
+        if len(words) != 2 or not HEX.fullmatch(words[1]):
+            raise BadArgument(where, "a line is a name and a public key of 64 hexadecimal digits")
+        if named(where, words[0]) in seen:
+            raise BadArgument(where, f"{words[0]} is listed twice")
+        seen.add(words[0])
+        yield words[0], bytes.fromhex(words[1])

@@ -1,0 +1,125 @@
+"""Clients with keys, and attempts in which some of them vanish."""
+
+import hashlib
+
+import numpy as np
+
+from fedveil.secagg import Identity, Memory, Opening, Party, Roster, Tally
+from fedveil.secagg.messages import Upload
+
+STAGES = ("upload", "settle", "reveal")
+SIZE = 3  # words, where their number does not matter
+DIGEST = hashlib.sha256(b"the broadcast").digest()
+
+
+def words(*values):
+    """A client's vector: 1, then values modulo 2^64."""
+    return np.array([1, *[value % 2**64 for value in values]], np.uint64)
+
+
+class Group:
+    """n clients that know one another, and their hellos for one run."""
+
+    def __init__(self, n, run="a run", **options):
+        self.run = run
+        self.names = [f"c{place}" for place in range(n)]
+        identities = [Identity.new(name) for name in self.names]
+        self.roster = Roster({identity.name: identity.public() for identity in identities})
+        self.identities = dict(zip(self.names, identities, strict=True))
+        self.memories = {name: Memory() for name in self.names}
+        self.parties = {
+            name: Party(self.identities[name], self.roster, self.memories[name], **options) for name in self.names
+        }
+        self.hellos = {name: party.hello(run) for name, party in self.parties.items()}
+        self.attempt = -1
+
+    def opening(self, *, attempt=None, round=None, names=None, exponents=()):
+        """An opening; by default the next attempt, in a round of its own, with everyone."""
+        self.attempt = self.attempt + 1 if attempt is None else attempt
+        roster = tuple(self.hellos[name] for name in (names or self.names))
+        return Opening(self.run, self.attempt if round is None else round, self.attempt, roster, exponents)
+
+    def vectors(self, size=SIZE, seed=0):
+        """Random words of every client."""
+        rng = np.random.default_rng(seed)
+        drawn = rng.integers(0, 2**64, (len(self.names), size), np.uint64, endpoint=False)
+        drawn[:, 0] = 1
+        return dict(zip(self.names, drawn, strict=True))
+
+    def uploads(self, opening, vectors, digest=DIGEST):
+        """M2 of everyone in the opening."""
+        return {name: self.parties[name].upload(opening, digest, vectors[name]) for name in opening.names}
+
+    def snapshot(self):
+        return {name: memory._text for name, memory in self.memories.items()}
+
+    def restore(self, texts):
+        for name, text in texts.items():
+            self.memories[name]._text = text
+
+
+def settle_all(group, tally, gone=()):
+    """Settle, without those who are gone, until all who are left agree; returns how many steps that took."""
+    steps = 0
+    while not tally.settled():
+        common, own = tally.settle()
+        steps += 1
+        for name in own:
+            if name not in gone:
+                tally.take_settled(name, group.parties[name].settle(common, own[name]))
+    return steps
+
+
+def reveal_all(group, tally, gone=()):
+    """M5 and the M6 of those who are not gone."""
+    message = tally.reveal()
+    for name in tally.survivors:
+        if name not in gone:
+            tally.take_revealed(name, group.parties[name].reveal(message))
+
+
+def attempt(group, opening, sent, vanish=None, digest=DIGEST):
+    """A whole attempt, from uploads that were made; clients vanish before the stage named in `vanish`."""
+    vanish = vanish or {}
+    gone = {stage: {name for name, at in vanish.items() if STAGES.index(at) <= STAGES.index(stage)} for stage in STAGES}
+    size = SIZE if not sent else upload_size(next(iter(sent.values())), len(opening.roster))
+    tally = Tally(opening, digest, size)
+    for name, data in sent.items():
+        if name not in gone["upload"]:
+            tally.take_upload(name, data)
+    settle_all(group, tally, gone["settle"])
+    reveal_all(group, tally, gone["reveal"])
+    return tally
+
+
+def upload_size(data, members):
+    """How many words an upload holds."""
+    head = 8 + int.from_bytes(data[:8], "little")
+    return (len(data) - head - 32 * members - 94 * (members - 1)) // 8
+
+
+def summed(vectors, names):
+    """The sum of clients' words in Python's integers, modulo 2^64."""
+    rows = [vectors[name] for name in names]
+    return np.array([sum(int(row[i]) for row in rows) % 2**64 for i in range(len(rows[0]))], np.uint64)
+
+
+class Attempt:
+    """An attempt of n clients that have uploaded."""
+
+    def __init__(self, n, change=None):
+        self.group = Group(n)
+        self.opening, self.vectors = self.group.opening(), self.group.vectors(SIZE)
+        self.sent = self.group.uploads(self.opening, self.vectors)
+        self.tally = Tally(self.opening, DIGEST, SIZE)
+        for name, data in self.sent.items():
+            upload = Upload.from_bytes(data, n, SIZE)
+            self.tally.take_upload(name, (change(name, upload) if change else upload).to_bytes())
+
+    def revealed(self, gone=()):
+        """M6 by name."""
+        message = self.tally.reveal()
+        return {name: self.group.parties[name].reveal(message) for name in self.tally.survivors if name not in gone}
+
+    def exact(self):
+        return np.array_equal(self.tally.total(), summed(self.vectors, self.tally.survivors))

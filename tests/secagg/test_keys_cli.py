@@ -1,0 +1,75 @@
+"""`fedveil keys`: in process, on what it prints and what it leaves behind."""
+
+import re
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from fedveil.cli import main
+from fedveil.secagg import Identity, Roster
+
+
+def test_a_new_key_is_private_and_its_line_goes_into_a_roster(tmp_path, capsys):
+    assert main(["keys", "new", "alice", "--out", str(tmp_path / "keys")]) == 0
+    line = capsys.readouterr().out
+    assert re.fullmatch(r"alice [0-9a-f]{64}\n", line)
+    path = tmp_path / "keys" / "alice.key"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert main(["keys", "show", str(path)]) == 0
+    assert capsys.readouterr().out == line
+    (tmp_path / "roster").write_text("# ours\n\n" + line)
+    assert Roster.read(tmp_path / "roster").key_of("alice") == Identity.load(path).public()
+
+
+def test_a_private_key_is_not_printed(tmp_path, capsys):
+    main(["keys", "new", "alice", "--out", str(tmp_path)])
+    main(["keys", "show", str(tmp_path / "alice.key")])
+    private = re.search(r'private = "(\w+)"', (tmp_path / "alice.key").read_text())[1]
+    captured = capsys.readouterr()
+    assert len(private) == 64
+    assert private not in captured.out + captured.err
+
+
+def test_a_key_is_not_overwritten(tmp_path, capsys):
+    main(["keys", "new", "alice", "--out", str(tmp_path)])
+    before = (tmp_path / "alice.key").read_bytes()
+    assert main(["keys", "new", "alice", "--out", str(tmp_path)]) == 2
+    assert "a key is not overwritten" in capsys.readouterr().err
+    assert (tmp_path / "alice.key").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["../alice", "a b", "", ".hidden", "a" * 65, "a/b"])
+def test_names_that_are_none_are_refused(tmp_path, capsys, name):
+    assert main(["keys", "new", name, "--out", str(tmp_path)]) == 2
+    assert "a member's name has 1 to 64 letters" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_hold_no_key_or_that_others_can_read_are_refused(tmp_path, capsys):
+    assert main(["keys", "show", str(tmp_path / "none.key")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    (tmp_path / "a.key").write_text("private = 1")
+    (tmp_path / "a.key").chmod(0o600)
+    assert main(["keys", "show", str(tmp_path / "a.key")]) == 2
+    assert "is no identity file" in capsys.readouterr().err
+    (tmp_path / "a.key").chmod(0o640)
+    assert main(["keys", "show", str(tmp_path / "a.key")]) == 2
+    assert "others can read this private file (mode 640)" in capsys.readouterr().err
+
+
+def test_help_of_keys_imports_neither_torch_nor_cryptography():
+    code = (
+        "import sys; from fedveil.cli import main; status = main(['keys', '--help']);"
+        "sys.exit(status or sorted({'torch', 'cryptography'} & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "fedveil keys new alice --out keys" in done.stdout
+
+
+def test_without_cryptography_the_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "fedveil.secagg.identity", None)
+    assert main(["keys", "new", "alice"]) == 2
+    assert "pip install 'fedveil[secagg]'" in capsys.readouterr().err

@@ -1,0 +1,212 @@
+"""Masks: kept vectors for every input of KDF and PRG, and what the server sees over all masks."""
+
+import hashlib
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fedveil.errors import Aborted
+from fedveil.secagg import Hello, Opening, masks
+from fedveil.secagg.messages import Settle, context
+
+VECTORS = json.loads(Path(__file__).with_name("vectors.json").read_text())
+GIVEN = {name: bytes.fromhex(value) for name, value in VECTORS["inputs"].items()}
+LENGTH = 2**16 + 2  # words; its end is behind the end of a piece
+SEED, SALT, PAIR = GIVEN["seed"], GIVEN["context"], GIVEN["pair"]
+
+
+def opening():
+    hellos = tuple(Hello("a run", name, name.encode() * 16, b"s" * 64) for name in ("c0", "c1"))
+    return Opening("a run", 3, 7, hellos, (9, -4))
+
+
+def found():
+    """Every value that must not change, by name."""
+    stream = masks.add_streams(np.zeros(LENGTH, np.uint64), [SEED])
+    return {
+        "pair seed": masks.pair_seed(PAIR, SALT, "c1", "c0"),
+        "share key": masks.share_key(PAIR, SALT, "c0", "c1"),
+        "share label": masks.share_label(SALT, "c0", "c1"),
+        "commitment": masks.commitment(SEED, SALT),
+        "stream, first words": stream[:4].astype("<u8").tobytes(),
+        "stream, across pieces": stream[-4:].astype("<u8").tobytes(),
+        "hello, signed": Hello.signed("a run", "c0", b"k" * 32),
+        "settle, signed": Settle(SALT, 2, ("c0", "c1")).signed(),
+        "context": context(opening(), SEED),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(VECTORS["outputs"]))
+def test_kept_vectors_are_still_what_comes_out(name):
+    assert found()[name].hex() == VECTORS["outputs"][name]
+
+
+def test_every_derived_value_has_a_kept_vector():
+    assert set(found()) == set(VECTORS["outputs"])
+
+
+def prefixed(*parts):
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+
+
+def hkdf(secret, salt, *info):
+    return HKDF(SHA256(), 32, salt, prefixed(b"fedveil secagg 1", *info)).derive(secret)
+
+
+def test_seeds_and_keys_are_hkdf_of_the_primitives_package():
+    kept = VECTORS["outputs"]
+    assert hkdf(PAIR, SALT, b"mask", b"c0", b"c1").hex() == kept["pair seed"]
+    assert hkdf(PAIR, SALT, b"share", b"c0", b"c1").hex() == kept["share key"]
+    assert hashlib.sha256(prefixed(b"fedveil secagg 1", b"commitment", SALT, SEED)).hexdigest() == kept["commitment"]
+
+
+def test_streams_are_aes_ctr_of_the_primitives_package():
+    cipher = Cipher(algorithms.AES(hkdf(SEED, b"", b"stream")), modes.CTR(bytes(16))).encryptor()
+    raw = cipher.update(bytes(8 * LENGTH))
+    assert raw[:32].hex() == VECTORS["outputs"]["stream, first words"]
+    assert raw[-32:].hex() == VECTORS["outputs"]["stream, across pieces"]
+
+
+def test_sealed_shares_are_aes_gcm_of_the_primitives_package():
+    sealed = masks.seal(b"x" * 66, PAIR, SALT, "c0", "c1")
+    label = prefixed(b"fedveil secagg 1", b"share", SALT, b"c0", b"c1")
+    key = AESGCM(hkdf(PAIR, SALT, b"share", b"c0", b"c1"))
+    assert key.decrypt(sealed[:12], sealed[12:], label) == b"x" * 66
+    assert len(sealed) == masks.SEALED
+
+
+@pytest.mark.parametrize("change", ["pair", "context", "sender", "receiver", "byte", "swapped", "short"])
+def test_a_share_opens_for_its_own_attempt_and_members_only(change):
+    sealed = masks.seal(b"x" * 66, PAIR, SALT, "c0", "c1")
+    pair, salt, sender, receiver = PAIR, SALT, "c0", "c1"
+    assert masks.unseal(sealed, pair, salt, sender, receiver) == b"x" * 66
+    match change:
+        case "pair":
+            pair = bytes(32)
+        case "context":
+            salt = bytes(32)
+        case "sender":
+            sender = "c2"
+        case "receiver":
+            receiver = "c2"
+        case "byte":
+            sealed = sealed[:-1] + bytes([sealed[-1] ^ 1])
+        case "swapped":
+            sender, receiver = receiver, sender
+        case "short":
+            sealed = sealed[:-1]
+    assert masks.unseal(sealed, pair, salt, sender, receiver) is None
+
+
+def test_both_ends_derive_the_same_seed_and_nobody_else_does():
+    a, b, c = (X25519PrivateKey.generate() for _ in range(3))
+    public = [key.public_key().public_bytes_raw() for key in (a, b, c)]
+    one, other = masks.agree(a, public[1]), masks.agree(b, public[0])
+    assert masks.pair_seed(one, SALT, "a", "b") == masks.pair_seed(other, SALT, "b", "a")
+    assert masks.pair_seed(one, SALT, "a", "b") != masks.pair_seed(masks.agree(c, public[0]), SALT, "a", "b")
+    assert masks.pair_seed(one, SALT, "a", "b") != masks.pair_seed(one, SALT, "a", "c")  # a key that c copied from b
+
+
+def test_a_key_of_small_order_is_an_abort():
+    with pytest.raises(Aborted, match="no proper X25519 key"):
+        masks.agree(X25519PrivateKey.generate(), bytes(32))
+
+
+@pytest.mark.parametrize("change", ["run", "round", "attempt", "roster", "key", "order", "exponents", "digest"])
+def test_everything_that_clients_must_have_in_common_is_in_the_context(change):
+    told = opening()
+    one, other = told.roster
+    fake = Hello(one.run, one.name, b"f" * 32, one.signature)
+    changed = {
+        "run": Opening("b", 3, 7, told.roster, (9, -4)),
+        "round": Opening("a run", 4, 7, told.roster, (9, -4)),
+        "attempt": Opening("a run", 3, 8, told.roster, (9, -4)),
+        "roster": Opening("a run", 3, 7, (one,), (9, -4)),
+        "key": Opening("a run", 3, 7, (fake, other), (9, -4)),
+        "order": Opening("a run", 3, 7, (other, one), (9, -4)),
+        "exponents": Opening("a run", 3, 7, told.roster, (9, -3)),
+        "digest": told,
+    }[change]
+    assert context(changed, bytes(32) if change == "digest" else SEED) != context(told, SEED)
+
+
+@pytest.mark.parametrize("size", [1, 2, masks.PIECE - 1, masks.PIECE, masks.PIECE + 1, 3 * masks.PIECE + 5])
+def test_streams_cancel_whatever_the_length(size):
+    start = np.arange(size, dtype=np.uint64)
+    seeds = [bytes([i]) * 32 for i in range(3)]
+    total = masks.add_streams(start, seeds)
+    assert not np.array_equal(total, start)
+    assert np.array_equal(masks.add_streams(total, (), reversed(seeds)), start)
+    assert np.array_equal(masks.add_streams(start, seeds, seeds, [start, start]), 3 * start)
+
+
+def test_masking_leaves_the_callers_words_alone():
+    words = np.ones(5, np.uint64)
+    masks.mask(words, SEED, 0, {1: PAIR})
+    assert words.tolist() == [1] * 5
+
+
+# What the server sees, over all masks in Z_4. 4 divides 2^64, so the real code runs, its words are taken modulo 4, and
+# the streams are replaced by all combinations of values: position i of the vectors is the i-th combination.
+NAMES = ("b0", "b1", "b2", "s01", "s02", "s12")
+EVERY = np.array(list(itertools.product(range(4), repeat=len(NAMES))), np.uint64).T
+STREAMS = {name.ljust(32).encode(): values for name, values in zip(NAMES, EVERY, strict=True)}
+SEEDS = dict(zip(NAMES, STREAMS, strict=True))
+OWN = [SEEDS["b0"], SEEDS["b1"], SEEDS["b2"]]
+PAIRS = [{1: SEEDS["s01"], 2: SEEDS["s02"]}, {0: SEEDS["s01"], 2: SEEDS["s12"]}, {0: SEEDS["s02"], 1: SEEDS["s12"]}]
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setattr(masks, "PIECE", EVERY.shape[1])
+    monkeypatch.setattr(masks, "keystream", lambda seed, buffer: lambda count: STREAMS[seed])
+
+
+def view(inputs, opened):
+    """How often each view occurs: all uploads (a late one too), and the seeds that were opened."""
+    size = EVERY.shape[1]
+    sent = [masks.mask(np.full(size, x, np.uint64), OWN[k], k, PAIRS[k]) % 4 for k, x in enumerate(inputs)]
+    rows = np.stack([*sent, *[EVERY[NAMES.index(name)] for name in opened]])
+    return np.bincount(4 ** np.arange(len(rows)) @ rows.astype(np.int64), minlength=4 ** len(rows)).tolist()
+
+
+ALL = ("b0", "b1", "b2")
+WITHOUT_2 = ("b0", "b1", "s02", "s12")  # client 2 was dropped, and its upload came late
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize(("opened", "over"), [(ALL, 3), (WITHOUT_2, 2)], ids=["all", "late"])
+def test_views_are_distributed_alike_exactly_if_the_sums_are_equal(opened, over):
+    base = (1, 2, 3)
+    known = view(base, opened)
+    for inputs in itertools.product(range(4), repeat=3):
+        same = sum(inputs[:over]) % 4 == sum(base[:over]) % 4
+        assert (view(inputs, opened) == known) == same, inputs
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize("lost", ["pair", "self"])
+@pytest.mark.parametrize("opened", [ALL, WITHOUT_2], ids=["all", "late"])
+def test_without_one_kind_of_mask_views_tell_more_than_the_sum(monkeypatch, lost, opened):
+    """Pair masks hide clients in the sum; the self mask hides a client that was dropped and came late."""
+    for name in NAMES:
+        if name.startswith({"pair": "s", "self": "b"}[lost]):
+            monkeypatch.setitem(STREAMS, SEEDS[name], np.zeros(EVERY.shape[1], np.uint64))
+    differ = view((1, 2, 3), opened) != view((2, 1, 0 if opened == WITHOUT_2 else 3), opened)
+    assert differ == (lost == "pair" or opened == WITHOUT_2)
+
+
+@pytest.mark.usefixtures("toy")
+def test_the_sum_comes_out_for_every_mask():
+    sent = [masks.mask(np.full(EVERY.shape[1], x, np.uint64), OWN[k], k, PAIRS[k]) for k, x in enumerate((1, 2, 3))]
+    assert set((masks.unmask(sent, OWN, {}) % 4).tolist()) == {6 % 4}
+    pairs = {(0, 2): SEEDS["s02"], (1, 2): SEEDS["s12"]}
+    assert set((masks.unmask(sent[:2], OWN[:2], pairs) % 4).tolist()) == {3}

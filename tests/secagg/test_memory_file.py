@@ -1,0 +1,177 @@
+"""A client's memory: on disk before an answer leaves, for its owner alone, and for one process at a time."""
+
+import json
+import pickle
+import stat
+import threading
+
+import numpy as np
+import pytest
+from tests.secagg.group import DIGEST, Group, summed, words
+from tests.secagg.hostile import refuses
+
+from fedveil.errors import Aborted, BadArgument
+from fedveil.secagg import Memory, Party, Tally
+
+
+class Restarted(Group):
+    """Clients that are new processes for every message: nothing is left of them but their files."""
+
+    def __init__(self, n, folder):
+        super().__init__(n)
+        self.folder = folder
+        self.parties = Restarting(self)
+        self.hellos = {name: self.parties[name].hello(self.run) for name in self.names}
+
+
+class Restarting:
+    def __init__(self, group):
+        self.group = group
+
+    def __getitem__(self, name):
+        return Party(self.group.identities[name], self.group.roster, Memory(self.group.folder / f"{name}.json"))
+
+
+def test_a_new_process_for_every_message_gives_the_same_sum(tmp_path):
+    group = Restarted(4, tmp_path)
+    opening, vectors = group.opening(), group.vectors()
+    tally = Tally(opening, DIGEST, 3)
+    for name, data in group.uploads(opening, vectors).items():
+        tally.take_upload(name, data)
+    for gone in ({"c2"}, set()):
+        common, own = tally.settle()
+        for name in set(own) - gone:
+            tally.take_settled(name, group.parties[name].settle(common, own[name]))
+    message = tally.reveal()
+    for name in tally.survivors:
+        tally.take_revealed(name, group.parties[name].reveal(message))
+    assert np.array_equal(tally.total(), summed(vectors, ("c0", "c1", "c3")))
+    assert refuses(group.parties["c0"].upload, opening, DIGEST, vectors["c0"]) == "attempt"
+    again = group.opening(round=0)
+    assert refuses(group.parties["c0"].upload, again, DIGEST, vectors["c0"]) == "round"
+    assert refuses(group.parties["c0"].reveal, message) == "attempt"
+
+
+def test_the_file_is_for_its_owner_alone(tmp_path):
+    group = Restarted(4, tmp_path)
+    path = tmp_path / "c0.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    with pytest.raises(BadArgument, match="others can read this private file"):
+        group.parties["c0"].hello(group.run)
+
+
+@pytest.mark.parametrize("step", ["hello", "upload", "settle", "reveal"])
+def test_nothing_leaves_that_could_not_be_written(tmp_path, monkeypatch, step):
+    """If the disk is full, no answer leaves; without that order the client would answer and forget."""
+    group = Restarted(4, tmp_path)
+    opening, vectors = group.opening(), group.vectors()
+    tally = Tally(opening, DIGEST, 3)
+    calls = {"hello": lambda: group.parties["c0"].hello("another run")}
+    if step != "hello":
+        sent = group.uploads(opening, vectors)
+        later = group.opening()
+        calls["upload"] = lambda: group.parties["c0"].upload(later, DIGEST, vectors["c0"])
+        for name, data in sent.items():
+            tally.take_upload(name, data)
+        common, own = tally.settle()
+        calls["settle"] = lambda: group.parties["c0"].settle(common, own["c0"])
+        if step == "reveal":
+            for name in own:
+                tally.take_settled(name, group.parties[name].settle(common, own[name]))
+            message = tally.reveal()
+            calls["reveal"] = lambda: group.parties["c0"].reveal(message)
+    before = (tmp_path / "c0.json").read_text()
+
+    def full(*arguments):
+        raise BadArgument("disk", "cannot be written: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedveil.secagg.memory.write_whole", full)
+        with pytest.raises(BadArgument, match="No space left"):
+            calls[step]()
+    assert (tmp_path / "c0.json").read_text() == before
+    assert calls[step]()  # with space again, it answers
+
+
+def test_a_run_has_one_key_and_another_run_another(tmp_path):
+    group = Restarted(4, tmp_path)
+    party = group.parties["c0"]
+    assert party.hello(group.run) == group.hellos["c0"]
+    assert party.hello("another").key != group.hellos["c0"].key
+    assert group.parties["c0"].hello(group.run) == group.hellos["c0"]  # and is not forgotten over the other
+
+
+def test_two_at_once_are_refused(tmp_path):
+    """Two processes at once could be shown two lists of members."""
+    path = tmp_path / "m.json"
+    memory = Memory(path)
+    with memory.turn():
+        for other in (memory, Memory(path)):
+            found = []
+            thread = threading.Thread(target=lambda other=other, found=found: found.append(refuses(taken, other)))
+            thread.start()
+            thread.join()
+            assert found == ["busy"]
+    with memory.turn():
+        pass
+
+
+def taken(memory):
+    with memory.turn():
+        pass
+
+
+def test_a_memory_belongs_to_one_member(tmp_path):
+    group, path = Group(4), tmp_path / "m.json"
+    Party(group.identities["c0"], group.roster, Memory(path)).hello("run")
+    other = Party(group.identities["c1"], group.roster, Memory(path))
+    with pytest.raises(BadArgument, match="belongs to another member than c1"):
+        other.hello("run")
+    assert refuses(other.upload, group.opening(), DIGEST, words(1, 2)) == "run"
+
+
+def test_a_memory_travels_as_bytes_where_state_is_kept_elsewhere():
+    group = Group(4)
+    memory = Memory.unpacked(group.memories["c0"].packed())
+    party = Party(group.identities["c0"], group.roster, memory)
+    assert party.hello(group.run) == group.hellos["c0"]
+    assert Party(group.identities["c0"], group.roster, Memory.unpacked(b"")).hello(group.run) != group.hellos["c0"]
+
+
+@pytest.mark.parametrize("text", ["x", "[]", "{}", '{"format": 2}', '{"format": 1, "member": null, "runs": {"a": {}}}'])
+def test_a_damaged_memory_is_refused(tmp_path, text):
+    path = tmp_path / "m.json"
+    path.write_text(text)
+    path.chmod(0o600)
+    group = Group(4)
+    with pytest.raises(BadArgument, match="this memory is damaged"):
+        Party(group.identities["c0"], group.roster, Memory(path)).hello("run")
+    with pytest.raises(BadArgument, match="this memory is damaged"):
+        Memory.unpacked(text.encode())
+
+
+@pytest.mark.parametrize("change", ["key", "own", "attempt"])
+def test_a_memory_with_a_damaged_value_is_refused(change):
+    group = Group(4)
+    group.uploads(group.opening(), group.vectors())
+    state = json.loads(group.memories["c0"].packed())
+    kept = state["runs"][group.run]
+    {"own": kept["current"]}.get(change, kept)[change] = "abc"
+    with pytest.raises(BadArgument, match="damaged"):
+        Memory.unpacked(json.dumps(state).encode())
+
+
+def test_a_memory_is_not_pickled_and_shows_nothing():
+    memory = Memory()
+    assert repr(memory) == str(memory) == "Memory()"
+    with pytest.raises(BadArgument, match="not pickled"):
+        pickle.dumps(memory)
+
+
+def test_a_memory_that_cannot_be_kept_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    group = Group(4)
+    party = Party(group.identities["c0"], group.roster, Memory(tmp_path / "file" / "m.json"))
+    with pytest.raises((BadArgument, Aborted)):
+        party.hello("run")

@@ -1,0 +1,199 @@
+"""Shares, keys and seeds appear in no repr, text, exception, log, or message that should not hold them."""
+
+import base64
+import logging
+import traceback
+
+import pytest
+from tests.secagg.group import DIGEST, Group, reveal_all, settle_all
+from tests.secagg.hostile import Hostile
+
+from fedveil.errors import FedveilError
+from fedveil.secagg import Identity, Memory, Party, Tally, masks, messages
+
+
+def forms(secret):
+    """How a secret may be written, whole or in its first 12 bytes; as a number too."""
+    for part in (secret, secret[:12]):
+        yield from (part.hex(), part.hex().upper(), repr(part)[2:-1], str(list(part))[1:-1])
+        yield base64.b64encode(part).decode().rstrip("=")[:-1]
+        yield base64.urlsafe_b64encode(part).decode().rstrip("=")[:-1]
+    yield str(int.from_bytes(secret, "big"))
+    yield str(int.from_bytes(secret, "little"))
+
+
+def shown(texts, secrets):
+    """Which secrets stand in which texts, in any form."""
+    wanted = {name: [*forms(secret)] for name, secret in secrets.items()}
+    return [(name, text[:80]) for text in texts for name, found in wanted.items() if any(f in text for f in found)]
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """All seeds and shares that are drawn or derived while the test runs."""
+    found = {}
+
+    def kept(name):
+        original = getattr(masks, name)
+
+        def wrapped(*arguments):
+            value = original(*arguments)
+            if isinstance(value, bytes):
+                found[f"{name} {len(found)}"] = value
+            return value
+
+        monkeypatch.setattr(masks, name, wrapped)
+
+    for name in ("new_seed", "pair_seed", "share_key", "agree", "unseal"):
+        kept(name)
+    return found
+
+
+def keys_of(group):
+    found = {f"identity {name}": identity._key.private_bytes_raw() for name, identity in group.identities.items()}
+    for name, memory in group.memories.items():
+        with memory.turn() as turn:
+            found[f"key {name}"] = turn.runs[group.run].key
+    return found
+
+
+def everything_said(thing):
+    return [repr(thing), str(thing), f"{thing}", format(thing)]
+
+
+def test_the_search_finds_what_is_planted():
+    secret = bytes(range(60, 92))
+    for text in (secret.hex(), str(secret), base64.b64encode(secret).decode(), f"x{int.from_bytes(secret, 'big')}y"):
+        assert shown([text], {"planted": secret})
+    assert shown([f"seed {secret[:12].hex()}..."], {"planted": secret})
+    assert not shown(["nothing"], {"planted": secret})
+
+
+def test_no_object_shows_a_secret(planted):
+    group = Group(4)
+    opening, vectors = group.opening(), group.vectors()
+    tally = Tally(opening, DIGEST, 3)
+    texts = []
+    for name, data in group.uploads(opening, vectors).items():
+        tally.take_upload(name, data)
+        texts += everything_said(messages.Upload.from_bytes(data, 4, 3))
+    common, own = tally.settle()
+    for name in group.names[:3]:
+        data = group.parties[name].settle(common, own[name])
+        texts += everything_said(messages.Settled.from_bytes(data, 0))
+        tally.take_settled(name, data)
+    for memory in group.memories.values():
+        with memory.turn() as turn:
+            texts += everything_said(turn) + everything_said(turn.runs[group.run])
+            texts += everything_said(turn.runs[group.run].current) + everything_said(turn.runs)
+    settle_all(group, tally)
+    message = tally.reveal()
+    for name in tally.survivors:
+        data = group.parties[name].reveal(message)
+        texts += everything_said(messages.Revealed.from_bytes(data))
+        tally.take_revealed(name, data)
+    for thing in (tally, *group.parties.values(), *group.memories.values(), *group.identities.values(), opening):
+        texts += everything_said(thing)
+    assert len(planted) > 50
+    assert len(texts) > 100
+    assert not shown(texts, planted | keys_of(group))
+
+
+def test_no_error_or_log_line_shows_a_secret(planted, caplog, tmp_path, capfd):
+    caplog.set_level(logging.DEBUG)
+    group = Group(4)
+    vectors, opening = group.vectors(), group.opening()
+    server = Hostile(group, opening)
+    for name in group.names:
+        server.upload(name, DIGEST, vectors[name])
+    texts = []
+
+    def fails(call, *arguments):
+        try:
+            call(*arguments)
+        except FedveilError as error:
+            texts.append("".join(traceback.format_exception(error)) + repr(error) + str(error))
+        else:
+            raise AssertionError("it did not fail")
+
+    tally = Tally(opening, DIGEST, 3)
+    sent = {name: upload.to_bytes() for name, upload in server.sent.items()}
+    for name, data in sent.items():
+        fails(tally.take_upload, name, data[:-1])
+        fails(tally.take_upload, name, b"\xff" * 8 + data)
+        fails(group.parties[name].upload, opening, DIGEST, vectors[name])
+        tally.take_upload(name, data)
+    common, own = tally.settle()
+    for name in group.names:
+        party = group.parties[name]
+        fails(party.settle, common, own[name][:-1])
+        data = party.settle(common, own[name])
+        fails(party.settle, common, own[name])
+        fails(tally.take_settled, name, data[:-1])
+        tally.take_settled(name, data)
+    message = tally.reveal()
+    for name in group.names:
+        party = group.parties[name]
+        fails(party.reveal, message[:-64])
+        data = party.reveal(message)
+        fails(party.reveal, message)
+        wrong = bytearray(data)
+        wrong[-1] ^= 1
+        fails(tally.take_revealed, name, data[:-1])
+        tally.take_revealed(name, bytes(wrong))
+    fails(tally.total)
+    secrets = planted | keys_of(group)
+    path = group.identities["c0"].save(tmp_path / "a.key")
+    fails(group.identities["c0"].save, path)
+    path.write_text(path.read_text().replace('private = "', 'private = "0'))
+    fails(Identity.load, path)
+    fails(Memory.unpacked, group.memories["c0"].packed() + b"}")
+    path.write_bytes(group.memories["c0"].packed()[:-1])
+    fails(Party(group.identities["c0"], group.roster, Memory(path)).hello, "run")
+    path.chmod(0o644)
+    fails(Identity.load, path)
+    assert len(texts) > 30
+    captured = capfd.readouterr()
+    assert not shown([*texts, caplog.text, captured.out, captured.err], secrets)
+
+
+def test_clients_send_no_key_and_no_seed_in_the_clear(planted):
+    """M2 holds seeds and shares encrypted only; M4 holds pair seeds with those outside only."""
+    group = Group(4)
+    opening, vectors = group.opening(), group.vectors()
+    sent = group.uploads(opening, vectors)
+    known = planted | keys_of(group)
+    assert not [name for name, secret in known.items() if any(secret in data for data in sent.values())]
+    tally = Tally(opening, DIGEST, 3)
+    for name in group.names[:3]:
+        tally.take_upload(name, sent[name])
+    common, own = tally.settle()
+    seeds = {name: masks.agree(key_for(group, name), group.hellos["c3"].key) for name in group.names[:3]}
+    for name in group.names[:3]:
+        data = group.parties[name].settle(common, own[name])
+        opened = {secret for secret in planted.values() if len(secret) == 32 and secret in data}
+        assert opened == {masks.pair_seed(seeds[name], tally._context, name, "c3")}
+        tally.take_settled(name, data)
+    message = tally.reveal()
+    for name in group.names[:3]:
+        data = group.parties[name].reveal(message)
+        assert not [
+            label for label, secret in (planted | keys_of(group)).items() if len(secret) == 32 and secret in data
+        ]
+
+
+def key_for(group, name):
+    with group.memories[name].turn() as turn:
+        return turn.runs[group.run].private()
+
+
+def test_a_revealed_attempt_leaves_no_share_in_memory_files():
+    group = Group(4)
+    opening, vectors = group.opening(), group.vectors()
+    tally = Tally(opening, DIGEST, 3)
+    for name, data in group.uploads(opening, vectors).items():
+        tally.take_upload(name, data)
+    settle_all(group, tally)
+    reveal_all(group, tally)
+    for memory in group.memories.values():
+        assert '"current": null' in memory.packed().decode()

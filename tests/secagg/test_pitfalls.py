@@ -1,0 +1,271 @@
+"""Attacks that open one client. Each fails, and succeeds once the safeguard against it is taken out."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from tests.secagg.group import DIGEST, Group, attempt, words
+from tests.secagg.hostile import Hostile
+
+from fedveil.errors import Aborted
+from fedveil.secagg import Hello, Opening, masks, messages, party, rules
+
+OTHER = hashlib.sha256(b"a model on which updates are zero").digest()
+SECRET = words(11, 22)
+KNOWN = words(0, 0)
+ALL, REST = ("c0", "c1", "c2", "c3"), ("c1", "c2", "c3")  # c0 is the victim
+
+
+def uploaded(server, digest=DIGEST):
+    for name in server.names:
+        server.upload(name, digest, SECRET if name == "c0" else KNOWN)
+    return server
+
+
+def show(server, step, members, to=None):
+    for name in to or members:
+        server.settle(name, step, members)
+
+
+def different_models():
+    """Only the victim gets the real model; the others' updates are known, so the sum is the victim's."""
+    group = Group(4)
+    server = Hostile(group, group.opening())
+    for name in ALL:
+        server.upload(name, DIGEST if name == "c0" else OTHER, SECRET if name == "c0" else KNOWN)
+    show(server, 0, ALL)
+    for name in ALL:
+        server.reveal(name, 0, ALL)
+    own = [server.own_seed(name) for name in ALL]
+    if None in own:
+        return None, server.refused
+    return masks.unmask([server.sent[name].words for name in ALL], own, {}) - 3 * KNOWN, server.refused
+
+
+def same_attempt_twice():
+    """The first time all are left, and self seeds open; the second time the victim is not, and pair seeds open."""
+    group = Group(4)
+    opening = group.opening()
+    first = uploaded(Hostile(group, opening))
+    show(first, 0, ALL)
+    for name in ALL:
+        first.reveal(name, 0, ALL)
+    second = uploaded(Hostile(group, opening))
+    if "c0" in second.sent:
+        show(second, 0, REST)
+    return first.peel("c0", seeds=second.seeds or {"none": None}), second.refused
+
+
+def old_share_in_a_later_attempt():
+    """In attempt 0 the victim is dropped; in attempt 1 the others get, and reveal, its shares of attempt 0."""
+    group = Group(4)
+    first = uploaded(Hostile(group, group.opening(round=0)))
+    show(first, 0, REST)
+    second = uploaded(Hostile(group, group.opening(round=0)))
+    for name in ALL:
+        old = {} if name == "c0" else {"c0": first.sealed("c0", name)}
+        second.settle(name, 0, ALL, old)
+    for name in ALL:
+        second.reveal(name, 0, ALL)
+    second.shares["c0"].pop(1, None)  # the victim's own share is of attempt 1
+    return first.peel("c0", own=second.own_seed("c0") or b""), second.refused
+
+
+def different_members_to_different_clients():
+    """c3 colludes. c0 drops c1, c2 drops c0, and c1 keeps c0: with c3 that is a share of t clients, and every pair."""
+    group = Group(4)
+    server = uploaded(Hostile(group, group.opening(), colluders=["c3"]))
+    lists = {"c0": ("c0", "c2", "c3"), "c1": ("c0", "c1", "c3"), "c2": ("c1", "c2", "c3")}
+    for name, members in lists.items():
+        server.settle(name, 0, members)
+    for name, members in lists.items():
+        server.reveal(name, 0, members)
+    server.buy("c0")
+    return server.peel("c0"), server.refused
+
+
+def dropped_and_back():
+    """The victim is dropped, and pair seeds open; then it is back, and its self seed opens."""
+    group = Group(4)
+    server = uploaded(Hostile(group, group.opening()))
+    show(server, 0, ALL)
+    show(server, 1, REST)
+    show(server, 2, ALL, REST)
+    for name in REST:
+        server.reveal(name, 2, ALL)
+    return server.peel("c0"), server.refused
+
+
+def dropped_after_the_reveal():
+    """Self seeds open; after that the victim is dropped, and pair seeds open."""
+    group = Group(4)
+    server = uploaded(Hostile(group, group.opening()))
+    show(server, 0, ALL)
+    for name in ALL:
+        server.reveal(name, 0, ALL)
+    show(server, 1, REST)
+    return server.peel("c0"), server.refused
+
+
+def two_reveals():
+    """All reveal twice: for all, then without the victim (which goes through a settling of its own)."""
+    group = Group(4)
+    server = uploaded(Hostile(group, group.opening()))
+    show(server, 0, ALL)
+    for name in ALL:
+        server.reveal(name, 0, ALL)
+        server.reveal(name, 0, ALL)
+    return (SECRET if not server.refused else None), server.refused
+
+
+def revealed_round_again():
+    """Two sums of the same updates, with and without the victim: their difference is the victim's."""
+    group = Group(5)
+    vectors = group.vectors() | {"c0": SECRET}
+    opening = group.opening(round=3)
+    everyone = attempt(group, opening, group.uploads(opening, vectors)).total()
+    again = group.opening(round=3)
+    try:
+        rest = attempt(group, again, group.uploads(again, vectors), {"c0": "upload"}).total()
+    except Aborted as error:
+        return None, [error.reason]
+    return everyone - rest, []
+
+
+def small_roster():
+    """Two colluders among four members are one too many: with the victim they are t."""
+    group = Group(7, colluders=2)
+    server = uploaded(Hostile(group, group.opening(names=ALL), colluders=["c2", "c3"]))
+    if not server.sent:
+        return None, server.refused
+    left = ("c0", "c2", "c3")
+    server.settle("c0", 0, left)
+    server.reveal("c0", 0, left)
+    server.buy("c0")
+    return server.peel("c0"), server.refused
+
+
+def keys_of_the_servers_own():
+    """The server shows the victim keys of its own in place of the others'."""
+    group = Group(4)
+    private = {name: X25519PrivateKey.generate() for name in REST}
+    public = {name: key.public_key().public_bytes_raw() for name, key in private.items()}
+    fake = {name: Hello(group.run, name, key, bytes(64)) for name, key in public.items()}
+    opening = Opening(group.run, 0, 0, (group.hellos["c0"], *fake.values()), ())
+    server = Hostile(group, opening)
+    server.upload("c0", DIGEST, SECRET)
+    if not server.sent:
+        return None, server.refused
+    for name, key in private.items():
+        pair = masks.agree(key, group.hellos["c0"].key)
+        server.seeds["c0", name] = masks.pair_seed(pair, server.contexts["c0"], "c0", name)
+        share = masks.unseal(server.sealed("c0", name), pair, server.contexts["c0"], "c0", name)
+        server.shares["c0"][server.names.index(name) + 1] = share
+    return server.peel("c0"), server.refused
+
+
+def late_upload():
+    """The victim was dropped, pair seeds are open, and its upload comes late: only the self mask is left."""
+    group = Group(4)
+    server = uploaded(Hostile(group, group.opening()))
+    show(server, 0, REST)
+    pairs = {(0, place): server.seeds["c0", name] for place, name in enumerate(ALL) if place}
+    return masks.unmask([server.sent["c0"].words], [], pairs), ["masked"]
+
+
+def self_masks_alone():
+    """Nobody vanishes, self seeds open: only pair masks are left."""
+    group = Group(4)
+    server = uploaded(Hostile(group, group.opening()))
+    show(server, 0, ALL)
+    for name in ALL:
+        server.reveal(name, 0, ALL)
+    return masks.unmask([server.sent["c0"].words], [server.own_seed("c0")], {}), ["masked"]
+
+
+def without_digest(patch):
+    bound = messages.context
+    for module in (messages, party):
+        patch.setattr(module, "context", lambda opening, digest: bound(opening, bytes(32)))
+    patch.setattr("tests.secagg.hostile.context", lambda opening, digest: bound(opening, bytes(32)))
+
+
+def without_counters(patch):
+    for rule in ("new_attempt", "new_round"):
+        patch.setattr(rules, rule, lambda kept, opening: None)
+
+
+def without_context_in_shares(patch):
+    key, label = masks.share_key, masks.share_label
+    patch.setattr(masks, "share_key", lambda pair, context, *names: key(pair, bytes(32), *names))
+    patch.setattr(masks, "share_label", lambda context, *names: label(bytes(32), *names))
+
+
+def self_only(words, own, place, pairs, out=None):
+    return masks.add_streams(words, [own], out=out)
+
+
+def without(module, name, instead):
+    return lambda patch: patch.setattr(module, name, instead)
+
+
+def nothing(*arguments):
+    return None
+
+
+def pairs_only(words, own, place, pairs, out=None):
+    plus = [seed for other, seed in pairs.items() if other > place]
+    return masks.add_streams(words, plus, [seed for other, seed in pairs.items() if other < place], out=out)
+
+
+ATTACKS = [
+    (different_models, without_digest, "signatures"),
+    (same_attempt_twice, without_counters, "attempt"),
+    (old_share_in_a_later_attempt, without_context_in_shares, None),
+    (different_members_to_different_clients, without(rules, "enough_signed", nothing), "signatures"),
+    (dropped_and_back, without(rules, "inside", nothing), "members"),
+    (dropped_after_the_reveal, without(party, "ended", lambda current: current), "attempt"),
+    (two_reveals, without(party, "ended", lambda current: current), "attempt"),
+    (revealed_round_again, without(rules, "new_round", nothing), "round"),
+    (small_roster, without(rules, "enough", nothing), "few"),
+    (keys_of_the_servers_own, without(rules, "known", nothing), "roster"),
+    (late_upload, without(masks, "mask", pairs_only), "masked"),
+    (self_masks_alone, without(masks, "mask", self_only), "masked"),
+]
+
+
+@pytest.mark.parametrize(("attack", "remove", "reason"), ATTACKS, ids=[attack.__name__ for attack, _, _ in ATTACKS])
+def test_an_attack_fails_and_succeeds_without_its_safeguard(monkeypatch, attack, remove, reason):
+    found, refused = attack()
+    assert found is None or not np.array_equal(found, SECRET)
+    assert reason in refused if reason else not refused
+    remove(monkeypatch)
+    found, refused = attack()
+    assert np.array_equal(found, SECRET)
+    assert reason == "masked" or reason not in refused
+
+
+@pytest.mark.parametrize("lost", ["everything", "counters"])
+def test_a_key_that_outlives_its_counters_masks_twice_with_the_same_streams(lost):
+    """Whoever loses the memory has a new key; only a key that stays while its counters go would repeat its masks."""
+    group = Group(4)
+    opening = group.opening()
+    first = uploaded(Hostile(group, opening))
+    show(first, 0, ALL)
+    for name in ALL:
+        first.reveal(name, 0, ALL)
+    for name in ALL:
+        with group.memories[name].turn() as turn:
+            if lost == "everything":
+                turn.runs.clear()
+            else:
+                turn.runs[group.run].attempt = turn.runs[group.run].round = turn.runs[group.run].revealed = -1
+            turn.write()
+        group.parties[name].hello(group.run)
+    second = uploaded(Hostile(group, opening))
+    if lost == "everything":
+        assert set(second.refused) == {"roster"}
+        return
+    show(second, 0, REST)
+    assert np.array_equal(first.peel("c0", seeds=second.seeds), SECRET)
