@@ -38,14 +38,15 @@ from fedveil.studies.gradients.server import (
     updates_of,
     views_of,
 )
-from fedveil.studies.gradients.server_page import NEXT_ROUND, RECOGNISED, SAME_MODEL, SINGLE, gallery, sum_of, verdict
+from fedveil.studies.gradients.server_page import RECOGNISED, SINGLE, difference_of, gallery, sum_of, verdict
 from fedveil.studies.jobs import Done, Failed
 from fedveil.studies.study import gather, publish
 
 UNIT = 2.0**-24  # half a unit in the last place of a float32
 EPS = torch.finfo(torch.float64).eps
 DIGITS = load("digits", flat=False)
-QUICK = Options(rounds=2, sums="2", steps=2, restarts=1)
+QUICK = Options(rounds=2, sums="2", difference=4, steps=2, restarts=1)
+SAME_MODEL, NEXT_ROUND = (difference_of(4, models) for models in ("same model", "next round"))
 
 
 def federation_of(defence, clients=10, dtype=torch.float32, lr=0.1, data=DIGITS, sizes=None):
@@ -70,7 +71,7 @@ def attack_round(config, options, number=0):
 
 
 def test_a_sum_over_one_client_gives_what_the_single_update_gives():
-    options = Options(rounds=1, sums="1", steps=20, restarts=1)
+    options = Options(rounds=1, sums="1", difference=2, steps=20, restarts=1)
     found = attack_round(config_of(data="digits", train_size=200, defence="plain"), options).views
     assert found[sum_of(1)] == found[SINGLE]
     assert set(found[SINGLE].attacks) == {"search", "first layer", "rows that agree"}
@@ -78,7 +79,7 @@ def test_a_sum_over_one_client_gives_what_the_single_update_gives():
 
 def test_two_sums_of_the_same_model_that_differ_by_one_client_give_its_record_away():
     """Products and sums of one record round once, the difference and the bias once more: below 4 units of a pixel."""
-    found = views_of(federation_of(Plain()), [10])
+    found = views_of(federation_of(Plain()), [10], 4)
     record = DIGITS.train.tensor[0].flatten().double()
     for view, far in ((SAME_MODEL, False), (SINGLE, False), (sum_of(10), True)):
         leak = found[view].leak
@@ -90,19 +91,19 @@ def test_two_sums_of_the_same_model_that_differ_by_one_client_give_its_record_aw
 def test_sums_are_weighted_by_records():
     sizes = [3, 1, 2]
     federation = federation_of(Plain(), dtype=torch.float64, sizes=sizes)
-    found = views_of(federation, [2, 3])
+    found = views_of(federation, [2, 3], 3)
     for clients in (2, 3):
         leak, records = found[sum_of(clients)].leak, sum(sizes[:clients])
         batch = DIGITS.train.tensor[:records].double(), DIGITS.train.targets[:records]
         assert relative(leak.gradients, gradients_of(leak.model, leak.loss, *batch)) < 1e3 * EPS
-    leak = found[SAME_MODEL].leak
+    leak = found[difference_of(3, "same model")].leak
     own = DIGITS.train.tensor[:3].double(), DIGITS.train.targets[:3]
     assert relative(leak.gradients, gradients_of(leak.model, leak.loss, *own)) < 1e3 * EPS
 
 
 def test_the_next_round_adds_what_the_step_changed_in_the_others_gradients():
     federation = federation_of(Plain(), clients=4, dtype=torch.float64)
-    found = views_of(federation, [4])
+    found = views_of(federation, [4], 4)
     leak, single, after = found[NEXT_ROUND].leak, found[SINGLE].leak, federation.model
     inputs, targets = DIGITS.train.tensor[1:4].double(), DIGITS.train.targets[1:4]
     before, later = (gradients_of(model, leak.loss, inputs, targets) for model in (leak.model, after))
@@ -115,7 +116,7 @@ def test_the_next_round_adds_what_the_step_changed_in_the_others_gradients():
 def test_a_veil_does_not_change_what_the_server_sees(private):
     veil = Veil(groups=10, entropy=Entropy.for_tests(0))
     veil = Private(veil, 1.0, 0.0) if private else veil  # the server clips what it has seen
-    plain, veiled = (views_of(federation_of(one, dtype=torch.float64), [2, 10]) for one in (Plain(), veil))
+    plain, veiled = (views_of(federation_of(one, dtype=torch.float64), [2, 10], 4) for one in (Plain(), veil))
     assert list(plain) == list(veiled) == [SINGLE, sum_of(2), sum_of(10), SAME_MODEL, NEXT_ROUND]
     for view in plain:
         assert relative(veiled[view].leak.gradients, plain[view].leak.gradients) < 1e4 * EPS, view
@@ -132,7 +133,7 @@ def noise(clients):
 def test_a_sum_over_many_clients_shows_no_record_and_a_single_update_does():
     clients = 64
     data = noise(clients)
-    found = views_of(federation_of(Plain(), clients, data=data), [clients])
+    found = views_of(federation_of(Plain(), clients, data=data), [clients], 4)
     mean = nearest(data.train.tensor.mean(0, keepdim=True), data.train.tensor).psnr
     best = {}
     for view, opened in found.items():
@@ -162,7 +163,7 @@ def test_the_study_has_a_row_per_view_pictures_and_a_verdict(tmp_path):
     single = dict(zip(shown.header, shown.rows[0], strict=True))
     assert (single["first layer, dB"], single["known"]) == ("120.0", "2/2")
     [verdicts] = shown.first
-    assert verdicts.paragraphs[1].startswith("veil: a curious server rebuilds a record from: single update (")
+    assert verdicts.paragraphs[1].startswith("veil: a curious server rebuilds a record from: single update (2 of 2")
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png") == 2 * 2 * (1 + len(views) + 1)
     json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
@@ -193,9 +194,9 @@ def test_words_follow_the_figures():
     one = planted((SINGLE, 1, 40.0, 12.0), (sum_of(2), 2, 21.9, 12.0))
     two = planted((SINGLE, 1, 60.0, 12.0), (sum_of(2), 2, 21.9, 12.0))
     assert verdict(Curious([one, two])) == (
-        "a curious server rebuilds a record from: single update (50 dB). "
-        "a curious server rebuilds no record from: sum of 2 (22 dB, the mean image 12 dB)."
+        "a curious server rebuilds a record from: single update (2 of 2 rounds). It rebuilds none from: sum of 2."
     )
+    assert verdict(Curious([planted((SINGLE, 1, 20.0, 12.0))])) == "a curious server rebuilds no record."
     pictures = gallery("", Curious([one, two]))
     assert [label for label, _ in pictures.rows] == ["victim's record", SINGLE, sum_of(2), "its nearest record"]
     broken = Curious([one, Failed("it broke")])
@@ -211,6 +212,7 @@ def test_words_follow_the_figures():
         (Options(sums="2,x"), "sums over '2,x' clients"),
         (Options(sums="2,2"), "sums over '2,2' clients"),
         (Options(sums="0"), "sums over '0' clients"),
+        (Options(difference=1), "a sum over 1 clients"),
         (Options(rounds=0), "0 rounds of 1 records per client"),
     ],
 )
@@ -222,7 +224,7 @@ def test_what_makes_no_sense_is_refused(tmp_path, options, what):
 def test_records_that_are_no_images_and_too_few_records_are_refused():
     with pytest.raises(DoesNotApply, match="the records are no images"):
         images_and_model(config_of(data="diabetes"), None)
-    with pytest.raises(BadArgument, match="5 training records, 10 clients need 10"):
+    with pytest.raises(BadArgument, match="5 training records, 100 clients need 100"):
         attack_round(config_of(data="digits", train_size=5), Options())
 
 
@@ -249,7 +251,7 @@ def test_the_audit_has_the_curious_server_once_beside_the_undefended_federation(
     page = (tmp_path / "report.html").read_text()
     assert page.index("Verdict") < page.index("Curious server") < page.index("What the server sees")
     printed = " ".join(capsys.readouterr().out.split())
-    assert "server: a curious server rebuilds a record from: single update (120 dB)" in printed
+    assert "server: a curious server rebuilds a record from: single update (1 of 1 rounds)" in printed
     words = ["--no-server", *AUDIT[1:]]
     assert not audit.AUDIT.server_rounds(Asked(config_of(), ("plain",), Audit.read("fedveil audit", words, "").attack))
 
@@ -260,9 +262,9 @@ def test_the_audit_says_why_the_curious_server_was_not_run():
 
 
 @pytest.mark.slow
-def test_on_digits_a_sum_over_ten_clients_hides_what_a_single_update_shows():
+def test_on_digits_a_sum_over_a_hundred_clients_hides_what_smaller_ones_show():
     rounds = Curious([attack_round(config_of(data="digits"), audit.CURIOUS, number) for number in range(4)])
-    said = verdict(rounds)
-    shown, _, hidden = said.partition("rebuilds no record from: ")
-    assert all(view in shown for view in (SINGLE, SAME_MODEL))
-    assert sum_of(10) in hidden
+    shown, _, hidden = verdict(rounds).partition("It rebuilds none from: ")
+    for view in (SINGLE, sum_of(2), sum_of(4), difference_of(10, "same model")):
+        assert f"{view} (4 of 4 rounds)" in shown
+    assert sum_of(100) in hidden

@@ -27,12 +27,13 @@ from fedveil.studies.attack import Asked, OnDefences, Results, option
 from fedveil.studies.gradients import server_page
 from fedveil.studies.gradients.results import Curious, Nearest, ServerRound, ServerView
 from fedveil.studies.gradients.run import SearchOptions, Share, few_clients, guesses, is_run, searched
-from fedveil.studies.gradients.server_page import NEXT_ROUND, SAME_MODEL, SINGLE, sum_of
+from fedveil.studies.gradients.server_page import NEXT_ROUND, SAME_MODEL, SINGLE, difference_of, sum_of
 from fedveil.studies.jobs import Done, Job, Progress, Result
 from fedveil.studies.pictures import encoded, shape_of
 from fedveil.studies.study import Shown
 
 OWN = 64  # held-out records of the server's, which show it the usual outputs of the model
+SEARCHED = 16  # records in a view at most for a search, whose time grows with them and which finds little in more
 DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
     "first layer": record_from_gradient,
     "rows that agree": record_from_agreeing_rows,
@@ -43,8 +44,9 @@ DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
 class Options(SearchOptions):
     """The attack's own flags."""
 
-    rounds: int = option(4, "rounds, each of a new federation with other records")
-    sums: str = option("2,4,10", "clients in a sum, several numbers with commas between them")
+    rounds: int = option(8, "rounds, each of a new federation with other records")
+    sums: str = option("2,4,10,100", "clients in a sum, several numbers with commas between them")
+    difference: int = option(10, "clients in a sum from which the sum over all but one of them is subtracted")
     records: int = option(1, "records in a client's batch")
 
     def counts(self) -> list[int]:
@@ -55,6 +57,8 @@ class Options(SearchOptions):
             counts = []
         if not counts or min(counts) < 1 or len(set(counts)) < len(counts):
             raise BadArgument("--sums", f"sums over {self.sums!r} clients", "different numbers such as 2,4,10")
+        if self.difference < 2:
+            raise BadArgument("--difference", f"a sum over {self.difference} clients", "at least two")
         if self.rounds < 1 or self.records < 1:
             what = f"{self.rounds} rounds of {self.records} records per client"
             raise BadArgument("fedveil attack server", what, "at least one of each")
@@ -63,7 +67,7 @@ class Options(SearchOptions):
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A gradient that the server has, and the first and last client in it, as a range."""
+    """A gradient that the server has, and the clients that are in it."""
 
     leak: Leak
     clients: range
@@ -95,18 +99,18 @@ def updates_of(federation: Federation, clients: Sequence[int]) -> list[Gradients
     return found
 
 
-def views_of(federation: Federation, counts: Sequence[int]) -> dict[str, Opened]:
-    """What the server sees of client 0 in a round of all clients, and in the next one, from which client 0 is missing.
+def views_of(federation: Federation, counts: Sequence[int], largest: int) -> dict[str, Opened]:
+    """What the server sees of client 0: its update, sums over the first clients, and differences of sums.
 
-    Clients use the same records in both rounds, which is best for the attacker. With secure aggregation the server sees
-    the sums only.
+    The sums that are subtracted are over the first `largest` clients and over the same without client 0: of one model,
+    or of a round and the next one. Clients use the same records in both rounds, which is best for the attacker.
     """
     model, sizes = copy.deepcopy(federation.model), federation.shards.sizes
     everyone = range(len(sizes))
     updates = updates_of(federation, everyone)
-    total, others = secure_sum(updates, sizes), secure_sum(updates[1:], sizes[1:])
+    total, others = (secure_sum(updates[first:largest], sizes[first:largest]) for first in (0, 1))
     stepped(federation, total.mean())
-    later = secure_sum(updates_of(federation, everyone[1:]), sizes[1:])
+    later = secure_sum(updates_of(federation, everyone[1:largest]), sizes[1:largest])
 
     def opened(gradients: Gradients, clients: int) -> Opened:
         like = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -117,8 +121,8 @@ def views_of(federation: Federation, counts: Sequence[int]) -> dict[str, Opened]
     return {
         SINGLE: opened(updates[0], 1),
         **sums,
-        SAME_MODEL: opened((total - others).mean(), 1),
-        NEXT_ROUND: opened((total - later).mean(), 1),
+        difference_of(largest, SAME_MODEL): opened((total - others).mean(), 1),
+        difference_of(largest, NEXT_ROUND): opened((total - later).mean(), 1),
     }
 
 
@@ -133,7 +137,9 @@ def attacked(
     opened: Opened, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: Share
 ) -> dict[str, Tensor]:
     """The pixels that each attack gives: a search as many images as there are records, the first layer one."""
-    found = {"search": data.pixels(searched(opened.leak, search, data, own, size, chance, progress).inputs)}
+    found = {}
+    if size <= SEARCHED:
+        found["search"] = data.pixels(searched(opened.leak, search, data, own, size, chance, progress).inputs)
     for name, rebuild in DENSE.items():
         try:
             record = rebuild(opened.leak, first_linear(opened.leak.model))
@@ -170,7 +176,7 @@ class AttackRound:
         rows = self.rows(data)
         parts = [data.train.take(own) for own in torch.split(rows, options.records)]
         federation = few_clients(config, model, parts, build_optimizer(config.training), options.records)
-        opened, search = views_of(federation, options.counts()), options.search(model)
+        opened, search = views_of(federation, options.counts(), options.difference), options.search(model)
         true, own = (data.pixels(data.train.tensor[rows]), data.test.tensor[:OWN].to(federation.device))
         views = {}
         for number, (name, view) in enumerate(opened.items()):
@@ -181,6 +187,8 @@ class AttackRound:
             size = options.records * len(view.clients)
             chance = [generator(what, config.training.seed, size) for what in ("server", "guesses")]
             found = attacked(view, search, data, own, size, chance[0], share)
+            if not found:
+                continue
             below = guesses(data, rows[:size], chance[1])
             attacks, floors = (
                 {what: nearest(images.cpu(), true[:size]) for what, images in each.items()} for each in (found, below)
@@ -191,11 +199,11 @@ class AttackRound:
 
     def rows(self, data: Data) -> Tensor:
         """The records of all clients, the victim's first."""
-        clients, records = max(2, *self.options.counts()), len(data.train.targets)
+        clients, records = max(self.options.difference, *self.options.counts()), len(data.train.targets)
         wanted = clients * self.options.records
         if records < wanted:
             what = f"{records} training records, {clients} clients need {wanted}"
-            raise BadArgument(data.name, what, "a larger --train-size, or fewer clients in --sums")
+            raise BadArgument(data.name, what, "a larger --train-size, or smaller --sums")
         chance = generator("server", self.config.training.seed, self.number)
         return torch.randperm(records, generator=chance)[:wanted]
 
@@ -206,7 +214,7 @@ class ServerStudy(OnDefences[Options, Curious]):
     name = "server"
     summary = "what a curious server learns from updates, from sums (secure aggregation) and from their differences"
     options = Options
-    defaults = {"data": "digits", "clients": 10, "defence": "plain,veil"}  # noqa: RUF012
+    defaults = {"data": "digits", "clients": 100, "defence": "plain,veil"}  # noqa: RUF012
 
     def rounds(self, asked: Asked[Options], defence: str) -> list[Job[ServerRound]]:
         """The jobs of one defence."""

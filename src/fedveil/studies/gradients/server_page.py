@@ -9,17 +9,17 @@ from fedveil.studies.jobs import Failed
 from fedveil.studies.pictures import picture
 from fedveil.studies.tables import Presented
 
-SINGLE, SAME_MODEL, NEXT_ROUND = "single update", "difference, same model", "difference, next round"
+SINGLE, SAME_MODEL, NEXT_ROUND = "single update", "same model", "next round"
 ATTACKS, FLOORS = ("search", "first layer", "rows that agree"), ("mean image", "another of its class")
 RECOGNISED = 10.0  # dB above a guess, a tenth of its squared error: such a record is known, and more says nothing
 HEADER = ("defence", "view", "records", *(f"{name}, dB" for name in (*ATTACKS, *FLOORS)), "SSIM", "known")
 NOTE = (
-    "Without secure aggregation the server has single updates, with it sums over clients (sum of n). Difference: of "
-    "two sums that differ by the victim's membership, of the same model, or of one round and the next one. New "
-    "networks, one update per client. PSNR of the image that comes nearest to any record in the view, for attacks and "
-    "for guesses alike; mean over rounds [95 % interval, Student's], 120 dB at most. SSIM: of the best attack. Known: "
-    f"rounds in which it comes {RECOGNISED:g} dB nearer than the mean image. Search: gradient inversion. First layer: "
-    "the record that fits all rows of a dense first layer's gradient. Rows that agree: the one that two rows show."
+    "Without secure aggregation the server has single updates, with it sums over clients (sum of n). 10 minus 9: the "
+    "difference of two sums that differ by one client, of the same model, or of a round and the next one. New "
+    "networks; records: in the view. PSNR of the image that comes nearest to one of them, for attacks and for guesses "
+    "alike; mean over rounds [95 % interval, Student's], 120 dB at most. SSIM: of the best attack. Known: rounds in "
+    f"which it comes {RECOGNISED:g} dB nearer than the mean image. Search: gradient inversion. First layer: the record "
+    "that fits all rows of a dense first layer's gradient. Rows that agree: the record that two of these rows show."
 )
 PICTURES = (
     "By the best attack on each view. Below each picture its PSNR in dB. Of a sum, the image that comes nearest to a "
@@ -30,6 +30,11 @@ PICTURES = (
 def sum_of(clients: int) -> str:
     """The name of the view of a sum."""
     return f"sum of {clients}"
+
+
+def difference_of(clients: int, models: str) -> str:
+    """The name of the view of a difference."""
+    return f"{clients} minus {clients - 1}, {models}"
 
 
 def presented(results: Mapping[str, Curious | Failed]) -> tuple[list[Section], Presented]:
@@ -51,9 +56,14 @@ def rows_of(found: Curious) -> Iterator[list[str]]:
         figures = [figure(found, name, attack) for attack in ATTACKS]
         below = [text(average([view.floors[floor].psnr for view in views])) for floor in FLOORS]
         ssim = text(average([view.attacks[best].ssim for view in views]), ".2f")
-        known = sum(view.attacks[best].psnr - view.floors[FLOORS[0]].psnr >= RECOGNISED for view in views)
-        records = str(views[0].records)
-        yield [name, records, *(text(one) for one in figures), *below, ssim, f"{known}/{len(views)}"]
+        records, known = str(views[0].records), f"{times_known(found, name)}/{len(views)}"
+        yield [name, records, *(text(one) for one in figures), *below, ssim, known]
+
+
+def times_known(found: Curious, name: str) -> int:
+    """The rounds in which the best attack on a view gives a record away."""
+    views, best = found.view(name), found.best(name)
+    return sum(view.attacks[best].psnr - view.floors[FLOORS[0]].psnr >= RECOGNISED for view in views)
 
 
 def figure(found: Curious, view: str, attack: str) -> Estimate | None:
@@ -66,21 +76,13 @@ def verdict(found: Curious) -> str:
     """Which views give a record away, by the best attack on each, and which do not."""
     if not found.whole:
         return f"the curious server was not measured ({found.failed})."
-    given, kept = list[str](), list[str]()
-    for name in found.whole[0].views:
-        best, guess = (average(values).value for values in _best_and_guess(found, name))
-        if best - guess >= RECOGNISED:
-            given.append(f"{name} ({best:.0f} dB)")
-        else:
-            kept.append(f"{name} ({best:.0f} dB, the mean image {guess:.0f} dB)")
-    shown = f"a curious server rebuilds a record from: {'; '.join(given)}" if given else ""
-    hidden = f"a curious server rebuilds no record from: {'; '.join(kept)}" if kept else ""
-    return ". ".join(part for part in (shown, hidden) if part) + "."
-
-
-def _best_and_guess(found: Curious, name: str) -> tuple[list[float], list[float]]:
-    views, best = found.view(name), found.best(name)
-    return [view.attacks[best].psnr for view in views], [view.floors[FLOORS[0]].psnr for view in views]
+    known = {name: times_known(found, name) for name in found.whole[0].views}
+    given = [f"{name} ({times} of {len(found.whole)} rounds)" for name, times in known.items() if times]
+    kept = [name for name, times in known.items() if not times]
+    if not given:
+        return "a curious server rebuilds no record."
+    none = f" It rebuilds none from: {'; '.join(kept)}." if kept else ""
+    return f"a curious server rebuilds a record from: {'; '.join(given)}.{none}"
 
 
 def gallery(title: str, found: Curious) -> Pictures | None:
