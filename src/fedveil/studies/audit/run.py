@@ -40,7 +40,7 @@ class Options:
     server: bool = option(True, "a curious server too, where records are images")
 
 
-CURIOUS = server.Options(rounds=4, steps=400, restarts=1)  # half a minute on two cores, for a small network
+CURIOUS = server.Options(steps=400, restarts=1)  # half a minute on two cores, for a small network
 
 
 def view_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> Figures:

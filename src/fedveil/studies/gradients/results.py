@@ -101,6 +101,11 @@ class ServerView:
     attacks: dict[str, Nearest]
     floors: dict[str, Nearest]
 
+    @property
+    def best(self) -> Nearest:
+        """Of the attack that comes nearest."""
+        return max(self.attacks.values(), key=lambda one: one.psnr)
+
 
 @dataclass(frozen=True)
 class ServerRound(Result):
@@ -142,8 +147,3 @@ class Curious(Result):
     def view(self, name: str) -> list[ServerView]:
         """One view of every round."""
         return [one.views[name] for one in self.whole]
-
-    def best(self, name: str) -> str:
-        """The attack on a view with the largest mean PSNR over the rounds."""
-        views = self.view(name)
-        return max(views[0].attacks, key=lambda attack: sum(view.attacks[attack].psnr for view in views))

@@ -248,14 +248,17 @@ def shared_labels(found: Sequence[int], true: Sequence[int]) -> int:
     return sum(min(found.count(label), true.count(label)) for label in set(true))
 
 
-def guesses(data: Data, rows: Tensor, chance: torch.Generator) -> dict[str, Tensor]:
-    """Pixels that need no gradient: the mean image of the data set, and for each of the rows another of its class."""
+def guesses(data: Data, rows: Tensor, chance: torch.Generator, taken: Tensor | None = None) -> dict[str, Tensor]:
+    """Pixels that need no gradient: the mean image of the data set, and for each of the rows another of its class.
+
+    Where a guess is compared with several records, none of those may be guessed: they are `taken`.
+    """
     others = []
     for row in rows.tolist():
         same = (data.train.targets == data.train.targets[row]).nonzero()[:, 0]
-        same = same[same != row]
+        same = same[~torch.isin(same, torch.tensor(row) if taken is None else taken)]
         if not len(same):
-            what = f"class {int(data.train.targets[row])} has one record"
+            what = f"class {int(data.train.targets[row])} has no other record"
             raise BadArgument(data.name, what, "a larger --train-size")
         others.append(int(same[torch.randint(len(same), (), generator=chance)]))
     images = {"mean image": data.train.tensor.mean(0, keepdim=True), "another of its class": data.train.tensor[others]}

@@ -189,7 +189,7 @@ class AttackRound:
             found = attacked(view, search, data, own, size, chance[0], share)
             if not found:
                 continue
-            below = guesses(data, rows[:size], chance[1])
+            below = guesses(data, rows[:size], chance[1], taken=rows)
             attacks, floors = (
                 {what: nearest(images.cpu(), true[:size]) for what, images in each.items()} for each in (found, below)
             )

@@ -17,12 +17,13 @@ NOTE = (
     "Without secure aggregation the server has single updates, with it sums over clients (sum of n). 10 minus 9: the "
     "difference of two sums that differ by one client, of the same model, or of a round and the next one. New "
     "networks; records: in the view. PSNR of the image that comes nearest to one of them, for attacks and for guesses "
-    "alike; mean over rounds [95 % interval, Student's], 120 dB at most. SSIM: of the best attack. Known: rounds in "
-    f"which it comes {RECOGNISED:g} dB nearer than the mean image. Search: gradient inversion. First layer: the record "
-    "that fits all rows of a dense first layer's gradient. Rows that agree: the record that two of these rows show."
+    "alike; mean over rounds [95 % interval, Student's], 120 dB at most. Known: rounds in which an attack comes "
+    f"{RECOGNISED:g} dB nearer than the mean image. SSIM: of the nearest attack. Search: gradient inversion. First "
+    "layer: the record that fits all rows of a dense first layer's gradient. Rows that agree: the record that two of "
+    "these rows show."
 )
 PICTURES = (
-    "By the best attack on each view. Below each picture its PSNR in dB. Of a sum, the image that comes nearest to a "
+    "By the attack that comes nearest. Below each picture its PSNR in dB. Of a sum, the image that comes nearest to a "
     "record in it, above that record."
 )
 
@@ -52,18 +53,17 @@ def rows_of(found: Curious) -> Iterator[list[str]]:
         yield ["", "", f"failed: {found.failed}", *[""] * (len(HEADER) - 4)]
         return
     for name in found.whole[0].views:
-        views, best = found.view(name), found.best(name)
+        views = found.view(name)
         figures = [figure(found, name, attack) for attack in ATTACKS]
         below = [text(average([view.floors[floor].psnr for view in views])) for floor in FLOORS]
-        ssim = text(average([view.attacks[best].ssim for view in views]), ".2f")
+        ssim = text(average([view.best.ssim for view in views]), ".2f")
         records, known = str(views[0].records), f"{times_known(found, name)}/{len(views)}"
         yield [name, records, *(text(one) for one in figures), *below, ssim, known]
 
 
 def times_known(found: Curious, name: str) -> int:
-    """The rounds in which the best attack on a view gives a record away."""
-    views, best = found.view(name), found.best(name)
-    return sum(view.attacks[best].psnr - view.floors[FLOORS[0]].psnr >= RECOGNISED for view in views)
+    """The rounds in which a view gives a record away to one of the attacks."""
+    return sum(view.best.psnr - view.floors[FLOORS[0]].psnr >= RECOGNISED for view in found.view(name))
 
 
 def figure(found: Curious, view: str, attack: str) -> Estimate | None:
@@ -73,7 +73,7 @@ def figure(found: Curious, view: str, attack: str) -> Estimate | None:
 
 
 def verdict(found: Curious) -> str:
-    """Which views give a record away, by the best attack on each, and which do not."""
+    """Which views give a record away, and which do not."""
     if not found.whole:
         return f"the curious server was not measured ({found.failed})."
     known = {name: times_known(found, name) for name in found.whole[0].views}
@@ -92,7 +92,7 @@ def gallery(title: str, found: Curious) -> Pictures | None:
         return None
     rows: list[tuple[str, list[Picture]]] = [("victim's record", [_original(one, 0) for one in rounds])]
     for name in rounds[0].views:
-        near = [(one, one.views[name].attacks[found.best(name)]) for one in rounds]
+        near = [(one, one.views[name].best) for one in rounds]
         rows.append((name, [picture(one.shape, what.picture, f"{what.psnr:.1f}") for one, what in near]))
         if rounds[0].views[name].records > 1:
             rows.append(("its nearest record", [_original(one, what.record) for one, what in near]))
