@@ -182,7 +182,7 @@ def test_a_convolution_leaves_the_search(tmp_path):
     found = attack_round(config_of(data="digits", train_size=200, model="lenet"), QUICK)
     assert all(set(view.attacks) == {"search"} for view in found.views.values())
     shown = SERVER.present(Asked(config_of(), ("plain",), QUICK), {"plain": Curious([found])})
-    assert [row[4:6] for row in shown.rows] == [[NOTHING, NOTHING]] * 4
+    assert [row[5:7] for row in shown.rows] == [[NOTHING, NOTHING]] * 4
 
 
 def planted(*figures):

@@ -1,9 +1,10 @@
 """What a curious server's attack shows: one row per view, pictures, and a sentence for a verdict."""
 
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 
 from fedveil.report import Picture, Pictures, Section, Text
-from fedveil.studies.estimates import Estimate, average, text
+from fedveil.studies.estimates import Estimate, text
 from fedveil.studies.gradients.results import Curious, ServerRound
 from fedveil.studies.jobs import Failed
 from fedveil.studies.pictures import picture
@@ -12,12 +13,12 @@ from fedveil.studies.tables import Presented
 SINGLE, SAME_MODEL, NEXT_ROUND = "single update", "same model", "next round"
 ATTACKS, FLOORS = ("search", "first layer", "rows that agree"), ("mean image", "another of its class")
 RECOGNISED = 10.0  # dB above a guess, a tenth of its squared error: such a record is known, and more says nothing
-HEADER = ("defence", "view", "records", *(f"{name}, dB" for name in (*ATTACKS, *FLOORS)), "SSIM", "known")
+HEADER = ("defence", "view", "records", "known", *(f"{name}, dB" for name in (*ATTACKS, *FLOORS)), "SSIM")
 NOTE = (
     "Without secure aggregation the server has single updates, with it sums over clients (sum of n). 10 minus 9: the "
     "difference of two sums that differ by one client, of the same model, or of a round and the next one. New "
     "networks; records: in the view. PSNR of the image that comes nearest to one of them, for attacks and for guesses "
-    "alike; mean over rounds [95 % interval, Student's], 120 dB at most. Known: rounds in which an attack comes "
+    "alike; median over rounds [least, largest], 120 dB at most. Known: rounds in which an attack comes "
     f"{RECOGNISED:g} dB nearer than the mean image. SSIM: of the nearest attack. Search: gradient inversion. First "
     "layer: the record that fits all rows of a dense first layer's gradient. Rows that agree: the record that two of "
     "these rows show."
@@ -54,22 +55,21 @@ def rows_of(found: Curious) -> Iterator[list[str]]:
         return
     for name in found.whole[0].views:
         views = found.view(name)
-        figures = [figure(found, name, attack) for attack in ATTACKS]
-        below = [text(average([view.floors[floor].psnr for view in views])) for floor in FLOORS]
-        ssim = text(average([view.best.ssim for view in views]), ".2f")
-        records, known = str(views[0].records), f"{times_known(found, name)}/{len(views)}"
-        yield [name, records, *(text(one) for one in figures), *below, ssim, known]
+        near = [spread([view.attacks[attack].psnr for view in views if attack in view.attacks]) for attack in ATTACKS]
+        near += [spread([view.floors[floor].psnr for view in views]) for floor in FLOORS]
+        ssim = text(spread([view.best.ssim for view in views]), ".2f")
+        known = f"{times_known(found, name)}/{len(views)}"
+        yield [name, str(views[0].records), known, *map(text, near), ssim]
+
+
+def spread(values: Sequence[float]) -> Estimate | None:
+    """The median, and the least and the largest value: an attack finds a record up to rounding, or not at all."""
+    return Estimate(statistics.median(values), min(values), max(values)) if values else None
 
 
 def times_known(found: Curious, name: str) -> int:
     """The rounds in which a view gives a record away to one of the attacks."""
     return sum(view.best.psnr - view.floors[FLOORS[0]].psnr >= RECOGNISED for view in found.view(name))
-
-
-def figure(found: Curious, view: str, attack: str) -> Estimate | None:
-    """The mean PSNR of an attack on a view; None where it does not apply."""
-    views = found.view(view)
-    return average([one.attacks[attack].psnr for one in views]) if attack in views[0].attacks else None
 
 
 def verdict(found: Curious) -> str:
