@@ -22,6 +22,8 @@ from fedveil.federation import Federation
 from fedveil.federation.shards import generator
 from fedveil.models import mlp
 from fedveil.report import NOTHING
+from fedveil.runs.build import load_data
+from fedveil.runs.folder import resumed, train
 from fedveil.scheme import Entropy
 from fedveil.studies.attack import Asked
 from fedveil.studies.audit import run as audit
@@ -176,6 +178,15 @@ def test_the_study_has_a_row_per_view_pictures_and_a_verdict(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png") == 2 * 2 * (1 + len(views) + 1)
     json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
+    config = config_of(data="digits", train_size=200, clients=2, epochs=1, defence="plain")
+    train(config, tmp_path)
+    data, model = images_and_model(config, tmp_path)
+    kept = resumed(config, tmp_path, load_data(config)).model
+    assert torch.equal(model(data.test.tensor), kept(data.test.tensor.flatten(1)))
+    assert not torch.equal(model(data.test.tensor), images_and_model(config, None)[1](data.test.tensor))
 
 
 def test_a_convolution_leaves_the_search(tmp_path):
