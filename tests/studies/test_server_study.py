@@ -216,7 +216,8 @@ def test_words_follow_the_figures():
     assert verdict(Curious([one, two])) == (
         "a curious server rebuilds a record from: single update (2 of 2 rounds). It rebuilds none from: sum of 2."
     )
-    assert verdict(Curious([planted((SINGLE, 1, 20.0, 12.0))])) == "a curious server rebuilds no record."
+    weak = verdict(Curious([planted((SINGLE, 1, 20.0, 12.0))]))
+    assert weak.startswith("a curious server rebuilds no record by these attacks, not even from a single update")
     pictures = gallery("", Curious([one, two]))
     assert [label for label, _ in pictures.rows] == ["victim's record", SINGLE, sum_of(2), "its nearest record"]
     broken = Curious([one, Failed("it broke")])

@@ -23,6 +23,7 @@ NOTE = (
     "layer: the record that fits all rows of a dense first layer's gradient. Rows that agree: the record that two of "
     "these rows show."
 )
+WEAK = "not even from a single update: they are too weak here to tell whether sums hide anything."
 PICTURES = (
     "By the attack that comes nearest. Below each picture its PSNR in dB. Of a sum, the image that comes nearest to a "
     "record in it, above that record."
@@ -80,7 +81,7 @@ def verdict(found: Curious) -> str:
     given = [f"{name} ({times} of {len(found.whole)} rounds)" for name, times in known.items() if times]
     kept = [name for name, times in known.items() if not times]
     if not given:
-        return "a curious server rebuilds no record."
+        return "a curious server rebuilds no record by these attacks, " + WEAK
     none = f" It rebuilds none from: {'; '.join(kept)}." if kept else ""
     return f"a curious server rebuilds a record from: {'; '.join(given)}.{none}"
 
