@@ -33,7 +33,7 @@ from fedveil.studies.pictures import encoded, shape_of
 from fedveil.studies.study import Shown
 
 OWN = 64  # held-out records of the server's, which show it the usual outputs of the model
-SEARCHED = 16  # records in a view at most for a search, whose time grows with them and which finds little in more
+SEARCHED = 16  # records in a view at most for a search, whose time grows with them
 DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
     "first layer": record_from_gradient,
     "rows that agree": record_from_agreeing_rows,
