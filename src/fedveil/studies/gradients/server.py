@@ -82,9 +82,9 @@ def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]
     if config.data.name == "digits" and config.model.name == "mlp":  # loaded as rows of 64 numbers
         data, model = load_data(config.changed(model="lenet")), nn.Sequential(nn.Flatten(), model)
     if data.scale is None or data.train.tensor.dim() != 4:
-        raise DoesNotApply("curious server", "the records are no images")
+        raise DoesNotApply(config.data.name, "the records are no images")
     if not data.classes:
-        raise DoesNotApply("curious server", "the records have no classes")
+        raise DoesNotApply(config.data.name, "the records have no classes")
     return data, model
 
 
