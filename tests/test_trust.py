@@ -112,7 +112,8 @@ def test_naming_the_code_on_the_command_line_is_asking_for_it(sprung, run, tmp_p
     assert main(words) == 0, capsys.readouterr().err
     assert sprung()
     assert main([*words, "--resume"]) == 0, capsys.readouterr().err
-    folder, flags = tmp_path / "out", ["--workers", "1", "--trials", "1", "--shadows", "0", "--no-network"]
+    folder = tmp_path / "out"
+    flags = ["--workers", "1", "--trials", "1", "--shadows", "0", "--no-network", "--no-server"]
     assert main(["audit", str(folder), *flags]) == 2
     assert main(["audit", str(folder), *flags, "--model", "os:abort"]) == 2
     assert "the run here has model = 'trap:model', not 'os:abort'" in capsys.readouterr().err

@@ -11,17 +11,18 @@ from fedveil.attacks.first_layer import (
     first_linear,
     joined,
     paired_rows,
+    record_from_agreeing_rows,
     record_from_gradient,
     record_under_a_veil,
     with_one,
 )
-from fedveil.attacks.leaks import from_difference, received
+from fedveil.attacks.leaks import Leak, from_difference, received
 from fedveil.attacks.observed import DoesNotApply
 from fedveil.data import load
 from fedveil.defences import PPDL, Plain, Veil
 from fedveil.federation import Federation
 from fedveil.models import cnn, mlp
-from fedveil.scheme import Entropy
+from fedveil.scheme import Entropy, SquaredError
 from fedveil.studies.audit.rebuild import quality, rebuild
 from fedveil.studies.victim import observe
 
@@ -106,3 +107,27 @@ def test_every_defence_has_its_figures_and_a_floor():
         found = rebuild(lambda share, what: None, config_of(data="digits", defence=defence), DATA, 2).psnr
         assert set(found) == {"as published", "floor", *attackers}
         assert all(figures.low <= figures.value <= figures.high for figures in found.values())
+
+
+def mixed_gradient(deltas, records):
+    """The gradient of a first layer whose unit i gets delta_ik from record k."""
+    rows = deltas.double() @ with_one(records)
+    gradients = {"0.weight": rows[:, :-1].float(), "0.bias": rows[:, -1].float()}
+    return Leak(mlp(records.shape[1], 10), gradients, SquaredError())
+
+
+def test_rows_that_agree_show_a_record_of_a_batch():
+    chance = torch.Generator().manual_seed(0)
+    records, deltas = RECORDS[:6], torch.randn(20, 6, generator=chance)
+    control = record_from_agreeing_rows(mixed_gradient(deltas, records), "0")
+    deltas[[4, 11], :3], deltas[[4, 11], 4:] = 0.0, 0.0  # two units that only record 3 moves
+    found = record_from_agreeing_rows(mixed_gradient(deltas, records), "0")
+    assert (found - records[3]).abs().max() <= 2 * torch.finfo(torch.float32).eps  # weight and bias round once each
+    assert min(float((control - one).abs().max()) for one in records) > 0.1
+
+
+def test_rows_without_a_gradient_do_not_agree():
+    deltas = torch.zeros(20, 6)
+    deltas[7] = 1.0
+    with pytest.raises(DoesNotApply, match="fewer than two units have a gradient"):
+        record_from_agreeing_rows(mixed_gradient(deltas, RECORDS[:6]), "0")

@@ -20,7 +20,7 @@ from fedveil.studies.membership.records import records_of
 from fedveil.studies.victim import observe
 
 FEDERATION = ["--data", "digits", "--train-size", "300", "--clients", "2"]
-SMALL = [*FEDERATION, "--epochs", "60", "--workers", "1", "--trials", "2"]
+SMALL = [*FEDERATION, "--epochs", "60", "--workers", "1", "--trials", "2", "--no-server"]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_the_page_and_the_verdict_tell_both(audited, capsys):
 def test_a_run_s_folder_is_audited_beside_an_undefended_one(tmp_path, capsys):
     run = tmp_path / "run"
     assert cli.main(["train", *FEDERATION, "--epochs", "20", "--defence", "veil", "--out", str(run)]) == 0
-    own = ["--trials", "2", "--workers", "1", "--shadows", "0", "--no-network"]
+    own = ["--trials", "2", "--workers", "1", "--shadows", "0", "--no-network", "--no-server"]
     assert cli.main(["audit", str(run), *own]) == 0
     printed = capsys.readouterr().out
     assert "undefended" in printed

@@ -147,7 +147,8 @@ SMALL = [
 
 def test_a_defence_of_one_s_own_is_audited_by_one_command(own, tmp_path, capsys):
     spec, out = "own_package.defences:Coarse", tmp_path / "out"
-    assert main(["audit", *SMALL, "--defence", spec, "--trials", "2", "--out", str(out)]) == 0, capsys.readouterr().err
+    words = ["audit", *SMALL, "--defence", spec, "--trials", "2", "--no-server", "--out", str(out)]
+    assert main(words) == 0, capsys.readouterr().err
     found = json.loads((out / "results.json").read_text())["results"]
     assert set(found) == {spec, "undefended"}
     assert set(found[spec]["attackers"]) == {"as published", *GENERIC}
@@ -163,7 +164,8 @@ def agreement(folder, defence, attacker):
 def test_the_example_looks_safe_to_published_attacks_and_falls_to_a_generic_one(example, tmp_path, capsys):
     spec, own = example["shifted"], ["outputs centred"]
     flags = ["--data", "digits", "--train-size", "300", "--clients", "2", "--epochs", "30", "--workers", "1"]
-    words = ["audit", *flags, "--defence", spec, "--settings", "size=1000.0", "--trials", "1", "--out", str(tmp_path)]
+    flags += ["--settings", "size=1000.0", "--trials", "1", "--no-server"]
+    words = ["audit", *flags, "--defence", spec, "--out", str(tmp_path)]
     assert main(words) == 0, capsys.readouterr().err
     printed, page = " ".join(capsys.readouterr().out.split()), (tmp_path / "report.html").read_text()
     assert agreement(tmp_path, spec, "as published")["high"] < 0.5  # one class or two, whatever the record

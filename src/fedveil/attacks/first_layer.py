@@ -46,6 +46,24 @@ def record_from_gradient(leak: Leak, path: str) -> Tensor:
     return (factor * both * gradient[:, :-1]).sum(0) / (factor**2 * both).sum(0).clamp_min(TINY)
 
 
+def record_from_agreeing_rows(leak: Leak, path: str) -> Tensor:
+    """One record from the gradient of several: the one that two units show alike.
+
+    Row i of the gradient is sum_k delta_ik (x_k, 1). Divided by its last number it is a mean of the records, with other
+    weights for every unit, unless a single record moves the unit (ReLU is 0 for all others): then it is that record.
+    So rows that agree show a record, and no truth is needed to tell. The two that agree best are taken.
+    """
+    gradient = joined({name: value.detach() for name, value in leak.gradients.items()}, path)
+    size, eps = gradient[:, -1].abs(), torch.finfo(leak.gradients[f"{path}.bias"].dtype).eps
+    moved = gradient[size > math.sqrt(eps) * size.max()]
+    if len(moved) < 2:
+        raise DoesNotApply("dense record", "fewer than two units have a gradient", "a wider first layer")
+    rows = moved[:, :-1] / moved[:, -1:]
+    apart = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(math.inf)
+    first, second = divmod(int(apart.argmin()), len(rows))
+    return (rows[first] + rows[second]) / 2
+
+
 def from_plain_difference(observed: Observed) -> Tensor:
     """As published: the difference of two broadcasts is taken for a gradient."""
     leak = from_difference(observed)

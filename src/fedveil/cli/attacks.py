@@ -22,6 +22,10 @@ ATTACKS = {
         "fedveil.studies.poisoning.run:POISONING",
         "what hostile clients do to the model, with and without limits on them",
     ),
+    "server": (
+        "fedveil.studies.gradients.server:SERVER",
+        "what a curious server learns from updates, from sums (secure aggregation) and from their differences",
+    ),
 }
 """Where each attack is, and its summary."""
 

@@ -58,6 +58,9 @@ def attacker_rows(name: str, found: Audited) -> Iterator[list[str]]:
         yield [name, attacker, why if why.startswith("failed: ") else f"does not apply: {why}"]
     for attacker, why in found.not_rebuilt.items():
         yield [name, attacker, f"rebuilds no records: {why}"]
+    if found.server:
+        why = found.server.failed
+        yield [name, "curious server", f"not run: {why}" if why else "rebuilds records from updates and sums"]
 
 
 def attacker_table(every: Audits) -> Table | None:

@@ -8,13 +8,15 @@ from fedveil.report import Interval, Intervals, Section, Table, Text
 from fedveil.studies.audit.attackers import attacker_table, member_table
 from fedveil.studies.audit.results import Audited, Audits
 from fedveil.studies.estimates import percent, text
+from fedveil.studies.gradients import server_page
+from fedveil.studies.gradients.results import Curious
+from fedveil.studies.gradients.server_page import RECOGNISED
 from fedveil.studies.jobs import Failed
 from fedveil.studies.tables import Presented, mark
 
 UNDEFENDED = "undefended"
 PROTECTS, HINDERS = 0.2, 0.8  # shares of the way from chance to no defence at all
 NOTHING_TO_FIND = 0.02  # what the undefended figure must be above a guess for there to be anything to find
-RECOGNISED = 10.0  # dB above a guess, a tenth of its squared error: such a record is known, and more says nothing
 HEADER = (
     *("defence", "attacker", "agreement, %", "membership AUC", "PSNR, dB"),
     *("membership by", "membership, %", "TPR at 1 % FPR, %", "accuracy, %", "ranking AUC"),
@@ -24,7 +26,7 @@ NOTE = (
     "records by the attack that did best on records that the attacker knows, never on the test: AUC, balanced "
     "accuracy, true positives at 1 % false positives, where 1,000 non-members stand for it; PSNR of one victim's "
     "record rebuilt from the broadcasts of a new network; for one output the AUC of the ranking, in the better "
-    "direction. Intervals: 95 %. Every attacker is a client that follows the protocol."
+    "direction. Intervals: 95 %. Every attacker here is a client that follows the protocol."
 )
 LIMITS = (
     "An audit shows what these attackers reach. It is no proof that no better one exists: only differential privacy "
@@ -33,6 +35,7 @@ LIMITS = (
     "Without a gap between training and test quality there is nothing for a membership attack to find, with or without "
     "a defence; the gap is printed for that reason.",
 )
+SERVER_SEES = "A veil changes nothing here: the server removes it."
 Measure = tuple[str, str, str, str]  # what, how far an attacker gets, title and label of the chart
 MEASURES: Mapping[str, Measure] = {
     "agreement": ("the model", "agrees with the server's model on {}", "Agreement with the true model", "agreement"),
@@ -175,6 +178,13 @@ def chart(name: str, results: Audits, plain: Audited) -> Section | None:
     return Intervals(title, label, rows, {"chance": round(chance_of(plain, name), 3), UNDEFENDED: round(top[1], 3)})
 
 
+def server_sections(found: Curious) -> list[Section]:
+    """What a curious server learns: a table, and pictures."""
+    table = Table("Curious server", server_page.HEADER[1:], list(server_page.rows_of(found)), server_page.NOTE)
+    pictures = server_page.gallery("What the server sees", found)
+    return [table, pictures] if pictures else []
+
+
 def presented(every: Audits) -> tuple[list[Section], Presented]:
     """The verdict; the table and the sections after it."""
     results = {name: found for name, found in every.items() if name != UNDEFENDED}
@@ -185,8 +195,11 @@ def presented(every: Audits) -> tuple[list[Section], Presented]:
     if isinstance(plain, Audited):
         rows.append(chance_row(plain))
         said = [verdict(name, found, plain) for name, found in results.items()]
-        first = [glance(results, plain), Text("Verdict in words", said)]
         charts = [chart(name, results, plain) for name in MEASURES]
+        if plain.server and plain.server.whole:
+            said.append(f"server: {server_page.verdict(plain.server)} {SERVER_SEES}")
+            charts += server_sections(plain.server)
+        first = [glance(results, plain), Text("Verdict in words", said)]
     gaps = [
         f"{name}: {one.metric} {one.train:.3f} on members, {one.test:.3f} on others, gap {one.gap:.3f}"
         for name, one in results.items()

@@ -14,7 +14,7 @@ from fedveil.federation.shards import generator
 from fedveil.runs.build import build_model
 from fedveil.runs.config import Config
 from fedveil.studies.estimates import Estimate, average
-from fedveil.studies.gradients.run import plain_sgd, two_clients
+from fedveil.studies.gradients.run import few_clients, plain_sgd
 from fedveil.studies.jobs import Progress
 from fedveil.studies.victim import observe
 
@@ -39,7 +39,7 @@ def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Obs
     order = torch.randperm(len(data.train.targets), generator=generator("rebuild", seed, number))
     mine, victim = (order[:OWN_BATCH], order[-SHARD:]) if whole else (order[: len(order) // 2], order[-1:])
     config, parts = config.changed(seed=seed + number), [data.train.take(rows) for rows in (mine, victim)]
-    federation = two_clients(config, build_model(config, data), parts, plain_sgd(RATE), OWN_BATCH, whole_shard=whole)
+    federation = few_clients(config, build_model(config, data), parts, plain_sgd(RATE), OWN_BATCH, whole_shard=whole)
     return observe(federation, rounds), data.train.tensor[victim]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedveil.attacks.scores import Estimate
+from fedveil.studies.gradients.results import Curious
 from fedveil.studies.jobs import Failed, Result
 from fedveil.studies.victim import Quality
 
@@ -79,6 +80,7 @@ class Audited(Quality, Result):
         rebuilt: PSNR in dB of rebuilt records by attacker, and of the floor: the mean of the attacker's own records.
         inapplicable: attackers of the model that do not apply, and why.
         not_rebuilt: attackers that rebuild no record, and why.
+        server: what a curious server learns; of the undefended federation only, and if it was asked for.
     """
 
     defence: str
@@ -89,6 +91,7 @@ class Audited(Quality, Result):
     rebuilt: dict[str, Estimate]
     inapplicable: dict[str, str] = field(default_factory=dict)
     not_rebuilt: dict[str, str] = field(default_factory=dict)
+    server: Curious | None = None
 
     @property
     def ranks(self) -> bool:

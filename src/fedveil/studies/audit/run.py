@@ -1,7 +1,7 @@
 """`fedveil audit`: what a participant learns under each defence, by published and by adaptive attackers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,8 @@ from fedveil.studies.audit.page import UNDEFENDED
 from fedveil.studies.audit.rebuild import rebuild
 from fedveil.studies.audit.results import Audited, Figures, Members
 from fedveil.studies.estimates import over_broadcasts
+from fedveil.studies.gradients import server
+from fedveil.studies.gradients.results import Curious, ServerRound
 from fedveil.studies.jobs import Done, Job, Progress, Result
 from fedveil.studies.membership.attacks import ByShadows
 from fedveil.studies.membership.records import records_of, shadow_jobs
@@ -35,6 +37,10 @@ class Options:
     network: bool = option(True, "membership by white-box networks too")
     shadows: int = option(2, "federations that the attacker trains itself for RMIA, in pairs; 0 for none")
     lira: bool = option(False, "LiRA too; 16 shadows or more give it a chance")
+    server: bool = option(True, "a curious server too, where records are images")
+
+
+CURIOUS = server.Options(steps=400, restarts=1)  # half a minute on two cores, for a small network
 
 
 def view_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> Figures:
@@ -158,6 +164,23 @@ class AuditStudy(AttackStudy[Options, Audited]):
         work = Audit(asked.under("plain"), asked.options, folder / "plain" / "run", folder)
         after = next(iter(found.values())).after
         return {**found, UNDEFENDED: Job(f"{asked.label}{UNDEFENDED}", work, Audited, after=after)}
+
+    def server_rounds(self, asked: Asked[Options]) -> list[Job[ServerRound]]:
+        """Rounds of an undefended federation, as its server sees them; under a veil it sees the same up to rounding."""
+        plain = Asked(asked.under("plain"), ("plain",), CURIOUS, label=asked.label)
+        return server.SERVER.rounds(plain, "plain") if asked.options.server else []
+
+    def jobs(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
+        """Those of every defence, and of the curious server."""
+        return [*super().jobs(asked, folder), *self.server_rounds(asked)]
+
+    def collect(self, asked: Asked[Options], folder: Path, done: Done) -> Results[Audited]:
+        """By defence; what the curious server learns is with the undefended federation."""
+        found, name = super().collect(asked, folder, done), "plain" if "plain" in asked.defences else UNDEFENDED
+        plain, rounds = found[name], self.server_rounds(asked)
+        if rounds and isinstance(plain, Audited):
+            found[name] = replace(plain, server=Curious([done[job] for job in rounds]))
+        return found
 
     def present(self, asked: Asked[Options], results: Results[Audited]) -> Shown:
         """The verdict first, then the table, pictures and how to read them."""

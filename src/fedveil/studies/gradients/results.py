@@ -69,3 +69,81 @@ class Gradients(Result):
         own = [part for name, part in self.parts.items() if name.startswith(f"batch{size}-")]
         broken = [part.failed for part in own if isinstance(part, Failed)]
         return [part for part in own if isinstance(part, Batch)], broken[0] if broken else ""
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """Of the images that an attack gave, the one that comes nearest to a record in the view.
+
+    Attributes:
+        psnr, ssim: of the two.
+        record: that record's place among those of the round.
+        picture: the image, encoded.
+    """
+
+    psnr: float
+    ssim: float
+    record: int
+    picture: str
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """What a curious server makes of one gradient.
+
+    Attributes:
+        records: how many are in it.
+        attacks: by name; those that do not apply are left out.
+        floors: guesses that need no gradient, as many as there are records.
+    """
+
+    records: int
+    attacks: dict[str, Nearest]
+    floors: dict[str, Nearest]
+
+    @property
+    def best(self) -> Nearest:
+        """Of the attack that comes nearest."""
+        return max(self.attacks.values(), key=lambda one: one.psnr)
+
+
+@dataclass(frozen=True)
+class ServerRound(Result):
+    """One round of a new federation, as the server sees it.
+
+    Attributes:
+        rows: the clients' records, by their places in the training data; the victim's are the first.
+        search: how was searched.
+        views: by name.
+        originals: the records, encoded.
+        shape: channels, height, width.
+        seconds: of CPU time.
+    """
+
+    rows: list[int]
+    search: Search
+    views: dict[str, ServerView]
+    originals: list[str]
+    shape: tuple[int, int, int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Curious(Result):
+    """All rounds under one defence."""
+
+    rounds: list[ServerRound | Failed]
+
+    @property
+    def failed(self) -> str:
+        """Why one of the rounds failed, if one did."""
+        return next((one.failed for one in self.rounds if isinstance(one, Failed)), "")
+
+    @property
+    def whole(self) -> list[ServerRound]:
+        """The rounds, unless one failed."""
+        return [] if self.failed else [one for one in self.rounds if isinstance(one, ServerRound)]
+
+    def view(self, name: str) -> list[ServerView]:
+        """One view of every round."""
+        return [one.views[name] for one in self.whole]

@@ -47,15 +47,30 @@ SEARCHES = {"cosine": (800, 2), "idlg": (150, 4), "dlg": (150, 4)}
 
 
 @dataclass(frozen=True)
-class Options:
-    """The attack's own flags."""
+class SearchOptions:
+    """Flags of a search."""
 
-    images: int = option(8, "images of the victim; each batch size takes as many of them as fill whole batches")
-    victim_batch: str = option("1,4,8", "records in the victim's batch, several sizes with commas between them")
     method: str | None = option(None, "dlg, idlg or cosine; by default cosine if the network has a ReLU, else idlg")
     steps: int | None = option(None, "steps of a search; by default 800 for cosine, 150 for the others")
     restarts: int | None = option(None, "restarts of a search; by default 2 for cosine, 4 for the others")
     smooth: float = option(1e-2, "weight of the total variation (cosine)")
+
+    def search(self, model: nn.Module) -> Search:
+        """The method that suits a network, with what was asked for in place of its defaults."""
+        kinked = any(isinstance(module, nn.ReLU) for module in model.modules())
+        method = self.method or ("cosine" if kinked else "idlg")
+        if method not in METHODS:
+            raise BadArgument("--method", f"there is no method {method!r}", " or ".join(METHODS))
+        steps, restarts = SEARCHES[method]
+        return Search(method, self.steps or steps, self.restarts or restarts, smooth=self.smooth)
+
+
+@dataclass(frozen=True)
+class Options(SearchOptions):
+    """The attack's own flags."""
+
+    images: int = option(8, "images of the victim; each batch size takes as many of them as fill whole batches")
+    victim_batch: str = option("1,4,8", "records in the victim's batch, several sizes with commas between them")
 
     def batches(self) -> list[int]:
         """The victim's batch sizes."""
@@ -67,15 +82,6 @@ class Options:
             what = f"batches of {self.victim_batch!r} from {self.images} images"
             raise BadArgument("--victim-batch", what, "different sizes such as 1,4,8, none above --images")
         return sizes
-
-    def search(self, model: nn.Module) -> Search:
-        """The method that suits a network, with what was asked for in place of its defaults."""
-        kinked = any(isinstance(module, nn.ReLU) for module in model.modules())
-        method = self.method or ("cosine" if kinked else "idlg")
-        if method not in METHODS:
-            raise BadArgument("--method", f"there is no method {method!r}", " or ".join(METHODS))
-        steps, restarts = SEARCHES[method]
-        return Search(method, self.steps or steps, self.restarts or restarts, smooth=self.smooth)
 
 
 def check(config: Config, options: Options, data: Data, run: Path | None) -> None:
@@ -122,7 +128,7 @@ class AttackBatch:
         if self.run and is_run(self.run):
             model.load_state_dict(resumed(config, self.run, data).model.state_dict())
             optimizer = plain_sgd(config.training.lr)
-        federation = two_clients(config, model, (own, victim), optimizer, max(first, size))
+        federation = few_clients(config, model, (own, victim), optimizer, max(first, size))
         leaks, observed = leaks_of(federation)
         search = self.options.search(federation.model)
         true = data.pixels(victim.tensor.to(federation.device))
@@ -133,27 +139,36 @@ class AttackBatch:
                 progress((number + part) / len(leaks), view)
 
             started = time.process_time()
-            found = self.reconstruct(leak, search, data, observed.inputs, share)
+            chance = generator("gradients", seed, size, self.group)
+            found = searched(leak, search, data, observed.inputs, size, chance, share)
             views[view] = judged(found, data, true, victim.targets.tolist(), started)
         below = floors(data, rows, true, generator("floors", seed, size, self.group))
         originals = [encoded(image) for image in true]
         return Batch(size, rows.tolist(), search, views, below, originals, shape_of(true[0]))
 
-    def reconstruct(self, leak: Leak, search: Search, data: Data, own: Tensor, progress: Share) -> Reconstruction:
-        """The search from one leak; labels by rule for the methods that want them, pixels between black and white."""
-        labels = None
-        if search.method != "dlg":
-            guessed = [single_label(leak)] if self.size == 1 else batch_labels(leak, self.size, own)
-            labels = torch.tensor(guessed, device=own.device)
-        shape, chance = (
-            (self.size, *own.shape[1:]),
-            generator("gradients", self.config.training.seed, self.size, self.group),
-        )
-        black, white = (data.scaled(own.new_full((1, own.shape[1], 1, 1), pixel))[0] for pixel in (0, 1))
-        box = black, white
-        return reconstruct(
-            leak, shape, search, classes=data.outputs, generator=chance, labels=labels, box=box, progress=progress
-        )
+
+def searched(
+    leak: Leak, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: Share
+) -> Reconstruction:
+    """The search from one leak; labels by rule for the methods that want them, pixels between black and white.
+
+    `own` are records of the attacker's, which show it the usual outputs of the model.
+    """
+    labels = None
+    if search.method != "dlg":
+        guessed = [single_label(leak)] if size == 1 else batch_labels(leak, size, own)
+        labels = torch.tensor(guessed, device=own.device)
+    black, white = (data.scaled(own.new_full((1, own.shape[1], 1, 1), pixel))[0] for pixel in (0, 1))
+    return reconstruct(
+        leak,
+        (size, *own.shape[1:]),
+        search,
+        classes=data.outputs,
+        generator=chance,
+        labels=labels,
+        box=(black, white),
+        progress=progress,
+    )
 
 
 def judged(found: Reconstruction, data: Data, true: Tensor, labels: Sequence[int], started: float) -> View:
@@ -175,7 +190,7 @@ def plain_sgd(lr: float) -> MakeOptimizer:
     return lambda parameters: torch.optim.SGD(parameters, lr)
 
 
-def two_clients(
+def few_clients(
     config: Config,
     model: nn.Module,
     parts: Sequence[Part],
@@ -184,7 +199,7 @@ def two_clients(
     *,
     whole_shard: bool = False,
 ) -> Federation:
-    """The attacker with its records, the victim with its own, and a server."""
+    """Clients with these records, and a server."""
     return Federation(
         on_device(model, config.training.device),
         [(part.tensor, part.targets) for part in parts],
@@ -233,19 +248,27 @@ def shared_labels(found: Sequence[int], true: Sequence[int]) -> int:
     return sum(min(found.count(label), true.count(label)) for label in set(true))
 
 
-def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> dict[str, Figures]:
-    """What needs no gradient: the mean image of the data set, and for each image another one of its class."""
-    mean = data.pixels(data.train.tensor.mean(0, keepdim=True)).to(true).expand_as(true)
+def guesses(data: Data, rows: Tensor, chance: torch.Generator, taken: Tensor | None = None) -> dict[str, Tensor]:
+    """Pixels that need no gradient: the mean image of the data set, and for each of the rows another of its class.
+
+    Where a guess is compared with several records, none of those may be guessed: they are `taken`.
+    """
     others = []
     for row in rows.tolist():
         same = (data.train.targets == data.train.targets[row]).nonzero()[:, 0]
-        same = same[same != row]
+        same = same[~torch.isin(same, torch.tensor(row) if taken is None else taken)]
         if not len(same):
-            what = f"class {int(data.train.targets[row])} has one record"
+            what = f"class {int(data.train.targets[row])} has no other record"
             raise BadArgument(data.name, what, "a larger --train-size")
         others.append(int(same[torch.randint(len(same), (), generator=chance)]))
-    another = data.pixels(data.train.tensor[others]).to(true)
-    return {"mean image": figures(mean, true), "another of its class": figures(another, true)}
+    images = {"mean image": data.train.tensor.mean(0, keepdim=True), "another of its class": data.train.tensor[others]}
+    return {name: data.pixels(inputs) for name, inputs in images.items()}
+
+
+def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> dict[str, Figures]:
+    """How near guesses come to the images of the rows."""
+    found = guesses(data, rows, chance)
+    return {name: figures(images.to(true).expand_as(true), true) for name, images in found.items()}
 
 
 class GradientStudy(OnDefences[Options, Gradients]):
