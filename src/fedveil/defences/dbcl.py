@@ -149,6 +149,8 @@ class DBCL(Plain):
         seed: repeatable sketches, for tests; otherwise the operating system seeds every broadcast anew.
     """
 
+    linear = False
+
     def __init__(
         self,
         q: int = 2,

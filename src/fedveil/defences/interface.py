@@ -38,6 +38,7 @@ class ServerSide(Protocol):
 
     name: str  # as it is printed
     fuses: bool = True  # the batches of several clients may go through one `client_step` as if they were one client's
+    linear: bool = False  # the weighted mean of updates may stand for all of them; then `Linear` is there too
     durable: bool = False  # a round must be on disk before the next broadcast, for privacy accounting
 
     @property
@@ -104,6 +105,22 @@ class ClientSide(Protocol):
     def restore_client(self, client: int, state: Mapping[str, Any]) -> None:
         """Go on from `client_state`."""
         return
+
+
+class Linear(Protocol):
+    """What secure aggregation asks of a defence that is `linear`: how large the numbers of the next round will be."""
+
+    @abstractmethod
+    def expect(self, update: Any, last: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
+        """Of a mean update, what the next will be like, whatever its noise; `last` is what this returned before."""
+
+    @abstractmethod
+    def sizes(self, broadcast: Any, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
+        """The largest number of each row of an update under this broadcast, by the name under which it travels."""
+
+    @abstractmethod
+    def rounding(self, each: Mapping[str, Sequence[float]]) -> float:
+        """The norm in the gradient of an error of so much in every number of every row of the mean update."""
 
 
 @runtime_checkable

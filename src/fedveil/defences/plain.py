@@ -15,6 +15,7 @@ from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Loss, SquaredError
 from fedveil.scheme.losses import per_sample
 from fedveil.scheme.outputs import head_axis, outputs_of, slope
+from fedveil.scheme.passes import remembered
 from fedveil.wire import Packed, Tensors, Values, checked, those_under, under
 
 
@@ -37,6 +38,7 @@ class Plain(Defence):
             noise of one unit in the last place, to show what floating point alone does to a run.
     """
 
+    linear = True
     _seed: int | None = None  # of what should be secret, in the defences that derive from this
 
     def __init__(self, rounding: int | None = None) -> None:
@@ -45,12 +47,14 @@ class Plain(Defence):
         self._loss: Loss = SquaredError()
         self._axis: int | None = None
         self._bytes: dict[str, float] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Remember the loss, where classes are, and how much travels."""
         self._loss, self._axis = loss, head_axis(model)
         trainable, buffers = tensors_of(model)
         up = size_of([*trainable.values(), *buffers.values()])
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in trainable.items()}
         self._bytes = {"bytes_down": size_of([*model.parameters(), *buffers.values()]), "bytes_up": up}
 
     prepare_client = prepare
@@ -82,6 +86,20 @@ class Plain(Defence):
             summed = {name: total.gradients[name] + g for name, g in update.gradients.items()}
             update = replace(update, gradients=summed)
         return broadcast, update
+
+    def expect(self, update: PlainUpdate, last: Mapping[str, Tensor] | None = None) -> Tensors:
+        """The gradients, each as one row."""
+        rows = {name: gradient.unsqueeze(0) for name, gradient in update.gradients.items()}
+        return {name: remembered(own, last[name] if last else None) for name, own in rows.items()}
+
+    def sizes(self, broadcast: nn.Module, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
+        """As large as the last gradients, and as the buffers are."""
+        return largest(under("gradient", dict(expected)) | under("buffer", dict(broadcast.named_buffers())))
+
+    def rounding(self, each: Mapping[str, Sequence[float]]) -> float:
+        """Every number has it once."""
+        sizes = [own * math.sqrt(math.prod(self._shapes[name])) for name, (own,) in gradients_under(each).items()]
+        return math.hypot(*sizes)
 
     def aggregate(self, updates: Sequence[PlainUpdate], weights: Sequence[float]) -> Aggregate:
         """sum_k |D_k| / |D| times client k's gradients and floating buffers."""
@@ -152,6 +170,16 @@ def _mean(dicts: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> dic
         else:
             mean[name] = torch.stack(tensors).amax(0)
     return mean
+
+
+def largest(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """The largest magnitude in each tensor, as its only row."""
+    return {name: [float(tensor.abs().max()) if tensor.numel() else 0.0] for name, tensor in tensors.items()}
+
+
+def gradients_under(rows: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+    """Those of gradients, by parameter name."""
+    return {name.removeprefix("gradient/"): own for name, own in rows.items() if name.startswith("gradient/")}
 
 
 def check_tensors(position: int, what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
@@ -231,6 +259,10 @@ class PlainMessages:
         check_tensors(position, "gradient", update.gradients, self.wanted(defence, model))
         check_tensors(position, "buffer", update.buffers, dict(model.named_buffers()))
         return update
+
+    def blank(self, defence: Any, model: nn.Module) -> Packed:
+        """Server: an update of this round without its numbers, as it would travel."""
+        return {}, under("gradient", self.wanted(defence, model)) | under("buffer", dict(model.named_buffers()))
 
     def wanted(self, defence: Any, model: nn.Module) -> Tensors:
         """Tensors like the gradients that an update must hold."""

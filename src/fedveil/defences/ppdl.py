@@ -82,6 +82,7 @@ class PPDL(Plain):
         seed: makes the noise repeatable, for tests. Otherwise it comes from the operating system.
     """
 
+    linear = False
     fuses = False
 
     def __init__(

@@ -78,6 +78,7 @@ class SPN(Plain):
         seed: for tests: whoever knows it knows every client's secrets. By default the operating system draws them.
     """
 
+    linear = False
     fuses = False  # every client has its own head
 
     def __init__(

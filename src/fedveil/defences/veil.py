@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedveil.defences.interface import Aggregate, Defence, Samples, one_by_one
-from fedveil.defences.plain import PlainMessages, check_names, check_tensors
+from fedveil.defences.plain import PlainMessages, check_names, check_tensors, largest
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph import Plan, analyse
 from fedveil.graph.inputs import Inputs
@@ -26,9 +26,10 @@ from fedveil.scheme import (
     perturb,
     recover,
 )
-from fedveil.scheme.recover import check_update, refuse_non_finite
+from fedveil.scheme.passes import lifted_rounding, pass_sizes, without_noise
+from fedveil.scheme.recover import blank_update, check_update, refuse_non_finite
 from fedveil.scheme.secret import Kept, check_decoys
-from fedveil.wire import Packed, Tensors, Values
+from fedveil.wire import Packed, Tensors, Values, under
 
 
 class Veil(Defence):
@@ -49,6 +50,7 @@ class Veil(Defence):
     """
 
     name = "veil"
+    linear = True
 
     def __init__(
         self,
@@ -142,6 +144,21 @@ class Veil(Defence):
         """Go on with new noise: what was kept is in no checkpoint, and noise of this process is dropped."""
         self._secret, self._kept, self.draws = None, None, int(state.get("draws", 0))
 
+    def expect(self, update: Update, last: Mapping[str, Tensor] | None = None) -> Tensors:
+        """Each pass, without its noise."""
+        return without_noise(self._opened(), update, last)
+
+    def sizes(self, broadcast: Broadcast, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
+        """As large as the last passes under the new noise, and as the veiled buffers are."""
+        passes = pass_sizes(self._opened(), expected, self.multiplicative)
+        return {f"passes/{name}": own for name, own in passes.items()} | largest(under("buffer", broadcast.buffers))
+
+    def rounding(self, each: Mapping[str, Sequence[float]]) -> float:
+        """Every pass has it, times its coefficient and its factors."""
+        start = "passes/"
+        passes = {name.removeprefix(start): own for name, own in each.items() if name.startswith(start)}
+        return lifted_rounding(self._opened(), passes)
+
     def aggregate(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
         """Lift the noise from the weighted sum, and forget the secret."""
         result = self._lifted(updates, weights)
@@ -189,6 +206,10 @@ class VeilMessages(PlainMessages):
     def pack_update(self, defence: Veil, update: Update) -> Packed:
         """See `Update.pack`."""
         return update.pack()
+
+    def blank(self, defence: Veil, model: nn.Module) -> Packed:
+        """An `Update` of this round, of one record."""
+        return blank_update(defence._opened()).pack()
 
     def unpack_update(self, defence: Veil, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Update:
         """What `recover` asks of an update, and that counters have their shape."""

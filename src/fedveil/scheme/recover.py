@@ -64,7 +64,7 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
         BadArgument: weights or a secret that cannot be used.
         UpdateRefused: an update of another round or model, incomplete, misshapen or not finite; the message says which.
     """
-    undo, layout = _undo(secret), secret.plan.layout
+    undo, layout = undo_of(secret), secret.plan.layout
     if not isinstance(updates, list | tuple):
         raise BadArgument("recover", f"updates are {type(updates).__name__}", "a list with one update per client")
     wanted = _wanted(secret)
@@ -84,7 +84,8 @@ def recover(secret: Secret, updates: Sequence[Update], weights: Sequence[float] 
     return Recovered(gradients, buffers, sums.error(), len(undo.coefficients))
 
 
-def _undo(secret: Secret) -> Undo:
+def undo_of(secret: Secret) -> Undo:
+    """What removes the noise of a broadcast."""
     if not isinstance(secret, Secret):
         raise BadArgument("recover", f"the secret is {type(secret).__name__}", "draw_secret(plan)")
     if secret._undo is None:
@@ -96,12 +97,12 @@ def _lifted(
     secret: Secret, updates: Sequence[Update], shares: Sequence[float], passes: slice
 ) -> tuple[Tensors, "_Sums"]:
     """The gradients that some of the passes give, and the sizes of what was summed."""
-    undo, layout = _undo(secret), secret.plan.layout
+    undo, layout = undo_of(secret), secret.plan.layout
     cover = undo.cover
     coefficients = [1.0] * (passes.stop - passes.start) if secret.decoys else undo.coefficients[passes]
     sums = _Sums(coefficients, layout)
     gradients: Tensors = {}
-    pooled = _pooled(cover, layout.trainable)
+    pooled = pooled_of(cover, layout.trainable)
     if pooled:
         flat = _mean(pooled, updates, shares, passes)
         flat.mul_(cover.factors[: flat.shape[1]])
@@ -129,7 +130,7 @@ def _moderate(tensors: Tensors) -> bool:
 def _judge_passes(secret: Secret, updates: Sequence[Update], shares: Sequence[float]) -> None:
     """Refuse passes that are not finite, or overflow once the noise is removed; those for decoys as the true one."""
     refuse_non_finite(updates)
-    count = len(_undo(secret).coefficients)
+    count = len(undo_of(secret).coefficients)
     parts = [slice(number, number + 1) for number in range(count)] if secret.decoys else [slice(0, count)]
 
     def fits(some: Sequence[Update], weights: Sequence[float]) -> bool:
@@ -143,7 +144,7 @@ def _judge_passes(secret: Secret, updates: Sequence[Update], shares: Sequence[fl
 def _judge_buffers(secret: Secret, updates: Sequence[Update], shares: Sequence[float]) -> None:
     """Refuse buffers that are not finite, or overflow once the noise is removed, in any row."""
     refuse_non_finite(updates)
-    rows = range(len(_undo(secret).coefficients) if _has_rows(secret) else 1)
+    rows = range(len(undo_of(secret).coefficients) if _has_rows(secret) else 1)
 
     def fits(some: Sequence[Update], weights: Sequence[float]) -> bool:
         made = [_buffers(secret, [update.buffers for update in some], weights, row) for row in rows]
@@ -168,7 +169,7 @@ def _has_rows(secret: Secret) -> bool:
     return secret.plan.head is not None and secret.plan.head.tail == "repeated"
 
 
-def _pooled(cover: Cover, entries: Sequence[Entry]) -> tuple[Entry, ...]:
+def pooled_of(cover: Cover, entries: Sequence[Entry]) -> tuple[Entry, ...]:
     """Those entries that are in the pool, where they are neighbours."""
     wanted = {entry.name for entry in entries}
     return tuple(entry for entry in cover.plan.pool.entries if entry.name in wanted)
@@ -259,14 +260,14 @@ def _mean(entries: Sequence[Entry], updates: Sequence[Update], shares: Sequence[
 
 def _buffers(secret: Secret, clients: Sequence[Tensors], shares: Sequence[float], row: int) -> Tensors:
     """Buffers without their noise; of those with one row per candidate, one row."""
-    layout, cover = secret.plan.layout, _undo(secret).cover
+    layout, cover = secret.plan.layout, undo_of(secret).cover
     if _has_rows(secret):
         clients = [{name: t[row] if t.is_floating_point() else t for name, t in own.items()} for own in clients]
     out: Tensors = {name: torch.stack([own[name] for own in clients]).amax(0) for name in layout.counters}
     if not layout.buffers:
         return out
     weights = torch.tensor(shares, dtype=layout.dtype, device=layout.device)
-    pooled = _pooled(cover, layout.buffers)
+    pooled = pooled_of(cover, layout.buffers)
     if pooled:
         veiled = torch.stack([flatten(own, pooled) for own in clients])
         first = pooled[0].start
@@ -287,7 +288,7 @@ class _Wanted(NamedTuple):
 
 
 def _wanted(secret: Secret) -> _Wanted:
-    layout, undo = secret.plan.layout, _undo(secret)
+    layout, undo = secret.plan.layout, undo_of(secret)
     passes = (len(undo.coefficients),)
     rows = passes if _has_rows(secret) else ()
     return _Wanted(
@@ -296,9 +297,19 @@ def _wanted(secret: Secret) -> _Wanted:
     )
 
 
+def blank_update(secret: Secret) -> Update:
+    """An update of this round, of one record, whose tensors have no numbers."""
+    wanted = _wanted(secret)
+    passes, buffers = (
+        {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forms.items()}
+        for forms in (wanted.passes, wanted.buffers)
+    )
+    return Update(secret.round, secret.plan.layout.name, 1, passes, buffers)
+
+
 def check_update(secret: Secret, position: int, update: Update) -> None:
     """Refuse an update that cannot belong to this round."""
-    _undo(secret)
+    undo_of(secret)
     _check_update(secret, _wanted(secret), position, update)
 
 
