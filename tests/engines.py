@@ -6,13 +6,13 @@ from fedveil.federation.engine import fault
 from fedveil.federation.remote import ClientState, reply
 
 
-def member(build, data, client):
-    """A client that keeps its own state."""
+def member(build, data, client, party=None):
+    """A client that keeps its own state; `party` makes its part in secure aggregation."""
     state = ClientState()
 
     def answer(common, own):
         nonlocal state
-        found, state = reply(common, state, build(), data, client=client)
+        found, state = reply(common, state, build(), data, client=client, party=party, own=own)
         return found
 
     return answer

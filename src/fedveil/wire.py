@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -50,6 +51,28 @@ def from_bytes(data: bytes, kind: str, most: int | None = None) -> Packed:
         what = f"it is {found[0]!r} in format {found[1]!r}, not {kind!r} in {FORMAT}"
         raise BadArgument(kind, what, "install the same fedveil everywhere")
     return values, tensors
+
+
+def kind_of(data: bytes) -> str:
+    """The kind of a message, without reading the rest of it; "" if it is none."""
+    try:
+        size = int.from_bytes(data[:8], "little")
+        return str(json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["fedveil"])["kind"])
+    except Exception:  # whatever garbage makes of json
+        return ""
+
+
+def as_tensor(data: bytes) -> Tensor:
+    """Bytes as a tensor, to travel in a message."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def as_bytes(where: str, tensors: Mapping[str, Tensor], name: str) -> bytes:
+    """The inverse of `as_tensor`."""
+    tensor = tensors.get(name)
+    if tensor is None or tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        raise BadArgument(where, f"{name} must be bytes")
+    return tensor.numpy().tobytes()
 
 
 def checked(where: str, values: Mapping[str, Any], wanted: Mapping[str, Any]) -> Values:

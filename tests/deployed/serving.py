@@ -1,6 +1,7 @@
 """The server of the test app, whatever engine it runs on: it writes what the tests compare."""
 
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ DEFAULTS = {
     "work": 0.0,  # seconds that a client sleeps
     "late": 0.0,  # seconds that a client sleeps whose fault is "late"
     "capture": "",  # folder into which clients write what they were sent
+    "keys": "",  # folder of identities and roster, for secure aggregation
+    "tap": "",  # folder into which the server writes what it receives
 }
 """The configuration of the test app."""
 
@@ -55,6 +58,19 @@ def defence_of(config):
     return Leaky(config["secrets"]) if config["secrets"] else Veil(groups=3, additive=100.0)
 
 
+class Tapped:
+    """An engine whose answers are written to a folder."""
+
+    def __init__(self, engine, folder):
+        self.engine, self.folder, self.members, self.close = engine, folder, engine.members, engine.close
+
+    def ask(self, common, own, *, label, timeout):
+        for member, reply in self.engine.ask(common, own, label=label, timeout=timeout):
+            if isinstance(reply, bytes):
+                (self.folder / f"{label.replace(' ', '-')}-{member}-{time.monotonic_ns()}").write_bytes(reply)
+            yield member, reply
+
+
 def adam(parameters):
     return torch.optim.Adam(parameters, 1e-2)
 
@@ -75,7 +91,10 @@ def serve(make_server, config):
         patience=config["patience"],
         attempts=config["attempts"],
         pause=0.5,
+        **({"secure_aggregation": True} if config["keys"] else {}),
     )
+    if config["tap"]:
+        server.engine = Tapped(server.engine, Path(config["tap"]))
     if (out / "checkpoint.pt").exists():
         server.resume(out)
     started = server.round

@@ -56,7 +56,9 @@ class Round:
         packed = self.messages.pack(self.inner, self.defence.broadcast(self.model))
         options = {name: getattr(self.inner, name) for name in self.messages.settings}
         record = record_of(self.inner).name
-        self.ask = Ask("session", 0, "token", record, options, loss, find_loss(loss).settings(), True, 8, 0, *packed)
+        self.ask = Ask(
+            "session", 0, "token", record, options, loss, find_loss(loss).settings(), True, 8, 0, {}, *packed
+        )
         self.secret = vars(self.inner).get("_secret")
         ask = write(self.ask)  # each client unpacks its own
         self.honest = [answer(read(ask, Ask), built(build).float(), own, {}, client=0)[0] for own in data]

@@ -60,11 +60,12 @@ class Flare:
         quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
         return {**os.environ, **quiet, "PYTHONPATH": path, "PATH": f"{BIN}:{os.environ['PATH']}"}
 
-    def start(self, name, *command):
+    def start(self, name, *command, environment=None):
         with (self.home / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 list(map(str, command)),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=self.environment | (environment or {}),
                 cwd=self.home,
             )  # fmt: skip
         self.started.append(self.processes[name])
@@ -74,10 +75,10 @@ class Flare:
         self.start("localhost", self.kits / "localhost" / "startup" / "sub_start.sh", "--once")
         wait_until(lambda: listening(self.port), 60, "FLARE's server")
 
-    def start_client(self, part):
+    def start_client(self, part, **environment):
         name = f"site-{part + 1}"
         (self.kits / name / "daemon_pid.fl").unlink(missing_ok=True)
-        return self.start(name, self.kits / name / "startup" / "sub_start.sh", "--once")
+        return self.start(name, self.kits / name / "startup" / "sub_start.sh", "--once", environment=environment)
 
     def client_with_wrong_certificate(self, part):
         """A site of the same name whose kit another authority has signed."""
@@ -90,6 +91,13 @@ class Flare:
 
     def kill_server(self):
         self._kill("localhost")
+
+    def kill_work(self, part):
+        """The process that computes, which the site started for the job."""
+        ours = [pid for pid in self._of(f"site-{part + 1}") if "worker_process" in command(pid)]
+        assert ours, "no job runs on this site"
+        for pid in ours:
+            os.kill(pid, signal.SIGKILL)
 
     def run(self, out, *, wait=True, within=300.0, simulator=False, **config):
         """Submit the test app; waits for done.json, which it writes at its end."""
@@ -146,6 +154,13 @@ class Flare:
             [process.poll() for process in self.started]
             time.sleep(0.1)
         [process.wait(10) for process in self.started]
+
+
+def command(pid):
+    """Of a process; empty if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    return ""
 
 
 def naming(text):

@@ -51,6 +51,7 @@ class Private:
 
     name: str
     fuses = False
+    linear = False
     durable = True
 
     def __init__(
@@ -135,9 +136,7 @@ class Private:
         flat = [torch.cat([one.gradients[name].reshape(-1).double() for name in like]) for one in found]
         shorts = [shorten(own, self.clip, f"client {position}") for position, own in enumerate(flat)]
         total = torch.stack([short for short, _, _ in shorts]).sum(0)
-        if self.noise:
-            drawn = torch.from_numpy(self._entropy.normal(len(total))).to(total.device)
-            total = total + (self.noise * self.clip) * drawn
+        total = self._noisy(total)
         self._count(len(found))
         details = {key: sum(one.details.get(key, 0.0) for one in found) / len(found) for key in found[0].details}
         details["dp_clipped"] = sum(cut for _, _, cut in shorts) / len(found)
@@ -146,6 +145,21 @@ class Private:
         size = sum(size for _, size, _ in shorts)
         wrong = sum(one.error * size for one, (_, size, _) in zip(found, shorts, strict=True))
         return Aggregate(split(total / len(found), like), {}, wrong / size if size else 0.0, details)
+
+    def summed(self, mean: Aggregate, clients: int) -> Aggregate:
+        """The same of the mean of gradients that so many clients have clipped themselves, under secure aggregation."""
+        like = mean.gradients
+        total = clients * torch.cat([gradient.reshape(-1).double() for gradient in like.values()])
+        total = self._noisy(total)
+        self._count(clients)
+        spent = {"epsilon": self.epsilon()} if self.noise else {}
+        return Aggregate(split(total / clients, like), {}, mean.error, {**mean.details, **spent})
+
+    def _noisy(self, total: Tensor) -> Tensor:
+        if not self.noise:
+            return total
+        drawn = torch.from_numpy(self._entropy.normal(len(total))).to(total.device)
+        return total + (self.noise * self.clip) * drawn
 
     def each(self, updates: Sequence[Any]) -> list[Aggregate | UpdateRefused]:
         """Refused: single clients' gradients stay in here."""

@@ -11,18 +11,21 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import share
 from fedveil.defences import Aggregate, Defence, Samples
-from fedveil.errors import BadArgument, NonFiniteUpdate, TooFewAnswers
+from fedveil.errors import BadArgument, NonFiniteUpdate, OutOfRange, TooFewAnswers
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update, dense_targets
 from fedveil.federation.engine import Member
 from fedveil.federation.evaluate import rows_of
 from fedveil.federation.limits import Limits, aggregate
+from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
 from fedveil.federation.server import History, Optimizer, Record, Schedule, Seen, Server
 from fedveil.federation.shards import Batch, check_clients, gather
 from fedveil.files import make_folder, sweep
 from fedveil.scheme.losses import Function, Loss, couples_samples
+from fedveil.secagg import threshold
 
 __all__ = ["Federation", "History", "Record"]
+ATTEMPTS = 8  # of a round under secure aggregation
 
 
 @lru_cache(maxsize=16)
@@ -54,6 +57,8 @@ class Federation(Server):
         participation: share of the clients in a round.
         limits: bounds on each client, and how clients' gradients are combined: `fedveil.Limits`. By default clients are
             trusted, and their weighted mean is taken.
+        secure_aggregation: clients mask their updates, and the server sees sums only (docs/secure-aggregation.md). Here
+            all of them are in one process: to test, and to measure what it costs.
         fuse: let batches of clients that share a broadcast go through one pass where no module and no loss ties samples
             together; a model whose own code does so needs fuse=False.
         seed: of the order of records and the choice of clients.
@@ -72,6 +77,7 @@ class Federation(Server):
         whole_shard: bool = False,
         participation: float = 1.0,
         limits: Limits | None = None,
+        secure_aggregation: bool = False,
         fuse: bool = True,
         seed: int = 0,
     ) -> None:
@@ -83,11 +89,17 @@ class Federation(Server):
         norms = [module for module in model.modules() if isinstance(module, _NormBase)]
         tied = couples_samples(self.loss) or any(norm.training or norm.running_mean is None for norm in norms)
         self.fused = fuse and self.defence.fuses and not tied and not whole_shard and limits is None
+        self.fused = self.fused and not secure_aggregation
         taking_part = len(self.shards.chosen(0, participation))
         if limits is not None and taking_part < limits.needed():
             what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
             raise BadArgument("Federation", f"{what}, not {taking_part}", "more clients, or a smaller hostile=")
         self.defence.prepare(model, rows_of(self.shards.inputs, 0, 2), self.loss)
+        self._parties, self._sums = None, None
+        if secure_aggregation:
+            check_combination(self.defence, model, limits)
+            threshold(taking_part)  # refuses too few
+            self._parties, self._sums = LocalParties(len(parts)), Sums(self.defence, model)
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -98,6 +110,8 @@ class Federation(Server):
         """Broadcast, the clients' work, and what the server makes of it; the model stays as it is."""
         clients = self.shards.chosen(self.round, self.participation)
         sizes = [float(self.claims(client)) for client in clients]
+        if self._sums is not None and self._parties is not None:
+            return self._summed(self._sums, self._parties, clients, seen)
         broadcast = self.defence.broadcast(self.model)
         if self.fused:
             updates, sizes = [self._together(broadcast, clients, sizes)], [1.0]
@@ -108,6 +122,22 @@ class Federation(Server):
         if self.limits is None:
             return self.defence.aggregate(updates, sizes)
         return self._limited(self.limits, clients, updates)
+
+    def _summed(self, sums: Sums, parties: LocalParties, clients: Sequence[int], seen: Seen | None) -> Aggregate:
+        """One round under secure aggregation; `seen` gets the sum, as if it were the update of one client."""
+        for _ in range(ATTEMPTS):
+            broadcast = self.defence.broadcast(self.model)
+            opening = parties.opening(clients, self.round, sums.exponents(broadcast))
+            words = {}
+            try:
+                for client, update in zip(clients, self.answers(broadcast, clients), strict=True):
+                    _, tensors = sums.messages.pack_update(sums.defence, update)
+                    words[client] = words_of(tensors, self.claims(client), opening, sums.clip)
+            except OutOfRange:
+                sums.widen()
+                continue
+            return sums.aggregate(parties.total(opening, words), opening)
+        raise NonFiniteUpdate("a client", f"its numbers did not fit in {ATTEMPTS} attempts, each with more room")
 
     def answers(self, broadcast: Any, clients: Sequence[int]) -> list[Any]:
         """What each of the clients uploads."""

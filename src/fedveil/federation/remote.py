@@ -1,33 +1,39 @@
 """A round with clients that are elsewhere: what the server asks and what a client answers, as bytes for any engine."""
 
 import dataclasses
+import hashlib
+import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from torch import nn
 
-from fedveil.checks import one_of, whole
+from fedveil.checks import one_of, positive, whole
 from fedveil.defences.interface import Defence
 from fedveil.defences.plain import PlainMessages
 from fedveil.defences.registry import find, messages_of, names, record_of
-from fedveil.errors import BadArgument, StaleUpdate
+from fedveil.errors import BadArgument, OutOfRange, StaleUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update, dense_targets
 from fedveil.federation.evaluate import moved, rows_of
+from fedveil.federation.secure import words_of
 from fedveil.federation.shards import Batch, check_clients, gather
 from fedveil.files import make_folder
 from fedveil.scheme.losses import Function, find_loss
 from fedveil.scheme.messages import known_loss
-from fedveil.wire import Tensors, checked, from_bytes, to_bytes
+from fedveil.secagg import Identity, Memory, Opening, Party, Roster
+from fedveil.wire import Tensors, as_bytes, as_tensor, checked, from_bytes, kind_of, to_bytes
 
 MOST_RECORDS = 2**53
 LONGEST = 1e9  # seconds
 MOST_PER_TENSOR = 4  # tensors in an answer for each of the model's
 Data = Batch | Callable[[], Batch]
-Message = TypeVar("Message", "Ask", "Answer")
+Message = TypeVar("Message", "Ask", "Answer", "Masked", "Step")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +50,7 @@ class Ask:
     whole_shard: bool  # all records of the client, or its next batch
     batch_size: int
     seed: int  # of the order of records
+    secure: dict[str, Any]  # the opening of secure aggregation; empty without
     values: dict[str, Any]
     tensors: Tensors
 
@@ -61,8 +68,29 @@ class Answer:
     tensors: Tensors
 
 
-def write(message: Ask | Answer) -> bytes:
-    """An ask or an answer as bytes."""
+@dataclass(frozen=True, eq=False)
+class Masked:
+    """What a client sends back under secure aggregation: words that say nothing, and no number of records."""
+
+    round: int
+    token: str
+    defence: str
+    seconds: float
+    fits: bool  # whether the numbers fit the exponents; if not, there are no words
+    tensors: Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Another step of secure aggregation: "hello", "settle" or "reveal"; and a client's answer to it."""
+
+    session: str
+    step: str
+    tensors: Tensors
+
+
+def write(message: Ask | Answer | Masked | Step) -> bytes:
+    """A message as bytes."""
     values = {name: getattr(message, name) for name in _wanted(type(message))}
     return to_bytes(type(message).__name__.lower(), values, message.tensors)
 
@@ -74,7 +102,7 @@ def read(data: bytes, kind: type[Message], most: int | None = None) -> Message:
     found: Message = kind(**checked(where, values, _wanted(kind)), tensors=tensors)
     if isinstance(found, Answer) and not 1 <= found.records <= MOST_RECORDS:
         raise BadArgument(where, f"records must be from 1 to 2^53, got {found.records}")
-    if isinstance(found, Answer) and not 0 <= found.seconds < LONGEST:
+    if isinstance(found, Answer | Masked) and not 0 <= found.seconds < LONGEST:
         raise BadArgument(where, f"seconds must be from 0 to {LONGEST:g}, got {found.seconds}")
     if isinstance(found, Ask):
         whole(where, "round", found.round, 0)
@@ -98,10 +126,21 @@ def take(data: bytes, ask: Ask, messages: PlainMessages, defence: Defence, model
     """Server: the update in an answer to this ask, and what the client says about it; any other is refused."""
     tensors = len(list(model.parameters())) + len(list(model.buffers()))
     found = read(data, Answer, most=MOST_PER_TENSOR * (tensors + 1))
-    if (found.round, found.token, found.defence) != (ask.round, ask.token, ask.defence):
-        raise StaleUpdate(f"client {position}", f"its answer is for another exchange, of round {found.round}")
+    _of_this_exchange(found, ask, position)
     update = messages.unpack_update(defence, model, found.values, found.tensors, position)
     return Taken(update, found.records, found.seconds)
+
+
+def take_masked(data: bytes, ask: Ask, position: int) -> Masked:
+    """Server: a masked answer to this ask; any other is refused."""
+    found = read(data, Masked, most=1)
+    _of_this_exchange(found, ask, position)
+    return found
+
+
+def _of_this_exchange(found: Answer | Masked, ask: Ask, position: int) -> None:
+    if (found.round, found.token, found.defence) != (ask.round, ask.token, ask.defence):
+        raise StaleUpdate(f"client {position}", f"its answer is for another exchange, of round {found.round}")
 
 
 def refuse_old(ask: Ask, last: Mapping[str, Any]) -> None:
@@ -150,6 +189,8 @@ def reply(
     client: int,
     defence: Defence | None = None,
     loss: Function | None = None,
+    party: Party | None = None,
+    own: bytes = b"",
 ) -> tuple[bytes, ClientState]:
     """Client: the answer to an ask, both as bytes, and the state after it. The same for every engine.
 
@@ -161,11 +202,80 @@ def reply(
         client: this client's number, which decides the order of its batches.
         defence: insist on these settings of a defence, whatever the server says.
         loss: the server's own function, if its loss has no name.
+        party: this client's part in secure aggregation, the same object for a whole run. With one, an ask without
+            secure aggregation is refused: a server cannot have it left out.
+        own: what arrived for this client alone.
     """
+    if kind_of(message) == "step":
+        return _stepped(read(message, Step), own, party), state
     ask = read(message, Ask)
     refuse_old(ask, state.seen)
-    found, private = answer(ask, model, data, state.private, client=client, defence=defence, loss=loss)
+    opened = None
+    if party is not None or ask.secure:
+        opened = _opened(ask, party, hashlib.sha256(message).digest())
+    found, private = answer(ask, model, data, state.private, client=client, defence=defence, loss=loss, opened=opened)
     return found, ClientState({"session": ask.session, "round": ask.round, "token": ask.token}, private)
+
+
+IDENTITY, ROSTER = "FEDVEIL_IDENTITY", "FEDVEIL_ROSTER"  # of a client's environment: its files, which no job names
+
+
+@lru_cache(maxsize=8)
+def party_of(identity: Path, roster: Path) -> Party:
+    """Client: its part in secure aggregation, from the files of `fedveil keys new` and of the roster.
+
+    Keys of a run, and what must not be forgotten before it ends, are kept in a file beside the identity: a client whose
+    process starts again goes on.
+    """
+    return Party(Identity.load(identity), Roster.read(roster), Memory(identity.with_suffix(".memory")))
+
+
+def own_party() -> Party | None:
+    """Client: the one that its environment names; None without."""
+    identity, roster = os.environ.get(IDENTITY), os.environ.get(ROSTER)
+    if not identity:
+        return None
+    if not roster:
+        raise BadArgument(IDENTITY, f"there is no {ROSTER} beside it", "the file that lists who may take part")
+    return party_of(Path(identity), Path(roster))
+
+
+class Opened(NamedTuple):
+    """What a client masks its update with."""
+
+    party: Party
+    opening: Opening
+    digest: bytes  # SHA-256 of the whole ask
+    clip: float | None  # with differential privacy, the longest gradient
+
+
+def _opened(ask: Ask, party: Party | None, digest: bytes) -> Opened:
+    if party is None:
+        what = "the server asks for secure aggregation, and this client has no identity for it"
+        raise BadArgument("ask", what, "fedveil keys new NAME, and a roster (docs/secure-aggregation.md)")
+    if not ask.secure:
+        what = "this client takes part with secure aggregation only, and the server asks for its update as it is"
+        raise BadArgument("ask", what, "secure_aggregation=True on the server")
+    clip = ask.secure.get("clip")
+    if clip is not None:
+        positive("ask", "clip", clip)
+    return Opened(party, Opening.from_values(ask.secure), digest, clip)
+
+
+def _stepped(step: Step, own: bytes, party: Party | None) -> bytes:
+    """Client: the answer to another step of secure aggregation."""
+    if party is None:
+        raise BadArgument("step", "this client takes no part in secure aggregation", "docs/secure-aggregation.md")
+    body = as_bytes("step", step.tensors, "body")
+    if step.step == "hello":
+        found = json.dumps(party.hello(step.session).values()).encode()
+    elif step.step == "settle":
+        found = party.settle(body, own)
+    elif step.step == "reveal":
+        found = party.reveal(body)
+    else:
+        raise BadArgument("step", f"there is no step {step.step[:20]!a}")
+    return write(Step(step.session, step.step, {"body": as_tensor(found)}))
 
 
 def answer(
@@ -177,6 +287,7 @@ def answer(
     client: int,
     defence: Defence | None = None,
     loss: Function | None = None,
+    opened: Opened | None = None,
 ) -> tuple[bytes, dict[str, Any]]:
     """Client: the answer to an ask, and what the client keeps to itself for its next one.
 
@@ -201,9 +312,25 @@ def answer(
         own, model, broadcast, shards, client=0, number=ask.round, whole_shard=ask.whole_shard, dtype=dtype
     )
     values, tensors = messages.pack_update(own, update)
+    if opened is not None:
+        return write(_masked(ask, opened, own, tensors, shards.sizes[0], began)), own.client_state(0)
     seconds = time.perf_counter() - began
     found = Answer(ask.round, ask.token, ask.defence, shards.sizes[0], seconds, values, tensors)
     return write(found), own.client_state(0)
+
+
+def _masked(ask: Ask, opened: Opened, own: Defence, tensors: Tensors, records: int, began: float) -> Masked:
+    """An update under its masks; none if its numbers do not fit."""
+    if not own.linear:
+        raise BadArgument("ask", f"{own.name} is not linear, and its updates cannot be summed under masks")
+    upload = b""
+    try:
+        words = words_of(tensors, records, opened.opening, opened.clip)
+        upload = opened.party.upload(opened.opening, opened.digest, words)
+    except OutOfRange:
+        pass
+    seconds = time.perf_counter() - began
+    return Masked(ask.round, ask.token, ask.defence, seconds, bool(upload), {"upload": as_tensor(upload)})
 
 
 def _defence(ask: Ask, own: Defence | None) -> tuple[PlainMessages, Defence]:

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,14 @@ from fedveil.federation.engine import Engine, Fault, Member, fault
 from fedveil.federation.evaluate import moved
 from fedveil.federation.limits import Limits, Outcome, aggregate
 from fedveil.federation.remote import Ask, take, write
+from fedveil.federation.secure_rounds import SecureRounds
 from fedveil.federation.server import Optimizer, Schedule, Seen, Server
 from fedveil.federation.shards import generator
 from fedveil.graph.describe import in_words
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
+from fedveil.secagg import Roster
 
 LOG = logging.getLogger("fedveil.rounds")
 KEPT_FAULTS = 20  # of a round, in its record
@@ -66,6 +68,9 @@ class RemoteServer(Server):
         patience: seconds to wait for nodes in a round before giving up.
         attempts: exchanges of a round before giving up.
         pause: seconds between them.
+        secure_aggregation: the server sees sums of updates only; clients need an identity and a roster
+            (docs/secure-aggregation.md). With the roster in place of True the server leaves out members whose
+            signatures are wrong. It excludes `limits`, which are left out unless they are given.
         seed: of the order of clients' records and of the choice of nodes.
     """
 
@@ -90,8 +95,11 @@ class RemoteServer(Server):
         patience: float = 1800.0,
         attempts: int = 5,
         pause: float = 2.0,
+        secure_aggregation: bool | Roster = False,
         seed: int = 0,
     ) -> None:
+        if secure_aggregation and limits == Limits():
+            limits = None
         super().__init__(model, defence, optimizer, schedule=schedule, loss=loss, limits=limits)
         if self.defence.repeatable:
             what = f"{self.defence.name} draws from a test seed, and this server talks to a network"
@@ -110,6 +118,8 @@ class RemoteServer(Server):
         self.timeout, self.patience, self.attempts, self.pause = timeout, patience, attempts, pause
         self._epoch, self._session, self._started = rounds_per_epoch, Entropy().token(), False
         self.defence.prepare(model, moved(example, self.device), self.loss)
+        known = secure_aggregation if isinstance(secure_aggregation, Roster) else None
+        self.secure = SecureRounds(self, known) if secure_aggregation else None
         if isinstance(self.inner, Veil):
             LOG.info("of the model's values, %s", in_words(self.inner.plan))
 
@@ -124,6 +134,8 @@ class RemoteServer(Server):
 
     def exchange(self, seen: Seen | None = None) -> Aggregate:
         """Broadcast, collect, aggregate; again with a new secret while too few answers are in order."""
+        if self.secure is not None:
+            return self.secure.exchange()
         deadline, faults, finite = time.monotonic() + self.patience, list[Fault](), False
         for attempt in range(1, self.attempts + 1):
             guilty = {found.member for found in faults if found.guilty}
@@ -204,22 +216,7 @@ class RemoteServer(Server):
     def _ask(self, nodes: list[Member], faults: list[Fault]) -> tuple[Any, int, list[_Heard]]:
         """One exchange: the broadcast, its bytes for each node, and the answers in order; faults go to the list."""
         broadcast = self.defence.broadcast(self.model)
-        values, tensors = self.messages.pack(self.inner, broadcast)
-        assert self.record is not None
-        ask = Ask(
-            self._session,
-            self.round,
-            Entropy().token(),
-            self.record.name,
-            {name: getattr(self.inner, name) for name in self.messages.settings},
-            self.loss.name,
-            self.loss.settings(),
-            self.whole_shard,
-            self.batch_size,
-            self.seed,
-            values,
-            tensors,
-        )
+        ask = self._ask_of(broadcast)
         data, heard = write(ask), list[_Heard]()
         own = dict.fromkeys(nodes, b"")
         for node, reply in self.engine.ask(data, own, label=str(self.round), timeout=self.timeout):
@@ -230,6 +227,26 @@ class RemoteServer(Server):
                 heard.append(found)
         heard.sort(key=lambda answer: nodes.index(answer.member))  # sums do not depend on who was first
         return broadcast, len(data), heard
+
+    def _ask_of(self, broadcast: Any, secure: Mapping[str, Any] | None = None) -> Ask:
+        """What clients are sent; `secure` is the opening of secure aggregation."""
+        values, tensors = self.messages.pack(self.inner, broadcast)
+        assert self.record is not None
+        return Ask(
+            self._session,
+            self.round,
+            Entropy().token(),
+            self.record.name,
+            {name: getattr(self.inner, name) for name in self.messages.settings},
+            self.loss.name,
+            self.loss.settings(),
+            self.whole_shard,
+            self.batch_size,
+            self.seed,
+            dict(secure or {}),
+            values,
+            tensors,
+        )
 
     def _hear(self, ask: Ask, node: Member, data: bytes, position: int) -> _Heard | Fault:
         try:

@@ -16,9 +16,10 @@ from fedveil.federation import remote
 from fedveil.federation.remote import Data
 from fedveil.federation.shards import PLAIN, Batch
 from fedveil.files import OWNER, make_folder, write_whole
-from fedveil.flower.carry import unwrap, wrap
+from fedveil.flower.carry import own_of, unwrap, wrap
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme.losses import Function
+from fedveil.secagg import Party
 from fedveil.wire import from_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def answer(
     loss: Function | None = None,
     client: int | None = None,
     folder: Path | None = None,
+    party: Party | None = None,
 ) -> Message:
     """What a ClientApp returns for a message of `fedveil.flower.Server`.
 
@@ -52,6 +54,8 @@ def answer(
         client: this client's number, which decides the order of its batches; by default the node's `partition-id`.
         folder: where to keep private state (SPN's head, PPDL's source of noise) on this node's disk, in place of
             Flower's context, which is lost when the SuperNode or the run ends.
+        party: for secure aggregation, `fedveil.secagg.Party`; by default from FEDVEIL_IDENTITY and FEDVEIL_ROSTER in
+            the node's environment. One without a memory on disk must live as long as the run (`fedveil flower-node`).
 
     Raises:
         FedveilError: a message that is stale, malformed or for another model; Flower reports it to the server.
@@ -62,10 +66,22 @@ def answer(
     file = folder / f"fedveil-client-{client}.pt" if folder is not None else None
     before = remote.ClientState(seen if isinstance(seen, ConfigRecord) else {}, _kept(context, file))
     sent = unwrap(message.content, "ask")
-    reply, after = remote.reply(sent, before, model, data, client=client, defence=defence, loss=loss)
+    own = own_of(message.content, "ask")
+    reply, after = remote.reply(
+        sent,
+        before,
+        model,
+        data,
+        client=client,
+        defence=defence,
+        loss=loss,
+        party=party or remote.own_party(),
+        own=own,
+    )
     if after.private:
         _keep(after.private, context, file)
-    context.state[SEEN] = ConfigRecord(dict(after.seen))
+    if after.seen:
+        context.state[SEEN] = ConfigRecord(dict(after.seen))
     return Message(content=wrap(reply), reply_to=message)
 
 
@@ -76,14 +92,21 @@ def client_app(
     defence: Callable[[], Defence] | None = None,
     loss: Function | None = None,
     folder: Callable[[Context], Path] | None = None,
+    party: Callable[[Context], Party] | None = None,
 ) -> "ClientApp":
     """A whole ClientApp: the architecture, and how a node loads its records. See `answer` for the rest."""
     from flwr.clientapp import ClientApp
 
+    made: dict[int, Party] = {}
+
     def train(message: Message, context: Context) -> Message:
+        if party and context.node_id not in made:
+            made[context.node_id] = party(context)
         own, home = defence() if defence else None, folder(context) if folder else None
         model, data = make_model(context), lambda: load_data(context)
-        return answer(message, context, model, data, defence=own, loss=loss, folder=home)
+        return answer(
+            message, context, model, data, defence=own, loss=loss, folder=home, party=made.get(context.node_id)
+        )
 
     app = ClientApp()
     app.train()(train)

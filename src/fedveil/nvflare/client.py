@@ -16,6 +16,7 @@ from fedveil.errors import FedveilError
 from fedveil.federation import remote
 from fedveil.federation.shards import Batch
 from fedveil.scheme.losses import Function
+from fedveil.secagg import Party
 
 LOG = logging.getLogger("fedveil.nvflare")
 
@@ -30,6 +31,7 @@ class Client(ABC):
     defence: Defence | None = None  # insist on these settings of a defence, whatever the server says
     loss: Function | None = None  # the server's own function, if its loss has no name
     folder: Path | None = None  # where private state (SPN's head, PPDL's noise) outlives the job
+    party: Party | None = None  # for secure aggregation; by default from the site's FEDVEIL_IDENTITY, FEDVEIL_ROSTER
 
     @abstractmethod
     def make_model(self) -> nn.Module:
@@ -72,14 +74,14 @@ class Client(ABC):
             if number != self._arrived:  # it waited behind an ask that took too long
                 return "a newer message arrived before this one was begun"
             try:
-                return self._answer(common)
+                return self._answer(common, own)
             except FedveilError as error:
                 return f"{type(error).__name__}: {error}"
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
                 return f"{type(error).__name__} on the site; its stderr has the traceback"
 
-    def _answer(self, common: bytes) -> bytes:
+    def _answer(self, common: bytes, own: bytes = b"") -> bytes:
         if self._model is None:
             self._model = self.make_model()
         if self._state is None:
@@ -92,6 +94,8 @@ class Client(ABC):
             client=self.number(self._site),
             defence=self.defence,
             loss=self.loss,
+            party=self.party or remote.own_party(),
+            own=own,
         )
         if self._file is not None and state.private:
             remote.save_private(self._file, state.private)

@@ -208,6 +208,7 @@ def federation_of(
         whole_shard=training.whole_shard,
         participation=training.participation,
         limits=build_limits(config.limits),
+        secure_aggregation=config.privacy.secure_aggregation,
         fuse=training.fuse,
         seed=training.seed,
     )

@@ -128,11 +128,12 @@ class TrainingSettings(Settings):
 
 
 class PrivacySettings(Settings):
-    """Differential privacy for clients, on top of any defence (both clip and noise, or neither)."""
+    """What the server may see: differential privacy (both clip and noise, or neither), secure aggregation."""
 
     dp_clip: float | None = Field(None, gt=0, description="longest gradient of a client")
     dp_noise: float | None = Field(None, ge=0, description="standard deviation of the noise on the sum, over dp_clip")
     dp_delta: float = Field(1e-5, gt=0, lt=1, description="delta at which epsilon is given")
+    secure_aggregation: bool = Field(False, description="clients mask their updates, and the server sees sums only")
 
 
 class LimitSettings(Settings):

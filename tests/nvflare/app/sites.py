@@ -1,12 +1,16 @@
 """A client that answers, or misbehaves as the run's config says; and a server that writes what the tests compare."""
 
+from pathlib import Path
+
 import torch
 from nvflare.collab import collab
 from tests.deployed.misbehaving import after, before
 from tests.deployed.serving import serve
 from tests.deployed.task import images, make_model, parts
 
+from fedveil.federation.remote import party_of
 from fedveil.nvflare import Client, Server
+from fedveil.wire import kind_of
 
 
 class TestClient(Client):
@@ -27,9 +31,14 @@ class TestClient(Client):
     def number(self, site):
         return int(site.rpartition("-")[2]) - 1
 
-    def _answer(self, common):
+    def _answer(self, common, own=b""):
+        if self.config["keys"]:
+            keys = Path(self.config["keys"])
+            self.party = party_of(keys / f"{self._site}.key", keys / "roster")
+        if kind_of(common) != "ask":
+            return super()._answer(common, own)
         kind = before(self.config, self.number(self._site), common)
-        return after(kind, super()._answer(common))
+        return after(kind, super()._answer(common, own))
 
 
 class TestServer:

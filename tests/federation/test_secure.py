@@ -1,0 +1,387 @@
+"""Secure aggregation in a federation: the model of plain training, dropouts, refusals, what the server sees."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tests.engines import Loopback, member
+from tests.oracle import built, worst
+from torch import nn
+
+from fedveil import Entropy, Federation, Limits
+from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
+from fedveil.errors import BadArgument, TooFewAnswers
+from fedveil.federation import secure
+from fedveil.federation.remote import Masked, Step, read
+from fedveil.federation.rounds import RemoteServer
+from fedveil.federation.secure import Form
+from fedveil.models import mlp, resnet
+from fedveil.secagg import Identity, OutOfRange, Party, Roster
+from fedveil.wire import kind_of
+
+SIZES = (30, 20, 25, 13, 28)
+NAMES = tuple(f"site-{k}" for k in range(len(SIZES)))
+
+
+def net():
+    return built(lambda: mlp(6, 4, hidden=10))
+
+
+def normed():
+    return built(lambda: nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 4)))
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, 1e-2)
+
+
+def parts(sizes=SIZES):
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.randn(n, 6, generator=draw).double(), torch.randint(4, (n,), generator=draw)) for n in sizes]
+
+
+def one_process(defence, rounds=6, build=net, data=None, **options):
+    run = Federation(build(), data or parts(), defence, adam, batch_size=8, **options)
+    run.fit(rounds=rounds)
+    return run
+
+
+def floats(model):
+    return {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+
+
+def parties(names=NAMES):
+    identities = [Identity.new(name) for name in names]
+    roster = Roster({own.name: own.public() for own in identities})
+    return {own.name: Party(own, roster) for own in identities}
+
+
+def server_of(defence="veil", faults=None, build=net, known=None, **options):
+    known = known or parties()
+    members = {
+        name: member(build, own, k, known.get(name)) for k, (name, own) in enumerate(zip(NAMES, parts(), strict=True))
+    }
+    options = {"timeout": 1.0, "pause": 0.0, "attempts": 4, "patience": 0.2, "batch_size": 8, **options}
+    return RemoteServer(
+        Loopback(members, faults), build(), parts()[0][0][:2], defence, adam, **{"secure_aggregation": True, **options}
+    )
+
+
+def plain_of(rounds, clients=(0, 1, 2, 3, 4), build=net, **options):
+    run = Federation(
+        build(), [parts()[k] for k in clients], "plain", adam, whole_shard=True, batch_size=8, fuse=False, **options
+    )
+    run.fit(rounds=rounds)
+    return floats(run.model)
+
+
+@pytest.mark.parametrize("build", [net, normed])
+@pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
+@pytest.mark.parametrize("make", [Plain, Veil, lambda: Veil(3, additive=1e6, multiplicative=100.0)])
+def test_one_process_trains_the_model_of_plain_training(make, loss, build):
+    summed = one_process(make(), build=build, loss=loss, secure_aggregation=True)
+    plain = one_process("plain", build=build, loss=loss, fuse=False)
+    assert worst(floats(summed.model), floats(plain.model)) < 1e-6
+    assert all(record["records"] == sum(SIZES) for record in summed.history.records)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["mlp", "resnet8"])
+@pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
+def test_fifty_rounds_with_large_noise(kind, loss, dtype):
+    draw = torch.Generator().manual_seed(0)
+
+    def build():
+        if kind == "mlp":
+            return built(lambda: mlp(6, 4, hidden=10), dtype=dtype)
+        return built(lambda: resnet(8, 3, 4, norm="batch"), dtype=dtype)
+
+    shape = (6,) if kind == "mlp" else (3, 8, 8)
+    data = [(torch.randn(n, *shape, generator=draw).to(dtype), torch.randint(4, (n,), generator=draw)) for n in SIZES]
+    options = {"loss": loss, "data": data, "build": build, "rounds": 50, "fuse": False}
+    summed = one_process(Veil(2, additive=1e6, multiplicative=100.0), secure_aggregation=True, **options)
+    plain, rounded = one_process("plain", **options), one_process(Plain(rounding=1), **options)
+    error = worst(floats(summed.model), floats(plain.model))
+    if dtype == torch.float64:
+        assert error < 1e-6
+    else:
+        veiled = one_process(Veil(2, additive=1e6, multiplicative=100.0), **options)
+        baseline = max(worst(floats(other.model), floats(plain.model)) for other in (rounded, veiled))
+        assert error < 10 * baseline
+
+
+def count_attempts(monkeypatch):
+    """Those that were repeated after the first round, in which nothing is known of the numbers."""
+    widened, widen = [], secure.Sums.widen
+
+    def counted(self):
+        widened.extend([1] if self._expected is not None else [])
+        widen(self)
+
+    monkeypatch.setattr(secure.Sums, "widen", counted)
+    return widened
+
+
+def test_numbers_that_grow_need_no_second_attempt_after_the_first_round(monkeypatch):
+    widened = count_attempts(monkeypatch)
+    veil = Veil(2, additive=1e6, multiplicative=100.0, entropy=Entropy.for_tests(5))
+    one_process(veil, rounds=60, secure_aggregation=True)
+    assert not widened
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Veil, lambda: Veil(2, additive=1e6, multiplicative=100.0)])
+@pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
+@pytest.mark.parametrize("build", [net, normed])
+def test_two_hundred_rounds_need_no_second_attempt(build, loss, make, monkeypatch):
+    widened = count_attempts(monkeypatch)
+    one_process(make(), rounds=200, build=build, loss=loss, secure_aggregation=True)
+    assert not widened
+
+
+def test_numbers_that_do_not_fit_are_given_more_room(monkeypatch):
+    monkeypatch.setattr(secure, "FIRST", -20)
+    run = one_process("veil", rounds=2, secure_aggregation=True)
+    assert worst(floats(run.model), floats(one_process("plain", rounds=2, fuse=False).model)) < 1e-6
+
+
+@pytest.mark.parametrize("build", [net, normed])
+@pytest.mark.parametrize("defence", ["plain", "veil"])
+def test_rounds_over_an_engine_are_plain_ones(defence, build):
+    server = server_of(defence, build=build)
+    server.fit(rounds=4)
+    assert worst(floats(server.model), plain_of(4, build=build)) < 1e-6
+    first, *others = server.history.records
+    assert (first["answers"], first["asked"], first["records"]) == (5, 5, sum(SIZES))
+    assert first["exchanges"] == 4  # hello, upload, settle, reveal
+    assert {record["exchanges"] for record in others} == {3}
+    assert 0 < first["fixed_point_error"] < 1e-8
+
+
+# the number of an ask: 0 hello, 1 upload, 2 settle, 3 reveal (4 if there was a second settle)
+@pytest.mark.parametrize(("number", "clients"), [(1, (0, 1, 3, 4)), (2, (0, 1, 3, 4)), (3, (0, 1, 2, 3, 4))])
+def test_a_member_that_vanishes_costs_no_repeat(number, clients):
+    server = server_of("veil", {("site-2", number): lambda data: None})
+    server.fit(rounds=1)
+    (record,) = server.history.records
+    assert (record["answers"], record.get("attempts", 1)) == (len(clients), 1)
+    assert record["records"] == sum(SIZES[k] for k in clients)
+    assert worst(floats(server.model), plain_of(1, clients)) < 1e-6
+
+
+def test_two_that_vanish_make_the_round_repeat_with_new_masks():
+    faults = {(name, 2): lambda data: None for name in NAMES[:2]}  # t = 4 of 5
+    server = server_of("veil", faults)
+    server.fit(rounds=1)
+    (record,) = server.history.records
+    assert (record["answers"], record["attempts"]) == (5, 2)
+    assert any("aborted: settle: 3 of 5 clients are left" in text for text in record["faults"])
+    assert worst(floats(server.model), plain_of(1)) < 1e-6
+
+
+def test_a_sum_that_is_lost_after_the_reveal_skips_the_round_and_never_repeats_it():
+    faults = {(name, 3): lambda data: None for name in NAMES[:2]}
+    server = server_of("veil", faults)
+    before = {name: tensor.clone() for name, tensor in floats(server.model).items()}
+    server.fit(rounds=1)
+    (record,) = server.history.records
+    assert "3 of 5 clients have revealed: at least 4" in record["skipped"]
+    assert worst(floats(server.model), before) == 0
+    server.fit(rounds=2)
+    assert server.history.records[-1]["answers"] == 5
+    assert worst(floats(server.model), plain_of(1)) < 1e-6
+
+
+@pytest.mark.parametrize("data", [b"garbage", b""])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_garbage_costs_its_member_the_round(number, data):
+    server = server_of("veil", {("site-2", number): lambda _: data})
+    server.fit(rounds=2)
+    first, second = server.history.records
+    assert (first["answers"], second["answers"]) == (4, 5)
+    assert any(text.startswith("node site-2: malformed") for text in first["faults"])
+
+
+def test_a_member_that_lost_its_key_is_greeted_again():
+    known = parties()
+    server = server_of("veil", known=known)
+    server.fit(rounds=1)
+    again = Party(known["site-2"]._identity, known["site-2"]._roster)
+    server.engine.answers["site-2"] = member(net, parts()[2], 2, again)
+    server.fit(rounds=3)
+    assert [record["answers"] for record in server.history.records][-1] == 5
+    assert worst(floats(server.model), plain_of(3)) < 1e-6 or server.history.records[1]["answers"] == 4
+
+
+def test_a_client_without_an_identity_or_with_one_refuses_the_other_kind_of_server():
+    server = server_of("veil", known={"site-0": None, **{n: p for n, p in parties().items() if n != "site-0"}})
+    server.fit(rounds=1)
+    (record,) = server.history.records
+    assert record["answers"] == 4
+    assert any("takes no part in secure aggregation" in text for text in record["faults"])
+    known = parties()
+    members = {n: member(net, own, k, known[n]) for k, (n, own) in enumerate(zip(NAMES, parts(), strict=True))}
+    trusting = RemoteServer(
+        Loopback(members), net(), parts()[0][0][:2], "plain", adam, attempts=1, pause=0.0, batch_size=8
+    )
+    with pytest.raises(TooFewAnswers, match="takes part with secure aggregation only"):
+        trusting.fit(rounds=1)
+
+
+def test_a_stranger_in_the_roster_stops_every_client():
+    known = parties()
+    stranger = Identity.new("site-4")
+    others = {name: party._roster.key_of(name) for name, party in known.items()}
+    known["site-4"] = Party(stranger, Roster({**others, "site-4": stranger.public()}))
+    server = server_of("veil", known=known, attempts=1)
+    faults = []
+    server._note = lambda found, kept: faults.append(str(found))
+    with pytest.raises(TooFewAnswers, match="1 attempts did not open a sum"):
+        server.fit(rounds=1)
+    assert sum("the key of site-4 is not signed by site-4" in text for text in faults) == 4
+
+
+def test_fewer_than_four_are_refused():
+    with pytest.raises(BadArgument, match="at least 4"):
+        one_process("veil", data=parts((10, 10, 10)), secure_aggregation=True)
+    server = server_of("veil", attempts=1)
+    server.engine.down = {"site-0", "site-1"}
+    with pytest.raises(TooFewAnswers, match="3 of 3 members are there, and secure aggregation needs 3 of 4 or more"):
+        server.fit(rounds=1)
+
+
+class Forging(Identity):
+    """Signs with another key what it agrees to."""
+
+    def sign(self, message):
+        return Identity.new("site-2").sign(message) if b"settled" in message else super().sign(message)
+
+
+@pytest.mark.parametrize("given", [True, "roster"])
+def test_a_server_with_the_roster_leaves_out_who_signs_wrongly(given):
+    known = parties()
+    honest = known["site-2"]
+    known["site-2"] = Party(Forging("site-2", honest._identity._key), honest._roster)
+    server = server_of("veil", known=known, secure_aggregation=honest._roster if given == "roster" else True)
+    server.fit(rounds=1)
+    (record,) = server.history.records
+    assert record["answers"] == (4 if given == "roster" else 5)  # four signatures are enough for the clients
+    clients = (0, 1, 3, 4) if given == "roster" else range(5)
+    assert worst(floats(server.model), plain_of(1, clients)) < 1e-6
+
+
+def test_a_member_that_stays_away_is_in_the_roster_and_costs_nothing():
+    server = server_of("veil")
+    server.fit(rounds=1)
+    server.engine.down = {"site-2"}
+    server.fit(rounds=3)
+    server.engine.down = set()
+    server.fit(rounds=4)
+    assert [record["answers"] for record in server.history.records] == [5, 4, 4, 5]
+    assert [record["exchanges"] for record in server.history.records] == [4, 3, 3, 3]
+    server.engine.down = {"site-2", "site-3"}  # t = 4 of 5
+    with pytest.raises(TooFewAnswers, match="3 of 5 members are there, and secure aggregation needs 4"):
+        server.fit(rounds=5)
+
+
+@pytest.mark.parametrize(
+    ("defence", "options", "text"),
+    [
+        (PPDL(0.3), {}, "ppdl is not linear"),
+        (DBCL(), {}, "dbcl is not linear"),
+        (SPN(), {}, "SPN .* is not linear"),
+        (Private(Veil(), 1.0, 1.0), {}, "differential privacy under a veil clips what the noise is removed from"),
+        (Veil(multiplicative=1e4), {}, "leave too few digits"),
+        ("veil", {"limits": Limits("median")}, "limits and rules judge single updates"),
+    ],
+)
+def test_what_needs_single_updates_is_refused(defence, options, text):
+    with pytest.raises(BadArgument, match=text):
+        one_process(defence, secure_aggregation=True, **options)
+    with pytest.raises(BadArgument, match=text):
+        server_of(defence, **options)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_private_plain_training_clips_on_the_clients_and_counts_each_of_them_once(noise):
+    def private():
+        return Private(Plain(), 0.05, noise, entropy=Entropy.for_tests(3))
+
+    summed = one_process(private(), rounds=3, secure_aggregation=True)
+    trusted = one_process(private(), rounds=3)
+    assert worst(floats(summed.model), floats(trusted.model)) < 1e-6
+    assert [record.get("epsilon") for record in summed.history.records] == [
+        record.get("epsilon") for record in trusted.history.records
+    ]
+    server = server_of(Private(Plain(), 0.05, 0.0))
+    server.fit(rounds=3)
+    whole = one_process(private(), rounds=3, whole_shard=True) if not noise else None
+    assert whole is None or worst(floats(server.model), floats(whole.model)) < 1e-6
+    assert server.defence.rounds == 3
+
+
+def test_statistics_without_momentum_are_refused():
+    def build():
+        return built(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 4)))
+
+    with pytest.raises(BadArgument, match=r"1 averages over all batches \(momentum=None\)"):
+        one_process("plain", build=build, secure_aggregation=True)
+
+
+def test_what_the_server_receives_holds_no_update_and_no_number_of_records(monkeypatch):
+    """The words of a client are uniform without its seeds; here: no plain answer, no count, nothing repeated."""
+    server, seen = server_of("plain"), []
+    ask = server.engine.ask
+
+    def tapped(common, own, **options):
+        for name, data in ask(common, own, **options):
+            seen.append((name, data))
+            yield name, data
+
+    monkeypatch.setattr(server.engine, "ask", tapped)
+    server.fit(rounds=2)
+    kinds = {kind_of(data) for _, data in seen}
+    assert kinds == {"masked", "step"}
+    uploads = [read(data, Masked) for _, data in seen if kind_of(data) == "masked"]
+    assert len(uploads) == 10
+    for masked in uploads:
+        values = {key for key in vars(masked) if key != "tensors"}
+        assert values == {"round", "token", "defence", "seconds", "fits"}
+    words = [np.frombuffer(m.tensors["upload"].numpy().tobytes()[-4096:], np.uint8) for m in uploads]
+    assert len({own.tobytes() for own in words}) == 10
+    steps = [read(data, Step).step for _, data in seen if kind_of(data) == "step"]
+    assert set(steps) == {"hello", "settle", "reveal"}
+
+
+def test_words_and_back():
+    draw = torch.Generator().manual_seed(1)
+    update = {
+        "passes/w": torch.randn(3, 4, 5, generator=draw).double() * torch.tensor([1.0, 1e6, 1e-6]).view(3, 1, 1),
+        "buffer/mean": torch.randn(5, generator=draw).float(),
+        "buffer/count": torch.tensor(7),
+    }
+    form = Form.of(update)
+    assert (form.rows, form.size) == (5, 2 + 60 + 5 + 1)
+    sizes = {
+        "passes/w": update["passes/w"].abs().flatten(1).amax(1).tolist(),
+        "buffer/mean": [3.0],
+        "buffer/count": [7.0],
+    }
+    exponents, counts = form.exponents(sizes, 100, 0), (3, 11, 50, 36)
+    with np.errstate(over="ignore"):
+        total = sum((form.words(update, n, exponents, 4) for n in counts), np.zeros(form.size, np.uint64))
+    records, mean = form.opened(total, exponents, 4)
+    assert records == 100
+    rounding = form.rounding(exponents, 4, records)
+    for row in range(3):
+        error = (mean["passes/w"][row] - update["passes/w"][row]).abs().max()
+        assert error <= rounding["passes/w"][row] + 2**-52 * update["passes/w"][row].abs().max()
+    assert torch.equal(mean["buffer/count"], update["buffer/count"])
+    assert mean["buffer/mean"].dtype == torch.float32
+    with pytest.raises(OutOfRange):
+        form.words({**update, "buffer/count": torch.tensor(2**40)}, 3, exponents, 4)
+    with pytest.raises(BadArgument, match="exponents"):
+        form.words(update, 3, exponents[:-1], 4)
+    json.dumps(exponents)

@@ -1,0 +1,120 @@
+"""Secure aggregation over FLARE with mTLS: four clients in processes of their own, one killed and back."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedveil[nvflare]'")
+
+from safetensors.torch import load_file
+from tests.deployed.results import MLP, records
+from tests.deployed.serving import adam
+from tests.deployed.task import SIZES, make_model, parts
+from tests.engines import Loopback, member
+from tests.flower.processes import wait_until
+from tests.nvflare.processes import ADMIN, BIN, Flare
+from tests.oracle import worst
+
+from fedveil.defences import Plain
+from fedveil.federation import Federation
+from fedveil.federation.rounds import RemoteServer
+from fedveil.wire import kind_of
+
+pytestmark = pytest.mark.slow
+EXAMPLE = Path(__file__).parents[2] / "examples" / "nvflare_app" / "job.py"
+ROUNDS = 20
+SURVIVORS = {sum(SIZES): (0, 1, 2, 3)} | {sum(SIZES) - SIZES[k]: tuple({0, 1, 2, 3} - {k}) for k in range(4)}
+
+
+def make_keys(folder):
+    """As docs/secure-aggregation.md does it."""
+    folder.mkdir()
+    lines = []
+    for part in range(4):
+        command = [BIN / "fedveil", "keys", "new", f"site-{part + 1}", "--out", folder]
+        done = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
+        lines += [line for line in done.stdout.splitlines() if line.startswith(f"site-{part + 1} ")]
+    (folder / "roster").write_text("\n".join(lines) + "\n")
+    assert len(lines) == 4
+
+
+def expected(rounds):
+    """Plain training with those who were in each sum."""
+    data = parts()
+    engine = Loopback({k: member(lambda: make_model(MLP), data[k], k) for k in range(4)})
+    server = RemoteServer(engine, make_model(MLP), data[0][0][:2], Plain(), adam, batch_size=32, limits=None)
+    for number, present in enumerate(rounds, 1):
+        engine.down = {0, 1, 2, 3} - set(present)
+        server.fit(rounds=number)
+    return server.model.state_dict()
+
+
+def test_twenty_rounds_with_one_client_killed_and_back(tmp_path):
+    make_keys(tmp_path / "keys")
+    out, tap = tmp_path / "out", tmp_path / "tap"
+    tap.mkdir()
+    (tmp_path / "marks").mkdir()
+    with Flare(tmp_path / "flare", sites=4) as flare:
+        for part in range(4):
+            flare.start_client(part)
+        config = {"keys": str(tmp_path / "keys"), "tap": str(tap), "marks": str(tmp_path / "marks")}
+        job = flare.run(out, rounds=ROUNDS, wait_for=4, work=0.3, timeout=10.0, wait=False, **config)
+        wait_until((tmp_path / "marks" / "1-5").exists, 200, "client 1 in round 5")
+        flare.kill_work(1)
+        flare.wait(out, 300)
+        assert job.wait(120) == 0
+    found = records(out)
+    assert len(found) == ROUNDS
+    survivors = [SURVIVORS[record["records"]] for record in found]
+    assert survivors[-1] == (0, 1, 2, 3)
+    assert all(record["answers"] == len(who) for record, who in zip(found, survivors, strict=True))
+    assert worst(load_file(out / "model.safetensors"), expected(survivors)) < 1e-6
+    assert {kind_of(file.read_bytes()) for file in tap.iterdir()} == {"masked", "step"}
+
+
+def test_what_the_server_receives_holds_an_update_only_without_secure_aggregation(tmp_path):
+    make_keys(tmp_path / "keys")
+    heard = {}
+    with Flare(tmp_path / "flare", sites=4) as flare:
+        for part in range(4):
+            flare.start_client(part)
+        for name, keys in (("secure", str(tmp_path / "keys")), ("trusted", "")):
+            tap = tmp_path / f"tap-{name}"
+            tap.mkdir()
+            config = {"keys": keys, "tap": str(tap), "defence": "plain", "wait_for": 4}
+            flare.run(tmp_path / name, rounds=1, **config)
+            heard[name] = b"".join(file.read_bytes() for file in tap.iterdir())
+    for own in parts():
+        update = []
+        alone = Federation(make_model(MLP), [own], "plain", adam, batch_size=32, whole_shard=True)
+        alone.step(lambda _, updates, update=update: update.extend(updates))
+        gradient = next(iter(update[0].gradients.values())).flatten()[:8]
+        numbers = [gradient, gradient * len(own[1])]
+        assert gradient.numpy().tobytes() in heard["trusted"]  # the search finds what is there
+        for number in numbers:
+            assert number.numpy().tobytes() not in heard["secure"]
+            for bits in range(20, 60):  # fixed point with any number of bits
+                words = (number * 2.0**bits).round().to(torch.int64).numpy().tobytes()
+                assert words not in heard["secure"]
+    found = load_file(tmp_path / "secure" / "model.safetensors")
+    assert worst(found, load_file(tmp_path / "trusted" / "model.safetensors")) < 1e-6
+
+
+def test_the_example_takes_keys_from_each_sites_environment(tmp_path):
+    keys, out = tmp_path / "keys", tmp_path / "out"
+    make_keys(keys)
+    with Flare(tmp_path / "flare", sites=4) as flare:
+        for part in range(4):
+            files = {"FEDVEIL_IDENTITY": str(keys / f"site-{part + 1}.key"), "FEDVEIL_ROSTER": str(keys / "roster")}
+            flare.start_client(part, **files)
+        words = f"--data digits --sites 4 --rounds 20 --secure-aggregation --out {out}"
+        job = flare.start("job", sys.executable, EXAMPLE, *words.split(), "--kit", flare.kits / ADMIN)
+        assert job.wait(300) == 0, flare.logs()
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["answers"] for record in found] == [4] * 20
+    assert all(0 < record["fixed_point_error"] < 1e-6 for record in found)
+    assert found[-1]["accuracy"] > found[0]["accuracy"] + 0.3

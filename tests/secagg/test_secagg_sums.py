@@ -1,0 +1,185 @@
+"""Sums are exact, whoever vanishes, as long as enough stay."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.secagg.group import DIGEST, STAGES, Group, attempt, reveal_all, settle_all, summed
+
+from fedveil.errors import Aborted, BadArgument
+from fedveil.secagg import Tally, bits, decode, encode, threshold
+
+TEN = 10
+
+
+def patterns(count, of=TEN):
+    """All ways for `count` clients to vanish before upload, settle or reveal."""
+    for gone in itertools.combinations(range(of), count):
+        for stages in itertools.product(STAGES, repeat=count):
+            yield {f"c{place}": stage for place, stage in zip(gone, stages, strict=True)}
+
+
+UP_TO_THREE = [pattern for count in (1, 2, 3) for pattern in patterns(count)]
+FOUR = list(patterns(4))
+
+
+@pytest.fixture(scope="module")
+def ten():
+    """Ten clients that have uploaded, and what they remember of that: every pattern goes on from here."""
+    group = Group(TEN)
+    opening, vectors = group.opening(), group.vectors()
+    sent = group.uploads(opening, vectors)
+    return group, opening, vectors, sent, group.snapshot()
+
+
+def check(ten, pattern):
+    """The exact sum over those who had not vanished before the last settling, in one attempt."""
+    group, opening, vectors, sent, kept = ten
+    group.restore(kept)
+    tally = attempt(group, opening, sent, pattern)
+    stayed = [name for name in group.names if pattern.get(name, "reveal") == "reveal"]
+    assert list(tally.survivors) == stayed
+    assert np.array_equal(tally.total(), summed(vectors, stayed))
+
+
+def check_aborts(ten, pattern):
+    group, opening, _, sent, kept = ten
+    group.restore(kept)
+    with pytest.raises(Aborted, match=r"6 of 10 clients (are left|have revealed): at least 7") as caught:
+        attempt(group, opening, sent, pattern).total()
+    assert caught.value.reason == "few"
+
+
+def test_there_are_as_many_patterns_as_were_simulated():
+    assert len(UP_TO_THREE) == 3675
+    assert len(FOUR) == 17_010
+
+
+def test_nobody_vanishes_and_settling_takes_one_step(ten):
+    group, opening, vectors, sent, kept = ten
+    group.restore(kept)
+    tally = Tally(opening, DIGEST, 3)
+    for name, data in sent.items():
+        tally.take_upload(name, data)
+    assert settle_all(group, tally) == 1
+    reveal_all(group, tally)
+    assert np.array_equal(tally.total(), summed(vectors, group.names))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_up_to_three_of_ten_vanish_and_the_sum_is_exact(ten, part):
+    for pattern in random.Random(part).sample(UP_TO_THREE, 12):
+        check(ten, pattern)
+
+
+def test_four_of_ten_vanish_and_the_attempt_aborts(ten):
+    for pattern in random.Random(5).sample(FOUR, 25):
+        check_aborts(ten, pattern)
+
+
+@pytest.mark.slow
+def test_all_ways_for_up_to_three_of_ten_to_vanish(ten):
+    for pattern in UP_TO_THREE:
+        check(ten, pattern)
+
+
+@pytest.mark.slow
+def test_all_ways_for_four_of_ten_to_vanish(ten):
+    for pattern in FOUR:
+        check_aborts(ten, pattern)
+
+
+@pytest.mark.parametrize("n", [4, 5, 7])
+def test_as_many_as_the_threshold_allows_vanish_one_by_one(n):
+    """Each settling loses one more, so that as many steps are needed as can be."""
+    group = Group(n)
+    opening, vectors = group.opening(), group.vectors(5)
+    tally = Tally(opening, DIGEST, 5)
+    for name, data in group.uploads(opening, vectors).items():
+        tally.take_upload(name, data)
+    spare = group.names[: n - threshold(n)]
+    for lost in [*spare, None]:
+        common, own = tally.settle()
+        for name in own:
+            if name != lost:
+                tally.take_settled(name, group.parties[name].settle(common, own[name]))
+        assert tally.settled() == (lost is None)
+    reveal_all(group, tally)
+    assert tally.survivors == tuple(group.names[len(spare) :])
+    assert np.array_equal(tally.total(), summed(vectors, tally.survivors))
+
+
+@given(
+    values=st.lists(st.lists(st.floats(-200, 200), min_size=2, max_size=2), min_size=4, max_size=4),
+    lost=st.sampled_from([None, 0, 3]),
+    stage=st.sampled_from(STAGES[:2]),
+)
+def test_words_add_up_to_the_integer_sum_of_encodings(values, lost, stage):
+    n, b = 4, bits(4, 8)
+    group = FOUR_CLIENTS
+    rows = {name: encode(np.array([2.0**-b, *row]), b, n) for name, row in zip(group.names, values, strict=True)}
+    opening = group.opening()
+    pattern = {} if lost is None else {f"c{lost}": stage}
+    tally = attempt(group, opening, group.uploads(opening, rows), pattern)
+    stayed = [name for name in group.names if name not in pattern]
+    assert list(tally.survivors) == stayed
+    total = tally.total()
+    assert np.array_equal(total, summed(rows, stayed))
+    exact = np.sum([values[group.names.index(name)] for name in stayed], axis=0)
+    bound = len(stayed) * 2.0 ** -(b + 1) + 2**-51 * 4 * 200  # rounding of encodings; float64 sums, here and in decode
+    assert np.abs(decode(total, b)[1:] - exact).max() <= bound
+
+
+FOUR_CLIENTS = Group(4)
+
+
+def test_a_vector_longer_than_a_piece_adds_up():
+    group = Group(4)
+    opening, vectors = group.opening(), group.vectors(40_000)
+    tally = attempt(group, opening, group.uploads(opening, vectors), {"c1": "settle"})
+    assert np.array_equal(tally.total(), np.add.reduce([vectors[name] for name in ("c0", "c2", "c3")]))
+
+
+@pytest.mark.parametrize("n", [4, 10])
+def test_uploads_are_at_most_2_05_times_float32(n):
+    group, size = Group(n), 270_000
+    opening = group.opening()
+    vector = np.ones(size + 1, np.uint64)
+    data = group.parties["c0"].upload(opening, DIGEST, vector)
+    assert len(data) <= 2.05 * 4 * size
+
+
+def test_attempts_follow_one_another_with_the_same_keys():
+    group = Group(4)
+    for round in range(3):
+        vectors = group.vectors(seed=round)
+        opening = group.opening()
+        tally = attempt(group, opening, group.uploads(opening, vectors), {"c3": "upload"})
+        assert np.array_equal(tally.total(), summed(vectors, group.names[:3]))
+
+
+def test_steps_out_of_order_are_refused():
+    group = Group(4)
+    opening, vectors = group.opening(), group.vectors()
+    sent = group.uploads(opening, vectors)
+    tally = Tally(opening, DIGEST, 3)
+    for call in (tally.reveal, tally.total):
+        with pytest.raises(BadArgument):
+            call()
+    with pytest.raises(Aborted, match="0 of 4 clients are left: at least 3"):
+        tally.settle()
+    for name, data in sent.items():
+        tally.take_upload(name, data)
+    with pytest.raises(BadArgument, match="c0 has uploaded already"):
+        tally.take_upload("c0", sent["c0"])
+    settle_all(group, tally)
+    with pytest.raises(BadArgument, match="have agreed already"):
+        tally.settle()
+    with pytest.raises(BadArgument, match="nothing was revealed"):
+        tally.total()
+    reveal_all(group, tally)
+    with pytest.raises(BadArgument, match="is not asked for it now"):
+        tally.take_upload("c0", sent["c0"])
