@@ -43,6 +43,7 @@ def main(grid: Grid, context: Context) -> None:
         min_answers=int(config["min-answers"]),
         limits=Limits(str(config["aggregator"]), int(config["hostile"])),
         timeout=float(config["timeout"]),
+        secure_aggregation=bool(config["secure-aggregation"]),
         patience=float(config["patience"]),
         attempts=int(config["attempts"]),
         seed=int(config["seed"]),

@@ -41,6 +41,7 @@ class BankServer:
             wait_for=asked.sites,
             min_answers=asked.min_answers,
             timeout=asked.timeout,
+            secure_aggregation=asked.secure_aggregation,
             seed=asked.seed,
         )
         if (out / "checkpoint.pt").exists():

@@ -36,6 +36,8 @@ class Settings:
     """for the learning rate and for evaluation"""
     min_answers: int = 2
     """valid answers that a round needs"""
+    secure_aggregation: bool = False
+    """the server sees sums only; sites need FEDVEIL_IDENTITY and FEDVEIL_ROSTER"""
     timeout: float = 60.0
     """seconds for a round's exchange"""
     seed: int = 0
