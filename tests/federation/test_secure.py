@@ -272,18 +272,24 @@ def test_a_server_with_the_roster_leaves_out_who_signs_wrongly(given):
     assert worst(floats(server.model), plain_of(1, clients)) < 1e-6
 
 
-def test_a_member_that_stays_away_is_in_the_roster_and_costs_nothing():
+def test_members_that_stay_away_cost_nothing_while_enough_are_left():
     server = server_of("veil")
     server.fit(rounds=1)
-    server.engine.down = {"site-2"}
-    server.fit(rounds=3)
-    server.engine.down = set()
-    server.fit(rounds=4)
-    assert [record["answers"] for record in server.history.records] == [5, 4, 4, 5]
+    for down, rounds in (({"site-2"}, 2), ({"site-2", "site-3"}, 3), (set(), 4)):
+        server.engine.down = down
+        server.fit(rounds=rounds)
+    assert [record["answers"] for record in server.history.records] == [5, 4, 3, 5]  # three of a roster of four
     assert [record["exchanges"] for record in server.history.records] == [4, 3, 3, 3]
-    server.engine.down = {"site-2", "site-3"}  # t = 4 of 5
-    with pytest.raises(TooFewAnswers, match="3 of 5 members are there, and secure aggregation needs 4"):
+    server.engine.down = {"site-1", "site-2", "site-3"}
+    with pytest.raises(TooFewAnswers, match="2 of 4 members are there, and secure aggregation needs 3"):
         server.fit(rounds=5)
+
+
+def test_a_share_of_the_members_is_a_roster_of_its_own():
+    server = server_of("veil", participation=0.8)
+    server.fit(rounds=4)
+    assert [record["answers"] for record in server.history.records] == [4] * 4
+    assert not any("faults" in record for record in server.history.records)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class SecureRounds:
     def __init__(self, server: "RemoteServer", roster: Roster | None = None) -> None:
         check_combination(server.defence, server.model, server.limits)
         self.server, self.sums = server, Sums(server.defence, server.model)
-        self._hellos: dict[Member, Hello] = {}  # also of members that are away: they count as vanished
+        self._hellos: dict[Member, Hello] = {}  # also of members that are away
         self._doubtful: set[Member] = set()  # members that may have lost their key
         self._attempt, self._roster = 0, roster
 
@@ -83,7 +83,7 @@ class SecureRounds:
         """One attempt; None if it may be repeated."""
         server = self.server
         present = self._greeted(nodes, faults, traffic)
-        names = {hello.name: member for member, hello in self._hellos.items()}
+        names = {self._hellos[member].name: member for member in self._roster_of(present)}
         needed = max(server.min_answers, secagg.threshold(max(len(names), secagg.LEAST)))
         if len(names) < secagg.LEAST or len(present) < needed:
             text = (
@@ -155,6 +155,11 @@ class SecureRounds:
                     self._hellos[member] = hello
                     self._doubtful.discard(member)
         return [node for node in nodes if node in self._hellos and node not in self._doubtful]
+
+    def _roster_of(self, present: list[Member]) -> list[Member]:
+        """Those who are there; if they are too few for a roster, also members that are away, and count as vanished."""
+        away = [member for member in self._hellos if member not in present]
+        return [*present, *away[: max(0, secagg.LEAST - len(present))]]
 
     def _hello(self, reply: bytes) -> Hello:
         try:
