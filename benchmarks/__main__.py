@@ -20,6 +20,7 @@ from benchmarks import (
     memory,
     overhead,
     picks,
+    secagg,
     server,
     speed,
 )
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("limits", limits.main, options),
         ("overhead", overhead.main, options),
         ("engines", engines.main, quick),
+        ("secagg", secagg.main, quick),
     ):
         print(f"## {name}\n", flush=True)
         if run(given):
