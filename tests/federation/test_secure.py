@@ -336,6 +336,56 @@ def test_statistics_without_momentum_are_refused():
         one_process("plain", build=build, secure_aggregation=True)
 
 
+class Boastful(Party):
+    """Says that it has more records than there are, or that its numbers do not fit."""
+
+    def upload(self, opening, digest, words):
+        words = words.copy()
+        words[1] = 2**63
+        return super().upload(opening, digest, words)
+
+
+class Unfit(Party):
+    def upload(self, opening, digest, words):
+        raise OutOfRange("encode", "too large")
+
+
+def replaced(kind):
+    known = parties()
+    known["site-2"] = kind(known["site-2"]._identity, known["site-2"]._roster)
+    return known
+
+
+def test_a_client_that_spoils_the_sum_costs_rounds_and_not_the_run():
+    server = server_of("veil", known=replaced(Boastful))
+    before = {name: tensor.clone() for name, tensor in floats(server.model).items()}
+    server.fit(rounds=2)
+    assert all("records together" in record["skipped"] for record in server.history.records)
+    assert worst(floats(server.model), before) == 0
+
+
+def test_a_client_whose_numbers_never_fit_is_left_out():
+    server = server_of("veil", known=replaced(Unfit), attempts=5)
+    server.fit(rounds=1)
+    (record,) = server.history.records
+    assert (record["answers"], record["attempts"]) == (4, 4)
+    assert worst(floats(server.model), plain_of(1, (0, 1, 3, 4))) < 1e-6
+
+
+@pytest.mark.parametrize("given", [True, "roster"])
+def test_nobody_takes_the_name_of_a_member_that_is_there(given):
+    known = parties()
+    thief = Identity.new("site-2")
+    keys = {name: party._roster.key_of(name) for name, party in known.items()}
+    honest = known["site-2"]._roster
+    known["site-4"] = Party(thief, Roster({**keys, "site-2": thief.public()}))
+    server = server_of("veil", known=known, secure_aggregation=honest if given == "roster" else True)
+    server.fit(rounds=1)
+    (record,) = server.history.records
+    assert record["answers"] == 4
+    assert worst(floats(server.model), plain_of(1, (0, 1, 2, 3))) < 1e-6
+
+
 def test_what_the_server_receives_holds_no_update_and_no_number_of_records(monkeypatch):
     """The words of a client are uniform without its seeds; here: no plain answer, no count, nothing repeated."""
     server, seen = server_of("plain"), []

@@ -181,7 +181,8 @@ class Sums:
         self.form: Form | None = None
         self._linear = cast(Linear, self.defence)
         self._expected: Mapping[str, Tensor] | None = None
-        self._records, self._wider = 0, 0
+        self._records = 0
+        self.wider = 0  # bits of room that the next attempt has besides
 
     def exponents(self, broadcast: Any) -> tuple[int, ...]:
         """For the next attempt."""
@@ -190,12 +191,12 @@ class Sums:
             template = {name: own for name, own in template.items() if name.startswith("gradient/")}
         self.form = Form.of(template)
         if self._expected is None:
-            return (FIRST + self._wider,) * self.form.rows
-        return self.form.exponents(self._linear.sizes(broadcast, self._expected), self._records, self._wider)
+            return (FIRST + self.wider,) * self.form.rows
+        return self.form.exponents(self._linear.sizes(broadcast, self._expected), self._records, self.wider)
 
     def widen(self) -> None:
         """A client's numbers did not fit: give all of them more room in the next attempt."""
-        self._wider += WIDER
+        self.wider += WIDER
 
     def aggregate(self, total: Words, opening: Opening) -> Aggregate:
         """The round's result from the sum of its words."""
@@ -210,7 +211,7 @@ class Sums:
         expected, rounding = self._linear.expect(update, self._expected), self._linear.rounding(each)
         result = self.defence.aggregate([update], [1.0])
         size = math.hypot(*[float(torch.linalg.vector_norm(g.double())) for g in result.gradients.values()])
-        self._expected, self._records, self._wider = expected, records, 0
+        self._expected, self._records, self.wider = expected, records, 0
         error = result.error + (rounding / size if size else 0.0)
         details = {**result.details, "records": records, "fixed_point_error": rounding / size if size else 0.0}
         result = dataclasses.replace(result, error=error, details=details)

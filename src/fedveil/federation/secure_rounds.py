@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedveil import secagg
 from fedveil.defences import Aggregate
-from fedveil.errors import BadArgument, FedveilError
+from fedveil.errors import BadArgument, FedveilError, UpdateRefused
 from fedveil.federation.engine import Fault, Member, fault
 from fedveil.federation.remote import Masked, Step, read, take_masked, write
 from fedveil.federation.secure import Sums, Words, check_combination, open_sum
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedveil.federation.rounds import RemoteServer
 
 KEPT_FAULTS = 20  # of a round, in its record
+MOST_ROOM = 24  # bits, after which a round goes on without those whose numbers do not fit
 
 
 class _Traffic:
@@ -101,20 +102,18 @@ class SecureRounds:
         data = write(ask)
         assert self.sums.form is not None
         tally = Tally(opening, hashlib.sha256(data).digest(), self.sums.form.size, self._roster)
-        wide = True
+        misfits = 0
         for member, reply in self._exchanged(data, dict.fromkeys(present, b""), "upload", faults, traffic):
             masked = self._heard(member, lambda reply=reply: take_masked(reply, ask, 0), faults)
             if isinstance(masked, Masked):
                 traffic.work = max(traffic.work, masked.seconds)
-                wide = wide and masked.fits
-                upload = as_bytes("answer", masked.tensors, "upload")
+                misfits += not masked.fits
                 if masked.fits:
-                    self._heard(member, lambda m=member, u=upload: tally.take_upload(self._name(m), u), faults)
-        if not wide:  # all of them are asked again: who it was says something about its data
+                    self._heard(member, lambda m=member, a=masked: self._uploaded(tally, m, a), faults)
+        if misfits and (self.sums.wider < MOST_ROOM or len(tally.survivors) < needed):
             self.sums.widen()
-            self._note(
-                fault("server", "range", "an update has numbers that do not fit; all are given more room"), faults
-            )
+            text = f"{misfits} updates have numbers that do not fit; all are given more room"
+            self._note(fault("server", "range", text), faults)
             return None
         revealing = False
 
@@ -136,10 +135,18 @@ class SecureRounds:
             self._note(fault("server", "aborted", f"{error.where}: {error.what}"), faults)
             return _Opened(None, opening, tally, error.what) if revealing else None
 
+    def _uploaded(self, tally: Tally, member: Member, masked: Masked) -> None:
+        tally.take_upload(self._name(member), as_bytes("answer", masked.tensors, "upload"))
+
     def _result(self, opened: _Opened) -> Aggregate:
-        if opened.total is None:
-            return Aggregate({}, {}, 0.0, {"skipped": opened.why})
-        return self.sums.aggregate(opened.total, opened.opening)
+        """The gradient; nothing if there is no sum, or if a client has spoilt it."""
+        why = opened.why
+        if opened.total is not None:
+            try:
+                return self.sums.aggregate(opened.total, opened.opening)
+            except (Aborted, UpdateRefused) as error:
+                why = error.what
+        return Aggregate({}, {}, 0.0, {"skipped": why})
 
     def _greeted(self, nodes: list[Member], faults: list[Fault], traffic: _Traffic) -> list[Member]:
         """Those whose keys are known, after asking the others for theirs."""
@@ -148,13 +155,22 @@ class SecureRounds:
             message = write(Step(self.server._session, "hello", {"body": as_tensor(b"")}))
             for member, reply in self._exchanged(message, dict.fromkeys(new, b""), "hello", faults, traffic):
                 hello = self._heard(member, lambda reply=reply: self._hello(reply), faults)
-                if isinstance(hello, Hello):
-                    taken = [other for other, known in self._hellos.items() if known.name == hello.name]
-                    for other in taken:  # a member that came back under another number
-                        del self._hellos[other]
+                if isinstance(hello, Hello) and self._heard(member, lambda m=member, h=hello: self._free(m, h), faults):
                     self._hellos[member] = hello
                     self._doubtful.discard(member)
         return [node for node in nodes if node in self._hellos and node not in self._doubtful]
+
+    def _free(self, member: Member, hello: Hello) -> bool:
+        """Whether a member may have the name that it says; one that came back under another number may."""
+        if self._roster is not None:
+            signed = Hello.signed(hello.run, hello.name, hello.key)
+            if not self._roster.verifies(hello.name, hello.signature, signed):
+                raise BadArgument("hello", f"it is not signed by {hello.name}")
+        for other in [other for other, known in self._hellos.items() if known.name == hello.name and other != member]:
+            if self._roster is None and other in self.server.engine.members() and other not in self._doubtful:
+                raise BadArgument("hello", f"{hello.name} is the name of another member, which is there")
+            del self._hellos[other]
+        return True
 
     def _roster_of(self, present: list[Member]) -> list[Member]:
         """Those who are there; if they are too few for a roster, also members that are away, and count as vanished."""
