@@ -86,7 +86,7 @@ def as_source(who: str, given: Any) -> Source:
         return _stored(who, *given)
     alone = isinstance(given, tuple | list | dict | str | Tensor | np.ndarray) or is_frame(given) or is_series(given)
     if isinstance(given, IterableDataset) or alone or not _by_index(given):
-        raise BadArgument(who, _why_not(given), FORMS)
+        raise BadArgument(who, _why_not(given), f"a list of clients, each {FORMS}" if alone else FORMS)
     return Stream(who, given)
 
 
@@ -106,7 +106,7 @@ def _why_not(given: object) -> str:
     if isinstance(given, IterableDataset) or (isinstance(given, Dataset) and not _by_index(given)):
         return f"a {type(given).__name__} has no records by number, so a round cannot choose its batch"
     length = f" of {len(given)}" if isinstance(given, tuple | list) else ""
-    return f"it is a {type(given).__name__}{length}"
+    return f"it is a {type(given).__name__}{length}, not records with their targets"
 
 
 def _stored(who: str, inputs: Any, targets: Any) -> Rows:

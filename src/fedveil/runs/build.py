@@ -14,7 +14,6 @@ from fedveil import data as datasets
 from fedveil.data import Data, Part, split
 from fedveil.defences import Defence, Private, registry
 from fedveil.errors import BadArgument
-from fedveil.federation.evaluate import moved, predict, rows_of
 from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import batches
@@ -200,16 +199,6 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
         raise BadArgument("device", f"cannot use {device!r}: {str(error).splitlines()[0]}", "--device cpu") from error
 
 
-def _check_fit(config: Config, model: nn.Module, data: Data) -> None:
-    """Refuse a user's model that cannot take the data's records."""
-    try:
-        predict(model, moved(rows_of(data.train.inputs, 0, 2), next(model.parameters()).device))
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        why = str(error).splitlines()[0]
-        fix = "a model whose forward takes these records (docs/inputs.md), or other --data"
-        raise BadArgument(config.model.name, f"it does not fit the data {data.name!r}: {why}", fix) from error
-
-
 def federation_of(
     config: Config, data: Data, defence: Defence | None = None, make: Callable[..., Federation] = Federation
 ) -> Federation:
@@ -223,8 +212,6 @@ def federation_of(
     """
     config = settled(config, data)
     model, training = on_device(build_model(config, data), config.training.device), config.training
-    if ":" in config.model.name:
-        _check_fit(config, model, data)
     parts = client_parts(config.data, training.seed, data)
     largest = max(len(part.targets) for part in parts)
     return make(
