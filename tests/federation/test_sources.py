@@ -152,6 +152,15 @@ def test_numbers_get_the_dtype_of_the_model():
     assert federation.shards.inputs.dtype == federation.shards.targets.dtype == torch.float32
 
 
+def test_columns_of_a_frame_are_features_and_one_column_of_classes_is_one_class_per_record():
+    frame = pandas.DataFrame(np.arange(54).reshape(9, 6))
+    federation = Federation(mlp(6, 4), [(frame, pandas.DataFrame({"y": np.arange(9) % 4}))], "plain")
+    assert federation.loss.name == "cross_entropy"
+    assert federation.shards.inputs.dtype == torch.float32
+    numbers = Federation(mlp(6, 2), [(frame, pandas.DataFrame({"y": np.arange(9), "z": np.arange(9)}))], "plain")
+    assert numbers.loss.name == "squared_error"
+
+
 def test_the_batch_size_is_that_of_the_loaders_unless_one_is_given():
     loaders = [DataLoader(Lazily(*pair), batch_size=5) for pair in pairs()]
     assert Federation(built(lambda: mlp(6, 4)), loaders, "plain").shards.batch_size == 5

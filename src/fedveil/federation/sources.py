@@ -114,12 +114,14 @@ def _stored(who: str, inputs: Any, targets: Any) -> Rows:
     arrays = (np.ndarray, np.generic)
 
     def changed(leaf: Any) -> Any:
-        known = isinstance(leaf, arrays) or is_frame(leaf) or is_series(leaf)
-        return as_tensor(who, "inputs", leaf) if known else leaf
+        if is_frame(leaf):  # its columns are features, also those of whole numbers
+            return as_tensor(who, "inputs", leaf).double()
+        return as_tensor(who, "inputs", leaf) if isinstance(leaf, arrays) or is_series(leaf) else leaf
 
     wanted = as_tensor(who, "targets", targets)
-    if is_frame(targets) and wanted.shape[1] == 1 and not wanted.is_floating_point():
-        wanted = wanted[:, 0]  # one column of classes
+    if is_frame(targets):  # one column of classes, or several of numbers
+        one = wanted.shape[1] == 1 and not wanted.is_floating_point()
+        wanted = wanted[:, 0] if one else wanted.double()
     if not wanted.dim():
         raise BadArgument(who, "targets are one number, not one per record", "a tensor of targets")
     return Rows(who, cast(Inputs, pytree.tree_map(changed, inputs)), wanted)
