@@ -1,6 +1,6 @@
 """Data sets by name, and their division among clients. A leaf: nothing here knows of models or veils."""
 
-from fedveil.data import bank, cifar, embedded, images, lesion, tables  # noqa: F401  (each enters its loaders)
+from fedveil.data import bank, cifar, csv_file, embedded, images, lesion  # noqa: F401  (each enters its loaders)
 from fedveil.data.catalogue import DatasetInfo, available, data_folder, load
 from fedveil.data.download import get
 from fedveil.data.labels import keep_labels, other_labels, parse_labels

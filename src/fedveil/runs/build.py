@@ -28,10 +28,8 @@ LENETS = {"lenet": "relu", "lenet-sigmoid": "sigmoid"}
 def load_data(config: Config) -> Data:
     """The data set, with the options that it takes."""
     asked = config.data
-    names = ("train_size", "test_size", "task", "target", "size", "path")
-    options = {name: value for name in names if (value := getattr(asked, name)) is not None}
-    if not asked.duration:
-        options["duration"] = False
+    sharing = {"name", "labels", "clients", "split", "alpha", "column"}  # the rest are options of data sets
+    options = asked.model_dump(exclude=sharing, exclude_defaults=True)
     if ":" in asked.name:
         found = load_own_data(asked.name, list(options))
     else:
