@@ -141,7 +141,7 @@ def tensors_of(where: str, inputs: Inputs) -> dict[str, Tensor]:
     """The tensors in the inputs by their place; at least one."""
     found = {place: leaf for place, leaf in named(inputs).items() if isinstance(leaf, Tensor)}
     if not found:
-        fix = "a tensor, a tuple of arguments of forward, or a dict of its keyword arguments"
+        fix = "a tensor (of a list of numbers: torch.tensor(inputs)), or a tuple or dict of arguments of forward"
         raise BadArgument(where, f"inputs, a {type(inputs).__name__}, hold no tensor", fix)
     return found
 
