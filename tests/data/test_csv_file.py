@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.data.making import refused
 
-from fedveil.data import load
+from fedveil.data import load, split
 from fedveil.data.tables import find_delimiter
 
 
@@ -87,6 +87,15 @@ def test_numbers_may_be_categories(tmp_path):
     for categorical in (["code"], "code", ("code",)):
         assert load("csv", path=path, target="y", categorical=categorical).train.inputs.shape == (16, 3)
     assert load("csv", path=path, target="y", categorical=["code", "y"]).classes == ("0", "1")
+
+
+def test_clients_may_be_divided_by_a_column_that_is_no_input(tmp_path):
+    path = write_rows(tmp_path, "hospital,x,y", *(f"{'abc'[n % 3] * 5000},{n},{n % 2}" for n in range(30)))
+    found = load("csv", path=path, target="y", ignore="hospital")
+    assert found.train.inputs.shape == (24, 1)
+    shares = split(found, 3, how="column", column="hospital")
+    homes = [{found.columns["hospital"][row][0] for row in share.tolist()} for share in shares]
+    assert sorted(homes, key=min) == [{"a"}, {"b"}, {"c"}]
 
 
 def test_columns_without_a_name_are_left_out(tmp_path):
@@ -317,11 +326,16 @@ def test_columns_that_cannot_be_encoded_are_named(rows, texts, tmp_path):
         (b"\xd0\xcf\x11\xe0rest", ["it is an Excel workbook"]),
         (b"PAR1rest", ["it is a Parquet file", "pandas.read_parquet(path).to_csv('records.csv', index=False)"]),
         (b"ARROW1rest", ["it is a Feather file", "pandas.read_feather"]),
-        (gzip.compress(b"a,y\n1,2\n"), ["it is compressed with gzip", "gunzip"]),
+        (gzip.compress(b"a,y\n1,2\n", mtime=0), ["it is compressed with gzip", "gunzip"]),
         (b"<!DOCTYPE html>", ["it is a web page", "download the file itself"]),
         (b'{"a": [1]}', ["it is JSON", "pandas.read_json"]),
         ("a,y\n1,2\n".encode("utf-16"), ["it is UTF-16 text", "iconv -f utf-16"]),
         ("größe,y\n1,2\n".encode("latin1"), ["line 1: it is not UTF-8 text", "iconv -f latin1"]),
+        (
+            b"5.1,3.5,setosa\n4.9,3.0,setosa\n",
+            ["line 1: the header should hold the names of the columns", "(5.1, 3.5)"],
+        ),
+        (b"5.1,5.1,setosa\n4.9,3.0,setosa\n", ["line 1: columns are named twice: 5.1", "a name for each column"]),
         (b"a,y\n1,2\n3\n", ["line 3: 1 fields, the header has 2", "fields are not separated by ','"]),
     ],
 )

@@ -89,7 +89,8 @@ def _zip_names(path: Path) -> tuple[str, ...]:
             names = zipfile.ZipFile(file).namelist()
         except (OSError, zipfile.BadZipFile) as error:
             what = f"not a readable zip file: {error}" if path.stat().st_size else "the file is empty"
-            raise BadArgument(str(path), what, "it is damaged or cut off: fetch it again") from error
+            fix = "a folder or a zip file; if it is one, it is damaged or cut off: fetch it again"
+            raise BadArgument(str(path), what, fix) from error
     return tuple(sorted({name for name in names if not name.endswith("/") and not _hidden(name)}))
 
 

@@ -47,7 +47,7 @@ class _Wanted(NamedTuple):
     categorical: tuple[str, ...]
 
 
-@dataset("csv", About("any CSV file with a header; needs path= and target=", "yours", "yours"))
+@dataset("csv", About("any CSV file with a header; needs --path and --target", "yours", "yours"))
 def csv_file(
     *,
     path: Path | None = None,
@@ -80,7 +80,8 @@ def csv_file(
             record is left out.
         test_share: of the records, between 0 and 1.
         seed: of the division into training and test records.
-        ignore: columns to leave out. A column without a name, which is mostly a row number, always is.
+        ignore: columns that are not inputs; `split(..., how="column")` may still go by them. A column without a name,
+            which is mostly a row number, is never an input.
         categorical: columns to take as categories although they hold numbers.
     """
     notes: list[str] = []
@@ -108,7 +109,9 @@ def csv_file(
         records.take(train),
         records.take(test),
         classes=classes,
-        columns={name: np.array(table.columns[name])[train] for name in wanted.inputs},
+        columns={
+            name: np.array(cells, dtype=object)[train] for name, cells in table.columns.items() if name != answer.name
+        },
         target_scale=scale,
         notes=(*notes, scale_note(f"the target {answer.name!r}", scale)) if scale else tuple(notes),
     )
@@ -172,6 +175,10 @@ def _wanted(
     table: CsvTable, target: str | None, ignore: Sequence[str], categorical: Sequence[str], notes: list[str]
 ) -> _Wanted:
     """Inputs and target, if there are such columns and they go together."""
+    values = [name for name in table.columns if number(name, table.decimal) is not None]
+    if values and target not in table.columns:
+        what = f"the header should hold the names of the columns, and has numbers ({few(values)})"
+        raise BadArgument(f"{table.path}, line 1", what, "a first line with a name for each column")
     if target is None:
         every = ", ".join(table.columns)
         raise BadArgument(WHERE, "it needs the column to predict", f"--target (in Python target=) one of {every}")

@@ -57,7 +57,7 @@ class Folders(NamedTuple):
     classes: tuple[str, ...]
 
 
-@dataset("images", About("any folder or zip of images, a folder per class; needs path=", "yours", "yours"))
+@dataset("images", About("any folder or zip of images, a folder per class; needs --path", "yours", "yours"))
 def images(
     *,
     path: Path | None = None,

@@ -155,7 +155,7 @@ def _checked(
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:
         what = f"columns are named twice: {few(repeated)}"
-        raise BadArgument(f"{path}, line {lines[0]}", what, "one name per column")
+        raise BadArgument(f"{path}, line {lines[0]}", what, "a first line with a name for each column")
     if len(rows) == 1:
         raise BadArgument(path, "there is a header and no row", "a CSV file with records")
     for row, line in zip(rows[1:], lines[1:], strict=True):
