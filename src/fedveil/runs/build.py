@@ -28,10 +28,8 @@ LENETS = {"lenet": "relu", "lenet-sigmoid": "sigmoid"}
 def load_data(config: Config) -> Data:
     """The data set, with the options that it takes."""
     asked = config.data
-    names = ("train_size", "test_size", "task", "target", "size", "path")
-    options = {name: value for name in names if (value := getattr(asked, name)) is not None}
-    if not asked.duration:
-        options["duration"] = False
+    sharing = {"name", "labels", "clients", "split", "alpha", "column"}  # the rest are options of data sets
+    options = asked.model_dump(exclude=sharing, exclude_defaults=True)
     if ":" in asked.name:
         found = load_own_data(asked.name, list(options))
     else:
@@ -96,8 +94,9 @@ def load_factory(spec: str) -> nn.Module:
 
 
 def load_own_data(spec: str, options: Sequence[str] = ()) -> Data:
-    """The data that `package.module:factory` loads: a `fedveil.data.Data`, or train and test as (inputs, targets).
+    """The data that `package.module:factory` loads: a `fedveil.data.Data`, or train and test in any form.
 
+    That is (inputs, targets) of tensors, arrays or frames, a Dataset or a DataLoader; see `fedveil.data.from_parts`.
     `options` are those that were given for data sets of the library, and that mean nothing here.
     """
     if options:
@@ -107,9 +106,10 @@ def load_own_data(spec: str, options: Sequence[str] = ()) -> Data:
     if isinstance(found, Data):
         return found
     if isinstance(found, tuple | list) and len(found) == 2:
-        return datasets.from_tensors(spec, found[0], found[1])
-    fix = "return fedveil.data.Data, or ((inputs, targets), (inputs, targets)) for training and test"
-    raise BadArgument(spec, f"gave {type(found).__name__}, not data", fix)
+        return datasets.from_parts(spec, found[0], found[1])
+    length = f" of {len(found)}" if isinstance(found, tuple | list) else ""
+    fix = "return (train, test), each (inputs, targets), a Dataset or a DataLoader; or return fedveil.data.Data"
+    raise BadArgument(spec, f"gave {type(found).__name__}{length}, not data", fix)
 
 
 def _made(spec: str, kind: str, example: str, made: type) -> object:
