@@ -234,7 +234,7 @@ ROWS = pandas.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"]})
     ("client", "text"),
     [
         (Endless(), "client 0: a Endless has no records by number"),
-        (DataLoader(Endless()), "client 0: a Endless has no records by number"),
+        (DataLoader(Endless()), "client 0: Endless has no length"),
         (torch.zeros(3, 6), "client 0: it is a Tensor"),
         (ROWS, "client 0: it is a DataFrame without targets"),
         ([(torch.zeros(6), 0)] * 3, "client 0: it is a list of 3"),
@@ -247,14 +247,14 @@ ROWS = pandas.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"]})
         (Odd((torch.zeros(5), 0)), "client 0: records 0, 1 do not make a batch"),
         (Odd((torch.full((6,), torch.nan), 0)), "client 0, record 1: inputs hold NaN or infinity"),
         (Lazily(torch.zeros(0, 6), torch.zeros(0)), "client 0 has no records"),
-        (DataLoader(Lazily(*pairs()[0]), batch_size=None), "chooses records by a"),
+        (DataLoader(Lazily(*pairs()[0]), batch_size=None), "chooses its records by a"),
         (
             DataLoader(Lazily(*pairs()[0]), sampler=torch.utils.data.SubsetRandomSampler([0, 1])),
-            "chooses records by a .*Sampler of its own",
+            "chooses its records by a SubsetRandomSampler of its own",
         ),
         (
             DataLoader(Lazily(*pairs()[0]), sampler=RandomSampler(range(20), replacement=True)),
-            "draws records with replacement",
+            "chooses its records by a RandomSampler of its own",
         ),
     ],
 )

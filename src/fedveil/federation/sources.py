@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data import default_collate as collate_alike
 
-from fedveil.arrays import as_tensor, is_frame, is_series
+from fedveil.arrays import as_tensor, check_loader, is_frame, is_series
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, each
 
@@ -129,16 +129,7 @@ def _stored(who: str, inputs: Any, targets: Any) -> Rows:
 
 def _from_loader(who: str, loader: DataLoader[Any]) -> Source:
     """The records of a loader. Their order is the federation's, so that a resumed run goes on with the next batch."""
-    if isinstance(loader.dataset, IterableDataset):
-        raise BadArgument(who, _why_not(loader.dataset), "a Dataset with __len__ and __getitem__")
-    sampler = loader.sampler
-    if loader.batch_size is None or type(sampler) not in (SequentialSampler, RandomSampler):
-        what = f"the DataLoader chooses records by a {type(loader.batch_sampler or sampler).__name__} of its own"
-        raise BadArgument(who, what, "torch.utils.data.Subset for a part of the records")
-    count = len(cast(Any, loader.dataset))
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != count):
-        what = "the DataLoader draws records with replacement, or not all of them"
-        raise BadArgument(who, what, "shuffle=True, and torch.utils.data.Subset for a part of the records")
+    check_loader(who, loader)
     if isinstance(loader.dataset, TensorDataset) and loader.collate_fn is collate_alike:
         return _stored(who, *_split(who, loader.dataset.tensors))
     return Stream(who, loader.dataset, loader.collate_fn)
