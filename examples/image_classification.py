@@ -4,7 +4,7 @@
 - Shows: five clients train a small CNN on handwritten digits, once plain and once under a veil, from the same start.
 - Who attacks: a client that uses the model as it receives it, and one that first removes the public part of the noise.
 - Needs: `pip install fedveil`
-- Last line: `accuracy: plain 97.5 %, veil 97.5 %; the same answer for 100.0 % of the test images`
+- Last line: `accuracy: plain 98.3 %, veil 98.3 %; the same answer for 100.0 % of the test images`
 """
 
 # %%
@@ -46,9 +46,8 @@ def train(defence: str) -> fedveil.Federation:
     torch.manual_seed(0)
     first = nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
     model = nn.Sequential(*first, nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
-    federation = fedveil.Federation(
-        model, clients, defence, lambda p: torch.optim.Adam(p, 2e-3), batch_size=32, loss="cross_entropy"
-    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    federation = fedveil.Federation(model, clients, defence, optimizer, batch_size=32)  # cross-entropy, by default
     federation.fit(epochs=15, test=data.test)
     return federation
 

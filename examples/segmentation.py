@@ -1,18 +1,24 @@
 """Segmentation: a small U-Net says for every pixel whether it is background, disc or cross.
 
-- Shows: a class per pixel, a skip connection, down- and upsampling, cross-entropy over pixels; plain and under a veil.
+- Shows: a class per pixel, skip connection, BatchNorm, DataLoaders as clients, a schedule; plain and under a veil.
 - Who attacks: nobody here. What is protected: clients compute on a masked network, never on the model.
 - Needs: pip install fedveil
-- Last line: mean IoU: plain 0.87, veil 0.87; pixels right: plain 97.2 %, veil 97.2 %
+- Last line: mean IoU: plain 0.89, veil 0.89; pixels right: plain 98.0 %, veil 98.0 %
 """
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fedveil
 
-SIDE, CLASSES = 20, ("background", "disc", "cross")
+SIDE, CLASSES, EPOCHS = 20, ("background", "disc", "cross"), 8
 RANGES = (4, 16), (4, 16), (3, 6)  # of a shape's row, column and size
+
+
+def block(channels: int, out: int) -> nn.Module:
+    """Convolution, normalisation, ReLU."""
+    return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
 
 
 class UNet(nn.Module):
@@ -20,10 +26,9 @@ class UNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fine = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
-        coarse = nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()
-        self.coarse = nn.Sequential(nn.MaxPool2d(2), *coarse, nn.ConvTranspose2d(16, 8, 2, stride=2))
-        self.head = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, len(CLASSES), 1))
+        self.fine = nn.Sequential(block(1, 8), block(8, 8))
+        self.coarse = nn.Sequential(nn.MaxPool2d(2), block(8, 16), block(16, 16), nn.ConvTranspose2d(16, 8, 2, 2))
+        self.head = nn.Sequential(block(16, 16), nn.Conv2d(16, len(CLASSES), 1))
 
     def forward(self, images: Tensor) -> Tensor:
         """One number per class and pixel: (n, classes, height, width)."""
@@ -52,16 +57,18 @@ def mean_iou(answers: Tensor, classes: Tensor) -> float:
 
 
 chance = torch.Generator().manual_seed(0)
-clients, (images, classes) = [shapes(count, chance) for count in (200, 150, 100)], shapes(100, chance)
+clients = [DataLoader(TensorDataset(*shapes(count, chance)), batch_size=16) for count in (200, 150, 100)]
+images, classes = shapes(100, chance)
 iou, right = [], []
 for defence in ("plain", "veil"):
     torch.manual_seed(0)  # both start from the same weights
-    federation = fedveil.Federation(
-        UNet(), clients, defence, lambda p: torch.optim.Adam(p, 1e-2), batch_size=16, loss="cross_entropy"
-    )
-    history = federation.fit(epochs=12, test=(images, classes))
+    model = UNet()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
+    federation = fedveil.Federation(model, clients, defence, optimizer, schedule=schedule)
+    history = federation.fit(EPOCHS, test=(images, classes))
     with torch.no_grad():
-        answers = federation.model(images).argmax(1)
+        answers = model.eval()(images).argmax(1)  # BatchNorm with the statistics of training
     iou.append(f"{defence} {mean_iou(answers, classes):.2f}")
     right.append(f"{defence} {100 * history.last['accuracy']:.1f} %")
 for truth, answer in zip(classes[0], answers[0], strict=True):  # the first test image: true classes, the veil's answers

@@ -67,9 +67,9 @@ test, clients = (ids[:400], targets[:400]), [(ids[k::3], targets[k::3]) for k in
 def accuracy(network: type[nn.Module], defence: str) -> str:
     """Of a network that three clients have trained, on sentences that none of them has."""
     torch.manual_seed(0)  # plain and veil start from the same weights
-    net = network(len(number))
-    run = fedveil.Federation(net, clients, defence, lambda p: torch.optim.Adam(p, 1e-2), loss="cross_entropy")
-    return f"{100 * run.fit(epochs=12, test=test).last['accuracy']:.1f} %"
+    model = network(len(number))
+    federation = fedveil.Federation(model, clients, defence, torch.optim.Adam(model.parameters(), lr=1e-2))
+    return f"{100 * federation.fit(epochs=12, test=test).last['accuracy']:.1f} %"
 
 
 networks = {"LSTM": Lstm, "transformer": Transformer}
