@@ -22,7 +22,6 @@ from fedveil.studies.attack import AttackStudy, option
 from fedveil.studies.jobs import Result
 from fedveil.studies.study import Shown
 
-
 GUESS_NAME = "tests.test_cli_flags:GUESS"
 
 
