@@ -38,12 +38,14 @@ subtracts: the model is trained as if there were no defence.
 
 # %%
 class Shifted(Plain):
-    """Adds a secret multiple of a public direction to the model's outputs; for squared error, without whole shards."""
+    """Adds a secret multiple of a public direction to the outputs; for squared error and clients in one process."""
+
+    linear = False  # updates have two parts: secure aggregation, which adds up plain ones, is not for them
 
     def broadcast(self, model: nn.Module) -> nn.Module:
         """What clients receive."""
         network, self.secret = copy.deepcopy(model), secrets.SystemRandom().gauss(0, 100)
-        network.direction = torch.randn(network[-1].bias.shape)
+        network.direction = torch.randn_like(network[-1].bias)
         with torch.no_grad():
             network[-1].bias += self.secret * network.direction
         return network

@@ -61,9 +61,9 @@ for (number, without), (_, under) in list(curves)[::2]:
 """## What a client has
 
 A client never receives the server's model. We broadcast once more and look at what arrives. As received, the model is
-of no use. But the noise on the last layer has a public part, and a client that subtracts it gets most answers back: **a
-veil is no guarantee** (`docs/threat-model.md`). The picture shows the answers of the three models: one row for each
-true digit, one column for each answer.
+of no use. But the noise on the last layer has a public part, and a client that subtracts it gets nearly all answers
+back: **a veil is no guarantee** (`docs/threat-model.md`). The picture shows the answers of the three models: one row
+for each true digit, one column for each answer.
 """
 
 # %%
@@ -73,6 +73,7 @@ views = {
     "as received by a client": fedveil.client_view(veil.model, broadcast),
     "public offset removed": fedveil.client_view(veil.model, broadcast, centred=True),
 }
+veil.defence.forget()  # the secret of this broadcast, as after every round
 
 
 def answers(model: nn.Module) -> Tensor:
@@ -99,8 +100,8 @@ if hasattr(builtins, "__IPYTHON__"):  # in a notebook: the three as pictures, da
 # %% [markdown]
 """## How equal the two models are
 
-Removing the noise is exact up to rounding in float32, and rounding errors grow during training, as they do between any
-two plain runs on different machines. After 180 rounds the two models still give the same answers.
+Removing the noise is exact up to rounding in float32. Rounding errors grow during training, as they do between plain
+runs on two machines. Even after 180 rounds the two models give the same answers.
 """
 
 # %%

@@ -6,7 +6,7 @@ pytest.importorskip("jupytext", reason="jupytext is not installed: pip install '
 pytest.importorskip("nbclient", reason="nbclient is not installed: pip install 'fedveil[dev]'")
 
 from tests.examples.notebooks import NOTEBOOKS, executed, script, written
-from tests.examples.test_example_scripts import EXAMPLES, ROOT, check
+from tests.examples.test_example_scripts import EXAMPLES, ROOT, check, check_claims
 
 MOST_BYTES = 200_000
 
@@ -36,6 +36,7 @@ def test_a_notebook_shows_results_and_nothing_of_the_machine(name):
     assert path.stat().st_size < MOST_BYTES
     assert not [word for word in ("/work", "/tmp", "/home", "/Users", str(ROOT)) if word in path.read_text()]
     check(name, printed(written(name)).splitlines()[-1])
+    check_claims(name, printed(written(name)))
 
 
 @pytest.mark.slow

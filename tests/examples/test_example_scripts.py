@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedveil import Federation
 from fedveil.cli import main
+from fedveil.models import mlp
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -48,6 +50,18 @@ def check(name, line):
         assert low <= number <= high, line
     if name in PAIRS:
         assert abs(found[0] - found[1]) <= PAIRS[name], line
+
+
+def check_claims(name, printed):
+    """What an example's text says of other lines."""
+    if name == "image_classification":
+        shares = {who: float(share) for who, share in re.findall(r"^(.*): (.*) % right$", printed, re.MULTILINE)}
+        assert shares["as received by a client"] < 40
+        assert shares["public offset removed"] > 85
+    if name == "audit_own_defence":
+        shares = dict(re.findall(r"^(.*?) +agrees with the server's model on +(.*) %", printed, re.MULTILINE))
+        assert float(shares["outputs calibrated"]) > 95
+        assert set(shares) == {"as published", "broadcasts averaged", "outputs calibrated", "(undefended)"}
 
 
 def run(command, folder):
@@ -101,6 +115,7 @@ def test_an_example_runs_from_any_folder(name, tmp_path):
     done = run(["-W", "error", EXAMPLES / f"{name}.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     check(name, done.stdout.splitlines()[-1])
+    check_claims(name, done.stdout)
     assert not list(tmp_path.iterdir())
 
 
@@ -118,6 +133,20 @@ def test_the_deployment_says_what_to_install(tmp_path):
     done = run(["-c", hidden, EXAMPLES / "deployment.py"], tmp_path)
     assert done.returncode == 1
     assert done.stderr == "deployment.py needs NVIDIA FLARE: pip install 'fedveil[nvflare]'\n"
+
+
+def test_the_audited_defence_loses_nothing():
+    names, ends = {}, []
+    exec((EXAMPLES / "audit_own_defence.py").read_text().partition('"""## The audit')[0], names)
+    chance = torch.Generator().manual_seed(0)
+    clients = [(torch.randn(8, 5, generator=chance), torch.randn(8, 3, generator=chance)) for _ in range(2)]
+    for defence in ("plain", names["Shifted"]()):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = mlp(5, 3, hidden=4).double()
+            Federation(model, clients, defence, torch.optim.SGD(model.parameters(), lr=1e-2)).fit(rounds=3)
+        ends.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
 
 
 def commands(name):
