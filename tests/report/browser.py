@@ -71,6 +71,7 @@ class Tab:
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **metrics)
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        self.run("try { localStorage.clear(); } catch { /* none here */ }")  # a theme that was chosen before
         self.send("Page.navigate", url=path.as_uri())
         self.until(lambda: self.run("location.href !== 'about:blank' && document.readyState === 'complete'"))
 
