@@ -176,5 +176,5 @@ def test_a_figure_of_any_title_is_saved(tab, tmp_path):
     downloads.mkdir()
     path = saved(tab, downloads, 0)
     assert path.name.startswith("b-x-y-b-日本-日本")
-    assert len(path.name) <= 84
+    assert len(path.name) <= 104
     assert not tab.complaints

@@ -71,8 +71,10 @@
     head.textContent = title;
     made.className = "made";
     made.textContent = `Fedveil · ${document.querySelector("h1").textContent}`;
+    const note = figure.closest(".part")?.closest("section").querySelector(":scope > .note")?.cloneNode(true); // of several figures
+    const added = [head, note, made].filter(Boolean);
     figure.prepend(head);
-    figure.append(made);
+    figure.append(...added.slice(1));
     figure.classList.add("saved");
     root.dataset.theme = "light";
     try {
@@ -82,8 +84,7 @@
     } finally {
       figure.classList.remove("saved");
       figure.style.width = "";
-      head.remove();
-      made.remove();
+      for (const element of added) element.remove();
       if (theme) root.dataset.theme = theme; else delete root.dataset.theme;
       if (scrolled) scrolled.scrollLeft = left;
     }
@@ -102,7 +103,7 @@
     sheet.imageSmoothingEnabled = false; // pixels stay square
     for (const [small, ...box] of images) sheet.drawImage(small, ...box);
     const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
-    const name = `${document.querySelector("h1").textContent} ${title}`.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 80);
+    const name = `${document.querySelector("h1").textContent} ${title}`.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 100);
     const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: `${name.replace(/^-|-$/g, "")}.png` });
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 60_000);

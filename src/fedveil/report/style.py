@@ -38,7 +38,7 @@ SHAPES = (  # of marks: ring, small diamond, square, triangle
 )
 ICON = (  # an F whose lower arm is veiled, on a blue that stands out from light and dark tabs
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="7" fill="#2a6bbd"/>'
-    '<path d="M9 26V6h15v5h-9.5v15z" fill="#fff"/><path d="M16.5 13.5h5.5v5h-5.5z" fill="#fff" opacity=".6"/></svg>'
+    '<path d="M8 26V6h16v4h-10v16z" fill="#fff"/><path d="M14 14h8v4h-8z" fill="#fff" opacity=".6"/></svg>'
 )
 
 

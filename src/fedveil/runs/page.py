@@ -16,7 +16,7 @@ from fedveil.report import Beside, Curves, Facts, Matrix, Page, Section, Table, 
 from fedveil.scheme import Loss, client_view
 from fedveil.scheme.outputs import head_axis
 
-SERVER = "the server's model"
+SERVER, NO_DATA = "the server's model", " (no data needed)"
 MOST_CLASSES = 20
 NEAR = 0.2  # of the server's metric: a client that comes so near has the model
 WINDOWS = 60  # points of a line that is drawn as median and band
@@ -51,7 +51,7 @@ def client_models(federation: Server) -> dict[str, nn.Module]:
     broadcast = defence.broadcast(model)
     views = {SERVER: model, "as received by a client": defence.client_view(model, broadcast)}
     if isinstance(innermost(defence), Veil):
-        views["offset removed (no data needed)"] = client_view(model, broadcast, centred=True)
+        views[f"offset removed{NO_DATA}"] = client_view(model, broadcast, centred=True)
     defence.forget()
     return views
 

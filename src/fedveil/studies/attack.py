@@ -83,7 +83,8 @@ class OnDefences(Study[Asked[O], Results[R]], Generic[O, R]):
         lead = f"{self.summary[0].upper()}{self.summary[1:]}: {where}."
         every = [*([Text("Failed", failed)] if failed else []), *sections, facts]
         what = "Audit of" if self.name == "audit" else f"Attack: {self.name} on"
-        title = f"{what} {config.data.name}, {config.model.name}"
+        names = [config.data.name, config.model.name, *(asked.defences if len(asked.defences) == 1 else ())]
+        title = f"{what} {', '.join(names)}"
         return Shown(title, verdict or lead, header, rows, note, every, first, lead=lead if verdict else "")
 
 

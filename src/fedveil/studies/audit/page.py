@@ -22,7 +22,6 @@ DOES = {
     "is protected": "protects",
     "is partly protected": "partly protects",
     "is not protected": "does not protect",
-    "": "shows nothing about",
 }
 HEADER = (
     *("defence", "attacker", "agreement, %", "membership AUC", "PSNR, dB"),
@@ -170,15 +169,15 @@ def one_line(every: Audits) -> str:
 
 def of_one(defence: str, found: Audited, plain: Audited) -> str:
     """What one defence does by each measure, with the strongest attacker's figures."""
-    parts = []
+    parts: dict[str, list[str]] = {}
     for name, (what, *_) in MEASURES.items():
         if judged := judge(found, plain, name):
             _, top = worst(found, name) or ("", 0.0)
             share = f"{100 * top:.0f} % agreement" if name == "agreement" and not found.ranks else f"AUC {top:.2f}"
-            parts.append(
-                f"{DOES.get(judged.word, DOES[''])} {what} ({f'{top:.0f} dB' if name == 'rebuilt' else share})"
-            )
-    return f"{'plain training' if defence == 'plain' else named(defence)} {listed(parts, 'and')}"
+            figure = f" ({f'{top:.0f} dB' if name == 'rebuilt' else share})" if judged.word in DOES else ""
+            parts.setdefault(DOES.get(judged.word, "shows nothing about"), []).append(f"{what}{figure}")
+    said = [f"{does} {listed(own, 'or' if ' not ' in does else 'and')}" for does, own in parts.items()]
+    return f"{'plain training' if defence == 'plain' else named(defence)} {listed(said, 'and')}"
 
 
 def of_several(defended: Mapping[str, Audited], plain: Audited) -> list[str]:

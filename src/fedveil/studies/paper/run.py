@@ -212,10 +212,10 @@ def write_page(made: Mapping[str, Made], folder: Path) -> Path:
 def verdict(made: Mapping[str, Made]) -> str:
     """What the veil costs and how far attackers get under it, in one sentence: of tables that are there."""
     parts = []
-    for names in (("table2", "table1"), ("table3", "table4")):
+    for names in (("table2", "table1", "fig3"), ("table3", "table4", "fig5")):
         said = [made[name].shown.verdict for name in names if name in made]
         parts += [one for one in said if one][:1]
     if not parts:
-        return f"{len(made)} of the paper's {len(EXHIBITS)} tables and figures are here, none of which has a verdict."
+        return "There is no verdict: what is here has no figures that could be judged."
     after = "".join(f"; {part.replace('the veil', 'it')}" for part in parts[1:])
     return f"{parts[0][0].upper()}{parts[0][1:]}{after}."
