@@ -43,7 +43,7 @@ def test_the_gradient_on_the_page_of_a_round_is_that_of_autograd():
     errors = [float(error) for error in re.findall(r"relative error (\S+)", printed)]
     assert len(errors) == 4
     assert max(errors) < 1e-13
-    number = re.compile(r"-?\d[\d.e-]*|\s")  # the noise is new: all else is as shown
+    number = re.compile(r"-?\d[\d.e+-]*|\s")  # the noise is new: all else is as shown
     assert number.sub("", printed) == number.sub("", shown)
     assert printed.partition("first layer, as")[0] == shown.partition("first layer, as")[0]
 
