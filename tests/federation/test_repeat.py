@@ -157,6 +157,18 @@ def test_a_model_that_cannot_be_loaded_is_refused_with_a_reason(tmp_path, spoil,
         fedveil.load_model(tmp_path / "run")
 
 
+def test_the_folder_of_a_fit_has_the_last_and_the_best_model(tmp_path):
+    data = torch.randn(20, 3), torch.randn(20, 2)
+    model = nn.Linear(3, 2)
+    run = fedveil.Federation(model, [data], "plain", lambda p: torch.optim.SGD(p, 0.9))
+    run.fit(6, test=data, folder=tmp_path)
+    assert torch.equal(fedveil.load_model(tmp_path, model=nn.Linear(3, 2)).weight, model.weight)
+    best = fedveil.load_model(tmp_path, best=True, model=nn.Linear(3, 2))
+    assert metrics(predict(best, data[0]), data[1])["mse"] == run.best[0]
+    with pytest.raises(BadArgument, match=r"(?s)no config\.json.*model=the network"):
+        fedveil.load_model(tmp_path)
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(BadArgument, match=r"none/model\.safetensors: there is no model: there is no such folder"):
         fedveil.load_model(tmp_path / "none")
@@ -174,7 +186,8 @@ def test_the_loss_that_suits_the_data_is_written_down(tmp_path, values, loss):
 def test_a_run_stops_early_with_patience_and_its_page_counts_the_rounds(tmp_path):
     summary = train(config_of(**SMALL, epochs=50, lr=1e-30, patience=2), tmp_path / "run")
     assert summary["rounds"] == 3 * 2  # of the first epoch and two that are no better
-    assert "after 6 rounds" in (tmp_path / "run/report.html").read_text()
+    text = "6 rounds with 2 clients. Stopped early, after 2 evaluations without a better one."
+    assert text in (tmp_path / "run/report.html").read_text()
 
 
 @pytest.mark.parametrize("schedule", ["plateau", "cosine"])

@@ -11,10 +11,13 @@ import logging
 import os
 import struct
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save as save_tensors
+from torch import Tensor
 
 from fedveil.errors import BadArgument
 from fedveil.files import OWNER, part_of, refusals, write_whole
@@ -27,6 +30,7 @@ DIGEST = hashlib.sha256().digest_size
 BELONGS = struct.Struct("<16sQ")
 START = len(MARK) + DIGEST
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
+MODEL, BEST = "model.safetensors", "best.safetensors"  # the values of the last and of the best model
 
 
 class Belongs(NamedTuple):
@@ -51,6 +55,11 @@ def save(path: Path, state: dict[str, Any], belongs: Belongs = NOBODY) -> None:
     content = memory.getbuffer()
     content[:START] = MARK + hashlib.sha256(content[START:]).digest()
     write_whole(path, lambda file: file.write(content), OWNER)
+
+
+def save_values(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a model's values as safetensors; those that it uses twice are written twice."""
+    write_whole(path, save_tensors({name: tensor.detach().cpu().clone() for name, tensor in state.items()}))
 
 
 def read(path: Path, device: torch.device = CPU) -> tuple[Belongs | None, dict[str, Any]]:

@@ -142,7 +142,7 @@ class Server(ABC):
             test: held-out records, in any form that clients may have; evaluated after each epoch.
             rounds: in place of epochs.
             evaluate_every: rounds, in place of an epoch.
-            folder: where checkpoints go.
+            folder: where checkpoints go, and at the end the last and the best model (`fedveil.load_model`).
             checkpoint_every: rounds between checkpoints. There is always one at the end, and, for privacy accounting,
                 one after every round of a durable defence.
             patience: stop early after so many evaluations without a better one.
@@ -164,7 +164,7 @@ class Server(ABC):
         with locked(home) if home else contextlib.nullcontext():
             if home and self._behind:
                 self.save(home)
-            while self.round < last and not self._stalled(patience):
+            while self.round < last and not self.stalled(patience):
                 rate = self.optimizer.param_groups[0]["lr"]
                 result = self.step()
                 record: Record = {
@@ -181,8 +181,12 @@ class Server(ABC):
                 for call in calls:
                     call(record)
                 due = self.defence.durable or (checkpoint_every and self.round % checkpoint_every == 0)
-                if home and (self.round == last or due or self._stalled(patience)):
+                if home and (self.round == last or due or self.stalled(patience)):
                     self.save(home)
+            if home:
+                checkpoint.save_values(home / checkpoint.MODEL, self.model.state_dict())
+            if home and self.best:
+                checkpoint.save_values(home / checkpoint.BEST, self.best[1])
         return self.history
 
     def _check_watched(self, test: Source | None, patience: int | None) -> None:
@@ -193,7 +197,7 @@ class Server(ABC):
         if test is None and (patience is not None or isinstance(self.schedule, ReduceLROnPlateau)):
             raise BadArgument("fit", f"{waiting} needs a metric, and there are no test data", "fit(..., test=test)")
 
-    def _stalled(self, patience: int | None) -> bool:
+    def stalled(self, patience: int | None) -> bool:
         """Whether the last `patience` evaluations were no better than one before them."""
         records = self.history.records
         if patience is None or not records or not records[-1].get("evaluated"):

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedveil.data import Data
 from fedveil.defences import Defence, Private, Veil, innermost
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
+from fedveil.federation.checkpoint import BEST, MODEL
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.local import Federation, Record
 from fedveil.federation.server import Callback, Folder, Server
@@ -26,7 +27,7 @@ from fedveil.runs.build import federation_of, load_data, load_factory, named_mod
 from fedveil.runs.config import Config, configure, read_file, refuse_code
 from fedveil.runs.page import run_page
 
-MODEL, BEST, SHAPES = "model.safetensors", "best.safetensors", "model.json"
+SHAPES = "model.json"
 RUN = (checkpoint.LAST, checkpoint.PREVIOUS, MODEL, "summary.json")  # any of them is a run
 
 
@@ -100,8 +101,8 @@ def load_model(
     Args:
         folder: of the run.
         best: the model of the best evaluation in place of the last one.
-        model: takes the values, in place of one that is built as the run's configuration says. A run over Flower or
-            FLARE needs it.
+        model: takes the values, in place of one that is built as the run's configuration says. A folder that
+            `Federation.fit` wrote, or a run over Flower or FLARE, has none.
         trust_code: build a model that the configuration names as `package.module:name`: that module is imported, and
             so its code is run.
 
@@ -128,6 +129,9 @@ def load_model(
 
 def _architecture(folder: Path, trust_code: bool) -> nn.Module:
     """The network that a run trained, with new values."""
+    if not (folder / "config.json").is_file():
+        what = "there is no config.json, which says what network it is"
+        raise BadArgument(str(folder), what, "load_model(folder, model=the network)")
     config = read_config(folder, trust_code=trust_code)
     if ":" in config.model.name:
         return load_factory(config.model.name)
@@ -240,18 +244,12 @@ def record_run(
                     on_round(record)
 
             server.fit(epochs, test=test, folder=folder, patience=patience, on_round=log, **how)
-        write_values(folder / MODEL, server.model.state_dict())
-        if server.best:
-            write_values(folder / BEST, server.best[1])
         summary = summary_of(server, folder, repeat, data)
+        if server.stalled(patience):
+            summary["stopped"] = f"early, after {patience} evaluations without a better one"
         write_whole(folder / "summary.json", to_json(summary, indent=2) + "\n")
         write(run_page(server, data, config, summary), folder / "report.html")
     return summary
-
-
-def write_values(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a model's values; those that it uses twice are written twice."""
-    write_whole(path, save({name: tensor.detach().cpu().clone() for name, tensor in state.items()}))
 
 
 def summary_of(server: Server, folder: Path, repeat: str, data: Data) -> dict[str, Any]:

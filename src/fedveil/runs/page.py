@@ -189,7 +189,8 @@ def run_page(server: Server, data: Data, config: Mapping[str, Any], summary: Map
         Facts("Configuration", {key: str(value) for key, value in config.items()}),
     ]
     budget = summary.get("epsilon")
-    lead = f"{summary['rounds']} rounds with {config['clients']} clients."
+    stopped = f" Stopped {summary['stopped']}." if "stopped" in summary else ""
+    lead = f"{summary['rounds']} rounds with {config['clients']} clients.{stopped}"
     if budget is not None:
         lead += f" Epsilon {budget:.3g} at delta {summary['delta']:g}."
     return Page(
