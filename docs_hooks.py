@@ -28,6 +28,8 @@ SHARED = ("data", "model", "defence", "training", "privacy", "limits")  # sectio
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """MkDocs calls it with every page."""
+    if page.parent is None:  # a tab of its own, whose side menu would have one entry
+        page.meta.setdefault("hide", ["navigation", "toc"] if page.is_homepage else ["navigation"])
     text, broken = absolute(generated(markdown), page.file.src_uri, config.repo_url)
     for target in broken:
         LOG.warning("%s links to %s, which is not in the repository", page.file.src_uri, target)
@@ -100,9 +102,11 @@ class Flag(NamedTuple):
     @property
     def row(self) -> str:
         """Its row of a table."""
-        shown = " ".join(filter(None, (self.names, self.value)))
+        choices = self.value.strip("{}").split(",") if self.value.startswith("{") else []
+        shown = self.names if choices else f"{self.names} {self.value}".strip()
+        text = escaped(self.text) + (f" ({', '.join(map(code, choices))})" if choices else "")
         default = self.default if self.default == "required" else code(self.default)
-        return f"| {code(shown)} | {escaped(self.text)} | {default} |"
+        return f"| {code(shown)} | {text} | {default} |"
 
 
 def code(text: str) -> str:
