@@ -46,7 +46,7 @@ def federation(defence: str, fuse: bool, passes_apart: bool = False) -> Federati
     """The ten clients and their server."""
     model = Apart(*new_model()) if passes_apart else new_model()
     optimizer = partial(torch.optim.Adam, lr=1e-3, fused=True)
-    return Federation(model, clients_data(), defence, optimizer, batch_size=BATCH, fuse=fuse)
+    return Federation(model, clients_data(), defence, optimizer, loss="squared_error", batch_size=BATCH, fuse=fuse)
 
 
 def resident() -> int:

@@ -52,7 +52,7 @@ def one_process(folder: Path) -> AbstractContextManager[Run]:
     def run(net: str, out: Path, pairs: int) -> Pairs:
         data = [records(net, part) for part in range(CLIENTS)]
         runs = {
-            name: Federation(make_model(net), data, name, torch.optim.Adam, **options(net))
+            name: Federation(make_model(net), data, name, torch.optim.Adam, loss="squared_error", **options(net))
             for name in ("plain", "veil")
         }
         found: Pairs = []

@@ -62,7 +62,13 @@ def cell(config: Config) -> dict[str, list[float]]:
 def bank_cells(quick: bool) -> list[Config]:
     """Table 1's cells."""
     base = Config().changed(
-        data="bank", lr=1e-3, batch_size=512, weight_decay=5e-4, bias=False, epochs=2 if quick else 20
+        data="bank",
+        loss="squared_error",
+        lr=1e-3,
+        batch_size=512,
+        weight_decay=5e-4,
+        bias=False,
+        epochs=2 if quick else 20,
     )
     return [base.changed(layers=layers, clients=k) for layers in (3, 5, 7) for k in (1, 5, 10)]
 
@@ -71,7 +77,9 @@ def image_cells(name: str, clients: int, quick: bool) -> list[Config]:
     """Small and full ResNets with and without norm."""
     sizes = {"cifar10": (5000, 1000), "lesion": (1000, 300)}[name]
     train, test = (sizes[0] // 20, sizes[1] // 10) if quick else sizes
-    base = Config().changed(data=name, train_size=train, test_size=test, clients=clients, lr=1e-3, epochs=3)
+    base = Config().changed(
+        data=name, loss="squared_error", train_size=train, test_size=test, clients=clients, lr=1e-3, epochs=3
+    )
     nets = [(f"resnet{depth}", norm) for depth in (8, 20) for norm in ("none", "batch")]
     return [base.changed(model=model, norm=norm) for model, norm in nets]
 

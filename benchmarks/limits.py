@@ -38,7 +38,9 @@ def federation(network: str, defence: str, limits: Limits | None) -> Federation:
         torch.manual_seed(0)
         model: nn.Module = new_model() if network == "MLP" else resnet(20, 3, outputs)
     optimizer = partial(torch.optim.Adam, lr=1e-3, fused=True)
-    return Federation(model, parts, defence, optimizer, batch_size=batch, limits=limits, fuse=False)
+    return Federation(
+        model, parts, defence, optimizer, loss="squared_error", batch_size=batch, limits=limits, fuse=False
+    )
 
 
 def server_part(run: Federation) -> Callable[[], object]:

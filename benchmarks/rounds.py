@@ -25,7 +25,9 @@ from fedveil.federation import Federation
 from fedveil.runs.build import build_model, build_optimizer, client_parts, load_data
 from fedveil.runs.config import Config
 
-BASE = Config().changed(data="bank", clients=5, bias=False, lr=1e-3, weight_decay=5e-4, batch_size=512, epochs=20)
+BASE = Config().changed(
+    data="bank", loss="squared_error", clients=5, bias=False, lr=1e-3, weight_decay=5e-4, batch_size=512, epochs=20
+)
 EXAMPLE = Path(__file__).parents[1] / "examples" / "flower_app"
 ROUNDS, RATES, BOUND = (10, 20, 30, 50, 80, 100, 150), (3e-3, 5e-3, 1e-2, 2e-2), 0.003
 

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from fedveil.errors import FedveilError
     from fedveil.federation import Federation, History, Limits
     from fedveil.graph import Plan, Symmetry, analyse
+    from fedveil.runs.folder import load_model
     from fedveil.scheme import (
         BatchLoss,
         Broadcast,
@@ -43,12 +44,13 @@ __all__ = [
     "client_step",
     "client_view",
     "draw_secret",
+    "load_model",
     "perturb",
     "recover",
 ]
 
 _HOMES = {"FedveilError": "errors", "Federation": "federation", "History": "federation", "Limits": "federation"}
-_HOMES |= {"Plan": "graph", "Symmetry": "graph", "analyse": "graph"}  # all others: scheme
+_HOMES |= {"Plan": "graph", "Symmetry": "graph", "analyse": "graph", "load_model": "runs.folder"}  # all others: scheme
 
 
 def __getattr__(name: str) -> object:

@@ -86,6 +86,7 @@ def listen(run, home, ears):
             parts(),
             Veil(groups=3, additive=100.0) if defence == "veil" else "plain",
             adam,
+            loss="squared_error",
             batch_size=32,
             whole_shard=True,
         )

@@ -36,7 +36,7 @@ def expected(rounds):
     data = parts()
     members = {k: member(lambda: make_model(MLP), data[k], k) for k in range(3)}
     engine = Loopback(members)
-    server = RemoteServer(engine, make_model(MLP), data[0][0][:2], Plain(), adam, batch_size=32)
+    server = RemoteServer(engine, make_model(MLP), data[0][0][:2], Plain(), adam, loss="squared_error", batch_size=32)
     for number, present in enumerate(rounds, 1):
         engine.down = set(members) - set(present)
         server.fit(rounds=number)

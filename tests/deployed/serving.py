@@ -84,6 +84,7 @@ def serve(make_server, config):
         data[0][:2],
         defence_of(config),
         adam,
+        loss="squared_error",
         batch_size=32,
         wait_for=config["wait-for"],
         min_answers=config["min-answers"],

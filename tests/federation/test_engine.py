@@ -10,7 +10,6 @@ from torch import nn
 from fedveil import Entropy, errors
 from fedveil.defences import Plain, Veil
 from fedveil.federation import Federation
-from fedveil.federation.shards import gather
 from fedveil.models import mlp
 
 
@@ -111,14 +110,14 @@ def test_a_whole_shard_in_batches_is_one_gradient_over_all_records():
 
 
 def test_every_record_is_taken_once_an_epoch_in_another_order():
-    shards = gather(parts((20,)), 8, 0, torch.device("cpu"))
+    shards = Federation(net(), parts((20,)), "plain", batch_size=8).shards
     epochs = [torch.cat([shards.rows(0, number) for number in range(3 * e, 3 * e + 3)]) for e in range(2)]
     assert all(sorted(rows.tolist()) == list(range(20)) for rows in epochs)
     assert not torch.equal(*epochs)
 
 
 def test_clients_of_a_round_are_chosen_by_seed_and_number():
-    shards = gather(parts((5,) * 10), 4, 3, torch.device("cpu"))
+    shards = Federation(net(), parts((5,) * 10), "plain", batch_size=4, seed=3).shards
     rounds = [tuple(shards.chosen(number, 0.3)) for number in range(200)]
     assert {len(set(chosen)) for chosen in rounds} == {3}
     assert rounds == [tuple(shards.chosen(number, 0.3)) for number in range(200)]
@@ -169,7 +168,7 @@ def test_divergence_stops_with_the_round_and_a_way_out(defence):
     ("clients", "options", "text"),
     [
         ([], {}, "there are no clients"),
-        (parts((3, 0)), {}, "client 1 has 0 inputs and 0 targets"),
+        (parts((3, 0)), {}, "client 1 has no records"),
         ([(torch.zeros(3, 6), torch.zeros(2, 4))], {}, "client 0 has 3 inputs and 2 targets"),
         ([*parts((3,)), (torch.zeros(3, 5), torch.zeros(3, 4))], {}, "client 1's records have another shape"),
         ([(torch.full((3, 6), torch.nan), torch.zeros(3, 4))], {}, "client 0, record 0: inputs hold NaN"),

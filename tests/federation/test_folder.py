@@ -147,7 +147,10 @@ def test_states_are_for_their_owner_and_the_umask_decides_about_the_rest(tmp_pat
     found = {path.name: mode(path) for path in folder.iterdir() if path.is_file()}
     assert found.pop("checkpoint.pt") == found.pop("checkpoint.previous.pt") == 0o600
     assert found.pop(".lock")
-    assert set(found) == {"config.json", "metrics.jsonl", "model.safetensors", "report.html", "summary.json"}
+    assert set(found) == {
+        *("config.json", "metrics.jsonl", "model.safetensors", "best.safetensors", "model.json", "report.html"),
+        "summary.json",
+    }
     assert set(found.values()) == {others}
     clients = folder / "clients"
     assert {mode(path) for path in (clients, *clients.glob("*"))} == {0o700}

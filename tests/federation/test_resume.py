@@ -151,6 +151,7 @@ def test_a_run_folder_goes_on_where_it_stopped(tmp_path):
     clock = [line["seconds"] for line in lines]
     assert clock == sorted(clock)  # of both parts together
     assert {p.name for p in (tmp_path / "a").iterdir()} == {
-        "config.json", "metrics.jsonl", "model.safetensors", "checkpoint.pt", "checkpoint.previous.pt", "summary.json",
+        "config.json", "metrics.jsonl", "model.safetensors", "best.safetensors", "model.json", "checkpoint.pt",
+        "checkpoint.previous.pt", "summary.json",
         "report.html", ".lock",
     }  # fmt: skip

@@ -33,11 +33,15 @@ def parts():
 def server_of(faults=None, defence="veil", **options):
     members = {name: member(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
     options = {"timeout": 0.3, "pause": 0.0, "attempts": 3, "patience": 0.2, "batch_size": 8, **options}
-    return RemoteServer(Loopback(members, faults), net(), parts()[0][0][:2], defence, adam, **options)
+    return RemoteServer(
+        Loopback(members, faults), net(), parts()[0][0][:2], defence, adam, loss="squared_error", **options
+    )
 
 
 def engine(clients, defence="plain", rounds=1):
-    run = Federation(net(), [parts()[k] for k in clients], defence, adam, whole_shard=True, batch_size=8)
+    run = Federation(
+        net(), [parts()[k] for k in clients], defence, adam, loss="squared_error", whole_shard=True, batch_size=8
+    )
     run.fit(rounds=rounds)
     return run.model.state_dict()
 

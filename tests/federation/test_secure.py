@@ -42,7 +42,7 @@ def parts(sizes=SIZES):
 
 
 def one_process(defence, rounds=6, build=net, data=None, **options):
-    run = Federation(build(), data or parts(), defence, adam, batch_size=8, **options)
+    run = Federation(build(), data or parts(), defence, adam, **{"loss": "squared_error", "batch_size": 8, **options})
     run.fit(rounds=rounds)
     return run
 
@@ -62,16 +62,23 @@ def server_of(defence="veil", faults=None, build=net, known=None, **options):
     members = {
         name: member(build, own, k, known.get(name)) for k, (name, own) in enumerate(zip(NAMES, parts(), strict=True))
     }
-    options = {"timeout": 1.0, "pause": 0.0, "attempts": 4, "patience": 0.2, "batch_size": 8, **options}
+    options = {
+        "loss": "squared_error",
+        "timeout": 1.0,
+        "pause": 0.0,
+        "attempts": 4,
+        "patience": 0.2,
+        "batch_size": 8,
+        **options,
+    }
     return RemoteServer(
         Loopback(members, faults), build(), parts()[0][0][:2], defence, adam, **{"secure_aggregation": True, **options}
     )
 
 
 def plain_of(rounds, clients=(0, 1, 2, 3, 4), build=net, **options):
-    run = Federation(
-        build(), [parts()[k] for k in clients], "plain", adam, whole_shard=True, batch_size=8, fuse=False, **options
-    )
+    options = {"loss": "squared_error", "whole_shard": True, "batch_size": 8, "fuse": False, **options}
+    run = Federation(build(), [parts()[k] for k in clients], "plain", adam, **options)
     run.fit(rounds=rounds)
     return floats(run.model)
 
@@ -223,7 +230,15 @@ def test_a_client_without_an_identity_or_with_one_refuses_the_other_kind_of_serv
     known = parties()
     members = {n: member(net, own, k, known[n]) for k, (n, own) in enumerate(zip(NAMES, parts(), strict=True))}
     trusting = RemoteServer(
-        Loopback(members), net(), parts()[0][0][:2], "plain", adam, attempts=1, pause=0.0, batch_size=8
+        Loopback(members),
+        net(),
+        parts()[0][0][:2],
+        "plain",
+        adam,
+        loss="squared_error",
+        attempts=1,
+        pause=0.0,
+        batch_size=8,
     )
     with pytest.raises(TooFewAnswers, match="takes part with secure aggregation only"):
         trusting.fit(rounds=1)

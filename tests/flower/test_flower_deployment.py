@@ -21,6 +21,7 @@ def engine(defence, rounds, clients=3):
         parts()[:clients],
         defence,
         lambda p: torch.optim.Adam(p, 1e-2),
+        loss="squared_error",
         batch_size=32,
         whole_shard=True,
     )

@@ -48,13 +48,15 @@ def values(model):
 
 def on_flower(defence, data, build=net, app=None, rounds=ROUNDS, **options):
     grid = LocalGrid(app or app_of(data, build), len(data))
-    server = Server(grid, build(), data[0][0][:2], defence, adam, schedule=falling, **options)
+    server = Server(
+        grid, build(), data[0][0][:2], defence, adam, schedule=falling, **{"loss": "squared_error", **options}
+    )
     server.fit(rounds=rounds)
     return server
 
 
 def in_engine(defence, data, build=net, rounds=ROUNDS, **options):
-    run = Federation(build(), data, defence, adam, schedule=falling, fuse=False, **options)
+    run = Federation(build(), data, defence, adam, schedule=falling, fuse=False, **{"loss": "squared_error", **options})
     run.fit(rounds=rounds)
     return run
 
@@ -147,8 +149,8 @@ def test_dbcl_over_flower_is_that_of_the_engine(monkeypatch):
 def test_clients_keep_their_private_state_where_it_belongs(make, on_disk, tmp_path):
     """Each node begins with the state that the engine's client has, and must end with the same."""
     data = parts(classes=4)
-    engine = Federation(net(), data, make(seed=7), adam, schedule=falling, whole_shard=True)
-    first = Federation(net(), data, make(seed=7), adam, whole_shard=True)
+    engine = Federation(net(), data, make(seed=7), adam, schedule=falling, loss="squared_error", whole_shard=True)
+    first = Federation(net(), data, make(seed=7), adam, loss="squared_error", whole_shard=True)
     first.step()  # draws each client's state
     states = [first.defence.client_state(k) for k in range(3)]
     for k, state in enumerate(states):
@@ -161,7 +163,7 @@ def test_clients_keep_their_private_state_where_it_belongs(make, on_disk, tmp_pa
 
     for k, (context, state) in enumerate(zip(grid.contexts.values(), states, strict=True)):
         client._keep(state, context, tmp_path / f"fedveil-client-{k}.pt" if on_disk else None)
-    server = Server(grid, net(), data[0][0][:2], make(), adam, schedule=falling)
+    server = Server(grid, net(), data[0][0][:2], make(), adam, schedule=falling, loss="squared_error")
     server.fit(rounds=ROUNDS)
     assert worst(values(server.model), values(engine.model)) < 1e-9
     assert len(list(tmp_path.iterdir())) == (3 if on_disk else 0)
@@ -179,7 +181,7 @@ def test_clients_keep_their_private_state_where_it_belongs(make, on_disk, tmp_pa
 def test_a_server_and_a_client_on_a_network_refuse_test_entropy(defence):
     data = parts(classes=4)
     with pytest.raises(BadArgument, match="draws from a test seed, and this server talks to a network"):
-        Server(LocalGrid(app_of(data), 3), net(), data[0][0][:2], defence)
+        Server(LocalGrid(app_of(data), 3), net(), data[0][0][:2], defence, loss="squared_error")
     honest = {"veil": Veil, "ppdl-": PPDL, "ppdl": PPDL, "dbcl": DBCL}.get(defence.name, SPN)()
     with pytest.raises(Exception, match="with a seed is for tests"):
         on_flower(honest, data, app=app_of(data, defence=lambda: defence), attempts=1)

@@ -31,11 +31,11 @@ DATA = parts()
 def server_of(changes=None, defence="veil", data=DATA, build=net, app=None, **options):
     grid = LocalGrid(app or app_of(data, build), len(data), faults=changes)
     options = {"timeout": 0.3, "pause": 0.0, "attempts": 3, "patience": 1.0, **options}
-    return Server(grid, build(), data[0][0][:2], defence, adam, **options)
+    return Server(grid, build(), data[0][0][:2], defence, adam, **{"loss": "squared_error", **options})
 
 
 def engine(clients, rounds=1, build=net):
-    run = Federation(build(), [DATA[k] for k in clients], "plain", adam, whole_shard=True)
+    run = Federation(build(), [DATA[k] for k in clients], "plain", adam, loss="squared_error", whole_shard=True)
     run.fit(rounds=rounds)
     return values(run.model)
 
@@ -154,7 +154,7 @@ def test_a_claim_of_records_has_no_more_than_its_share():
     assert server.history.records[0]["capped"] == [101]
     data = [DATA[0], DATA[2], DATA[1]]
     shares = [0.5 * 30 / 55, 0.5 * 25 / 55, 0.5]
-    run = Federation(net(), data, "plain", adam, whole_shard=True)
+    run = Federation(net(), data, "plain", adam, loss="squared_error", whole_shard=True)
     run.claims = lambda client: round(shares[client] * 11_000_000)
     run.limits = Limits(max_share=1.0)
     run.fit(rounds=1)
@@ -286,7 +286,16 @@ def test_no_secret_outlives_its_round(name):
 
 def test_a_run_that_becomes_nan_or_infinite_stops_and_keeps_no_secret():
     grid = LocalGrid(app_of(DATA), 3)
-    server = Server(grid, net(), DATA[0][0][:2], "veil", lambda p: torch.optim.SGD(p, 1e200), attempts=1, pause=0.0)
+    server = Server(
+        grid,
+        net(),
+        DATA[0][0][:2],
+        "veil",
+        lambda p: torch.optim.SGD(p, 1e200),
+        loss="squared_error",
+        attempts=1,
+        pause=0.0,
+    )
     with pytest.raises(Diverged, match=r"(?s)round \d+: training diverged.*Fix: lower the learning rate"):
         server.fit(rounds=50)
     assert not secrets_alive()
@@ -304,7 +313,7 @@ def test_a_client_refuses_what_is_old_and_what_it_has_answered():
 def test_a_new_session_of_the_server_may_begin_again():
     server = server_of()
     server.fit(rounds=3)
-    again = Server(server.grid, net(), DATA[0][0][:2], "veil", adam, attempts=1)
+    again = Server(server.grid, net(), DATA[0][0][:2], "veil", adam, loss="squared_error", attempts=1)
     again.fit(rounds=1)
     assert again.history.records[0]["answers"] == 3
 

@@ -30,13 +30,17 @@ def values(model):
 def on_flower(build, data, defence, **options):
     app = client_app(lambda _: build(), lambda context: data[int(context.node_config["partition-id"])])
     grid = LocalGrid(app, len(data))
-    server = Server(grid, build(), rows_of(data[0][0], 0, 2), defence, sgd, batch_size=8, **options)
+    server = Server(
+        grid, build(), rows_of(data[0][0], 0, 2), defence, sgd, batch_size=8, **{"loss": "squared_error", **options}
+    )
     server.fit(rounds=ROUNDS, test=data[0])
     return grid, server
 
 
 def in_engine(build, data, **options):
-    federation = Federation(build(), data, "plain", sgd, batch_size=8, whole_shard=True, **options)
+    federation = Federation(
+        build(), data, "plain", sgd, batch_size=8, whole_shard=True, **{"loss": "squared_error", **options}
+    )
     federation.fit(rounds=ROUNDS, test=data[0])
     return federation
 

@@ -27,14 +27,22 @@ def identities():
 
 def trained(app, rounds=3):
     server = Server(
-        LocalGrid(app, 4), net(), DATA[0][0][:2], "veil", adam, secure_aggregation=True, batch_size=8, timeout=5.0
+        LocalGrid(app, 4),
+        net(),
+        DATA[0][0][:2],
+        "veil",
+        adam,
+        loss="squared_error",
+        secure_aggregation=True,
+        batch_size=8,
+        timeout=5.0,
     )
     server.fit(rounds=rounds)
     return server
 
 
 def plain(rounds=3):
-    run = Federation(net(), DATA, "plain", adam, batch_size=8, whole_shard=True)
+    run = Federation(net(), DATA, "plain", adam, loss="squared_error", batch_size=8, whole_shard=True)
     run.fit(rounds=rounds)
     return values(run.model)
 

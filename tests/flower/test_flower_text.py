@@ -43,12 +43,12 @@ def sgd(parameters):
 @pytest.mark.parametrize("name", BUILD)
 def test_a_text_classifier_trains_over_flower_as_a_plain_one_does_in_one_process(name, tmp_path, caplog):
     clients, test = parts()
-    plain = Federation(built(BUILD[name]), clients, "plain", sgd, batch_size=10, whole_shard=True)
+    plain = Federation(built(BUILD[name]), clients, "plain", sgd, loss="cross_entropy", batch_size=10, whole_shard=True)
     plain.fit(rounds=ROUNDS, test=test)
     app = client_app(lambda _: built(BUILD[name]), lambda context: clients[int(context.node_config["partition-id"])])
     with caplog.at_level(logging.INFO, logger="fedveil"):
         server = Server(
-            LocalGrid(app, 3), built(BUILD[name]), clients[0][0][:2], "veil", sgd, batch_size=10, whole_shard=True
+            LocalGrid(app, 3), built(BUILD[name]), clients[0][0][:2], "veil", sgd, loss="cross_entropy", batch_size=10
         )
     assert "% scaled by secret factors or masked" in caplog.text
     data = from_tensors("help texts", clients[0], test, classes=TOPICS)

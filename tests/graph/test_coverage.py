@@ -112,7 +112,8 @@ def test_half_precision_is_refused_with_a_reason(dtype):
         fedveil.analyse(mlp().to(dtype), torch.zeros(2, 5, dtype=dtype))
 
 
-def test_autocast_is_refused_around_and_inside_of_forward():
+@pytest.mark.parametrize("whole", [False, True])
+def test_autocast_is_refused_inside_of_forward(whole):
     class Inside(nn.Module):
         def __init__(self):
             super().__init__()
@@ -121,10 +122,14 @@ def test_autocast_is_refused_around_and_inside_of_forward():
         def forward(self, x):
             with torch.autocast("cpu", torch.bfloat16):
                 x = self.body(x)
-            return self.head(x.float().relu())
+                x = self.head(x) if whole else x
+            return x if whole else self.head(x.float().relu())
 
-    with pytest.raises(errors.AnalysisError, match="forward turns on"):
+    with pytest.raises(errors.AnalysisError, match=r"Inside: its forward turns on torch\.autocast"):
         fedveil.analyse(Inside(), torch.zeros(2, 5))
+
+
+def test_autocast_is_refused_around_forward():
     model = mlp()
     with (
         torch.autocast("cpu", torch.bfloat16),

@@ -26,7 +26,9 @@ def server_of(faults=None, defence="veil", clients=None, turn=None, **options):
     clients = clients or {name: Own(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
     proxies, cells, signal = sites(clients, faults, turn)
     options = {"timeout": 60.0, "pause": 0.0, "attempts": 3, "patience": 0.2, "batch_size": 8, **options}
-    server = RemoteServer(FlareEngine(proxies), net(), parts()[0][0][:2], defence, adam, **options)
+    server = RemoteServer(
+        FlareEngine(proxies), net(), parts()[0][0][:2], defence, adam, **{"loss": "squared_error", **options}
+    )
     server.cells, server.signal = cells, signal
     return server
 

@@ -46,7 +46,9 @@ def expected(rounds):
     """Plain training with those who were in each sum."""
     data = parts()
     engine = Loopback({k: member(lambda: make_model(MLP), data[k], k) for k in range(4)})
-    server = RemoteServer(engine, make_model(MLP), data[0][0][:2], Plain(), adam, batch_size=32, limits=None)
+    server = RemoteServer(
+        engine, make_model(MLP), data[0][0][:2], Plain(), adam, loss="squared_error", batch_size=32, limits=None
+    )
     for number, present in enumerate(rounds, 1):
         engine.down = {0, 1, 2, 3} - set(present)
         server.fit(rounds=number)
@@ -90,7 +92,7 @@ def test_what_the_server_receives_holds_an_update_only_without_secure_aggregatio
             heard[name] = b"".join(file.read_bytes() for file in tap.iterdir())
     for own in parts():
         update = []
-        alone = Federation(make_model(MLP), [own], "plain", adam, batch_size=32, whole_shard=True)
+        alone = Federation(make_model(MLP), [own], "plain", adam, loss="squared_error", batch_size=32, whole_shard=True)
         alone.step(lambda _, updates, update=update: update.extend(updates))
         gradient = next(iter(update[0].gradients.values())).flatten()[:8]
         numbers = [gradient, gradient * len(own[1])]

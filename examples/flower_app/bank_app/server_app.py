@@ -37,6 +37,7 @@ def main(grid: Grid, context: Context) -> None:
             if config["schedule"] == "cosine"
             else None
         ),
+        loss="squared_error",
         whole_shard=bool(config["whole-shard"]),
         batch_size=int(config["batch-size"]),
         wait_for=int(config["wait-for"]),

@@ -35,6 +35,7 @@ class BankServer:
                 if asked.schedule == "cosine"
                 else None
             ),
+            loss="squared_error",
             whole_shard=asked.whole_shard,
             batch_size=asked.batch_size,
             rounds_per_epoch=asked.rounds_per_epoch,

@@ -13,7 +13,7 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 
 from fedveil.cli.commands import COMMANDS
 from fedveil.errors import FedveilError
-from fedveil.runs.config import Config, Settings, Value, configure, explained, keys_of, read_toml, refuse_code
+from fedveil.runs.config import Config, Settings, Value, configure, explained, keys_of, of_users, read_file, refuse_code
 
 HELP = ("-h", "--help")
 TRUST = "import the code that the file or the run's folder names as package.module:name; only if you know what it does"
@@ -74,7 +74,11 @@ class Federated:
     """A command on a federation: flags over the values of a file over defaults. Calling it does what was asked."""
 
     defaults: ClassVar[Mapping[str, Value]] = {}
-    file: Annotated[Path | None, conf.Positional, conf.arg(metavar="[FILE]", help="run.toml; flags override it")] = None
+    file: Annotated[
+        Path | None,
+        conf.Positional,
+        conf.arg(metavar="[FILE]", help="run.toml, or the config.json of a run; flags override it"),
+    ] = None
     config: Annotated[Config, conf.arg(name="")] = Config()  # noqa: RUF009
     trust_code: Annotated[Switch, conf.arg(help=TRUST)] = False
     given: Annotated[tuple[str, ...], conf.Suppress] = ()  # names of the flags on the command line
@@ -97,7 +101,7 @@ class Federated:
 
     def in_file(self) -> dict[str, Value]:
         """The values of the file."""
-        given = keys_of(read_toml(self.file), str(self.file)) if self.file and not self.file.is_dir() else {}
+        given = keys_of(read_file(self.file), str(self.file)) if self.file and not self.file.is_dir() else {}
         if "defence" in self.defaults:  # several defences, which only the flag names
             given.pop("defence", None)
         return given
@@ -105,8 +109,10 @@ class Federated:
     def below(self) -> dict[str, Value]:
         """The values below the flags: the file's over the defaults."""
         usual = self.defaults.get("data", self.config.data.name) == self.config.data.name
-        sizes = () if usual else ("train_size", "test_size")  # sizes for one data set mean nothing to another
-        return {name: value for name, value in self.defaults.items() if name not in sizes} | self.in_file()
+        without = set() if usual else {"train_size", "test_size"}  # sizes for one data set mean nothing to another
+        if self.file or of_users(self.config.data.name):
+            without |= {"loss"}  # as `fedveil train` chooses it
+        return {name: value for name, value in self.defaults.items() if name not in without} | self.in_file()
 
 
 def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="the shell that completes")]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,17 @@ if TYPE_CHECKING:
 Show = Callable[[str, float, str], None]
 
 
+EVERY = 5.0  # seconds between lines in a log
+
+
 @contextlib.contextmanager
 def live() -> Iterator[Show]:
-    """A line on stderr: how much is done, time left, what is being done. Nothing where stderr is no terminal."""
+    """Progress on stderr: a live line on a terminal, else lines for a log."""
+    if not sys.stderr.isatty():
+        yield logged()
+        return
     form, done, doing = "{percentage:3.0f}% |{bar}| [{elapsed}<{remaining}]{postfix}", {}, {}
-    with tqdm(total=0, disable=None, bar_format=form, file=sys.stderr) as bar:
+    with tqdm(total=0, bar_format=form, file=sys.stderr) as bar:
 
         def show(name: str, share: float, what: str) -> None:
             done[name], doing[name] = share, f"{name}: {what}"
@@ -30,6 +37,19 @@ def live() -> Iterator[Show]:
             bar.update(sum(done.values()) - bar.n)
 
         yield show
+
+
+def logged() -> Show:
+    """Prints a line every few seconds, and one when something is done."""
+    last = time.monotonic()
+
+    def show(name: str, share: float, what: str) -> None:
+        nonlocal last
+        if share >= 1 or time.monotonic() - last >= EVERY:
+            last = time.monotonic()
+            print(f"{100 * min(share, 1):3.0f}% {name}: {what}", file=sys.stderr, flush=True)
+
+    return show
 
 
 def rounds(show: Show, epochs: int) -> Callable[[dict[str, Any]], None]:

@@ -4,7 +4,7 @@ import dataclasses
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, Union
@@ -18,7 +18,7 @@ from fedveil.cli.show import live, print_shown
 from fedveil.errors import BadArgument
 from fedveil.locks import locked
 from fedveil.lookup import installed
-from fedveil.runs.config import CODE, HOME, Config, configure, flags_of
+from fedveil.runs.config import CODE, HOME, PAPER, Config, Value, configure, flags_of
 
 if TYPE_CHECKING:
     from fedveil.studies.paper.plan import Plan
@@ -46,6 +46,13 @@ def run_study(study: "Study[S, Any]", asked: S, folder: Path, command: str, work
     print_shown(shown, f"report: {folder / 'report.html'}", f"repeat: {command}", as_json=as_json)
 
 
+def with_loss(config: Config) -> Config:
+    """The configuration with a loss: for the user's own data, the one that `fedveil train` takes."""
+    from fedveil.runs.build import load_data, settled
+
+    return config if config.training.loss else settled(config, load_data(config))
+
+
 @dataclass(frozen=True)
 class Attack(Federated):
     """`fedveil attack NAME`, on one federation under several defences."""
@@ -64,7 +71,7 @@ class Attack(Federated):
         """The command with the flags and defaults of an attack."""
         study = registry.find_attack(name)
         own = ("attack", study.options, dataclasses.field(default=study.options()))
-        fixed = {"study": study, "defaults": {"defence": "all", **study.defaults}, "where": where}
+        fixed = {"study": study, "defaults": {"defence": "all", **PAPER, **study.defaults}, "where": where}
         made: Any = dataclasses.make_dataclass(cls.__name__, [own], bases=(cls,), namespace=fixed, frozen=True)
         return made  # type: ignore[no-any-return]
 
@@ -108,6 +115,7 @@ class Attack(Federated):
         from fedveil.studies.attack import Asked, plain_values
         from fedveil.studies.compare import DEFENCES, check_defences
 
+        config = with_loss(config)
         named = config.defence.name if run else self.config.defence.name
         defences = DEFENCES if named == "all" else tuple(named.split(","))
         check_defences(defences, (*DEFENCES, *installed("fedveil.defences")), "--defence")
@@ -179,7 +187,7 @@ class Audit(Attack):
 
         missing = {entry.name for entry in available() if entry.state == "missing"}
         for name, values in SUITE.items():
-            config = configure(values)
+            config = configure({**PAPER, **values})
             print(f"{name}\n", file=sys.stderr if self.as_json else sys.stdout)
             if config.data.name in missing:
                 print(f"left out: fedveil data get {config.data.name}, or set FEDVEIL_DATA\n", file=sys.stderr)
@@ -191,6 +199,7 @@ class Audit(Attack):
 class Compare(Federated):
     """`fedveil compare`."""
 
+    defaults: ClassVar[Mapping[str, Value]] = PAPER
     defences: Annotated[str, arg(help=COMPARED)] = "plain,baseline,veil,ppdl,dbcl,spn"
     seeds: Annotated[int, arg(help="runs of each, from --seed on")] = 3
     out: Out = None
@@ -201,9 +210,10 @@ class Compare(Federated):
         """Train what is not trained yet, and print the table."""
         from fedveil.studies.compare import COMPARE, Compared
 
-        asked = Compared(self.config, tuple(self.defences.split(",")), self.seeds)
-        title = f"compare-{self.config.data.name}-{self.config.model.name}".replace(":", ".")
-        values = self.config.changes() | {"defences": self.defences, "seeds": self.seeds}
+        config = with_loss(self.config)
+        asked = Compared(config, tuple(self.defences.split(",")), self.seeds)
+        title = f"compare-{config.data.name}-{config.model.name}".replace(":", ".")
+        values = config.changes() | {"defences": self.defences, "seeds": self.seeds}
         command, folder = f"fedveil compare {flags_of(values)}", self.out or Path("runs") / title
         run_study(COMPARE, asked, folder, command, self.workers, self.as_json)
 

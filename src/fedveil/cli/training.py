@@ -1,5 +1,6 @@
 """`fedveil inspect`, `train`, `data` and `schema`."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ INPUT = (
 )
 HEAD = "exposed: no additive noise, clients read the true predictions"
 LEAST = "fail if less than this share of the parameters' values can be covered, 0 to 1"
+OUT = "folder of the run; by default runs/DATA-MODEL-DEFENCE-SEED, with a number behind it if there is a run already"
 PUBLIC = "name, or beginning of a name, of parameters whose values clients know"
 
 
@@ -50,15 +52,20 @@ def inspect(
 class Train(Federated):
     """`fedveil train`."""
 
-    out: Annotated[Path | None, arg(help="folder of the run; by default runs/DATA-MODEL-DEFENCE-SEED")] = None
-    resume: Annotated[Switch, arg(help="go on with the run in the folder")] = False
+    out: Annotated[Path | None, arg(help=OUT)] = None
+    resume: Annotated[Switch, arg(help="go on with the run in the folder; by default the last one there")] = False
     as_json: Json = False
 
     def __call__(self) -> None:
         """Train, with a live line on a terminal."""
-        from fedveil.runs.folder import train
+        from fedveil.runs.folder import holds_run, train
 
-        folder = self.out or Path("runs") / f"{self.config.title}-{self.config.training.seed}"
+        if self.file and self.file.is_dir():
+            fix = f"{self.file / 'config.json'} to repeat it, or --out {self.file} --resume to go on with it"
+            raise BadArgument(str(self.file), "it is a folder, not a file", fix)
+        folder = self.out or default_folder(self.config, self.resume)
+        if self.resume and not holds_run(folder):
+            raise BadArgument(str(folder), "there is no run to go on with", "leave out --resume, or another --out")
         with live() as show:
             take = rounds(show, self.config.training.epochs)
             summary = train(self.config, folder, resume=self.resume, on_round=take)
@@ -67,6 +74,19 @@ class Train(Federated):
             return
         for name, value in {**summary, "report": folder / "report.html"}.items():
             print(f"{name:<14} {value:.6g}" if isinstance(value, float) else f"{name:<14} {value}")
+
+
+def default_folder(config: Config, resume: bool) -> Path:
+    """The first folder of its name that holds no run yet; to resume, the last one that does."""
+    from fedveil.runs.folder import holds_run
+
+    first = Path("runs") / f"{config.title}-{config.training.seed}"
+    folder = last = first
+    for number in itertools.count(2):
+        if not holds_run(folder):
+            break
+        last, folder = folder, first.with_name(f"{first.name}-{number}")
+    return last if resume else folder
 
 
 def data(

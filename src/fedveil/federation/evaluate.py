@@ -1,17 +1,20 @@
 """How good a model is on held-out data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
+from fedveil.federation.sources import Rows, Source
 from fedveil.graph.inputs import Inputs, count, each
 from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, SquaredError, match_targets
 from fedveil.scheme.outputs import are_classes, class_axis, outputs_of, values
 
-METRICS = ("accuracy", "mse", "loss")
+METRICS = ("accuracy", "auc", "mse", "loss")
+COUNTS = ("accuracy", "loss", "mse")  # the first of them that was measured says which model is best
 
 
 @contextmanager
@@ -43,13 +46,25 @@ def predict(model: nn.Module, inputs: Inputs, *, batch_size: int = 1000) -> Tens
         return torch.cat([outputs_of(model, rows_of(inputs, start, start + batch_size)) for start in starts])
 
 
+def predict_source(model: nn.Module, source: Source, *, batch_size: int = 256) -> tuple[Tensor, Tensor]:
+    """The model's outputs for records, and their targets; records that are not in memory are read in batches."""
+    first = next(model.parameters())
+    if isinstance(source, Rows):
+        return predict(model, moved(source.inputs, first.device, first.dtype)), source.targets.to(first.device)
+    found = []
+    for start in range(0, len(source), batch_size):
+        inputs, targets = source.take(range(start, min(start + batch_size, len(source))))
+        found.append((predict(model, moved(inputs, first.device, first.dtype)), targets.to(first.device)))
+    return torch.cat([outputs for outputs, _ in found]), torch.cat([targets for _, targets in found])
+
+
 def predicted(outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
     """The class that the model chooses for each target."""
     return outputs.argmax(class_axis(outputs, targets, axis))
 
 
 def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis: int | None = None) -> dict[str, float]:
-    """Accuracy for classes and yes/no targets, mean squared error for numbers; the first counts.
+    """Accuracy for classes and yes/no targets, with AUC if there are two, mean squared error for numbers.
 
     Targets are numbers in the outputs' shape, or class indices in that shape without its class axis; where shapes leave
     that axis open, as for outputs (n, c, c), it is `axis`, by default the last. At several positions of a record, as in
@@ -59,8 +74,10 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
     if isinstance(loss, BinaryCrossEntropy):
         asked = match_targets(outputs, targets)
         found = {"accuracy": float(((outputs > 0) == (asked > 0.5)).double().mean())}
+        found |= area(outputs, asked > 0.5) if outputs[0].numel() == 1 else {}
     elif are_classes(outputs, targets):
         found = {"accuracy": float((predicted(outputs, targets, axis) == targets).double().mean())}
+        found |= area(outputs[:, 1] - outputs[:, 0], targets == 1) if outputs.shape[1:] == (2,) else {}
     elif targets.numel() == outputs.numel():
         found = {"mse": float((outputs.reshape(targets.shape) - targets).double().pow(2).mean())}
     elif isinstance(loss, USERS):
@@ -71,7 +88,21 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
     if loss is None or isinstance(loss, SquaredError):
         return found
     value = float(values(loss, outputs.double(), targets, axis).double().mean())
-    return found | {"loss": value} if "accuracy" in found else {"loss": value} | found
+    return found | {"loss": value}
+
+
+def area(scores: Tensor, positive: Tensor) -> dict[str, float]:
+    """The area under the ROC curve: P(a positive's score > a negative's), ties count half; nothing without both."""
+    yes, no = scores[positive].double(), scores[~positive].double().sort().values
+    if not (len(yes) and len(no)):
+        return {}
+    below, upto = torch.searchsorted(no, yes), torch.searchsorted(no, yes, right=True)
+    return {"auc": float((below + upto).double().mean()) / (2 * len(no))}
+
+
+def counting(found: Mapping[str, Any]) -> str:
+    """The metric that says which model is best."""
+    return next(name for name in COUNTS if name in found)
 
 
 def better(name: str, new: float, old: float | None) -> bool:

@@ -13,19 +13,22 @@ from fedveil.checks import share
 from fedveil.defences import Aggregate, Defence, Samples
 from fedveil.errors import BadArgument, NonFiniteUpdate, OutOfRange, TooFewAnswers
 from fedveil.federation import checkpoint
-from fedveil.federation.client import client_update, dense_targets
+from fedveil.federation.client import client_update
 from fedveil.federation.engine import Member
-from fedveil.federation.evaluate import rows_of
 from fedveil.federation.limits import Limits, aggregate
+from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
-from fedveil.federation.server import History, Optimizer, Record, Schedule, Seen, Server
-from fedveil.federation.shards import Batch, check_clients, gather
+from fedveil.federation.server import History, Record, Seen, Server
+from fedveil.federation.shards import checked, shards_of
+from fedveil.federation.sources import Given, as_source, batch_size_of
+from fedveil.federation.targets import usual_loss
 from fedveil.files import make_folder, sweep
 from fedveil.scheme.losses import Function, Loss, couples_samples
 from fedveil.secagg import threshold
 
 __all__ = ["Federation", "History", "Record"]
 ATTEMPTS = 8  # of a round under secure aggregation
+BATCH = 32  # records, unless somebody says otherwise
 
 
 @lru_cache(maxsize=16)
@@ -43,16 +46,24 @@ class Federation(Server):
 
     Args:
         model: the server's; trained in place.
-        clients: (inputs, targets) of each. Inputs are what forward takes: a tensor, a tuple of arguments or a dict of
-            keyword arguments (docs/inputs.md).
+        clients: the records of each: (inputs, targets) as tensors, NumPy arrays or pandas frames, a Dataset of
+            (input, target) or (input, input, ..., target), or a DataLoader over one, of which the dataset and the
+            collate_fn are used. Datasets are read batch by batch and need not fit into memory. Inputs are what forward
+            takes: a tensor, a tuple of arguments or a dict of keyword arguments (docs/inputs.md). Floating numbers get
+            the model's dtype.
         defence: its name ("plain", "veil", "ppdl", "dbcl", "spn", one of another package, or `package.module:Name`),
             or an object with the interface of `fedveil.defences.Defence`.
-        optimizer: makes the server's optimiser from the parameters.
-        schedule: makes a learning-rate schedule from the optimiser; it steps once per epoch.
-        batch_size: records a client takes in a round.
+        optimizer: makes the server's optimiser from the parameters, as `torch.optim.Adam` does; or an optimiser of
+            this model's parameters.
+        schedule: makes a learning-rate schedule from the optimiser, or is one. `ReduceLROnPlateau` steps after every
+            evaluation, on the test loss or, with mode="max", on the accuracy.
+        schedule_every: "epoch" or "round": how often other schedules step.
+        clip_norm: longest gradient that the optimiser gets; a longer one is scaled down to it.
+        batch_size: records a client takes in a round; by default that of the clients' DataLoaders, or 32.
         loss: a name (`fedveil.scheme.LOSSES` has them), a loss object, a function (outputs, targets) -> one value per
-            sample, or a `BatchLoss` of the whole batch. Class indices become one-hot rows, but for a function.
-            Targets may have positions (pixels, tokens): their losses are summed, those of samples averaged.
+            sample, or a `BatchLoss` of the whole batch. By default cross-entropy for classes (whole numbers), squared
+            error for numbers. Class indices become one-hot rows, but for a function. Targets may have positions
+            (pixels, tokens): their losses are summed, those of samples averaged.
         whole_shard: each client goes through all its records in a round, under one veil, in batches.
         participation: share of the clients in a round.
         limits: bounds on each client, and how clients' gradients are combined: `fedveil.Limits`. By default clients are
@@ -67,13 +78,15 @@ class Federation(Server):
     def __init__(
         self,
         model: nn.Module,
-        clients: Sequence[Batch],
+        clients: Sequence[Given],
         defence: str | Defence = "veil",
         optimizer: Optimizer = torch.optim.Adam,
         *,
         schedule: Schedule | None = None,
-        batch_size: int = 32,
-        loss: str | Loss | Function = "squared_error",
+        schedule_every: str = "epoch",
+        clip_norm: float | None = None,
+        batch_size: int | None = None,
+        loss: str | Loss | Function | None = None,
         whole_shard: bool = False,
         participation: float = 1.0,
         limits: Limits | None = None,
@@ -81,9 +94,19 @@ class Federation(Server):
         fuse: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__(model, defence, optimizer, schedule=schedule, loss=loss, limits=limits)
-        parts = [dense_targets(model, self.loss, part) for part in check_clients(clients)]
-        self.shards = gather(parts, batch_size, seed, self.device)
+        sources = checked([as_source(f"client {number}", client) for number, client in enumerate(clients)])
+        super().__init__(
+            model,
+            defence,
+            optimizer,
+            schedule=schedule,
+            schedule_every=schedule_every,
+            clip_norm=clip_norm,
+            loss=usual_loss(model, sources) if loss is None else loss,
+            limits=limits,
+        )
+        size = batch_size_of(clients, batch_size, BATCH)
+        self.shards = shards_of(model, self.loss, sources, size, seed, self.dtype)
         share("Federation", "participation", participation)
         self.whole_shard, self.participation = whole_shard, participation
         norms = [module for module in model.modules() if isinstance(module, _NormBase)]
@@ -94,12 +117,12 @@ class Federation(Server):
         if limits is not None and taking_part < limits.needed():
             what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
             raise BadArgument("Federation", f"{what}, not {taking_part}", "more clients, or a smaller hostile=")
-        self.defence.prepare(model, rows_of(self.shards.inputs, 0, 2), self.loss)
+        self.defence.prepare(model, self.shards.example, self.loss)
         self._parties, self._sums = None, None
         if secure_aggregation:
             check_combination(self.defence, model, limits)
             threshold(taking_part)  # refuses too few
-            self._parties, self._sums = LocalParties(len(parts)), Sums(self.defence, model)
+            self._parties, self._sums = LocalParties(len(sources)), Sums(self.defence, model)
 
     @property
     def rounds_per_epoch(self) -> int:

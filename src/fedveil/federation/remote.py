@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from torch import nn
+from torch.utils.data import Dataset
 
 from fedveil.checks import one_of, positive, whole
 from fedveil.defences.interface import Defence
@@ -19,10 +20,11 @@ from fedveil.defences.plain import PlainMessages
 from fedveil.defences.registry import find, messages_of, names, record_of
 from fedveil.errors import BadArgument, OutOfRange, StaleUpdate
 from fedveil.federation import checkpoint
-from fedveil.federation.client import client_update, dense_targets
-from fedveil.federation.evaluate import moved, rows_of
+from fedveil.federation.client import client_update
 from fedveil.federation.secure import words_of
-from fedveil.federation.shards import Batch, check_clients, gather
+from fedveil.federation.shards import checked as checked_records
+from fedveil.federation.shards import shards_of
+from fedveil.federation.sources import Given, as_source
 from fedveil.files import make_folder
 from fedveil.scheme.losses import Function, find_loss
 from fedveil.scheme.messages import known_loss
@@ -32,7 +34,7 @@ from fedveil.wire import Tensors, as_bytes, as_tensor, checked, from_bytes, kind
 MOST_RECORDS = 2**53
 LONGEST = 1e9  # seconds
 MOST_PER_TENSOR = 4  # tensors in an answer for each of the model's
-Data = Batch | Callable[[], Batch]
+Data = Given | Callable[[], Given]
 Message = TypeVar("Message", "Ask", "Answer", "Masked", "Step")
 
 
@@ -198,7 +200,8 @@ def reply(
         message: what arrived.
         state: the client's, after its last answer.
         model: gives the architecture; its values are ignored and stay what they are.
-        data: this client's (inputs, targets), or a function that loads them; called after the message was checked.
+        data: this client's records in any form that `fedveil.Federation` takes, or a function that loads them; called
+            after the message was checked.
         client: this client's number, which decides the order of its batches.
         defence: insist on these settings of a defence, whatever the server says.
         loss: the server's own function, if its loss has no name.
@@ -300,12 +303,11 @@ def answer(
     parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]
     if not parameters:
         raise BadArgument("ask", "it holds no parameters")
-    (own_data,) = check_clients([data() if callable(data) else data])
-    inputs, targets = dense_targets(model, own_loss, own_data)
-    device, dtype = next(model.parameters()).device, parameters[0].dtype  # computes in the dtype that travels
-    shards = gather([(moved(inputs, device, dtype), targets)], ask.batch_size, ask.seed, device)
+    dtype = parameters[0].dtype  # computes in the dtype that travels
+    source = as_source("this client", data if isinstance(data, Dataset) or not callable(data) else data())
+    shards = shards_of(model, own_loss, checked_records([source]), ask.batch_size, ask.seed, dtype)
     shards = dataclasses.replace(shards, names=(client,))
-    own.prepare_client(model, rows_of(shards.inputs, 0, 2), own_loss)
+    own.prepare_client(model, shards.example, own_loss)
     if state:
         own.restore_client(0, state)
     update = client_update(

@@ -16,9 +16,10 @@ from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpda
 from fedveil.federation.engine import Engine, Fault, Member, fault
 from fedveil.federation.evaluate import moved
 from fedveil.federation.limits import Limits, Outcome, aggregate
+from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.remote import Ask, take, write
 from fedveil.federation.secure_rounds import SecureRounds
-from fedveil.federation.server import Optimizer, Schedule, Seen, Server
+from fedveil.federation.server import Seen, Server
 from fedveil.federation.shards import generator
 from fedveil.graph.describe import in_words
 from fedveil.graph.inputs import Inputs
@@ -53,9 +54,12 @@ class RemoteServer(Server):
         example: two records' inputs or more, for the analysis of the model; values do not matter. In the form that
             clients have them: a tensor, a tuple of arguments of forward or a dict of its keyword arguments.
         defence: as for `fedveil.Federation`. One with test entropy or a seed is refused.
-        optimizer: makes the server's optimiser from the parameters.
-        schedule: makes a learning-rate schedule from the optimiser; it steps every `rounds_per_epoch` rounds.
-        loss: as for `fedveil.Federation`; clients must know a function of your own, too.
+        optimizer: as for `fedveil.Federation`.
+        schedule: as for `fedveil.Federation`; an epoch is `rounds_per_epoch` rounds.
+        schedule_every: as for `fedveil.Federation`.
+        clip_norm: as for `fedveil.Federation`.
+        loss: as for `fedveil.Federation`, but it has to be named: the server does not see the clients' targets. Clients
+            must know a function of your own, too.
         whole_shard: clients go through all their records in a round, so that few rounds are needed.
         batch_size: records that a client takes at a time; without `whole_shard` those are its round.
         rounds_per_epoch: for the schedule and for evaluation.
@@ -83,7 +87,9 @@ class RemoteServer(Server):
         optimizer: Optimizer = torch.optim.Adam,
         *,
         schedule: Schedule | None = None,
-        loss: str | Loss | Function = "squared_error",
+        schedule_every: str = "epoch",
+        clip_norm: float | None = None,
+        loss: str | Loss | Function | None = None,
         whole_shard: bool = True,
         batch_size: int = 1024,
         rounds_per_epoch: int = 1,
@@ -98,9 +104,22 @@ class RemoteServer(Server):
         secure_aggregation: bool | Roster = False,
         seed: int = 0,
     ) -> None:
+        if loss is None:
+            what = "no loss is named, and the server does not see the clients' targets"
+            fix = 'loss="cross_entropy" for classes, loss="squared_error" for numbers'
+            raise BadArgument(type(self).__name__, what, fix)
         if secure_aggregation and limits == Limits():
             limits = None
-        super().__init__(model, defence, optimizer, schedule=schedule, loss=loss, limits=limits)
+        super().__init__(
+            model,
+            defence,
+            optimizer,
+            schedule=schedule,
+            schedule_every=schedule_every,
+            clip_norm=clip_norm,
+            loss=loss,
+            limits=limits,
+        )
         if self.defence.repeatable:
             what = f"{self.defence.name} draws from a test seed, and this server talks to a network"
             raise BadArgument(type(self).__name__, what, "leave entropy= and seed= out of the defence")

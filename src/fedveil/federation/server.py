@@ -3,32 +3,36 @@
 import contextlib
 import json
 import logging
+import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from fedveil.checks import one_of, positive, whole
 from fedveil.defences import Aggregate, Defence, Private
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
-from fedveil.federation.evaluate import better, metrics, moved, predict
+from fedveil.federation.evaluate import better, counting, metrics, predict_source
 from fedveil.federation.limits import Limits, limits_for
-from fedveil.federation.shards import Batch
+from fedveil.federation.optimise import Optimizer, Schedule, optimizer_of, plateau_value, schedule_of
+from fedveil.federation.shards import checked
+from fedveil.federation.sources import Given, Source, as_source
 from fedveil.locks import locked
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
 
 LOG = logging.getLogger("fedveil")
-Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Record = dict[str, Any]
+Folder = str | os.PathLike[str]
+Callback = Callable[[Record], object]
 Seen = Callable[[Any, Sequence[Any]], None]
 
 
@@ -58,7 +62,9 @@ class Server(ABC):
         optimizer: Optimizer,
         *,
         schedule: Schedule | None = None,
-        loss: str | Loss | Function = "squared_error",
+        schedule_every: str = "epoch",
+        clip_norm: float | None = None,
+        loss: str | Loss | Function,
         limits: Limits | None = None,
     ) -> None:
         self.model = model
@@ -68,8 +74,10 @@ class Server(ABC):
         self.limits = limits_for(self.defence, limits)
         self.loss = find_loss(loss)
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        self.optimizer = optimizer([p for p in self._parameters.values() if p.requires_grad])
-        self.schedule = schedule(self.optimizer) if schedule else None
+        self.optimizer = optimizer_of(optimizer, self._parameters)
+        self.schedule = schedule_of(schedule, self.optimizer)
+        self.schedule_every = one_of(type(self).__name__, "schedule_every", schedule_every, ("epoch", "round"))
+        self.clip_norm = None if clip_norm is None else positive(type(self).__name__, "clip_norm", clip_norm)
         self.round = 0
         self.best: tuple[float, dict[str, Tensor]] | None = None
         self.history = History()
@@ -97,11 +105,14 @@ class Server(ABC):
             self.defence.forget()  # no secret is left, however the exchange ends
         for name, parameter in self._parameters.items():
             parameter.grad = result.gradients.get(name)
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_norm)
         self.optimizer.step()
         for name, value in result.buffers.items():
             self._buffers[name].copy_(value)
         self.round += 1
-        if self.schedule and self.round % self.rounds_per_epoch == 0:
+        due = self.schedule_every == "round" or self.round % self.rounds_per_epoch == 0
+        if self.schedule and due and not isinstance(self.schedule, ReduceLROnPlateau):
             self.schedule.step()
         return result
 
@@ -109,59 +120,94 @@ class Server(ABC):
         self,
         epochs: int = 1,
         *,
-        test: Batch | None = None,
+        test: Given | None = None,
         rounds: int | None = None,
         evaluate_every: int | None = None,
-        folder: Path | None = None,
+        folder: Folder | None = None,
         checkpoint_every: int | None = None,
-        on_round: Callable[[Record], None] | None = None,
+        patience: int | None = None,
+        on_round: Callback | Sequence[Callback] | None = None,
     ) -> History:
         """Train up to `epochs` epochs (or `rounds` rounds) from the start, whatever was done already.
 
+        There are no local epochs: clients compute gradients of a masked model, which the server alone can step.
+
         Args:
             epochs: how often the largest client goes through its records.
-            test: held-out (inputs, targets); evaluated after each epoch.
+            test: held-out records, in any form that clients may have; evaluated after each epoch.
             rounds: in place of epochs.
             evaluate_every: rounds, in place of an epoch.
             folder: where checkpoints go.
             checkpoint_every: rounds between checkpoints. There is always one at the end, and, for privacy accounting,
                 one after every round of a durable defence.
-            on_round: called with each round's record.
+            patience: stop early after so many evaluations without a better one.
+            on_round: called with each round's record; or several such functions.
+
+        Returns:
+            One record per round: round, epoch, error (of the recovered gradient), lr, seconds since the start; and
+            accuracy, auc, mse or loss where the model was evaluated.
         """
+        home, calls = None if folder is None else Path(folder), _several(on_round)
+        held = None if test is None else _held_out(test)
+        self._check_watched(held, patience)
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
         every = evaluate_every or self.rounds_per_epoch
         before = self.history.records[-1]["seconds"] if self.history.records else 0.0  # of a run that was resumed
         started = time.perf_counter() - before
-        with locked(folder) if folder else contextlib.nullcontext():
-            if folder and self._behind:
-                self.save(folder)
-            while self.round < last:
+        with locked(home) if home else contextlib.nullcontext():
+            if home and self._behind:
+                self.save(home)
+            while self.round < last and not self._stalled(patience):
+                rate = self.optimizer.param_groups[0]["lr"]
                 result = self.step()
                 record: Record = {
                     "round": self.round,
                     "epoch": self.round / self.rounds_per_epoch,
                     "error": result.error,
+                    "lr": float(rate),
                 }
                 record |= result.details
-                if test is not None and (self.round % every == 0 or self.round == last):
-                    record |= self._evaluate(test)
+                if held is not None and (self.round % every == 0 or self.round == last):
+                    record |= self._evaluate(held)
                 record["seconds"] = time.perf_counter() - started
                 self.history.records.append(record)
-                if on_round:
-                    on_round(record)
+                for call in calls:
+                    call(record)
                 due = self.defence.durable or (checkpoint_every and self.round % checkpoint_every == 0)
-                if folder and (self.round == last or due):
-                    self.save(folder)
+                if home and (self.round == last or due or self._stalled(patience)):
+                    self.save(home)
         return self.history
 
-    def _evaluate(self, test: Batch) -> Record:
-        inputs, targets = moved(test[0], self.device), test[1].to(self.device)
-        found = metrics(predict(self.model, inputs), targets, self.loss, axis=head_axis(self.model))
-        name, value = next(iter(found.items()))
+    def _check_watched(self, test: Source | None, patience: int | None) -> None:
+        """Refuse to wait for better metrics where nothing is evaluated."""
+        waiting = "patience" if patience is not None else "ReduceLROnPlateau"
+        if patience is not None:
+            whole("fit", "patience", patience)
+        if test is None and (patience is not None or isinstance(self.schedule, ReduceLROnPlateau)):
+            raise BadArgument("fit", f"{waiting} needs a metric, and there are no test data", "fit(..., test=test)")
+
+    def _stalled(self, patience: int | None) -> bool:
+        """Whether the last `patience` evaluations were no better than one before them."""
+        records = self.history.records
+        if patience is None or not records or not records[-1].get("evaluated"):
+            return False
+        name = counting(records[-1])
+        values, best = [value for _, value in self.history.curve(name)], 0
+        for place, value in enumerate(values):
+            best = place if better(name, value, values[best]) else best
+        return len(values) - 1 - best >= patience
+
+    def _evaluate(self, test: Source) -> Record:
+        outputs, targets = predict_source(self.model, test)
+        found = metrics(outputs, targets, self.loss, axis=head_axis(self.model))
+        name = counting(found)
+        value = found[name]
         if value != value:
             raise Diverged(f"round {self.round}", f"{name} is not a number", "lower the learning rate")
         if better(name, value, self.best[0] if self.best else None):
             self.best = value, {key: tensor.detach().clone() for key, tensor in self.model.state_dict().items()}
+        if isinstance(self.schedule, ReduceLROnPlateau):
+            self.schedule.step(plateau_value(self.schedule, found))
         return {**found, "evaluated": True}
 
     def state(self) -> dict[str, Any]:
@@ -176,10 +222,10 @@ class Server(ABC):
             "records": json.dumps(self.history.records),  # as one text: torch pickles a long list slowly
         }
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Folder) -> None:
         """Write the checkpoint; the one before stays beside it."""
-        with locked(folder):
-            self._save(folder)
+        with locked(home := Path(folder)):
+            self._save(home)
         self._behind = False
 
     def _save(self, folder: Path) -> set[int]:
@@ -190,12 +236,13 @@ class Server(ABC):
     def _belongs(self) -> checkpoint.Belongs:
         return checkpoint.Belongs(self._run, self.round)
 
-    def resume(self, folder: Path) -> None:
+    def resume(self, folder: Folder) -> None:
         """Go on from a folder's checkpoint: same data order and optimiser state, new secrets.
 
         If it is damaged, the one before is used; a warning and the last record say so.
         """
         damaged: list[checkpoint.Damaged] = []
+        folder = Path(folder)
         for path in checkpoint.found_in(folder) or [folder / checkpoint.LAST]:
             try:
                 belongs, state = checkpoint.read(path, self.device)
@@ -247,3 +294,17 @@ class Server(ABC):
         self.round, self.best = state["round"], state["best"]
         records = state["records"]
         self.history = History(json.loads(records) if isinstance(records, str) else list(records))
+
+
+def _several(given: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
+    """The callbacks as a list; whatever cannot be called is refused."""
+    calls = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
+    for call in calls:
+        if not callable(call):
+            raise BadArgument("fit", f"on_round is {call!r}", "a function of a round's record, or a list of them")
+    return calls
+
+
+def _held_out(given: Given) -> Source:
+    """Test data, checked as far as they are in memory."""
+    return checked([as_source("test data", given)])[0]

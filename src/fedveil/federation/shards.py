@@ -2,20 +2,24 @@
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fedveil.checks import whole
 from fedveil.errors import BadArgument
+from fedveil.federation.evaluate import moved
+from fedveil.federation.sources import Batch, Rows, Source, joined
+from fedveil.federation.targets import target_maker
 from fedveil.graph.inputs import Inputs, each
+from fedveil.scheme.losses import Loss
 
-Batch = tuple[Inputs, Tensor]
 WHERE = "Federation"
 PLAIN = bool | int | float | str | None
 
@@ -26,21 +30,29 @@ def generator(*parts: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
 
+def batches(size: int, batch_size: int) -> int:
+    """Batches of so many records; a single last one joins those before: statistics need two."""
+    full, rest = divmod(size, batch_size)
+    return max(1, full + (rest > 1))
+
+
 @dataclass(frozen=True, eq=False)
-class Shards:
-    """All clients' records behind one another, and where each client's begin.
+class Shards(ABC):
+    """All clients' records behind one another: where each client's begin, and which it takes in which round.
 
     The order of a client's records in each of its epochs follows from seed, client and epoch alone. `names` are the
     clients' numbers in the federation, where only some of them are here.
     """
 
-    inputs: Inputs
-    targets: Tensor
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     batch_size: int
     seed: int
-    names: tuple[int, ...] = ()
+    names: tuple[int, ...]
+
+    @abstractmethod
+    def take(self, rows: Tensor) -> Batch:
+        """Records of these rows."""
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -48,9 +60,8 @@ class Shards:
         return self.batches(max(self.sizes))
 
     def batches(self, size: int) -> int:
-        """Batches of a client with so many records; a single last one joins those before: statistics need two."""
-        full, rest = divmod(size, self.batch_size)
-        return max(1, full + (rest > 1))
+        """Batches of a client with so many records."""
+        return batches(size, self.batch_size)
 
     def chosen(self, number: int, participation: float) -> list[int]:
         """The clients that take part in a round."""
@@ -75,6 +86,23 @@ class Shards:
         begins = [start + place * self.batch_size for place in range(self.batches(stop - start))]
         return [torch.arange(a, b) for a, b in itertools.pairwise([*begins, stop])]
 
+    def records(self, client: int) -> Batch:
+        """All records of a client."""
+        return self.take(torch.arange(self.starts[client], self.starts[client] + self.sizes[client]))
+
+    @property
+    def example(self) -> Inputs:
+        """The inputs of two records, or of the only one."""
+        return self.take(torch.arange(min(2, sum(self.sizes))))[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Stored(Shards):
+    """Records in memory."""
+
+    inputs: Inputs
+    targets: Tensor
+
     def take(self, rows: Tensor) -> Batch:
         """Records of these rows."""
         inputs, targets = self.inputs, self.targets
@@ -82,6 +110,28 @@ class Shards:
         if isinstance(inputs, Tensor):  # every round comes here: no walk over a form that has only one tensor
             return inputs.index_select(0, rows), targets.index_select(0, rows)
         return each(lambda tensor: tensor.index_select(0, rows), inputs), targets.index_select(0, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed(Shards):
+    """Records that are read when a round needs them."""
+
+    clients: tuple[Source, ...]
+    make_targets: Callable[[Tensor], Tensor]
+    device: torch.device
+    dtype: torch.dtype
+
+    def take(self, rows: Tensor) -> Batch:
+        """Records of these rows, which are read now."""
+        own, parts = torch.bucketize(rows, torch.tensor(self.starts[1:], dtype=torch.int64), right=True), []
+        for client in sorted(set(own.tolist())):  # rows of a client follow one another
+            numbers = (rows[own == client] - self.starts[client]).tolist()
+            inputs, targets = self.clients[client].take(numbers)
+            for place, leaf in named(inputs).items():
+                _check_finite(f"client {client}, record", place, leaf, numbers)
+            parts.append((moved(inputs, self.device, self.dtype), in_dtype(self.make_targets(targets), self.dtype)))
+        inputs, targets = joined(parts)
+        return inputs, targets.to(self.device)
 
 
 @lru_cache(maxsize=256)
@@ -97,37 +147,48 @@ def named(inputs: Inputs) -> dict[str, Any]:
     return {"inputs" + pytree.keystr(path): leaf for path, leaf in leaves}
 
 
-def check_clients(clients: Sequence[Batch]) -> list[Batch]:
-    """The clients' data, with all inputs in the form of client 0's; refuses what does not belong together."""
-    if not clients:
+def checked(sources: Sequence[Source]) -> list[Source]:
+    """Records with their inputs in the form of the first one's; refuses those that do not belong together.
+
+    Of a stream, two records are looked at.
+    """
+    if not sources:
         raise BadArgument(WHERE, "there are no clients", "Federation(model, [(inputs, targets), ...])")
-    first, checked = named(clients[0][0]), []
-    form = pytree.tree_structure(clients[0][0])
-    for number, (inputs, targets) in enumerate(clients):
-        if not isinstance(targets, Tensor) or not targets.dim():
-            what = f"client {number}'s targets are {_value(targets)}, not a tensor with a dimension of records"
-            raise BadArgument(WHERE, what, "Federation(model, [(inputs, targets), ...])")
+    found: list[Source] = []
+    for source in sources:
+        if not len(source):
+            raise BadArgument(WHERE, f"{source.who} has no records", "leave empty clients out")
+        inputs, targets = (
+            (source.inputs, source.targets) if isinstance(source, Rows) else source.take(range(min(2, len(source))))
+        )
+        if not found:
+            form, first, like = inputs, named(inputs), targets
         own = named(inputs)
-        _check_form(number, inputs, clients[0][0], own, first)
+        _check_form(source.who, inputs, form, own, first)
         for place, leaf in own.items():
-            _check_leaf(number, place, leaf, first[place], targets)
-        checked.append((pytree.tree_unflatten([own[place] for place in first], form), targets))
-    return checked
+            _check_leaf(source.who, place, leaf, first[place], targets)
+        _check_like(source.who, "targets", targets, like)
+        if isinstance(source, Rows):  # keys in one order
+            leaves = [own[place] for place in first]
+            inputs = cast(Inputs, pytree.tree_unflatten(leaves, pytree.tree_structure(form)))
+            source = replace(source, inputs=inputs)
+        found.append(source)
+    return found
 
 
-def _check_form(number: int, inputs: Inputs, wanted: Inputs, own: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+def _check_form(who: str, inputs: Inputs, wanted: Inputs, own: Mapping[str, Any], first: Mapping[str, Any]) -> None:
     if not any(isinstance(leaf, Tensor) for leaf in own.values()):
         fix = "a tensor, a tuple of arguments of forward, or a dict of its keyword arguments (docs/inputs.md)"
-        raise BadArgument(WHERE, f"client {number}'s inputs, a {type(inputs).__name__}, hold no tensor", fix)
+        raise BadArgument(WHERE, f"{who}'s inputs, a {type(inputs).__name__}, hold no tensor", fix)
     if own.keys() == first.keys():
         return
     if "inputs" in own or "inputs" in first:
         kinds = ["tensor" if isinstance(some, Tensor) else type(some).__name__ for some in (inputs, wanted)]
-        what = f"client {number}'s inputs are a {kinds[0]}, client 0's a {kinds[1]}"
+        what = f"{who}'s inputs are a {kinds[0]}, client 0's a {kinds[1]}"
     else:
         lacks = [f"no {place}, which client 0 has" for place in sorted(first.keys() - own.keys())[:1]]
         strange = [f"{place}, which client 0 has not" for place in sorted(own.keys() - first.keys())[:1]]
-        what = f"client {number} has {' and '.join(strange + lacks)}"
+        what = f"{who} has {' and '.join(strange + lacks)}"
     raise BadArgument(WHERE, what, "give all clients' inputs one form")
 
 
@@ -135,42 +196,63 @@ def _value(leaf: Any) -> str:
     return ("a tensor" if leaf.dim() else "a number") if isinstance(leaf, Tensor) else repr(leaf)[:40]
 
 
-def _check_leaf(number: int, place: str, leaf: Any, first: Any, targets: Tensor) -> None:
+def _check_leaf(who: str, place: str, leaf: Any, first: Any, targets: Tensor) -> None:
     """Refuse a tensor that has other records than the targets, or others than client 0's in its place."""
     if not isinstance(leaf, Tensor | PLAIN):
-        what = f"client {number}'s {place} is a {type(leaf).__name__}, not a tensor"
+        what = f"{who}'s {place} is a {type(leaf).__name__}, not a tensor"
         raise BadArgument(WHERE, what, "torch.as_tensor for arrays, dict for other mappings")
     if not isinstance(leaf, Tensor) or not isinstance(first, Tensor):
         if type(leaf) is not type(first) or leaf != first:
-            what = f"client {number}'s {place} is {_value(leaf)}, client 0's {_value(first)}"
+            what = f"{who}'s {place} is {_value(leaf)}, client 0's {_value(first)}"
             raise BadArgument(WHERE, what, "a tensor for each client, or the same value for all")
         return
     records, what = len(leaf) if leaf.dim() else 0, place if place == "inputs" else f"records in {place}"
     if not records or records != len(targets):
-        what = f"client {number} has {records} {what} and {len(targets)} targets: want the same number above 0"
+        what = f"{who} has {records} {what} and {len(targets)} targets: want the same number above 0"
         raise BadArgument(WHERE, what, "leave empty clients out, or split the data among fewer")
+    _check_like(who, place, leaf, first)
+    _check_finite(f"{who}, record", place, leaf, range(records))
+
+
+def _check_like(who: str, place: str, leaf: Tensor, first: Tensor) -> None:
+    """Refuse records of another shape or kind of number than client 0's."""
     if leaf.shape[1:] != first.shape[1:]:
         shapes = f"{place} {tuple(leaf.shape[1:])} and {tuple(first.shape[1:])}"
-        raise BadArgument(WHERE, f"client {number}'s records have another shape than client 0's: {shapes}")
+        raise BadArgument(WHERE, f"{who}'s records have another shape than client 0's: {shapes}")
     if leaf.is_floating_point() != first.is_floating_point():
-        raise BadArgument(WHERE, f"client {number}'s {place} are {leaf.dtype}, client 0's {first.dtype}")
-    if leaf.is_floating_point() and not torch.isfinite(leaf).all():
+        raise BadArgument(WHERE, f"{who}'s {place} are {leaf.dtype}, client 0's {first.dtype}")
+
+
+def _check_finite(who: str, place: str, leaf: Any, numbers: Sequence[int]) -> None:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point() and not torch.isfinite(leaf).all():
         row = int((~torch.isfinite(leaf.flatten(1)).all(1)).nonzero()[0])
-        raise BadArgument(WHERE, f"client {number}, record {row}: {place} hold NaN or infinity")
+        raise BadArgument(WHERE, f"{who} {numbers[row]}: {place} hold NaN or infinity", "mend or leave out this record")
 
 
-def gather(clients: Sequence[Batch], batch_size: int, seed: int, device: torch.device) -> Shards:
-    """Put together the data of clients that were checked."""
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floating numbers in the model's dtype; whole numbers stay what they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def shards_of(
+    model: nn.Module, loss: Loss, clients: Sequence[Source], batch_size: int, seed: int, dtype: torch.dtype
+) -> Shards:
+    """The records of clients as the model and the loss take them: in memory, if all of them are.
+
+    Args:
+        model: tells the device, and the shape of outputs.
+        loss: decides the form of targets.
+        clients: their records, checked.
+        batch_size: records that a client takes in a round.
+        seed: of their order.
+        dtype: of floating numbers.
+    """
     whole(WHERE, "batch_size", batch_size)
-    for number, (_, targets) in enumerate(clients):
-        if targets.shape[1:] != clients[0][1].shape[1:]:
-            shapes = f"targets {tuple(targets.shape[1:])} and {tuple(clients[0][1].shape[1:])}"
-            raise BadArgument(WHERE, f"client {number}'s records have another shape than client 0's: {shapes}")
-    sizes = tuple(len(targets) for _, targets in clients)
-    starts = tuple(itertools.accumulate(sizes[:-1], initial=0))
-
-    def joined(*leaves: Any) -> Any:  # what is no tensor is the same for all
-        return torch.cat(leaves).to(device) if isinstance(leaves[0], Tensor) else leaves[0]
-
-    inputs: Inputs = pytree.tree_map(joined, *(inputs for inputs, _ in clients))
-    return Shards(inputs, joined(*(targets for _, targets in clients)), starts, sizes, batch_size, seed)
+    sizes = tuple(len(client) for client in clients)
+    make, device = target_maker(model, loss, clients[0].take([0])), next(model.parameters()).device
+    common = tuple(itertools.accumulate(sizes[:-1], initial=0)), sizes, batch_size, seed, ()
+    stored = [client for client in clients if isinstance(client, Rows)]
+    if len(stored) < len(clients):
+        return Streamed(*common, tuple(clients), make, device, dtype)
+    inputs, targets = joined([(moved(own.inputs, device, dtype), make(own.targets)) for own in stored])
+    return Stored(*common, inputs, in_dtype(targets, dtype).to(device))

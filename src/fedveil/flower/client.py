@@ -14,7 +14,8 @@ from fedveil.defences.interface import Defence
 from fedveil.errors import BadArgument
 from fedveil.federation import remote
 from fedveil.federation.remote import Data
-from fedveil.federation.shards import PLAIN, Batch
+from fedveil.federation.shards import PLAIN
+from fedveil.federation.sources import Batch, Given
 from fedveil.files import OWNER, make_folder, write_whole
 from fedveil.flower.carry import own_of, unwrap, wrap
 from fedveil.graph.inputs import Inputs
@@ -87,7 +88,7 @@ def answer(
 
 def client_app(
     make_model: Callable[[Context], nn.Module],
-    load_data: Callable[[Context], Batch],
+    load_data: Callable[[Context], Given],
     *,
     defence: Callable[[], Defence] | None = None,
     loss: Function | None = None,

@@ -108,6 +108,7 @@ def export(model: nn.Module, inputs: Inputs) -> Exported:
                 program = program.run_decompositions({})
     except Exception as error:
         raise _refusal(model, twin, error) from error
+    _refuse_autocast_in(model, program.graph)
     signature = program.graph_signature
     parameters = {place: names[name] for place, name in signature.inputs_to_parameters.items()}
     buffers = {place: names[name] for place, name in signature.inputs_to_buffers.items()}
@@ -123,6 +124,15 @@ def _refuse_autocast() -> None:
         if torch.is_autocast_enabled(device):
             what = f"torch.autocast is on for {device}: it rounds veiled activations differently from plain ones"
             raise AnalysisError("analyse", what, "call it outside of torch.autocast, and train in float32")
+
+
+def _refuse_autocast_in(model: nn.Module, graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if "autocast" in getattr(node.target, "__name__", ""):
+            what = "its forward turns on torch.autocast, which rounds veiled activations differently from plain ones"
+            raise AnalysisError(
+                type(model).__name__, what, "remove the autocast block from forward, and train in float32"
+            )
 
 
 # In-place operations that change each element separately, so that an alias of the same memory keeps its noise. If the

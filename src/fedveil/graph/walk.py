@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fedveil.errors import AnalysisError
 from fedveil.graph import rules as rules
 from fedveil.graph.calls import RULES, Activation, Call, NoRule, Outcome, Stored
 from fedveil.graph.export import Exported, short_name
@@ -172,9 +171,6 @@ class Walk:
     def _higher_order(self, node: fx.Node) -> Any:
         """A part of forward in its own context, such as no_grad; its inputs and outputs are pinned."""
         where = f"{module_of(node)[0]} ({node.target.__name__})" if callable(node.target) else str(node.target)
-        if "autocast" in where:
-            what = "forward turns on torch.autocast: it rounds veiled activations differently from plain ones"
-            raise AnalysisError(where, what, "remove the autocast block from forward, and train in float32")
         for operand in [self.values[n] for n in node.all_input_nodes if n.op != "get_attr"]:
             if isinstance(operand, Stored):
                 operand.leave_bare(where, "it is read in a separate context")

@@ -14,7 +14,7 @@ from torch import nn
 from fedveil.defences.interface import Defence
 from fedveil.errors import FedveilError
 from fedveil.federation import remote
-from fedveil.federation.shards import Batch
+from fedveil.federation.sources import Given
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
 
@@ -38,7 +38,7 @@ class Client(ABC):
         """The network; its values are ignored."""
 
     @abstractmethod
-    def load_data(self, site: str) -> Batch:
+    def load_data(self, site: str) -> Given:
         """This site's (inputs, targets)."""
 
     def number(self, site: str) -> int:
@@ -51,7 +51,7 @@ class Client(ABC):
         self._site: str = collab.site_name
         self._lock, self._arrived = threading.Lock(), 0
         self._model: nn.Module | None = None
-        self._data: Batch | None = None
+        self._data: Given | None = None
         self._state: remote.ClientState | None = None
         self._file = self.folder / f"fedveil-{self._site}.pt" if self.folder is not None else None
 
@@ -102,7 +102,7 @@ class Client(ABC):
         self._state = state
         return found
 
-    def _records(self) -> Batch:
+    def _records(self) -> Given:
         if self._data is None:
             self._data = self.load_data(self._site)
         return self._data

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
 
 from fedveil import data as datasets
 from fedveil.data import Data, Part, split
@@ -17,6 +17,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import moved, predict, rows_of
 from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
+from fedveil.federation.shards import batches
 from fedveil.lookup import imported
 from fedveil.models import cnn, densenet, lenet, mlp, resnet
 from fedveil.runs.config import Config, DataSettings, LimitSettings, ModelSettings, TrainingSettings
@@ -53,21 +54,27 @@ def build_model(config: Config, data: Data) -> nn.Module:
     """The named network for the data's shape, or what package.module:factory builds; repeatable by the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
-        return load_factory(config.model.name) if ":" in config.model.name else _named_model(config.model, data)
+        if ":" in config.model.name:
+            return load_factory(config.model.name)
+        return named_model(config.model, record_shape(config.model.name, data), data.outputs)
 
 
-def _named_model(asked: ModelSettings, data: Data) -> nn.Module:
-    """A network of the library."""
-    name, width = asked.name, asked.width
+def record_shape(name: str, data: Data) -> torch.Size:
+    """The shape of one record, as networks of the library take it."""
     if not isinstance(data.train.inputs, Tensor) or not data.train.inputs.is_floating_point():
         what = f"{name} takes one tensor of floating numbers, {data!r} has others"
         raise BadArgument("model", what, "--model package.module:factory for a model of your own")
-    shape, outputs = data.train.inputs.shape[1:], data.outputs
+    return data.train.inputs.shape[1:]
+
+
+def named_model(asked: ModelSettings, shape: torch.Size, outputs: int) -> nn.Module:
+    """A network of the library, for records of a shape."""
+    name, width = asked.name, asked.width
     if name == "mlp":
         net = mlp(shape.numel(), outputs, layers=asked.layers, hidden=asked.hidden, bias=asked.bias)
         return net if len(shape) == 1 else nn.Sequential(nn.Flatten(), net)
     if len(shape) == 1:
-        raise BadArgument("model", f"{name} takes images, {data.name} has rows of {shape[0]} numbers", "mlp")
+        raise BadArgument("model", f"{name} takes images, and a record is {shape[0]} numbers in a row", "mlp")
     channels = shape[0] if len(shape) == 3 else 1
     if name == "cnn":
         return cnn(channels, outputs, width=width, size=shape[-1])
@@ -151,9 +158,18 @@ def build_limits(asked: LimitSettings) -> Limits | None:
     return Limits(**given) if given else None
 
 
-def build_loss(asked: TrainingSettings) -> Loss:
-    """The named loss with its settings."""
-    return CrossEntropy(label_smoothing=asked.label_smoothing) if asked.label_smoothing else find_loss(asked.loss)
+def settled(config: Config, data: Data) -> Config:
+    """The configuration with the loss that suits the data, if it names none."""
+    if config.training.loss is not None:
+        return config
+    return config.changed(loss="cross_entropy" if data.classes else "squared_error")
+
+
+def build_loss(asked: TrainingSettings) -> Loss | None:
+    """The named loss with its settings; None for the one that suits the targets."""
+    if asked.label_smoothing:
+        return CrossEntropy(label_smoothing=asked.label_smoothing)
+    return None if asked.loss is None else find_loss(asked.loss)
 
 
 def build_optimizer(asked: TrainingSettings) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
@@ -163,6 +179,17 @@ def build_optimizer(asked: TrainingSettings) -> Callable[[Iterable[Tensor]], tor
         return lambda p: torch.optim.SGD(p, lr, momentum=asked.momentum, weight_decay=decay)
     kind = torch.optim.AdamW if asked.optimizer == "adamw" else torch.optim.Adam
     return lambda p: kind(p, lr, weight_decay=decay)
+
+
+def build_schedule(
+    asked: TrainingSettings, rounds_per_epoch: int
+) -> Callable[[torch.optim.Optimizer], LRScheduler] | None:
+    """The named learning-rate schedule."""
+    if asked.schedule == "constant":
+        return None
+    if asked.schedule == "plateau":
+        return ReduceLROnPlateau
+    return partial(CosineAnnealingLR, T_max=asked.epochs * (rounds_per_epoch if asked.schedule_every == "round" else 1))
 
 
 def on_device(model: nn.Module, device: str) -> nn.Module:
@@ -194,15 +221,20 @@ def federation_of(
         defence: in place of the configuration's.
         make: a class derived from `Federation`, or one with further arguments.
     """
+    config = settled(config, data)
     model, training = on_device(build_model(config, data), config.training.device), config.training
     if ":" in config.model.name:
         _check_fit(config, model, data)
+    parts = client_parts(config.data, training.seed, data)
+    largest = max(len(part.targets) for part in parts)
     return make(
         model,
-        client_parts(config.data, training.seed, data),
+        parts,
         defence or build_defence(config),
         build_optimizer(training),
-        schedule=partial(CosineAnnealingLR, T_max=training.epochs) if training.schedule == "cosine" else None,
+        schedule=build_schedule(training, 1 if training.whole_shard else batches(largest, training.batch_size)),
+        schedule_every=training.schedule_every,
+        clip_norm=training.clip_norm,
         batch_size=training.batch_size,
         loss=build_loss(training),
         whole_shard=training.whole_shard,

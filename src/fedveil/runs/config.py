@@ -1,6 +1,7 @@
 """A run as plain values, in sections: from flags, from a TOML file, from a run's folder. No torch is needed for it."""
 
 import difflib
+import json
 import shlex
 import tomllib
 from collections.abc import Collection, Mapping
@@ -110,14 +111,21 @@ class DefenceSettings(Settings):
 class TrainingSettings(Settings):
     """How the model is trained."""
 
-    loss: LossName = Field("squared_error", description="what clients minimise")
+    loss: LossName | None = Field(
+        None, description="what clients minimise; by default cross_entropy for classes, squared_error for numbers"
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="cross_entropy: share spread over all classes")
     optimizer: Literal["adam", "adamw", "sgd"] = Field("adam", description="the server's optimiser")
     lr: float = Field(1e-3, gt=0, description="learning rate")
     momentum: float = Field(0.9, ge=0, lt=1, description="sgd: momentum")
     weight_decay: float = Field(0.0, ge=0, description="weight decay")
-    schedule: Literal["constant", "cosine"] = Field("constant", description="learning rate over epochs")
+    schedule: Literal["constant", "cosine", "plateau"] = Field(
+        "constant", description="learning rate: constant, cosine to 0, or a tenth after 10 evaluations without progress"
+    )
+    schedule_every: Literal["epoch", "round"] = Field("epoch", description="cosine: how often the rate changes")
+    clip_norm: float | None = Field(None, gt=0, description="longest gradient that the optimiser gets")
     epochs: Positive = Field(20, description="passes of the largest client over its records")
+    patience: Positive | None = Field(None, description="stop early after so many evaluations without a better one")
     batch_size: Positive = Field(32, description="records that a client takes in a round")
     whole_shard: bool = Field(False, description="clients go through all their records in a round")
     participation: float = Field(1.0, gt=0, le=1, description="share of the clients in a round")
@@ -278,8 +286,18 @@ def check(config: Config, where: str) -> None:
         what = f"rounding makes a baseline of plain training, not of {defence.name}"
         fix = "fedveil train --defence plain --rounding 1, or fedveil compare --defences plain,baseline"
         raise BadArgument(where, what, fix)
-    if config.training.label_smoothing and config.training.loss != "cross_entropy":
+    if config.training.label_smoothing and config.training.loss not in (None, "cross_entropy"):
         raise BadArgument(where, f"label_smoothing: {config.training.loss} has none", "--loss cross_entropy")
+
+
+PAPER: Mapping[str, Value] = {"loss": "squared_error"}
+"""What studies of the paper start from: its loss. Data of users' own are trained on as `fedveil train` does."""
+OWN_DATA = ("csv", "images")
+
+
+def of_users(name: str) -> bool:
+    """Whether a data set is the user's own."""
+    return name in OWN_DATA or ":" in name
 
 
 CODE = ("data", "model", "defence")
@@ -296,11 +314,31 @@ def refuse_code(values: Mapping[str, Any], where: str, named: Collection[str] = 
             raise BadArgument(where, what, fix)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The sections and keys of a TOML file, not yet checked."""
+RETIRED = ("nodes", "tolerance")  # keys of earlier versions, which interpolated losses
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The sections and keys of a TOML file, or of a run's config.json, not yet checked; null means not given."""
     try:
-        return tomllib.loads(path.read_text())
+        text = path.read_text()
+        return _given(path, json.loads(text)) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise BadArgument(str(path), f"cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadArgument(str(path), f"is not TOML: {error}") from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadArgument(str(path), f"is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
+
+
+def _given(path: Path, values: Any) -> dict[str, Any]:
+    """What a JSON file gives values for; keys of earlier versions may be there as long as they were not used."""
+    if not isinstance(values, dict):
+        raise BadArgument(str(path), f"holds a {type(values).__name__}, not sections", "the config.json of a run")
+    for key in RETIRED:
+        if values.get(key) is not None:
+            raise BadArgument(str(path), f"the run used {key!r}, which is gone", "start it anew; decoys do the same")
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found[key] = {name: own for name, own in value.items() if own is not None}
+        elif value is not None and key not in RETIRED:
+            found[key] = value
+    return found

@@ -1,12 +1,15 @@
-"""A run and its folder: config.json, metrics.jsonl, model.safetensors, report.html, and a checkpoint to go on from."""
+"""A run and its folder: config.json, metrics.jsonl, the last and the best model, report.html, and a checkpoint."""
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
 
 from fedveil.data import Data
 from fedveil.defences import Defence, Private, Veil, innermost
@@ -14,17 +17,22 @@ from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.local import Federation, Record
-from fedveil.federation.server import Server
+from fedveil.federation.server import Callback, Folder, Server
 from fedveil.files import refusals, write_whole
 from fedveil.locks import locked
 from fedveil.plain_json import to_json
 from fedveil.report import write
-from fedveil.runs.build import federation_of, load_data
-from fedveil.runs.config import Config, configure, flags_of, refuse_code
+from fedveil.runs.build import federation_of, load_data, load_factory, named_model, settled
+from fedveil.runs.config import Config, configure, read_file, refuse_code
 from fedveil.runs.page import run_page
 
-RUN = (checkpoint.LAST, checkpoint.PREVIOUS, "model.safetensors", "summary.json")  # any of them is a run
-RETIRED = ("nodes", "tolerance")  # keys of earlier versions, which interpolated losses
+MODEL, BEST, SHAPES = "model.safetensors", "best.safetensors", "model.json"
+RUN = (checkpoint.LAST, checkpoint.PREVIOUS, MODEL, "summary.json")  # any of them is a run
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder holds a run, or the beginning of one."""
+    return any((folder / name).exists() for name in RUN)
 
 
 def prepare_folder(folder: Path, config: Config, resume: bool) -> None:
@@ -32,7 +40,7 @@ def prepare_folder(folder: Path, config: Config, resume: bool) -> None:
 
     A run that ended before its first checkpoint left nothing to protect.
     """
-    if any((folder / name).exists() for name in RUN):
+    if holds_run(folder):
         if not resume:
             what = "there is a run in this folder"
             raise BadArgument(str(folder), what, "--resume to go on with it, or another --out")
@@ -44,7 +52,7 @@ def prepare_folder(folder: Path, config: Config, resume: bool) -> None:
     write_whole(folder / "config.json", json.dumps(config.nested(), indent=2) + "\n")
 
 
-def read_config(folder: Path, *, trust_code: bool = False, named: Collection[str] = ()) -> Config:
+def read_config(folder: Folder, *, trust_code: bool = False, named: Collection[str] = ()) -> Config:
     """The configuration of the run in a folder.
 
     Args:
@@ -53,22 +61,17 @@ def read_config(folder: Path, *, trust_code: bool = False, named: Collection[str
             imports that module, and so runs its code. Folders from elsewhere may name any.
         named: keys of which the user has said so already.
     """
-    config = _config_in(folder)
+    config = _config_in(Path(folder))
     if not trust_code:
-        refuse_code(config.flat(), str(folder / "config.json"), named)
+        refuse_code(config.flat(), str(Path(folder) / "config.json"), named)
     return config
 
 
 def _config_in(folder: Path) -> Config:
     path = folder / "config.json"
-    try:
-        values = dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise BadArgument(str(folder), f"holds no run: {error}", "name a folder that `fedveil train` wrote") from error
-    for key in RETIRED:
-        if values.pop(key, None) is not None:
-            raise BadArgument(str(path), f"the run used {key!r}, which is gone", "start it anew; decoys do the same")
-    return configure(values, str(path))
+    if not path.is_file():
+        raise BadArgument(str(folder), "holds no run: no config.json", "name a folder that `fedveil train` wrote")
+    return configure(read_file(path), str(path))
 
 
 def finished(config: Config, folder: Path) -> bool:
@@ -78,13 +81,63 @@ def finished(config: Config, folder: Path) -> bool:
         state = checkpoint.load(folder / checkpoint.LAST)
     except (OSError, ValueError, KeyError, TypeError):  # a BadArgument is a ValueError
         return False
-    return bool(state["round"] == rounds) and _config_in(folder) == config
+    found = _config_in(folder)
+    wanted = config if config.training.loss else config.changed(loss=found.training.loss)
+    return bool(state["round"] == rounds) and found == wanted
 
 
-def open_run(folder: Path, data: Data | None = None, *, trust_code: bool = False) -> tuple[Config, Federation]:
+def open_run(folder: Folder, data: Data | None = None, *, trust_code: bool = False) -> tuple[Config, Federation]:
     """The federation of a run's folder as its last checkpoint left it; see `read_config` for `trust_code`."""
     config = read_config(folder, trust_code=trust_code)
-    return config, resumed(config, folder, data or load_data(config))
+    return config, resumed(config, Path(folder), data or load_data(config))
+
+
+def load_model(
+    folder: Folder, *, best: bool = False, model: nn.Module | None = None, trust_code: bool = False
+) -> nn.Module:
+    """The model that a run left in its folder, in evaluation mode, on the CPU.
+
+    Args:
+        folder: of the run.
+        best: the model of the best evaluation in place of the last one.
+        model: takes the values, in place of one that is built as the run's configuration says. A run over Flower or
+            FLARE needs it.
+        trust_code: build a model that the configuration names as `package.module:name`: that module is imported, and
+            so its code is run.
+
+    Raises:
+        BadArgument: there is no such file, it is damaged, or it is of another model.
+    """
+    home = Path(folder)
+    path = home / (BEST if best else MODEL)
+    if not path.is_file():
+        here = "the run has not ended, or it was not evaluated" if home.is_dir() else "there is no such folder"
+        raise BadArgument(
+            str(path), f"there is no model: {here}", "name the folder of a run that `fedveil train` ended"
+        )
+    try:
+        values = load_file(path)
+        network = _architecture(home, trust_code) if model is None else model
+        network.load_state_dict(values)
+    except SafetensorError as error:
+        raise BadArgument(str(path), f"is damaged: {error}", "--resume writes it again from the checkpoint") from error
+    except RuntimeError as error:
+        raise BadArgument(str(path), f"its values are of another model: {error}", "load_model(..., model=)") from error
+    return network.eval()
+
+
+def _architecture(folder: Path, trust_code: bool) -> nn.Module:
+    """The network that a run trained, with new values."""
+    config = read_config(folder, trust_code=trust_code)
+    if ":" in config.model.name:
+        return load_factory(config.model.name)
+    try:
+        shapes = json.loads((folder / SHAPES).read_text())
+        shape, outputs = torch.Size(shapes["record"]), int(shapes["outputs"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"{SHAPES}, which has the shape of records, cannot be read: {error}"
+        raise BadArgument(str(folder), what, "load_model(folder, model=the network)") from error
+    return named_model(config.model, shape, outputs)
 
 
 def resumed(config: Config, folder: Path, data: Data) -> Federation:
@@ -110,37 +163,43 @@ def covered(defence: Defence) -> dict[str, float]:
 
 def train(
     config: Config,
-    folder: Path,
+    folder: Folder,
     *,
     resume: bool = False,
-    on_round: Callable[[Record], None] | None = None,
+    on_round: Callback | None = None,
     data: Data | None = None,
 ) -> dict[str, Any]:
     """Run a configuration to its end; returns the summary that `fedveil train` prints.
 
     Everything that can be refused is refused before the folder is made.
     """
+    home = Path(folder)
     data = data or load_data(config)
+    config = settled(config, data)
     federation = federation_of(config, data)
-    with locked(folder):
-        prepare_folder(folder, config, resume)
-        if resume and checkpoint.found_in(folder):
-            federation.resume(folder)
+    with locked(home):
+        prepare_folder(home, config, resume)
+        if isinstance(data.train.inputs, Tensor):
+            shapes = {"record": list(data.train.inputs.shape[1:]), "outputs": data.outputs, "classes": data.classes}
+            write_whole(home / SHAPES, json.dumps(shapes) + "\n")
+        if resume and checkpoint.found_in(home):
+            federation.resume(home)
         return record_run(
             federation,
-            folder,
+            home,
             data,
             config.flat(),
-            f"fedveil train {config.flags()} {flags_of({'out': str(folder)})}",
+            f"fedveil train {config.flags()}",
             epochs=config.training.epochs,
             checkpoint_every=config.training.checkpoint_every or federation.rounds_per_epoch,
+            patience=config.training.patience,
             on_round=on_round,
         )
 
 
 def record_run(
     server: Server,
-    folder: Path,
+    folder: Folder,
     data: Data,
     config: Mapping[str, Any],
     repeat: str,
@@ -149,7 +208,8 @@ def record_run(
     rounds: int | None = None,
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
-    on_round: Callable[[Record], None] | None = None,
+    patience: int | None = None,
+    on_round: Callback | None = None,
 ) -> dict[str, Any]:
     """Let a server train, wherever its clients are, and write its folder; returns the summary.
 
@@ -163,9 +223,10 @@ def record_run(
         rounds: in place of epochs.
         evaluate_every: rounds.
         checkpoint_every: rounds.
+        patience: evaluations.
         on_round: called with each round's record.
     """
-    test = data.test.inputs, data.test.targets
+    folder, test = Path(folder), (data.test.inputs, data.test.targets)
     how: dict[str, Any] = {"rounds": rounds, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     with locked(folder):
         lines = [to_json(record) + "\n" for record in server.history.records]
@@ -178,13 +239,19 @@ def record_run(
                 if on_round:
                     on_round(record)
 
-            server.fit(epochs, test=test, folder=folder, on_round=log, **how)
-        values = {name: tensor.detach().cpu().clone() for name, tensor in server.model.state_dict().items()}
-        write_whole(folder / "model.safetensors", save(values))
+            server.fit(epochs, test=test, folder=folder, patience=patience, on_round=log, **how)
+        write_values(folder / MODEL, server.model.state_dict())
+        if server.best:
+            write_values(folder / BEST, server.best[1])
         summary = summary_of(server, folder, repeat)
         write_whole(folder / "summary.json", to_json(summary, indent=2) + "\n")
         write(run_page(server, data, config, summary), folder / "report.html")
     return summary
+
+
+def write_values(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a model's values; those that it uses twice are written twice."""
+    write_whole(path, save({name: tensor.detach().cpu().clone() for name, tensor in state.items()}))
 
 
 def summary_of(server: Server, folder: Path, repeat: str) -> dict[str, Any]:
@@ -195,6 +262,8 @@ def summary_of(server: Server, folder: Path, repeat: str) -> dict[str, Any]:
         "rounds": server.round,
         **{name: history.last[name] for name in METRICS if name in history.last},
         "best": server.best[0] if server.best else None,
+        "model": str(folder / MODEL),
+        **({"best_model": str(folder / BEST)} if server.best else {}),
         **covered(server.defence),
         **spent(server.defence),
         "largest_error": max((record["error"] for record in history.records), default=0.0),

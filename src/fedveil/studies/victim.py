@@ -121,17 +121,17 @@ def observe(federation: Federation, rounds: int = 1) -> Observed:
     seen = [watch(federation)[ATTACKER] for _ in range(rounds - 1)]
     broadcast = defence.broadcast(federation.model)
     seen.append(Round(broadcast, defence.client_view(federation.model, broadcast)))
-    start, size = shards.starts[ATTACKER], shards.sizes[ATTACKER]
+    inputs, targets = shards.records(ATTACKER)
     return Observed(
         defence.name,
         seen[-1].model,
         emptied(federation.model),
         tuple(seen),
-        one_tensor("attack", shards.inputs)[start : start + size],
-        shards.targets[start : start + size],
+        one_tensor("attack", inputs),
+        targets,
         federation.loss,
         float(federation.optimizer.param_groups[0]["lr"]),
-        size / sum(shards.sizes),
+        shards.sizes[ATTACKER] / sum(shards.sizes),
     )
 
 

@@ -9,7 +9,7 @@ from fedveil.attacks.observed import PUBLISHED
 from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Intervals, Section, Text
-from fedveil.runs.config import Config, Value, configure
+from fedveil.runs.config import PAPER, Config, Value, configure
 from fedveil.studies.audit.results import Audited
 from fedveil.studies.audit.run import Audit, Options
 from fedveil.studies.estimates import Estimate, average, percent, text
@@ -81,7 +81,7 @@ def base_of(given: Values) -> Values:
             raise BadArgument("fedveil audit --harden", f"it measures several --{flag}", f"leave out --{flag}")
     data = str(given.get("data", "digits"))
     usual = BASES.get(data, {name: BASES["digits"][name] for name in ("clients", "epochs")})
-    return {"data": data, **usual, **given}
+    return {"data": data, **PAPER, **usual, **given}
 
 
 def looks_of(base: Values) -> Options:
@@ -179,7 +179,7 @@ def rows_of(asked: Hardening, results: Hardened) -> Iterator[Row | tuple[str, st
     for name, found in results.items():
         if name in whole:
             loss = configure({**asked.base, **asked.measures[name]}).training.loss
-            yield row_of(name, whole[name], whole.get(UNDEFENDED[loss], []))
+            yield row_of(name, whole[name], whole.get(UNDEFENDED[str(loss)], []))
         else:
             yield name, next(one.failed for one in found if isinstance(one, Failed))
 

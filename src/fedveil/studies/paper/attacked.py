@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.report import NOTHING, Interval, Intervals
 from fedveil.runs.build import load_data
-from fedveil.runs.config import configure
+from fedveil.runs.config import PAPER, configure
 from fedveil.studies.attack import Asked, AttackStudy
 from fedveil.studies.estimates import Estimate, average, text
 from fedveil.studies.inversion.results import Inversion
@@ -45,7 +45,7 @@ class AttackExhibit(Exhibit[R], Generic[O, A, R]):
         """What the attack is asked on each data set with one seed, and the folder for its files."""
         found, options = {}, self.study.options(**plan.settings.attack)
         for group in plan.settings.runs:
-            config = configure(group | {"device": plan.device, "seed": seed}, plan.where)
+            config = configure({**PAPER, **group, "device": plan.device, "seed": seed}, plan.where)
             name, data = self.study.name, config.data.name
             part = f"{data}-{seed}" if seed else data
             asked = Asked(config, tuple(plan.settings.defences), options, label=f"{name}-{part}-")

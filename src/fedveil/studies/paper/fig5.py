@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from fedveil.report import Section
 from fedveil.runs.build import load_data
-from fedveil.runs.config import Config, Value, configure
+from fedveil.runs.config import PAPER, Config, Value, configure
 from fedveil.studies.attack import Asked, Results
 from fedveil.studies.estimates import average
 from fedveil.studies.gradients.page import HEADER, chart, defence_rows, floors_of, gallery, joined, table_row, whole
@@ -35,7 +35,7 @@ def variants(plan: Plan) -> dict[str, Config]:
         changes[f"ppdl, variance {variance:g}"] = noise
     changes["veil"] = {"defence": "veil"}
     common = plan.settings.run | {"device": plan.device}
-    return {name: configure(common | own, plan.where) for name, own in changes.items()}
+    return {name: configure({**PAPER, **common, **own}, plan.where) for name, own in changes.items()}
 
 
 class Fig5(Exhibit[Found]):

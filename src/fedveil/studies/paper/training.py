@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from fedveil.report import NOTHING
 from fedveil.runs.build import load_data
-from fedveil.runs.config import Config, configure
+from fedveil.runs.config import PAPER, Config, configure
 from fedveil.studies.compare import BASELINE
 from fedveil.studies.jobs import Done, Failed, Job, Result
 from fedveil.studies.paper.plan import Axis, Exhibit, Plan
@@ -62,7 +62,7 @@ def configs_of(plan: Plan) -> list[Config]:
             for name, value in chosen.items():
                 if isinstance(value, dict):
                     chosen[name] = value[str(chosen[str(value["of"])])]
-            found.append(configure(chosen, plan.where))
+            found.append(configure({**PAPER, **chosen}, plan.where))
     return list(dict.fromkeys(found))
 
 
@@ -70,7 +70,7 @@ def name_of(config: Config) -> str:
     """Readable, and another one for every other configuration."""
     digest = hashlib.sha256(json.dumps(config.flat()).encode()).hexdigest()[:8]
     net = f"{config.model.name}{config.model.layers}" if config.model.name == "mlp" else config.model.name
-    what = (config.data.name, net, f"K{config.data.clients}", config.training.loss, kind_of(config))
+    what = (config.data.name, net, f"K{config.data.clients}", str(config.training.loss), kind_of(config))
     return "-".join([*what, str(config.training.seed), digest])
 
 
@@ -102,7 +102,7 @@ class TrainingExhibit(Exhibit[list[Run]]):
         jobs, found = self.runs(plan, folder), []
         for config in configs_of(plan):
             what = (config.data.name, config.model.name, config.model.layers, config.data.clients)
-            run = Run(*what, config.training.loss, config.training.seed, kind_of(config), config.flags())
+            run = Run(*what, str(config.training.loss), config.training.seed, kind_of(config), config.flags())
             trained = done[jobs[config]]
             if isinstance(trained, Failed):
                 found.append(dataclasses.replace(run, failed=trained.failed))

@@ -1,0 +1,60 @@
+"""Targets as losses take them, and the loss that suits them."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from fedveil.errors import BadArgument
+from fedveil.federation.evaluate import moved, predict, rows_of
+from fedveil.federation.sources import Batch, Rows, Source
+from fedveil.graph.inputs import Inputs
+from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss
+from fedveil.scheme.outputs import are_classes, check_classes, class_axis, head_axis, spread, without
+
+
+def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
+    """The loss for such records: of classes, which are whole numbers, or of numbers; one output means yes or no."""
+    inputs, targets = sources[0].take([0])
+    if targets.is_floating_point():
+        return "squared_error"
+    if _one_output(model, inputs).numel() > 1:
+        return "cross_entropy"
+    known = [source.targets for source in sources if isinstance(source, Rows)]
+    if len(known) == len(sources) and all(bool(((own == 0) | (own == 1)).all()) for own in known):
+        return "binary_cross_entropy"
+    what = "targets are whole numbers, and the model has one output: classes or quantities?"
+    fix = "loss='binary_cross_entropy' for 0 and 1, floating-point targets for quantities, or one output per class"
+    raise BadArgument("Federation", what, fix)
+
+
+def target_maker(model: nn.Module, loss: Loss, example: Batch, axis: int | None = None) -> Callable[[Tensor], Tensor]:
+    """What turns class indices into one-hot rows in the shape of the model's outputs for such records.
+
+    A user's own loss gets targets as they are. Cross-entropy at several positions of a record (pixels, tokens) keeps
+    indices: one-hot targets would take the memory of the outputs, and indices say which axis of the outputs counts
+    classes. Where shapes leave that open, `axis` does; by default it is the one that the model's last layer writes.
+    """
+    if example[1].is_floating_point() or isinstance(loss, USERS):
+        return lambda targets: targets
+    one = _one_output(model, example[0])
+    axis = head_axis(model) if axis is None else axis
+    return lambda targets: _dense(loss, targets, one.expand(len(targets), *one.shape[1:]), axis)
+
+
+def _one_output(model: nn.Module, inputs: Inputs) -> Tensor:
+    first = next(model.parameters())
+    return predict(model, moved(rows_of(inputs, 0, 1), first.device, first.dtype)).cpu()
+
+
+def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> Tensor:
+    """Whole numbers as targets for outputs like the template."""
+    if isinstance(loss, BinaryCrossEntropy):
+        return loss.dense(targets, template)
+    targets = targets.long()
+    if not are_classes(template, targets):
+        wanted = " or ".join(sorted({str(tuple(without(template.shape, place))) for place in (-1, 1)}))
+        raise BadArgument("targets", f"shape is {tuple(targets.shape)}, want class indices of shape {wanted}")
+    if not isinstance(loss, OF_CLASSES) or template.dim() < 3:
+        return spread(targets, template, axis).contiguous()
+    check_classes(targets, template.shape[class_axis(template, targets, axis)])
+    return targets

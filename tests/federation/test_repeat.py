@@ -1,0 +1,190 @@
+"""What a run leaves behind can be used: its models, its configuration, the command that repeats it."""
+
+import itertools
+import json
+import shlex
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.configs import config_of
+from tests.small import SMALL
+from torch import nn
+
+import fedveil
+from fedveil.cli import main
+from fedveil.data import load
+from fedveil.errors import BadArgument
+from fedveil.federation.evaluate import metrics, predict
+from fedveil.runs.folder import train
+
+QUICK = ("--train-size", "60", "--hidden", "4", "--clients", "2", "--epochs", "2")
+
+
+@pytest.fixture
+def at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def trained(*words):
+    assert main(["train", *QUICK, *words]) == 0
+
+
+def folders(at):
+    return sorted(path.name for path in (at / "runs").iterdir())
+
+
+def test_the_repeat_command_works_as_often_as_it_is_pasted(at, capsys):
+    trained("--defence", "plain")
+    repeat = json.loads((at / "runs/digits-mlp-plain-0/summary.json").read_text())["repeat"]
+    for _ in range(2):
+        assert main(shlex.split(repeat)[1:]) == 0
+    assert folders(at) == ["digits-mlp-plain-0", "digits-mlp-plain-0-2", "digits-mlp-plain-0-3"]
+    models = [load_file(at / "runs" / name / "model.safetensors") for name in folders(at)]
+    assert all(torch.equal(models[0][name], other[name]) for other in models[1:] for name in models[0])
+
+
+def test_a_run_repeats_from_its_own_config_json(at, capsys):
+    trained("--defence", "plain", "--out", "first", "--clip-norm", "0.5")
+    assert main(["train", "first/config.json", "--out", "second"]) == 0
+    assert (at / "first/config.json").read_text() == (at / "second/config.json").read_text()
+    first, second = (load_file(at / name / "model.safetensors") for name in ("first", "second"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_resume_goes_on_with_the_last_of_the_default_folders(at, capsys):
+    for _ in range(2):
+        trained("--defence", "plain")
+    trained("--defence", "plain", "--epochs", "3", "--resume")
+    lengths = [len((at / "runs" / name / "metrics.jsonl").read_text().splitlines()) for name in folders(at)]
+    assert lengths[1] == 1.5 * lengths[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--resume", "--out", "none"), "none: there is no run to go on with.\n  Fix: leave out --resume"),
+        (("--resume",), "runs/digits-mlp-veil-0: there is no run to go on with"),
+        (("run",), "run: it is a folder, not a file.\n  Fix: run/config.json to repeat it, or --out run --resume"),
+        (("torn.json",), "torn.json: is not JSON"),
+        (("list.json",), "list.json: holds a list, not sections"),
+    ],
+)
+def test_what_is_no_run_is_refused_and_nothing_is_made(at, capsys, words, text):
+    (at / "run").mkdir()
+    (at / "torn.json").write_text("{")
+    (at / "list.json").write_text("[]")
+    assert main(["train", *QUICK, *words]) == 2
+    assert text in capsys.readouterr().err
+    assert sorted(path.name for path in at.iterdir()) == ["list.json", "run", "torn.json"]
+
+
+def test_a_config_json_from_elsewhere_runs_no_code(at, capsys):
+    trained("--defence", "plain", "--out", "first")
+    path = at / "first/config.json"
+    path.write_text(path.read_text().replace('"model": "mlp"', '"model": "os:getcwd"'))
+    assert main(["train", "first/config.json", "--out", "second"]) == 2
+    assert "names code: to import it is to run it" in capsys.readouterr().err
+
+
+def test_progress_goes_to_a_log_where_there_is_no_terminal(at, capsys, monkeypatch):
+    monkeypatch.setattr("fedveil.cli.show.EVERY", 0.0)
+    trained("--defence", "plain", "--out", "run")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len((at / "run/metrics.jsonl").read_text().splitlines())
+    assert lines[-1].startswith("100% epoch: 2.0/2, accuracy 0.")
+
+
+def accuracy(model, data):
+    return metrics(predict(model, data.test.inputs), data.test.targets)["accuracy"]
+
+
+@pytest.mark.parametrize("network", ["mlp", "cnn"])
+def test_the_last_and_the_best_model_load_in_one_line(tmp_path, network):
+    config = config_of(**SMALL | {"batch_size": 5}, epochs=6, model=network, width=4, lr=0.3)
+    summary = train(config, tmp_path / "run")
+    data = load("digits", flat=network == "mlp", train_size=60)
+    last, best = fedveil.load_model(str(tmp_path / "run")), fedveil.load_model(tmp_path / "run", best=True)
+    assert not last.training
+    assert accuracy(last, data) == summary["accuracy"]
+    assert accuracy(best, data) == summary["best"]
+    assert summary["best"] > summary["accuracy"]  # or the test shows nothing
+    assert (summary["model"], summary["best_model"]) == (
+        str(tmp_path / "run/model.safetensors"),
+        str(tmp_path / "run/best.safetensors"),
+    )
+
+
+def test_a_model_of_the_users_own_loads_where_its_code_is_trusted(at, capsys):
+    text = (
+        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Linear(5, 10))\n"
+    )
+    (at / "minenet.py").write_text(text)
+    trained("--model", "minenet:net", "--out", "run", "--defence", "plain")
+    with pytest.raises(BadArgument, match="names code"):
+        fedveil.load_model("run")
+    loaded = fedveil.load_model("run", trust_code=True)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(loaded.parameters(), fedveil.load_model("run", model=own()).parameters(), strict=True)
+    )
+    sys.modules.pop("minenet")
+
+
+def own():
+    return import_module("minenet").net()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda run: (run / "model.safetensors").unlink(), "there is no model: the run has not ended"),
+        (lambda run: (run / "model.safetensors").write_bytes(b"torn"), "is damaged"),
+        (lambda run: (run / "model.json").unlink(), r"model\.json, which has the shape of records, cannot be read"),
+        (
+            lambda run: (run / "model.json").write_text('{"record": [63], "outputs": 10}'),
+            "its values are of another model",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_refused_with_a_reason(tmp_path, spoil, text):
+    train(config_of(**SMALL, epochs=1), tmp_path / "run")
+    spoil(tmp_path / "run")
+    with pytest.raises(BadArgument, match=text):
+        fedveil.load_model(tmp_path / "run")
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(BadArgument, match=r"none/model\.safetensors: there is no model: there is no such folder"):
+        fedveil.load_model(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("values", "loss"),
+    [({"data": "digits", "train_size": 60}, "cross_entropy"), ({"data": "diabetes"}, "squared_error")],
+)
+def test_the_loss_that_suits_the_data_is_written_down(tmp_path, values, loss):
+    train(config_of(**values, epochs=1, hidden=4, clients=2), tmp_path / "run")
+    assert json.loads((tmp_path / "run/config.json").read_text())["training"]["loss"] == loss
+
+
+def test_a_run_stops_early_with_patience_and_its_page_counts_the_rounds(tmp_path):
+    summary = train(config_of(**SMALL, epochs=50, lr=1e-30, patience=2), tmp_path / "run")
+    assert summary["rounds"] == 3 * 2  # of the first epoch and two that are no better
+    assert "after 6 rounds" in (tmp_path / "run/report.html").read_text()
+
+
+@pytest.mark.parametrize("schedule", ["plateau", "cosine"])
+def test_schedules_by_name(tmp_path, schedule):
+    train(config_of(**SMALL, epochs=2, schedule=schedule, schedule_every="round"), tmp_path / "run")
+    rates = [json.loads(line)["lr"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    falling = [a > b for a, b in itertools.pairwise(rates)]
+    assert all(falling) if schedule == "cosine" else not any(falling)
+
+
+def test_a_loaded_model_is_a_module(tmp_path):
+    train(config_of(**SMALL, epochs=1), tmp_path / "run")
+    assert isinstance(fedveil.load_model(tmp_path / "run"), nn.Module)
