@@ -102,7 +102,7 @@ class Flag(NamedTuple):
     @property
     def row(self) -> str:
         """Its row of a table."""
-        choices = self.value.strip("{}").split(",") if self.value.startswith("{") else []
+        choices = re.findall(r",(?=,)|,$|[^,]+", self.value[1:-1]) if self.value.startswith("{") else []
         shown = self.names if choices else f"{self.names} {self.value}".strip()
         text = escaped(self.text) + (f" ({', '.join(map(code, choices))})" if choices else "")
         default = self.default if self.default == "required" else code(self.default)
