@@ -1,4 +1,4 @@
-"""Numbers as users hold them (NumPy arrays, pandas frames, lists) as tensors: one place, with one set of errors."""
+"""Records as users hold them: NumPy arrays, pandas frames and lists as tensors, and which DataLoaders will do."""
 
 import sys
 from typing import Any
@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from fedveil.errors import BadArgument
 
@@ -53,6 +54,8 @@ def as_tensor(where: str, kind: str, value: object) -> Tensor:
     fix = f"{WANTED} (.to_numpy() of this one)" if hasattr(value, "to_numpy") else WANTED
     if hasattr(value, "toarray"):
         fix = ".toarray() of it, which is dense"
+    if type(value).__module__.startswith("PIL."):
+        fix = "a transform of the dataset that gives tensors, such as torchvision.transforms.ToTensor()"
     raise _refused(where, kind, f"it is {_named(value)}", fix)
 
 
@@ -64,6 +67,21 @@ def is_frame(value: object) -> bool:
 def is_series(value: object) -> bool:
     """Whether a value is a pandas Series."""
     return "pandas" in sys.modules and isinstance(value, sys.modules["pandas"].Series)
+
+
+def check_loader(where: str, loader: DataLoader[Any]) -> None:
+    """Refuse a DataLoader that does not give every record of a Dataset once."""
+    sampler = loader.sampler
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        what = f"{type(loader.dataset).__name__} has no length or no items by index"
+        raise BadArgument(where, what, "a Dataset with __len__ and __getitem__")
+    whole = (
+        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(loader.dataset)
+    )
+    if loader.batch_size is None or not (whole or type(sampler) is SequentialSampler):
+        own = type(sampler if loader.batch_size else loader.batch_sampler or sampler).__name__
+        what = f"the DataLoader chooses its records by a {own} of its own, which would be lost"
+        raise BadArgument(where, what, "a DataLoader over torch.utils.data.Subset(dataset, indices)")
 
 
 def _refused(where: str, kind: str, why: str, fix: str) -> BadArgument:

@@ -14,7 +14,7 @@ import torch
 from tests.data.making import bank_row, bank_text, cifar10_batches, class_folders, refused, write_folder, write_tar
 from tests.data.test_catalogue import files_in, offer, server
 
-from fedveil.data import cifar, from_tensors, get, images, load
+from fedveil.data import archives, cifar, from_tensors, get, load
 from fedveil.data.catalogue import ABOUT
 
 __all__ = ["server"]
@@ -136,8 +136,8 @@ def test_a_long_header_of_a_member_is_not_read_whole(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["folder", "zip"])
 def test_an_image_of_too_many_bytes_is_refused(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(images, "MOST_BYTES", 10**5)
-    monkeypatch.setattr(images.read_member, "__defaults__", (10**5,))
+    monkeypatch.setattr(archives, "MOST_BYTES", 10**5)
+    monkeypatch.setattr(archives.read_member, "__defaults__", (10**5,))
     files = class_folders() | {"train/cat/0.png": bytes(10**6)}
     path = write_folder(tmp_path / "pets", files) if kind == "folder" else tmp_path / "pets.zip"
     if kind == "zip":
@@ -150,7 +150,7 @@ def test_an_image_of_too_many_bytes_is_refused(kind, tmp_path, monkeypatch):
 
 
 def test_the_limits_are_beyond_the_published_files():
-    assert images.MOST_BYTES > 155_261_807  # train of CIFAR-100
+    assert archives.MOST_BYTES > 155_261_807  # train of CIFAR-100
     assert cifar.MOST_UNPACKED > 2 * 186_000_000
     assert ABOUT["cifar10"].download.most > 170_498_071
 

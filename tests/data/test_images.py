@@ -152,11 +152,86 @@ def test_bad_files_are_named(changes, texts, packed, tmp_path):
         load("images", path=path, size=8)
 
 
-@pytest.mark.parametrize("purpose", ["train", "test"])
-def test_a_part_without_images_is_refused(purpose, tmp_path):
-    files = {name: content for name, content in class_folders().items() if not name.startswith(purpose)}
-    with refused(f"there are no images in {purpose}/", "train/<class>/<image>"):
-        load("images", path=write_folder(tmp_path / "pets", files))
+def pets(cats=10, dogs=5, top=""):
+    """Names and bytes of <class>/<n>.png, the class in red."""
+    counts = {"cat": cats, "dog": dogs}
+    return {
+        f"{top}{label}/{number}.png": picture((100 * index, 9 * number, 0))
+        for index, (label, count) in enumerate(counts.items())
+        for number in range(count)
+    }
+
+
+@pytest.mark.parametrize("top", ["", "pets-main/", "data/raw/", "train/", "pets-main/train/"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_images_that_are_not_divided_are_divided_within_each_class(top, packed, tmp_path):
+    files = pets(top=top) | {f"{top.replace('train/', '')}README.txt": b"no image"}
+    path = write_zip(tmp_path / "pets.zip", files) if packed else write_folder(tmp_path / "pets", files)
+    found = load("images", path=path, size=8)
+    assert (found.classes, len(found.train.targets), len(found.test.targets)) == (("cat", "dog"), 12, 3)
+    assert (found.train.targets.bincount().tolist(), found.test.targets.bincount().tolist()) == ([8, 4], [2, 1])
+    assert found.notes == ("divided at random within each class: 12 images for training, 3 for testing",)
+    every = torch.cat([found.pixels(part.inputs)[:, :, 0, 0] for part in (found.train, found.test)])
+    labels = torch.cat([found.train.targets, found.test.targets]).tolist()
+    seen = sorted(
+        (label, round(255 * red), round(255 * green))
+        for label, (red, green, _) in zip(labels, every.tolist(), strict=True)
+    )
+    assert seen == [*((0, 0, 9 * n) for n in range(10)), *((1, 100, 9 * n) for n in range(5))]
+
+
+def test_the_seed_and_the_share_decide_which_images_test(tmp_path):
+    home = write_folder(tmp_path / "pets", pets())
+    tests = [load("images", path=home, size=8, seed=seed).test.inputs for seed in (0, 0, 1)]
+    assert torch.equal(tests[0], tests[1])
+    assert not torch.equal(tests[0].sort(0).values, tests[2].sort(0).values)
+    assert load("images", path=home, size=8, test_share=0.4).test.targets.bincount().tolist() == [4, 2]
+    assert load("images", path=home, size=8, test_share=0.999).train.targets.bincount().tolist() == [1, 1]
+
+
+def test_a_class_of_one_image_is_trained_on(tmp_path):
+    found = load("images", path=write_folder(tmp_path / "pets", pets(4, 1)), size=8)
+    assert (found.train.targets.bincount().tolist(), found.test.targets.tolist()) == ([3, 1], [0])
+    with refused("2 classes of one image each leave none to test on"):
+        load("images", path=write_folder(tmp_path / "few", pets(1, 1)), size=8)
+
+
+def test_what_is_not_read_is_said(tmp_path):
+    home = write_folder(tmp_path / "pets", class_folders() | {"val/cat/0.png": picture((1, 1, 1))})
+    (note,) = load("images", path=home, size=8).notes
+    assert note == "left out 1 file, such as val/cat/0.png: not in train/ or test/, or not named as an image"
+    home = write_folder(tmp_path / "more", pets() | {"cat/a.txt": b"", "dog/b.heic": b"", "README.md": b""})
+    assert load("images", path=home, size=8).notes[1].startswith("left out 2 files, such as cat/a.txt: ")
+
+
+ANY_FORM = "<class>/<image> with two classes or more, or train/<class>/<image> and test/<class>/<image>"
+
+
+@pytest.mark.parametrize(
+    ("files", "texts"),
+    [
+        ({f"test/{name}": content for name, content in pets().items()}, ["there are no images in train/", "train/<cl"]),
+        ({"README.md": b"", "cat/a.txt": b""}, ["there are no images in it (.jpg, .jpeg, .png", ANY_FORM]),
+        ({}, ["there are no images in it", ANY_FORM]),
+        ({"a.png": picture((1, 1, 1))}, ["member a.png: an image must lie in the folder of its class", ANY_FORM]),
+        (pets(dogs=0), ["all images lie in one folder, cat, and so are of one class", ANY_FORM]),
+        (pets() | pets(top="more/"), ["member more/cat/0.png: folders of classes must be side by side, and cat/0.png"]),
+        (
+            pets() | {"train/0.png": picture((1, 1, 1))},
+            ["member train/0.png", "if train or test is a class here, rename"],
+        ),
+    ],
+)
+def test_folders_of_no_known_form_are_refused(files, texts, tmp_path):
+    home = write_folder(tmp_path / "pets", files)
+    home.mkdir(exist_ok=True)
+    with refused(home, *texts):
+        load("images", path=home, size=8)
+
+
+def test_a_share_for_what_is_divided_already_is_refused(source):
+    with refused(source, "it has a test/ of its own, and test_share would make one"):
+        load("images", path=source, size=8, test_share=0.2)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +259,7 @@ def test_a_damaged_member_of_a_zip_is_named(tmp_path):
     [
         ({"size": 0}, ["load('images'): size must be a whole number of at least 1, got 0"]),
         ({"train_size": 7}, ["load of 'pets': train_size is 7, there are 6 records"]),
+        ({"test_share": 1.0}, ["test_share is 1.0", "a number between 0 and 1"]),
         ({"test_size": 0}, ["test_size must be a whole number of at least 1, got 0"]),
     ],
 )

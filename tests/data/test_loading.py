@@ -5,6 +5,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tests.data.making import refused
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -119,7 +120,11 @@ class Stream(IterableDataset):
         (Stream(), ["mine.train: Stream has no length", "TensorDataset"]),
         (Items(), ["mine.train: it is empty"]),
         (Items(3), ["mine.train[0]: it is int, not (input, target)"]),
-        (Items(("image", 1)), ["mine.train[0]: input is str", "a transform that gives tensors"]),
+        (Items(("image", 1)), ["mine.train[0]: input cannot become a tensor: it is str"]),
+        (
+            Items((Image.new("L", (2, 2)), 1)),
+            ["mine.train[0]: input cannot", "it is PIL.Image", "transforms.ToTensor()"],
+        ),
         (Items((np.array(["a"]), 1)), ["mine.train[0]: input cannot become a tensor"]),
         (Items((torch.zeros(2), 0), (torch.zeros(3), 0)), ["mine.train[1]: input is", "(3,)", "item 0", "(2,)"]),
         (Items((torch.zeros(2), 0), (torch.zeros(2), 0.5)), ["mine.train[1]: target is torch.float32"]),

@@ -1,6 +1,5 @@
-"""Bank Marketing and other CSV files: encoding, parts, and errors that name the line."""
+"""Bank Marketing: encoding, parts, and errors that name the line."""
 
-import numpy as np
 import pytest
 import torch
 from tests.data.making import BANK_HEADER, bank_row, bank_text, refused
@@ -104,75 +103,6 @@ def test_a_folder_in_place_of_the_file_is_refused(tmp_path):
     (tmp_path / "bank-additional-full.csv").mkdir()
     with refused("bank-additional-full.csv: cannot be read"):
         load("bank", path=tmp_path)
-
-
-def write_rows(tmp_path, *rows):
-    path = tmp_path / "mine.csv"
-    path.write_text("\n".join(rows))
-    return path
-
-
-def flowers(tmp_path):
-    rows = (f"{n}.5,{'red' if n % 3 else 'blue'},{'a' if n % 2 else 'b'}" for n in range(20))
-    return write_rows(tmp_path, "size,colour,kind", *rows)
-
-
-def test_any_csv_file_is_a_classification(tmp_path):
-    found = load("csv", path=flowers(tmp_path), target="kind")
-    assert (found.name, found.classes, found.train.inputs.shape) == ("mine", ("a", "b"), (16, 3))
-    assert abs(found.train.inputs[:, 0].mean()) < 1e-6
-    assert set(found.columns) == {"size", "colour"}
-    assert np.array_equal(found.columns["colour"] == "red", found.train.inputs[:, 2].bool().numpy())
-
-
-def test_any_csv_file_is_a_regression(tmp_path):
-    found = load("csv", path=flowers(tmp_path), target="size", task="regression", test_share=0.5, ignore=["kind"])
-    assert (found.classes, found.train.inputs.shape, found.train.targets.shape) == ((), (10, 2), (10, 1))
-    assert abs(found.train.targets.mean()) < 1e-6
-
-
-def test_numbers_may_be_categories(tmp_path):
-    path = write_rows(tmp_path, "code,y", *(f"{n % 3},{n % 2}" for n in range(20)))
-    assert load("csv", path=path, target="y", categorical=["code"]).train.inputs.shape == (16, 3)
-
-
-def test_the_seed_decides_which_records_test(tmp_path):
-    path = flowers(tmp_path)
-    tests = [load("csv", path=path, target="kind", seed=seed).test.inputs for seed in (0, 0, 1)]
-    assert torch.equal(tests[0], tests[1])
-    assert not torch.equal(tests[0], tests[2])
-
-
-@pytest.mark.parametrize(
-    ("options", "texts"),
-    [
-        ({"target": None}, ["load('csv'): it needs the column to predict", "target= one of size, colour, kind"]),
-        ({"target": "kin"}, ["mine.csv: there is no column 'kin'", "'kind' is the nearest"]),
-        ({"ignore": ["size", "colour"]}, ["no column is left for the inputs"]),
-        ({"task": "guess"}, ["there is no task 'guess'"]),
-        ({"test_share": 1.0}, ["test_share is 1.0", "between 0 and 1"]),
-        ({"test_share": 0.001}, ["20 records leave a part empty"]),
-        ({"delimiter": ";;"}, ["delimiter is ';;'"]),
-        ({"seed": -1}, ["seed must be a whole number of at least 0, got -1"]),
-        ({"task": "regression"}, ["column 'kind': 'b' is not a number"]),
-    ],
-)
-def test_what_a_csv_file_cannot_give_is_refused(options, texts, tmp_path):
-    with refused(*texts):
-        load("csv", **({"path": flowers(tmp_path), "target": "kind"} | options))
-
-
-@pytest.mark.parametrize(
-    ("rows", "texts"),
-    [
-        ([*(f"{n},{n % 2}" for n in range(9)), "NA,1"], ["line 11, column 'x': 'NA'", 'categorical=["x"]']),
-        ([f"id{n},{n % 2}" for n in range(1001)], ["column 'x': 1001 different values", 'ignore=["x"]']),
-        ([f"{n},1" for n in range(9)], ["column 'y': every record has the value '1'"]),
-    ],
-)
-def test_columns_that_cannot_be_encoded_are_named(rows, texts, tmp_path):
-    with refused(*texts):
-        load("csv", path=write_rows(tmp_path, "x,y", *rows), target="y")
 
 
 def test_the_header_of_the_bank_has_twenty_inputs():

@@ -59,7 +59,7 @@ def test_an_archive_in_the_data_folder_that_leads_nowhere_is_named(name, tmp_pat
 
 
 def test_a_folder_is_no_table_and_a_user_that_is_not_there_has_no_files(tmp_path):
-    with refused(tmp_path, "cannot be read: Is a directory", "Fix: files and folders that can be read"):
+    with refused(tmp_path, "it is a folder, not a CSV file", "Fix: "):
         load("csv", path=tmp_path, target="y")
     with refused("~nobody-of-this-name/mine.csv: there is no such file", "Fix: "):
         load("csv", path="~nobody-of-this-name/mine.csv", target="y")

@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
@@ -22,6 +24,7 @@ INPUT = (
 )
 HEAD = "exposed: no additive noise, clients read the true predictions"
 LEAST = "fail if less than this share of the parameters' values can be covered, 0 to 1"
+SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # of the model's values, by what a veil does to them
 OUT = "folder of the run; by default runs/DATA-MODEL-DEFENCE-SEED, with a number behind it if there is a run already"
 PUBLIC = "name, or beginning of a name, of parameters whose values clients know"
 
@@ -58,6 +61,7 @@ class Train(Federated):
 
     def __call__(self) -> None:
         """Train, with a live line on a terminal."""
+        from fedveil.runs.build import load_data
         from fedveil.runs.folder import holds_run, train
 
         if self.file and self.file.is_dir():
@@ -66,14 +70,29 @@ class Train(Federated):
         folder = self.out or default_folder(self.config, self.resume)
         if self.resume and not holds_run(folder):
             raise BadArgument(str(folder), "there is no run to go on with", "leave out --resume, or another --out")
+        data = load_data(self.config)
+        for note in data.notes:
+            print(f"{data.name}: {note}", file=sys.stderr)
         with live() as show:
             take = rounds(show, self.config.training.epochs)
-            summary = train(self.config, folder, resume=self.resume, on_round=take)
+            summary = train(self.config, folder, resume=self.resume, on_round=take, data=data)
         if self.as_json:
             print(to_json(summary))
             return
-        for name, value in {**summary, "report": folder / "report.html"}.items():
+        for name, value in in_words({**summary, "report": folder / "report.html"}).items():
             print(f"{name:<14} {value:.6g}" if isinstance(value, float) else f"{name:<14} {value}")
+
+
+def in_words(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """A summary for people: the shares of a veil in one line, names without underscores."""
+    parts = ", ".join(f"{name} {100 * summary[name]:.1f} %" for name in SHARES if name in summary)
+    found: dict[str, Any] = {}
+    for name, value in summary.items():
+        if name == SHARES[0]:
+            found["veil"] = parts
+        elif name not in SHARES:
+            found[name.replace("_", " ")] = value
+    return found
 
 
 def default_folder(config: Config, resume: bool) -> Path:

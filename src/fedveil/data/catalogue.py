@@ -195,8 +195,9 @@ def source_of(name: str, path: Path | None) -> Path:
 def required(name: str, path: Path | None, example: str) -> Path:
     """The path of a data set that has no place of its own."""
     if path is None:
-        raise BadArgument(f"load({name!r})", "it needs a path", f"load({name!r}, path={example!r})")
-    return _existing(path, "path= an existing file or folder")
+        fix = f"--path {example}, or in Python load({name!r}, path={example!r})"
+        raise BadArgument(f"load({name!r})", "it needs a path", fix)
+    return _existing(path, "--path (in Python path=) of a file or folder that is there")
 
 
 def regular(path: Path) -> Path:

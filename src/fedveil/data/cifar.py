@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.nn.functional import avg_pool2d
 
+from fedveil.data.archives import stamp
 from fedveil.data.catalogue import MOST_BYTES, About, Download, dataset, source_of
-from fedveil.data.images import Arrays, Channels, Folders, Labelled, assembled, cached, read_folders, stamp
+from fedveil.data.images import Arrays, Channels, Folders, Labelled, assembled, cached, read_folders
 from fedveil.data.records import Data, Part, Progress
 from fedveil.errors import BadArgument
 

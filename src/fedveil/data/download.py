@@ -11,8 +11,8 @@ import zlib
 from pathlib import Path
 
 from fedveil.checks import one_of
+from fedveil.data.archives import read_member
 from fedveil.data.catalogue import ABOUT, Download, data_folder, regular
-from fedveil.data.images import read_member
 from fedveil.data.records import Progress
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole

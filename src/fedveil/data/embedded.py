@@ -6,7 +6,7 @@ from fedveil.checks import whole
 from fedveil.data.catalogue import About, dataset
 from fedveil.data.records import Data, tensor_part
 from fedveil.data.splits import parts
-from fedveil.data.tables import standardised
+from fedveil.data.tables import moments, standardised
 from fedveil.errors import BadArgument
 
 
@@ -49,4 +49,6 @@ def diabetes() -> Data:
     inputs, targets = load_diabetes(return_X_y=True, scaled=False)
     train, test = parts(len(targets), (0.8, 0.2))
     records = tensor_part(standardised(inputs, train), standardised(targets[:, None], train))
-    return Data("diabetes", records.take(train), records.take(test))
+    mean, deviation = moments(targets[:, None], train)
+    scale = float(mean[0]), float(deviation[0])
+    return Data("diabetes", records.take(train), records.take(test), target_scale=scale)

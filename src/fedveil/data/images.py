@@ -1,37 +1,36 @@
-"""Any folder or zip of images, `train|test/<class>/<file>`: decoded once to bytes, cached, scaled on loading.
-
-Nothing is ever unpacked to disk.
-"""
+"""Any folder or zip of images, a folder per class: decoded once to bytes, cached, scaled on loading."""
 
 import hashlib
 import importlib
 import io
 import os
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fedveil.checks import whole
-from fedveil.data.catalogue import MOST_BYTES, About, cache_folder, dataset, few, regular, required
+from fedveil.data.archives import Archive, open_archive
+from fedveil.data.catalogue import About, cache_folder, dataset, few, regular, required
 from fedveil.data.records import Data, Part, Progress
-from fedveil.data.splits import stratified
+from fedveil.data.splits import class_parts, stratified
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
 
+PURPOSES = ("train", "test")
 FORM = "train/<class>/<image> and test/<class>/<image>"
+ANY_FORM = f"<class>/<image> with two classes or more, or {FORM}"
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+TEST_SHARE = 0.2
 Arrays = Mapping[str, NDArray[Any]]
 Bytes = NDArray[np.uint8]
 Channels = tuple[float, ...]
 _CACHE_VERSION = "1"
-_DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError)
 _EVERY = 100
 
 
@@ -42,6 +41,14 @@ class Labelled(NamedTuple):
     targets: NDArray[np.int64]
 
 
+class Place(NamedTuple):
+    """What an archive's member is for: its purpose, and its class."""
+
+    name: str
+    purpose: str
+    label: str
+
+
 class Folders(NamedTuple):
     """Labelled images of both purposes, and their classes."""
 
@@ -50,72 +57,50 @@ class Folders(NamedTuple):
     classes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Archive:
-    """A folder or a zip file, seen alike: named members that can be read."""
-
-    path: Path
-    names: tuple[str, ...]  # of the files in it, sorted, with `/` between folders; hidden files are left out
-    stamp: str  # changes when the content does
-
-    @contextmanager
-    def reader(self) -> Iterator[Callable[[str], bytes]]:
-        """A function from a member's name to its bytes."""
-        if self.path.is_dir():
-            yield lambda name: self._guarded(name, lambda: _read_file(self.path / name))
-            return
-        with zipfile.ZipFile(self.path) as opened:
-            yield lambda name: self._guarded(name, lambda: read_member(opened, name))
-
-    def _guarded(self, name: str, read: Callable[[], bytes]) -> bytes:
-        try:
-            content = read()
-        except _DAMAGE as error:
-            fix = "replace it or leave it out, or fetch the archive again"
-            raise BadArgument(self.where(name), f"cannot be read: {error}", fix) from error
-        if not content:
-            raise BadArgument(self.where(name), "the file is empty", "replace it or leave it out")
-        return content
-
-    def where(self, name: str) -> str:
-        """How messages name a member."""
-        return f"{self.path}, member {name}"
-
-
-def _read_file(path: Path) -> bytes:
-    if regular(path).stat().st_size > MOST_BYTES:
-        raise OSError(f"it has more than {MOST_BYTES} bytes")
-    return path.read_bytes()
-
-
-def read_member(opened: zipfile.ZipFile, name: str, most: int = MOST_BYTES) -> bytes:
-    """A member of a zip file, unless it is larger than `most`; never unpacks more than the member claims to hold."""
-    if opened.getinfo(name).file_size > most:
-        raise zipfile.BadZipFile(f"it has more than {most} bytes")
-    return opened.read(name)
-
-
-@dataset("images", About("any folder or zip of train|test/<class>/<image>; needs path=", "yours", "yours"))
+@dataset("images", About("any folder or zip of images, a folder per class; needs --path", "yours", "yours"))
 def images(
     *,
     path: Path | None = None,
     size: int = 32,
     train_size: int | None = None,
     test_size: int | None = None,
+    test_share: float | None = None,
+    seed: int = 0,
     progress: Progress | None = None,
 ) -> Data:
     """A folder or zip of images, one folder per class; channels are standardised on the training part.
 
+    Images that are not divided into train/ and test/ are divided here, each class by itself; the `notes` say so.
+
     Args:
-        path: of the folder or zip, which holds train/<class>/<image> and test/<class>/<image>.
+        path: of the folder or zip, which holds train/<class>/<image> and test/<class>/<image>, or only the former, or
+            <class>/<image>. No class can be called train or test.
         size: side in pixels; images of another size are resized, without keeping their proportions.
         train_size: how many training records, each class with its share; all by default.
         test_size: how many test records.
+        test_share: of the images that are divided here, between 0 and 1; 0.2 by default.
+        seed: of that division.
         progress: called with (done, total) while images are decoded.
     """
-    source = required("images", path, "folder_or.zip")
-    folders = read_folders(source, whole("load('images')", "size", size), progress=progress)
-    return assembled(source.stem, folders, *_statistics(folders.train.pixels), train_size, test_size)
+    where, source = "load('images')", required("images", path, "folder_or.zip")
+    whole(where, "size", size)
+    if test_share is not None and not 0 < test_share < 1:
+        raise BadArgument(where, f"test_share is {test_share}", "a number between 0 and 1")
+    archive, notes = open_archive(source), []
+    places = _divided(archive) or _undivided(archive)
+    if any(place.purpose == "test" for place in places):
+        if test_share is not None:
+            raise BadArgument(str(source), "it has a test/ of its own, and test_share would make one", "no test_share")
+    else:
+        share = TEST_SHARE if test_share is None else test_share
+        places = _divide(archive, places, share, whole(where, "seed", seed, 0))
+        test = sum(place.purpose == "test" for place in places)
+        notes = [
+            f"divided at random within each class: {len(places) - test:,} images for training, {test:,} for testing"
+        ]
+    folders = _read_places(archive, places, size, None, progress)
+    found = assembled(source.stem, folders, *_statistics(folders.train.pixels), train_size, test_size)
+    return replace(found, notes=(*notes, *_left_out(archive, places)))
 
 
 def assembled(
@@ -132,28 +117,80 @@ def assembled(
 def read_folders(
     path: Path, side: int, *, classes: Sequence[str] | None = None, progress: Progress | None = None
 ) -> Folders:
-    """Images of both purposes; classes are the folder names, which must be `classes` if given."""
+    """Images of train/ and test/; classes are the folder names, which must be `classes` if given."""
     archive = open_archive(path)
-    places = [(name, *place) for name in archive.names if (place := _place(archive, name)) is not None]
-    found = {purpose: {label for _, where, label in places if where == purpose} for purpose in ("train", "test")}
+    return _read_places(archive, _divided(archive), side, classes, progress)
+
+
+def _read_places(
+    archive: Archive, places: Sequence[Place], side: int, classes: Sequence[str] | None, progress: Progress | None
+) -> Folders:
+    found = {purpose: {place.label for place in places if place.purpose == purpose} for purpose in PURPOSES}
     known = tuple(classes or sorted(found["train"]))
     _check_classes(archive, found, known, all_named=classes is not None)
     position = {label: index for index, label in enumerate(known)}
-    pixels = decoded(archive, [name for name, _, _ in places], side, progress)
-    targets = np.array([position[label] for _, _, label in places], dtype=np.int64)
-    train, test = (np.array([where == purpose for _, where, _ in places]) for purpose in found)
+    pixels = decoded(archive, [place.name for place in places], side, progress)
+    targets = np.array([position[place.label] for place in places], dtype=np.int64)
+    train, test = (np.array([place.purpose == purpose for place in places]) for purpose in PURPOSES)
     return Folders(Labelled(pixels[train], targets[train]), Labelled(pixels[test], targets[test]), known)
 
 
-def _place(archive: Archive, name: str) -> tuple[str, str] | None:
-    """Purpose and class of a member, from its folders; None for a file outside train and test."""
-    parts = PurePosixPath(name).parts
-    start = next((index for index, part in enumerate(parts[:-1]) if part in ("train", "test")), None)
-    if start is None:
-        return None
-    if len(parts) - start != 3:
-        raise BadArgument(archive.where(name), "an image must lie in the folder of its class", FORM)
-    return parts[start], parts[start + 1]
+def _divided(archive: Archive) -> list[Place]:
+    """The files in train/ and test/, wherever these folders are."""
+    found = []
+    for name in archive.names:
+        parts = PurePosixPath(name).parts
+        start = next((index for index, part in enumerate(parts[:-1]) if part in PURPOSES), None)
+        if start is None:
+            continue
+        if len(parts) - start != 3:
+            fix = f"{FORM}; if train or test is a class here, rename its folder"
+            raise BadArgument(archive.where(name), "an image must lie in the folder of its class", fix)
+        found.append(Place(name, parts[start], parts[start + 1]))
+    return found
+
+
+def _undivided(archive: Archive) -> list[Place]:
+    """The images of an archive without train/ and test/; the folder that an image lies in is its class."""
+    images = [name for name in archive.names if PurePosixPath(name).suffix.lower() in SUFFIXES]
+    if not images:
+        raise BadArgument(str(archive.path), f"there are no images in it ({', '.join(SUFFIXES)})", ANY_FORM)
+    top = PurePosixPath(images[0]).parent.parent
+    for name in images:
+        path = PurePosixPath(name)
+        if len(path.parts) < 2:
+            raise BadArgument(archive.where(name), "an image must lie in the folder of its class", ANY_FORM)
+        if path.parent.parent != top:
+            what = f"folders of classes must be side by side, and {images[0]} lies elsewhere"
+            raise BadArgument(archive.where(name), what, ANY_FORM)
+    classes = {PurePosixPath(name).parent.name for name in images}
+    if len(classes) < 2:
+        what = f"all images lie in one folder, {PurePosixPath(images[0]).parent}, and so are of one class"
+        raise BadArgument(str(archive.path), what, ANY_FORM)
+    return [Place(name, "train", PurePosixPath(name).parent.name) for name in images]
+
+
+def _divide(archive: Archive, places: Sequence[Place], share: float, seed: int) -> list[Place]:
+    """Some of the training images for testing, the same share of each class."""
+    labels, targets = np.unique([place.label for place in places], return_inverse=True)
+    _, test = class_parts(targets, share, seed)
+    if not len(test):
+        what = f"{len(labels)} classes of one image each leave none to test on"
+        raise BadArgument(str(archive.path), what, "more images")
+    divided = list(places)
+    for row in test:
+        divided[row] = places[row]._replace(purpose="test")
+    return divided
+
+
+def _left_out(archive: Archive, places: Sequence[Place]) -> list[str]:
+    """A note on images outside train/ and test/, and on files beside images that are none by their names."""
+    taken = {place.name for place in places}
+    homes = {PurePosixPath(name).parent for name in taken}
+    left = [PurePosixPath(name) for name in archive.names if name not in taken]
+    left = [path for path in left if path.suffix.lower() in SUFFIXES or path.parent in homes]
+    many = f"{len(left):,} file{'s' * (len(left) > 1)}"
+    return [f"left out {many}, such as {left[0]}: not in train/ or test/, or not named as an image"] if left else []
 
 
 def _check_classes(archive: Archive, found: dict[str, set[str]], known: tuple[str, ...], *, all_named: bool) -> None:
@@ -223,44 +260,6 @@ def image_part(pixels: Bytes, targets: NDArray[np.int64], mean: Channels, deviat
     shift, scale = (torch.tensor([255 * channel for channel in part]).view(3, 1, 1) for part in (mean, deviation))
     inputs = torch.from_numpy(np.ascontiguousarray(pixels)).to(torch.float32)
     return Part(inputs.sub_(shift).div_(scale), torch.from_numpy(np.ascontiguousarray(targets, dtype=np.int64)))
-
-
-def open_archive(path: Path) -> Archive:
-    """List a folder or a zip file; the stamp covers size and time of each file in a folder, or of the zip file."""
-    if not path.is_dir():
-        return Archive(path, _zip_names(regular(path)), stamp(path))
-    names = []
-    for folder, folders, files in os.walk(path, onerror=_refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        names += [Path(folder, file).relative_to(path).as_posix() for file in files]
-    names = sorted(name for name in names if not _hidden(name))
-    return Archive(path, tuple(names), " ".join(stamp(path / name) for name in names))
-
-
-def stamp(path: Path) -> str:
-    """Size and time of a file, of a link itself if it leads nowhere."""
-    status = path.stat() if path.exists() else path.lstat()
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
-def _refuse(error: OSError) -> NoReturn:
-    """A folder that cannot be listed is an error: its images would be missed in silence."""
-    raise error
-
-
-def _zip_names(path: Path) -> tuple[str, ...]:
-    with path.open("rb") as file:
-        try:
-            names = zipfile.ZipFile(file).namelist()
-        except (OSError, zipfile.BadZipFile) as error:
-            what = f"not a readable zip file: {error}" if path.stat().st_size else "the file is empty"
-            raise BadArgument(str(path), what, "it is damaged or cut off: fetch it again") from error
-    return tuple(sorted({name for name in names if not name.endswith("/") and not _hidden(name)}))
-
-
-def _hidden(name: str) -> bool:
-    """Whether a file is the operating system's, not the user's."""
-    return any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in PurePosixPath(name).parts)
 
 
 def cached(parts: tuple[str, ...], build: Callable[[], Arrays]) -> Arrays:

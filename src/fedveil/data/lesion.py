@@ -4,8 +4,9 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from fedveil.data.archives import Archive, open_archive
 from fedveil.data.catalogue import About, dataset, source_of
-from fedveil.data.images import Archive, decoded, image_part, open_archive
+from fedveil.data.images import decoded, image_part
 from fedveil.data.records import Data, Progress
 from fedveil.data.splits import group_parts, stratified
 from fedveil.data.tables import CsvTable, parse_table, read_table

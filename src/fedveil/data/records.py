@@ -68,6 +68,8 @@ class Data:
         classes: names by class index; () for regression.
         columns: for each training record, values that `split(..., how="column")` may go by.
         scale: for images, mean and deviation of each channel that were taken out of pixels in [0, 1].
+        target_scale: for a standardised regression target, its mean and deviation in the training part.
+        notes: what the loader guessed, left out, filled in or divided, a sentence each, for the user to read.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Data:
     classes: tuple[str, ...] = ()
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     scale: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    target_scale: tuple[float, float] | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for purpose, part in (("train", self.train), ("test", self.test), ("validation", self.validation)):
@@ -102,6 +106,11 @@ class Data:
         """Pixels in [0, 1] as the images that a model of this data takes: the inverse of `pixels`, differentiable."""
         mean, deviation = self._scale_like(pixels)
         return (pixels - mean) / deviation
+
+    def in_units(self, targets: Tensor) -> Tensor:
+        """Regression targets, or a model's predictions of them, in the units of the source: standardising undone."""
+        mean, deviation = self.target_scale or (0.0, 1.0)
+        return targets * deviation + mean
 
     def _scale_like(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and deviation of the channels, to be combined with these images."""
@@ -132,7 +141,7 @@ def tensors_of(where: str, inputs: Inputs) -> dict[str, Tensor]:
     """The tensors in the inputs by their place; at least one."""
     found = {place: leaf for place, leaf in named(inputs).items() if isinstance(leaf, Tensor)}
     if not found:
-        fix = "a tensor, a tuple of arguments of forward, or a dict of its keyword arguments"
+        fix = "a tensor (of a list of numbers: torch.tensor(inputs)), or a tuple or dict of arguments of forward"
         raise BadArgument(where, f"inputs, a {type(inputs).__name__}, hold no tensor", fix)
     return found
 

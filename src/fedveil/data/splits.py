@@ -134,6 +134,18 @@ def parts(records: int, shares: tuple[float, ...], seed: int = SEED) -> list[Ind
     return list(np.split(order, cuts))
 
 
+def class_parts(targets: NDArray[np.int64], share: float, seed: int) -> tuple[Indices, Indices]:
+    """Two parts of about 1 - `share` and `share` of each class; a class with two records or more is in both."""
+    rng = np.random.default_rng(seed)
+    train, test = [], []
+    for label in np.unique(targets):
+        records = rng.permutation(np.flatnonzero(targets == label))
+        size = min(max(1, round(share * len(records))), len(records) - 1)
+        test.append(records[:size])
+        train.append(records[size:])
+    return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
+
+
 def group_parts(groups: NDArray[np.int64], share: float, seed: int = SEED) -> tuple[Indices, Indices]:
     """Two parts of about `share` and 1 - `share` of all records, no group in both; in random order."""
     rng = np.random.default_rng(seed)

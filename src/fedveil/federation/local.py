@@ -21,7 +21,7 @@ from fedveil.federation.secure import LocalParties, Sums, check_combination, wor
 from fedveil.federation.server import History, Record, Seen, Server
 from fedveil.federation.shards import checked, shards_of
 from fedveil.federation.sources import Given, as_source, batch_size_of
-from fedveil.federation.targets import usual_loss
+from fedveil.federation.targets import one_output, usual_loss
 from fedveil.files import make_folder, sweep
 from fedveil.scheme.losses import Function, Loss, couples_samples
 from fedveil.secagg import threshold
@@ -94,7 +94,9 @@ class Federation(Server):
         fuse: bool = True,
         seed: int = 0,
     ) -> None:
+        clients = list(clients)
         sources = checked([as_source(f"client {number}", client) for number, client in enumerate(clients)])
+        one_output(model, sources[0].take(range(min(2, len(sources[0]))))[0])  # refuses a model that does not fit
         super().__init__(
             model,
             defence,

@@ -70,6 +70,11 @@ class Server(ABC):
         self.model = model
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
+        if not isinstance(defence, str) and not hasattr(defence, "broadcast"):
+            what = f"defence is {defence!r}"
+            raise BadArgument(
+                type(self).__name__, what, '"plain" for none, "veil", or an object like fedveil.defences.Veil()'
+            )
         self.defence = build(defence) if isinstance(defence, str) else defence
         self.limits = limits_for(self.defence, limits)
         self.loss = find_loss(loss)
@@ -148,6 +153,8 @@ class Server(ABC):
             accuracy, auc, mse or loss where the model was evaluated.
         """
         home, calls = None if folder is None else Path(folder), _several(on_round)
+        for name, count in {"epochs": epochs, "rounds": 0 if rounds is None else rounds}.items():
+            whole("fit", name, count, 0)
         held = None if test is None else _held_out(test)
         self._check_watched(held, patience)
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch

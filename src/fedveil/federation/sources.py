@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data import default_collate as collate_alike
 
-from fedveil.arrays import as_tensor, is_frame, is_series
+from fedveil.arrays import as_tensor, check_loader, is_frame, is_series
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, each
 
@@ -86,7 +86,7 @@ def as_source(who: str, given: Any) -> Source:
         return _stored(who, *given)
     alone = isinstance(given, tuple | list | dict | str | Tensor | np.ndarray) or is_frame(given) or is_series(given)
     if isinstance(given, IterableDataset) or alone or not _by_index(given):
-        raise BadArgument(who, _why_not(given), FORMS)
+        raise BadArgument(who, _why_not(given), f"a list of clients, each {FORMS}" if alone else FORMS)
     return Stream(who, given)
 
 
@@ -106,7 +106,7 @@ def _why_not(given: object) -> str:
     if isinstance(given, IterableDataset) or (isinstance(given, Dataset) and not _by_index(given)):
         return f"a {type(given).__name__} has no records by number, so a round cannot choose its batch"
     length = f" of {len(given)}" if isinstance(given, tuple | list) else ""
-    return f"it is a {type(given).__name__}{length}"
+    return f"it is a {type(given).__name__}{length}, not records with their targets"
 
 
 def _stored(who: str, inputs: Any, targets: Any) -> Rows:
@@ -114,12 +114,14 @@ def _stored(who: str, inputs: Any, targets: Any) -> Rows:
     arrays = (np.ndarray, np.generic)
 
     def changed(leaf: Any) -> Any:
-        known = isinstance(leaf, arrays) or is_frame(leaf) or is_series(leaf)
-        return as_tensor(who, "inputs", leaf) if known else leaf
+        if is_frame(leaf):  # its columns are features, also those of whole numbers
+            return as_tensor(who, "inputs", leaf).double()
+        return as_tensor(who, "inputs", leaf) if isinstance(leaf, arrays) or is_series(leaf) else leaf
 
     wanted = as_tensor(who, "targets", targets)
-    if is_frame(targets) and wanted.shape[1] == 1 and not wanted.is_floating_point():
-        wanted = wanted[:, 0]  # one column of classes
+    if is_frame(targets):  # one column of classes, or several of numbers
+        one = wanted.shape[1] == 1 and not wanted.is_floating_point()
+        wanted = wanted[:, 0] if one else wanted.double()
     if not wanted.dim():
         raise BadArgument(who, "targets are one number, not one per record", "a tensor of targets")
     return Rows(who, cast(Inputs, pytree.tree_map(changed, inputs)), wanted)
@@ -127,16 +129,7 @@ def _stored(who: str, inputs: Any, targets: Any) -> Rows:
 
 def _from_loader(who: str, loader: DataLoader[Any]) -> Source:
     """The records of a loader. Their order is the federation's, so that a resumed run goes on with the next batch."""
-    if isinstance(loader.dataset, IterableDataset):
-        raise BadArgument(who, _why_not(loader.dataset), "a Dataset with __len__ and __getitem__")
-    sampler = loader.sampler
-    if loader.batch_size is None or type(sampler) not in (SequentialSampler, RandomSampler):
-        what = f"the DataLoader chooses records by a {type(loader.batch_sampler or sampler).__name__} of its own"
-        raise BadArgument(who, what, "torch.utils.data.Subset for a part of the records")
-    count = len(cast(Any, loader.dataset))
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != count):
-        what = "the DataLoader draws records with replacement, or not all of them"
-        raise BadArgument(who, what, "shuffle=True, and torch.utils.data.Subset for a part of the records")
+    check_loader(who, loader)
     if isinstance(loader.dataset, TensorDataset) and loader.collate_fn is collate_alike:
         return _stored(who, *_split(who, loader.dataset.tensors))
     return Stream(who, loader.dataset, loader.collate_fn)

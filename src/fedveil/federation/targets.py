@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import moved, predict, rows_of
 from fedveil.federation.sources import Batch, Rows, Source
-from fedveil.graph.inputs import Inputs
+from fedveil.graph.inputs import Inputs, tensors
 from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss
 from fedveil.scheme.outputs import are_classes, check_classes, class_axis, head_axis, spread, without
 
@@ -17,7 +17,7 @@ def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
     inputs, targets = sources[0].take([0])
     if targets.is_floating_point():
         return "squared_error"
-    if _one_output(model, inputs).numel() > 1:
+    if one_output(model, inputs).numel() > 1:
         return "cross_entropy"
     known = [source.targets for source in sources if isinstance(source, Rows)]
     if len(known) == len(sources) and all(bool(((own == 0) | (own == 1)).all()) for own in known):
@@ -36,14 +36,23 @@ def target_maker(model: nn.Module, loss: Loss, example: Batch, axis: int | None 
     """
     if example[1].is_floating_point() or isinstance(loss, USERS):
         return lambda targets: targets
-    one = _one_output(model, example[0])
+    one = one_output(model, example[0])
     axis = head_axis(model) if axis is None else axis
     return lambda targets: _dense(loss, targets, one.expand(len(targets), *one.shape[1:]), axis)
 
 
-def _one_output(model: nn.Module, inputs: Inputs) -> Tensor:
+def one_output(model: nn.Module, inputs: Inputs) -> Tensor:
+    """The model's output for the first of these records; refuses a model that does not take them."""
     first = next(model.parameters())
-    return predict(model, moved(rows_of(inputs, 0, 1), first.device, first.dtype)).cpu()
+    try:
+        return predict(model, moved(rows_of(inputs, 0, 2), first.device, first.dtype))[:1].cpu()
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, BadArgument):
+            raise
+        forms = ", ".join(f"{tensor.dtype} of shape {tuple(tensor.shape[1:])}" for tensor in tensors(inputs))
+        what = f"it does not take the clients' records ({forms}): {str(error).splitlines()[0]}"
+        fix = "a model whose forward takes these records (docs/inputs.md), or other records: .float() for bytes"
+        raise BadArgument(type(model).__name__, what, fix) from error
 
 
 def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> Tensor:
@@ -53,7 +62,8 @@ def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> T
     targets = targets.long()
     if not are_classes(template, targets):
         wanted = " or ".join(sorted({str(tuple(without(template.shape, place))) for place in (-1, 1)}))
-        raise BadArgument("targets", f"shape is {tuple(targets.shape)}, want class indices of shape {wanted}")
+        fix = "targets[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else None
+        raise BadArgument("targets", f"shape is {tuple(targets.shape)}, want class indices of shape {wanted}", fix)
     if not isinstance(loss, OF_CLASSES) or template.dim() < 3:
         return spread(targets, template, axis).contiguous()
     check_classes(targets, template.shape[class_axis(template, targets, axis)])

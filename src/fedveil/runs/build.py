@@ -14,7 +14,6 @@ from fedveil import data as datasets
 from fedveil.data import Data, Part, split
 from fedveil.defences import Defence, Private, registry
 from fedveil.errors import BadArgument
-from fedveil.federation.evaluate import moved, predict, rows_of
 from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import batches
@@ -29,10 +28,8 @@ LENETS = {"lenet": "relu", "lenet-sigmoid": "sigmoid"}
 def load_data(config: Config) -> Data:
     """The data set, with the options that it takes."""
     asked = config.data
-    names = ("train_size", "test_size", "task", "target", "size", "path")
-    options = {name: value for name in names if (value := getattr(asked, name)) is not None}
-    if not asked.duration:
-        options["duration"] = False
+    sharing = {"name", "labels", "clients", "split", "alpha", "column"}  # the rest are options of data sets
+    options = asked.model_dump(exclude=sharing, exclude_defaults=True)
     if ":" in asked.name:
         found = load_own_data(asked.name, list(options))
     else:
@@ -97,8 +94,9 @@ def load_factory(spec: str) -> nn.Module:
 
 
 def load_own_data(spec: str, options: Sequence[str] = ()) -> Data:
-    """The data that `package.module:factory` loads: a `fedveil.data.Data`, or train and test as (inputs, targets).
+    """The data that `package.module:factory` loads: a `fedveil.data.Data`, or train and test in any form.
 
+    That is (inputs, targets) of tensors, arrays or frames, a Dataset or a DataLoader; see `fedveil.data.from_parts`.
     `options` are those that were given for data sets of the library, and that mean nothing here.
     """
     if options:
@@ -108,9 +106,10 @@ def load_own_data(spec: str, options: Sequence[str] = ()) -> Data:
     if isinstance(found, Data):
         return found
     if isinstance(found, tuple | list) and len(found) == 2:
-        return datasets.from_tensors(spec, found[0], found[1])
-    fix = "return fedveil.data.Data, or ((inputs, targets), (inputs, targets)) for training and test"
-    raise BadArgument(spec, f"gave {type(found).__name__}, not data", fix)
+        return datasets.from_parts(spec, found[0], found[1])
+    length = f" of {len(found)}" if isinstance(found, tuple | list) else ""
+    fix = "return (train, test), each (inputs, targets), a Dataset or a DataLoader; or return fedveil.data.Data"
+    raise BadArgument(spec, f"gave {type(found).__name__}{length}, not data", fix)
 
 
 def _made(spec: str, kind: str, example: str, made: type) -> object:
@@ -200,16 +199,6 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
         raise BadArgument("device", f"cannot use {device!r}: {str(error).splitlines()[0]}", "--device cpu") from error
 
 
-def _check_fit(config: Config, model: nn.Module, data: Data) -> None:
-    """Refuse a user's model that cannot take the data's records."""
-    try:
-        predict(model, moved(rows_of(data.train.inputs, 0, 2), next(model.parameters()).device))
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        why = str(error).splitlines()[0]
-        fix = "a model whose forward takes these records (docs/inputs.md), or other --data"
-        raise BadArgument(config.model.name, f"it does not fit the data {data.name!r}: {why}", fix) from error
-
-
 def federation_of(
     config: Config, data: Data, defence: Defence | None = None, make: Callable[..., Federation] = Federation
 ) -> Federation:
@@ -223,8 +212,6 @@ def federation_of(
     """
     config = settled(config, data)
     model, training = on_device(build_model(config, data), config.training.device), config.training
-    if ":" in config.model.name:
-        _check_fit(config, model, data)
     parts = client_parts(config.data, training.seed, data)
     largest = max(len(part.targets) for part in parts)
     return make(

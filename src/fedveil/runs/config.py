@@ -46,15 +46,25 @@ class DataSettings(Settings):
     name: Annotated[str, arg(name="data")] = _name(
         "data",
         "digits",
-        "a data set (fedveil data list), or package.module:factory, which returns fedveil.data.Data or "
-        "((inputs, targets), (inputs, targets)) for training and test",
+        "a data set (fedveil data list), or package.module:factory, which returns fedveil.data.Data, or training and "
+        "test records: each (inputs, targets), a torch Dataset or a DataLoader",
     )
     path: str | None = Field(None, description="file or folder of the data; by default where FEDVEIL_DATA has it")
     train_size: Positive | None = Field(None, description="training records to take; by default all")
     test_size: Positive | None = Field(None, description="test records to take; by default all")
     duration: bool = Field(True, description="bank: keep the length of the call, which nearly gives the answer away")
-    task: str | None = Field(None, description="bank, csv: regression or classification")
+    task: str | None = Field(None, description="bank, csv: regression or classification; csv: by default guessed")
     target: str | None = Field(None, description="csv: the column to predict")
+    delimiter: str | None = Field(None, description="csv: between fields, such as ; or tab; by default found")
+    decimal: Literal[".", ","] = Field(".", description="csv: decimal mark of numbers")
+    missing: Literal["refuse", "drop", "impute"] = Field(
+        "refuse", description="csv: refuse missing cells, drop their records, or impute them (median, own category)"
+    )
+    ignore: tuple[str, ...] = Field((), description="csv: columns to leave out", strict=False)
+    categorical: tuple[str, ...] = Field((), description="csv: columns of numbers that are categories", strict=False)
+    test_share: float | None = Field(
+        None, gt=0, lt=1, description="csv, images without test/: share of the records to test on; by default 0.2"
+    )
     size: Positive | None = Field(None, description="images: side in pixels")
     labels: str | None = Field(None, description="classes to train on, such as 0-4 or first-half; by default all")
     clients: Positive = Field(5, description="clients that share the training records")

@@ -243,7 +243,7 @@ def record_run(
         write_values(folder / MODEL, server.model.state_dict())
         if server.best:
             write_values(folder / BEST, server.best[1])
-        summary = summary_of(server, folder, repeat)
+        summary = summary_of(server, folder, repeat, data)
         write_whole(folder / "summary.json", to_json(summary, indent=2) + "\n")
         write(run_page(server, data, config, summary), folder / "report.html")
     return summary
@@ -254,13 +254,17 @@ def write_values(path: Path, state: Mapping[str, Tensor]) -> None:
     write_whole(path, save({name: tensor.detach().cpu().clone() for name, tensor in state.items()}))
 
 
-def summary_of(server: Server, folder: Path, repeat: str) -> dict[str, Any]:
-    """How a run ended."""
+def summary_of(server: Server, folder: Path, repeat: str, data: Data) -> dict[str, Any]:
+    """How a run ended; for a standardised target also the root mean squared error in the target's own units."""
     history = server.history
+    own = {}
+    if data.target_scale is not None and "mse" in history.last:
+        own["rmse"] = math.sqrt(history.last["mse"]) * data.target_scale[1]
     return {
         "folder": str(folder),
         "rounds": server.round,
         **{name: history.last[name] for name in METRICS if name in history.last},
+        **own,
         "best": server.best[0] if server.best else None,
         "model": str(folder / MODEL),
         **({"best_model": str(folder / BEST)} if server.best else {}),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedveil.errors import BadArgument
@@ -63,7 +63,11 @@ def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
         return F.one_hot(targets.long(), classes).to(outputs.dtype)
     except RuntimeError as error:
         found = f"from {int(targets.min())} to {int(targets.max())}"
-        raise BadArgument("targets", f"classes are {found}, the model has outputs 0 to {classes - 1}") from error
+        what, fix = (
+            f"classes are {found}, the model has outputs 0 to {classes - 1}",
+            f"whole numbers from 0 to {classes - 1}",
+        )
+        raise BadArgument("targets", what, fix) from error
 
 
 def per_sample(loss: "Loss", outputs: Tensor, weights: Tensor | None) -> Tensor | float:
@@ -327,6 +331,17 @@ LOSSES: dict[str, Callable[..., Loss]] = {
 }
 
 
+MODULES = {
+    "CrossEntropyLoss": "cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy",
+    "MSELoss": "squared_error",
+    "L1Loss": "absolute_error",
+    "HuberLoss": "huber",
+    "PoissonNLLLoss": "poisson",
+}
+"""Which of our losses has the minimum of torch's module; factors differ."""
+
+
 def find_loss(loss: "str | Loss | Function") -> Loss:
     """The loss of that name, a loss object unchanged, or a user's function as a loss."""
     if isinstance(loss, str):
@@ -336,6 +351,9 @@ def find_loss(loss: "str | Loss | Function") -> Loss:
         return LOSSES[loss]()
     if isinstance(loss, _Named | Custom):
         return loss
+    if isinstance(loss, nn.Module) and type(loss).__name__ in MODULES and getattr(loss, "reduction", "none") != "none":
+        what = f"torch's {type(loss).__name__} takes the mean itself, and a client's loss is one value per sample"
+        raise BadArgument("loss", what, f"loss={MODULES[type(loss).__name__]!r}, or reduction='none'")
     if not callable(loss):
         raise BadArgument("loss", f"a {type(loss).__name__} is not a loss", "a name, or a function (outputs, targets)")
     return Custom(loss)

@@ -1,0 +1,99 @@
+"""Folders and zip files seen alike: named members that can be read. Nothing is ever unpacked to disk."""
+
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NoReturn
+
+from fedveil.data.catalogue import MOST_BYTES, regular
+from fedveil.errors import BadArgument
+
+_DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError)
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A folder or a zip file, seen alike: named members that can be read."""
+
+    path: Path
+    names: tuple[str, ...]  # of the files in it, sorted, with `/` between folders; hidden files are left out
+    stamp: str  # changes when the content does
+
+    @contextmanager
+    def reader(self) -> Iterator[Callable[[str], bytes]]:
+        """A function from a member's name to its bytes."""
+        if self.path.is_dir():
+            yield lambda name: self._guarded(name, lambda: _read_file(self.path / name))
+            return
+        with zipfile.ZipFile(self.path) as opened:
+            yield lambda name: self._guarded(name, lambda: read_member(opened, name))
+
+    def _guarded(self, name: str, read: Callable[[], bytes]) -> bytes:
+        try:
+            content = read()
+        except _DAMAGE as error:
+            fix = "replace it or leave it out, or fetch the archive again"
+            raise BadArgument(self.where(name), f"cannot be read: {error}", fix) from error
+        if not content:
+            raise BadArgument(self.where(name), "the file is empty", "replace it or leave it out")
+        return content
+
+    def where(self, name: str) -> str:
+        """How messages name a member."""
+        return f"{self.path}, member {name}"
+
+
+def _read_file(path: Path) -> bytes:
+    if regular(path).stat().st_size > MOST_BYTES:
+        raise OSError(f"it has more than {MOST_BYTES} bytes")
+    return path.read_bytes()
+
+
+def read_member(opened: zipfile.ZipFile, name: str, most: int = MOST_BYTES) -> bytes:
+    """A member of a zip file, unless it is larger than `most`; never unpacks more than the member claims to hold."""
+    if opened.getinfo(name).file_size > most:
+        raise zipfile.BadZipFile(f"it has more than {most} bytes")
+    return opened.read(name)
+
+
+def open_archive(path: Path) -> Archive:
+    """List a folder or a zip file; the stamp covers size and time of each file in a folder, or of the zip file."""
+    if not path.is_dir():
+        return Archive(path, _zip_names(regular(path)), stamp(path))
+    names = []
+    for folder, folders, files in os.walk(path, onerror=_refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names += [Path(folder, file).relative_to(path).as_posix() for file in files]
+    names = sorted(name for name in names if not _hidden(name))
+    return Archive(path, tuple(names), " ".join(stamp(path / name) for name in names))
+
+
+def stamp(path: Path) -> str:
+    """Size and time of a file, of a link itself if it leads nowhere."""
+    status = path.stat() if path.exists() else path.lstat()
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _refuse(error: OSError) -> NoReturn:
+    """A folder that cannot be listed is an error: its images would be missed in silence."""
+    raise error
+
+
+def _zip_names(path: Path) -> tuple[str, ...]:
+    with path.open("rb") as file:
+        try:
+            names = zipfile.ZipFile(file).namelist()
+        except (OSError, zipfile.BadZipFile) as error:
+            what = f"not a readable zip file: {error}" if path.stat().st_size else "the file is empty"
+            fix = "a folder or a zip file; if it is one, it is damaged or cut off: fetch it again"
+            raise BadArgument(str(path), what, fix) from error
+    return tuple(sorted({name for name in names if not name.endswith("/") and not _hidden(name)}))
+
+
+def _hidden(name: str) -> bool:
+    """Whether a file is the operating system's, not the user's."""
+    return any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in PurePosixPath(name).parts)
