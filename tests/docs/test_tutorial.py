@@ -27,8 +27,10 @@ def followed(folder, capsys, shorter=lambda code: code):
     with reader(folder):
         for line, kind, code in pieces()[0]:
             run_block(f"tutorial:{line}", kind, shorter(code), names, ("pip install", "fedveil audit"))
-    printed = capsys.readouterr().out
+    printed, notes = capsys.readouterr()
     assert "100.0% scaled by secret factors" in printed
+    for line in re.findall(r"^customers: .*$", PAGE.read_text(), re.MULTILINE):
+        assert line in notes
     return [float(value) for value in re.findall(r"accuracy +(\d\.\d+)", printed)]
 
 
