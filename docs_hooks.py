@@ -80,15 +80,17 @@ def generated(markdown: str) -> str:
     return markdown
 
 
-class Doctests(griffe.Extension):
-    """Examples in docstrings as code; mkdocstrings takes their `>>>` for quotations."""
+class Blocks(griffe.Extension):
+    """Examples and drawn trees in docstrings as code; mkdocstrings takes `>>>` for quotations and trees for text."""
+
+    EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1\S.*)*", re.MULTILINE)
+    TREE = re.compile(r"^\S+(?:\n *[├│└].*)+", re.MULTILINE)
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Griffe calls it with everything that it has read."""
         if obj.docstring:
-            obj.docstring.value = re.sub(
-                r"^( *)>>> .*(?:\n\1\S.*)*", r"\1```pycon\n\g<0>\n\1```", obj.docstring.value, flags=re.MULTILINE
-            )
+            text = self.EXAMPLE.sub(r"\1```pycon\n\g<0>\n\1```", obj.docstring.value)
+            obj.docstring.value = self.TREE.sub(r"```text\n\g<0>\n```", text)
 
 
 class Flag(NamedTuple):
@@ -228,7 +230,7 @@ def kind(field: dict[str, Any]) -> str:
         elif option["type"] == "array":
             found.append("list of text")
         else:
-            limits = [f"{sign} {option[name]:g}" for name, sign in bounds.items() if name in option]
+            limits = [f"{sign}\u00a0{option[name]:g}" for name, sign in bounds.items() if name in option]
             found.append(", ".join([names[option["type"]], *limits]))
     return " or ".join(found)
 

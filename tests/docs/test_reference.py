@@ -48,7 +48,7 @@ def test_a_help_text_becomes_flags():
 def test_the_configuration_has_every_key_with_its_default():
     rows = re.findall(r"^\| `(\w+)` \|.*$", docs_hooks.configuration(), re.MULTILINE)
     assert sorted(rows) == sorted(HOME)
-    assert "| `lr` | number, > 0 | `0.001` | learning rate |" in docs_hooks.configuration()
+    assert "| `lr` | number, >\u00a00 | `0.001` | learning rate |" in docs_hooks.configuration()
 
 
 @pytest.mark.parametrize("room", ["fedveil", "fedveil.data", "fedveil.defences", "fedveil.flower", "fedveil.nvflare"])
