@@ -283,3 +283,18 @@ def test_the_exhibits_of_the_help_are_those_that_there_are():
     from fedveil.studies.paper.run import EXHIBITS
 
     assert re.findall(r"(?:table|fig)\d", commands.EXHIBITS) == list(EXHIBITS)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ("--local-epochs", "3"),
+            "there is no --local-epochs: clients send gradients of a masked model.*\n.*--whole-shard",
+        ),
+        (("--ignore", "a", "--ignore", "b"), "--ignore is given twice.\n  Fix: --ignore FIRST SECOND"),
+    ],
+)
+def test_flags_that_would_mislead_are_refused(words, text, capsys):
+    assert main(["train", *words]) == 2
+    assert re.search(text, capsys.readouterr().err)

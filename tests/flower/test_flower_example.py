@@ -44,7 +44,7 @@ def test_the_example_trains_under_every_defence(apps, tmp_path, monkeypatch, def
     _, found = run(apps, tmp_path, monkeypatch, data="digits", defence=defence)
     assert [record["answers"] for record in found] == [3] * 3
     names = {"metrics.jsonl", "model.safetensors", "report.html", "summary.json", ".lock"}
-    names |= {"checkpoint.pt", "checkpoint.previous.pt"}
+    names |= {"checkpoint.pt", "checkpoint.previous.pt", "best.safetensors"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 

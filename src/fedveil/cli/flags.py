@@ -12,8 +12,19 @@ from tyro import conf
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from fedveil.cli.commands import COMMANDS
-from fedveil.errors import FedveilError
-from fedveil.runs.config import Config, Settings, Value, configure, explained, keys_of, of_users, read_file, refuse_code
+from fedveil.errors import BadArgument, FedveilError
+from fedveil.runs.config import (
+    ABSENT,
+    Config,
+    Settings,
+    Value,
+    configure,
+    explained,
+    keys_of,
+    of_users,
+    read_file,
+    refuse_code,
+)
 
 HELP = ("-h", "--help")
 TRUST = "import the code that the file or the run's folder names as package.module:name; only if you know what it does"
@@ -69,6 +80,19 @@ def run_command(name: str, words: Sequence[str]) -> None:
         parse(command, prog, words, about)
 
 
+def _check_flags(prog: str, flags: Sequence[str]) -> None:
+    """Refuse flags that are missing on purpose, and a list that is given in parts, of which the last would win."""
+    usual = Config().flat()
+    for flag in flags:
+        name = f"--{flag.replace('_', '-')}"
+        if flag in ABSENT:
+            raise BadArgument(
+                prog, f"there is no {name}: {ABSENT[flag].partition(';')[0]}", "--whole-shard, or neither"
+            )
+        if isinstance(usual.get(flag), tuple) and flags.count(flag) > 1:
+            raise BadArgument(prog, f"{name} is given twice", f"{name} FIRST SECOND")
+
+
 @dataclass(frozen=True)
 class Federated:
     """A command on a federation: flags over the values of a file over defaults. Calling it does what was asked."""
@@ -87,14 +111,15 @@ class Federated:
     def read(cls, prog: str, words: Sequence[str], about: str) -> Self:
         """The command; it is parsed again when the file or the data set that it names brings other defaults."""
         quiet = [word for word in words if word not in HELP]
+        flags = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
+        flags = [flag.removeprefix("no-").replace("-", "_") for flag in flags]
+        _check_flags(prog, flags)
         values, found = None, cls(config=configure(cls.defaults))
         while values != (wanted := found.below()):
             values, start = wanted, cls(config=configure(wanted, str(found.file or prog)))
             found = parse(cls, prog, quiet, about, start)
         if len(quiet) < len(words):
             parse(cls, prog, words, about, start)
-        flags = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
-        flags = [flag.removeprefix("no-").replace("-", "_") for flag in flags]
         if not found.trust_code:
             refuse_code(found.in_file(), str(found.file), flags)
         return replace(found, config=configure(found.config.flat(), str(found.file or prog)), given=tuple(flags))

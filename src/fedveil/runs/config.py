@@ -234,7 +234,18 @@ def flags_of(values: Mapping[str, Value]) -> str:
     return shlex.join(words)
 
 
+ABSENT = {
+    "local_epochs": (
+        "clients send gradients of a masked model, which only the server can step, so there are no local epochs; "
+        "whole_shard lets a client go through all its records in a round"
+    )
+}
+"""What users look for and do not find, and why."""
+
+
 def _near(key: str) -> str:
+    if key in ABSENT:
+        return ABSENT[key]
     near = difflib.get_close_matches(key, HOME, 1)
     return f"did you mean {near[0]!r}, of [{HOME[near[0]]}]?" if near else "valid keys: " + ", ".join(HOME)
 
