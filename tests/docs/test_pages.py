@@ -28,6 +28,18 @@ def test_every_page_is_in_the_menu_and_the_menu_has_only_pages():
     assert set(named) == {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
 
 
+def test_pages_that_code_and_messages_name_exist():
+    sources = [path for name in ("src", "examples", "benchmarks") for path in (ROOT / name).rglob("*.*")]
+    named = {
+        (path.name, found)
+        for path in sources
+        if path.suffix in (".py", ".toml", ".html", ".sh")
+        for found in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text())
+    }
+    assert len(named) > 20
+    assert not {(name, found) for name, found in named if not (ROOT / found).exists()}
+
+
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_python_blocks_are_python(page):
     for line, code in blocks(page, "python"):
