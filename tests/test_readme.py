@@ -59,7 +59,7 @@ def test_figures_of_training_are_those_of_the_committed_results():
 def test_figures_of_attackers_are_those_of_the_committed_results():
     found = cells()
     two = "the same, by a client with two broadcasts"
-    member = "**Attackers.** Membership of a record, published attack (guessing: 50 %)"
+    member = "**Attackers.** Membership of a record, published attack on three layers (guessing: 50 %)"
     invert = "Model inversion, published attack (guessing: 20 %)"
 
     def success(table, defence, attacker):
