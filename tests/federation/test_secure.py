@@ -455,3 +455,8 @@ def test_words_and_back():
     with pytest.raises(BadArgument, match="exponents"):
         form.words(update, 3, exponents[:-1], 4)
     json.dumps(exponents)
+
+
+def test_limits_that_are_asked_for_in_one_process_are_refused_and_not_left_out():
+    with pytest.raises(BadArgument, match="limits and rules judge single updates"):
+        Federation(net(), parts(), "veil", adam, secure_aggregation=True, limits=Limits())

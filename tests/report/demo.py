@@ -6,7 +6,7 @@ import random
 from fedveil.report import Beside, Curves, Facts, Interval, Intervals, Matrix, Picture, Pictures, Table, Text
 
 TITLE = "Digits, ten clients, veiled"
-LEAD = "The veiled run reached 97.19% accuracy, the plain run 97.19%: the same in every round to 3e-7."
+VERDICT = "The veiled run reached 97.19% accuracy, the plain run 97.19%: the same in every round to 3e-7."
 COMMAND = "fedveil compare digits --clients 10 --rounds 20 --defence veil --seed 7 --out runs/digits-veil"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 

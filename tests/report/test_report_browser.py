@@ -1,99 +1,78 @@
-"""The page in a browser: it fits, complains of nothing, shows values to pointer and keyboard, changes its theme."""
-
-import json
-import shutil
-import subprocess
+"""The page in a browser: it fits, complains of nothing, loads nothing, shows values, changes theme, saves figures."""
 
 import pytest
 from tests.report import demo
-from tests.report.tree import read
+from tests.report.browser import CHROMIUM, chromium
 
-from fedveil.report import Page, render
+from fedveil.report import Curves, Page, Picture, Pictures, write
 
-CHROMIUM = shutil.which("chromium")
-FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
-    *("--virtual-time-budget=4000", "--hide-scrollbars"),
-]
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
-# A frame is as narrow as a phone; a window of headless Chromium is not. The page inside is untouched but for its theme.
-WRAPPER = """<!doctype html><meta charset="utf-8"><body style="margin:0"><pre id="found"></pre><script>
-const frame = document.createElement("iframe");
-frame.style.cssText = "width:%(width)spx;height:2000px;border:0";
-frame.srcdoc = %(page)s;
-frame.onload = () => {
-  const page = frame.contentDocument, root = page.documentElement, view = frame.contentWindow, found = {};
-  found.width = view.innerWidth;
+ASKED = """(() => {
+  const root = document.documentElement, found = {};
+  found.width = innerWidth;
   found.content = root.scrollWidth;
-  found.colour = view.getComputedStyle(page.body).backgroundColor;
-  const cursor = page.querySelector(".cursor"), legend = () => page.querySelector(".legend").textContent;
+  found.colour = getComputedStyle(document.body).backgroundColor;
+  const cursor = document.querySelector(".cursor"), legend = () => document.querySelector(".legend").textContent;
   found.resting = legend();
   cursor.focus();
-  cursor.dispatchEvent(new view.KeyboardEvent("keydown", { key: "Home", cancelable: true }));
+  cursor.dispatchEvent(new KeyboardEvent("keydown", { key: "Home", cancelable: true }));
   found.first = legend();
   found.said = cursor.getAttribute("aria-valuetext");
   cursor.blur();
   found.after = legend();
   const box = cursor.getBoundingClientRect();
-  cursor.dispatchEvent(new view.PointerEvent("pointermove", { clientX: box.right, clientY: box.top + 9 }));
-  found.hair = page.querySelector(".plot").classList.contains("shown");
-  cursor.dispatchEvent(new view.PointerEvent("pointerleave"));
-  const roc = page.querySelector("[data-log-x]"), span = roc.querySelector(".plot").getBoundingClientRect();
+  cursor.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right, clientY: box.top + 9 }));
+  found.hair = document.querySelector(".plot").classList.contains("shown");
+  cursor.dispatchEvent(new PointerEvent("pointerleave"));
+  const roc = document.querySelector("[data-log-x]"), span = roc.querySelector(".plot").getBoundingClientRect();
   const move = { clientX: span.left + span.width / 4, clientY: span.top + 9 };
-  roc.querySelector(".cursor").dispatchEvent(new view.PointerEvent("pointermove", move));
+  roc.querySelector(".cursor").dispatchEvent(new PointerEvent("pointermove", move));
   found.log = roc.querySelector(".cursor").getAttribute("aria-valuetext");
   found.logHair = roc.querySelector(".hair").getAttribute("x1");
   found.logDots = [...roc.querySelectorAll(".dot.on")].map((dot) => parseFloat(dot.getAttribute("cx")));
-  roc.querySelector(".cursor").dispatchEvent(new view.PointerEvent("pointerleave"));
-  found.pictures = [...new Set([...page.querySelectorAll(".pictures img")].map((image) => image.clientWidth))];
-  found.decoded = [...page.querySelectorAll(".pictures img")].every((image) => image.naturalWidth === 32);
-  found.contents = page.querySelector("nav details").open;
-  const wide = page.querySelector(".of-pictures .scroll"), left = (element) => element.getBoundingClientRect().left;
+  roc.querySelector(".cursor").dispatchEvent(new PointerEvent("pointerleave"));
+  found.pictures = [...new Set([...document.querySelectorAll(".pictures img")].map((image) => image.clientWidth))];
+  found.decoded = [...document.querySelectorAll(".pictures img")].every((image) => image.naturalWidth === 32);
+  found.contents = document.querySelector("nav details").open;
+  const wide = document.querySelector(".of-pictures .scroll"), left = (element) => element.getBoundingClientRect().left;
   wide.scrollLeft = 150;
   const first = ["thead td", "tbody th"].map((cell) => left(wide.querySelector(cell)));
   found.scrolled = [wide.scrollLeft, ...first.map((place) => place - left(wide))];
   const inside = (box, outer) => box.left >= outer.left && box.right <= outer.right;
-  const plot = page.querySelector(".intervals").getBoundingClientRect();
-  const names = [...page.querySelectorAll("text.reference")].map((name) => name.getBoundingClientRect());
+  const plot = document.querySelector(".intervals").getBoundingClientRect();
+  const names = [...document.querySelectorAll("text.reference")].map((name) => name.getBoundingClientRect());
   found.names = names.length === 2 && names.every((name) => inside(name, plot));
-  const button = page.querySelector(".theme");
+  const button = document.querySelector(".theme");
   found.button = button.hidden ? null : button.textContent;
   button.click();
   found.changed = root.dataset.theme;
   button.click();
-  document.getElementById("found").textContent = JSON.stringify(found);
-};
-document.body.prepend(frame);
-</script>"""
+  return found;
+})()"""
+AS_IT_IS = """document.documentElement.dataset.theme
+  + document.body.outerHTML.replaceAll(">Saved<", ">PNG<").replaceAll(/ (style|class)=""/g, "")"""
 
 
-def chromium(profile, page, width, *more):
-    """Run the browser on a file; what it printed and what it complained of."""
-    flags = [*FLAGS, f"--user-data-dir={profile}", f"--window-size={max(width, 500)},2000"]
-    command = [CHROMIUM, *flags, *more, page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, encoding="utf-8")
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
 
 
-def wrapped(folder, width, theme):
-    """A test-only page that holds the report in a frame `width` pixels wide and asks it some questions."""
-    page = render(Page(demo.TITLE, demo.LEAD, demo.sections(), demo.COMMAND))
-    page = page.replace('<html lang="en">', f'<html lang="en" data-theme="{theme}">')
-    path = folder / "wrapper.html"
-    path.write_text(WRAPPER % {"width": width, "page": json.dumps(page).replace("<", "\\u003c")}, encoding="utf-8")
-    return path
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    return write(
+        Page(demo.TITLE, demo.VERDICT, demo.sections(), demo.COMMAND), tmp_path_factory.mktemp("page") / "a.html"
+    )
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_works_in_a_browser(tmp_path, width, theme):
-    page, picture = wrapped(tmp_path, width, theme), tmp_path / "page.png"
-    dom, complaints = chromium(tmp_path / "profile", page, width, f"--screenshot={picture}", "--dump-dom")
-    assert not complaints
-    assert picture.stat().st_size > 10_000
-    found = json.loads(next(node.text for node in read_pre(dom)))
+def test_the_page_works_in_a_browser(tab, page, width, theme):
+    tab.open(page, width, theme)
+    found = tab.run(ASKED)
+    assert not tab.complaints
     assert found["width"] == width
     assert found["content"] <= width
     assert found["colour"] == {"light": "rgb(251, 251, 250)", "dark": "rgb(20, 23, 27)"}[theme]
@@ -113,7 +92,89 @@ def test_the_page_works_in_a_browser(tmp_path, width, theme):
     assert (found["button"], found["changed"]) == {"light": ("Dark", "dark"), "dark": ("Light", "light")}[theme]
 
 
-def read_pre(dom):
-    """The element in which the wrapper wrote its answers."""
-    start = dom.index('<pre id="found">')
-    return read(dom[start : dom.index("</pre>", start) + len("</pre>")]).all("pre")
+def saved(tab, folder, number):
+    """The picture of a figure, by a click on its button."""
+    return tab.download(lambda: tab.run(f"document.querySelectorAll('.png')[{number}].click()"), folder)
+
+
+def colours(picture, box=None):
+    """The colours of a part of a picture and how often each of them is there."""
+    part = (picture.crop(box) if box else picture).convert("RGB")
+    return {colour: count for count, colour in part.getcolors(1 << 24)}
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
+def test_a_click_saves_each_kind_of_figure_light_and_at_twice_its_size(tab, page, tmp_path, width, theme):
+    image = pytest.importorskip("PIL.Image")
+    tab.open(page, width, theme)
+    before = tab.run(AS_IT_IS)
+    blue, orange, cell = (31, 95, 174), (209, 89, 11), (0x8F, 0xBC, 0xEC)
+    kinds = {  # by number of the figure: file, colours that are in it
+        0: ("digits-ten-clients-veiled-accuracy.png", [blue, orange]),
+        2: ("digits-ten-clients-veiled-audit.png", [blue, orange]),
+        4: ("digits-ten-clients-veiled-pictures-recovered.png", []),
+        5: ("digits-ten-clients-veiled-confusion-plain.png", [blue, cell]),
+    }
+    for number, (name, there) in kinds.items():
+        path = saved(tab, tmp_path, number)
+        assert path.name == name
+        with image.open(path) as picture:
+            assert picture.width >= 2 * 560
+            if number in (0, 2):  # charts have one width everywhere: 880, and margins
+                assert picture.width == 2 * (880 + 2 * 32)
+            found = colours(picture)
+            assert max(found, key=found.get) == (255, 255, 255)
+            for colour in there:  # as it is, or a little mixed
+                near = (n for c, n in found.items() if max(abs(a - b) for a, b in zip(c, colour, strict=True)) < 12)
+                assert sum(near) > 100, (name, colour)
+            last = (0, picture.height - 120, picture.width, picture.height)  # who made it
+            assert sum(n for c, n in colours(picture, last).items() if sum(c) < 500) > 200
+            assert len(colours(picture, (0, 60, picture.width, 140))) > 10  # the title
+    assert tab.run(AS_IT_IS) == before
+    assert not tab.complaints
+
+
+def test_pixels_of_a_saved_picture_stay_square(tab, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    red, green = bytes([255, 0, 0]), bytes([0, 255, 0])
+    picture = Picture(2, 2, 3, red + green + green + red)
+    page = Page("t", "v", [Pictures("Pictures", ["one"], [("row", [picture])])], "c")
+    tab.open(write(page, tmp_path / "page.html"))
+    downloads = tmp_path / "downloads"
+    downloads.mkdir()
+    with image.open(saved(tab, downloads, 0)) as opened:
+        found = colours(opened)
+    for colour in (red, green):  # shown 96 wide, saved at twice that; edges may lie between pixels
+        assert found[tuple(colour)] == pytest.approx(2 * 96 * 96, rel=0.03)
+
+
+def test_a_figure_is_saved_by_keyboard_and_its_button_has_a_name(tab, page, tmp_path):
+    tab.open(page)
+    tab.run("document.querySelector('.under summary').focus()")
+    tab.press("Tab")
+    assert tab.run("document.activeElement.getAttribute('aria-label')") == "PNG: save the figure “Accuracy”"
+    path = tab.download(lambda: tab.press("Enter"), tmp_path)
+    assert path.stat().st_size > 10_000
+    assert tab.run("document.activeElement.className") == "png"
+
+
+def test_the_page_asks_for_nothing_but_itself(tab, page, tmp_path):
+    tab.asked.clear()
+    tab.open(page)
+    saved(tab, tmp_path, 0)
+    asked = [address for address in tab.asked if not address.startswith("data:")]
+    assert asked == [page.as_uri()]
+    assert not tab.complaints
+
+
+def test_a_figure_of_any_title_is_saved(tab, tmp_path):
+    title = "<b>\"x\" & 'y'</b> " + "日本 " * 60
+    curves = Curves(title, "<x>", "&", {"<a>": [(1, 1), (2, 2)]})
+    tab.open(write(Page(title, title, [curves], "c"), tmp_path / "page.html"))
+    assert tab.run("document.title") == f"{title.strip()} \N{EN DASH} Fedveil"
+    downloads = tmp_path / "downloads"
+    downloads.mkdir()
+    path = saved(tab, downloads, 0)
+    assert path.name.startswith("b-x-y-b-日本-日本")
+    assert len(path.name) <= 104
+    assert not tab.complaints

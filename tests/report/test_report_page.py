@@ -3,6 +3,8 @@
 import errno
 import os
 import stat
+from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import pytest
 from tests.report import demo
@@ -32,7 +34,7 @@ EVIL = "<script>alert('x')</script>\"&' onload=\"x"
 
 @pytest.fixture(scope="module")
 def text():
-    return render(Page(demo.TITLE, demo.LEAD, demo.sections(), demo.COMMAND))
+    return render(Page(demo.TITLE, demo.VERDICT, demo.sections(), demo.COMMAND, "Longer.", "97.19 %"))
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +72,54 @@ def test_the_page_loads_nothing(tree):
 
 
 def test_the_page_states_result_and_command(tree):
-    assert tree.all("p", "lead")[0].text == demo.LEAD
+    assert tree.all("p", "verdict")[0].text == demo.VERDICT
+    assert tree.all("p", "lead")[0].text == "Longer."
     assert tree.all("code")[0].text == demo.COMMAND
+    assert not read(render(Page("t", "v", [], "c"))).all("p", "lead")
+
+
+def tags(tree):
+    found = [node.attributes for node in tree.all("meta")]
+    return {one.get("name") or one["property"]: one["content"] for one in found if one.keys() & {"name", "property"}}
+
+
+def test_title_icon_and_preview_say_what_the_page_is_when_they_are_all_that_is_seen(tree):
+    tab = f"{demo.TITLE}: 97.19 %"
+    assert tree.all("title")[0].text == f"{tab} \N{EN DASH} Fedveil"
+    found = tags(tree)
+    assert found.pop("viewport")
+    assert found == {
+        "description": demo.VERDICT,
+        "og:type": "article",
+        "og:site_name": "Fedveil",
+        "og:title": tab,
+        "og:description": demo.VERDICT,
+        "twitter:card": "summary",
+        "twitter:title": tab,
+        "twitter:description": demo.VERDICT,
+    }
+    (icon,) = (node.attributes["href"] for node in tree.all("link"))
+    kind, _, drawing = icon.partition(",")
+    assert kind == "data:image/svg+xml"
+    assert {node.tag.rpartition("}")[2] for node in ElementTree.fromstring(unquote(drawing))} == {"rect", "path"}
+
+
+def test_tags_are_escaped():
+    title = '"><script>alert(1)</script> & <b>'
+    page = render(Page(title, title, [], "c", title, title))
+    found = tags(read(page))
+    assert {found["description"], found["og:description"], found["twitter:description"]} == {title}
+    assert {found["og:title"], found["twitter:title"]} == {f"{title}: {title}"}
+    assert page.count("<script>") == 1
+    assert "<b>" not in page
+
+
+def test_every_figure_has_a_button_that_saves_it_and_is_hidden_without_the_script(tree):
+    figures, buttons = tree.all("figure"), tree.all("button", "png")
+    assert len(figures) == len(buttons) == 5 + 1 + 1 + 4  # charts, intervals, pictures, matrices
+    assert all("hidden" in button.attributes and button.text == "PNG" for button in buttons)
+    empty = [Curves("c", "x", "y", {}), Pictures("p", [], []), Intervals("i", "AUC", [], {})]
+    assert not read(render(Page("t", "v", empty, "c"))).all("button", "png")
 
 
 def test_sections_of_one_title_have_ids_of_their_own():

@@ -43,7 +43,8 @@ def run_study(study: "Study[S, Any]", asked: S, folder: Path, command: str, work
         with live() as show:
             results = gather(study, asked, folder, workers=workers, show=show)
         shown = publish(study, asked, results, folder, command)
-    print_shown(shown, f"report: {folder / 'report.html'}", f"repeat: {command}", as_json=as_json)
+    verdict = f"\n{textwrap.fill(shown.verdict, 110)}\n"
+    print_shown(shown, verdict, f"report: {folder / 'report.html'}", f"repeat: {command}", as_json=as_json)
 
 
 def with_loss(config: Config) -> Config:

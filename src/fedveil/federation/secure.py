@@ -148,7 +148,7 @@ def check_combination(defence: Defence, model: nn.Module, limits: Limits | None)
     if isinstance(inner, Veil) and inner.multiplicative > MOST_FACTOR:
         what = f"factors up to {inner.multiplicative:g} leave too few digits in fixed point"
         raise BadArgument(where, what, f"multiplicative={MOST_FACTOR:g} or less")
-    if limits is not None and limits != Limits():
+    if limits is not None:
         what = "limits and rules judge single updates, and the server sees their sum only"
         raise BadArgument(where, what, "limits=None")
     for path, module in model.named_modules():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
+from urllib.parse import quote
 
 from markupsafe import Markup
 
@@ -15,9 +16,10 @@ from fedveil.report.curves import chart
 from fedveil.report.intervals import intervals
 from fedveil.report.pictures import pictures
 from fedveil.report.sections import Beside, Curves, Facts, Intervals, Matrix, Pictures, Section, Table, Text
-from fedveil.report.style import DARK, LIGHT, asset, filled
+from fedveil.report.style import DARK, ICON, LIGHT, asset, filled
 from fedveil.report.tables import grid, matrix
 
+SCRIPTS = ("page.js", "png.js")
 POINTS_PER_LINE = 500  # about what a screen shows
 POINTS_PER_PAGE = 20_000  # keeps a page of many charts below 1 MB
 
@@ -28,15 +30,19 @@ class Page:
 
     Attributes:
         title: what was run.
-        lead: the result in one sentence.
+        verdict: the result in one plain sentence, computed from it: some readers see nothing else, as in a preview.
         sections: what to show, in order.
         command: what to type to get the same page again.
+        lead: more words on what was run, below the verdict.
+        result: the main figure in a few words, for the title of the browser's tab.
     """
 
     title: str
-    lead: str
+    verdict: str
     sections: Sequence[Section]
     command: str
+    lead: str = ""
+    result: str = ""
 
 
 def _id(number: int, title: str) -> str:
@@ -75,16 +81,17 @@ def _body(section: Section, limit: int) -> Markup:
 def render(page: Page) -> str:
     """The page as HTML: it loads nothing, follows the reader's theme, and works without its script.
 
-    Its policy lets it load nothing and run no script but its own.
+    Its policy lets it load nothing and run no script but its own. A preview of a link to it has title and verdict, but
+    no picture: og:image must be an absolute address, and a page does not know where it will be put.
     """
     limit = max(40, min(POINTS_PER_LINE, POINTS_PER_PAGE // max(1, sum(map(_lines, page.sections)))))
-    style, script = Markup(asset("page.css")), Markup(asset("page.js"))
+    style, script = Markup(asset("page.css")), Markup("".join(map(asset, SCRIPTS)))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = [
         (_id(number, section.title), section.title, type(section).__name__.lower(), _body(section, limit))
         for number, section in enumerate(page.sections, start=1)
     ]
-    looks = {"light": LIGHT, "dark": DARK, "style": style, "script": script, "digest": digest}
+    looks = {"light": LIGHT, "dark": DARK, "icon": quote(ICON), "style": style, "script": script, "digest": digest}
     return f"{filled('page.html', page=page, sections=sections, **looks)}\n"
 
 

@@ -36,6 +36,10 @@ SHAPES = (  # of marks: ring, small diamond, square, triangle
     "M-4-4H4V4H-4Z",
     "M0-4.4L4.2 3.2H-4.2Z",
 )
+ICON = (  # an F whose lower arm is veiled, on a blue that stands out from light and dark tabs
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="7" fill="#2a6bbd"/>'
+    '<path d="M8 26V6h16v4h-10v16z" fill="#fff"/><path d="M14 14h8v4h-8z" fill="#fff" opacity=".6"/></svg>'
+)
 
 
 def series_dash(number: int, stretch: float = 1.0) -> str | None:
@@ -50,12 +54,12 @@ def asset(name: str) -> str:
 
 
 def prose(text: str) -> Markup:
-    """Text in which a number such as 2.5e-7 is not broken at its hyphen.
+    """Text in which a number such as 2.5e-7 or 96.1 % is not broken.
 
     >>> print(prose("off by 2.5e-7 & less"))
     off by <span class="whole">2.5e-7</span> &amp; less
     """
-    return Markup(re.sub(r"\b[\d.]+e-\d+", r'<span class="whole">\g<0></span>', str(escape(text))))
+    return Markup(re.sub(r"\b[\d.]+(?:e-\d+| (?:%|dB))", r'<span class="whole">\g<0></span>', str(escape(text))))
 
 
 def failed(text: str) -> bool:

@@ -16,7 +16,9 @@ from fedveil.report import Beside, Curves, Facts, Matrix, Page, Section, Table, 
 from fedveil.scheme import Loss, client_view
 from fedveil.scheme.outputs import head_axis
 
+SERVER, NO_DATA = "the server's model", " (no data needed)"
 MOST_CLASSES = 20
+NEAR = 0.2  # of the server's metric: a client that comes so near has the model
 WINDOWS = 60  # points of a line that is drawn as median and band
 
 PROTECTION = (
@@ -47,9 +49,9 @@ def client_models(federation: Server) -> dict[str, nn.Module]:
     """The model as the server has it, as received by a client, and with the offset removed."""
     defence, model = federation.defence, federation.model
     broadcast = defence.broadcast(model)
-    views = {"the server's model": model, "as received by a client": defence.client_view(model, broadcast)}
+    views = {SERVER: model, "as received by a client": defence.client_view(model, broadcast)}
     if isinstance(innermost(defence), Veil):
-        views["offset removed (no data needed)"] = client_view(model, broadcast, centred=True)
+        views[f"offset removed{NO_DATA}"] = client_view(model, broadcast, centred=True)
     defence.forget()
     return views
 
@@ -71,16 +73,38 @@ def confusions(views: Mapping[str, nn.Module], data: Data) -> dict[str, list[lis
     }
 
 
-def view_sections(views: Mapping[str, nn.Module], data: Data, loss: Loss | None = None) -> list[Section]:
-    """What the server has against what a client sees."""
-    found = scores(views, data, loss)
-    name = next(metric for metric in METRICS if metric in next(iter(found.values())))
-    rows = [[view, f"{values[name]:.4f}"] for view, values in found.items()]
+def view_sections(views: Mapping[str, nn.Module], data: Data, name: str, found: Mapping[str, float]) -> list[Section]:
+    """What the server has against what a client sees: one metric of each view."""
+    rows = [[view, f"{value:.4f}"] for view, value in found.items()]
     sections: list[Section] = [Table("What the server has, and what a client sees", ["model", f"test {name}"], rows)]
     if name == "accuracy" and 0 < len(data.classes) <= MOST_CLASSES:
         parts = [Matrix(view, data.classes, counts) for view, counts in confusions(views, data).items()]
         sections.append(Beside("Answers on the test data", parts))
     return sections
+
+
+def quality(name: str, value: float) -> str:
+    """A metric as text: a share of right answers in per cent, anything else as a number."""
+    return f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.3g}"
+
+
+def verdict(name: str, found: Mapping[str, float], budget: str = "") -> str:
+    """What came of a run in one sentence: one metric of the server's model, and of it as clients have it.
+
+    Names of views are those of `client_models`. What was not measured is said to be so where clients seem to have
+    little: an adaptive one may have more.
+    """
+    server, received, *removed = found.values()
+    near = [abs(value - server) <= NEAR * abs(server) for value in (received, *removed)]
+    own, sees, *without = (quality(name, value) for value in found.values())
+    said = f"Test {name} {own}{budget}; a client's copy of the model has {sees} as received"
+    if near[0]:
+        return f"Test {name} {own}{budget}; clients receive a model that is about as good ({sees})."
+    if not removed:
+        return f"{said}; what an adaptive client makes of it is not measured here."
+    if near[1]:
+        return f"{said}, but {without[0]} once the client removes the offset, without any data."
+    return f"{said}, {without[0]} without the offset; what two broadcasts reveal is not measured here."
 
 
 SHARES = {
@@ -152,16 +176,27 @@ def run_page(server: Server, data: Data, config: Mapping[str, Any], summary: Map
     defence, name = server.defence, server.defence.name
     histories, inner = {name: server.history}, innermost(defence)
     veil = veil_sections(inner.plan, inner.draws) if isinstance(inner, Veil) else []  # before the page's own broadcast
+    views = client_models(server)
+    every = scores(views, data, server.loss)
+    metric = next(one for one in METRICS if one in next(iter(every.values())))
+    found = {view: values[metric] for view, values in every.items()}
     sections = [
         *curve_sections(histories),
-        *view_sections(client_models(server), data, server.loss),
+        *view_sections(views, data, metric, found),
         *veil,
         *([Text("Differential privacy", (GUARANTEE,))] if isinstance(defence, Private) else []),
         cost_section(histories),
         Facts("Configuration", {key: str(value) for key, value in config.items()}),
     ]
-    metric = next((f"test {key} {summary[key]:.4f}" for key in METRICS if key in summary), "no evaluation")
-    lead = f"{name}: {metric} after {summary['rounds']} rounds with {config['clients']} clients."
-    if summary.get("epsilon") is not None:
-        lead += f" Epsilon {summary['epsilon']:.3g} at delta {summary['delta']:g}."
-    return Page(f"{data.name}, {config['model']}, {name}", lead, sections, str(summary["repeat"]))
+    budget = summary.get("epsilon")
+    lead = f"{summary['rounds']} rounds with {config['clients']} clients."
+    if budget is not None:
+        lead += f" Epsilon {budget:.3g} at delta {summary['delta']:g}."
+    return Page(
+        f"{data.name}, {config['model']}, {name}",
+        verdict(metric, found, f" at epsilon {budget:.3g}" if budget is not None else ""),
+        sections,
+        str(summary["repeat"]),
+        lead,
+        f"test {metric} {quality(metric, found[SERVER])}",
+    )

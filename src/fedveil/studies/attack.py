@@ -68,8 +68,12 @@ class OnDefences(Study[Asked[O], Results[R]], Generic[O, R]):
         note: str,
         sections: Sequence[Section],
         first: Sequence[Section] = (),
+        verdict: str = "",
     ) -> Shown:
-        """What every attack shows besides: the question, what failed, the configuration."""
+        """What every attack shows besides: the question, what failed, the configuration.
+
+        An attack without a verdict has the question in its place.
+        """
         config = asked.config
         failed = [f"{name}: {found.failed}" for name, found in results.items() if isinstance(found, Failed)]
         values = {name: value for name, value in config.flat().items() if name != "defence"}
@@ -78,8 +82,10 @@ class OnDefences(Study[Asked[O], Results[R]], Generic[O, R]):
         where = f"{config.data.name}, {config.model.name}, {config.data.clients} clients"
         lead = f"{self.summary[0].upper()}{self.summary[1:]}: {where}."
         every = [*([Text("Failed", failed)] if failed else []), *sections, facts]
-        title = "Audit" if self.name == "audit" else f"Attack: {self.name}"
-        return Shown(title, lead, header, rows, note, every, first)
+        what = "Audit of" if self.name == "audit" else f"Attack: {self.name} on"
+        names = [config.data.name, config.model.name, *(asked.defences if len(asked.defences) == 1 else ())]
+        title = f"{what} {', '.join(names)}"
+        return Shown(title, verdict or lead, header, rows, note, every, first, lead=lead if verdict else "")
 
 
 class AttackStudy(OnDefences[O, R]):

@@ -13,9 +13,10 @@ from fedveil.federation.evaluate import METRICS
 from fedveil.report import Facts, Section, Text
 from fedveil.runs.build import federation_of, load_data
 from fedveil.runs.config import Config
-from fedveil.runs.page import cost_section, curve_sections
+from fedveil.runs.page import cost_section, curve_sections, quality
 from fedveil.studies.jobs import Done, Failed, Job, Result
 from fedveil.studies.study import Shown, Study
+from fedveil.studies.tables import listed, named
 from fedveil.studies.victim import Trained, TrainRun
 
 BASELINE = "baseline"
@@ -100,6 +101,40 @@ def rows_of(results: Runs, metric: str, config: Config) -> list[list[str]]:
     return rows
 
 
+def verdict(results: Runs, metric: str) -> str:
+    """How near to plain training defences end, in one sentence: means over seeds, the nearest and the farthest."""
+    ends = {
+        defence: statistics.fmean(run.history.last[metric] for run in finished(own))
+        for defence, own in results.items()
+        if own and len(finished(own)) == len(own)
+    }
+    broken = [named(defence) for defence in results if defence not in ends]
+    failed = f"; {listed(broken, 'and')} failed" if broken else ""
+    plain = ends.pop("plain", None)
+    others = {name: end for name, end in ends.items() if name != BASELINE} or ends
+    if not others:
+        return f"Test {metric} {quality(metric, plain)} (plain training){failed}." if plain else "Every run failed."
+    if plain is None:
+        ordered = sorted(others, key=others.__getitem__)
+        words = listed([f"{quality(metric, others[name])} ({named(name)})" for name in ordered], "and")
+        return f"Test {metric} ends at {words}{failed}; plain training was not measured."
+    nearest, farthest = (choose(others, key=lambda name: abs(others[name] - plain)) for choose in (min, max))
+    said = f"{named(nearest)} ends {distance(metric, others[nearest] - plain)} plain training "
+    said += f"({metric} {quality(metric, plain)})"
+    if farthest != nearest:
+        said += f", {named(farthest)} {distance(metric, others[farthest] - plain)} it"
+    return f"{said[0].upper()}{said[1:]}{failed}."
+
+
+def distance(metric: str, far: float) -> str:
+    """How far above or below."""
+    if metric != "accuracy":
+        return f"{abs(far):.2g} {'above' if far > 0 else 'below'}" if far else "level with"
+    return (
+        f"{100 * abs(far):.1f} points {'above' if far > 0 else 'below'}" if abs(far) >= 5e-4 else "within 0.1 points of"
+    )
+
+
 class CompareStudy(Study[Compared, Runs]):
     """Several defences and seeds."""
 
@@ -153,11 +188,12 @@ class CompareStudy(Study[Compared, Runs]):
         where = f"{config.model.name} on {config.data.name} with {config.data.clients} clients"
         return Shown(
             f"{config.data.name}, {config.model.name}: defences compared",
-            f"{len(results)} ways to train {where}. Curves: first seed.",
+            verdict(results, metric),
             header,
             rows_of(results, metric, config),
             f"Mean and standard deviation over {seeds}; bytes without names and shapes.",
             sections,
+            lead=f"{len(results)} ways to train {where}. Curves: first seed.",
         )
 
 

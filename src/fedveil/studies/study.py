@@ -24,26 +24,28 @@ class Shown:
 
     Attributes:
         title: of the page.
-        lead: the result in one sentence.
+        verdict: the result in one plain sentence, computed from it; of an exhibit of the paper a clause, or "".
         header, rows, note: the table, for the terminal and the page.
         sections: of the page, after the table; paragraphs of `Text` go to the terminal too.
         first: sections before the table.
         headline: (question, the paper's answer, ours) for a summary of several studies.
+        lead: more words on what was asked, below the verdict.
     """
 
     title: str
-    lead: str
+    verdict: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str
     sections: Sequence[Section]
     first: Sequence[Section] = ()
     headline: Sequence[tuple[str, str, str]] = ()
+    lead: str = ""
 
     def page(self, command: str) -> Page:
         """The page, with the command that makes it again."""
         table = [Table("Result", self.header, self.rows, self.note)] if self.rows else []
-        return Page(self.title, self.lead, [*self.first, *table, *self.sections], command)
+        return Page(self.title, self.verdict, [*self.first, *table, *self.sections], command, self.lead)
 
 
 class Study(ABC, Generic[S, R]):

@@ -1,6 +1,7 @@
 """What the pages of several attacks have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from fedveil.report import Interval, Section
 from fedveil.studies.estimates import Estimate
@@ -11,6 +12,64 @@ ADAPTIVE = (
     'with its own labels, "sketches stacked" one that adds up DBCL\'s sketches of six rounds. The models of the other '
     "defences need no cleaning."
 )
+VERDICT = 160  # characters, about two lines
+SHORT = 0.2  # of the way from a guess to the strongest attacker: so far behind it, another one falls short
+
+
+class Reached(NamedTuple):
+    """How far the strongest attacker gets, and the published one."""
+
+    value: float
+    published: float
+
+
+class Said(NamedTuple):
+    """A verdict in which {found} are figures by defence and {guess} is a guess; `weak` where nothing can be found."""
+
+    verdict: str
+    weak: str
+
+
+def fitting(*sentences: str) -> str:
+    """The first sentence that is short enough for a verdict, else the last."""
+    return next((one for one in sentences if len(one) <= VERDICT), sentences[-1])
+
+
+def listed(names: Sequence[str], word: str) -> str:
+    """Names in a sentence.
+
+    >>> listed(["a", "b", "c"], "and")
+    'a, b and c'
+    """
+    return f" {word} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def named(defence: str) -> str:
+    """A defence in a sentence; of package.module:Class the class."""
+    return "no defence" if defence == "plain" else defence.rpartition(":")[2]
+
+
+def one_line(found: Mapping[str, Reached], guess: float, least: float, form: Callable[[float], str], said: Said) -> str:
+    """The verdict on an attack in one sentence: how far the strongest attacker gets under each defence.
+
+    What published attacks reach stands beside it where they fall short. If nobody gets `least` above a guess, not even
+    without a defence, there is nothing to say about defences. `form` writes a figure.
+    """
+    if not found:
+        return "Nothing is known: the attack failed under every defence."
+    if "plain" in found and max(one.value for one in found.values()) - guess < least:
+        return said.weak.format(top=form(found["plain"].value), guess=form(guess))
+    notes = {
+        name: f"; as published {form(one.published)}"
+        for name, one in found.items()
+        if one.value - one.published > SHORT * (one.value - guess)
+    }
+    beside = "" if "plain" in found else "; no undefended federation was attacked"
+    every = [
+        ", ".join(f"{form(one.value)} ({named(name)}{told.get(name, '')})" for name, one in found.items())
+        for told in (notes, {})
+    ]
+    return fitting(*(said.verdict.format(found=words, guess=form(guess)) + f"{beside}." for words in every))
 
 
 def failed_row(name: str, columns: int, said: str = "failed") -> list[str]:

@@ -205,6 +205,25 @@ def verdict(rows: Sequence[Row]) -> str:
     return f"No setting {held} {price}.{near}{paid}"
 
 
+def one_line(rows: Sequence[Row]) -> str:
+    """The verdict in one sentence: whether a measure is good enough, and which comes nearest."""
+    asked = (
+        f"the best membership attacker to {100 * MOST_MEMBERSHIP:.0f} % for {100 * MOST_COST:.1f} points of accuracy"
+    )
+    tried = [row for row in rows if not row.undefended and row.membership and row.cost]
+    bare = [row.membership.value for row in rows if row.undefended and row.membership]
+    if not tried or not bare or max(bare) <= MOST_MEMBERSHIP:
+        return verdict(rows)
+    cheap = [row for row in tried if _cost(row) <= MOST_COST]
+    if not cheap:
+        return f"No setting holds {asked}: none costs so little."
+    best = min(cheap, key=_membership)
+    found = f"{100 * _membership(best):.1f} %, {100 * max(bare):.1f} % without a defence"
+    if _membership(best) <= MOST_MEMBERSHIP:
+        return f"At least one setting holds {asked}: {best.name} ({found})."
+    return f"No setting holds {asked}; {best.name} comes nearest ({found})."
+
+
 def _membership(row: Row) -> float:
     assert row.membership
     return row.membership.value
@@ -321,7 +340,8 @@ class HardenStudy(Study[Hardening, Hardened]):
         sections = [*charts(rows), Text("How to read it", READING), Facts("Configuration", facts)]
         lead = f"{len(found)} settings, {asked.seeds} seeds each, against adaptive attackers."
         first = [Text("Verdict", [verdict(rows)])]
-        return Shown("What hardens the veil", lead, header, table, NOTE, sections, first)
+        title = f"What hardens the veil: {asked.base['data']}"
+        return Shown(title, one_line(rows), header, table, NOTE, sections, first, lead=lead)
 
 
 HARDEN = HardenStudy()

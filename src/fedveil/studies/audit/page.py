@@ -12,11 +12,17 @@ from fedveil.studies.gradients import server_page
 from fedveil.studies.gradients.results import Curious
 from fedveil.studies.gradients.server_page import RECOGNISED
 from fedveil.studies.jobs import Failed
-from fedveil.studies.tables import Presented, mark
+from fedveil.studies.tables import Presented, listed, mark, named
 
 UNDEFENDED = "undefended"
 PROTECTS, HINDERS = 0.2, 0.8  # shares of the way from chance to no defence at all
+NOTHING = "nothing to find"
 NOTHING_TO_FIND = 0.02  # what the undefended figure must be above a guess for there to be anything to find
+DOES = {
+    "is protected": "protects",
+    "is partly protected": "partly protects",
+    "is not protected": "does not protect",
+}
 HEADER = (
     *("defence", "attacker", "agreement, %", "membership AUC", "PSNR, dB"),
     *("membership by", "membership, %", "TPR at 1 % FPR, %", "accuracy, %", "ranking AUC"),
@@ -128,7 +134,7 @@ def judge(found: Audited, plain: Audited, name: str) -> Judgement | None:
         return None
     chance = chance_of(plain, name)
     if top[1] - chance < NOTHING_TO_FIND:
-        return Judgement("nothing to find", f"{what}: nothing to find, even without a defence")
+        return Judgement(NOTHING, f"{what}: {NOTHING}, even without a defence")
     full = min(top[1], chance + RECOGNISED) if name == "rebuilt" else top[1]
     share, published = leak(strongest[1], chance, full), found.figure(PUBLISHED, name)
     said = word(share)
@@ -148,6 +154,43 @@ def verdict(defence: str, found: Audited | Failed, plain: Audited) -> str:
         return f"{defence}: failed, so nothing is known."
     said = [judged.text for name in MEASURES if (judged := judge(found, plain, name))]
     return f"{defence}: " + "; ".join(said) + "."
+
+
+def one_line(every: Audits) -> str:
+    """The verdict in one sentence: how the one defence does by each measure, or which of several protect what."""
+    plain = every.get("plain", every.get(UNDEFENDED))
+    done = {name: one for name, one in every.items() if name != UNDEFENDED and isinstance(one, Audited)}
+    if not isinstance(plain, Audited) or not done:
+        return "There is no verdict: the audit of the undefended federation failed, or that of every other."
+    defended = {name: one for name, one in done.items() if name != "plain"} or done
+    parts = [of_one(*one, plain) for one in defended.items()] if len(defended) == 1 else of_several(defended, plain)
+    return f"Against the strongest attacker, {'; '.join(parts)}."
+
+
+def of_one(defence: str, found: Audited, plain: Audited) -> str:
+    """What one defence does by each measure, with the strongest attacker's figures."""
+    parts: dict[str, list[str]] = {}
+    for name, (what, *_) in MEASURES.items():
+        if judged := judge(found, plain, name):
+            _, top = worst(found, name) or ("", 0.0)
+            share = f"{100 * top:.0f} % agreement" if name == "agreement" and not found.ranks else f"AUC {top:.2f}"
+            figure = f" ({f'{top:.0f} dB' if name == 'rebuilt' else share})" if judged.word in DOES else ""
+            parts.setdefault(DOES.get(judged.word, "shows nothing about"), []).append(f"{what}{figure}")
+    said = [f"{does} {listed(own, 'or' if ' not ' in does else 'and')}" for does, own in parts.items()]
+    return f"{'plain training' if defence == 'plain' else named(defence)} {listed(said, 'and')}"
+
+
+def of_several(defended: Mapping[str, Audited], plain: Audited) -> list[str]:
+    """Which defences protect what."""
+    parts = []
+    for name, (what, *_) in MEASURES.items():
+        words = {defence: said.word for defence, one in defended.items() if (said := judge(one, plain, name))}
+        held = [named(defence) for defence, said in words.items() if said == "is protected"]
+        if all(said == NOTHING for said in words.values()):
+            parts += [f"of {what} there is nothing to find"] if words else []
+        else:
+            parts.append(f"{what} is protected by {listed(held, 'and') if held else f'none of {len(words)} defences'}")
+    return parts
 
 
 def glance(results: Audits, plain: Audited) -> Table:

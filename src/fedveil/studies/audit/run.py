@@ -185,7 +185,7 @@ class AuditStudy(AttackStudy[Options, Audited]):
     def present(self, asked: Asked[Options], results: Results[Audited]) -> Shown:
         """The verdict first, then the table, pictures and how to read them."""
         first, table = page.presented(results)
-        return self.framed(asked, results, *table, first)
+        return self.framed(asked, results, *table, first, page.one_line(results))
 
 
 SUITE: Mapping[str, Mapping[str, Value]] = {

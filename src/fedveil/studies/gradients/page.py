@@ -9,7 +9,7 @@ from fedveil.studies.estimates import average, text
 from fedveil.studies.gradients.results import Batch, Figures, Gradients
 from fedveil.studies.jobs import Failed
 from fedveil.studies.pictures import picture
-from fedveil.studies.tables import Presented
+from fedveil.studies.tables import Presented, Reached, Said, one_line
 
 HEADER = (
     *("defence", "view", "attacker", "batch", "images"),
@@ -23,6 +23,27 @@ NOTE = (
     " means over images [95 % interval, Student's]; images of one batch are not independent. Batches are matched to the"
     " originals for the least squared error. Restarts are chosen by the distance of gradients. Floors need no gradient."
 )
+LEAST = 1.0  # dB above a guess: with less there is nothing to see
+SAID = Said(
+    "Images rebuilt from gradients have a PSNR of {found}; a guess has {guess}",
+    "Not even without a defence are images rebuilt from gradients ({top}) better than a guess ({guess}).",
+)
+
+
+def verdict(results: Mapping[str, Gradients | Failed], size: int) -> str:
+    """How near the images of the best view come, in one sentence, at one batch size."""
+    found: dict[str, Reached] = {}
+    for defence, parts in whole(results, size).items():
+        tops = {view: statistics.fmean(joined([part.views[view] for part in parts]).psnr) for view in parts[0].views}
+        published = [value for view, value in tops.items() if not adaptive(view)]
+        found[defence] = Reached(max(tops.values()), max(published, default=max(tops.values())))
+    floors = [statistics.fmean(floor.psnr) for floor in floors_of(results, size).values()]
+    return one_line(found, max(floors, default=0.0), LEAST, lambda near: f"{near:.1f} dB", SAID)
+
+
+def adaptive(view: str) -> bool:
+    """Whether a view takes an adaptive attacker."""
+    return view.startswith("V-diff, ")
 
 
 def presented(results: Mapping[str, Gradients | Failed], sizes: Sequence[int]) -> Presented:
@@ -48,7 +69,7 @@ def defence_rows(name: str, result: Gradients | Failed, sizes: Sequence[int]) ->
             rows.append(_failed_row(name, str(size), broken))
             continue
         for view in parts[0].views:
-            attacker = ADAPTIVE if view.startswith("V-diff, ") else PUBLISHED
+            attacker = ADAPTIVE if adaptive(view) else PUBLISHED
             labels = sum(part.views[view].labels for part in parts)
             rows.append(table_row(name, view, attacker, str(size), joined([p.views[view] for p in parts]), labels))
     return rows

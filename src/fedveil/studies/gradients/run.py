@@ -315,7 +315,9 @@ class GradientStudy(OnDefences[Options, Gradients]):
 
     def present(self, asked: Asked[Options], results: Results[Gradients]) -> Shown:
         """Table, chart of the smallest batch, pictures of every batch size."""
-        return self.framed(asked, results, *page.presented(results, sorted(asked.options.batches())))
+        sizes = sorted(asked.options.batches())
+        verdict = page.verdict(results, sizes[0])
+        return self.framed(asked, results, *page.presented(results, sizes), verdict=verdict)
 
 
 GRADIENTS = GradientStudy()

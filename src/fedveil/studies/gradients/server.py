@@ -236,7 +236,7 @@ class ServerStudy(OnDefences[Options, Curious]):
     def present(self, asked: Asked[Options], results: Results[Curious]) -> Shown:
         """Table and pictures."""
         first, table = server_page.presented(results)
-        return self.framed(asked, results, *table, first)
+        return self.framed(asked, results, *table, first, server_page.one_line(results))
 
 
 SERVER = ServerStudy()

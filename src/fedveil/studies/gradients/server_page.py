@@ -8,9 +8,10 @@ from fedveil.studies.estimates import Estimate, text
 from fedveil.studies.gradients.results import Curious, ServerRound
 from fedveil.studies.jobs import Failed
 from fedveil.studies.pictures import picture
-from fedveil.studies.tables import Presented
+from fedveil.studies.tables import Presented, listed
 
 SINGLE, SAME_MODEL, NEXT_ROUND = "single update", "same model", "next round"
+SUM = "sum of "
 ATTACKS, FLOORS = ("search", "first layer", "rows that agree"), ("mean image", "another of its class")
 RECOGNISED = 10.0  # dB above a guess, a tenth of its squared error: such a record is known, and more says nothing
 HEADER = ("defence", "view", "records", "known", *(f"{name}, dB" for name in (*ATTACKS, *FLOORS)), "SSIM")
@@ -32,7 +33,7 @@ PICTURES = (
 
 def sum_of(clients: int) -> str:
     """The name of the view of a sum."""
-    return f"sum of {clients}"
+    return f"{SUM}{clients}"
 
 
 def difference_of(clients: int, models: str) -> str:
@@ -84,6 +85,20 @@ def verdict(found: Curious) -> str:
         return "a curious server rebuilds no record by these attacks, " + WEAK
     none = f" It rebuilds none from: {'; '.join(kept)}." if kept else ""
     return f"a curious server rebuilds a record from: {'; '.join(given)}.{none}"
+
+
+def one_line(results: Mapping[str, Curious | Failed]) -> str:
+    """Which views give a record away under any defence, in one sentence."""
+    every = [one for one in results.values() if isinstance(one, Curious) and one.whole]
+    known = {name: any(times_known(one, name) for one in every) for one in every for name in one.whole[0].views}
+    if not any(known.values()):
+        return "A curious server was not measured." if not known else f"A curious server rebuilds no record, {WEAK}"
+    given = [SINGLE + "s"] if known.get(SINGLE) else []
+    sums, kept = ([n.removeprefix(SUM) for n, got in known.items() if n.startswith(SUM) and got == g] for g in (1, 0))
+    given += [f"sums over {listed(sums, 'and')} clients"] if sums else []
+    given += ["the difference of two sums"] if any(got for name, got in known.items() if " minus " in name) else []
+    none = f", but from no sum over {listed(kept, 'or')} clients" if kept else ""
+    return f"A curious server rebuilds a record from {listed(given, 'and')}{none}."
 
 
 def gallery(title: str, found: Curious) -> Pictures | None:

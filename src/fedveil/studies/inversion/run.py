@@ -286,7 +286,7 @@ class InversionStudy(AttackStudy[Options, Inversion]):
 
     def present(self, asked: Asked[Options], results: Results[Inversion]) -> Shown:
         """The table, success beside guessing, pictures, success by class, the paper's protocol, pixels alone."""
-        return self.framed(asked, results, *page.presented(results))
+        return self.framed(asked, results, *page.presented(results), verdict=page.verdict(results))
 
 
 INVERSION = InversionStudy()

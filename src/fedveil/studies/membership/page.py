@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from fedveil.attacks.observed import PUBLISHED
 from fedveil.report import NOTHING, Curves, Interval, Intervals, Section, Table, Text
 from fedveil.studies.estimates import percent, text
 from fedveil.studies.jobs import Failed
 from fedveil.studies.membership.results import Membership, Scored
-from fedveil.studies.tables import ADAPTIVE, Presented, failed_row, mark
+from fedveil.studies.tables import ADAPTIVE, Presented, Reached, Said, failed_row, mark, one_line
 
 LAYERS = {"last": "last layer", "second": "second to last", "third": "third to last", "three": "last three"}
 NETWORKS = {**LAYERS, "full": "last three, label, loss, gradient"}
@@ -30,6 +31,11 @@ EXPLAINED = (
     "before reading a low figure as protection. A network that takes all records for members, or none, has learnt "
     "nothing: see the attack networks below before reading 50 % as protection.",
     ADAPTIVE,
+)
+LEAST = 0.02  # of AUC above guessing: with less there is nothing to find
+SAID = Said(
+    "The strongest attacker tells members from others with an AUC of {found}; guessing has {guess}",
+    "Not even without a defence does an attack tell members from others (AUC {top}): nothing is shown about defences.",
 )
 
 
@@ -119,6 +125,19 @@ def left_out(results: Mapping[str, Membership | Failed]) -> list[str]:
         return []
     said = "The true-positive rate at 0.1 % false positives is left out: it takes 10,000 non-members, the test has "
     return [f"{said}{min(sizes):,}." + (" At 1 % it takes 1,000." if min(sizes) < 1000 else "")]
+
+
+def verdict(results: Mapping[str, Membership | Failed]) -> str:
+    """How well members are told from others, in one sentence."""
+    found: dict[str, Reached] = {}
+    for defence, result in results.items():
+        tops = {
+            name: max((one.auc.value for one in own.attacks.values() if isinstance(one, Scored)), default=0.5)
+            for name, own in (result.attackers.items() if isinstance(result, Membership) else ())
+        }
+        if tops:
+            found[defence] = Reached(max(tops.values()), tops.get(PUBLISHED, max(tops.values())))
+    return one_line(found, 0.5, LEAST, "{:.2f}".format, SAID)
 
 
 def presented(results: Mapping[str, Membership | Failed]) -> Presented:

@@ -110,7 +110,7 @@ class MembershipStudy(AttackStudy[Options, Membership]):
 
     def present(self, asked: Asked[Options], results: Results[Membership]) -> Shown:
         """Table 3, all figures, intervals, ROC curves, attack networks."""
-        return self.framed(asked, results, *page.presented(results))
+        return self.framed(asked, results, *page.presented(results), verdict=page.verdict(results))
 
 
 MEMBERSHIP = MembershipStudy()

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.report import NOTHING, Interval, Intervals
@@ -30,6 +30,19 @@ Attacked = dict[str, dict[str, Seeds[A]]]  # by data set, defence and seed
 Both = tuple[Estimate | None, Estimate | None]  # by the paper's protocol, by ours
 HEADLINE = ("plain", "veil")
 ACCURACY = "accuracy"
+
+
+class Rates(NamedTuple):
+    """Success of the published attacker, plain and under the veil, and of adaptive ones under the veil."""
+
+    plain: float
+    veil: float
+    adaptive: Mapping[str, float]
+
+    @property
+    def best(self) -> str:
+        """The adaptive attacker that succeeds most; "" without any."""
+        return max(self.adaptive, key=self.adaptive.__getitem__, default="")
 
 
 class AttackExhibit(Exhibit[R], Generic[O, A, R]):
@@ -96,7 +109,7 @@ class AttackTable(AttackExhibit[O, A, Attacked[A]]):
     """A table of an attack, with its success in a chart and in the summary.
 
     Attributes:
-        what: the attack, in the summary.
+        what, brief: the attack, in the summary and in a sentence.
         protocol: the paper's, in the header.
         note: of the table.
         single: which intervals a single seed has; several have Student's.
@@ -106,6 +119,7 @@ class AttackTable(AttackExhibit[O, A, Attacked[A]]):
     """
 
     what: str
+    brief: str
     protocol: str
     note: str
     single: str
@@ -124,14 +138,17 @@ class AttackTable(AttackExhibit[O, A, Attacked[A]]):
     def present(self, plan: Plan, results: Attacked[A]) -> Shown:
         """One row per data set, measure, defence and attacker, and success in a chart and in words."""
         rows, marks, headline = list[list[str]](), list[Interval](), list[tuple[str, str, str]]()
+        found = dict[str, Rates]()
         for printed_as, data in plan.settings.data.items():
             paper, ours = plan.printed(Printed)[printed_as], results[data]
             rows += self.rows(data, paper, ours)
             marks += self.marks(data, paper[self.success], ours)
-            headline += self.headline(data, paper[self.success], ours)
+            if known := self.rates(ours):
+                found[data] = known
+                headline.append(self.headline(data, paper[self.success], known))
         header = ("data", "measure", "defence", "attacker", "paper", f"ours, {self.protocol}", "ours")
         note, chart = f"{self.note} {self.spread(plan)}", dataclasses.replace(self.chart, rows=marks)
-        return Shown(plan.title, "", header, rows, note, [chart], headline=headline)
+        return Shown(plan.title, self.verdict(found), header, rows, note, [chart], headline=headline)
 
     def spread(self, plan: Plan) -> str:
         """What the intervals are."""
@@ -184,25 +201,37 @@ class AttackTable(AttackExhibit[O, A, Attacked[A]]):
                 marks.append(mark(f"ours, {attacker}", self.rate(results, attacker), group, 100))
         return marks
 
-    def headline(
-        self, data: str, paper: Mapping[str, float], ours: Mapping[str, Seeds[A]]
-    ) -> list[tuple[str, str, str]]:
-        """Success in %, the paper's and ours: plain and under the veil, there by the best adaptive attacker too."""
-        said, adaptive = [], dict[str, float]()
+    def rates(self, ours: Mapping[str, Seeds[A]]) -> Rates | None:
+        """Success plain and under the veil, if both were measured."""
+        found = dict[str, dict[str, float]]()
         for defence in HEADLINE:
             results = succeeded(ours.get(defence, {}))
             if isinstance(results, Failed):
-                return []
-            every = {name: found.value for name in attackers_of(results) if (found := self.rate(results, name))}
+                return None
+            every = {name: rate.value for name in attackers_of(results) if (rate := self.rate(results, name))}
             if PUBLISHED not in every:
-                return []
-            said.append(f"{defence} {100 * every.pop(PUBLISHED):.1f}")
-            adaptive = every
-        if adaptive:
-            best = max(adaptive, key=adaptive.__getitem__)
-            said.append(f"by an adaptive attacker ({best}) {100 * adaptive[best]:.1f}")
+                return None
+            found[defence] = every
+        plain, veil = (found[defence].pop(PUBLISHED) for defence in HEADLINE)
+        return Rates(plain, veil, found["veil"])
+
+    def headline(self, data: str, paper: Mapping[str, float], found: Rates) -> tuple[str, str, str]:
+        """Success in %, the paper's and ours: plain and under the veil, there by the best adaptive attacker too."""
+        said = [f"plain {100 * found.plain:.1f}", f"veil {100 * found.veil:.1f}"]
+        if found.best:
+            said.append(f"by an adaptive attacker ({found.best}) {100 * found.adaptive[found.best]:.1f}")
         theirs = ", ".join(f"{defence} {paper[defence]:.2f}" for defence in HEADLINE)
-        return [(f"{self.what}, {data}, success in %", theirs, ", ".join(said))]
+        return f"{self.what}, {data}, success in %", theirs, ", ".join(said)
+
+    def verdict(self, found: Mapping[str, Rates]) -> str:
+        """Success on the data set on which it is largest without a defence."""
+        if not found:
+            return ""
+        data = max(found, key=lambda name: found[name].plain)
+        one = found[data]
+        adaptive = f" (adaptive: {100 * one.adaptive[one.best]:.1f} %)" if one.best else ""
+        under, without = f"{100 * one.veil:.1f} % under the veil{adaptive}", f"{100 * one.plain:.1f} % without"
+        return f"{self.brief} on {data} reach {under}, {without}"
 
 
 def point(value: float) -> Estimate:

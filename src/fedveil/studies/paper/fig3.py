@@ -59,7 +59,15 @@ class Fig3(TrainingExhibit):
             for name, found in every.items()
         ]
         sections.append(Text("Figure 3: findings", said or ["No pair of plain and veiled runs is complete."]))
-        return Shown(plan.title, "", HEADER, rows, NOTE, sections)
+        return Shown(plan.title, verdict(every.get("veil", [])), HEADER, rows, NOTE, sections)
+
+
+def verdict(epochs: Line) -> str:
+    """In how many epochs the curves of veil and plain agree."""
+    if not epochs:
+        return ""
+    met = sum(far <= first + second for far, first, second in epochs)
+    return f"the curves of veil and plain agree within their spread over seeds in {met} of {len(epochs)} epochs"
 
 
 def beside(plain: Line, other: Line) -> Line:

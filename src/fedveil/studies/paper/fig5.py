@@ -72,7 +72,18 @@ class Fig5(Exhibit[Found]):
         note = "Below each picture its PSNR in dB."
         if pictures := gallery("Figure 5: images from gradients", results, BATCH, note):
             sections.append(pictures)
-        return Shown(plan.title, "", HEADER, rows, NOTE, sections, headline=headline(results))
+        return Shown(plan.title, verdict(results), HEADER, rows, NOTE, sections, headline=headline(results))
+
+
+def verdict(results: Found) -> str:
+    """How near the images of the best view come, under the veil and without it."""
+    near = {
+        name: max(average(joined([part.views[view] for part in parts]).psnr).value for view in parts[0].views)
+        for name, parts in whole(results, BATCH).items()
+    }
+    if not {"plain", "veil"} <= near.keys():
+        return ""
+    return f"images from gradients have {near['veil']:.1f} dB under the veil, {near['plain']:.1f} dB without"
 
 
 def headline(results: Found) -> list[tuple[str, str, str]]:

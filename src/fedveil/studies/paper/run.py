@@ -204,5 +204,18 @@ def write_page(made: Mapping[str, Made], folder: Path) -> Path:
     sections: list[Section] = [Table("Summary", ["", "the paper", "ours"], rows, SUMMARY)] if rows else []
     for one in every:
         sections += one.sections()
-    page = Page(f"The paper, reproduced ({plan.scale})", LEAD, sections, repeat("all", plan, folder))
+    title = f"The paper, reproduced ({plan.scale})"
+    page = Page(title, verdict(made), sections, repeat("all", plan, folder), LEAD)
     return write(page, folder / "report.html")
+
+
+def verdict(made: Mapping[str, Made]) -> str:
+    """What the veil costs and how far attackers get under it, in one sentence: of tables that are there."""
+    parts = []
+    for names in (("table2", "table1", "fig3"), ("table3", "table4", "fig5")):
+        said = [made[name].shown.verdict for name in names if name in made]
+        parts += [one for one in said if one][:1]
+    if not parts:
+        return "There is no verdict: what is here has no figures that could be judged."
+    after = "".join(f"; {part.replace('the veil', 'it')}" for part in parts[1:])
+    return f"{parts[0][0].upper()}{parts[0][1:]}{after}."

@@ -39,7 +39,14 @@ class Table1(TrainingExhibit):
         pairs = list(aparts(results, ("layers", "clients")))
         said, headline = findings(paper, results, pairs) if pairs else ([], [])
         sections: list[Section] = [lossless(results, pairs), *said]
-        return Shown(plan.title, "", header, rows, note, sections, headline=headline)
+        return Shown(plan.title, verdict(pairs), header, rows, note, sections, headline=headline)
+
+
+def verdict(pairs: Sequence[Apart]) -> str:
+    """How far apart veil and plain end."""
+    if not pairs:
+        return ""
+    return f"the veil ends within {max(one.means for one in pairs):.1e} of plain training's squared error"
 
 
 def lossless(runs: Sequence[Run], pairs: Sequence[Apart]) -> Table:

@@ -28,7 +28,8 @@ class Table3(AttackTable[Options, Membership]):
     study = MEMBERSHIP
     kind = TypeAdapter(Attacked[Membership])
     left_out = frozenset({"roc", "network"})
-    what, protocol, measures = "Table 3, membership, last three layers", "its choice", MEASURES
+    what, brief = "Table 3, membership, last three layers", "membership attacks"
+    protocol, measures = "its choice", MEASURES
     note, single = NOTE, "One seed; 95 % intervals over records."
     success = "three"
     chart = Intervals("Table 3: last three layers", "attack success, %", (), {"guessing": 50.0})

@@ -32,7 +32,8 @@ class Table4(AttackTable[Options, Inversion]):
     study = INVERSION
     kind = TypeAdapter(Attacked[Inversion])
     left_out = frozenset({"right", "gallery"})
-    what, protocol, measures = "Table 4, model inversion", "self-judged", MEASURES
+    what, brief = "Table 4, model inversion", "inversion attacks"
+    protocol, measures = "self-judged", MEASURES
     note, single = NOTE, "One seed; Wilson's 95 % intervals over images."
     success = "value"
     chart = Intervals("Table 4: attack success", "success, ours by the evaluator, %", (), {}, low=0.0, high=100.0)

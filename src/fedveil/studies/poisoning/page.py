@@ -110,6 +110,31 @@ def reasons(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def verdict(results: Mapping[str, Poisoning | Failed], limits: Sequence[str]) -> str:
+    """What the worst attack leaves with each of the limits, under the defence that suffers most, in one sentence."""
+    done = {name: one for name, one in results.items() if isinstance(one, Poisoning)}
+    honest = [row.accuracy for name, one in done.items() for row in rows_of(name, one, HONEST, [UNLIMITED])]
+    reached = [one.value for one in honest if one]
+    left: dict[str, float] = {}  # -1 where a run ended
+    for name, one in done.items():
+        attacks = [attack for attack in one.attacks if attack != HONEST and not one.without_figures(attack)]
+        for row in (row for attack in attacks for row in rows_of(name, one, attack, limits) if row.endings):
+            value = row.accuracy.value if row.accuracy and not row.ended else -1.0
+            left[row.limits] = min(value, left.get(row.limits, 1.0))
+    if not reached or not left:
+        return "Nothing is known: no run with hostile clients could be compared with an honest one."
+    rules = {name: value for name, value in left.items() if name not in (UNLIMITED, BOUNDED)}
+    best = max(rules, key=rules.__getitem__, default="")
+    said = [(f"with {UNLIMITED}", left.get(UNLIMITED)), (f"with {BOUNDED}", left.get(BOUNDED))]
+    said += [(f"with the best rule ({best})", rules[best])] if rules else []
+    words = ", ".join(f"{_left(value)} {how}" for how, value in said if value is not None)
+    return f"With honest clients accuracy is {_left(min(reached))}; the worst attack leaves {words}."
+
+
+def _left(accuracy: float) -> str:
+    return f"{100 * accuracy:.1f} %" if accuracy >= 0 else "no model"
+
+
 def presented(results: Mapping[str, Poisoning | Failed], limits: Sequence[str], hostile: int) -> Presented:
     """The table, and the sections: what attacks do, intervals, all figures, why runs ended."""
     header = ["defence", "attack", *limits, REFUSED]

@@ -158,7 +158,8 @@ class PoisoningStudy(OnDefences[Options, Poisoning]):
     def present(self, asked: Asked[Options], results: Results[Poisoning]) -> Shown:
         """Accuracy by attack and limits, all figures, intervals, and why runs ended."""
         limits = list(asked.options.limited(asked.config))
-        return self.framed(asked, results, *page.presented(results, limits, hostile_in(asked.config)))
+        shown = page.presented(results, limits, hostile_in(asked.config))
+        return self.framed(asked, results, *shown, verdict=page.verdict(results, limits))
 
 
 POISONING = PoisoningStudy()
