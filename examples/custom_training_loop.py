@@ -1,0 +1,61 @@
+"""A training loop of your own: the calls of one round, with everything around them in your hands.
+
+- Shows: analyse, draw_secret, perturb, client_step and recover in place of a Federation; a loss function of your own.
+- Who attacks: nobody here. What is protected: clients receive `broadcast`, a masked model, and never `model` itself.
+- Needs: pip install fedveil
+- Last line: test accuracy 94.7 %; recovered and plain gradient differ by 5e-07 of its length
+
+`fedveil.Federation` does the same in one call. Write a loop if yours does something else: clients that come and go,
+several models, a transport of your own.
+"""
+
+import torch
+from torch import Tensor, nn
+
+import fedveil
+from fedveil.data import load, split
+
+
+def margin(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss, one value per record: the true class should be ahead of every other by 1."""
+    true = outputs.gather(1, targets[:, None])
+    return (1 + outputs - true).relu().pow(2).sum(1)
+
+
+data = load("digits")
+clients = [data.train.take(rows) for rows in split(data, 3)]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+plan = fedveil.analyse(model, data.train.inputs[:2])  # once: which values can be masked, and how
+print(f"a veil covers {100 * plan.coverage:.0f} % of the model's values")
+
+for number in range(60):
+    batches = [client.take(torch.randperm(len(client.targets))[:64]) for client in clients]
+
+    # The server draws the secret of this round, and makes what all clients receive.
+    secret = fedveil.draw_secret(plan, margin)
+    broadcast = fedveil.perturb(model, secret)
+
+    # Each client works on the broadcast. Of `model` it needs the architecture only; its values are ignored.
+    updates = [fedveil.client_step(model, broadcast, inputs, targets) for inputs, targets in batches]
+
+    # The server removes the noise. What is left is the gradient of plain training.
+    found = fedveil.recover(secret, updates).gradients
+
+    # To compare, what nobody could compute in a real federation: the gradient of all batches on the true model.
+    pooled = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+    true = torch.autograd.grad(margin(model(pooled[0]), pooled[1]).mean(), list(model.parameters()))
+    flat_true = torch.cat([gradient.flatten() for gradient in true])
+    flat_found = torch.cat([found[name].flatten() for name, _ in model.named_parameters()])
+    error = float((flat_found - flat_true).norm() / flat_true.norm())
+
+    for name, parameter in model.named_parameters():
+        parameter.grad = found[name]
+    optimizer.step()
+    if number % 10 == 0:
+        print(f"round {number}: recovered and plain gradient differ by {error:.0e} of its length")
+
+with torch.no_grad():
+    accuracy = (model(data.test.inputs).argmax(1) == data.test.targets).float().mean()
+print(f"test accuracy {100 * accuracy:.1f} %; recovered and plain gradient differ by {error:.0e} of its length")

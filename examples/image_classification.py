@@ -1,0 +1,113 @@
+# %% [markdown]
+"""# Image classification: plain training and a veil end in the same model.
+
+- Shows: five clients train a small CNN on handwritten digits, once plain and once under a veil, from the same start.
+- Who attacks: a client that uses the model as it receives it, and one that first removes the public part of the noise.
+- Needs: `pip install fedveil`
+- Last line: `accuracy: plain 98.3 %, veil 98.3 %; the same answer for 100.0 % of the test images`
+"""
+
+# %%
+import builtins
+
+import torch
+from torch import Tensor, nn
+
+import fedveil
+from fedveil.data import load, split
+from fedveil.report import Picture
+from fedveil.report.pictures import encode
+
+# %% [markdown]
+"""## The clients
+
+1,438 images of 8 x 8 pixels are shared among five clients. A Dirichlet split gives each of them a mixture of its own,
+as hospitals and banks have it: most clients hardly see some of the digits. Another 359 images are kept for testing.
+"""
+
+# %%
+data = load("digits", flat=False)  # inputs of shape (records, 1, 8, 8)
+clients = [data.train.take(rows) for rows in split(data, 5, how="dirichlet", alpha=0.5)]
+for number, (_, digits) in enumerate(clients):
+    print(f"client {number}: {len(digits)} images; zeros, ones ... nines: {digits.bincount(minlength=10).tolist()}")
+
+# %% [markdown]
+"""## Two federations
+
+In every round the server sends the model, each client answers with the gradient of its next 32 images, and the server's
+optimiser takes a step. Under a veil the server sends a masked model, with new secret noise in every round, and removes
+the noise from the gradients that come back.
+"""
+
+
+# %%
+def train(defence: str) -> fedveil.Federation:
+    """A trained federation; all start from the same weights."""
+    torch.manual_seed(0)
+    first = nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    model = nn.Sequential(*first, nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    federation = fedveil.Federation(model, clients, defence, optimizer, batch_size=32)  # cross-entropy, by default
+    federation.fit(epochs=15, test=data.test)
+    return federation
+
+
+plain, veil = train("plain"), train("veil")
+curves = zip(plain.history.curve("accuracy"), veil.history.curve("accuracy"), strict=True)
+for (number, without), (_, under) in list(curves)[::2]:
+    print(f"round {number:3}: test accuracy plain {100 * without:.1f} %, veil {100 * under:.1f} %")
+
+# %% [markdown]
+"""## What a client has
+
+A client never receives the server's model. We broadcast once more and look at what arrives. As received, the model is
+of no use. But the noise on the last layer has a public part, and a client that subtracts it gets nearly all answers
+back: **a veil is no guarantee** (`docs/threat-model.md`). The picture shows the answers of the three models: one row
+for each true digit, one column for each answer.
+"""
+
+# %%
+broadcast = veil.defence.broadcast(veil.model)
+views = {
+    "the server's model": veil.model,
+    "as received by a client": fedveil.client_view(veil.model, broadcast),
+    "public offset removed": fedveil.client_view(veil.model, broadcast, centred=True),
+}
+veil.defence.forget()  # the secret of this broadcast, as after every round
+
+
+def answers(model: nn.Module) -> Tensor:
+    """The digit that a model takes each test image for."""
+    with torch.no_grad():
+        return model(data.test.inputs).argmax(1)
+
+
+def confusion(model: nn.Module) -> Tensor:
+    """Shares of the answers, one row for each true digit."""
+    counts = torch.bincount(10 * data.test.targets + answers(model), minlength=100).view(10, 10)
+    return counts / counts.sum(1, keepdim=True)
+
+
+for name, model in views.items():
+    print(f"{name}: {100 * (answers(model) == data.test.targets).float().mean():.1f} % right")
+if hasattr(builtins, "__IPYTHON__"):  # in a notebook: the three as pictures, dark where answers are
+    from IPython.display import Image, display
+
+    shares = torch.cat([nn.functional.pad(confusion(model), (1, 1, 1, 1), value=0.1) for model in views.values()], 1)
+    pixels = (255 * (1 - shares)).byte().repeat_interleave(16, 0).repeat_interleave(16, 1)
+    display(Image(encode(Picture(pixels.shape[1], pixels.shape[0], 1, pixels.numpy().tobytes()))))
+
+# %% [markdown]
+"""## How equal the two models are
+
+Removing the noise is exact up to rounding in float32. Rounding errors grow during training, as they do between plain
+runs on two machines. Even after 180 rounds the two models give the same answers.
+"""
+
+# %%
+with torch.no_grad():
+    apart = (plain.model(data.test.inputs).softmax(1) - veil.model(data.test.inputs).softmax(1)).abs().max()
+print(f"largest difference of a probability: {apart:.1g}")
+accuracy = [f"{run.defence.name} {100 * run.history.last['accuracy']:.1f} %" for run in (plain, veil)]
+same = 100 * (answers(plain.model) == answers(veil.model)).float().mean()
+print(f"accuracy: {', '.join(accuracy)}; the same answer for {same:.1f} % of the test images")

@@ -1,0 +1,56 @@
+"""Regression on a table: from a CSV file to an error in the target's own units.
+
+- Shows: three clinics predict the progression of diabetes from a file with missing values and a column of categories.
+- Who attacks: nobody here. With one output, a veil hides how large a prediction is, but not which of two is larger.
+- Needs: pip install fedveil
+- Last line: RMSE on new patients: plain 55.7, veil 55.7; always predicting the mean 70.3
+
+From a terminal: fedveil train --data csv --path patients.csv --target progression --missing impute --clients 3
+"""
+
+import csv
+import tempfile
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_diabetes
+from torch import nn
+
+import fedveil
+from fedveil.data import Data, load, split
+
+
+def write_patients(path: Path) -> None:
+    """A file as users have it: some measurements are missing, and sex is a word."""
+    patients = load_diabetes(scaled=False)
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow([*patients.feature_names, "progression"])
+        for number, (measured, progression) in enumerate(zip(patients.data, patients.target, strict=True)):
+            cells = [str(value) for value in measured]
+            cells[1] = "female" if measured[1] == 1 else "male"
+            if number % 50 == 0:
+                cells[2] = ""  # nobody measured the body mass index
+            rows.writerow([*cells, progression])
+
+
+def train(defence: str, data: Data) -> float:
+    """The root mean squared error on new patients, in units of the target."""
+    clinics = [data.train.take(rows) for rows in split(data, 3)]
+    torch.manual_seed(0)  # plain and veil start from the same weights
+    model = nn.Sequential(nn.Linear(data.train.inputs.shape[1], 16), nn.ReLU(), nn.Linear(16, data.outputs))
+    federation = fedveil.Federation(model, clinics, defence, torch.optim.Adam(model.parameters(), lr=1e-2))
+    federation.fit(epochs=15, test=data.test)
+    with torch.no_grad():
+        predicted = data.in_units(model(data.test.inputs))
+    return float((predicted - data.in_units(data.test.targets)).pow(2).mean().sqrt())
+
+
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "patients.csv"
+    write_patients(path)
+    data = load("csv", path=path, target="progression", missing="impute")
+print(data, *data.notes, sep="\n")
+guess = float(data.in_units(data.test.targets).sub(data.in_units(torch.zeros(1))).pow(2).mean().sqrt())
+told = ", ".join(f"{defence} {train(defence, data):.1f}" for defence in ("plain", "veil"))
+print(f"RMSE on new patients: {told}; always predicting the mean {guess:.1f}")

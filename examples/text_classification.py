@@ -1,0 +1,80 @@
+"""Text classification: is it praise? An LSTM and a transformer learn that "the film was hardly good" is not.
+
+- Shows: nn.Embedding, nn.LSTM and nn.TransformerEncoderLayer, plain and under a veil, and how much of them it covers.
+- Who attacks: nobody here. What is protected: clients compute on masked embeddings and layers, never on the model.
+- Needs: pip install fedveil
+- Last line: accuracy: LSTM plain 100.0 %, veil 100.0 %; transformer plain 100.0 %, veil 100.0 %
+"""
+
+import random
+
+import torch
+from torch import Tensor, nn
+
+import fedveil
+
+OPENINGS = ("the {} was", "i found the {}", "honestly the {} is", "we all thought the {} was", "the new {} seems")
+THINGS = ("film", "book", "song", "meal", "hotel", "teacher", "phone", "garden", "story", "player")
+NEGATIONS, DEGREES = ("not", "never", "hardly"), ("", "very", "rather", "truly")
+GOOD = ("good", "great", "lovely", "clever", "funny", "warm", "brilliant", "charming")
+BAD = ("bad", "awful", "boring", "weak", "rude", "cold", "terrible", "clumsy")
+LENGTH = 10  # words of the longest sentence
+
+
+def sentence(chance: random.Random) -> tuple[str, int]:
+    """A sentence, and 1 if it is praise."""
+    praise, negated = chance.random() < 0.5, chance.random() < 0.5
+    start, negation = chance.choice(OPENINGS).format(chance.choice(THINGS)), chance.choice(NEGATIONS) * negated
+    words = start, negation, chance.choice(DEGREES), chance.choice(GOOD if praise != negated else BAD)
+    return " ".join(filter(None, words)), int(praise)
+
+
+class Lstm(nn.Module):
+    """Reads word by word; the last state decides."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(words, 16), nn.Linear(24, 2)
+        self.lstm = nn.LSTM(16, 24, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Two numbers per sentence."""
+        return self.head(self.lstm(self.embedding(ids))[0][:, -1])
+
+
+class Transformer(nn.Module):
+    """One block with four heads; the mean over positions decides."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(words, 24), nn.Linear(24, 2)
+        self.places = nn.Parameter(0.1 * torch.randn(LENGTH, 24))
+        self.block = nn.TransformerEncoderLayer(24, 4, 48, dropout=0.0, batch_first=True, norm_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Two numbers per sentence."""
+        return self.head(self.block(self.embedding(ids) + self.places).mean(1))
+
+
+chance = random.Random(0)
+praise = dict(sentence(chance) for _ in range(1500))  # a sentence that comes twice is there once
+number = {word: place for place, word in enumerate(["", *sorted(set(" ".join(praise).split()))])}
+ids = torch.tensor([[0] * (LENGTH - len(s.split())) + [number[word] for word in s.split()] for s in praise])
+targets = torch.tensor([*praise.values()])
+test, clients = (ids[:400], targets[:400]), [(ids[k::3], targets[k::3]) for k in (400, 401, 402)]
+
+
+def accuracy(network: type[nn.Module], defence: str) -> str:
+    """Of a network that three clients have trained, on sentences that none of them has."""
+    torch.manual_seed(0)  # plain and veil start from the same weights
+    model = network(len(number))
+    federation = fedveil.Federation(model, clients, defence, torch.optim.Adam(model.parameters(), lr=1e-2))
+    return f"{100 * federation.fit(epochs=12, test=test).last['accuracy']:.1f} %"
+
+
+networks = {"LSTM": Lstm, "transformer": Transformer}
+for name, network in networks.items():
+    shares = fedveil.analyse(network(len(number)), ids[:2]).shares
+    print(f"{name}, shares of the values:", ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares.items()))
+told = [f"{name} plain {accuracy(own, 'plain')}, veil {accuracy(own, 'veil')}" for name, own in networks.items()]
+print(f"accuracy: {'; '.join(told)}")
