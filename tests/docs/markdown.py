@@ -1,0 +1,87 @@
+"""Pages as tests see them: text without code, links, anchors, code blocks."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SITE, REPOSITORY = "https://fedveil.github.io/fedveil/", "https://github.com/fedveil/fedveil/"
+FENCE = re.compile(r"^( *)(`{3,})([^\n]*)\n(.*?)^\1\2 *$", re.DOTALL | re.MULTILINE)
+ADDRESSES = ("http://", "https://", "mailto:")
+
+
+def pages():
+    """Every page that people read in the repository or on the site."""
+    folders = [path for name in ("docs", "examples") for path in sorted((ROOT / name).rglob("*.md"))]
+    return [*sorted(ROOT.glob("*.md")), *folders]
+
+
+def name_of(page):
+    """The page as tests call it."""
+    return page.relative_to(ROOT).as_posix()
+
+
+@cache
+def prose(page):
+    """The page without its code blocks."""
+    return FENCE.sub("", page.read_text())
+
+
+def blocks(page, kind):
+    """The code blocks of a kind, each as (line of the page, code without the indentation of its fence)."""
+    text = page.read_text()
+    found = []
+    for block in FENCE.finditer(text):
+        if block[3].split(" ")[0].strip("{.") == kind:
+            code = re.sub(rf"^{block[1]}", "", block[4], flags=re.MULTILINE)
+            found.append((text.count("\n", 0, block.start()) + 2, code))
+    return found
+
+
+def links(page):
+    """The targets of links and pictures, inline code apart."""
+    text = re.sub(r"`[^`\n]+`", "", prose(page))
+    return [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r'(?:src|href)="([^"]+)"', text)]
+
+
+def slug(heading):
+    """The anchor of a heading, by GitHub's rule, which mkdocs.yml chooses too."""
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)|<[^>]+>", r"\1", heading)
+    text = re.sub(r"[^\w\- ]", "", text.strip().lower())
+    return text.replace(" ", "-")
+
+
+@cache
+def anchors(page):
+    """Everything on a page that a link may name."""
+    text = prose(page)
+    if "<!-- " in text and page.parent.name == "reference":
+        import docs_hooks
+
+        text = docs_hooks.generated(text)
+    found = {slug(re.sub(r" *\{#.*\}$", "", title)) for title in re.findall(r"^#{1,6} +(.+?) *$", text, re.MULTILINE)}
+    found |= set(re.findall(r"\{#([\w.-]+)\}", text)) | set(re.findall(r'\bid="([\w.-]+)"', text))
+    return found | set(re.findall(r"^::: ([\w.]+)", text, re.MULTILINE))
+
+
+def target_of(page, link):
+    """The file that a link leads to, and the anchor in it; no file for an address of others."""
+    address, _, anchor = link.partition("#")
+    if address.startswith(SITE):
+        return _published(address.removeprefix(SITE)), anchor
+    if found := re.fullmatch(rf"{REPOSITORY}(?:blob|tree|edit)/main/(.+)", address):
+        return ROOT / found[1], anchor
+    if address.startswith(ADDRESSES):
+        return None, anchor
+    return ((page.parent / address).resolve() if address else page), anchor
+
+
+def _published(path):
+    """The file that the site shows at a path."""
+    plain = ROOT / "docs" / path
+    if plain.suffix:
+        return plain
+    for file in (plain / "index.md", plain / "README.md", plain.with_suffix(".md")):
+        if file.exists():
+            return file
+    return plain.with_suffix(".md")

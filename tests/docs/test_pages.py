@@ -1,0 +1,60 @@
+"""Links lead somewhere, every page is in the site's menu, code is code."""
+
+import ast
+import re
+
+import pytest
+from tests.docs.markdown import ROOT, anchors, blocks, links, name_of, pages, prose, target_of
+
+pytest.importorskip("griffe", reason="the site's tools are not installed: pip install 'fedveil[docs]'")
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_links_lead_to_files_and_anchors_that_exist(page):
+    lost = []
+    for link in links(page):
+        file, anchor = target_of(page, link)
+        if file is None:
+            continue
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            lost.append(link)
+    assert not lost
+
+
+def test_every_page_is_in_the_menu_and_the_menu_has_only_pages():
+    menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+    named = re.findall(r"([\w/-]+\.md)$", menu, re.MULTILINE)
+    assert len(named) == len(set(named))
+    assert set(named) == {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+
+
+def test_pages_that_code_and_messages_name_exist():
+    sources = [path for name in ("src", "examples", "benchmarks") for path in (ROOT / name).rglob("*.*")]
+    named = {
+        (path.name, found)
+        for path in sources
+        if path.suffix in (".py", ".toml", ".html", ".sh")
+        for found in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text())
+    }
+    assert len(named) > 20
+    assert not {(name, found) for name, found in named if not (ROOT / found).exists()}
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_python_blocks_are_python(page):
+    for line, code in blocks(page, "python"):
+        try:
+            ast.parse(code)
+        except SyntaxError as error:
+            pytest.fail(f"{name_of(page)}:{line + (error.lineno or 1) - 1}: {error.msg}")
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_lists_and_tables_follow_an_empty_line(page):
+    """GitHub shows them anyway; the site shows a paragraph full of dashes."""
+    lines = prose(page).splitlines()
+    item = r" *([-*]|\d+\.) "
+    for before, line in zip(["", *lines], lines, strict=False):
+        glued = before.strip() and not before.startswith((" ", "#"))
+        assert not (re.match(item, line) and glued and not re.match(item, before)), line
+        assert not (line.startswith("|") and before.strip() and not before.startswith("|")), line

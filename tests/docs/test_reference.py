@@ -1,0 +1,74 @@
+"""The generated reference has every command, flag and key, and the pages of the API every public name."""
+
+import re
+from importlib import import_module
+
+import pytest
+from tests.docs.markdown import ROOT
+
+pytest.importorskip("griffe", reason="the site's tools are not installed: pip install 'fedveil[docs]'")
+
+import docs_hooks
+
+import fedveil
+from fedveil.cli.commands import COMMANDS
+from fedveil.runs.config import HOME
+
+UNDOCUMENTED = {"Inputs", "innermost", "one_tensor"}  # a type alias, and what only the library itself calls
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def test_the_command_line_has_every_command_with_every_flag_of_its_own():
+    text = docs_hooks.commands()
+    for name in COMMANDS:
+        section = re.split(rf"^## fedveil {name}$", text, flags=re.MULTILINE)[1].split("\n## ")[0]
+        if name == "attack":
+            continue
+        named = set(re.findall(r"--[a-z][\w-]*", docs_hooks.help_of(name).split("╭─ data options")[0]))
+        shown = {
+            flag for row in section.splitlines() if row.startswith("|") for flag in re.findall(r"--[a-z][\w-]*", row)
+        }
+        assert named - {"--help"} <= shown | set(COMMANDS[name][2].split()), name
+    assert "| `--seeds INT` | runs of each, from --seed on | `3` |" in text
+    assert "with other defaults for" in text.split("## fedveil audit")[1]
+
+
+def test_a_help_text_becomes_flags():
+    text = docs_hooks.help_of("train")
+    flags = docs_hooks.flags_of(text)
+    assert set(docs_hooks.SHARED) < set(flags)
+    found = {flag.names: flag for flag in flags["limits"]}
+    assert found["--aggregator"].value.startswith("{mean,median,")
+    assert found["--aggregator"].value.endswith("multi-krum}")
+    assert found["--aggregator"].default == ""
+    assert {flag.names: flag.default for flag in flags["training"]}["--lr"] == "0.001"
+    assert sum(map(len, flags.values())) + 1 == len(re.findall(r"^│ (?:-\S|\[FILE\])", text, re.MULTILINE))
+
+
+def test_the_configuration_has_every_key_with_its_default():
+    rows = re.findall(r"^\| `(\w+)` \|.*$", docs_hooks.configuration(), re.MULTILINE)
+    assert sorted(rows) == sorted(HOME)
+    assert "| `lr` | number, >\u00a00 | `0.001` | learning rate |" in docs_hooks.configuration()
+
+
+@pytest.mark.parametrize("room", ["fedveil", "fedveil.data", "fedveil.defences", "fedveil.flower", "fedveil.nvflare"])
+def test_every_public_name_is_documented(room):
+    asked = {name for page in REFERENCE.glob("*.md") for name in re.findall(r"^::: ([\w.]+)", page.read_text(), re.M)}
+    ours = {name.rpartition(".")[2] for name in asked if name.startswith(room)}
+    ours |= set(vars(fedveil.errors)) if room == "fedveil" else set()  # a page of their own, module by module
+    assert set(import_module(room).__all__) - UNDOCUMENTED <= ours
+
+
+def test_links_out_of_the_folder_lead_to_the_repository():
+    page = "[a](../examples) [b](../SECURITY.md#x) [c](maths.md) [d](https://x.y) [e](#f)\n```\n[g](../examples)\n```\n"
+    text, broken = docs_hooks.absolute(page + "[h](../no-such-file)", "threat-model.md", "https://r")
+    assert text == (
+        "[a](https://r/tree/main/examples) [b](https://r/blob/main/SECURITY.md#x) "
+        "[c](maths.md) [d](https://x.y) [e](#f)\n"
+        "```\n[g](../examples)\n```\n[h](https://r/blob/main/no-such-file)"
+    )
+    assert broken == ["../no-such-file"]
+    assert (
+        docs_hooks.absolute("[a](../../examples)", "attacks/x.md", "https://r")[0]
+        == "[a](https://r/tree/main/examples)"
+    )
