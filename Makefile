@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Written when the library is installed, and when every extra and development tool is.
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
-# --no-compile: thousands of modules would be compiled that are never imported; Python compiles the others when they are.
+# --no-compile: pip would compile thousands of modules, one after another, most of which the demo never imports.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: help venv demo test test-all lint bench docs clean
@@ -23,10 +23,11 @@ $(DEMO): pyproject.toml constraints.txt
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) -e '.[dev]'
+	-$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1
 	touch $(DEMO) $@
 
 demo: $(DEMO)  ## train digits with five clients, plain and veiled
-	$(BIN)/fedveil demo
+	PYTHONDONTWRITEBYTECODE= $(BIN)/fedveil demo
 
 test: lint  ## lint, type-check and run the quick tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
