@@ -1,34 +1,50 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first.
+# Two commands on a fresh machine: `make demo` and `make test`. Each sets up .venv first, with what it needs and no more.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Written when the library is installed, and when every extra and development tool is.
+DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
+# --no-compile: pip would compile thousands of modules, one after another, most of which the demo never imports.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: venv demo test test-all lint bench clean
+.PHONY: help venv demo test test-all lint bench docs clean
 
-venv: $(READY)
+help:  ## print this list (the default)
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+venv: $(READY)  ## set up .venv for development
+
+$(DEMO): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e .
+	touch $@
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(READY)
+	$(INSTALL) -e '.[dev]'
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true  # some packages ship files of Python 2
+	touch $(DEMO) $@
 
-demo: venv
-	$(BIN)/fedveil demo
+demo: $(DEMO)  ## train digits with five clients, plain and veiled
+	PYTHONDONTWRITEBYTECODE= $(BIN)/fedveil demo
 
-test: lint
+test: lint  ## lint, type-check and run the quick tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-test-all: lint
+test-all: lint  ## the same with the slow tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: venv
+lint: venv  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: venv
+bench: venv  ## measure exactness, speed and memory on this machine
 	$(BIN)/python -m benchmarks
 
-clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+docs: venv  ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+clean:  ## remove .venv and everything that was built
+	rm -rf $(VENV) build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

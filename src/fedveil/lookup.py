@@ -47,12 +47,26 @@ def installed(group: str) -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group=group)}
 
 
-def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """A package's `__getattr__`: public names are imported when they are first used, each from its own module."""
+def lazily(package: str, homes: Mapping[str, str], needs: str | None = None) -> Callable[[str], object]:
+    """A package's `__getattr__`: public names are imported when they are first used, each from its own module.
+
+    Args:
+        package: whose names they are.
+        homes: the module of each name.
+        needs: what the modules import that comes with the extra of the package's name.
+    """
 
     def find(name: str) -> object:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        try:
+            home = importlib.import_module(f"{package}.{homes[name]}")
+        except ModuleNotFoundError as error:
+            if needs is None or error.name != needs:
+                raise
+            what = f"{package}.{name} needs the package {needs}, which is not installed."
+            fix = f"pip install 'fedveil[{package.rpartition('.')[2]}]'"
+            raise ModuleNotFoundError(f"{what}\n  Fix: {fix}", name=needs) from None
+        return getattr(home, name)
 
     return find

@@ -67,9 +67,3 @@ def test_help_of_keys_imports_neither_torch_nor_cryptography():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "fedveil keys new alice --out keys" in done.stdout
-
-
-def test_without_cryptography_the_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "fedveil.secagg.identity", None)
-    assert main(["keys", "new", "alice"]) == 2
-    assert "pip install 'fedveil[secagg]'" in capsys.readouterr().err

@@ -5,8 +5,6 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from fedveil.errors import BadArgument
-
 WHAT = "make a new signing key and print its roster line, or show the line of a key file"
 NAME = "of the member, for a new key; for `show`, its key file"
 
@@ -17,11 +15,8 @@ def keys(
     out: Annotated[Path, arg(help="folder for NAME.key")] = Path(),
 ) -> None:
     """Keys of members in secure aggregation."""
-    try:
-        from fedveil.secagg.identity import Identity
-    except ImportError as error:
-        missing, fix = "the package cryptography is not installed", "pip install 'fedveil[secagg]'"
-        raise BadArgument("fedveil keys", missing, fix) from error
+    from fedveil.secagg.identity import Identity
+
     if what == "show":
         print(Identity.load(Path(name)).line())
         return

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fedveil.flower.client import answer, client_app, prepared
     from fedveil.flower.server import Server
 else:
-    __getattr__ = lazily(__name__, dict.fromkeys(("answer", "client_app", "prepared"), "client") | {"Server": "server"})
+    _HOMES = dict.fromkeys(("answer", "client_app", "prepared"), "client") | {"Server": "server"}
+    __getattr__ = lazily(__name__, _HOMES, needs="flwr")
 
 __all__ = ["Server", "answer", "client_app", "prepared"]

@@ -21,6 +21,7 @@ else:
             "configure": "kits",
             **dict.fromkeys(("Job", "simulate", "submit"), "jobs"),
         },
+        needs="nvflare",
     )
 
 __all__ = ["Client", "Job", "Server", "configure", "simulate", "submit"]
