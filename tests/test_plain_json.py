@@ -69,11 +69,13 @@ def test_a_job_whose_result_is_not_finite_is_read_back(tmp_path):
 
 def test_a_runs_files_are_json_and_its_command_can_be_pasted(tmp_path):
     folder = tmp_path / "it's $HOME & more"
-    config = config_of(data="digits", defence="plain", clients=2, train_size=40, epochs=1)
+    table = tmp_path / "it's $HOME & more.csv"
+    table.write_text("a,b\n" + "".join(f"{k},{k % 3}\n" for k in range(20)))
+    config = config_of(data="csv", path=str(table), target="b", defence="plain", clients=2, epochs=1)
     summary = train(config, folder)
     words = shlex.split(summary["repeat"])
     assert words[:2] == ["fedveil", "train"]
-    assert words[words.index("--out") + 1] == str(folder)
+    assert words[words.index("--path") + 1] == str(table)
     data = load_data(config)
     federation = federation_of(config, data)
     federation.history.records.append({"round": 1, "epoch": 1.0, "loss": math.nan, "error": math.inf, "seconds": 0.0})
