@@ -134,9 +134,16 @@ class Streamed(Shards):
         return inputs, targets.to(self.device)
 
 
-@lru_cache(maxsize=256)
-def _order(seed: int, client: int, epoch: int, size: int, start: int) -> Tensor:
+def _drawn(seed: int, client: int, epoch: int, size: int, start: int) -> Tensor:
     return torch.randperm(size, generator=generator("order", seed, client, epoch)) + start
+
+
+_orders, _long_orders = lru_cache(maxsize=256)(_drawn), lru_cache(maxsize=16)(_drawn)
+
+
+def _order(seed: int, client: int, epoch: int, size: int, start: int) -> Tensor:
+    """The order of a client's records in an epoch: 8 bytes per record, of which few long ones are kept."""
+    return (_orders if size <= 2**17 else _long_orders)(seed, client, epoch, size, start)
 
 
 def named(inputs: Inputs) -> dict[str, Any]:
