@@ -99,7 +99,7 @@ def test_a_member_that_claims_to_be_large_is_not_read(tmp_path):
     with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as archive:
         member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
         member.size = 8 * GIGABYTE
-        archive.addfile(member)
+        archive.fileobj.write(member.tobuf())  # Python 3.13 lets no archive claim what it does not hold
         archive.fileobj.write(bytes(10**6))
     with refused("member data_batch_1: it has 8589934592 bytes", "Fix: fetch"):
         load("cifar10", path=tmp_path)
