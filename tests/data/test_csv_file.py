@@ -64,7 +64,7 @@ def test_a_few_whole_numbers_are_a_regression_that_says_so(tmp_path):
     found = load("csv", path=path, target="label")
     assert found.classes == ()
     assert found.notes[0] == (
-        "a regression, as the target 'label' holds only 2 different whole numbers; "
+        "a regression, although the target 'label' holds only 2 different whole numbers; "
         "--task classification if they are classes"
     )
     asked = load("csv", path=path, target="label", task="classification")
@@ -351,3 +351,28 @@ def test_a_folder_is_told_which_files_it_has(tmp_path):
     flowers(tmp_path)
     with refused(tmp_path, "it is a folder, not a CSV file", "--path of one of its files: mine.csv"):
         load("csv", path=tmp_path, target="kind")
+
+
+@pytest.mark.parametrize(
+    ("cell", "fix"),
+    [
+        (lambda k: f"€ {k},083.50", "numbers alone, without currency signs and separators of thousands"),
+        (lambda k: f"{2000 + k}-01-{1 + k % 28:02}", "dates as numbers, such as days since the first"),
+        (lambda k: f"name {k} of {k}", "--ignore odd"),
+    ],
+    ids=["currency", "dates", "names"],
+)
+def test_words_that_stand_for_numbers_are_told_apart_from_names(tmp_path, cell, fix):
+    path = write_rows(tmp_path, "odd;size;kind", *(f"{cell(k)};{k};{'ab'[k % 2]}" for k in range(1100)))
+    with refused(fix):
+        load("csv", path=path, target="kind")
+    if "--ignore" not in fix:
+        with refused(fix):
+            load("csv", path=path, target="odd")
+
+
+def test_a_category_per_record_and_few_whole_numbers_are_pointed_out(tmp_path):
+    path = write_rows(tmp_path, "day,size,kind", *(f"2026-01-{k:02} {k}h,{k % 7},{k % 2}" for k in range(100)))
+    notes = load("csv", path=path, target="kind").notes
+    assert any("nearly a category per record in 'day'" in note and "--ignore dates" in note for note in notes)
+    assert any(note.startswith("a regression, although the target 'kind' holds only 2 different") for note in notes)

@@ -68,7 +68,7 @@ def test_resume_goes_on_with_the_last_of_the_default_folders(at, capsys):
     [
         (("--resume", "--out", "none"), "none: there is no run to go on with.\n  Fix: leave out --resume"),
         (("--resume",), "runs/digits-mlp-veil-0: there is no run to go on with"),
-        (("run",), "run: it is a folder, not a file.\n  Fix: run/config.json to repeat it, or --out run --resume"),
+        (("run",), "run: it is a folder, not a file.\n  Fix: run/config.json to repeat the run in it, and"),
         (("torn.json",), "torn.json: is not JSON"),
         (("list.json",), "list.json: holds a list, not sections"),
     ],
@@ -141,7 +141,10 @@ def own():
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (lambda run: (run / "model.safetensors").unlink(), "there is no model: the run has not ended"),
+        (
+            lambda run: [(run / name).unlink() for name in ("model.safetensors", "checkpoint.pt")],
+            "there is no model: the run has no checkpoint yet",
+        ),
         (lambda run: (run / "model.safetensors").write_bytes(b"torn"), "is damaged"),
         (lambda run: (run / "model.json").unlink(), r"model\.json, which has the shape of records, cannot be read"),
         (
@@ -167,6 +170,40 @@ def test_the_folder_of_a_fit_has_the_last_and_the_best_model(tmp_path):
     assert metrics(predict(best, data[0]), data[1])["mse"] == run.best[0]
     with pytest.raises(BadArgument, match=r"(?s)no config\.json.*model=the network"):
         fedveil.load_model(tmp_path)
+
+
+def test_the_models_of_a_stopped_run_are_those_of_its_checkpoint(tmp_path):
+    train(config_of(**SMALL, epochs=2), tmp_path / "run")
+    ended = [fedveil.load_model(tmp_path / "run", best=best).state_dict() for best in (False, True)]
+    for name in ("model.safetensors", "best.safetensors", "summary.json"):
+        (tmp_path / "run" / name).unlink()
+    for best, values in zip((False, True), ended, strict=True):
+        again = fedveil.load_model(tmp_path / "run", best=best).state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in values.items())
+
+
+def test_a_run_is_not_resumed_with_fewer_epochs(tmp_path):
+    train(config_of(**SMALL, epochs=3), tmp_path / "run")
+    before = (tmp_path / "run/config.json").read_text()
+    with pytest.raises(BadArgument, match=r"(?s)has 3 epochs, more than 2.*--epochs 3 or more"):
+        train(config_of(**SMALL, epochs=2), tmp_path / "run", resume=True)
+    assert (tmp_path / "run/config.json").read_text() == before
+
+
+def test_a_fit_does_not_overwrite_another_run(tmp_path):
+    data = torch.randn(20, 3), torch.randn(20, 2)
+
+    def federation():
+        return fedveil.Federation(nn.Linear(3, 2), [data], "plain", lambda p: torch.optim.SGD(p, 0.1))
+
+    first = federation()
+    first.fit(2, folder=tmp_path)
+    first.fit(3, folder=tmp_path)  # its own
+    with pytest.raises(BadArgument, match=r"(?s)there is another run in this folder.*federation\.resume"):
+        federation().fit(2, folder=tmp_path)
+    second = federation()
+    second.resume(tmp_path)
+    second.fit(4, folder=tmp_path)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):

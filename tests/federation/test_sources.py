@@ -197,6 +197,20 @@ def test_whole_numbers_for_one_output_are_not_guessed_at():
         (mlp(6, 4), (np.zeros((9, 6), np.uint8), torch.zeros(9, 4)), {}, r"torch.uint8 .*\n.*\.float\(\) for bytes"),
         (mlp(6, 4), (torch.zeros(9, 6), torch.arange(9) % 4 + 1), {}, "classes are from 1 to 4.*\n.*from 0 to 3"),
         (mlp(6, 4), (torch.zeros(9, 6), torch.zeros(9, 1).long()), {}, r"(?s)shape is \(9, 1\).*Fix: targets\[:, 0\]"),
+        (mlp(6, 4), (torch.zeros(9, 6), torch.zeros(8, 4)), {}, "9 inputs and 8 targets.*\n.*one target per record"),
+        (mlp, (torch.zeros(9, 6), torch.zeros(9, 4)), {}, r"(?s)not a torch.nn.Module.*Net\(\), not Net"),
+        (
+            mlp(6, 4).requires_grad_(False),
+            (torch.zeros(9, 6), torch.zeros(9, 4)),
+            {},
+            "no parameter of the model requires a gradient",
+        ),
+        (
+            mlp(6, 4),
+            (torch.zeros(9, 6), torch.zeros(9, 4)),
+            {"loss": nn.CrossEntropyLoss},
+            "CrossEntropyLoss is a class.*\n.*an object of it",
+        ),
         (mlp(6, 4), (torch.zeros(9, 6), torch.zeros(9, 4)), {"defence": None}, 'defence is None.\n.*"plain" for none'),
         (
             mlp(6, 4),
@@ -239,6 +253,7 @@ ROWS = pandas.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"]})
         (ROWS, "client 0: it is a DataFrame without targets"),
         ([(torch.zeros(6), 0)] * 3, "client 0: it is a list of 3"),
         (None, "client 0: it is a NoneType"),
+        ((torch.zeros(9, 6), torch.zeros(9)), r"(?s)shape is \(9,\).*for classes, whole numbers: targets.long"),
         ((ROWS, [0, 1]), "client 0: inputs cannot become a tensor: column 'b'"),
         ((torch.zeros(2, 6), ["a", "b"]), "client 0: targets cannot become a tensor"),
         ((torch.zeros(3, 6), 1), "client 0: targets are one number, not one per record"),

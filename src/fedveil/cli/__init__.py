@@ -14,8 +14,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     name, *words = (sys.argv[1:] if arguments is None else arguments) or [""]
-    if name in ("", "-h", "--help", "--version"):
-        print(version("fedveil") if name == "--version" else usage(), file=sys.stdout if name else sys.stderr)
+    if name in ("", "-h", "--help", "help", "--version", "version"):
+        print(version("fedveil") if name.endswith("version") else usage(), file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     try:
         one_of("fedveil", "command", name, COMMANDS)
@@ -31,8 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fedveil: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        again = "the same command with --resume" if name == "train" else "the same command"
-        print(f"\nfedveil: stopped; {again} goes on", file=sys.stderr)
+        again = "the same command goes on"
+        if name == "train":
+            again = "the same command with --resume goes on from the last checkpoint (one per epoch), if there is one"
+        print(f"\nfedveil: stopped; {again}", file=sys.stderr)
         return 130
     except SystemExit as end:  # help, and flags that tyro refuses
         return end.code if isinstance(end.code, int) else 0

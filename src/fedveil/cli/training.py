@@ -65,7 +65,8 @@ class Train(Federated):
         from fedveil.runs.folder import holds_run, train
 
         if self.file and self.file.is_dir():
-            fix = f"{self.file / 'config.json'} to repeat it, or --out {self.file} --resume to go on with it"
+            own = f"{self.file / 'config.json'}"
+            fix = f"{own} to repeat the run in it, and {own} --out {self.file} --resume to go on with it"
             raise BadArgument(str(self.file), "it is a folder, not a file", fix)
         folder = self.out or default_folder(self.config, self.resume)
         if self.resume and not holds_run(folder):
@@ -86,12 +87,16 @@ class Train(Federated):
 def in_words(summary: Mapping[str, Any]) -> dict[str, Any]:
     """A summary for people: the shares of a veil in one line, names without underscores."""
     parts = ", ".join(f"{name} {100 * summary[name]:.1f} %" for name in SHARES if name in summary)
+    metric = next((name for name in ("accuracy", "loss", "mse") if name in summary), "")
+    words = {"best": f"best {metric}", "best_model": "best model", "largest_error": "gradient error"}
+    if "rmse" in summary:
+        words |= {"mse": "mse, scaled", "rmse": "rmse, in units", "best": "best, scaled"}
     found: dict[str, Any] = {}
     for name, value in summary.items():
         if name == SHARES[0]:
             found["veil"] = parts
         elif name not in SHARES:
-            found[name.replace("_", " ")] = value
+            found[words.get(name, name)] = value
     return found
 
 

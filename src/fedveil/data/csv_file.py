@@ -20,6 +20,7 @@ from fedveil.errors import BadArgument
 WHERE = "load('csv')"
 MOST_CATEGORIES = 1000
 FEW = 20  # whole numbers that may be classes
+MANY = 0.2  # categories per record that help no model
 _TAB = {"\\t": "\t", "tab": "\t"}  # as typed in a shell
 _UNNAMED = re.compile(r"Unnamed: \d+")
 _PANDAS = "in Python: pandas.{reader}(path).to_csv('records.csv', index=False)"
@@ -243,10 +244,10 @@ def _task(table: CsvTable, target: Column, task: str | None, categorical: bool, 
         notes.append(f"a classification, as the target {target.name!r} holds {held}")
         return "classification"
     sizes = {size for value in values if (size := number(value, table.decimal)) is not None}
-    held = "numbers"
+    held = "as the target {} holds numbers"
     if len(sizes) <= FEW and all(size.is_integer() for size in sizes):
-        held = f"only {len(sizes)} different whole numbers"
-    notes.append(f"a regression, as the target {target.name!r} holds {held}; --task classification if they are classes")
+        held = f"although the target {{}} holds only {len(sizes)} different whole numbers"
+    notes.append(f"a regression, {held.format(repr(target.name))}; --task classification if they are classes")
     return "regression"
 
 
@@ -257,8 +258,18 @@ def _encoded(table: CsvTable, column: Column, train: NDArray[np.int64]) -> NDArr
     categories = table.categories(column.name)
     if len(categories) > MOST_CATEGORIES:
         what = f"{len(categories):,} different values are too many for one-hot inputs (at most {MOST_CATEGORIES:,})"
-        raise BadArgument(f"{table.path}, column {column.name!r}", what, flag("ignore", column.name))
+        fix = _disguised(categories) or flag("ignore", column.name)
+        raise BadArgument(f"{table.path}, column {column.name!r}", what, fix)
     return table.one_hot(column.name, categories)
+
+
+def _disguised(values: Sequence[str]) -> str | None:
+    """What to do about values that are mostly numbers with a sign or separators around them, or dates."""
+    if all(re.fullmatch(r"[-+]?[€$£¥]?\s*[-+]?\d[\d.,' ]*\s*[€$£¥%]?", value) for value in values):
+        return f"numbers alone, without currency signs and separators of thousands: {values[0][:20]!r} is none"
+    if all(re.match(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}", value) for value in values):
+        return "dates as numbers, such as days since the first; or leave the column out: --ignore"
+    return None
 
 
 def _describe(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -> None:
@@ -266,6 +277,10 @@ def _describe(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -> No
     sizes = {column.name: len(set(table.columns[column.name])) for column in inputs if not column.numeric}
     if sizes:
         notes.append(f"taken as categories: {few(f'{name} ({size:,} values)' for name, size in sizes.items())}")
+    many = [name for name, size in sizes.items() if size > max(FEW, MANY * len(table))]
+    if many:
+        what = f"nearly a category per record in {few(map(repr, many))}, which a model learns by heart"
+        notes.append(f"{what}: --ignore dates and identifiers, and take signs and separators out of numbers")
 
 
 def _classes(table: CsvTable, target: str) -> tuple[str, ...]:
@@ -273,7 +288,8 @@ def _classes(table: CsvTable, target: str) -> tuple[str, ...]:
     classes = table.categories(target)
     if len(classes) > MOST_CATEGORIES:
         what = f"{len(classes):,} different values are too many for classes (at most {MOST_CATEGORIES:,})"
-        raise BadArgument(f"{table.path}, column {target!r}", what, f"{flag('task', 'regression')}, or another target")
+        fix = _disguised(classes) or f"{flag('task', 'regression')}, or another target"
+        raise BadArgument(f"{table.path}, column {target!r}", what, fix)
     _refuse_constant(table, target)
     return classes
 

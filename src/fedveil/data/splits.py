@@ -74,7 +74,7 @@ def _column(request: _Request, rng: Generator) -> list[Indices]:
     values, group_of = np.unique(np.asarray(data.columns[column]), return_inverse=True)
     if clients > len(values):
         what = f"{clients} clients, but column {column!r} has {len(values)} values and none is divided"
-        raise BadArgument("split", what, f"at most {len(values)} clients")
+        raise BadArgument("split", what, f"--clients {len(values)} (in Python clients={len(values)}), or fewer")
     groups = sorted((np.flatnonzero(group_of == g) for g in range(len(values))), key=len, reverse=True)
     shares: list[list[Indices]] = [[] for _ in range(clients)]
     for records in groups:

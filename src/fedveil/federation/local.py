@@ -94,6 +94,10 @@ class Federation(Server):
         fuse: bool = True,
         seed: int = 0,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise BadArgument("Federation", f"model is {model!r:.60}, not a torch.nn.Module", "Net(), not Net")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise BadArgument("Federation", "no parameter of the model requires a gradient", "requires_grad_(True)")
         clients = list(clients)
         sources = checked([as_source(f"client {number}", client) for number, client in enumerate(clients)])
         one_output(model, sources[0].take(range(min(2, len(sources[0]))))[0])  # refuses a model that does not fit

@@ -103,7 +103,7 @@ class Server(ABC):
         try:
             result = self.exchange(seen)
         except NonFiniteUpdate as error:
-            fix = "lower the learning rate; the last checkpoint and the best model are kept"
+            fix = "lower the learning rate; checkpoints that were written before are kept"
             what = f"training diverged: {error.where}: {error.what}"
             raise Diverged(f"round {self.round}", what, fix) from error
         finally:
@@ -162,6 +162,9 @@ class Server(ABC):
         before = self.history.records[-1]["seconds"] if self.history.records else 0.0  # of a run that was resumed
         started = time.perf_counter() - before
         with locked(home) if home else contextlib.nullcontext():
+            if home and self.round == 0 and checkpoint.found_in(home):
+                fix = "federation.resume(folder) before fit to go on with it, or another folder"
+                raise BadArgument(str(home), "there is another run in this folder", fix)
             if home and self._behind:
                 self.save(home)
             while self.round < last and not self.stalled(patience):

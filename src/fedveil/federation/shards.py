@@ -216,7 +216,7 @@ def _check_leaf(who: str, place: str, leaf: Any, first: Any, targets: Tensor) ->
     records, what = len(leaf) if leaf.dim() else 0, place if place == "inputs" else f"records in {place}"
     if not records or records != len(targets):
         what = f"{who} has {records} {what} and {len(targets)} targets: want the same number above 0"
-        raise BadArgument(WHERE, what, "leave empty clients out, or split the data among fewer")
+        raise BadArgument(WHERE, what, "one target per record")
     _check_like(who, place, leaf, first)
     _check_finite(f"{who}, record", place, leaf, range(records))
 

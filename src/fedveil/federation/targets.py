@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
@@ -51,7 +52,9 @@ def one_output(model: nn.Module, inputs: Inputs) -> Tensor:
             raise
         forms = ", ".join(f"{tensor.dtype} of shape {tuple(tensor.shape[1:])}" for tensor in tensors(inputs))
         what = f"it does not take the clients' records ({forms}): {str(error).splitlines()[0]}"
-        fix = "a model whose forward takes these records (docs/inputs.md), or other records: .float() for bytes"
+        fix = "a model whose forward takes these records (docs/inputs.md), or other records"
+        if any(tensor.dtype == torch.uint8 for tensor in tensors(inputs)):
+            fix += ": .float() for bytes"
         raise BadArgument(type(model).__name__, what, fix) from error
 
 

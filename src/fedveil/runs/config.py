@@ -70,7 +70,7 @@ class DataSettings(Settings):
     clients: Positive = Field(5, description="clients that share the training records")
     split: Literal["iid", "dirichlet", "column"] = Field("iid", description="how the records are shared among clients")
     alpha: float = Field(0.5, gt=0, description="split dirichlet: smaller values give clients more different classes")
-    column: str | None = Field(None, description="split column: one client per value of this column")
+    column: str | None = Field(None, description="split column: a client gets all records of a value")
 
 
 class ModelSettings(Settings):
@@ -79,7 +79,7 @@ class ModelSettings(Settings):
     name: Annotated[str, arg(name="model")] = _name(
         "model", "mlp", "mlp, cnn, lenet, lenet-sigmoid, resnet8 to resnet56, densenet, or package.module:factory"
     )
-    layers: Positive = Field(3, description="mlp: Linear layers")
+    layers: Positive = Field(3, description="mlp: hidden layers")
     hidden: Positive = Field(50, description="mlp: units per hidden layer")
     bias: bool = Field(True, description="mlp: layers have biases")
     width: Positive = Field(16, description="cnn, resnet: channels of the first layer")

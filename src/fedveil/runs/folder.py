@@ -50,6 +50,9 @@ def prepare_folder(folder: Path, config: Config, resume: bool) -> None:
             if name != "epochs" and old[name] != value:
                 what = f"the run here has {name} = {old[name]!r}, not {value!r}"
                 raise BadArgument(str(folder), what, "resume with the same configuration (only epochs may grow)")
+        if config.training.epochs < int(str(old["epochs"])):
+            what = f"the run here has {old['epochs']} epochs, more than {config.training.epochs}"
+            raise BadArgument(str(folder), what, f"--epochs {old['epochs']} or more; --patience stops a run early")
     write_whole(folder / "config.json", json.dumps(config.nested(), indent=2) + "\n")
 
 
@@ -111,13 +114,8 @@ def load_model(
     """
     home = Path(folder)
     path = home / (BEST if best else MODEL)
-    if not path.is_file():
-        here = "the run has not ended, or it was not evaluated" if home.is_dir() else "there is no such folder"
-        raise BadArgument(
-            str(path), f"there is no model: {here}", "name the folder of a run that `fedveil train` ended"
-        )
     try:
-        values = load_file(path)
+        values = load_file(path) if path.is_file() else _values_in_checkpoint(home, best)
         network = _architecture(home, trust_code) if model is None else model
         network.load_state_dict(values)
     except SafetensorError as error:
@@ -125,6 +123,19 @@ def load_model(
     except RuntimeError as error:
         raise BadArgument(str(path), f"its values are of another model: {error}", "load_model(..., model=)") from error
     return network.eval()
+
+
+def _values_in_checkpoint(folder: Path, best: bool) -> Mapping[str, Tensor]:
+    """The values of a run that was stopped before its end."""
+    path = folder / (BEST if best else MODEL)
+    if not (folder / checkpoint.LAST).exists():
+        here = "the run has no checkpoint yet" if folder.is_dir() else "there is no such folder"
+        raise BadArgument(str(path), f"there is no model: {here}", "name the folder of a run")
+    state = checkpoint.load(folder / checkpoint.LAST)
+    if best and state["best"] is None:
+        raise BadArgument(str(path), "there is no best model: the run was not evaluated", "load_model(folder)")
+    found: Mapping[str, Tensor] = state["best"][1] if best else state["model"]
+    return found
 
 
 def _architecture(folder: Path, trust_code: bool) -> nn.Module:

@@ -51,6 +51,8 @@ def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
         return targets.reshape(wanted).to(outputs.dtype)
     classes = targets.shape == outputs.shape[:1] and not targets.is_floating_point()
     fix = f"torch.nn.functional.one_hot(targets, {wanted[-1]})" if classes else f"targets of shape {wanted}"
+    if targets.shape == outputs.shape[:1] and targets.is_floating_point():
+        fix += "; for classes, whole numbers: targets.long()"
     raise BadArgument("targets", f"shape is {tuple(targets.shape)}, the model's outputs have {wanted}", fix)
 
 
@@ -65,7 +67,7 @@ def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
         found = f"from {int(targets.min())} to {int(targets.max())}"
         what, fix = (
             f"classes are {found}, the model has outputs 0 to {classes - 1}",
-            f"whole numbers from 0 to {classes - 1}",
+            (f"whole numbers from 0 to {classes - 1}, or a model with more outputs"),
         )
         raise BadArgument("targets", what, fix) from error
 
@@ -354,6 +356,8 @@ def find_loss(loss: "str | Loss | Function") -> Loss:
     if isinstance(loss, nn.Module) and type(loss).__name__ in MODULES and getattr(loss, "reduction", "none") != "none":
         what = f"torch's {type(loss).__name__} takes the mean itself, and a client's loss is one value per sample"
         raise BadArgument("loss", what, f"loss={MODULES[type(loss).__name__]!r}, or reduction='none'")
+    if isinstance(loss, type):
+        raise BadArgument("loss", f"{loss.__name__} is a class", 'an object of it, or a name such as "cross_entropy"')
     if not callable(loss):
         raise BadArgument("loss", f"a {type(loss).__name__} is not a loss", "a name, or a function (outputs, targets)")
     return Custom(loss)
