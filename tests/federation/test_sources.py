@@ -195,7 +195,12 @@ def test_whole_numbers_for_one_output_are_not_guessed_at():
     [
         (mlp(6, 4), (torch.zeros(9, 5), torch.zeros(9, 4)), {}, r"does not take the clients' records .*shape \(5,\)"),
         (mlp(6, 4), (np.zeros((9, 6), np.uint8), torch.zeros(9, 4)), {}, r"torch.uint8 .*\n.*\.float\(\) for bytes"),
-        (mlp(6, 4), (torch.zeros(9, 6), torch.arange(9) % 4 + 1), {}, "classes are from 1 to 4.*\n.*from 0 to 3"),
+        (
+            mlp(6, 4),
+            (torch.zeros(9, 6), torch.arange(9) % 4 + 1),
+            {},
+            "client 0: targets: classes are from 1 to 4.*\n.*from 0 to 3",
+        ),
         (mlp(6, 4), (torch.zeros(9, 6), torch.zeros(9, 1).long()), {}, r"(?s)shape is \(9, 1\).*Fix: targets\[:, 0\]"),
         (mlp(6, 4), (torch.zeros(9, 6), torch.zeros(8, 4)), {}, "9 inputs and 8 targets.*\n.*one target per record"),
         (mlp, (torch.zeros(9, 6), torch.zeros(9, 4)), {}, r"(?s)not a torch.nn.Module.*Net\(\), not Net"),

@@ -25,6 +25,7 @@ from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, optimizer_of, plateau_value, schedule_of
 from fedveil.federation.shards import checked
 from fedveil.federation.sources import Given, Source, as_source
+from fedveil.federation.targets import targets_of
 from fedveil.locks import locked
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
@@ -213,7 +214,8 @@ class Server(ABC):
 
     def _evaluate(self, test: Source) -> Record:
         outputs, targets = predict_source(self.model, test)
-        found = metrics(outputs, targets, self.loss, axis=head_axis(self.model))
+        with targets_of(test.who):
+            found = metrics(outputs, targets, self.loss, axis=head_axis(self.model))
         name = counting(found)
         value = found[name]
         if value != value:

@@ -16,7 +16,7 @@ from fedveil.checks import whole
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import moved
 from fedveil.federation.sources import Batch, Rows, Source, joined
-from fedveil.federation.targets import target_maker
+from fedveil.federation.targets import target_maker, targets_of
 from fedveil.graph.inputs import Inputs, each
 from fedveil.scheme.losses import Loss
 
@@ -127,9 +127,11 @@ class Streamed(Shards):
         for client in sorted(set(own.tolist())):  # rows of a client follow one another
             numbers = (rows[own == client] - self.starts[client]).tolist()
             inputs, targets = self.clients[client].take(numbers)
+            with targets_of(self.clients[client].who):
+                made = in_dtype(self.make_targets(targets), self.dtype)
             for place, leaf in named(inputs).items():
                 _check_finite(f"client {client}, record", place, leaf, numbers)
-            parts.append((moved(inputs, self.device, self.dtype), in_dtype(self.make_targets(targets), self.dtype)))
+            parts.append((moved(inputs, self.device, self.dtype), made))
         inputs, targets = joined(parts)
         return inputs, targets.to(self.device)
 
@@ -261,5 +263,9 @@ def shards_of(
     stored = [client for client in clients if isinstance(client, Rows)]
     if len(stored) < len(clients):
         return Streamed(*common, tuple(clients), make, device, dtype)
-    inputs, targets = joined([(moved(own.inputs, device, dtype), make(own.targets)) for own in stored])
+    parts = []
+    for own in stored:
+        with targets_of(own.who):
+            parts.append((moved(own.inputs, device, dtype), make(own.targets)))
+    inputs, targets = joined(parts)
     return Stored(*common, inputs, in_dtype(targets, dtype).to(device))

@@ -1,6 +1,7 @@
 """Targets as losses take them, and the loss that suits them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,17 @@ from fedveil.federation.sources import Batch, Rows, Source
 from fedveil.graph.inputs import Inputs, tensors
 from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss
 from fedveil.scheme.outputs import are_classes, check_classes, class_axis, head_axis, spread, without
+
+
+@contextmanager
+def targets_of(who: str) -> Iterator[None]:
+    """Says whose targets they are that a loss refuses."""
+    try:
+        yield
+    except BadArgument as error:
+        if error.where != "targets":
+            raise
+        raise BadArgument(f"{who}: targets", error.what, error.fix) from error
 
 
 def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
