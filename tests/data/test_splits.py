@@ -100,7 +100,7 @@ def test_records_of_a_client_are_mixed(how):
         ({"how": "dirichlet", "clients": 6, "alpha": 1e-3}, ["in 100 draws", "got no record", "larger alpha"]),
         ({"how": "column"}, ["needs a column", "column= one of 'site'"]),
         ({"how": "column", "column": "sites"}, ["there is no column 'sites'", "'site' is the nearest"]),
-        ({"how": "column", "column": "site", "clients": 4}, ["has 2 values", "at most 2 clients"]),
+        ({"how": "column", "column": "site", "clients": 4}, ["has 2 values", "--clients 2"]),
         ({"column": "site"}, ["column='site' means nothing to how=\"iid\"", 'how="column"']),
     ],
 )

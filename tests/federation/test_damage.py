@@ -168,7 +168,8 @@ def test_private_states_of_both_rounds_are_kept_and_belong_to_their_checkpoint(t
 def test_the_one_before_is_never_another_run_s(tmp_path):
     federation().fit(rounds=4, folder=tmp_path, checkpoint_every=2)
     new = federation()
-    new.fit(rounds=1, folder=tmp_path)
+    new.fit(rounds=1)
+    new.save(tmp_path)
     assert not (tmp_path / PREVIOUS).exists()
     new.fit(rounds=2, folder=tmp_path)
     assert checkpoint.load(tmp_path / PREVIOUS)["round"] == 1
