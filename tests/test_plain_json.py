@@ -79,6 +79,7 @@ def test_a_runs_files_are_json_and_its_command_can_be_pasted(tmp_path):
     data = load_data(config)
     federation = federation_of(config, data)
     federation.history.records.append({"round": 1, "epoch": 1.0, "loss": math.nan, "error": math.inf, "seconds": 0.0})
+    folder = tmp_path / "again"
     record_run(federation, folder, data, config.flat(), "again", rounds=1)
     lines = [strictly(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines[0] == {"round": 1, "epoch": 1.0, "loss": None, "error": None, "seconds": 0.0}

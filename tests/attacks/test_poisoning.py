@@ -177,13 +177,13 @@ def adam(parameters):
 
 def federation(attack="sign-flip", defence="plain", hostile=1, model=None, seed=0, **settings):
     torch.manual_seed(seed)
-    model = model or mlp(64, 10)
+    model, settings = model or mlp(64, 10), {"loss": "squared_error", **settings}
     return Poisoned(model, PARTS, defence, adam, attack=ATTACKS[attack], hostile=hostile, seed=seed, **settings)
 
 
 def test_without_hostile_clients_it_is_the_same_federation():
     torch.manual_seed(0)
-    plain, same = Federation(mlp(64, 10), PARTS, "plain", adam, fuse=False), federation(hostile=0)
+    plain, same = Federation(mlp(64, 10), PARTS, "plain", adam, loss="squared_error", fuse=False), federation(hostile=0)
     for one in (plain, same):
         one.fit(rounds=3)
     for a, b in zip(plain.model.parameters(), same.model.parameters(), strict=True):
@@ -260,7 +260,7 @@ def test_broken_statistics_are_refused_by_default_and_harm_without_limits(defenc
 def test_a_client_that_is_refused_might_as_well_not_be_there(attack):
     hostile = federation(attack, limits=Limits())
     torch.manual_seed(0)
-    without = Federation(mlp(64, 10), PARTS[:4], "plain", adam, limits=Limits())
+    without = Federation(mlp(64, 10), PARTS[:4], "plain", adam, loss="squared_error", limits=Limits())
     for one in (hostile, without):
         one.fit(rounds=5)
     for a, b in zip(hostile.model.parameters(), without.model.parameters(), strict=True):
