@@ -2,7 +2,6 @@
 
 FedveilError
 ├── BadArgument          a value that no call of this kind accepts (also a ValueError)
-│   └── OutOfRange       a value that the fixed point of secure aggregation cannot hold
 ├── AnalysisError        the model cannot be veiled
 │   ├── NotTraceable     torch.export cannot follow its forward
 │   ├── HeadNotLinear    no Linear or convolution of it can take additive noise
@@ -37,10 +36,6 @@ class FedveilError(Exception):
 
 class BadArgument(FedveilError, ValueError):
     """A value that no call of this kind accepts."""
-
-
-class OutOfRange(BadArgument):
-    """A value that the fixed point of secure aggregation cannot hold."""
 
 
 class AnalysisError(FedveilError):

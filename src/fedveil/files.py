@@ -31,13 +31,16 @@ def make_folder(path: Path, mode: int = 0o777) -> Path:
     return path
 
 
-def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object], mode: int = 0o666) -> Path:
+def write_whole(
+    path: Path, content: str | bytes | Callable[[IO[bytes]], object], mode: int = 0o666, *, new: bool = False
+) -> Path:
     """Write a file so that a reader finds the old one or the new one, never a part; what is on disk survives a crash.
 
     Args:
         path: of the file; its folder is made.
         content: text, bytes, or a function that writes to an open file.
         mode: the file's permissions, less what the umask takes away.
+        new: refuse to replace a file; two writers at once cannot both succeed.
     """
     make_folder(path.parent)
     half = part_of(path)
@@ -50,7 +53,14 @@ def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]
                     file.write(content.encode("utf-8", "replace") if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(half, path)
+            if new:
+                os.link(half, path)
+                half.unlink()
+            else:
+                os.replace(half, path)
+        except FileExistsError:
+            half.unlink(missing_ok=True)
+            raise BadArgument(str(path), "this file exists and is not overwritten", "choose another name") from None
         except BaseException:
             half.unlink(missing_ok=True)
             raise

@@ -62,6 +62,12 @@ def kind_of(data: bytes) -> str:
         return ""
 
 
+def layout_of(data: bytes) -> dict[str, Any]:
+    """Names, dtypes, shapes and places of a message's tensors; the message was read before."""
+    size = int.from_bytes(data[:8], "little")
+    return {name: entry for name, entry in json.loads(data[8 : 8 + size]).items() if name != "__metadata__"}
+
+
 def as_tensor(data: bytes) -> Tensor:
     """Bytes as a tensor, to travel in a message."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -15,7 +15,7 @@ from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil, innermost
 from fedveil.defences.registry import messages_of, record_of
 from fedveil.errors import FedveilError
 from fedveil.federation.limits import aggregate, limits_for
-from fedveil.federation.remote import Ask, answer, read, take, write
+from fedveil.federation.remote import Ask, ClientState, read, reply, take, write
 from fedveil.models import mlp
 from fedveil.scheme.losses import find_loss
 
@@ -61,7 +61,7 @@ class Round:
         )
         self.secret = vars(self.inner).get("_secret")
         ask = write(self.ask)  # each client unpacks its own
-        self.honest = [answer(read(ask, Ask), built(build).float(), own, {}, client=0)[0] for own in data]
+        self.honest = [reply(ask, ClientState(), built(build).float(), own, client=0)[0] for own in data]
         moved = [self.step({client: data})[0] for client, data in enumerate(self.honest)]
         self.most = {kind: max(own[kind] for own in moved) for kind in moved[0]}
 

@@ -11,9 +11,11 @@ from tests.oracle import worst
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation, remote
 from fedveil.flower import Server, answer, client_app
-from fedveil.secagg import Identity, Memory, Party, Roster
+from fedveil.secagg import Identity, Memory, Party, Policy, Roster
 
 DATA = parts((30, 20, 25, 15))
+SERVER = Identity.new("server")
+POLICY = Policy(server=SERVER.public(), min_records=10)
 
 
 def data_of(context):
@@ -25,7 +27,7 @@ def identities():
     return found, Roster({own.name: own.public() for own in found})
 
 
-def trained(app, rounds=3):
+def trained(app, roster, rounds=3):
     server = Server(
         LocalGrid(app, 4),
         net(),
@@ -33,7 +35,8 @@ def trained(app, rounds=3):
         "veil",
         adam,
         loss="squared_error",
-        secure_aggregation=True,
+        secure_aggregation=roster,
+        identity=SERVER,
         batch_size=8,
         timeout=5.0,
     )
@@ -49,10 +52,11 @@ def plain(rounds=3):
 
 def test_nodes_that_stay_keep_a_party():
     found, roster = identities()
-    app = client_app(
-        lambda _: net(), data_of, party=lambda context: Party(found[int(context.node_config["partition-id"])], roster)
-    )
-    server = trained(app)
+
+    def party(context):
+        return Party(found[int(context.node_config["partition-id"])], roster, policy=POLICY)
+
+    server = trained(client_app(lambda _: net(), data_of, party=party), roster)
     assert [record["answers"] for record in server.history.records] == [4] * 3
     assert worst(values(server.model), plain()) < 1e-6
 
@@ -63,10 +67,10 @@ def test_a_process_for_every_message_goes_on_from_its_file(tmp_path):
 
     def app(message, context):
         part = int(context.node_config["partition-id"])
-        party = Party(found[part], roster, Memory(tmp_path / f"{part}.memory"))
+        party = Party(found[part], roster, Memory(tmp_path / f"{part}.memory"), policy=POLICY)
         return answer(message, context, net(), DATA[part], party=party)
 
-    server = trained(app)
+    server = trained(app, roster)
     assert [record["answers"] for record in server.history.records] == [4] * 3
     assert worst(values(server.model), plain()) < 1e-6
 
@@ -77,8 +81,11 @@ def test_the_environment_names_a_nodes_files_and_no_job_does(tmp_path, monkeypat
     with pytest.raises(BadArgument, match="FEDVEIL_ROSTER"):
         remote.own_party()
     monkeypatch.setenv(remote.ROSTER, str(roster.write(tmp_path / "roster")))
+    with pytest.raises(BadArgument, match=r"node-0.policy: there is no policy"):
+        remote.own_party()
+    Policy(server=SERVER.public()).write(tmp_path / "node-0.policy")
     party = remote.own_party()
-    assert party.name == "node-0"
+    assert (party.name, party.policy.server) == ("node-0", SERVER.public())
     assert remote.own_party() is party
     party.hello("run")
     assert (tmp_path / "node-0.memory").stat().st_mode & 0o777 == 0o600

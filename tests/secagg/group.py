@@ -4,12 +4,19 @@ import hashlib
 
 import numpy as np
 
-from fedveil.secagg import Identity, Memory, Opening, Party, Roster, Tally
+from fedveil.errors import BadArgument
+from fedveil.secagg import Identity, Memory, Opening, Party, Policy, Roster, Tally
 from fedveil.secagg.messages import Upload
 
 STAGES = ("upload", "settle", "reveal")
 SIZE = 3  # words, where their number does not matter
 DIGEST = hashlib.sha256(b"the broadcast").digest()
+
+
+def upload(party, opening, digest, words, subject=None):
+    """M2: admission, then the words under masks. By default every attempt is about another broadcast."""
+    subject = subject or hashlib.sha256(repr((opening.run, opening.attempt)).encode()).digest()
+    return party.upload(party.admit(opening, digest, subject), words)
 
 
 def words(*values):
@@ -20,24 +27,26 @@ def words(*values):
 class Group:
     """n clients that know one another, and their hellos for one run."""
 
-    def __init__(self, n, run="a run", **options):
-        self.run = run
+    def __init__(self, n, run="a run", **policy):
+        self.run, self.policy = run, Policy(**{"key_rounds": 2**40, **policy})
         self.names = [f"c{place}" for place in range(n)]
         identities = [Identity.new(name) for name in self.names]
         self.roster = Roster({identity.name: identity.public() for identity in identities})
         self.identities = dict(zip(self.names, identities, strict=True))
         self.memories = {name: Memory() for name in self.names}
         self.parties = {
-            name: Party(self.identities[name], self.roster, self.memories[name], **options) for name in self.names
+            name: Party(self.identities[name], self.roster, self.memories[name], policy=self.policy)
+            for name in self.names
         }
         self.hellos = {name: party.hello(run) for name, party in self.parties.items()}
         self.attempt = -1
 
-    def opening(self, *, attempt=None, round=None, names=None, exponents=()):
-        """An opening; by default the next attempt, in a round of its own, with everyone."""
+    def opening(self, *, attempt=None, round=None, names=None, size=SIZE):
+        """An opening for vectors of `size` words; by default the next attempt, in a new round, with everyone."""
         self.attempt = self.attempt + 1 if attempt is None else attempt
         roster = tuple(self.hellos[name] for name in (names or self.names))
-        return Opening(self.run, self.attempt if round is None else round, self.attempt, roster, exponents)
+        number = self.attempt if round is None else round
+        return Opening(self.run, number, self.attempt, roster, (8,), (size - 2,), checks=False)
 
     def vectors(self, size=SIZE, seed=0):
         """Random words of every client."""
@@ -46,9 +55,9 @@ class Group:
         drawn[:, 0] = 1
         return dict(zip(self.names, drawn, strict=True))
 
-    def uploads(self, opening, vectors, digest=DIGEST):
+    def uploads(self, opening, vectors, digest=DIGEST, subject=None):
         """M2 of everyone in the opening."""
-        return {name: self.parties[name].upload(opening, digest, vectors[name]) for name in opening.names}
+        return {name: upload(self.parties[name], opening, digest, vectors[name], subject) for name in opening.names}
 
     def snapshot(self):
         return {name: memory._text for name, memory in self.memories.items()}
@@ -58,7 +67,17 @@ class Group:
             self.memories[name]._text = text
 
 
-def settle_all(group, tally, gone=()):
+def take(taken, name, data, refused):
+    """Give the server an answer; with a list, refusals go there."""
+    try:
+        taken(name, data)
+    except BadArgument as error:
+        if refused is None:
+            raise
+        refused.append(str(error))
+
+
+def settle_all(group, tally, gone=(), refused=None):
     """Settle, without those who are gone, until all who are left agree; returns how many steps that took."""
     steps = 0
     while not tally.settled():
@@ -66,36 +85,29 @@ def settle_all(group, tally, gone=()):
         steps += 1
         for name in own:
             if name not in gone:
-                tally.take_settled(name, group.parties[name].settle(common, own[name]))
+                take(tally.take_settled, name, group.parties[name].settle(common, own[name]), refused)
     return steps
 
 
-def reveal_all(group, tally, gone=()):
+def reveal_all(group, tally, gone=(), refused=None):
     """M5 and the M6 of those who are not gone."""
     message = tally.reveal()
     for name in tally.survivors:
         if name not in gone:
-            tally.take_revealed(name, group.parties[name].reveal(message))
+            take(tally.take_revealed, name, group.parties[name].reveal(message), refused)
 
 
 def attempt(group, opening, sent, vanish=None, digest=DIGEST):
     """A whole attempt, from uploads that were made; clients vanish before the stage named in `vanish`."""
     vanish = vanish or {}
     gone = {stage: {name for name, at in vanish.items() if STAGES.index(at) <= STAGES.index(stage)} for stage in STAGES}
-    size = SIZE if not sent else upload_size(next(iter(sent.values())), len(opening.roster))
-    tally = Tally(opening, digest, size)
+    tally = Tally(opening, digest, group.roster)
     for name, data in sent.items():
         if name not in gone["upload"]:
             tally.take_upload(name, data)
     settle_all(group, tally, gone["settle"])
     reveal_all(group, tally, gone["reveal"])
     return tally
-
-
-def upload_size(data, members):
-    """How many words an upload holds."""
-    head = 8 + int.from_bytes(data[:8], "little")
-    return (len(data) - head - 32 * members - 94 * (members - 1)) // 8
 
 
 def summed(vectors, names):
@@ -107,11 +119,11 @@ def summed(vectors, names):
 class Attempt:
     """An attempt of n clients that have uploaded."""
 
-    def __init__(self, n, change=None):
+    def __init__(self, n, change=None, conduct=None):
         self.group = Group(n)
         self.opening, self.vectors = self.group.opening(), self.group.vectors(SIZE)
         self.sent = self.group.uploads(self.opening, self.vectors)
-        self.tally = Tally(self.opening, DIGEST, SIZE)
+        self.tally = Tally(self.opening, DIGEST, self.group.roster, conduct)
         for name, data in self.sent.items():
             upload = Upload.from_bytes(data, n, SIZE)
             self.tally.take_upload(name, (change(name, upload) if change else upload).to_bytes())

@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 
+from tests.secagg.group import upload
+
 from fedveil.errors import BadArgument, FedveilError
 from fedveil.secagg import masks, threshold
 from fedveil.secagg.messages import Reveal, Revealed, Settle, Settled, Upload, context, sealed_bytes
@@ -27,7 +29,7 @@ class Hostile:
 
     def upload(self, name, digest, words, opening=None):
         opening = opening or self.opening
-        data = self.ask(name, lambda party: party.upload(opening, digest, words))
+        data = self.ask(name, lambda party: upload(party, opening, digest, words))
         if data:
             self.sent[name] = Upload.from_bytes(data, len(self.names), len(words))
             self.contexts[name] = context(opening, digest)
@@ -44,11 +46,15 @@ class Hostile:
         place, own = self.names.index(name), self.names.index(dealer)
         return self.sent[dealer].sealed[place - (place > own)]
 
+    def hash_of(self, dealer, name):
+        return self.sent[dealer].hashes[self.names.index(name)]
+
     def settle(self, name, step, members, replaced=None):
         """Show a client a list of members; shares of other attempts go in as `replaced`, by dealer."""
         settle = Settle(self.contexts[name], step, tuple(members))
         dealt = [(replaced or {}).get(d) or self.sealed(d, name) for d in members if d != name] if step == 0 else []
-        own = sealed_bytes(dealt) if step == 0 else b""
+        known = [self.hash_of(dealer, name) for dealer in members if dealer != name]
+        own = sealed_bytes(dealt, known) if step == 0 else b""
         data = self.ask(name, lambda party: party.settle(settle.to_bytes(), own))
         if data:
             outside = [other for other in self.names if other not in members]
@@ -73,7 +79,7 @@ class Hostile:
         bound = self.contexts[victim]
         for name in self.colluders:
             with self.group.memories[name].turn() as turn:
-                pair = masks.agree(turn.runs[self.group.run].private(), self.group.hellos[victim].key)
+                pair = masks.agree(turn.state.runs[self.group.run].private(), self.group.hellos[victim].key)
             self.seeds[tuple(sorted((name, victim)))] = masks.pair_seed(pair, bound, name, victim)
             share = masks.unseal(self.sealed(victim, name), pair, bound, victim, name)
             self.shares[victim][self.names.index(name) + 1] = share

@@ -36,7 +36,7 @@ def test_a_key_is_not_overwritten(tmp_path, capsys):
     main(["keys", "new", "alice", "--out", str(tmp_path)])
     before = (tmp_path / "alice.key").read_bytes()
     assert main(["keys", "new", "alice", "--out", str(tmp_path)]) == 2
-    assert "a key is not overwritten" in capsys.readouterr().err
+    assert "this file exists and is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "alice.key").read_bytes() == before
 
 
@@ -53,10 +53,10 @@ def test_files_that_hold_no_key_or_that_others_can_read_are_refused(tmp_path, ca
     (tmp_path / "a.key").write_text("private = 1")
     (tmp_path / "a.key").chmod(0o600)
     assert main(["keys", "show", str(tmp_path / "a.key")]) == 2
-    assert "is no identity file" in capsys.readouterr().err
+    assert "is not an identity file" in capsys.readouterr().err
     (tmp_path / "a.key").chmod(0o640)
     assert main(["keys", "show", str(tmp_path / "a.key")]) == 2
-    assert "others can read this private file (mode 640)" in capsys.readouterr().err
+    assert "others can read or change this private file (mode 640)" in capsys.readouterr().err
 
 
 def test_help_of_keys_imports_neither_torch_nor_cryptography():

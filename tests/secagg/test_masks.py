@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ SEED, SALT, PAIR = GIVEN["seed"], GIVEN["context"], GIVEN["pair"]
 
 def opening():
     hellos = tuple(Hello("a run", name, name.encode() * 16, b"s" * 64) for name in ("c0", "c1"))
-    return Opening("a run", 3, 7, hellos, (9, -4))
+    return Opening("a run", 3, 7, hellos, (9, -4), (5, 6))
 
 
 def found():
@@ -36,6 +37,7 @@ def found():
         "share key": masks.share_key(PAIR, SALT, "c0", "c1"),
         "share label": masks.share_label(SALT, "c0", "c1"),
         "commitment": masks.commitment(SEED, SALT),
+        "share hash": masks.share_hash(SEED, SALT, "c0", "c1"),
         "stream, first words": stream[:4].astype("<u8").tobytes(),
         "stream, across pieces": stream[-4:].astype("<u8").tobytes(),
         "hello, signed": Hello.signed("a run", "c0", b"k" * 32),
@@ -116,25 +118,30 @@ def test_both_ends_derive_the_same_seed_and_nobody_else_does():
 
 
 def test_a_key_of_small_order_is_an_abort():
-    with pytest.raises(Aborted, match="no proper X25519 key"):
+    with pytest.raises(Aborted, match="of small order"):
         masks.agree(X25519PrivateKey.generate(), bytes(32))
 
 
-@pytest.mark.parametrize("change", ["run", "round", "attempt", "roster", "key", "order", "exponents", "digest"])
+@pytest.mark.parametrize(
+    "change", ["run", "round", "attempt", "roster", "key", "order", "exponents", "rows", "checks", "digest"]
+)
 def test_everything_that_clients_must_have_in_common_is_in_the_context(change):
     told = opening()
     one, other = told.roster
     fake = Hello(one.run, one.name, b"f" * 32, one.signature)
     changed = {
-        "run": Opening("b", 3, 7, told.roster, (9, -4)),
-        "round": Opening("a run", 4, 7, told.roster, (9, -4)),
-        "attempt": Opening("a run", 3, 8, told.roster, (9, -4)),
-        "roster": Opening("a run", 3, 7, (one,), (9, -4)),
-        "key": Opening("a run", 3, 7, (fake, other), (9, -4)),
-        "order": Opening("a run", 3, 7, (other, one), (9, -4)),
-        "exponents": Opening("a run", 3, 7, told.roster, (9, -3)),
-        "digest": told,
+        "run": {"run": "b"},
+        "round": {"round": 4},
+        "attempt": {"attempt": 8},
+        "roster": {"roster": (one,)},
+        "key": {"roster": (fake, other)},
+        "order": {"roster": (other, one)},
+        "exponents": {"exponents": (9, -3)},
+        "rows": {"rows": (6, 5)},
+        "checks": {"checks": False},
+        "digest": {},
     }[change]
+    changed = replace(told, **changed)
     assert context(changed, bytes(32) if change == "digest" else SEED) != context(told, SEED)
 
 

@@ -133,6 +133,36 @@ def revealed_round_again():
     return everyone - rest, []
 
 
+def next_round_without_the_victim():
+    """The same model again in the next round, with one member fewer."""
+    group = Group(5)
+    vectors = group.vectors() | {"c0": SECRET}
+    opening = group.opening()
+    everyone = attempt(group, opening, group.uploads(opening, vectors, subject=DIGEST)).total()
+    again = group.opening(names=group.names[1:])
+    try:
+        rest = attempt(group, again, group.uploads(again, vectors, subject=DIGEST)).total()
+    except Aborted as error:
+        return None, [error.reason]
+    return everyone - rest, []
+
+
+def another_run_without_the_victim():
+    """The same model again in another run: also a server that was started again from its checkpoint."""
+    group = Group(5)
+    vectors = group.vectors() | {"c0": SECRET}
+    opening = group.opening(round=0)
+    everyone = attempt(group, opening, group.uploads(opening, vectors, subject=DIGEST)).total()
+    group.run = "another run"
+    group.hellos = {name: party.hello(group.run) for name, party in group.parties.items()}
+    again = group.opening(round=0, names=group.names[1:])
+    try:
+        rest = attempt(group, again, group.uploads(again, vectors, subject=DIGEST)).total()
+    except Aborted as error:
+        return None, [error.reason]
+    return everyone - rest, []
+
+
 def small_roster():
     """Two colluders among four members are one too many: with the victim they are t."""
     group = Group(7, colluders=2)
@@ -152,7 +182,7 @@ def keys_of_the_servers_own():
     private = {name: X25519PrivateKey.generate() for name in REST}
     public = {name: key.public_key().public_bytes_raw() for name, key in private.items()}
     fake = {name: Hello(group.run, name, key, bytes(64)) for name, key in public.items()}
-    opening = Opening(group.run, 0, 0, (group.hellos["c0"], *fake.values()), ())
+    opening = Opening(group.run, 0, 0, (group.hellos["c0"], *fake.values()), (8,), (1,), checks=False)
     server = Hostile(group, opening)
     server.upload("c0", DIGEST, SECRET)
     if not server.sent:
@@ -200,6 +230,7 @@ def without_context_in_shares(patch):
     key, label = masks.share_key, masks.share_label
     patch.setattr(masks, "share_key", lambda pair, context, *names: key(pair, bytes(32), *names))
     patch.setattr(masks, "share_label", lambda context, *names: label(bytes(32), *names))
+    patch.setattr(masks, "share_hash", lambda *parts: bytes(32))
 
 
 def self_only(words, own, place, pairs, out=None):
@@ -228,6 +259,8 @@ ATTACKS = [
     (dropped_after_the_reveal, without(party, "ended", lambda current: current), "attempt"),
     (two_reveals, without(party, "ended", lambda current: current), "attempt"),
     (revealed_round_again, without(rules, "new_round", nothing), "round"),
+    (next_round_without_the_victim, without(rules, "not_repeated", nothing), "repeat"),
+    (another_run_without_the_victim, without(rules, "not_repeated", nothing), "repeat"),
     (small_roster, without(rules, "enough", nothing), "few"),
     (keys_of_the_servers_own, without(rules, "known", nothing), "roster"),
     (late_upload, without(masks, "mask", pairs_only), "masked"),
@@ -258,9 +291,11 @@ def test_a_key_that_outlives_its_counters_masks_twice_with_the_same_streams(lost
     for name in ALL:
         with group.memories[name].turn() as turn:
             if lost == "everything":
-                turn.runs.clear()
+                turn.state.runs.clear()
             else:
-                turn.runs[group.run].attempt = turn.runs[group.run].round = turn.runs[group.run].revealed = -1
+                turn.state.runs[group.run].attempt = turn.state.runs[group.run].round = turn.state.runs[
+                    group.run
+                ].revealed = -1
             turn.write()
         group.parties[name].hello(group.run)
     second = uploaded(Hostile(group, opening))

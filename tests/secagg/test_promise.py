@@ -37,7 +37,7 @@ def histories(n, name):
     while open_ends:
         longer = []
         for past in open_ends:
-            current = Current(b"", 0, names, (), b"", len(past) - 1, past[-1][1] if past else names)
+            current = Current(b"", 0, b"", names, (), b"", len(past) - 1, past[-1][1] if past else names)
             for members in lists:
                 settle = Settle(b"", len(past), members)
                 if allowed(current, settle, name) and (not past or members != past[-1][1]):
@@ -103,7 +103,7 @@ def hidden(honest, left, one, other):
     return (ours is None or other in ours) and (theirs is None or one in theirs)
 
 
-@pytest.mark.parametrize("n", [4, 5, 6])
+@pytest.mark.parametrize("n", [3, 4, 5, 6])
 def test_only_sums_over_t_minus_c_honest_clients_open(n):
     c = colluders(n)
     assert smallest_sum(n, c) == threshold(n) - c
@@ -127,7 +127,7 @@ def test_without_the_rule_that_nobody_comes_back_a_single_client_opens(monkeypat
     """The lists then need not shrink; two steps are enough."""
     names = tuple(f"c{place}" for place in range(4))
     without = [Settle(b"", 0, names[:3]), Settle(b"", 1, names)]
-    current = Current(b"", 0, names, (), b"", 0, names[:3])
+    current = Current(b"", 0, b"", names, (), b"", 0, names[:3])
     assert not allowed(current, without[1], "c0")
     monkeypatch.setattr(rules, "inside", lambda current, members: None)
     assert allowed(current, without[1], "c0")

@@ -84,7 +84,7 @@ def at_stage(recorded, stage):
     """A tally and clients just before a stage."""
     group, opening, vectors, sent, kept = recorded
     group.restore(kept)
-    tally = Tally(opening, DIGEST, 3)
+    tally = Tally(opening, DIGEST, group.roster)
     if stage == "upload":
         return group, tally, vectors
     for name in group.names[:3]:
@@ -115,10 +115,10 @@ def outcome(tally):
 def ended(group, tally):
     """The outcome of all that follows the uploads."""
     try:
-        settle_all(group, tally)
+        settle_all(group, tally, refused=[])
     except Aborted as error:
         return None, error.reason
-    reveal_all(group, tally)
+    reveal_all(group, tally, refused=[])
     return outcome(tally)
 
 
@@ -128,7 +128,7 @@ def test_uploads(recorded):
     sent, kept, accepted = recorded[3], recorded[4], 0
     for _ in range(MUTATIONS):
         group.restore(kept)
-        tally = Tally(recorded[1], DIGEST, 3)
+        tally = Tally(recorded[1], DIGEST, group.roster)
         for name in group.names:
             data = mutated(sent[name], rng) if name == "c1" else sent[name]
             accepted += survives(tally.take_upload, name, data) and name == "c1"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.secagg.group import DIGEST, STAGES, Group, attempt, reveal_all, settle_all, summed
+from tests.secagg.group import DIGEST, STAGES, Group, attempt, reveal_all, settle_all, summed, upload
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import Tally, bits, decode, encode, threshold
@@ -61,7 +61,7 @@ def test_there_are_as_many_patterns_as_were_simulated():
 def test_nobody_vanishes_and_settling_takes_one_step(ten):
     group, opening, vectors, sent, kept = ten
     group.restore(kept)
-    tally = Tally(opening, DIGEST, 3)
+    tally = Tally(opening, DIGEST, group.roster)
     for name, data in sent.items():
         tally.take_upload(name, data)
     assert settle_all(group, tally) == 1
@@ -96,8 +96,8 @@ def test_all_ways_for_four_of_ten_to_vanish(ten):
 def test_as_many_as_the_threshold_allows_vanish_one_by_one(n):
     """Each settling loses one more, so that as many steps are needed as can be."""
     group = Group(n)
-    opening, vectors = group.opening(), group.vectors(5)
-    tally = Tally(opening, DIGEST, 5)
+    opening, vectors = group.opening(size=5), group.vectors(5)
+    tally = Tally(opening, DIGEST, group.roster)
     for name, data in group.uploads(opening, vectors).items():
         tally.take_upload(name, data)
     spare = group.names[: n - threshold(n)]
@@ -118,9 +118,9 @@ def test_as_many_as_the_threshold_allows_vanish_one_by_one(n):
     stage=st.sampled_from(STAGES[:2]),
 )
 def test_words_add_up_to_the_integer_sum_of_encodings(values, lost, stage):
-    n, b = 4, bits(4, 8)
+    b = bits(4, 8)
     group = FOUR_CLIENTS
-    rows = {name: encode(np.array([2.0**-b, *row]), b, n) for name, row in zip(group.names, values, strict=True)}
+    rows = {name: encode(np.array([2.0**-b, *row]), b) for name, row in zip(group.names, values, strict=True)}
     opening = group.opening()
     pattern = {} if lost is None else {f"c{lost}": stage}
     tally = attempt(group, opening, group.uploads(opening, rows), pattern)
@@ -138,7 +138,7 @@ FOUR_CLIENTS = Group(4)
 
 def test_a_vector_longer_than_a_piece_adds_up():
     group = Group(4)
-    opening, vectors = group.opening(), group.vectors(40_000)
+    opening, vectors = group.opening(size=40_000), group.vectors(40_000)
     tally = attempt(group, opening, group.uploads(opening, vectors), {"c1": "settle"})
     assert np.array_equal(tally.total(), np.add.reduce([vectors[name] for name in ("c0", "c2", "c3")]))
 
@@ -146,9 +146,9 @@ def test_a_vector_longer_than_a_piece_adds_up():
 @pytest.mark.parametrize("n", [4, 10])
 def test_uploads_are_at_most_2_05_times_float32(n):
     group, size = Group(n), 270_000
-    opening = group.opening()
+    opening = group.opening(size=size + 1)
     vector = np.ones(size + 1, np.uint64)
-    data = group.parties["c0"].upload(opening, DIGEST, vector)
+    data = upload(group.parties["c0"], opening, DIGEST, vector)
     assert len(data) <= 2.05 * 4 * size
 
 
@@ -165,7 +165,7 @@ def test_steps_out_of_order_are_refused():
     group = Group(4)
     opening, vectors = group.opening(), group.vectors()
     sent = group.uploads(opening, vectors)
-    tally = Tally(opening, DIGEST, 3)
+    tally = Tally(opening, DIGEST, group.roster)
     for call in (tally.reveal, tally.total):
         with pytest.raises(BadArgument):
             call()

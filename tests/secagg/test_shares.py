@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.secagg.shares import PRIME, WIDTH, join, join_seed, split, split_seed, subsets
+from fedveil.secagg.shares import PRIME, WIDTH, join, join_seed, split, split_seed
 
 SEEDS = [bytes(32), b"\xff" * 32, secrets.token_bytes(32)]
 
@@ -89,8 +89,3 @@ def test_thresholds_that_make_no_sense_are_refused(t, n):
 def test_seeds_have_32_bytes():
     with pytest.raises(BadArgument, match="32 bytes, got 31"):
         split_seed(bytes(31), 3, 4)
-
-
-def test_subsets_leave_out_each_of_the_first_places_in_turn():
-    assert list(subsets([1, 2, 4], 3)) == [(1, 2, 4)]
-    assert list(subsets([1, 2, 4, 6], 3)) == [(1, 2, 4), (2, 4, 6), (1, 4, 6), (1, 2, 6)]

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.secagg.group import DIGEST, SIZE, Attempt, Group, reveal_all, settle_all, summed
+from tests.secagg.group import DIGEST, SIZE, Attempt, Group, reveal_all, settle_all, summed, upload
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.secagg import Tally, masks
-from fedveil.secagg.messages import Revealed, Settled
-from fedveil.secagg.shares import PRIME, WIDTH
+from fedveil.secagg import Conduct, Tally, masks, threshold
+from fedveil.secagg.messages import Revealed, Settled, Upload
+from fedveil.secagg.shares import PRIME, WIDTH, split_seed
 
 
 def off_by_one(share):
@@ -22,7 +22,7 @@ def flipped(data, at=0):
 
 @pytest.mark.parametrize("dealer", range(4))
 @pytest.mark.parametrize("holder", range(4))
-def test_a_wrong_share_is_noticed_and_made_up_for_if_there_are_more(dealer, holder):
+def test_a_wrong_share_is_left_out_and_its_holder_excluded(dealer, holder):
     for others in (3, 2):  # holders besides: t = 3, so that one can be spared, or none
         a = Attempt(4)
         settle_all(a.group, a.tally)
@@ -33,30 +33,108 @@ def test_a_wrong_share_is_noticed_and_made_up_for_if_there_are_more(dealer, hold
         shares = dict(wrong.shares) | {f"c{dealer}": off_by_one(wrong.shares[f"c{dealer}"])}
         answers[f"c{holder}"] = Revealed(wrong.context, shares).to_bytes()
         for name, data in answers.items():
-            a.tally.take_revealed(name, data)
+            if name == f"c{holder}":
+                with pytest.raises(BadArgument, match=f"{name} is excluded: it did not reveal the shares"):
+                    a.tally.take_revealed(name, data)
+            else:
+                a.tally.take_revealed(name, data)
+        assert list(a.tally.conduct.excluded) == [f"c{holder}"]
         if others == 3:
             assert a.exact()
         else:
-            with pytest.raises(Aborted, match=f"shares of the seed of c{dealer} do not give it") as caught:
+            with pytest.raises(Aborted, match="1 of 4 self seeds are lost") as caught:
                 a.tally.total()
             assert caught.value.reason == "share"
 
 
-def test_without_commitments_a_wrong_share_would_be_taken_for_the_seed(monkeypatch):
+@pytest.mark.parametrize("left_out", [True, False])
+def test_a_share_that_is_not_revealed_excludes_its_holder_unless_it_complained(left_out):
+    a = Attempt(4)
+    settle_all(a.group, a.tally)
+    answers = a.revealed()
+    found = Revealed.from_bytes(answers["c0"])
+    shares = {name: share for name, share in found.shares.items() if name != "c1" or not left_out}
+    data = Revealed(found.context, shares).to_bytes()
+    if left_out:
+        with pytest.raises(BadArgument, match="c0 is excluded"):
+            a.tally.take_revealed("c0", data)
+    else:
+        a.tally.take_revealed("c0", data)
+    for name in ("c1", "c2", "c3"):
+        a.tally.take_revealed(name, answers[name])
+    assert a.exact()
+    assert set(a.tally.conduct.excluded) == ({"c0"} if left_out else set())
+
+
+def test_two_wrong_revealers_of_ten_are_named_and_the_sum_opens():
+    """Any choice of shares by trial would need one without both of them; their hashes tell at once."""
+    a = Attempt(10)
+    settle_all(a.group, a.tally)
+    for name, data in a.revealed().items():
+        if name in ("c0", "c1"):
+            found = Revealed.from_bytes(data)
+            data = Revealed(found.context, {d: off_by_one(share) for d, share in found.shares.items()}).to_bytes()
+            with pytest.raises(BadArgument, match="is excluded"):
+                a.tally.take_revealed(name, data)
+        else:
+            a.tally.take_revealed(name, data)
+    assert set(a.tally.conduct.excluded) == {"c0", "c1"}
+    assert a.exact()
+
+
+def test_without_hashes_and_commitments_a_wrong_share_would_be_taken_for_the_seed(monkeypatch):
     a = Attempt(4)
     settle_all(a.group, a.tally)
     answers = a.revealed()
     wrong = Revealed.from_bytes(answers["c0"])
     shares = dict(wrong.shares) | {"c1": off_by_one(wrong.shares["c1"])}
     answers["c0"] = Revealed(wrong.context, shares).to_bytes()
+    for sent in a.tally._uploads.values():
+        object.__setattr__(sent, "commitments", (bytes(32),) * 4)
+        object.__setattr__(sent, "hashes", (bytes(32),) * 4)
+    monkeypatch.setattr(masks, "commitment", lambda seed, context: bytes(32))
+    monkeypatch.setattr(masks, "share_hash", lambda *parts: bytes(32))
     for name, data in answers.items():
         a.tally.take_revealed(name, data)
-    monkeypatch.setattr(masks, "commitment", lambda seed, context: a.tally._uploads["c1"].commitments[1])
-    for upload in a.tally._uploads.values():
-        object.__setattr__(upload, "commitments", (a.tally._uploads["c1"].commitments[1],) * 4)
     with pytest.raises(Aborted) as caught:
         a.tally.total()
     assert caught.value.reason == "sum"  # the first word is the last line of defence
+
+
+def another_polynomial(sent, group, opening, dealer):
+    """Shares of another seed, with their right hashes and proper encryption; the commitment stays."""
+    names, party = opening.names, group.parties[dealer]
+    shares = split_seed(b"\x01" * 32, threshold(len(names)), len(names))
+    with group.memories[dealer].turn() as turn:
+        kept = turn.state.runs[group.run]
+        pairs = party._pairs(kept, kept.current)
+    sealed = [masks.seal(shares[k], pairs[n], sent.context, dealer, n) for k, n in enumerate(names) if n != dealer]
+    hashes = [masks.share_hash(shares[k], sent.context, dealer, n) for k, n in enumerate(names)]
+    return replace(sent, sealed=tuple(sealed), hashes=tuple(hashes))
+
+
+@pytest.mark.parametrize("n", [4, 5, 10])
+def test_a_dealer_of_another_polynomial_is_named_and_excluded(n):
+    group = Group(n)
+    opening, vectors, conduct = group.opening(), group.vectors(SIZE), Conduct()
+    tally = Tally(opening, DIGEST, group.roster, conduct)
+    for name, data in group.uploads(opening, vectors).items():
+        upload = Upload.from_bytes(data, n, SIZE)
+        tally.take_upload(
+            name, (another_polynomial(upload, group, opening, name) if name == "c1" else upload).to_bytes()
+        )
+    settle_all(group, tally)
+    message = tally.reveal()
+    for name in tally.survivors:
+        data = group.parties[name].reveal(message)
+        if name == "c1":  # it has kept its share of the seed that it committed to
+            with pytest.raises(BadArgument, match="is excluded"):
+                tally.take_revealed(name, data)
+        else:
+            tally.take_revealed(name, data)
+    with pytest.raises(Aborted, match=r"1 of \d+ self seeds are lost; c1 lied"):
+        tally.total()
+    assert set(conduct.excluded) == {"c1"}
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -67,7 +145,7 @@ def test_a_wrong_pair_seed_counts_as_no_answer_and_the_members_shrink(place):
     sent = group.uploads(opening, vectors)
     for liar in ("c0", "c4", "c6"):
         group.restore(kept := group.snapshot())
-        tally = Tally(opening, DIGEST, SIZE)
+        tally = Tally(opening, DIGEST, group.roster)
         for name in group.names[: 10 - 3 + (place < 2)]:
             tally.take_upload(name, sent[name])
         common, own = tally.settle()
@@ -79,7 +157,7 @@ def test_a_wrong_pair_seed_counts_as_no_answer_and_the_members_shrink(place):
                 seeds = list(answer.seeds)
                 seeds[place % outside] = flipped(seeds[place % outside], 31)
                 data = replace(answer, seeds=tuple(seeds)).to_bytes()
-                with pytest.raises(BadArgument, match=f"a pair seed of {liar} does not fit"):
+                with pytest.raises(BadArgument, match=f"{liar} is excluded: a pair seed that it opened"):
                     tally.take_settled(name, data)
             else:
                 tally.take_settled(name, data)
@@ -95,31 +173,78 @@ def test_a_wrong_pair_seed_counts_as_no_answer_and_the_members_shrink(place):
         group.restore(kept)
 
 
-@pytest.mark.parametrize("other", [1, 2, 3, 4])
-def test_both_ends_of_a_pair_whose_commitments_differ_are_left_out(other):
+def with_other_commitments(*partners):
+    """c0 commits to other seeds than these partners do."""
+
     def change(name, upload):
-        if name != "c0":
-            return upload
         found = list(upload.commitments)
-        found[other] = flipped(found[other])
+        for other in partners if name == "c0" else ():
+            found[other] = flipped(found[other])
         return replace(upload, commitments=tuple(found))
 
-    a = Attempt(7, change)  # t = 5
+    return change
+
+
+def disagree(monkeypatch, one, other):
+    """`one` has another seed with `other` than that has with it, and masks, commits and opens accordingly."""
+    honest = masks.pair_seed
+
+    def seed(pair, context, own, partner):
+        found = honest(pair, context, own, partner)
+        return flipped(found) if (own, partner) == (one, other) else found
+
+    monkeypatch.setattr(masks, "pair_seed", seed)
+
+
+@pytest.mark.parametrize("n", [4, 5, 7, 10])
+def test_of_a_disputed_pair_one_is_left_out_in_turn(n, monkeypatch):
+    disagree(monkeypatch, "c0", "c1")
+    conduct, out = Conduct(), []
+    for _ in range(4):
+        a = Attempt(n, conduct=conduct)
+        settle_all(a.group, a.tally)
+        reveal_all(a.group, a.tally)
+        assert a.exact()
+        out += [name for name in a.group.names if name not in a.tally.survivors]
+    assert out == ["c1", "c0", "c1", "c0"]
+    assert not conduct.excluded  # either of them may be lying
+
+
+@pytest.mark.parametrize(("n", "partners"), [(4, 2), (5, 2), (7, 3), (10, 4)])
+def test_a_member_that_disputes_with_more_partners_than_may_lie_is_excluded_alone(n, partners):
+    a = Attempt(n, with_other_commitments(*range(1, partners + 1)))
     settle_all(a.group, a.tally)
     reveal_all(a.group, a.tally)
-    assert a.tally.survivors == tuple(name for name in a.group.names if name not in ("c0", f"c{other}"))
+    assert a.tally.survivors == tuple(a.group.names[1:])
+    assert list(a.tally.conduct.excluded) == ["c0"]
     assert a.exact()
 
 
-def test_a_client_whose_commitments_differ_from_all_others_is_left_out_alone():
-    def change(name, upload):
-        found = tuple(flipped(c) for c in upload.commitments) if name == "c2" else upload.commitments
-        return replace(upload, commitments=found)
+def test_disputes_with_other_partners_in_later_rounds_count_together(monkeypatch):
+    conduct = Conduct()
+    for partner in ("c1", "c2"):
+        with monkeypatch.context() as patch:
+            disagree(patch, "c0", partner)
+            a = Attempt(4, conduct=conduct)
+            settle_all(a.group, a.tally)
+    assert list(conduct.excluded) == ["c0"]
 
-    a = Attempt(4, change)
+
+def test_a_lie_about_a_seed_that_is_opened_later_is_proven():
+    """c0 commits to another seed than it masks with; c1 is left out, and c0 has to open that seed."""
+    a = Attempt(5, with_other_commitments(1))
+    common, own = a.tally.settle()
+    assert "c1" not in own
+    with pytest.raises(BadArgument, match="c0 is excluded: a pair seed that it opened"):
+        a.tally.take_settled("c0", a.group.parties["c0"].settle(common, own["c0"]))
+
+
+def test_a_client_whose_commitments_differ_from_all_others_is_left_out_alone():
+    a = Attempt(4, with_other_commitments(1, 2, 3))
     settle_all(a.group, a.tally)
     reveal_all(a.group, a.tally)
-    assert a.tally.survivors == ("c0", "c1", "c3")
+    assert a.tally.survivors == ("c1", "c2", "c3")
+    assert list(a.tally.conduct.excluded) == ["c0"]
     assert a.exact()
 
 
@@ -132,14 +257,14 @@ def test_a_pair_that_is_not_compared_gives_no_wrong_sum_either(monkeypatch):
     for name in group.names:
         if name == "c3":
             monkeypatch.setattr(masks, "pair_seed", lambda pair, context, *names: honest(pair, bytes(32), *names))
-        sent[name] = group.parties[name].upload(opening, DIGEST, vectors[name])
+        sent[name] = upload(group.parties[name], opening, DIGEST, vectors[name])
     monkeypatch.setattr(masks, "pair_seed", seeds)
     kept = group.snapshot()
     for compared in (True, False):
         group.restore(kept)
         if not compared:
             monkeypatch.setattr(Tally, "_differs", lambda self, one, other: False)
-        tally = Tally(opening, DIGEST, SIZE)
+        tally = Tally(opening, DIGEST, group.roster)
         for name, data in sent.items():
             tally.take_upload(name, data)
         settle_all(group, tally)
@@ -152,16 +277,72 @@ def test_a_pair_that_is_not_compared_gives_no_wrong_sum_either(monkeypatch):
                 tally.total()
 
 
-@pytest.mark.parametrize("dealer", range(1, 7))
-def test_a_share_that_cannot_be_decrypted_is_named_and_its_dealer_left_out(dealer):
-    def change(name, upload):
-        sealed = (flipped(upload.sealed[0], 40), *upload.sealed[1:]) if name == f"c{dealer}" else upload.sealed
-        return replace(upload, sealed=sealed)
+def with_bad_shares_for(dealer, receivers):
+    """A dealer whose shares for these places cannot be decrypted."""
 
-    a = Attempt(7, change)
+    def change(name, upload):
+        sealed, own = list(upload.sealed), int(dealer[1:])
+        for place in receivers if name == dealer else ():
+            sealed[place - (place > own)] = flipped(sealed[place - (place > own)], 40)
+        return replace(upload, sealed=tuple(sealed))
+
+    return change
+
+
+@pytest.mark.parametrize("dealer", range(1, 7))
+def test_one_complaint_costs_a_share_and_nobody_its_place(dealer):
+    a = Attempt(7, with_bad_shares_for(f"c{dealer}", [0]))
+    assert settle_all(a.group, a.tally) == 1
+    reveal_all(a.group, a.tally)
+    assert a.tally.survivors == tuple(a.group.names)
+    assert not a.tally.conduct.excluded
+    assert a.exact()
+
+
+@pytest.mark.parametrize(("n", "receivers"), [(4, (0, 1)), (5, (0, 1)), (7, (0, 1, 3)), (10, (0, 1, 3, 4))])
+def test_a_dealer_about_whom_more_complain_than_may_lie_is_excluded(n, receivers):
+    a = Attempt(n, with_bad_shares_for("c2", receivers))
     assert settle_all(a.group, a.tally) == 2
     reveal_all(a.group, a.tally)
-    assert f"c{dealer}" not in a.tally.survivors
+    assert a.tally.survivors == tuple(name for name in a.group.names if name != "c2")
+    assert list(a.tally.conduct.excluded) == ["c2"]
+    assert a.exact()
+
+
+def settle_with_complaints(a, accuser, dealers):
+    """All settle; one of them says that it cannot use the shares of these dealers."""
+    while not a.tally.settled():
+        common, own = a.tally.settle()
+        for name in own:
+            data = a.group.parties[name].settle(common, own[name])
+            answer = Settled.from_bytes(data, len(a.group.names) - len(own))
+            if name == accuser and answer.step == 0:
+                data = replace(answer, failed=tuple(dealers)).to_bytes()
+            a.tally.take_settled(name, data)
+
+
+@pytest.mark.parametrize(("n", "accused"), [(4, 1), (5, 1), (10, 3)])
+def test_an_accuser_of_no_more_than_may_lie_costs_nobody_the_round(n, accused):
+    a = Attempt(n)
+    settle_with_complaints(a, "c0", a.group.names[1 : accused + 1])
+    message = a.tally.reveal()
+    for name in a.tally.survivors:
+        found = Revealed.from_bytes(a.group.parties[name].reveal(message))
+        lost = a.group.names[1 : accused + 1] if name == "c0" else ()
+        shares = {dealer: share for dealer, share in found.shares.items() if dealer not in lost}
+        a.tally.take_revealed(name, Revealed(found.context, shares).to_bytes())
+    assert a.tally.survivors == tuple(a.group.names)
+    assert not a.tally.conduct.excluded
+    assert a.exact()
+
+
+@pytest.mark.parametrize(("n", "accused"), [(4, 2), (4, 3), (5, 2), (5, 4), (10, 4), (10, 9)])
+def test_an_accuser_of_more_than_may_lie_is_excluded_and_the_accused_stay(n, accused):
+    a = Attempt(n)
+    settle_with_complaints(a, "c0", a.group.names[1 : accused + 1])
+    reveal_all(a.group, a.tally)
+    assert a.tally.survivors == tuple(a.group.names[1:])
+    assert list(a.tally.conduct.excluded) == ["c0"]
     assert a.exact()
 
 
@@ -181,8 +362,8 @@ def test_words_that_were_changed_on_the_way_are_noticed():
 def test_answers_for_other_attempts_and_strangers_do_not_count():
     a, b = Attempt(4), Attempt(4)
     with pytest.raises(BadArgument, match="answers another opening"):
-        Tally(a.opening, DIGEST, SIZE).take_upload("c0", b.sent["c0"])
-    fresh = Tally(a.opening, DIGEST, SIZE)
+        Tally(a.opening, DIGEST, a.group.roster).take_upload("c0", b.sent["c0"])
+    fresh = Tally(a.opening, DIGEST, a.group.roster)
     for name in ("c9", "", None):
         with pytest.raises(BadArgument, match="late, early, or from a stranger"):
             fresh.take_upload(name, a.sent["c0"])
@@ -196,7 +377,7 @@ def test_answers_for_other_attempts_and_strangers_do_not_count():
     with pytest.raises(BadArgument, match="from a stranger"):
         a.tally.take_upload("c0", a.sent["c0"])
     complaint = replace(Settled.from_bytes(answer, 0), failed=("c9",)).to_bytes()
-    with pytest.raises(BadArgument, match="complains about strangers"):
+    with pytest.raises(BadArgument, match="it complained about strangers"):
         a.tally.take_settled("c1", complaint)
 
 
@@ -204,7 +385,7 @@ def test_a_late_answer_of_a_dropped_client_does_not_count():
     group = Group(4)
     opening, vectors = group.opening(), group.vectors(SIZE)
     sent = group.uploads(opening, vectors)
-    tally = Tally(opening, DIGEST, SIZE)
+    tally = Tally(opening, DIGEST, group.roster)
     for name, data in sent.items():
         tally.take_upload(name, data)
     common, own = tally.settle()
@@ -223,12 +404,10 @@ def test_a_late_answer_of_a_dropped_client_does_not_count():
     assert np.array_equal(tally.total(), summed(vectors, tally.survivors))
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_wrong_signature_counts_as_no_answer_if_the_server_has_the_roster(known):
-    """c2 signs wrongly. Without the roster it stays, and the other four signatures, t of them, are enough."""
-    group = Group(5)  # t = 4
+def test_a_wrong_signature_excludes_its_member():
+    group, conduct = Group(5), Conduct()  # t = 4
     opening, vectors = group.opening(), group.vectors(SIZE)
-    tally = Tally(opening, DIGEST, SIZE, group.roster if known else None)
+    tally = Tally(opening, DIGEST, group.roster, conduct)
     for name, data in group.uploads(opening, vectors).items():
         tally.take_upload(name, data)
     while not tally.settled():
@@ -237,13 +416,13 @@ def test_a_wrong_signature_counts_as_no_answer_if_the_server_has_the_roster(know
             data = group.parties[name].settle(common, own[name])
             if name == "c2":
                 data = replace(Settled.from_bytes(data, 5 - len(own)), signature=bytes(64)).to_bytes()
-                if known:
-                    with pytest.raises(BadArgument, match="the signature of c2 is wrong"):
-                        tally.take_settled(name, data)
-                    continue
+                with pytest.raises(BadArgument, match="c2 is excluded: its signature on the members is wrong"):
+                    tally.take_settled(name, data)
+                continue
             tally.take_settled(name, data)
     reveal_all(group, tally)
-    assert tally.survivors == tuple(name for name in group.names if not known or name != "c2")
+    assert tally.survivors == ("c0", "c1", "c3", "c4")
+    assert list(conduct.excluded) == ["c2"]
     assert np.array_equal(tally.total(), summed(vectors, tally.survivors))
 
 
@@ -263,7 +442,7 @@ def test_without_the_check_of_the_first_word_a_wrong_sum_would_come_out(monkeypa
 def test_an_answer_to_an_earlier_step_does_not_count():
     group = Group(5)  # t = 4
     opening, vectors = group.opening(), group.vectors(SIZE)
-    tally = Tally(opening, DIGEST, SIZE)
+    tally = Tally(opening, DIGEST, group.roster)
     for name, data in group.uploads(opening, vectors).items():
         tally.take_upload(name, data)
     common, own = tally.settle()

@@ -11,14 +11,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import share
 from fedveil.defences import Aggregate, Defence, Samples
-from fedveil.errors import BadArgument, NonFiniteUpdate, OutOfRange, TooFewAnswers
+from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate, TooFewAnswers
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update
 from fedveil.federation.engine import Member
 from fedveil.federation.limits import Limits, aggregate
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
-from fedveil.federation.server import History, Record, Seen, Server
+from fedveil.federation.server import LOG, History, Record, Seen, Server
 from fedveil.federation.shards import checked, shards_of
 from fedveil.federation.sources import Given, as_source, batch_size_of
 from fedveil.federation.targets import one_output, usual_loss
@@ -27,7 +27,6 @@ from fedveil.scheme.losses import Function, Loss, couples_samples
 from fedveil.secagg import threshold
 
 __all__ = ["Federation", "History", "Record"]
-ATTEMPTS = 8  # of a round under secure aggregation
 BATCH = 32  # records, unless somebody says otherwise
 
 
@@ -128,7 +127,8 @@ class Federation(Server):
         if secure_aggregation:
             check_combination(self.defence, model, limits)
             threshold(taking_part)  # refuses too few
-            self._parties, self._sums = LocalParties(len(sources)), Sums(self.defence, model)
+            self._parties = LocalParties(len(sources))
+            self._sums = Sums(self.defence, model, self.shards.example, self.loss, sum(self.shards.sizes))
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -140,7 +140,7 @@ class Federation(Server):
         clients = self.shards.chosen(self.round, self.participation)
         sizes = [float(self.claims(client)) for client in clients]
         if self._sums is not None and self._parties is not None:
-            return self._summed(self._sums, self._parties, clients, seen)
+            return self._summed(self._sums, self._parties, clients)
         broadcast = self.defence.broadcast(self.model)
         if self.fused:
             updates, sizes = [self._together(broadcast, clients, sizes)], [1.0]
@@ -152,21 +152,23 @@ class Federation(Server):
             return self.defence.aggregate(updates, sizes)
         return self._limited(self.limits, clients, updates)
 
-    def _summed(self, sums: Sums, parties: LocalParties, clients: Sequence[int], seen: Seen | None) -> Aggregate:
-        """One round under secure aggregation; `seen` gets the sum, as if it were the update of one client."""
-        for _ in range(ATTEMPTS):
-            broadcast = self.defence.broadcast(self.model)
-            opening = parties.opening(clients, self.round, sums.exponents(broadcast))
-            words = {}
-            try:
-                for client, update in zip(clients, self.answers(broadcast, clients), strict=True):
-                    _, tensors = sums.messages.pack_update(sums.defence, update)
-                    words[client] = words_of(tensors, self.claims(client), opening, sums.clip)
-            except OutOfRange:
-                sums.widen()
-                continue
+    def _summed(self, sums: Sums, parties: LocalParties, clients: Sequence[int]) -> Aggregate:
+        """One round under secure aggregation; a sum that wrapped around is lost, and the model stays as it is."""
+        broadcast = self.defence.broadcast(self.model)
+        opening = parties.opening(clients, self.round, sums.layout(broadcast, len(clients)))
+        words = {}
+        for client, update in zip(clients, self.answers(broadcast, clients), strict=True):
+            _, tensors = sums.messages.pack_update(sums.defence, update)
+            words[client] = words_of(tensors, self.claims(client), opening, sums.clip)
+        empty = [client for client, own in words.items() if not own[1]]
+        if len(empty) == len(clients):
+            raise NonFiniteUpdate("all clients", "their updates hold NaN, infinity or numbers beyond 2^80")
+        if empty:
+            LOG.warning("round %d: clients %s contribute nothing: their updates are not finite", self.round, empty)
+        try:
             return sums.aggregate(parties.total(opening, words), opening)
-        raise NonFiniteUpdate("a client", f"its numbers did not fit in {ATTEMPTS} attempts, each with more room")
+        except Aborted as error:
+            return Aggregate({}, {}, 0.0, {"skipped": error.what})
 
     def answers(self, broadcast: Any, clients: Sequence[int]) -> list[Any]:
         """What each of the clients uploads."""

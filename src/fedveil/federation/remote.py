@@ -1,8 +1,6 @@
 """A round with clients that are elsewhere: what the server asks and what a client answers, as bytes for any engine."""
 
 import dataclasses
-import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -11,25 +9,26 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
+import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from fedveil.checks import one_of, positive, whole
+from fedveil.checks import one_of, whole
 from fedveil.defences.interface import Defence
 from fedveil.defences.plain import PlainMessages
 from fedveil.defences.registry import find, messages_of, names, record_of
-from fedveil.errors import BadArgument, OutOfRange, StaleUpdate
-from fedveil.federation import checkpoint
+from fedveil.errors import BadArgument, StaleUpdate
+from fedveil.federation import checkpoint, masked
 from fedveil.federation.client import client_update
-from fedveil.federation.secure import words_of
+from fedveil.federation.secure import Words, words_of
 from fedveil.federation.shards import checked as checked_records
 from fedveil.federation.shards import shards_of
-from fedveil.federation.sources import Given, as_source
+from fedveil.federation.sources import Given, Source, as_source
 from fedveil.files import make_folder
-from fedveil.scheme.losses import Function, find_loss
+from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.messages import known_loss
-from fedveil.secagg import Identity, Memory, Opening, Party, Roster
-from fedveil.wire import Tensors, as_bytes, as_tensor, checked, from_bytes, kind_of, to_bytes
+from fedveil.secagg import Identity, Memory, Party, Policy, Roster
+from fedveil.wire import Tensors, as_tensor, checked, from_bytes, kind_of, to_bytes
 
 MOST_RECORDS = 2**53
 LONGEST = 1e9  # seconds
@@ -72,19 +71,17 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """What a client sends back under secure aggregation: words that say nothing, and no number of records."""
+    """What a client sends back under secure aggregation: words that say nothing, no count of records and no times."""
 
     round: int
     token: str
     defence: str
-    seconds: float
-    fits: bool  # whether the numbers fit the exponents; if not, there are no words
     tensors: Tensors
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Another step of secure aggregation: "hello", "settle" or "reveal"; and a client's answer to it."""
+    """Another step of secure aggregation: "hello", "settle", "reveal" or "end"; and a client's answer to it."""
 
     session: str
     step: str
@@ -104,7 +101,7 @@ def read(data: bytes, kind: type[Message], most: int | None = None) -> Message:
     found: Message = kind(**checked(where, values, _wanted(kind)), tensors=tensors)
     if isinstance(found, Answer) and not 1 <= found.records <= MOST_RECORDS:
         raise BadArgument(where, f"records must be from 1 to 2^53, got {found.records}")
-    if isinstance(found, Answer | Masked) and not 0 <= found.seconds < LONGEST:
+    if isinstance(found, Answer) and not 0 <= found.seconds < LONGEST:
         raise BadArgument(where, f"seconds must be from 0 to {LONGEST:g}, got {found.seconds}")
     if isinstance(found, Ask):
         whole(where, "round", found.round, 0)
@@ -192,9 +189,13 @@ def reply(
     defence: Defence | None = None,
     loss: Function | None = None,
     party: Party | None = None,
+    policy: Policy | None = None,
     own: bytes = b"",
 ) -> tuple[bytes, ClientState]:
     """Client: the answer to an ask, both as bytes, and the state after it. The same for every engine.
+
+    Nothing is read, loaded or computed before the server's signature was checked, if the client's policy names a
+    server, and nothing is computed under secure aggregation before the ask was admitted and that was stored.
 
     Args:
         message: what arrived.
@@ -207,132 +208,141 @@ def reply(
         loss: the server's own function, if its loss has no name.
         party: this client's part in secure aggregation, the same object for a whole run. With one, an ask without
             secure aggregation is refused: a server cannot have it left out.
+        policy: which server a client without a `party` answers; a party has its own.
         own: what arrived for this client alone.
     """
+    rules = party.policy if party is not None else policy
+    own = masked.authenticate(message, own, rules, party is not None)
     if kind_of(message) == "step":
-        return _stepped(read(message, Step), own, party), state
+        step = read(message, Step, most=1)
+        body = masked.respond(step, own, party, lambda: masked.check_usable(lambda: _count(data), rules or Policy()))
+        return write(Step(step.session, step.step, {"body": as_tensor(body)})), state
     ask = read(message, Ask)
     refuse_old(ask, state.seen)
-    opened = None
-    if party is not None or ask.secure:
-        opened = _opened(ask, party, hashlib.sha256(message).digest())
-    found, private = answer(ask, model, data, state.private, client=client, defence=defence, loss=loss, opened=opened)
-    return found, ClientState({"session": ask.session, "round": ask.round, "token": ask.token}, private)
+    admitted = masked.admit(ask, message, party, model) if party is not None or ask.secure else None
+    seen = {"session": ask.session, "round": ask.round, "token": ask.token}
+    task = _task(ask, model, defence, loss)
+    if admitted is None or party is None:
+        found, private = _answer(ask, task, model, data, state.private, client)
+        return found, ClientState(seen, private)
+    if not task.defence.linear:
+        raise BadArgument("ask", f"{task.defence.name} is not linear, and its updates cannot be summed under masks")
+
+    def work() -> Words:
+        _, tensors, records = _update(ask, task, model, data, {}, client)
+        return words_of(tensors, records, admitted.opening, admitted.clip)
+
+    upload = party.upload(admitted.ticket, masked.contribute(admitted, work))
+    return write(Masked(ask.round, ask.token, ask.defence, {"upload": as_tensor(upload)})), ClientState(
+        seen, state.private
+    )
 
 
-IDENTITY, ROSTER = "FEDVEIL_IDENTITY", "FEDVEIL_ROSTER"  # of a client's environment: its files, which no job names
+IDENTITY, ROSTER, POLICY = "FEDVEIL_IDENTITY", "FEDVEIL_ROSTER", "FEDVEIL_POLICY"  # files that no job names
 
 
 @lru_cache(maxsize=8)
-def party_of(identity: Path, roster: Path) -> Party:
-    """Client: its part in secure aggregation, from the files of `fedveil keys new` and of the roster.
+def party_of(identity: Path, roster: Path, policy: Path | None = None) -> Party:
+    """Client: its part in secure aggregation, from the files of `fedveil keys` and the roster.
 
     Keys of a run, and what must not be forgotten before it ends, are kept in a file beside the identity: a client whose
     process starts again goes on.
+
+    Args:
+        identity: the file of `fedveil keys new`.
+        roster: the file that lists who may take part.
+        policy: the file of `fedveil keys policy`; by default the one beside the identity.
     """
-    return Party(Identity.load(identity), Roster.read(roster), Memory(identity.with_suffix(".memory")))
+    own = Policy.read(policy or identity.with_suffix(".policy"))
+    memory = Memory(identity.with_suffix(".memory"))
+    found = Party(Identity.load(identity), Roster.read(roster), memory, policy=own)
+    found.sweep()
+    return found
 
 
 def own_party() -> Party | None:
     """Client: the one that its environment names; None without."""
-    identity, roster = os.environ.get(IDENTITY), os.environ.get(ROSTER)
+    identity, roster, policy = (os.environ.get(name) for name in (IDENTITY, ROSTER, POLICY))
     if not identity:
         return None
     if not roster:
-        raise BadArgument(IDENTITY, f"there is no {ROSTER} beside it", "the file that lists who may take part")
-    return party_of(Path(identity), Path(roster))
+        raise BadArgument(IDENTITY, f"{ROSTER} is not set beside it", "name the file that lists who may take part")
+    return party_of(Path(identity), Path(roster), Path(policy) if policy else None)
 
 
-class Opened(NamedTuple):
-    """What a client masks its update with."""
-
-    party: Party
-    opening: Opening
-    digest: bytes  # SHA-256 of the whole ask
-    clip: float | None  # with differential privacy, the longest gradient
+def own_policy() -> Policy | None:
+    """Client: the policy that its environment names, for a client without secure aggregation; None without."""
+    path = os.environ.get(POLICY)
+    return Policy.read(Path(path)) if path else None
 
 
-def _opened(ask: Ask, party: Party | None, digest: bytes) -> Opened:
-    if party is None:
-        what = "the server asks for secure aggregation, and this client has no identity for it"
-        raise BadArgument("ask", what, "fedveil keys new NAME, and a roster (docs/secure-aggregation.md)")
-    if not ask.secure:
-        what = "this client takes part with secure aggregation only, and the server asks for its update as it is"
-        raise BadArgument("ask", what, "secure_aggregation=True on the server")
-    clip = ask.secure.get("clip")
-    if clip is not None:
-        positive("ask", "clip", clip)
-    return Opened(party, Opening.from_values(ask.secure), digest, clip)
+def server_files() -> tuple[Identity | None, Roster | None]:
+    """Server: its signing key and the roster, as far as its environment names them."""
+    identity, roster = os.environ.get(IDENTITY), os.environ.get(ROSTER)
+    return Identity.load(Path(identity)) if identity else None, Roster.read(Path(roster)) if roster else None
 
 
-def _stepped(step: Step, own: bytes, party: Party | None) -> bytes:
-    """Client: the answer to another step of secure aggregation."""
-    if party is None:
-        raise BadArgument("step", "this client takes no part in secure aggregation", "docs/secure-aggregation.md")
-    body = as_bytes("step", step.tensors, "body")
-    if step.step == "hello":
-        found = json.dumps(party.hello(step.session).values()).encode()
-    elif step.step == "settle":
-        found = party.settle(body, own)
-    elif step.step == "reveal":
-        found = party.reveal(body)
-    else:
-        raise BadArgument("step", f"there is no step {step.step[:20]!a}")
-    return write(Step(step.session, step.step, {"body": as_tensor(found)}))
+class _Task(NamedTuple):
+    """What a client is to do, from the ask and its own architecture alone."""
+
+    messages: PlainMessages
+    defence: Defence
+    loss: Loss
+    broadcast: Any
+    dtype: torch.dtype  # that travels, and that the client computes in
 
 
-def answer(
-    ask: Ask,
-    model: nn.Module,
-    data: Data,
-    state: Mapping[str, Any],
-    *,
-    client: int,
-    defence: Defence | None = None,
-    loss: Function | None = None,
-    opened: Opened | None = None,
-) -> tuple[bytes, dict[str, Any]]:
-    """Client: the answer to an ask, and what the client keeps to itself for its next one.
-
-    `state` is what it kept after its last answer; the other arguments are those of `fedveil.flower.answer`.
-    """
-    began = time.perf_counter()
+def _task(ask: Ask, model: nn.Module, defence: Defence | None, loss: Function | None) -> _Task:
     messages, own = _defence(ask, defence)
     own_loss = known_loss("answer", ask.loss, ask.loss_settings, None if loss is None else find_loss(loss))
     broadcast = messages.unpack(model, ask.values, ask.tensors, own_loss)
     parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]
     if not parameters:
         raise BadArgument("ask", "it holds no parameters")
-    dtype = parameters[0].dtype  # computes in the dtype that travels
-    source = as_source("this client", data if isinstance(data, Dataset) or not callable(data) else data())
-    shards = shards_of(model, own_loss, checked_records([source]), ask.batch_size, ask.seed, dtype)
+    return _Task(messages, own, own_loss, broadcast, parameters[0].dtype)
+
+
+def _source(data: Data) -> Source:
+    given = data if isinstance(data, Dataset) or not callable(data) else data()
+    return checked_records([as_source("this client", given)])[0]
+
+
+def _count(data: Data) -> int:
+    """How many records a client has; refuses those that cannot be used."""
+    return len(_source(data))
+
+
+def _update(
+    ask: Ask, task: _Task, model: nn.Module, data: Data, private: Mapping[str, Any], client: int
+) -> tuple[dict[str, Any], Tensors, int]:
+    """A client's update as it travels, and how many records the client has."""
+    shards = shards_of(model, task.loss, [_source(data)], ask.batch_size, ask.seed, task.dtype)
     shards = dataclasses.replace(shards, names=(client,))
-    own.prepare_client(model, shards.example, own_loss)
-    if state:
-        own.restore_client(0, state)
+    own = task.defence
+    own.prepare_client(model, shards.example, task.loss)
+    if private:
+        own.restore_client(0, private)
     update = client_update(
-        own, model, broadcast, shards, client=0, number=ask.round, whole_shard=ask.whole_shard, dtype=dtype
+        own,
+        model,
+        task.broadcast,
+        shards,
+        client=0,
+        number=ask.round,
+        whole_shard=ask.whole_shard,
+        dtype=task.dtype,
     )
-    values, tensors = messages.pack_update(own, update)
-    if opened is not None:
-        return write(_masked(ask, opened, own, tensors, shards.sizes[0], began)), own.client_state(0)
-    seconds = time.perf_counter() - began
-    found = Answer(ask.round, ask.token, ask.defence, shards.sizes[0], seconds, values, tensors)
-    return write(found), own.client_state(0)
+    return *task.messages.pack_update(own, update), shards.sizes[0]
 
 
-def _masked(ask: Ask, opened: Opened, own: Defence, tensors: Tensors, records: int, began: float) -> Masked:
-    """An update under its masks; none if its numbers do not fit."""
-    if not own.linear:
-        raise BadArgument("ask", f"{own.name} is not linear, and its updates cannot be summed under masks")
-    upload = b""
-    try:
-        words = words_of(tensors, records, opened.opening, opened.clip)
-        upload = opened.party.upload(opened.opening, opened.digest, words)
-    except OutOfRange:
-        pass
-    seconds = time.perf_counter() - began
-    return Masked(ask.round, ask.token, ask.defence, seconds, bool(upload), {"upload": as_tensor(upload)})
+def _answer(
+    ask: Ask, task: _Task, model: nn.Module, data: Data, private: Mapping[str, Any], client: int
+) -> tuple[bytes, dict[str, Any]]:
+    """A client's update as bytes, and what the client keeps to itself for its next one."""
+    began = time.perf_counter()
+    values, tensors, records = _update(ask, task, model, data, private, client)
+    found = Answer(ask.round, ask.token, ask.defence, records, time.perf_counter() - began, values, tensors)
+    return write(found), task.defence.client_state(0)
 
 
 def _defence(ask: Ask, own: Defence | None) -> tuple[PlainMessages, Defence]:

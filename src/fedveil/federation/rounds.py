@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from fedveil.federation.engine import Engine, Fault, Member, fault
 from fedveil.federation.evaluate import moved
 from fedveil.federation.limits import Limits, Outcome, aggregate
 from fedveil.federation.optimise import Optimizer, Schedule
-from fedveil.federation.remote import Ask, take, write
+from fedveil.federation.remote import IDENTITY, ROSTER, Ask, server_files, take, write
 from fedveil.federation.secure_rounds import SecureRounds
 from fedveil.federation.server import Seen, Server
 from fedveil.federation.shards import generator
@@ -25,7 +25,8 @@ from fedveil.graph.describe import in_words
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
-from fedveil.secagg import Roster
+from fedveil.secagg import Identity, Roster
+from fedveil.secagg.signed import sign
 
 LOG = logging.getLogger("fedveil.rounds")
 KEPT_FAULTS = 20  # of a round, in its record
@@ -72,9 +73,11 @@ class RemoteServer(Server):
         patience: seconds to wait for nodes in a round before giving up.
         attempts: exchanges of a round before giving up.
         pause: seconds between them.
-        secure_aggregation: the server sees sums of updates only; clients need an identity and a roster
-            (docs/secure-aggregation.md). With the roster in place of True the server leaves out members whose
-            signatures are wrong. It excludes `limits`, which are left out unless they are given.
+        secure_aggregation: the server sees sums of updates only; clients need an identity, a roster and a policy
+            (docs/secure-aggregation.md). The roster of members, or True for the file that FEDVEIL_ROSTER names. It
+            excludes `limits`, which are left out unless they are given.
+        identity: the server's signing key: every message is signed, and clients whose policy names its public key
+            answer no other server. By default the file that FEDVEIL_IDENTITY names. Secure aggregation needs one.
         seed: of the order of clients' records and of the choice of nodes.
     """
 
@@ -102,6 +105,7 @@ class RemoteServer(Server):
         attempts: int = 5,
         pause: float = 2.0,
         secure_aggregation: bool | Roster = False,
+        identity: Identity | None = None,
         seed: int = 0,
     ) -> None:
         if loss is None:
@@ -136,9 +140,18 @@ class RemoteServer(Server):
         self.participation, self.min_answers, self.wait_for = participation, min_answers, wait_for or min_answers
         self.timeout, self.patience, self.attempts, self.pause = timeout, patience, attempts, pause
         self._epoch, self._session, self._started = rounds_per_epoch, Entropy().token(), False
-        self.defence.prepare(model, moved(example, self.device), self.loss)
-        known = secure_aggregation if isinstance(secure_aggregation, Roster) else None
-        self.secure = SecureRounds(self, known) if secure_aggregation else None
+        example = moved(example, self.device)
+        self.defence.prepare(model, example, self.loss)
+        own, roster = server_files()
+        self._identity = identity or own
+        self.secure: SecureRounds | None = None
+        if secure_aggregation:
+            known = secure_aggregation if isinstance(secure_aggregation, Roster) else roster
+            if known is None or self._identity is None:
+                what = "secure aggregation needs the roster of members and this server's signing key"
+                fix = f"set {ROSTER} and {IDENTITY}, or pass secure_aggregation=Roster.read(...) and identity=..."
+                raise BadArgument(type(self).__name__, what, fix)
+            self.secure = SecureRounds(self, example, known)
         if isinstance(self.inner, Veil):
             LOG.info("of the model's values, %s", in_words(self.inner.plan))
 
@@ -148,8 +161,12 @@ class RemoteServer(Server):
         return self._epoch
 
     def close(self) -> None:
-        """Let go of the transport, after the last round."""
-        self.engine.close()
+        """Let go of the transport, after the last round; under secure aggregation members forget the run's keys."""
+        try:
+            if self.secure is not None:
+                self.secure.close()
+        finally:
+            self.engine.close()
 
     def exchange(self, seen: Seen | None = None) -> Aggregate:
         """Broadcast, collect, aggregate; again with a new secret while too few answers are in order."""
@@ -238,7 +255,7 @@ class RemoteServer(Server):
         ask = self._ask_of(broadcast)
         data, heard = write(ask), list[_Heard]()
         own = dict.fromkeys(nodes, b"")
-        for node, reply in self.engine.ask(data, own, label=str(self.round), timeout=self.timeout):
+        for node, reply in self._send(data, own, str(self.round), self.timeout):
             found = reply if isinstance(reply, Fault) else self._hear(ask, node, reply, len(heard))
             if isinstance(found, Fault):
                 self._note(found, faults)
@@ -246,6 +263,15 @@ class RemoteServer(Server):
                 heard.append(found)
         heard.sort(key=lambda answer: nodes.index(answer.member))  # sums do not depend on who was first
         return broadcast, len(data), heard
+
+    def _send(
+        self, common: bytes, own: Mapping[Member, bytes], label: str, timeout: float
+    ) -> Iterator[tuple[Member, bytes | Fault]]:
+        """One exchange, signed if this server has a key."""
+        if self._identity is not None:
+            made = {extra: sign(self._identity, common, extra) for extra in dict.fromkeys(own.values())}
+            own = {member: made[extra] for member, extra in own.items()}
+        return self.engine.ask(common, own, label=label, timeout=timeout)
 
     def _ask_of(self, broadcast: Any, secure: Mapping[str, Any] | None = None) -> Ask:
         """What clients are sent; `secure` is the opening of secure aggregation."""

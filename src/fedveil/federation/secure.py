@@ -3,11 +3,12 @@
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,24 +17,39 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil import secagg
-from fedveil.defences import Aggregate, Defence, Plain, Private, Veil, innermost
+from fedveil.defences import Aggregate, Defence, Plain, Private, Samples, Veil, innermost
 from fedveil.defences.interface import Linear
 from fedveil.defences.plain import split
 from fedveil.defences.private import shorten
 from fedveil.defences.registry import messages_of, record_of
-from fedveil.errors import BadArgument
+from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.federation.limits import Limits
-from fedveil.secagg import Aborted, Identity, Opening, Party, Roster, Tally
+from fedveil.federation.targets import one_output
+from fedveil.graph.inputs import Inputs, count, each
+from fedveil.scheme.losses import Loss
+from fedveil.secagg import Aborted, Identity, Opening, Party, Policy, Roster, Tally
+from fedveil.secagg.fixed import HIGHEST, LARGEST, LOWEST, decode_rows, encode_rows, longest_row, wrapped_rows
+from fedveil.secagg.messages import HEAD
 from fedveil.wire import Tensors, under
 
-HEAD = 2  # words before the tensors: 1 for each client, and its records
-FIRST = 12  # exponent of all numbers before anything is known of them; the first round may need a second attempt
-WIDER = 8  # bits that are added when a client's numbers do not fit
-SMALLEST = 2.0**-16  # of the largest number of a kind: smaller rows are given as much room
+LOG = logging.getLogger("fedveil")
+FIRST = 24  # exponent of rows of which nothing is known
+PROBED = 6  # bits of headroom for numbers that are estimated from the example alone
+RECORDS = 2**17  # that all clients are taken to have together before the first sum tells
+WIDER = 16  # bits of headroom that are added when a sum wrapped around
+SMALLEST = 2.0**-16  # of the largest number of a kind: smaller rows are given as much headroom
 MOST_FACTOR = 100.0  # of a veil: larger ones would cost more digits than float32 has
 PASSES = "passes/"
 Words = NDArray[np.uint64]
 Send = Callable[[str, bytes, Mapping[str, bytes]], Iterable[tuple[str, bytes | None]]]
+
+
+class Layout(NamedTuple):
+    """How an update is laid out among the words; see `Opening`."""
+
+    exponents: tuple[int, ...]
+    rows: tuple[int, ...]
+    checks: bool
 
 
 @dataclass(frozen=True)
@@ -75,32 +91,34 @@ class Form:
         )
 
     @property
-    def size(self) -> int:
-        """In words."""
-        return HEAD + sum(part.size for part in self.parts)
+    def rows(self) -> tuple[int, ...]:
+        """The sizes of its rows, each of which has an exponent."""
+        return tuple([part.size // part.rows if part.rows else 0 for part in self.parts for _ in range(part.rows)])
 
-    @property
-    def rows(self) -> int:
-        """Exponents that it has."""
-        return sum(part.rows for part in self.parts)
-
-    def words(self, tensors: Mapping[str, Tensor], records: int, exponents: Sequence[int], clients: int) -> Words:
+    def words(self, tensors: Mapping[str, Tensor], records: int, opening: Opening) -> Words:
         """A client's update times its records, in fixed point.
 
-        Raises:
-            OutOfRange: a number is too large for its exponent.
+        An update that is not finite, or too large for check words, contributes nothing: no records and zeros.
         """
+        if self.rows != opening.rows:
+            what = f"the server expects {len(opening.rows)} rows, and this client's update has {len(self.rows)}"
+            raise ModelMismatch("opening", what, "build the client's model with the code that built the server's")
         flat = [tensors[part.name].detach().cpu().double().reshape(-1) for part in self.parts]
-        values = torch.cat(flat).numpy() * records if flat else np.zeros(0)
-        head = np.array([1, records], np.uint64)
-        return np.concatenate([head, secagg.encode(values, self._bits(exponents, clients), clients)])
+        values = torch.cat(flat).numpy() if flat else np.zeros(0)
+        if not np.abs(values).max(initial=0.0) < LARGEST:  # NaN too
+            return no_words(opening)
+        found = encode_rows(values * records, opening.rows, bits_of(opening), opening.checks)
+        return np.concatenate([np.array([1, records], np.uint64), found])
 
-    def opened(self, total: Words, exponents: Sequence[int], clients: int) -> tuple[int, Tensors]:
-        """From a sum of words: the records, and the weighted mean of the updates; of counters the nearest number."""
+    def opened(self, total: Words, opening: Opening) -> tuple[int, Tensors]:
+        """From a sum of words: the records, and the weighted mean of the updates; of counters the nearest integer."""
         records = int(total[1])
+        if not records:
+            what = "no client contributed to it: training has diverged, or all of them failed"
+            raise Aborted("sum", "the sum", what, "look at the clients' logs")
         if not 1 <= records < 2**53:
             raise Aborted("sum", "the sum", f"its clients have {records} records together", "look for a hostile client")
-        values = secagg.decode(total[HEAD:], self._bits(exponents, clients)) / records
+        values = decode_rows(total[HEAD:], opening.rows, bits_of(opening)) / records
         found, start = {}, 0
         for part in self.parts:
             own = torch.from_numpy(values[start : start + part.size]).reshape(part.shape)
@@ -117,23 +135,30 @@ class Form:
         return found
 
     def exponents(self, sizes: Mapping[str, Sequence[float]], records: int, wider: int) -> tuple[int, ...]:
-        """One for each row, for sums of so many records whose mean has numbers of these sizes.
+        """One for each row, for sums of this many records whose mean has numbers of these sizes.
 
-        A row may be much smaller than in the next round, or 0: it is given some room for what others of its kind have,
-        the same pass of other tensors or other buffers.
+        A row may be much smaller than in the next round, or 0: it is given some headroom for what others of its kind
+        have, the same pass of other tensors or other buffers.
         """
         rows = [(part.kind, row, size * records) for part in self.parts for row, size in enumerate(sizes[part.name])]
         largest: dict[tuple[str, int], float] = {}
         for kind, row, size in rows:
             largest[kind, row] = max(largest.get((kind, row), 0.0), size)
         least = [max(size, SMALLEST * largest[kind, row]) for kind, row, size in rows]
-        return tuple([(secagg.exponent(size) if size else FIRST) + wider for size in least])
+        found = [secagg.exponent(size) if 0 < size < math.inf else FIRST for size in least]
+        return tuple([min(max(own + wider, LOWEST), HIGHEST) for own in found])
 
-    def _bits(self, exponents: Sequence[int], clients: int) -> NDArray[np.int64]:
-        if len(exponents) != self.rows:
-            raise BadArgument("opening", f"it has {len(exponents)} exponents, and this update {self.rows} rows")
-        counts = [part.size // part.rows for part in self.parts for _ in range(part.rows)]
-        return np.repeat(np.array([secagg.bits(clients, e) for e in exponents], np.int64), counts)
+
+def bits_of(opening: Opening) -> list[int]:
+    """Bits behind the point, row by row."""
+    return [secagg.bits(len(opening.roster), exponent) for exponent in opening.exponents]
+
+
+def no_words(opening: Opening) -> Words:
+    """The words of a client that contributes nothing to a sum."""
+    words = np.zeros(opening.size, np.uint64)
+    words[0] = 1
+    return words
 
 
 def check_combination(defence: Defence, model: nn.Module, limits: Limits | None) -> None:
@@ -167,48 +192,87 @@ def clipped(tensors: Mapping[str, Tensor], clip: float) -> Tensors:
 def words_of(tensors: Mapping[str, Tensor], records: int, opening: Opening, clip: float | None = None) -> Words:
     """Client: its update as words; with differential privacy clipped, and counted once whatever its records."""
     if clip is not None:
+        if not all(bool(own.isfinite().all()) for own in tensors.values()):
+            return no_words(opening)
         tensors, records = clipped(tensors, clip), 1
-    return Form.of(tensors).words(tensors, records, opening.exponents, len(opening.roster))
+    return Form.of(tensors).words(tensors, records, opening)
 
 
 class Sums:
-    """Server: what it knows from round to round of a run under secure aggregation. Nothing of a single client."""
+    """Server: what it knows from round to round of a run under secure aggregation. Nothing of a single client.
 
-    def __init__(self, defence: Defence, model: nn.Module) -> None:
+    Args:
+        defence: what the run is trained with.
+        model: the server's.
+        example: inputs from which the numbers of the first round are estimated.
+        loss: what clients minimise.
+        records: that all clients have together, if that is known.
+    """
+
+    def __init__(
+        self, defence: Defence, model: nn.Module, example: Inputs, loss: Loss, records: int | None = None
+    ) -> None:
         self.whole, self.defence, self.model = defence, innermost(defence), model
         self.messages = messages_of(record_of(self.defence), type(self.defence).__name__)
         self.clip = defence.clip if isinstance(defence, Private) else None
         self.form: Form | None = None
+        self._example, self._loss = example, loss
         self._linear = cast(Linear, self.defence)
         self._expected: Mapping[str, Tensor] | None = None
-        self._records = 0
-        self.wider = 0  # bits of room that the next attempt has besides
+        self._records = records or RECORDS
+        self.wider = 0  # bits of headroom that the next attempt has besides
 
-    def exponents(self, broadcast: Any) -> tuple[int, ...]:
+    def layout(self, broadcast: Any, clients: int) -> Layout:
         """For the next attempt."""
         _, template = self.messages.blank(self.defence, self.model)
         if self.clip is not None:
             template = {name: own for name, own in template.items() if name.startswith("gradient/")}
-        self.form = Form.of(template)
+        self.form = form = Form.of(template)
+        if max(form.rows, default=0) > longest_row(clients):
+            what = f"a tensor of {max(form.rows):,} values is too long to check a sum over {clients} clients"
+            raise BadArgument("secure_aggregation", what, f"use fewer than {2**30 // max(form.rows)} clients")
+        if self.clip is not None:  # what is clipped to it always fits
+            return Layout((_clipped_exponent(self.clip),) * len(form.rows), form.rows, False)
         if self._expected is None:
-            return (FIRST + self.wider,) * self.form.rows
-        return self.form.exponents(self._linear.sizes(broadcast, self._expected), self._records, self.wider)
+            self._expect_first(broadcast)
+        if self._expected is None:
+            return Layout((min(FIRST + self.wider, HIGHEST),) * len(form.rows), form.rows, True)
+        sizes = self._linear.sizes(broadcast, self._expected)
+        return Layout(form.exponents(sizes, self._records, self.wider), form.rows, True)
 
-    def widen(self) -> None:
-        """A client's numbers did not fit: give all of them more room in the next attempt."""
-        self.wider += WIDER
+    def _expect_first(self, broadcast: Any) -> None:
+        """Estimate the numbers of the first round: take a client's step on records that are drawn at random."""
+        draw, device = torch.Generator().manual_seed(0), next(self.model.parameters()).device
+        inputs = each(lambda like: _drawn_like(like, draw), self._example)
+        dense = torch.zeros_like(one_output(self.model, inputs))
+        dense.view(-1)[:1] = 1.0
+        for targets in (dense, torch.zeros(1, dtype=torch.int64)):
+            samples = Samples(inputs, targets.expand(count(inputs), *targets.shape[1:]).to(device))
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    expected = self._linear.expect(self.defence.client_step(self.model, broadcast, samples))
+            except Exception:  # the loss takes other targets; then nothing is known
+                continue
+            if all(bool(own.isfinite().all()) for own in expected.values()):
+                self._expected, self.wider = expected, self.wider + PROBED
+                return
 
     def aggregate(self, total: Words, opening: Opening) -> Aggregate:
-        """The round's result from the sum of its words."""
+        """The round's result from the sum of its words; Aborted if it wrapped around, or holds nothing."""
         assert self.form is not None
         clients = len(opening.roster)
-        records, tensors = self.form.opened(total, opening.exponents, clients)
+        wrapped = wrapped_rows(total[HEAD:], opening.rows, clients) if opening.checks else []
+        if wrapped:
+            self.wider += WIDER
+            what = f"{len(wrapped)} of its {len(opening.rows)} rows wrapped around"
+            raise Aborted("sum", "the sum", f"{what}; the next round has {WIDER} more bits of headroom")
+        records, tensors = self.form.opened(total, opening)
         values, template = self.messages.blank(self.defence, self.model)
         own = under("buffer", dict(self.model.named_buffers())) if self.clip is not None else {}
         tensors = {name: (tensors | own)[name] for name in template}  # in the model's order
         update = self.messages.unpack_update(self.defence, self.model, values, tensors, 0)
-        each = self.form.rounding(opening.exponents, clients, records)
-        expected, rounding = self._linear.expect(update, self._expected), self._linear.rounding(each)
+        rows = self.form.rounding(opening.exponents, clients, records)
+        expected, rounding = self._linear.expect(update, self._expected), self._linear.rounding(rows)
         result = self.defence.aggregate([update], [1.0])
         size = math.hypot(*[float(torch.linalg.vector_norm(g.double())) for g in result.gradients.values()])
         self._expected, self._records, self.wider = expected, records, 0
@@ -218,28 +282,48 @@ class Sums:
         return self.whole.summed(result, int(total[0])) if isinstance(self.whole, Private) else result
 
 
+def _drawn_like(like: Tensor, draw: torch.Generator) -> Tensor:
+    """Normal numbers as large as the example's, whose values need not be typical; integers stay what they are."""
+    if not like.is_floating_point() or not like.numel():
+        return like
+    largest = float(like.abs().max().nan_to_num(1.0, 1.0))
+    return (max(1.0, largest) * torch.randn(like.shape, generator=draw)).to(like)
+
+
+def _clipped_exponent(clip: float) -> int:
+    """The e of numbers of which none is above `clip`."""
+    return min(max(math.frexp(clip)[1] + 1, LOWEST), HIGHEST)
+
+
 class LocalParties:
-    """Clients of one process: each with an identity of its own, all in one roster. To test and to simulate."""
+    """Clients of one process: each with its own identity, all in one roster. To test and to simulate."""
 
     def __init__(self, clients: int) -> None:
         identities = [Identity.new(f"client-{client}") for client in range(clients)]
-        roster = Roster({own.name: own.public() for own in identities})
-        self.parties = {client: Party(own, roster) for client, own in enumerate(identities)}
-        self._run, self._attempt = secrets.token_hex(16), 0
+        self.roster = Roster({own.name: own.public() for own in identities})
+        policy = Policy(min_records=1, max_sums_per_run=2**53, max_sums_per_day=2**53, key_hours=24 * 365)
+        self.parties = {client: Party(own, self.roster, policy=policy) for client, own in enumerate(identities)}
+        self._run, self._attempt, self._renewal = secrets.token_hex(16), 0, policy.key_rounds
+        self._hellos: dict[int, secagg.Hello] = {}
 
-    def opening(self, clients: Sequence[int], number: int, exponents: tuple[int, ...]) -> Opening:
-        """Of the next attempt of a round."""
+    def opening(self, clients: Sequence[int], number: int, layout: Layout) -> Opening:
+        """Start the next attempt of a round."""
+        if self._attempt % self._renewal == 0:
+            self._hellos.clear()  # clients replace their keys
         self._attempt += 1
-        hellos = tuple([self.parties[client].hello(self._run) for client in clients])
-        return Opening(self._run, number, self._attempt, hellos, exponents)
+        for client in clients:
+            if client not in self._hellos:
+                self._hellos[client] = self.parties[client].hello(self._run)
+        return Opening(self._run, number, self._attempt, tuple([self._hellos[client] for client in clients]), *layout)
 
     def total(self, opening: Opening, words: Mapping[int, Words]) -> Words:
         """The sum of the clients' words, by the protocol."""
         digest = hashlib.sha256(json.dumps(opening.values()).encode()).digest()
         named = {party.name: party for client, party in self.parties.items() if client in words}
-        tally = Tally(opening, digest, len(next(iter(words.values()))))
+        tally = Tally(opening, digest, self.roster)
         for client, own in words.items():
-            tally.take_upload(self.parties[client].name, self.parties[client].upload(opening, digest, own))
+            party = self.parties[client]
+            tally.take_upload(party.name, party.upload(party.admit(opening, digest), own))
 
         def send(step: str, common: bytes, own: Mapping[str, bytes]) -> Iterable[tuple[str, bytes | None]]:
             for name, extra in own.items():

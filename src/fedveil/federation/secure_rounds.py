@@ -1,33 +1,44 @@
 """The server's side of rounds under secure aggregation: greet, upload, settle, reveal. Any engine."""
 
 import dataclasses
-import hashlib
 import json
+import logging
+import secrets
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fedveil import secagg
 from fedveil.defences import Aggregate
 from fedveil.errors import BadArgument, FedveilError, UpdateRefused
 from fedveil.federation.engine import Fault, Member, fault
-from fedveil.federation.remote import Masked, Step, read, take_masked, write
+from fedveil.federation.masked import digest_of, digests
+from fedveil.federation.remote import Step, read, take_masked, write
 from fedveil.federation.secure import Sums, Words, check_combination, open_sum
-from fedveil.secagg import Aborted, Hello, Opening, Roster, Tally
+from fedveil.graph.inputs import Inputs
+from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally
+from fedveil.secagg.identity import SIGNATURE
+from fedveil.secagg.masks import proper_key
+from fedveil.secagg.policy import Policy
 from fedveil.wire import as_bytes, as_tensor
 
 if TYPE_CHECKING:
     from fedveil.federation.rounds import RemoteServer
 
+LOG = logging.getLogger("fedveil.rounds")
 KEPT_FAULTS = 20  # of a round, in its record
-MOST_ROOM = 24  # bits, after which a round goes on without those whose numbers do not fit
+RENEWAL = Policy.key_rounds  # attempts after which clients replace their keys, unless their policies say otherwise
+CHALLENGE = 16  # bytes
+FAREWELL = 5.0  # seconds in which members may answer that they have heard of the end
+Found = TypeVar("Found")
 
 
 class _Traffic:
-    """Bytes and seconds of a round's exchanges."""
+    """Bytes of a round's exchanges."""
 
     def __init__(self) -> None:
-        self.down, self.up, self.asked, self.work, self.exchanges = 0, 0, 0, 0.0, 0
+        self.down, self.up, self.asked, self.exchanges = 0, 0, 0, 0
 
 
 class _Opened(NamedTuple):
@@ -39,39 +50,55 @@ class _Opened(NamedTuple):
     why: str  # there is no sum
 
 
+class _Greeted(NamedTuple):
+    """A member's key, and in how many attempts it was used."""
+
+    hello: Hello
+    uses: int = 0
+
+
 class SecureRounds:
-    """The members' keys and attempts of one run, and what is known of the size of their numbers.
+    """The members' keys and attempts of one run, their conduct, and what is known of the size of their numbers.
 
     A round takes three exchanges, and one more whenever a member vanishes between them. Before the reveal a round that
     fails is repeated, with a new veil and new masks. Once members were asked to reveal it never is: then its sum is
-    lost, and the model stays as it is.
+    lost, and the model stays as it is. A member whose lie is proven is excluded for the run and named in the record.
     """
 
-    def __init__(self, server: "RemoteServer", roster: Roster | None = None) -> None:
+    def __init__(self, server: "RemoteServer", example: Inputs, roster: Roster) -> None:
         check_combination(server.defence, server.model, server.limits)
-        self.server, self.sums = server, Sums(server.defence, server.model)
-        self._hellos: dict[Member, Hello] = {}  # also of members that are away
+        self.server, self.sums = server, Sums(server.defence, server.model, example, server.loss)
+        self.conduct = Conduct()
+        self._greeted: dict[Member, _Greeted] = {}  # also members that are away
         self._doubtful: set[Member] = set()  # members that may have lost their key
+        self._impostors: dict[Member, str] = {}  # members without a proper hello, and why
         self._attempt, self._roster = 0, roster
+
+    @property
+    def excluded(self) -> dict[str, str]:
+        """Members that take no further part in the run, and why."""
+        return {str(member): why for member, why in self._impostors.items()} | dict(self.conduct.excluded)
 
     def exchange(self) -> Aggregate:
         """One round. Raises `TooFewAnswers` if no attempt gets as far as revealing."""
-        server = self.server
+        server, before = self.server, self.excluded
         deadline, faults, traffic = time.monotonic() + server.patience, list[Fault](), _Traffic()
         for attempt in range(1, server.attempts + 1):
             guilty = {found.member for found in faults if found.guilty}
-            nodes = server._nodes(deadline, guilty)
+            nodes = [node for node in server._nodes(deadline, guilty) if not self._is_excluded(node)]
             began = time.perf_counter()
             opened = self._attempted(nodes, faults, traffic)
             answered = time.perf_counter()
             if opened is not None:
                 result = self._result(opened)
                 details: dict[str, Any] = {"asked": len(nodes), "answers": len(opened.tally.survivors)}
-                details |= {"exchanges": traffic.exchanges, "seconds_work": traffic.work}
+                details |= {"exchanges": traffic.exchanges, "seconds_waiting": answered - began}
                 details |= {"bytes_down": round(traffic.down / traffic.asked), "bytes_total": traffic.down + traffic.up}
-                details |= {"bytes_up": round(traffic.up / traffic.asked), "seconds_waiting": answered - began}
+                details |= {"bytes_up": round(traffic.up / traffic.asked)}
                 details["seconds_recovery"] = time.perf_counter() - answered
                 details |= {"attempts": attempt} if attempt > 1 else {}
+                new = {name: why for name, why in self.excluded.items() if name not in before}
+                details |= {"excluded": new} if new else {}
                 details |= {"faults": [str(found) for found in faults[:KEPT_FAULTS]]} if faults else {}
                 return dataclasses.replace(result, details={**result.details, **details})
             server.defence.forget()
@@ -80,51 +107,64 @@ class SecureRounds:
         wanted = max(server.min_answers, secagg.threshold(secagg.LEAST))
         raise server._too_few(f"{server.attempts} attempts did not open a sum of {wanted} updates or more", faults)
 
+    def close(self) -> None:
+        """Tell the members that the run has ended, so that they forget its keys."""
+        members = [member for member in self.server.engine.members() if member in self._greeted]
+        if members:
+            message, own = (
+                write(Step(self.server._session, "end", {"body": as_tensor(b"")})),
+                dict.fromkeys(members, b""),
+            )
+            list(self.server._send(message, own, "end", FAREWELL))
+
     def _attempted(self, nodes: list[Member], faults: list[Fault], traffic: _Traffic) -> _Opened | None:
         """One attempt; None if it may be repeated."""
         server = self.server
-        present = self._greeted(nodes, faults, traffic)
-        names = {self._hellos[member].name: member for member in self._roster_of(present)}
+        present = self._greet(nodes, faults, traffic)
+        names = {self._name(member): member for member in present}
         needed = max(server.min_answers, secagg.threshold(max(len(names), secagg.LEAST)))
-        if len(names) < secagg.LEAST or len(present) < needed:
-            text = (
-                f"{len(present)} of {len(names)} members are there, and secure aggregation needs {needed} of 4 or more"
-            )
+        if len(names) < needed:
+            text = f"{len(names)} members are there, and secure aggregation needs {needed} or more"
             self._note(fault("server", "too few", text), faults)
             return None
         broadcast = server.defence.broadcast(server.model)
         self._attempt += 1
-        hellos = tuple([self._hellos[names[name]] for name in sorted(names)])
-        exponents = self.sums.exponents(broadcast)
-        opening = Opening(server._session, server.round, self._attempt, hellos, exponents)
+        opening = self._opening(sorted(names), names, broadcast)
         clip = {} if self.sums.clip is None else {"clip": self.sums.clip}
         ask = server._ask_of(broadcast, opening.values() | clip)
         data = write(ask)
-        assert self.sums.form is not None
-        tally = Tally(opening, hashlib.sha256(data).digest(), self.sums.form.size, self._roster)
-        misfits = 0
-        for member, reply in self._exchanged(data, dict.fromkeys(present, b""), "upload", faults, traffic):
-            masked = self._heard(member, lambda reply=reply: take_masked(reply, ask, 0), faults)
-            if isinstance(masked, Masked):
-                traffic.work = max(traffic.work, masked.seconds)
-                misfits += not masked.fits
-                if masked.fits:
-                    self._heard(member, lambda m=member, a=masked: self._uploaded(tally, m, a), faults)
-        if misfits and (self.sums.wider < MOST_ROOM or len(tally.survivors) < needed):
-            self.sums.widen()
-            text = f"{misfits} updates have numbers that do not fit; all are given more room"
-            self._note(fault("server", "range", text), faults)
-            return None
+        tally = Tally(opening, digest_of(*digests(data)), self._roster, self.conduct)
+
+        def take(member: Member, reply: bytes) -> None:
+            masked = take_masked(reply, ask, 0)
+            tally.take_upload(self._name(member), as_bytes("answer", masked.tensors, "upload"))
+
+        for member, reply in self._exchange(data, dict.fromkeys(present, b""), "upload", faults, traffic):
+            self._hear(member, partial(take, member, reply), faults)
+        return self._open(opening, tally, names, faults, traffic)
+
+    def _opening(self, order: list[str], names: Mapping[str, Member], broadcast: Any) -> Opening:
+        hellos = []
+        for name in order:
+            hello, uses = self._greeted[names[name]]
+            self._greeted[names[name]] = _Greeted(hello, uses + 1)
+            hellos.append(hello)
+        layout = self.sums.layout(broadcast, len(hellos))
+        return Opening(self.server._session, self.server.round, self._attempt, tuple(hellos), *layout)
+
+    def _open(
+        self, opening: Opening, tally: Tally, names: Mapping[str, Member], faults: list[Fault], traffic: _Traffic
+    ) -> _Opened | None:
+        """The steps after the uploads; None if the attempt may be repeated."""
         revealing = False
 
         def send(step: str, common: bytes, own: Mapping[str, bytes]) -> Iterator[tuple[str, bytes | None]]:
             nonlocal revealing
             revealing = step == "reveal"
-            message = write(Step(server._session, step, {"body": as_tensor(common)}))
+            message = write(Step(self.server._session, step, {"body": as_tensor(common)}))
             wanted = {names[name]: extra for name, extra in own.items()}
-            for member, reply in self._exchanged(message, wanted, step, faults, traffic):
-                body = self._heard(member, lambda reply=reply: self._body(reply, step), faults)
-                yield self._name(member), body if isinstance(body, bytes) else None
+            for member, reply in self._exchange(message, wanted, step, faults, traffic):
+                yield self._name(member), self._hear(member, partial(self._body, reply, step), faults)
 
         def refused(name: str, error: BadArgument) -> None:
             self._note(fault(names[name], "malformed", f"{error.where}: {error.what}"), faults)
@@ -134,9 +174,6 @@ class SecureRounds:
         except Aborted as error:
             self._note(fault("server", "aborted", f"{error.where}: {error.what}"), faults)
             return _Opened(None, opening, tally, error.what) if revealing else None
-
-    def _uploaded(self, tally: Tally, member: Member, masked: Masked) -> None:
-        tally.take_upload(self._name(member), as_bytes("answer", masked.tensors, "upload"))
 
     def _result(self, opened: _Opened) -> Aggregate:
         """The gradient; nothing if there is no sum, or if a client has spoilt it."""
@@ -148,43 +185,42 @@ class SecureRounds:
                 why = error.what
         return Aggregate({}, {}, 0.0, {"skipped": why})
 
-    def _greeted(self, nodes: list[Member], faults: list[Fault], traffic: _Traffic) -> list[Member]:
-        """Those whose keys are known, after asking the others for theirs."""
-        new = [node for node in nodes if node not in self._hellos or node in self._doubtful]
+    def _greet(self, nodes: list[Member], faults: list[Fault], traffic: _Traffic) -> list[Member]:
+        """Those whose keys are known and fresh, after asking the others for theirs."""
+        stale = {member for member, greeted in self._greeted.items() if greeted.uses >= RENEWAL}
+        new = [node for node in nodes if node not in self._greeted or node in self._doubtful | stale]
         if new:
-            message = write(Step(self.server._session, "hello", {"body": as_tensor(b"")}))
-            for member, reply in self._exchanged(message, dict.fromkeys(new, b""), "hello", faults, traffic):
-                hello = self._heard(member, lambda reply=reply: self._hello(reply), faults)
-                if isinstance(hello, Hello) and self._heard(member, lambda m=member, h=hello: self._free(m, h), faults):
-                    self._hellos[member] = hello
+            challenge = secrets.token_bytes(CHALLENGE)
+            message = write(Step(self.server._session, "hello", {"body": as_tensor(challenge)}))
+            for member, reply in self._exchange(message, dict.fromkeys(new, b""), "hello", faults, traffic):
+                hello = self._hear(member, partial(self._hello, member, reply, challenge), faults)
+                if hello is not None:
+                    self._greeted[member] = _Greeted(hello)
                     self._doubtful.discard(member)
-        return [node for node in nodes if node in self._hellos and node not in self._doubtful]
+        fresh = [node for node in nodes if node in self._greeted and node not in self._doubtful]
+        return [node for node in fresh if self._greeted[node].uses < RENEWAL and not self._is_excluded(node)]
 
-    def _free(self, member: Member, hello: Hello) -> bool:
-        """Whether a member may have the name that it says; one that came back under another number may."""
-        if self._roster is not None:
-            signed = Hello.signed(hello.run, hello.name, hello.key)
-            if not self._roster.verifies(hello.name, hello.signature, signed):
-                raise BadArgument("hello", f"it is not signed by {hello.name}")
-        for other in [other for other, known in self._hellos.items() if known.name == hello.name and other != member]:
-            if self._roster is None and other in self.server.engine.members() and other not in self._doubtful:
-                raise BadArgument("hello", f"{hello.name} is the name of another member, which is there")
-            del self._hellos[other]
-        return True
-
-    def _roster_of(self, present: list[Member]) -> list[Member]:
-        """Those who are there; if they are too few for a roster, also members that are away, and count as vanished."""
-        away = [member for member in self._hellos if member not in present]
-        return [*present, *away[: max(0, secagg.LEAST - len(present))]]
-
-    def _hello(self, reply: bytes) -> Hello:
+    def _hello(self, member: Member, reply: bytes, challenge: bytes) -> Hello:
+        """A member's hello, if it is its own; one that came back under another number keeps its name."""
         try:
             values = json.loads(self._body(reply, "hello"))
-        except ValueError as error:
+            hello, proof = Hello.from_values(values), bytes.fromhex(str(values.get("proof")))
+        except (ValueError, AttributeError, RecursionError) as error:
             raise BadArgument("hello", "it cannot be read") from error
-        hello = Hello.from_values(values)
         if hello.run != self.server._session:
             raise BadArgument("hello", "it is of another run")
+        for signature, covered in (
+            (hello.signature, Hello.signed(hello.run, hello.name, hello.key)),
+            (proof, hello.proof(challenge)),
+        ):
+            if len(signature) != SIGNATURE or not self._roster.verifies(hello.name, signature, covered):
+                self._impostors[member] = f"its hello is not signed by {hello.name}"
+                raise BadArgument("hello", self._impostors[member])
+        if not proper_key(hello.key):
+            self.conduct.exclude(hello.name, "its key is of small order")
+            raise BadArgument("hello", f"the key of {hello.name} is of small order")
+        for other in [other for other in self._greeted if self._name(other) == hello.name and other != member]:
+            del self._greeted[other]
         return hello
 
     def _body(self, reply: bytes, step: str) -> bytes:
@@ -194,9 +230,13 @@ class SecureRounds:
         return as_bytes("step", found.tensors, "body")
 
     def _name(self, member: Member) -> str:
-        return self._hellos[member].name
+        return self._greeted[member].hello.name
 
-    def _exchanged(
+    def _is_excluded(self, member: Member) -> bool:
+        known = self._greeted.get(member)
+        return member in self._impostors or (known is not None and known.hello.name in self.conduct.excluded)
+
+    def _exchange(
         self, common: bytes, own: Mapping[Member, bytes], step: str, faults: list[Fault], traffic: _Traffic
     ) -> Iterator[tuple[Member, bytes]]:
         """The answers of one exchange; faults go to the list, and whose they are is greeted again."""
@@ -204,8 +244,7 @@ class SecureRounds:
         traffic.exchanges += 1
         traffic.asked = max(traffic.asked, len(own))
         traffic.down += sum(len(common) + len(extra) for extra in own.values())
-        label = f"{server.round} {step}"
-        for member, reply in server.engine.ask(common, own, label=label, timeout=server.timeout):
+        for member, reply in server._send(common, own, f"{server.round} {step}", server.timeout):
             if isinstance(reply, Fault):
                 self._note(reply, faults)
                 self._doubtful.add(member)
@@ -213,7 +252,7 @@ class SecureRounds:
                 traffic.up += len(reply)
                 yield member, reply
 
-    def _heard(self, member: Member, take: Any, faults: list[Fault]) -> Any:
+    def _hear(self, member: Member, take: Callable[[], Found], faults: list[Fault]) -> Found | None:
         """What `take` makes of an answer; None, and a fault, if it refuses it."""
         try:
             return take()

@@ -55,8 +55,8 @@ def answer(
         client: this client's number, which decides the order of its batches; by default the node's `partition-id`.
         folder: where to keep private state (SPN's head, PPDL's source of noise) on this node's disk, in place of
             Flower's context, which is lost when the SuperNode or the run ends.
-        party: for secure aggregation, `fedveil.secagg.Party`; by default from FEDVEIL_IDENTITY and FEDVEIL_ROSTER in
-            the node's environment. One without a memory on disk must live as long as the run (`fedveil flower-node`).
+        party: for secure aggregation, `fedveil.secagg.Party`; by default from FEDVEIL_IDENTITY, FEDVEIL_ROSTER and
+            FEDVEIL_POLICY in the node's environment. One without a memory on disk must live as long as the run.
 
     Raises:
         FedveilError: a message that is stale, malformed or for another model; Flower reports it to the server.
@@ -77,6 +77,7 @@ def answer(
         defence=defence,
         loss=loss,
         party=party or remote.own_party(),
+        policy=remote.own_policy(),
         own=own,
     )
     if after.private:

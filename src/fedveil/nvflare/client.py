@@ -95,6 +95,7 @@ class Client(ABC):
             defence=self.defence,
             loss=self.loss,
             party=self.party or remote.own_party(),
+            policy=remote.own_policy(),
             own=own,
         )
         if self._file is not None and state.private:

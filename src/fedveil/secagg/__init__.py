@@ -4,29 +4,32 @@ Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Lea
 per run and seeds derived for every attempt.
 
     M0  client   run, name, X25519 key, Ed25519 signature                          Party.hello
-    M1  server   broadcast, round, attempt, roster with the M0s, exponents         Opening
+    M1  server   broadcast, round, attempt, roster with the M0s, exponents         Opening        Party.admit
     M2  client   words + PRG(b_k) +- PRG(s_kj), encrypted shares of b_k,           Party.upload   Tally.take_upload
-                 commitments to b_k and every s_kj
-    M3  server   step, those left V; at step 0 the shares                          Tally.settle
+                 commitments to b_k and every s_kj, hashes of the shares
+    M3  server   step, those left V; at step 0 the shares and their hashes         Tally.settle
     M4  client   signature over (context, step, V), s_kd for d outside V,          Party.settle   Tally.take_settled
                  dealers whose share fails; someone vanished: M3 again
     M5  server   at least t signatures on the last (step, V)                       Tally.reveal
     M6  client   once: shares of b_k for k in V                                    Party.reveal   Tally.take_revealed
                                                                                    Tally.total
 
-What a client refuses is in `rules`, what is promised to it too; what is derived from which secret is in `masks`.
+What a client refuses is in `rules` and `policy`, what is promised to it too; what is derived from which secret is in
+`masks`, and who is excluded in `conduct`. Messages come from one server, whose signature `signed` checks.
 
 Not promised: anything against crafted models that are sent to all alike, differences of sums over different members,
-and poisoning by a client: a hostile client can spoil the sum, or abort it. Nor anything for a client whose disk is set
-back to an earlier state: it has its key still, and has forgotten what it did with it.
+and poisoning by a client: a hostile client can spoil the sum. Nor anything for a client whose disk is set back to an
+earlier state: it has its key still, and has forgotten what it did with it.
 """
 
-from fedveil.errors import Aborted, OutOfRange
+from fedveil.errors import Aborted
+from fedveil.secagg.conduct import Conduct
 from fedveil.secagg.fixed import bits, decode, encode, exponent
 from fedveil.secagg.identity import Identity, Roster
 from fedveil.secagg.memory import Memory
 from fedveil.secagg.messages import Hello, Opening
 from fedveil.secagg.party import Party
+from fedveil.secagg.policy import Policy
 from fedveil.secagg.rules import LEAST, REASONS, colluders, threshold
 from fedveil.secagg.tally import Tally
 
@@ -34,12 +37,13 @@ __all__ = [
     "LEAST",
     "REASONS",
     "Aborted",
+    "Conduct",
     "Hello",
     "Identity",
     "Memory",
     "Opening",
-    "OutOfRange",
     "Party",
+    "Policy",
     "Roster",
     "Tally",
     "bits",

@@ -37,18 +37,33 @@ def named(where: str, name: object) -> str:
     return name
 
 
-def private_text(path: Path) -> str:
-    """The text of a file that nobody but its owner can read; one that others can read is refused."""
+def read_private(path: Path) -> str:
+    """The text of a file that nobody but its owner can read or change; any other is refused."""
+    return _read(path, 0o077, "others can read or change this private file", f"chmod 600 {path}")
+
+
+def read_trusted(path: Path) -> str:
+    """The text of a file that nobody but its owner can change; any other is refused."""
+    return _read(
+        path, 0o022, "others can change this file, which decides whom this machine trusts", f"chmod 644 {path}"
+    )
+
+
+def _read(path: Path, forbidden: int, what: str, fix: str) -> str:
     try:
         with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            if os.name == "posix" and mode & 0o077:
-                raise BadArgument(str(path), f"others can read this private file (mode {mode:o})", f"chmod 600 {path}")
-            return file.read(LONGEST_FILE).decode("ascii")
+            found = os.fstat(file.fileno())
+            if os.name == "posix" and found.st_mode & forbidden:
+                raise BadArgument(str(path), f"{what} (mode {stat.S_IMODE(found.st_mode):o})", fix)
+            if os.name == "posix" and found.st_uid not in (os.geteuid(), 0):
+                raise BadArgument(
+                    str(path), f"it belongs to another user (uid {found.st_uid})", f"chown it, then {fix}"
+                )
+            return file.read(LONGEST_FILE).decode()
     except OSError as error:
         raise BadArgument(str(path), f"cannot be read: {error.strerror or type(error).__name__}") from None
     except UnicodeDecodeError:
-        raise BadArgument(str(path), "is no text file of fedveil's") from None
+        raise BadArgument(str(path), "is not a text file") from None
 
 
 class Identity:
@@ -72,22 +87,20 @@ class Identity:
     @classmethod
     def load(cls, path: Path) -> "Identity":
         """What `save` wrote; a file that others can read is refused."""
-        text = private_text(path)
+        text = read_private(path)
         try:
             found = tomllib.loads(text)
-        except tomllib.TOMLDecodeError:
+        except (tomllib.TOMLDecodeError, RecursionError):
             found = {}
         name, private = found.get("name"), found.get("private")
         if not isinstance(private, str) or not HEX.fullmatch(private):
-            raise BadArgument(str(path), "is no identity file", "fedveil keys new NAME")
+            raise BadArgument(str(path), "is not an identity file", "fedveil keys new NAME")
         return cls(named(str(path), name), Ed25519PrivateKey.from_private_bytes(bytes.fromhex(private)))
 
     def save(self, path: Path) -> Path:
         """Write the private key for its owner alone; a file that is there already stays."""
-        if path.exists():
-            raise BadArgument(str(path), "there is a file of this name, and a key is not overwritten", "another name")
         private = self._key.private_bytes_raw().hex()
-        return write_whole(path, IDENTITY.format(name=self.name, private=private), OWNER)
+        return write_whole(path, IDENTITY.format(name=self.name, private=private), OWNER, new=True)
 
     def public(self) -> bytes:
         """The public key, 32 bytes."""
@@ -126,18 +139,16 @@ class Roster:
 
     @classmethod
     def read(cls, path: Path) -> "Roster":
-        """The members of a text file: one line for each, a name and a public key in hex; # begins a comment."""
-        try:
-            with path.open("rb") as file:
-                text = file.read(LONGEST_FILE).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadArgument(str(path), f"cannot be read: {type(error).__name__}") from None
-        return cls(dict(_members(str(path), text)))
+        """The members in a text file: one line for each, a name and a public key in hex; # begins a comment.
+
+        A file that others can change is refused.
+        """
+        return cls(dict(_members(str(path), read_trusted(path))))
 
     def write(self, path: Path) -> Path:
         """Write the file that `read` reads."""
         lines = "".join(f"{name} {key.hex()}\n" for name, key in self._members.items())
-        return write_whole(path, ROSTER + lines)
+        return write_whole(path, ROSTER + lines, 0o644)
 
     @property
     def names(self) -> tuple[str, ...]:

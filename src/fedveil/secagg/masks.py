@@ -54,7 +54,7 @@ def agree(own: X25519PrivateKey, key: bytes) -> bytes:
     try:
         return own.exchange(X25519PublicKey.from_public_bytes(key))
     except ValueError:  # a point of small order
-        raise Aborted("roster", "roster", "a member's key is no proper X25519 key") from None
+        raise Aborted("roster", "roster", "a member's key is of small order") from None
 
 
 def pair_seed(pair: bytes, context: bytes, one: str, other: str) -> bytes:
@@ -98,6 +98,20 @@ def new_seed() -> bytes:
 def commitment(seed: bytes, context: bytes) -> bytes:
     """What binds a client to a seed without showing it."""
     return hashlib.sha256(fields(LABEL, "commitment", context, seed)).digest()
+
+
+def share_hash(share: bytes, context: bytes, dealer: str, receiver: str) -> bytes:
+    """What binds a dealer to the share that it deals to a member, and that member to the share that it reveals."""
+    return hashlib.sha256(fields(LABEL, "share hash", context, dealer, receiver, share)).digest()
+
+
+def proper_key(key: bytes) -> bool:
+    """Whether an X25519 key agrees on a secret at all: a point of small order does not."""
+    try:
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
+    except ValueError:
+        return False
+    return True
 
 
 def keystream(seed: bytes, buffer: bytearray) -> Fill:

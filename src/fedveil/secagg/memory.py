@@ -1,8 +1,12 @@
-"""What a client remembers from one message to the next: its key of a run, and what it has done with it.
+"""What a client remembers from one message to the next: its key of a run, what it has done with it, what it opened.
 
-The X25519 key, the last attempt and the last revealed round live and die together: a key without its counter would mask
-twice with the same streams. They are written before an answer leaves, so that a client that is killed and started again
-refuses what it has answered already. Whoever loses the memory gets a new key with it.
+The X25519 key and the last attempt live together: a key without its counter would mask twice with the same streams.
+Both are written before an answer leaves, so that a client that is killed and started again refuses what it has answered
+already. Counters of a run only grow, also when its key is replaced.
+
+Keys die. A key is replaced after some rounds or hours (`Policy`), and a run that has ended, or whose key is older than
+that, leaves a tombstone: its name is never accepted again. The table of runs is bounded, and a full one refuses new
+runs rather than forget old ones.
 
 Differs from the protocol on paper: the memory also holds the attempt that is under way (shares, members left), since a
 client may be a new process for every message, and one process at a time may use it: two at once could be shown two
@@ -10,6 +14,7 @@ lists of members.
 """
 
 import contextlib
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -22,12 +27,15 @@ from filelock import FileLock, Timeout
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.files import OWNER, refusals, write_whole
-from fedveil.secagg.identity import KEY, named, private_text
+from fedveil.secagg.identity import KEY, named, read_private
 from fedveil.secagg.messages import HASH
 from fedveil.secagg.shares import WIDTH
 
-FORMAT = 1
-State = dict[str, Any]
+FORMAT = 2
+MOST_RUNS = 1024  # that a memory knows, tombstones included
+MOST_SUMS = 64  # opened sums of which the broadcast and the members are kept
+SHORT = 16  # bytes of a digest that is kept
+Values = dict[str, Any]
 
 
 @dataclass(repr=False)
@@ -37,6 +45,7 @@ class Current:
     Attributes:
         context: of the attempt.
         round: of the federation.
+        subject: digest of what the sum is about: the broadcast, and which records take part.
         names: of all who take part, in the roster's order.
         keys: their X25519 keys.
         own: the client's share of its own seed.
@@ -47,6 +56,7 @@ class Current:
 
     context: bytes
     round: int
+    subject: bytes
     names: tuple[str, ...]
     keys: tuple[bytes, ...]
     own: bytes
@@ -57,12 +67,25 @@ class Current:
 
 @dataclass(repr=False)
 class Kept:
-    """What is kept for one run: the key, the last attempt and round, the last round in which it revealed."""
+    """What is kept for one run.
+
+    Attributes:
+        key: the private key.
+        created: when, in seconds since 1970 by the client's clock.
+        uses: attempts that the key was used in.
+        attempt, round: of the last opening that was admitted.
+        revealed: the last round in which it revealed.
+        sums: how many sums it has helped to open.
+        current: the attempt that is under way.
+    """
 
     key: bytes
+    created: int
+    uses: int = 0
     attempt: int = -1
     round: int = -1
     revealed: int = -1
+    sums: int = 0
     current: Current | None = None
 
     def private(self) -> X25519PrivateKey:
@@ -74,15 +97,56 @@ class Kept:
         return self.private().public_key().public_bytes_raw()
 
 
+@dataclass(repr=False)
+class State:
+    """Everything that a client remembers.
+
+    Attributes:
+        member: whose memory it is.
+        runs: by name.
+        ended: short digests of the names of runs that have ended.
+        day: of the last opened sum, in days since 1970, and how many were opened on it.
+        opened: subject and members of the last opened sums, as short digests.
+    """
+
+    member: str | None = None
+    runs: dict[str, Kept] = field(default_factory=dict)
+    ended: list[str] = field(default_factory=list)
+    day: tuple[int, int] = (0, 0)
+    opened: list[tuple[str, str]] = field(default_factory=list)
+
+    def end(self, run: str) -> None:
+        """Forget a run's key, and never accept the run again."""
+        if self.runs.pop(run, None) is not None:
+            self.ended.append(short(run.encode()))
+
+    def has_ended(self, run: str) -> bool:
+        """Whether there is a tombstone of a run."""
+        return short(run.encode()) in self.ended
+
+    def full(self) -> bool:
+        """Whether there is no place for another run."""
+        return len(self.runs) + len(self.ended) >= MOST_RUNS
+
+    def sums_on(self, day: int) -> int:
+        """Sums that were opened on a day; a clock that was set back counts for the later day."""
+        return self.day[1] if day <= self.day[0] else 0
+
+
+def short(data: bytes) -> str:
+    """A digest as it is kept."""
+    return hashlib.sha256(data).digest()[:SHORT].hex()
+
+
 class Turn:
     """The memory while one call uses it: changes count once they are written."""
 
-    def __init__(self, memory: "Memory", member: str | None, runs: dict[str, Kept]) -> None:
-        self._memory, self.member, self.runs = memory, member, runs
+    def __init__(self, memory: "Memory", state: State) -> None:
+        self._memory, self.state = memory, state
 
     def write(self) -> None:
         """Keep what was changed, on disk if the memory has a file."""
-        self._memory._write(_to_text(self.member, self.runs))
+        self._memory._write(_to_text(self.state))
 
 
 class Memory:
@@ -123,7 +187,7 @@ class Memory:
             raise Aborted("busy", "memory", "another thread uses this client's memory")
         try:
             with self._alone():
-                yield Turn(self, *_from_text(str(self._path or "memory"), self._read()))
+                yield Turn(self, _from_text(str(self._path or "memory"), self._read()))
         finally:
             self._lock.release()
 
@@ -147,7 +211,7 @@ class Memory:
     def _read(self) -> str:
         if self._path is None:
             return self._text
-        return private_text(self._path) if self._path.exists() else ""
+        return read_private(self._path) if self._path.exists() else ""
 
     def _write(self, text: str) -> None:
         if self._path is None:
@@ -156,47 +220,55 @@ class Memory:
             write_whole(self._path, text, OWNER)
 
 
-def _to_text(member: str | None, runs: dict[str, Kept]) -> str:
-    kept = {run: _kept_values(found) for run, found in runs.items()}
-    return json.dumps({"format": FORMAT, "member": member, "runs": kept})
+def _to_text(state: State) -> str:
+    runs = {run: _kept_values(found) for run, found in state.runs.items()}
+    values: Values = {"format": FORMAT, "member": state.member, "day": state.day, "opened": state.opened}
+    return json.dumps(values | {"ended": state.ended, "runs": runs})
 
 
-def _kept_values(kept: Kept) -> State:
+def _kept_values(kept: Kept) -> Values:
     now = kept.current
-    own: State = {"key": kept.key.hex(), "attempt": kept.attempt, "round": kept.round, "revealed": kept.revealed}
+    own: Values = {"key": kept.key.hex(), "created": kept.created, "uses": kept.uses, "sums": kept.sums}
+    own |= {"attempt": kept.attempt, "round": kept.round, "revealed": kept.revealed}
     if now is None:
         return own | {"current": None}
-    state: State = {"context": now.context.hex(), "round": now.round, "names": list(now.names), "own": now.own.hex()}
-    state |= {"keys": [key.hex() for key in now.keys], "step": now.step, "members": list(now.members)}
-    return own | {"current": state | {"shares": {dealer: share.hex() for dealer, share in now.shares.items()}}}
+    values: Values = {"context": now.context.hex(), "round": now.round, "names": list(now.names), "own": now.own.hex()}
+    values |= {"keys": [key.hex() for key in now.keys], "step": now.step, "members": list(now.members)}
+    values["subject"] = now.subject.hex()
+    return own | {"current": values | {"shares": {dealer: share.hex() for dealer, share in now.shares.items()}}}
 
 
-def _from_text(where: str, text: str) -> tuple[str | None, dict[str, Kept]]:
+def _from_text(where: str, text: str) -> State:
     if not text:
-        return None, {}
+        return State()
     try:
         found = json.loads(text)
         if found["format"] != FORMAT:
             raise ValueError
-        member = found["member"]
-        return (None if member is None else named(where, member)), {
-            run: _kept_from(state) for run, state in found["runs"].items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        member, day, opened = found["member"], found["day"], found["opened"]
+        return State(
+            None if member is None else named(where, member),
+            {run: _kept_from(values) for run, values in found["runs"].items()},
+            [_bytes(ended, SHORT).hex() for ended in found["ended"]],
+            (int(day[0]), int(day[1])),
+            [(_bytes(about, SHORT).hex(), _bytes(members, SHORT).hex()) for about, members in opened],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         fix = "remove it: the client then has a new key"
         raise BadArgument(where, "this memory is damaged", fix) from None
 
 
-def _kept_from(state: State) -> Kept:
-    now = state["current"]
-    current = None if now is None else _current_from(now)
-    return Kept(_bytes(state["key"], KEY), int(state["attempt"]), int(state["round"]), int(state["revealed"]), current)
+def _kept_from(values: Values) -> Kept:
+    now = values["current"]
+    counts = {name: int(values[name]) for name in ("created", "uses", "attempt", "round", "revealed", "sums")}
+    return Kept(_bytes(values["key"], KEY), **counts, current=None if now is None else _current_from(now))
 
 
-def _current_from(now: State) -> Current:
+def _current_from(now: Values) -> Current:
     return Current(
         _bytes(now["context"], HASH),
         int(now["round"]),
+        _bytes(now["subject"], HASH),
         tuple(map(str, now["names"])),
         tuple(_bytes(key, KEY) for key in now["keys"]),
         _bytes(now["own"], WIDTH),

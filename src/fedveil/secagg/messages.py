@@ -14,17 +14,19 @@ from typing import Any
 import numpy as np
 
 from fedveil.errors import BadArgument
-from fedveil.secagg.fixed import Words
+from fedveil.secagg.fixed import CHECKS, HIGHEST, LOWEST, Words, longest_row
 from fedveil.secagg.identity import KEY, SIGNATURE, named
 from fedveil.secagg.masks import LABEL, SEALED, WORD, fields
 from fedveil.secagg.shares import SEED, WIDTH, in_field
 
-FORMAT = 1
+FORMAT = 2
 HASH = 32
 LONGEST_HEAD = 2**20
 LONGEST_RUN = 200
 MOST_MEMBERS = 10_000
 MOST_COUNT = 2**53  # of rounds, attempts and steps: what JSON holds everywhere
+MOST_WORDS = 2**36
+HEAD = 2  # words before the rows: 1 for each client, and its records
 
 Values = dict[str, Any]
 
@@ -42,6 +44,10 @@ class Hello:
     def signed(run: str, name: str, key: bytes) -> bytes:
         """What the signature covers."""
         return fields(LABEL, "hello", run, name, key)
+
+    def proof(self, challenge: bytes) -> bytes:
+        """What a member signs to show that it is the one who says hello now."""
+        return fields(LABEL, "proof", self.run, self.name, self.key, challenge)
 
     def values(self) -> Values:
         """For JSON."""
@@ -64,7 +70,9 @@ class Opening:
         round: of the federation.
         attempt: strictly increasing over a run.
         roster: the M0s of those who take part; their order gives every member its place.
-        exponents: of the fixed point, in an order that the federation knows.
+        exponents: of the fixed point, one for each row.
+        rows: how many values each row has.
+        checks: whether check words follow the rows.
     """
 
     run: str
@@ -72,6 +80,13 @@ class Opening:
     attempt: int
     roster: tuple[Hello, ...]
     exponents: tuple[int, ...]
+    rows: tuple[int, ...]
+    checks: bool = True
+
+    @property
+    def size(self) -> int:
+        """How many words a client sends."""
+        return HEAD + sum(self.rows) + (CHECKS * len(self.rows) if self.checks else 0)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,20 +97,23 @@ class Opening:
         """For JSON, so that it can travel in another message."""
         hellos = [hello.values() for hello in self.roster]
         own: Values = {"run": self.run, "round": self.round, "attempt": self.attempt}
-        return own | {"roster": hellos, "exponents": list(self.exponents)}
+        own |= {"exponents": list(self.exponents), "rows": list(self.rows), "checks": self.checks}
+        return own | {"roster": hellos}
 
     @classmethod
     def from_values(cls, values: object) -> "Opening":
         """The inverse of `values`; anything else is a BadArgument."""
         found = _object("opening", values)
-        roster, exponents = found.get("roster"), found.get("exponents")
+        roster = found.get("roster")
         if type(roster) is not list or not 0 < len(roster) <= MOST_MEMBERS:
             raise BadArgument("opening", f"its roster must be a list of 1 to {MOST_MEMBERS:,} members")
-        if type(exponents) is not list or not all(type(e) is int and abs(e) < 2**15 for e in exponents):
-            raise BadArgument("opening", "its exponents must be a list of whole numbers")
+        exponents = _integers("opening", found, "exponents", LOWEST, HIGHEST)
+        rows = _integers("opening", found, "rows", 0, longest_row(len(roster)))
+        if len(rows) != len(exponents) or sum(rows) > MOST_WORDS or type(found.get("checks")) is not bool:
+            raise BadArgument("opening", "its rows, exponents and checks do not belong together")
         counts = _count("opening", found, "round"), _count("opening", found, "attempt")
         hellos = tuple(Hello.from_values(hello) for hello in roster)
-        return cls(named_run("opening", found.get("run")), *counts, hellos, tuple(exponents))
+        return cls(named_run("opening", found.get("run")), *counts, hellos, exponents, rows, found["checks"])
 
 
 def context(opening: Opening, digest: bytes) -> bytes:
@@ -112,35 +130,38 @@ def context(opening: Opening, digest: bytes) -> bytes:
 
 @dataclass(frozen=True, repr=False)
 class Upload:
-    """M2: the masked words, encrypted shares of the self seed, commitments.
+    """M2: the masked words, encrypted shares of the self seed, and hashes that bind the client to them.
 
     Attributes:
         context: of the attempt.
         commitments: in the roster's order; at the client's own place that of its self seed, elsewhere of pair seeds.
+        hashes: of the shares, in the roster's order.
         sealed: encrypted shares in the roster's order, without the client's own.
         words: y_k.
     """
 
     context: bytes
     commitments: tuple[bytes, ...]
+    hashes: tuple[bytes, ...]
     sealed: tuple[bytes, ...]
     words: Words
 
     def to_bytes(self) -> bytes:
         """The message."""
         words: list[bytes | memoryview] = [self.words.astype(WORD, copy=False).data]
-        return pack("upload", {"context": self.context.hex()}, [*words, *self.commitments, *self.sealed])
+        return pack("upload", {"context": self.context.hex()}, [*words, *self.commitments, *self.hashes, *self.sealed])
 
     @classmethod
     def from_bytes(cls, data: bytes, members: int, size: int) -> "Upload":
         """An upload of `size` words, for a roster of `members`."""
-        head, body = unpack(data, "upload", 8 * size + members * HASH + (members - 1) * SEALED)
+        head, body = unpack(data, "upload", 8 * size + 2 * members * HASH + (members - 1) * SEALED)
         words = np.frombuffer(body[: 8 * size], WORD).astype(np.uint64, copy=False)
-        rest = body[8 * size :]
+        rest, block = body[8 * size :], members * HASH
         return cls(
             _raw("upload", head, "context", HASH),
-            _cut(rest[: members * HASH], HASH),
-            _cut(rest[members * HASH :], SEALED),
+            _cut(rest[:block], HASH),
+            _cut(rest[block : 2 * block], HASH),
+            _cut(rest[2 * block :], SEALED),
             words,
         )
 
@@ -192,7 +213,7 @@ class Settled:
 
     @classmethod
     def from_bytes(cls, data: bytes, outside: int) -> "Settled":
-        """An answer with seeds for so many members outside."""
+        """An answer with seeds for this many members outside."""
         head, body = unpack(data, "settled", SIGNATURE + outside * SEED)
         found = _raw("settled", head, "context", HASH), _count("settled", head, "step")
         return cls(*found, _names("settled", head, "failed"), bytes(body[:SIGNATURE]), _cut(body[SIGNATURE:], SEED))
@@ -296,8 +317,15 @@ def _raw(where: str, values: Values, name: str, size: int) -> bytes:
 def _count(where: str, values: Values, name: str) -> int:
     value = values.get(name)
     if type(value) is not int or not 0 <= value < MOST_COUNT:
-        raise BadArgument(where, f"{name} must be a whole number of at least 0")
+        raise BadArgument(where, f"{name} must be an integer of at least 0")
     return value
+
+
+def _integers(where: str, values: Values, name: str, least: int, most: int) -> tuple[int, ...]:
+    found = values.get(name)
+    if type(found) is not list or not all(type(each) is int and least <= each <= most for each in found):
+        raise BadArgument(where, f"{name} must be a list of integers from {least} to {most:,}")
+    return tuple(found)
 
 
 def named_run(where: str, run: object) -> str:
@@ -322,11 +350,12 @@ def _cut(body: memoryview, size: int) -> tuple[bytes, ...]:
     return tuple([raw[at : at + size] for at in range(0, len(raw), size)])
 
 
-def sealed_bytes(shares: Sequence[bytes]) -> bytes:
-    """M3, the part for one client: the shares that the others dealt to it, in the order of the members."""
-    return pack("sealed", {}, shares)
+def sealed_bytes(shares: Sequence[bytes], hashes: Sequence[bytes]) -> bytes:
+    """M3, the part for one client: the shares that the others dealt to it and their hashes, in the members' order."""
+    return pack("sealed", {}, [*shares, *hashes])
 
 
-def sealed_from(data: bytes, count: int) -> tuple[bytes, ...]:
-    """The inverse, for so many dealers."""
-    return _cut(unpack(data, "sealed", count * SEALED)[1], SEALED)
+def sealed_from(data: bytes, count: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    """The inverse for this many dealers: encrypted shares, and their hashes."""
+    body = unpack(data, "sealed", count * (SEALED + HASH))[1]
+    return _cut(body[: count * SEALED], SEALED), _cut(body[count * SEALED :], HASH)

@@ -5,11 +5,11 @@ compute t themselves. If c of the others tell the server all they know, then onl
 clients open, provided that c <= t - 2 and 2t > n + c. `colluders` is the largest such c: 1 for n = 4, 3 for n = 10.
 The proof, and a check over all strategies of a server with up to 6 clients, are in tests/secagg/test_promise.py.
 
-At least 4 members: with 3, t = 2 falls to one colluder, and t = 3 lets nobody be late.
+At least 3 members: with 2, a client's vector is the sum less that of the other. With 3 nobody may be late.
 
 Differs from the protocol on paper: since the server chooses who takes part, it could put its colluders into a roster so
-small that they are too many for it (2 of 4 open a single client). A client says how many it wants to withstand, and
-refuses smaller rosters.
+small that they are too many for it (2 of 4 open a single client). A client's policy says how many it withstands, and
+smaller rosters are refused.
 """
 
 from collections.abc import Collection
@@ -19,13 +19,19 @@ from fedveil.checks import whole
 from fedveil.errors import Aborted
 from fedveil.secagg.identity import Roster
 from fedveil.secagg.messages import Hello, Opening, Reveal, Settle
+from fedveil.secagg.policy import Policy
 
 if TYPE_CHECKING:
-    from fedveil.secagg.memory import Current, Kept
+    from fedveil.secagg.memory import Current, Kept, State
 
-LEAST = 4
+LEAST = 3
 REASONS = {
-    "run": "the client has no key for this run, or the opening is for another run",
+    "server": "the message is not signed by the server that the client's policy names",
+    "run": "the client has no key for this run, the run has ended, or the opening is for another run",
+    "key": "the client's key for this run is due to be replaced",
+    "policy": "the client's policy does not allow it: too few records or members, or too many sums",
+    "repeat": "a sum on the same broadcast was opened over other members",
+    "full": "the client's memory is full of runs that have ended",
     "roster": "the roster names a stranger, leaves the client out, or a key in it is not its owner's",
     "few": "too few members take part, or are left, to hide one of them",
     "attempt": "the attempt is not above the last one, or not the one under way",
@@ -43,28 +49,66 @@ REASONS = {
 def threshold(n: int) -> int:
     """How many of n members must agree, and how many shares open a seed: more than two thirds, and at least 3.
 
-    >>> [threshold(n) for n in (4, 5, 10, 50)]
-    [3, 4, 7, 34]
+    >>> [threshold(n) for n in (3, 4, 5, 10, 50)]
+    [3, 3, 4, 7, 34]
     """
-    fix = f"at least {LEAST} clients: with fewer, one colluder or one that is late is too many"
+    fix = f"use at least {LEAST} clients: a sum over fewer shows a client to the other"
     return max(3, 2 * whole("secure aggregation", "the number of clients", n, LEAST, fix) // 3 + 1)
 
 
 def colluders(n: int) -> int:
     """How many of n members may collude with the server before a single client could be opened.
 
-    >>> [colluders(n) for n in (4, 5, 10, 50)]
-    [1, 2, 3, 17]
+    >>> [colluders(n) for n in (3, 4, 5, 10, 50)]
+    [1, 1, 2, 3, 17]
     """
     t = threshold(n)
     return min(t - 2, 2 * t - n - 1)
 
 
-def enough(n: int, wanted: int) -> None:
-    """The roster is large enough to withstand so many colluders."""
-    if n < LEAST or colluders(n) < wanted:
-        what = f"{n} members are too few: at least {LEAST}, and enough to withstand {wanted} colluders"
+def liars(n: int) -> int:
+    """How many members may lie for the server to tell who does: no more than may vanish, and at least 1.
+
+    >>> [liars(n) for n in (3, 4, 5, 10, 50)]
+    [1, 1, 1, 3, 16]
+    """
+    return max(1, n - threshold(n))
+
+
+def enough(n: int, policy: Policy) -> None:
+    """The roster is large enough for the client's policy."""
+    if n < max(LEAST, policy.min_members) or colluders(n) < policy.colluders:
+        least = max(LEAST, policy.min_members)
+        what = f"{n} members are too few: at least {least}, and enough to withstand {policy.colluders} colluders"
         raise Aborted("few", "opening", what)
+
+
+def alive(kept: "Kept", policy: Policy, now: int) -> None:
+    """The key of a run is not due to be replaced."""
+    if expired(kept, policy, now):
+        raise Aborted("key", "opening", "this client's key for the run is due to be replaced", "ask for its hello")
+
+
+def expired(kept: "Kept", policy: Policy, now: int) -> bool:
+    """Whether a key was used often enough, or is old enough, to be replaced."""
+    return kept.uses >= policy.key_rounds or not 0 <= now - kept.created < 3600 * policy.key_hours
+
+
+def within_budget(state: "State", kept: "Kept", policy: Policy, day: int) -> None:
+    """The client may help to open another sum."""
+    for what, most, count in (
+        ("run", policy.max_sums_per_run, kept.sums),
+        ("day", policy.max_sums_per_day, state.sums_on(day)),
+    ):
+        if count >= most:
+            raise Aborted("policy", "opening", f"this client opens at most {most:,} sums per {what}")
+
+
+def not_repeated(state: "State", subject: str, members: str) -> None:
+    """No sum on the same broadcast was opened over other members: their difference would show who is missing."""
+    if any(about == subject and over != members for about, over in state.opened):
+        what = "this client has opened a sum on the same broadcast over other members"
+        raise Aborted("repeat", "reveal", what, "continue with the same members, or with another model")
 
 
 def known(opening: Opening, roster: Roster, verified: set[Hello]) -> None:

@@ -6,7 +6,7 @@ gives some other secret, not always one above 2^256: only the dealer's commitmen
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from fedveil.errors import Aborted, BadArgument
@@ -80,12 +80,3 @@ def join_seed(shares: Mapping[int, bytes]) -> bytes:
 def in_field(share: bytes) -> bool:
     """Whether bytes are an element of the field in its one form."""
     return len(share) == WIDTH and share < LARGEST
-
-
-def subsets(places: Iterable[int], t: int) -> Iterable[tuple[int, ...]]:
-    """A few choices of t places: the first t, then the first t without each of these in turn."""
-    every = tuple(places)
-    yield every[:t]
-    if len(every) > t:
-        for left_out in every[:t]:
-            yield tuple(place for place in every if place != left_out)[:t]

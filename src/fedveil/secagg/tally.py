@@ -3,23 +3,24 @@
     take_upload ...   settle  take_settled ...  (again while someone vanishes)   reveal  take_revealed ...   total
 
 It knows nothing of transport and never waits: whoever has not been taken when the next step begins has vanished. What
-one client sent and does not count is a BadArgument, and the client counts as vanished; Aborted ends the attempt.
+one client sent and does not count is a BadArgument, and the client counts as vanished; Aborted ends the attempt. Lies
+that are proven go to the run's `Conduct`.
 
 Nobody is believed: both ends of a pair must have committed to the same seed, an opened seed must fit its commitment,
-and the first word of the sum must be the number of those it is over.
+a revealed share must fit the hash that its dealer gave, and the first word of the sum must be the number of those it is
+over. A share that fits its hash is right or its dealer's lie, so up to n - t wrong ones are left out without decoding.
 """
 
-from collections import Counter
 from itertools import combinations
 
-from fedveil.checks import whole
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import masks
+from fedveil.secagg.conduct import Conduct
 from fedveil.secagg.fixed import Words
 from fedveil.secagg.identity import Roster
 from fedveil.secagg.messages import Opening, Reveal, Revealed, Settle, Settled, Upload, context, sealed_bytes
 from fedveil.secagg.rules import LEAST, threshold
-from fedveil.secagg.shares import join_seed, subsets
+from fedveil.secagg.shares import join_seed
 
 
 class Tally:
@@ -28,27 +29,26 @@ class Tally:
     Args:
         opening: as it was sent in M1.
         digest: SHA-256 of all the bytes of M1.
-        size: how many words each client sends.
-        roster: who may take part. With it, a client whose signature is wrong counts as vanished; without it, the other
-            clients find out, and if too few signatures are left they refuse to reveal.
+        roster: who may take part.
+        conduct: the members' in the run so far.
     """
 
-    def __init__(self, opening: Opening, digest: bytes, size: int, roster: Roster | None = None) -> None:
+    def __init__(self, opening: Opening, digest: bytes, roster: Roster, conduct: Conduct | None = None) -> None:
         if len(opening.roster) < LEAST:
             raise Aborted("few", "opening", f"{len(opening.roster)} members are too few: at least {LEAST}")
-        self._names, self._roster = opening.names, roster
+        self._names, self._roster, self.conduct = opening.names, roster, conduct or Conduct()
         if len(set(self._names)) != len(self._names):
             raise Aborted("roster", "opening", "it names a member twice")
         self._place = {name: place for place, name in enumerate(self._names)}
         self._threshold = threshold(len(self._names))
-        self._context = context(opening, digest)
-        self._size = whole("Tally", "size", size)
+        self._context, self._size = context(opening, digest), opening.size
         self._uploads: dict[str, Upload] = {}
         self._settle: Settle | None = None
         self._answers: dict[str, Settled] = {}  # of the last step
+        self._complaints: dict[str, set[str]] = {}  # dealers whose share an accuser cannot use
         self._seeds: dict[tuple[int, int], bytes] = {}  # by (who stayed, who did not)
         self._reveal: Reveal | None = None
-        self._revealed: dict[str, Revealed] = {}
+        self._revealed: dict[str, dict[str, bytes]] = {}  # shares that fit their hash, by who revealed them and dealer
 
     def __repr__(self) -> str:
         return f"Tally({len(self.survivors)} of {len(self._names)} members)"
@@ -74,8 +74,7 @@ class Tally:
         if self._settle is None:
             members, step = self._matching(), 0
         else:
-            named = {dealer for answer in self._answers.values() for dealer in answer.failed}
-            members = [name for name in self._settle.members if name in self._answers and name not in named]
+            members = self._supported([name for name in self._settle.members if name in self._answers])
             step = self._settle.step + 1
         if len(members) < self._threshold:
             what = f"{len(members)} of {len(self._names)} clients are left: at least {self._threshold}"
@@ -95,22 +94,24 @@ class Tally:
         self._bound("settled", name, answer.context)
         if answer.step != settle.step or name in self._answers:
             raise BadArgument("settled", f"{name} answers another step, or twice")
-        if not set(answer.failed) <= stayed - {name}:
-            raise BadArgument("settled", f"{name} complains about strangers or itself")
-        if self._roster and not self._roster.verifies(name, answer.signature, settle.signed()):
-            raise BadArgument("settled", f"the signature of {name} is wrong")
+        if not set(answer.failed) <= (stayed - {name} if settle.step == 0 else set()):
+            self._exclude("settled", name, "it complained about strangers, itself, or too late")
+        if not self._roster.verifies(name, answer.signature, settle.signed()):
+            self._exclude("settled", name, "its signature on the members is wrong")
         place, committed = self._place[name], self._uploads[name].commitments
         seeds = {(place, self._place[d]): seed for d, seed in zip(outside, answer.seeds, strict=True)}
         if any(masks.commitment(seed, self._context) != committed[lost] for (_, lost), seed in seeds.items()):
-            raise BadArgument("settled", f"a pair seed of {name} does not fit its commitment")
+            self._exclude("settled", name, "a pair seed that it opened does not fit its commitment")
         self._answers[name] = answer
+        if answer.failed:
+            self._complaints[name] = set(answer.failed)
         self._seeds |= seeds
 
     def settled(self) -> bool:
-        """Whether all who are left have agreed, and nobody's share was found wanting."""
-        if self._settle is None:
+        """Whether all who are left have agreed, and enough of them hold a share of each."""
+        if self._settle is None or len(self._answers) < len(self._settle.members):
             return False
-        return set(self._answers) == set(self._settle.members) and not any(a.failed for a in self._answers.values())
+        return len(self._supported(list(self._settle.members))) == len(self._settle.members)
 
     def reveal(self) -> bytes:
         """M5: the signatures of all who are left."""
@@ -122,15 +123,22 @@ class Tally:
         return self._reveal.to_bytes()
 
     def take_revealed(self, name: str, data: bytes) -> None:
-        """M6."""
+        """M6. Shares that fit their hash count, also if others of the same member do not."""
         self._expect("revealed", name, self.survivors, self._reveal is not None)
         if name in self._revealed:
             raise BadArgument("revealed", f"{name} has revealed already")
         revealed = Revealed.from_bytes(data)
         self._bound("revealed", name, revealed.context)
-        if not set(revealed.shares) <= set(self.survivors):
-            raise BadArgument("revealed", f"{name} reveals shares of clients that are not left")
-        self._revealed[name] = revealed
+        place = self._place[name]
+        right = {
+            dealer: share
+            for dealer, share in revealed.shares.items()
+            if dealer in self._uploads
+            and masks.share_hash(share, self._context, dealer, name) == self._uploads[dealer].hashes[place]
+        }
+        self._revealed[name] = right
+        if right.keys() != set(self.survivors) - self._complaints.get(name, set()):
+            self._exclude("revealed", name, "it did not reveal the shares that it was dealt and did not dispute")
 
     def total(self) -> Words:
         """The sum over `survivors`, modulo 2^64, once everything about it is checked."""
@@ -140,46 +148,69 @@ class Tally:
             what = f"{len(self._revealed)} of {len(self._names)} clients have revealed: at least {self._threshold}"
             raise Aborted("few", "reveal", what)
         members = self.survivors
-        own = [self._own_seed(name) for name in members]
+        own = [seed for name in members if (seed := self._own_seed(name)) is not None]
+        if len(own) < len(members):
+            liars = [name for name in members if name in self.conduct.excluded]
+            why = f"; {', '.join(liars)} lied" if liars else ""
+            raise Aborted("share", "total", f"{len(members) - len(own)} of {len(members)} self seeds are lost{why}")
         stayed = {self._place[name] for name in members}
         pairs = {pair: seed for pair, seed in self._seeds.items() if pair[0] in stayed and pair[1] not in stayed}
         total = masks.unmask([self._uploads[name].words for name in members], own, pairs)
         counted(total, len(members))
         return total
 
-    def _own_seed(self, name: str) -> bytes:
-        """A client's self seed from t shares; if one share is wrong and there are more, from others."""
+    def _own_seed(self, name: str) -> bytes | None:
+        """A client's self seed, from t shares that fit their hashes; if it misses its commitment, the client lied."""
         place = self._place[name]
-        shares = {self._place[by] + 1: m.shares[name] for by, m in self._revealed.items() if name in m.shares}
-        wanted = self._uploads[name].commitments[place]
-        if len(shares) >= self._threshold:
-            for chosen in subsets(sorted(shares), self._threshold):
-                try:
-                    seed = join_seed({at: shares[at] for at in chosen})
-                except Aborted:
-                    continue
-                if masks.commitment(seed, self._context) == wanted:
-                    return seed
-        what = f"{len(shares)} shares of the seed of {name} do not give it: at least {self._threshold} right ones"
-        raise Aborted("share", "total", what)
+        shares = {self._place[by] + 1: own[name] for by, own in sorted(self._revealed.items()) if name in own}
+        if len(shares) < self._threshold:
+            return None
+        chosen = {at: shares[at] for at in sorted(shares)[: self._threshold]}
+        try:
+            seed = join_seed(chosen)
+            right = masks.commitment(seed, self._context) == self._uploads[name].commitments[place]
+        except Aborted:
+            right = False
+        if right:
+            return seed
+        self.conduct.exclude(name, "the shares that it dealt do not give the seed that it committed to")
+        return None
 
     def _matching(self) -> list[str]:
-        """Those who uploaded, without those whose pair seeds are not the ones that the others committed to."""
+        """Those who uploaded, without one of each pair whose commitments to their common seed differ."""
         left = [name for name in self._names if name in self._uploads]
-        while odd := Counter(name for pair in combinations(left, 2) if self._differs(*pair) for name in pair):
-            most = max(odd.values())
-            left = [name for name in left if odd[name] < most]
+        disputed = [pair for pair in combinations(left, 2) if self._differs(*pair)]
+        out = self.conduct.settle_disputes(disputed, len(self._names)) if disputed else set()
+        return [name for name in left if name not in out]
+
+    def _supported(self, left: list[str]) -> list[str]:
+        """Those of `left` that were not found to lie, and of whose shares at least t others and themselves hold one."""
+        if not self._complaints:
+            return left
+        self.conduct.judge_complaints(self._complaints, len(self._names))
+        left = [name for name in left if name not in self.conduct.excluded]
+        while lost := {name for name in left if self._holders(name, left) < self._threshold}:
+            left = [name for name in left if name not in lost]
         return left
+
+    def _holders(self, dealer: str, left: list[str]) -> int:
+        """How many of `left` can use their share of a dealer's seed."""
+        return sum(dealer not in self._complaints.get(name, ()) for name in left)
 
     def _differs(self, one: str, other: str) -> bool:
         ours, theirs = self._uploads[one].commitments, self._uploads[other].commitments
         return ours[self._place[other]] != theirs[self._place[one]]
 
     def _dealt_to(self, name: str, dealers: list[str]) -> bytes:
-        """The shares that others dealt to a client, encrypted."""
+        """The shares that others dealt to a client, encrypted, and their hashes."""
         place = self._place[name]
-        others = [dealer for dealer in dealers if dealer != name]
-        return sealed_bytes([self._uploads[d].sealed[place - (place > self._place[d])] for d in others])
+        uploads = {dealer: self._uploads[dealer] for dealer in dealers if dealer != name}
+        sealed = [own.sealed[place - (place > self._place[dealer])] for dealer, own in uploads.items()]
+        return sealed_bytes(sealed, [own.hashes[place] for own in uploads.values()])
+
+    def _exclude(self, kind: str, name: str, why: str) -> None:
+        self.conduct.exclude(name, why)
+        raise BadArgument(kind, f"{name} is excluded: {why}")
 
     def _expect(self, kind: str, name: str, members: tuple[str, ...], due: bool) -> None:
         if not due or name not in members:

@@ -1,0 +1,139 @@
+"""A client's part in secure aggregation: admission first, and then nothing but the masked words depends on its records.
+
+A server may ask with any model, exponents and members. So whatever goes wrong once records were touched, the reply
+has one form: the update does not count (`no_words`), and the reason is written on the client's own machine.
+"""
+
+import hashlib
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+from fedveil.checks import positive
+from fedveil.errors import Aborted, BadArgument
+from fedveil.federation.secure import Words, no_words
+from fedveil.secagg import Opening, Party, Policy, signed
+from fedveil.secagg.party import Ticket
+from fedveil.wire import as_bytes, layout_of
+
+if TYPE_CHECKING:
+    from fedveil.federation.remote import Ask, Step
+
+MOST_WORDS = 68  # words for each value of the model: passes or candidates, buffers, check words
+UNUSABLE = "this client's records cannot be used, or are too few for its policy; its own log says which"
+
+
+class Admitted(NamedTuple):
+    """An ask that a client takes part in."""
+
+    ticket: Ticket
+    clip: float | None  # with differential privacy, the largest norm of a client's gradient
+
+    @property
+    def opening(self) -> Opening:
+        """The opening of the attempt."""
+        return self.ticket.opening
+
+
+def authenticate(message: bytes, own: bytes, policy: Policy | None, needed: bool) -> bytes:
+    """Check the server's signature; returns the bytes for this client alone.
+
+    Args:
+        message: what all clients get.
+        own: what this one gets besides; a signature comes first.
+        policy: the client's, which names the server.
+        needed: refuse to answer without a policy that names one.
+    """
+    if policy is not None and policy.server is not None:
+        return signed.admit(policy.server, message, own)
+    if needed:
+        what = "this client's policy does not name a server, and under secure aggregation it answers one alone"
+        raise BadArgument("policy", what, "fedveil keys policy KEY_FILE --server HEX (docs/secure-aggregation.md)")
+    return own
+
+
+def respond(step: "Step", own: bytes, party: Party | None, check_records: Callable[[], None]) -> bytes:
+    """The body of a client's answer to a step of secure aggregation other than the upload."""
+    if party is None:
+        raise BadArgument("step", "this client takes no part in secure aggregation", "docs/secure-aggregation.md")
+    body = as_bytes("step", step.tensors, "body")
+    if step.step == "hello":
+        check_records()  # before any model arrives
+        hello = party.hello(step.session)
+        return json.dumps(hello.values() | {"proof": party.prove(hello, body).hex()}).encode()
+    if step.step == "settle":
+        return party.settle(body, own)
+    if step.step == "reveal":
+        return party.reveal(body)
+    if step.step == "end":
+        party.end(step.session)
+        return b""
+    raise BadArgument("step", f"there is no step {step.step[:20]!a}")
+
+
+def admit(ask: "Ask", message: bytes, party: Party | None, model: nn.Module) -> Admitted:
+    """Check an ask under secure aggregation, and store that it was admitted, before anything is computed."""
+    if party is None:
+        what = "the server asks for secure aggregation, and this client has no identity for it"
+        raise BadArgument("ask", what, "fedveil keys new NAME, and a roster (docs/secure-aggregation.md)")
+    if not ask.secure:
+        what = "this client takes part with secure aggregation only, and the server asks for its update as it is"
+        raise BadArgument("ask", what, "secure_aggregation=True on the server")
+    clip = ask.secure.get("clip")
+    if clip is not None:
+        positive("ask", "clip", clip)
+    opening = Opening.from_values(ask.secure)
+    if opening.checks == (clip is not None):
+        raise BadArgument("ask", "sums have check words unless updates are clipped")
+    tensors = [*model.parameters(), *model.buffers()]
+    if opening.size > MOST_WORDS * (sum(tensor.numel() for tensor in tensors) + len(tensors) + 1):
+        raise BadArgument("ask", f"it wants {opening.size:,} words, too many for this model")
+    if not ask.whole_shard and ask.batch_size < party.policy.min_records:
+        what = f"batches of {ask.batch_size} records are too small: this client's policy is {party.policy.min_records}"
+        raise Aborted("policy", "ask", what)
+    head, body = digests(message)
+    return Admitted(party.admit(opening, digest_of(head, body), subject_of(ask, message, body)), clip)
+
+
+def contribute(admitted: Admitted, work: Callable[[], Words]) -> Words:
+    """The words of a client's update. Whatever goes wrong, there are as many: of a client that contributes nothing."""
+    try:
+        return work()
+    except (Exception, SystemExit):
+        print("fedveil: this client contributes nothing to the sum, because of this error:", file=sys.stderr)
+        traceback.print_exc(file=sys.stderr)  # not to a logger: engines may send what is logged to the server
+        return no_words(admitted.opening)
+
+
+def check_usable(count: Callable[[], int], policy: Policy) -> None:
+    """Refuse to take part with records that cannot be used or are too few; the server gets one text for all reasons."""
+    try:
+        records = count()
+        if records < policy.min_records:
+            raise Aborted("policy", "records", f"{records} records are fewer than min_records = {policy.min_records}")
+    except (Exception, SystemExit):
+        print("fedveil: this client takes no part in secure aggregation:", file=sys.stderr)
+        traceback.print_exc(file=sys.stderr)
+        raise Aborted("policy", "records", UNUSABLE) from None
+
+
+def digests(message: bytes) -> tuple[bytes, bytes]:
+    """Of a message's head, and of its tensors, which are hashed once for two purposes."""
+    start = 8 + int.from_bytes(message[:8], "little")
+    return hashlib.sha256(message[:start]).digest(), hashlib.sha256(memoryview(message)[start:]).digest()
+
+
+def digest_of(head: bytes, body: bytes) -> bytes:
+    """The digest of a whole message: what masks, shares and signatures are bound to."""
+    return hashlib.sha256(head + body).digest()
+
+
+def subject_of(ask: "Ask", message: bytes, body: bytes) -> bytes:
+    """What a sum is about: the broadcast, and which records take part. Two sums on one subject can be subtracted."""
+    records = [ask.whole_shard] if ask.whole_shard else [ask.whole_shard, ask.batch_size, ask.seed, ask.round]
+    about = [ask.defence, ask.settings, ask.loss, ask.loss_settings, ask.values, records, layout_of(message)]
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode() + body).digest()
