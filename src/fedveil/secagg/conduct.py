@@ -26,7 +26,7 @@ class Conduct:
     def __init__(self) -> None:
         self._excluded: dict[str, str] = {}
         self._partners: dict[str, set[str]] = {}
-        self._left_out: dict[Pair, str] = {}  # who of a disputed pair was left out last
+        self._left_out: Counter[str] = Counter()  # how often a dispute cost a member its place
 
     def __repr__(self) -> str:
         return f"Conduct(excluded={self._excluded!r})"
@@ -61,7 +61,8 @@ class Conduct:
     def settle_disputes(self, pairs: Iterable[Pair], n: int) -> set[str]:
         """Record the disputed pairs of an attempt; returns those who are left out of it.
 
-        Those with the most disputes go first; of two with equally many, the one that stayed last time.
+        Of a pair that is the one who was left out less often; of two who were left out equally often, the one with more
+        disputes. By disputes alone, two liars could keep an honest member out of every round.
         """
         most, disputed = liars(n), {(min(pair), max(pair)) for pair in pairs}
         for one, other in disputed:
@@ -75,12 +76,6 @@ class Conduct:
             counts = Counter(name for pair in left for name in pair)
             worst = max(counts.values())
             pair = next(pair for pair in left if worst in (counts[pair[0]], counts[pair[1]]))
-            out.add(self._next_out(pair, counts))
+            out.add(min(pair, key=lambda name: (self._left_out[name], -counts[name], name == pair[0])))
+        self._left_out.update(out)
         return out
-
-    def _next_out(self, pair: Pair, counts: Mapping[str, int]) -> str:
-        one, other = pair
-        if counts[one] != counts[other]:
-            return one if counts[one] > counts[other] else other
-        self._left_out[pair] = one if self._left_out.get(pair, one) == other else other
-        return self._left_out[pair]

@@ -1,0 +1,282 @@
+"""Hostile members under secure aggregation: the run goes to its end with the honest members, and liars are named."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from tests.engines import Loopback, member
+from tests.federation.secured import adam, floats, net, parties, parts, server_of
+from tests.oracle import worst
+
+from fedveil.errors import TooFewAnswers
+from fedveil.federation.rounds import RemoteServer
+from fedveil.secagg import Hello, Party, masks, threshold
+from fedveil.secagg.messages import Revealed, Settled, Upload
+from fedveil.secagg.shares import PRIME, SEED, WIDTH, split_seed
+
+ROUNDS = 4
+SIZES = (30, 20, 25, 13, 28, 17, 22, 11, 26, 19)
+
+
+def flipped(data):
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+def with_shares_of(party, sent, names, seed):
+    """An upload with shares of another seed, whose hashes are right."""
+    shares = split_seed(seed, threshold(len(names)), len(names))
+    with party._memory.turn() as turn:
+        kept = next(kept for kept in turn.state.runs.values() if kept.current is not None)
+        pairs = party._pairs(kept, kept.current)
+    others = [(place, name) for place, name in enumerate(names) if name != party.name]
+    return replace(
+        sent,
+        sealed=tuple(masks.seal(shares[k], pairs[n], sent.context, party.name, n) for k, n in others),
+        hashes=tuple(masks.share_hash(shares[k], sent.context, party.name, n) for k, n in enumerate(names)),
+    )
+
+
+class Liar(Party):
+    """Changes what it sends; `victims` are those whom its lies are about."""
+
+    victims = 1
+
+    def others(self, names):
+        return [name for name in names if name != self.name][-self.victims :]
+
+    def upload(self, ticket, words):
+        names = ticket.opening.names
+        sent = Upload.from_bytes(super().upload(ticket, words), len(names), len(words))
+        return self.lie_in_upload(sent, names).to_bytes()
+
+    def lie_in_upload(self, sent, names):
+        return sent
+
+
+class BadHello(Liar):
+    """Its hello has a signature of nobody's."""
+
+    def hello(self, run):
+        return replace(super().hello(run), signature=bytes(64))
+
+
+class SmallKey(Liar):
+    """Its key is a point of small order."""
+
+    def hello(self, run):
+        super().hello(run)
+        return Hello(run, self.name, bytes(32), self._identity.sign(Hello.signed(run, self.name, bytes(32))))
+
+
+class Complaining(Liar):
+    """It says that it cannot use a share of another member's."""
+
+    def settle(self, message, own=b""):
+        data = super().settle(message, own)
+        if not own:
+            return data
+        outside = (len(data) - 8 - int.from_bytes(data[:8], "little") - 64) // SEED
+        with self._memory.turn() as turn:
+            current = next(kept.current for kept in turn.state.runs.values() if kept.current is not None)
+            for dealer in self.others(current.members):
+                current.shares.pop(dealer, None)
+            turn.write()
+        return replace(Settled.from_bytes(data, outside), failed=tuple(self.others(current.members))).to_bytes()
+
+
+class ComplainingOfAll(Complaining):
+    """It says that it cannot use any share."""
+
+    victims = 99
+
+
+class WrongCommitment(Liar):
+    """It commits to another self seed than it deals shares of."""
+
+    def lie_in_upload(self, sent, names):
+        place = names.index(self.name)
+        found = list(sent.commitments)
+        found[place] = flipped(found[place])
+        return replace(sent, commitments=tuple(found))
+
+
+class OtherPolynomial(Liar):
+    """It deals shares of another seed than it masks with and commits to."""
+
+    def lie_in_upload(self, sent, names):
+        return with_shares_of(self, sent, names, bytes([1]) * SEED)
+
+
+class BadShares(Liar):
+    """One member cannot decrypt its share."""
+
+    def lie_in_upload(self, sent, names):
+        sealed, own = list(sent.sealed), names.index(self.name)
+        for name in self.others(names):
+            at = names.index(name)
+            sealed[at - (at > own)] = flipped(sealed[at - (at > own)])
+        return replace(sent, sealed=tuple(sealed))
+
+
+class BadSharesForAll(BadShares):
+    """Nobody can decrypt its shares."""
+
+    victims = 99
+
+
+class WrongPairCommitment(Liar):
+    """It commits to another seed of one pair than it masks with."""
+
+    def lie_in_upload(self, sent, names):
+        found = list(sent.commitments)
+        for name in self.others(names):
+            found[names.index(name)] = flipped(found[names.index(name)])
+        return replace(sent, commitments=tuple(found))
+
+
+class Disputing(Liar):
+    """It has another seed for one pair throughout: it masks with it, commits to it and opens it."""
+
+    def admit(self, opening, *rest):
+        self.wrong = self.others(opening.names)
+        return super().admit(opening, *rest)
+
+    def upload(self, ticket, words):
+        with lying(self):
+            return super().upload(ticket, words)
+
+    def settle(self, message, own=b""):
+        with lying(self):
+            return super().settle(message, own)
+
+
+@contextmanager
+def lying(party):
+    """Seeds of some pairs are others while a member answers; the keys under which shares travel stay right."""
+    honest = masks.pair_seed
+
+    def seed(pair, context, own, partner):
+        found = honest(pair, context, own, partner)
+        return flipped(found) if own == party.name and partner in party.wrong else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, "pair_seed", seed)
+        yield
+
+
+class DisputingWithAll(Disputing):
+    """It has another seed for every pair."""
+
+    victims = 99
+
+
+class WrongSignature(Liar):
+    """It signs another list of members than it was shown."""
+
+    def settle(self, message, own=b""):
+        data = super().settle(message, own)
+        outside = (len(data) - 8 - int.from_bytes(data[:8], "little") - 64) // SEED
+        return replace(Settled.from_bytes(data, outside), signature=bytes(64)).to_bytes()
+
+
+class WrongRevealer(Liar):
+    """It reveals wrong shares of all."""
+
+    def reveal(self, message):
+        found = Revealed.from_bytes(super().reveal(message))
+        wrong = {d: ((int.from_bytes(s, "big") + 1) % PRIME).to_bytes(WIDTH, "big") for d, s in found.shares.items()}
+        return Revealed(found.context, wrong).to_bytes()
+
+
+class Silent(Liar):
+    """It uploads, and answers nothing after that."""
+
+    def settle(self, message, own=b""):
+        raise RuntimeError("silent")
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        BadHello,
+        SmallKey,
+        Complaining,
+        ComplainingOfAll,
+        WrongCommitment,
+        OtherPolynomial,
+        BadShares,
+        BadSharesForAll,
+        WrongPairCommitment,
+        Disputing,
+        DisputingWithAll,
+        WrongSignature,
+        WrongRevealer,
+        Silent,
+    )
+}
+UNDECIDED = {"Complaining", "BadShares", "Disputing", "Silent"}  # either side may be lying, or nobody
+LOST = {"WrongCommitment", "OtherPolynomial"}  # noticed only when shares are opened: that round's sum is lost
+
+
+def trained(kind, n, hostile):
+    """A run with some hostile members; returns the server, and who was in each sum."""
+    names = tuple(f"site-{k}" for k in range(n))
+    known = parties(names, {name: kind for name in names[:hostile]})
+    server = server_of("veil", known=known, sizes=SIZES[:n])
+    inside, result = [], server.secure._result
+
+    def watched(opened):
+        found = result(opened)
+        inside.append(() if "skipped" in found.details else opened.tally.survivors)
+        return found
+
+    server.secure._result = watched
+    server.fit(rounds=ROUNDS)
+    return server, inside
+
+
+def expected(inside, n):
+    """Plain training with those who were in each sum."""
+    data = parts(SIZES[:n])
+    engine = Loopback({f"site-{k}": member(net, data[k], k) for k in range(n)})
+    server = RemoteServer(engine, net(), data[0][0][:2], "plain", adam, loss="squared_error", batch_size=8, limits=None)
+    for members in inside:
+        if members:
+            engine.down = set(engine.answers) - set(members)
+            server.fit(rounds=server.round + 1)
+        else:
+            server.round += 1
+    return floats(server.model)
+
+
+@pytest.mark.parametrize(("n", "hostile"), [(4, 1), (5, 1), (10, 1), (10, 2)])
+@pytest.mark.parametrize("name", KINDS)
+def test_the_run_goes_to_its_end_and_proven_liars_are_named(name, n, hostile):
+    server, inside = trained(KINDS[name], n, hostile)
+    liars, honest = {f"site-{k}" for k in range(hostile)}, {f"site-{k}" for k in range(hostile, n)}
+    records = server.history.records
+    assert len(records) == ROUNDS
+    assert worst(floats(server.model), expected(inside, n)) < 1e-6
+    excluded = set(server.secure.excluded)
+    assert excluded == (set() if name in UNDECIDED else liars)
+    assert set().union(*[record.get("excluded", {}) for record in records]) == excluded
+    lost = [record["round"] for record in records if "skipped" in record]
+    assert lost == ([1] if name in LOST else [])
+    if name not in UNDECIDED:
+        assert all(set(members) == honest for members in inside[1:])
+    elif name == "Disputing":  # of a disputed pair one is left out, in turn
+        assert all(len(members) >= n - hostile for members in inside)
+        assert sum(honest <= set(members) for members in inside) == ROUNDS // 2
+    elif name == "Silent":
+        assert all(set(members) == honest for members in inside)
+    else:
+        assert all(honest <= set(members) for members in inside)
+
+
+def test_three_members_with_a_disputed_pair_cannot_train_and_the_error_says_so():
+    """With three members nobody may be left out, and nobody can tell who of the pair lies."""
+    known = parties(("site-0", "site-1", "site-2"), {"site-0": Disputing})
+    server = server_of("veil", known=known, sizes=SIZES[:3], attempts=2)
+    with pytest.raises(TooFewAnswers, match="2 of 3 clients are left: at least 3"):
+        server.fit(rounds=1)
+    assert not server.secure.excluded

@@ -1,0 +1,343 @@
+"""Attacks on `reply` under secure aggregation: whoever asks, nothing but masked words depends on a client's records."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.federation.secured import NAMES, POLICY, SERVER, floats, parties, parts, plain_of, server_of
+from tests.oracle import worst
+from torch import nn
+
+from fedveil.errors import FedveilError
+from fedveil.federation.remote import Ask, ClientState, Step, read, reply, write
+from fedveil.secagg import Identity, Opening, Party, Policy, Roster
+from fedveil.secagg.signed import sign
+from fedveil.wire import as_tensor, kind_of
+
+PIXELS = 16
+
+
+def linear():
+    return nn.Linear(PIXELS, 2, dtype=torch.float64)
+
+
+def record():
+    """One record of digits' kind: grey values from 0 to 16."""
+    return torch.arange(PIXELS).double().reshape(1, PIXELS), torch.tensor([1])
+
+
+def ask_of(model, opening=None, batch_size=1, whole_shard=False, number=0, token="t", clip=None):
+    """A plain ask for a client's update on a model that the asker chose."""
+    tensors = {f"parameter/{name}": p.detach() for name, p in model.named_parameters()}
+    values = {"trainable": [name for name, _ in model.named_parameters()], "training": [""]}
+    secure = {} if opening is None else opening.values() | ({} if clip is None else {"clip": clip})
+    ask = Ask("s", number, token, "plain", {}, "squared_error", {}, whole_shard, batch_size, 0, secure, values, tensors)
+    return write(ask)
+
+
+def opening_for(hellos, exponent=0, attempt=1, number=0, run="a run", rows=(2, 2 * PIXELS)):
+    return Opening(run, number, attempt, tuple(hellos), (exponent,) * len(rows), rows, checks=True)
+
+
+def heard(message, party, data, model=None, own=None, signer=SERVER):
+    """What a client answers, or the error that it raises."""
+    own = sign(signer, message) if own is None else own
+    try:
+        return reply(message, ClientState(), model or linear(), data, client=0, party=party, own=own)[0]
+    except FedveilError as error:
+        return error
+
+
+@pytest.mark.parametrize("signer", [None, "stranger", "member"])
+def test_an_asker_without_the_pinned_key_gets_one_refusal_and_the_client_loads_nothing(signer):
+    """Finding 1 and 2: a forged roster of one, exponents chosen by the asker, and any site as the asker."""
+    known = parties()
+    victim = known["site-0"]
+    signers = {"stranger": Identity.new("server"), "member": known["site-1"]._identity}
+    loaded = []
+
+    def data():
+        loaded.append(1)
+        return record()
+
+    stranger = Identity.new("x")
+    forged = Party(stranger, Roster({"x": stranger.public()})).hello("a run")
+    before, answers = victim._memory.packed(), set()
+    for exponent in range(-20, 20):
+        message = ask_of(linear(), opening_for([forged], exponent))
+        own = b"" if signer is None else sign(signers[signer], message)
+        found = heard(message, victim, data, own=own)
+        answers.add(str(found))
+    for step in ("hello", "settle", "reveal", "end"):
+        message = write(Step("a run", step, {"body": as_tensor(b"x")}))
+        found = heard(message, victim, data, own=b"" if signer is None else sign(signers[signer], message))
+        answers.add(str(found))
+    assert len(answers) == 1
+    assert "is not signed by the server" in answers.pop()
+    assert not loaded
+    assert victim._memory.packed() == before
+
+
+def bits_read(victim, data, attempts):
+    """The attack of 296 calls, by the real server: one bit for each exponent that the client answers differently."""
+    found = set()
+    hello = victim.hello("a run")
+    for number in range(attempts):
+        opening = opening_for([hello], number - 20, attempt=number + 1)
+        answer = heard(ask_of(linear(), opening, batch_size=64), victim, data)
+        found.add(f"{type(answer).__name__}: {answer}" if isinstance(answer, FedveilError) else kind_of(answer))
+    return found
+
+
+def test_a_server_with_a_forged_roster_of_one_reads_nothing():
+    known = parties(policy=replace(POLICY, min_members=3))
+    victim = known["site-0"]
+    found = bits_read(victim, record(), 60)
+    assert len(found) == 1
+    assert "1 members are too few" in found.pop()
+
+
+def secured(names=NAMES, policy=POLICY):
+    known = parties(names, policy=policy)
+    return known, [known[name].hello("a run") for name in names]
+
+
+def test_with_a_valid_roster_the_answer_does_not_depend_on_whether_values_fit():
+    """500 attempts of one round were answered with one bit each. Now all have one form, and keys end after 50."""
+    known, hellos = secured()
+    victim, kinds, lengths = known["site-0"], set(), set()
+    for attempt in range(60):
+        exponent = -32 + attempt * 2
+        answer = heard(ask_of(linear(), opening_for(hellos, exponent, attempt + 1)), victim, record())
+        if attempt < POLICY.key_rounds:
+            kinds.add(kind_of(answer))
+            lengths.add(len(answer) // 1000)
+        else:
+            assert answer.reason == "key"
+    assert kinds == {"masked"}
+    assert len(lengths) == 1
+
+
+def test_nothing_is_computed_before_it_is_stored_that_the_attempt_was_admitted(monkeypatch):
+    known, hellos = secured()
+    victim, seen = known["site-0"], []
+
+    def data():
+        seen.append(json.loads(victim._memory.packed())["runs"]["a run"]["attempt"])
+        return record()
+
+    heard(ask_of(linear(), opening_for(hellos, attempt=7)), victim, data)
+    assert seen == [7]
+    for attempt, number, reason in ((7, 0, "attempt"), (6, 0, "attempt")):
+        found = heard(ask_of(linear(), opening_for(hellos, attempt=attempt, number=number)), victim, data)
+        assert found.reason == reason
+    assert seen == [7]
+
+
+BAD = {
+    "no members": lambda hellos: opening_for(hellos[:2]),
+    "without the client": lambda hellos: opening_for(hellos[1:]),
+    "a stranger": lambda hellos: opening_for([*hellos[:4], parties(("zoe", "b", "c"))["zoe"].hello("a run")]),
+    "another run": lambda hellos: replace(opening_for(hellos), run="b"),
+    "a low exponent": lambda hellos: replace(opening_for(hellos), exponents=(-33, 0)),
+    "a high exponent": lambda hellos: replace(opening_for(hellos), exponents=(97, 0)),
+    "many words": lambda hellos: opening_for(hellos, rows=(2, 10**6)),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_not_admitted_loads_no_records(case):
+    known, hellos = secured()
+    victim, loaded = known["site-0"], []
+    found = heard(ask_of(linear(), BAD[case](hellos)), victim, lambda: loaded.append(1) or record())
+    assert isinstance(found, FedveilError)
+    assert not loaded
+
+
+def test_batches_and_records_below_the_clients_policy_are_refused():
+    """The server chooses the batch; the client's policy has a minimum."""
+    known, hellos = secured(policy=replace(POLICY, min_records=20))
+    victim, data = known["site-0"], parts((30,))[0]
+    wide = nn.Linear(6, 4, dtype=torch.float64)
+    rows = (4, 24)
+    small = heard(ask_of(wide, opening_for(hellos, rows=rows), batch_size=19), victim, data, wide)
+    assert small.reason == "policy"
+    assert kind_of(heard(ask_of(wide, opening_for(hellos, rows=rows), batch_size=20), victim, data, wide)) == "masked"
+    greeting = write(Step("another run", "hello", {"body": as_tensor(b"")}))
+    few = heard(greeting, victim, parts((19,))[0], wide)
+    assert few.reason == "policy"
+    assert "19" not in str(few)
+    assert kind_of(heard(greeting, victim, data, wide)) == "step"
+
+
+def test_two_rounds_on_the_same_model_with_one_member_fewer_open_nothing():
+    """Finding 3: the difference was the missing client's gradient to 2e-7, and its number of records."""
+    server = server_of("plain")
+    server.optimizer = torch.optim.SGD(server.model.parameters(), lr=0.0)  # the server sends the same model again
+    server.fit(rounds=1)
+    assert "skipped" not in server.history.records[0]
+    server.engine.down = {"site-2"}
+    server.fit(rounds=2)
+    record = server.history.records[1]
+    assert "have revealed: at least" in record["skipped"]
+    assert any("opened a sum on the same broadcast over other members" in text for text in record["faults"])
+    server.engine.down = set()
+    server.fit(rounds=3)
+    assert server.history.records[2]["records"] == server.history.records[0]["records"]  # the same members may
+
+
+def test_policies_bound_the_sums_of_a_run_and_of_a_day():
+    for policy, text in (
+        (replace(POLICY, max_sums_per_run=2), "at most 2 sums per run"),
+        (replace(POLICY, max_sums_per_day=3), "at most 3 sums per day"),
+    ):
+        server = server_of("veil", known=parties(policy=policy), attempts=1)
+        faults = []
+        server._note = lambda found, kept, faults=faults: faults.append(str(found))
+        with pytest.raises(FedveilError):
+            server.fit(rounds=5)
+        assert len(server.history.records) == max(policy.max_sums_per_run % 10_000, policy.max_sums_per_day % 20_000)
+        assert any(text in fault for fault in faults)
+
+
+def test_the_budget_of_a_day_is_that_of_all_runs():
+    known = parties(policy=replace(POLICY, max_sums_per_day=2))
+    for rounds in (1, 1):
+        server_of("veil", known=known).fit(rounds=rounds)
+    with pytest.raises(FedveilError):
+        server_of("veil", known=known, attempts=1).fit(rounds=1)
+
+
+def test_the_clients_policy_decides_how_many_colluders_a_roster_withstands():
+    """Finding 6: five members withstand two colluders, four withstand one, whatever the server says."""
+    for colluders, rounds in ((2, 1), (3, 0)):
+        server = server_of("veil", known=parties(policy=replace(POLICY, colluders=colluders)), attempts=1)
+        if rounds:
+            server.fit(rounds=1)
+        else:
+            with pytest.raises(FedveilError):
+                server.fit(rounds=1)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1_800_000_000.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_keys_are_replaced_every_fifty_rounds_and_training_goes_on():
+    """Finding 5: the memory kept each run's key for ever."""
+    known = parties()
+    server = server_of("veil", known=known)
+    keys = []
+    for rounds in (1, 50, 51, 101):
+        server.fit(rounds=rounds)
+        keys.append(json.loads(known["site-0"]._memory.packed())["runs"][server._session]["key"])
+    assert keys[0] == keys[1] != keys[2] != keys[3]
+    assert not any("faults" in record for record in server.history.records)
+    assert [record["round"] for record in server.history.records if record["exchanges"] == 4] == [1, 51, 101]
+    assert worst(floats(server.model), plain_of(101)) < 1e-6
+
+
+def test_a_run_that_has_ended_leaves_a_tombstone_and_no_key():
+    known = parties()
+    server = server_of("veil", known=known)
+    server.fit(rounds=2)
+    text = known["site-0"]._memory.packed().decode()
+    key = json.loads(text)["runs"][server._session]["key"]
+    server.close()
+    for party in known.values():
+        found = json.loads(party._memory.packed())
+        assert found["runs"] == {}
+        assert len(found["ended"]) == 1
+        assert key not in party._memory.packed().decode()
+        with pytest.raises(FedveilError, match="this run has ended"):
+            party.hello(server._session)
+
+
+def test_keys_die_by_the_clients_own_clock():
+    clock, identity = Clock(), Identity.new("a")
+    roster = Roster({"a": identity.public()})
+    party = Party(identity, roster, policy=Policy(key_hours=1.0), clock=clock)
+    first = party.hello("a run")
+    clock.now += 3599
+    assert party.hello("a run").key == first.key
+    clock.now += 1
+    assert party.hello("a run").key != first.key
+    clock.now += 3600
+    party.hello("b run")
+    found = json.loads(party._memory.packed())
+    assert list(found["runs"]) == ["b run"]
+    with pytest.raises(FedveilError, match="this run has ended"):
+        party.hello("a run")
+    clock.now += 3600
+    party.sweep()
+    assert json.loads(party._memory.packed())["runs"] == {}
+
+
+def test_a_full_memory_refuses_new_runs_and_forgets_none(monkeypatch):
+    monkeypatch.setattr("fedveil.secagg.memory.MOST_RUNS", 3)
+    identity = Identity.new("a")
+    party = Party(identity, Roster({"a": identity.public()}))
+    for run in ("1", "2"):
+        party.hello(run)
+        party.end(run)
+    party.hello("3")
+    with pytest.raises(FedveilError, match="memory is full") as caught:
+        party.hello("4")
+    assert caught.value.reason == "full"
+    party.hello("3")
+    for run in ("1", "2"):
+        with pytest.raises(FedveilError, match="has ended"):
+            party.hello(run)
+
+
+def test_a_masked_answer_holds_no_time_and_no_count():
+    """Finding 6: `seconds` told a client's number of records."""
+    known, hellos = secured()
+    answer = heard(ask_of(linear(), opening_for(hellos)), known["site-0"], record())
+    size = int.from_bytes(answer[:8], "little")
+    head = json.loads(json.loads(answer[8 : 8 + size])["__metadata__"]["fedveil"])
+    assert set(head["values"]) == {"round", "token", "defence"}
+
+
+def test_a_plain_client_may_pin_its_server_too():
+    data, message = record(), ask_of(linear())
+    policy = Policy(server=SERVER.public())
+    stranger = Identity.new("server")
+    for own in (b"", sign(stranger, message), sign(SERVER, message + b" ")):
+        with pytest.raises(FedveilError, match="is not signed by the server"):
+            reply(message, ClientState(), linear(), data, client=0, policy=policy, own=own)
+    found, _ = reply(message, ClientState(), linear(), data, client=0, policy=policy, own=sign(SERVER, message))
+    assert kind_of(found) == "answer"
+
+
+def test_a_server_without_roster_or_key_is_refused_where_it_starts():
+    known = parties()
+    with pytest.raises(FedveilError, match="needs the roster of members and this server's signing key"):
+        server_of("veil", known=known, secure_aggregation=True)
+    with pytest.raises(FedveilError, match="needs the roster of members and this server's signing key"):
+        server_of("veil", known=known, identity=None)
+
+
+def test_a_hello_that_is_copied_from_another_member_is_refused():
+    """Everyone gets everyone's hellos with M1; the server's challenge tells who says hello now."""
+    known = parties()
+    server = server_of("veil", known=known)
+    server.fit(rounds=1)
+
+    def copy(data):
+        step = read(data, Step)
+        hello = server.secure._greeted["site-0"].hello  # which M1 has shown to everyone
+        body = json.dumps(hello.values() | {"proof": "ab" * 64}).encode()
+        return write(replace(step, tensors={"body": as_tensor(body)}))
+
+    server.engine.faults = {("site-1", 4): copy}
+    server.secure._doubtful.add("site-1")
+    server.fit(rounds=2)
+    record = server.history.records[1]
+    assert record["excluded"] == {"site-1": "its hello is not signed by site-0"}
+    assert record["answers"] == 4
