@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from tests.deployed.task import images, make_model, parts
 
 from fedveil.defences import Plain, Veil
+from fedveil.secagg import Identity, Roster
 
 DEFAULTS = {
     "rounds": 2,
@@ -71,6 +72,14 @@ class Tapped:
             yield member, reply
 
 
+def keys_of(config):
+    """The server's key and the roster, under secure aggregation."""
+    if not config["keys"]:
+        return {}
+    keys = Path(config["keys"])
+    return {"secure_aggregation": Roster.read(keys / "roster"), "identity": Identity.load(keys / "server.key")}
+
+
 def adam(parameters):
     return torch.optim.Adam(parameters, 1e-2)
 
@@ -92,7 +101,7 @@ def serve(make_server, config):
         patience=config["patience"],
         attempts=config["attempts"],
         pause=0.5,
-        **({"secure_aggregation": True} if config["keys"] else {}),
+        **keys_of(config),
     )
     if config["tap"]:
         server.engine = Tapped(server.engine, Path(config["tap"]))

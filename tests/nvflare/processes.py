@@ -41,9 +41,9 @@ class Flare:
     `proxies` are called with the server's port, one for each site; they return the port to connect to, without TLS.
     """
 
-    def __init__(self, home, *, sites=3, packages=("tests",), proxies=()):
+    def __init__(self, home, *, sites=3, packages=("tests",), proxies=(), server_environment=None):
         self.home, self.port, self.sites = Path(home), free_port(), sites
-        self.processes, self.started = {}, []
+        self.processes, self.started, self.server_environment = {}, [], server_environment
         self.home.mkdir(parents=True, exist_ok=True)
         self.kits = provisioned(self.home, self.port, sites, [proxy(self.port) for proxy in proxies])
         for kit in self.kits.iterdir():
@@ -72,7 +72,8 @@ class Flare:
         return self.processes[name]
 
     def start_server(self):
-        self.start("localhost", self.kits / "localhost" / "startup" / "sub_start.sh", "--once")
+        command = self.kits / "localhost" / "startup" / "sub_start.sh", "--once"
+        self.start("localhost", *command, environment=self.server_environment)
         wait_until(lambda: listening(self.port), 60, "FLARE's server")
 
     def start_client(self, part, **environment):

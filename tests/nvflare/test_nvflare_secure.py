@@ -33,13 +33,17 @@ SURVIVORS = {sum(SIZES): (0, 1, 2, 3)} | {sum(SIZES) - SIZES[k]: tuple({0, 1, 2,
 def make_keys(folder):
     """As docs/secure-aggregation.md does it."""
     folder.mkdir()
-    lines = []
+    server, *lines = [keys("new", name, "--out", folder) for name in ("server", *[f"site-{k + 1}" for k in range(4)])]
+    (folder / "roster").write_text("".join(lines))
     for part in range(4):
-        command = [BIN / "fedveil", "keys", "new", f"site-{part + 1}", "--out", folder]
-        done = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
-        lines += [line for line in done.stdout.splitlines() if line.startswith(f"site-{part + 1} ")]
-    (folder / "roster").write_text("\n".join(lines) + "\n")
-    assert len(lines) == 4
+        keys("policy", folder / f"site-{part + 1}.key", "--server", server.strip())
+        policy = folder / f"site-{part + 1}.policy"
+        policy.write_text(policy.read_text().replace("min_records = 32", "min_records = 20"))
+
+
+def keys(*words):
+    command = [str(word) for word in (BIN / "fedveil", "keys", *words)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def expected(rounds):
@@ -107,11 +111,12 @@ def test_what_the_server_receives_holds_an_update_only_without_secure_aggregatio
 
 
 def test_the_example_takes_keys_from_each_sites_environment(tmp_path):
-    keys, out = tmp_path / "keys", tmp_path / "out"
-    make_keys(keys)
-    with Flare(tmp_path / "flare", sites=4) as flare:
+    home, out = tmp_path / "keys", tmp_path / "out"
+    make_keys(home)
+    own = {"FEDVEIL_IDENTITY": str(home / "server.key"), "FEDVEIL_ROSTER": str(home / "roster")}
+    with Flare(tmp_path / "flare", sites=4, server_environment=own) as flare:
         for part in range(4):
-            files = {"FEDVEIL_IDENTITY": str(keys / f"site-{part + 1}.key"), "FEDVEIL_ROSTER": str(keys / "roster")}
+            files = {"FEDVEIL_IDENTITY": str(home / f"site-{part + 1}.key"), "FEDVEIL_ROSTER": str(home / "roster")}
             flare.start_client(part, **files)
         words = f"--data digits --sites 4 --rounds 20 --secure-aggregation --out {out}"
         job = flare.start("job", sys.executable, EXAMPLE, *words.split(), "--kit", flare.kits / ADMIN)

@@ -1,0 +1,454 @@
+"""A server that lies in every message it may send, against two clients that differ in their records alone.
+
+Each step sends one message to both. An oracle, written down from the protocol and not from the code, says whether it
+may be answered. Three things must hold at every step: nothing is answered, loaded or remembered that the oracle does
+not allow; both clients say the same, byte for byte, but for the masked words; and that includes errors and crashes.
+"""
+
+import random
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from torch import nn
+
+from fedveil.errors import FedveilError
+from fedveil.federation import masked
+from fedveil.federation.remote import Ask, ClientState, Masked, Step, read, reply, write
+from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party, rules, shares, signed
+from fedveil.secagg.messages import Revealed, Settle, Settled, Upload, context, sealed_bytes
+from fedveil.secagg.signed import sign
+from fedveil.wire import as_bytes, as_tensor, kind_of
+
+NAMES = ("site-0", "site-1", "site-2", "site-3", "site-4")
+VICTIM = NAMES[0]
+RUNS = ("run one", "run two")
+ROWS = (2, 8)
+SERVER, STRANGER = Identity.new("server"), Identity.new("server")
+IDENTITIES = {name: Identity.new(name) for name in NAMES}
+ROSTER = Roster({name: identity.public() for name, identity in IDENTITIES.items()})
+POLICY = Policy(
+    server=SERVER.public(), min_records=2, max_sums_per_run=4, max_sums_per_day=6, key_rounds=5, key_hours=2
+)
+
+
+def threshold(n):
+    return max(3, 2 * n // 3 + 1)
+
+
+def crash():
+    raise MemoryError("the record with number 17 does not fit")
+
+
+def leave():
+    sys.exit("a record ended the process")
+
+
+INPUTS = torch.linspace(-1, 1, 24).reshape(6, 4).double()
+LABELS = torch.tensor([0, 1, 0, 1, 0, 1])
+RECORDS = {
+    "ordinary": lambda: (INPUTS, LABELS),
+    "other values": lambda: (INPUTS.flip(0) * 3, 1 - LABELS),
+    "huge values": lambda: (INPUTS * 1e300, LABELS),
+    "classes that the model does not have": lambda: (INPUTS, LABELS + 7),
+    "a loader that crashes": crash,
+    "a loader that ends the process": leave,
+}
+
+
+class Tape:
+    """The operating system's entropy, the same for both clients at the same step."""
+
+    def __init__(self, patch):
+        self.draw = random.Random(0)
+        patch.setattr(masks.os, "urandom", self.bytes)
+        patch.setitem(shares.split.__kwdefaults__, "draw", self.draw.randrange)
+        patch.setattr(party, "X25519PrivateKey", self)
+
+    def bytes(self, count):
+        return self.draw.randbytes(count)
+
+    def generate(self):
+        return X25519PrivateKey.from_private_bytes(self.bytes(32))
+
+    @staticmethod
+    def from_private_bytes(data):
+        return X25519PrivateKey.from_private_bytes(data)
+
+
+class Client:
+    """A client whose records can be exchanged; it counts how often they are loaded."""
+
+    def __init__(self, clock):
+        self.memory, self.state, self.loads, self.records = Memory(), ClientState(), 0, "ordinary"
+        self.party = Party(IDENTITIES[VICTIM], ROSTER, self.memory, policy=POLICY, clock=clock)
+
+    def load(self):
+        self.loads += 1
+        return RECORDS[self.records]()
+
+    def hear(self, message, own):
+        """Its answer, or its error."""
+        model = nn.Linear(4, 2, dtype=torch.float64)
+        try:
+            answer, self.state = reply(message, self.state, model, self.load, client=0, party=self.party, own=own)
+        except FedveilError as error:
+            return error
+        return answer
+
+
+def public_part(answer, n):
+    """What the server gets besides the masked words."""
+    if isinstance(answer, FedveilError):
+        return type(answer).__name__, str(answer)
+    if kind_of(answer) == "step":
+        return "step", answer
+    size = 2 + sum(ROWS) + 4 * len(ROWS)
+    found = read(answer, Masked)
+    sent = Upload.from_bytes(as_bytes("answer", found.tensors, "upload"), n, size)
+    return (
+        found.round,
+        found.token,
+        found.defence,
+        sent.context,
+        sent.commitments,
+        sent.hashes,
+        sent.sealed,
+        len(answer),
+    )
+
+
+class Known:
+    """What the oracle remembers of one run: that a client may answer depends on nothing else."""
+
+    def __init__(self, key, now):
+        self.key, self.created, self.uses = key, now, 0
+        self.attempt = self.round = self.revealed = -1
+        self.sums, self.current = 0, None
+
+
+class LyingServer(RuleBasedStateMachine):
+    """Messages of a server that may do anything but break a signature."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.tape, self.now, self.steps = Tape(self.patch), 1_800_000_000, 0
+        self.clients = [Client(lambda: self.now), Client(lambda: self.now)]
+        self.others = {n: Party(IDENTITIES[n], ROSTER, policy=replace(POLICY, key_rounds=10**6)) for n in NAMES[1:]}
+        self.runs, self.ended, self.opened, self.day = {}, set(), {}, (0, 0)
+        self.last, self.hellos, self.tokens = None, {}, 0
+
+    def teardown(self):
+        self.patch.undo()
+
+    @initialize(records=st.sampled_from([name for name in RECORDS if name != "ordinary"]))
+    def give_the_clients_other_records(self, records):
+        self.pair = ("ordinary", records)
+        self.say_hello(RUNS[0], "server")
+
+    def send(self, message, signer="server", own=b"", records=False, n=5):
+        """Send a message to both clients; returns what both of them said."""
+        signed = {"server": SERVER, "stranger": STRANGER, "member": IDENTITIES["site-1"]}
+        own = own if signer == "nobody" else sign(signed[signer], message, own)
+        self.steps += 1
+        said = []
+        self.before = self.clients[0].memory.packed()
+        for client, name in zip(self.clients, self.pair if records else ("ordinary", "other values"), strict=True):
+            self.tape.draw.seed(self.steps)
+            client.records = name
+            said.append(client.hear(message, own))
+        assert public_part(said[0], n) == public_part(said[1], n)
+        assert self.clients[0].memory.packed() == self.clients[1].memory.packed()
+        return said[0]
+
+    def refused(self, said, reasons=()):
+        """Nothing was answered or remembered."""
+        assert isinstance(said, FedveilError), said
+        assert self.clients[0].memory.packed() == self.before
+        assert not reasons or getattr(said, "reason", "argument") in reasons, said
+
+    def expired(self, run):
+        known = self.runs[run]
+        return known.uses >= POLICY.key_rounds or self.now - known.created >= 3600 * POLICY.key_hours
+
+    @invariant()
+    def counters_only_grow_and_at_most_one_attempt_is_under_way(self):
+        loads = [client.loads for client in self.clients]
+        assert loads[0] == loads[1]
+
+    @rule(run=st.sampled_from(RUNS), signer=st.sampled_from(["server", "server", "stranger", "member", "nobody"]))
+    def say_hello(self, run, signer):
+        said = self.send(write(Step(run, "hello", {"body": as_tensor(b"c" * 16)})), signer)
+        if signer != "server":
+            return self.refused(said, ("server",))
+        for other in [name for name in self.runs if name != run and self.outlived(name)]:
+            del self.runs[other]
+            self.ended.add(other)
+        if run in self.ended:
+            assert said.reason == "run"
+            return None
+        old = self.runs.get(run)
+        if old is None or self.expired(run):
+            self.runs[run] = Known(None, self.now)
+            if old is not None:
+                new = self.runs[run]
+                new.attempt, new.round, new.revealed, new.sums = old.attempt, old.round, old.revealed, old.sums
+        body = as_bytes("step", read(said, Step).tensors, "body")
+        hello = Hello.from_values(masked.json.loads(body))
+        assert ROSTER.verifies(VICTIM, hello.signature, Hello.signed(run, VICTIM, hello.key))
+        assert self.runs[run].key in (None, hello.key)
+        self.runs[run].key = hello.key
+        self.hellos[run] = hello
+        return None
+
+    def outlived(self, run):
+        return self.now - self.runs[run].created >= 3600 * POLICY.key_hours
+
+    @rule(run=st.sampled_from(RUNS), signer=st.sampled_from(["server", "stranger"]), unlikely=st.integers(0, 5))
+    def end_a_run(self, run, signer, unlikely):
+        if unlikely:
+            return
+        said = self.send(write(Step(run, "end", {"body": as_tensor(b"")})), signer)
+        if signer != "server":
+            self.refused(said, ("server",))
+        elif run in self.runs:
+            del self.runs[run]
+            self.ended.add(run)
+
+    @rule(hours=st.sampled_from([0, 1, 3, 30]), unlikely=st.integers(0, 3))
+    def let_time_pass(self, hours, unlikely):
+        self.now += 0 if unlikely else 3600 * hours
+
+    @rule(junk=st.binary(max_size=40), signer=st.sampled_from(["server", "nobody"]))
+    def send_garbage(self, junk, signer):
+        self.refused(self.send(junk, signer))
+
+    @rule(
+        run=st.sampled_from(RUNS),
+        ahead=st.sampled_from([1, 1, 1, 2, 0, -1]),
+        number=st.sampled_from([1, 1, 1, 0, -1]),
+        roster=st.sampled_from(["all", "all", "all", "four", "three", "two", "without", "twice", "forged", "old key"]),
+        fault=st.sampled_from(["", "", "", "", "exponent", "rows", "checks", "size", "batch", "stale", "model"]),
+        signer=st.sampled_from(["server", "server", "server", "stranger", "member", "nobody"]),
+        exponent=st.integers(-32, 96),
+        weight=st.sampled_from([0.0, 1.0, 1e150]),
+        whole=st.booleans(),
+    )
+    def ask(self, run, ahead, number, roster, fault, signer, exponent, weight, whole):
+        known = self.runs.get(run)
+        attempt = max(0, (known.attempt if known else 0) + ahead)
+        round_ = max(0, (known.round if known else 0) + number)
+        hellos = self.roster(run, roster)
+        opening = Opening(run, round_, attempt, tuple(hellos), (exponent,) * 2, ROWS, checks=fault != "checks")
+        if fault == "exponent":
+            opening = replace(opening, exponents=(97, -33))
+        if fault in ("rows", "size"):
+            opening = replace(opening, rows=(2, 8, 1) if fault == "rows" else (2, 10**7))
+        self.tokens += fault != "stale"
+        model = nn.Linear(4, 3 if fault == "model" else 2, dtype=torch.float64)
+        nn.init.constant_(model.weight, weight)
+        nn.init.zeros_(model.bias)
+        tensors = {f"parameter/{name}": p.detach() for name, p in model.named_parameters()}
+        values = {"trainable": ["weight", "bias"], "training": [""]}
+        size, secure, whole = 1 if fault == "batch" else 6, opening.values(), whole and fault != "batch"
+        ask = Ask(
+            run, round_, str(self.tokens), "plain", {}, "squared_error", {}, whole, size, 0, secure, values, tensors
+        )
+        message, loads = write(ask), self.clients[0].loads
+        said = self.send(message, signer, records=True, n=len(hellos))
+        old = self.last is not None and self.last[0] == run and (round_ < self.last[1] or self.last[2] == self.tokens)
+        wrong = signer != "server" or old or fault in ("exponent", "rows", "checks", "size", "batch")
+        allowed = known is not None and not self.expired(run) and roster in ("all", "four", "three")
+        allowed = allowed and attempt > known.attempt and round_ > known.revealed and round_ >= known.round
+        allowed = allowed and known.sums < POLICY.max_sums_per_run and self.sums_today() < POLICY.max_sums_per_day
+        if wrong or not allowed:
+            self.refused(said)
+            assert self.clients[0].loads == loads
+            return
+        known.attempt, known.round, known.uses = attempt, round_, known.uses + 1
+        names = tuple(hello.name for hello in hellos)
+        head, body = masked.digests(message)
+        bound = context(opening, masked.digest_of(head, body))
+        subject = masked.subject_of(ask, message, body)
+        known.current = {"context": bound, "names": names, "members": names, "step": -1, "subject": subject}
+        if fault == "model":
+            assert isinstance(said, FedveilError)
+            assert self.clients[0].loads == loads
+            return
+        assert kind_of(said) == "masked"
+        assert self.clients[0].loads == loads + 1
+        self.last = (run, round_, self.tokens)
+
+    def roster(self, run, kind):
+        own = self.hellos.get(run) or (
+            self.clients[0].party._identity and Hello(run, VICTIM, bytes(range(32)), bytes(64))
+        )
+        others = [party.hello(run) for party in self.others.values()]
+        if kind == "without":
+            return others
+        if kind == "twice":
+            return [own, *others, others[0]]
+        if kind == "forged":
+            return [own, replace(others[0], key=b"f" * 32), *others[1:]]
+        if kind == "old key":
+            key = b"o" * 32
+            return [Hello(run, VICTIM, key, IDENTITIES[VICTIM].sign(Hello.signed(run, VICTIM, key))), *others]
+        return [own, *others][: {"all": 5, "four": 4, "three": 3, "two": 2}[kind]]
+
+    @rule(
+        run=st.sampled_from(RUNS),
+        roster=st.sampled_from(["all", "all", "four", "three"]),
+        until=st.sampled_from(["ask", "settle", "reveal", "reveal"]),
+        signatures=st.sampled_from(["enough", "enough", "enough", "one fewer", "of another list"]),
+        whole=st.booleans(),
+    )
+    def follow_the_protocol(self, run, roster, until, signatures, whole):
+        """Up to some step, so that lies meet a client in every state."""
+        if run not in self.runs or self.expired(run):
+            self.say_hello(run, "server")
+        self.ask(run, 1, 1, roster, "", "server", 8, 1.0, whole)
+        if until != "ask":
+            self.settle(run, "next", set(), False, "right", "server")
+        if until == "reveal":
+            self.reveal(run, signatures, "", "server")
+
+    def sums_today(self):
+        return self.day[1] if self.now // 86_400 <= self.day[0] else 0
+
+    @rule(
+        run=st.sampled_from(RUNS),
+        step=st.sampled_from([0, 0, 1, 2, "next", "next"]),
+        leave_out=st.sets(st.sampled_from(NAMES), max_size=2),
+        stranger=st.booleans(),
+        own=st.sampled_from(["right", "right", "short", "none"]),
+        signer=st.sampled_from(["server", "server", "stranger", "nobody"]),
+    )
+    def settle(self, run, step, leave_out, stranger, own, signer):
+        known = self.runs.get(run)
+        now = known.current if known else None
+        bound = now["context"] if now else bytes(32)
+        step = (now["step"] + 1 if now else 0) if step == "next" else step
+        members = tuple(name for name in (now["members"] if now else NAMES) if name not in leave_out)
+        members += ("zoe",) if stranger and len(leave_out) == 2 else ()
+        count = max(0, len(members) - 1)
+        extra = {"right": sealed_bytes([bytes(94)] * count, [bytes(32)] * count), "short": b"x" * 9, "none": b""}[own]
+        message = Settle(bound, step, members).to_bytes()
+        said = self.send(write(Step(run, "settle", {"body": as_tensor(message)})), signer, own=extra)
+        allowed = signer == "server" and now is not None and step == now["step"] + 1
+        allowed = allowed and set(members) <= set(now["members"]) and VICTIM in members
+        allowed = allowed and (now["step"] < 0 or len(members) < len(now["members"]))
+        allowed = allowed and len(members) >= threshold(len(now["names"])) and (step > 0 or own == "right")
+        if not allowed:
+            return self.refused(said)
+        answer = Settled.from_bytes(
+            as_bytes("step", read(said, Step).tensors, "body"), len(now["names"]) - len(members)
+        )
+        assert ROSTER.verifies(VICTIM, answer.signature, Settle(bound, step, members).signed())
+        now["step"], now["members"] = step, members
+        return None
+
+    @rule(
+        run=st.sampled_from(RUNS),
+        signatures=st.sampled_from(["enough", "enough", "one fewer", "own", "of another list"]),
+        other=st.sampled_from(["", "", "step", "members"]),
+        signer=st.sampled_from(["server", "server", "stranger", "nobody"]),
+    )
+    def reveal(self, run, signatures, other, signer):
+        known = self.runs.get(run)
+        now = known.current if known else None
+        told = now or {"context": bytes(32), "members": NAMES, "names": NAMES, "step": 0, "subject": b""}
+        members = told["members"][:-1] if other == "members" else told["members"]
+        settle = Settle(told["context"], max(0, told["step"]) + (other == "step"), tuple(members))
+        needed = threshold(len(told["names"])) - 1
+        signers = [name for name in members if name != VICTIM][: needed - (signatures == "one fewer")]
+        covered = replace(settle, step=settle.step + 1).signed() if signatures == "of another list" else settle.signed()
+        signed = {name: IDENTITIES[name].sign(covered) for name in signers if signatures != "own"}
+        data = party.Reveal(settle, signed).to_bytes()
+        said = self.send(write(Step(run, "reveal", {"body": as_tensor(data)})), signer)
+        allowed = signer == "server" and now is not None and now["step"] >= 0 and not other and signatures == "enough"
+        allowed = allowed and known.sums < POLICY.max_sums_per_run and self.sums_today() < POLICY.max_sums_per_day
+        allowed = allowed and self.opened.get(now["subject"], set(members)) == set(members)
+        if not allowed:
+            return self.refused(said)
+        found = Revealed.from_bytes(as_bytes("step", read(said, Step).tensors, "body"))
+        assert set(found.shares) <= set(members)
+        today = self.now // 86_400
+        self.day = max(today, self.day[0]), self.sums_today() + 1
+        known.sums, known.revealed, known.current = known.sums + 1, known.round, None
+        self.opened[now["subject"]] = set(members)
+        return None
+
+
+QUIET = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+
+
+def lies(examples, steps, **options):
+    """Let the server lie; returns how many messages it sent, and how often each kind was answered."""
+    sent, answered = [], Counter()
+
+    class Counted(LyingServer):
+        def send(self, message, *rest, **named):
+            said = super().send(message, *rest, **named)
+            if not isinstance(said, FedveilError):
+                answered[read(said, Step).step if kind_of(said) == "step" else "masked"] += 1
+            return said
+
+        def teardown(self):
+            sent.append(self.steps)
+            super().teardown()
+
+    chosen = settings(max_examples=examples, stateful_step_count=steps, **QUIET, **options)
+    run_state_machine_as_test(Counted, settings=chosen)
+    return sum(sent), answered
+
+
+def test_a_lying_server_gets_nothing_that_it_may_not_have(capfd):
+    _, answered = lies(30, 20)
+    assert set(answered) == {"hello", "masked", "settle", "reveal", "end"}  # honest messages are among the lies
+
+
+@pytest.mark.slow
+def test_twenty_thousand_lies(capfd):
+    sent, answered = lies(500, 40)
+    print(sent, answered)
+    assert sent >= 20_000
+    assert min(answered.values()) >= 100
+
+
+def nothing(*arguments):
+    return None
+
+
+SAFEGUARDS = {
+    "signature": (signed, "admit", lambda server, common, own: own[64:]),
+    "attempt": (rules, "new_attempt", nothing),
+    "round": (rules, "new_round", nothing),
+    "roster": (rules, "known", nothing),
+    "own key": (rules, "included", nothing),
+    "members": (rules, "enough", nothing),
+    "key's end": (rules, "alive", nothing),
+    "steps": (rules, "next_step", nothing),
+    "nobody back": (rules, "inside", nothing),
+    "enough left": (rules, "many_left", nothing),
+    "signatures": (rules, "enough_signed", nothing),
+    "budget": (rules, "within_budget", nothing),
+    "same members": (rules, "not_repeated", nothing),
+    "once": (party, "ended", lambda current: current),
+    "one form of reply": (masked, "contribute", lambda admitted, work: work()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAFEGUARDS)
+def test_without_a_safeguard_the_lies_are_noticed(name, monkeypatch, capfd):
+    module, function, instead = SAFEGUARDS[name]
+    monkeypatch.setattr(module, function, instead)
+    with pytest.raises(BaseException):  # noqa: B017, PT011  (several failures come as a group, and an exit is one)
+        lies(200, 30, phases=[Phase.generate], report_multiple_bugs=False)
