@@ -129,7 +129,7 @@ def test_a_site_declines_invitations_to_connect_to_another():
     server = server_of(how=CERTIFIED)
     cell = server.cells["site-1"].process.core_cell
     headers = {
-        MessageHeaderKey.ORIGIN: server.cells["site-2"].fqcn,
+        MessageHeaderKey.ORIGIN: "site-2.job",
         MessageHeaderKey.FROM_CELL: "server",
         MessageHeaderKey.DESTINATION: cell.get_fqcn(),
         MessageHeaderKey.MSG_TYPE: MessageType.REQ,
