@@ -10,7 +10,7 @@ pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedv
 from nvflare.collab.api.exceptions import RunAborted
 from tests.faults import FAULTS
 from tests.federation.test_rounds import SITES, adam, engine, net, parts
-from tests.nvflare.sites import Own, sites
+from tests.nvflare.sites import SIMULATED, Own, sites
 from tests.oracle import worst
 
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
@@ -22,14 +22,14 @@ from fedveil.nvflare.engine import FlareEngine
 SECRET = "record 17 is 4.25"
 
 
-def server_of(faults=None, defence="veil", clients=None, turn=None, **options):
+def server_of(faults=None, defence="veil", clients=None, turn=None, how=SIMULATED, **options):
     clients = clients or {name: Own(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
-    proxies, cells, signal = sites(clients, faults, turn)
+    proxies, cells, signal = sites(clients, faults, turn, how)
     options = {"timeout": 60.0, "pause": 0.0, "attempts": 3, "patience": 0.2, "batch_size": 8, **options}
     server = RemoteServer(
         FlareEngine(proxies), net(), parts()[0][0][:2], defence, adam, **{"loss": "squared_error", **options}
     )
-    server.cells, server.signal = cells, signal
+    server.proxies, server.cells, server.signal = proxies, cells, signal
     return server
 
 
@@ -154,14 +154,15 @@ def test_an_ask_that_waited_behind_a_slow_one_is_not_worked_on():
 
     server = server_of(clients={"site-1": Slow(net, None, 0)})
     client, found = server.cells["site-1"].app.obj, {}
+    (site,) = (proxy(timeout=60.0) for proxy in server.proxies)
     calls = [
-        threading.Thread(target=lambda n=n: found.update({n: client.answer(b"garbage" if n else ask, b"")}))
+        threading.Thread(target=lambda n=n: found.update({n: site.answer(b"garbage" if n else ask, b"")}))
         for n in range(3)
     ]
     ask = ask_of(server)
     calls[0].start()
     assert begun.wait(30)
-    assert client.ready() is False
+    assert site.ready() is False
     for number in (1, 2):
         calls[number].start()
         while client._arrived <= number:
@@ -171,7 +172,7 @@ def test_an_ask_that_waited_behind_a_slow_one_is_not_worked_on():
     assert isinstance(found[0], bytes)
     assert found[1] == "a newer message arrived before this one was begun"
     assert found[2].startswith("BadArgument: ask: it cannot be read")
-    assert client.ready() is True
+    assert site.ready() is True
 
 
 def ask_of(server):

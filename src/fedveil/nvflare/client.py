@@ -14,11 +14,38 @@ from torch import nn
 from fedveil.defences.interface import Defence
 from fedveil.errors import FedveilError
 from fedveil.federation import remote
+from fedveil.federation.engine import clean
 from fedveil.federation.sources import Given
+from fedveil.nvflare.transport import connects_directly, decline_direct_connections, require_secure_transport
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
 
 LOG = logging.getLogger("fedveil.nvflare")
+SERVER = "server"  # FLARE's name for the server of a job, in the simulator and in every deployment
+REFUSAL = "refused: only the server of this job may call this site"
+
+
+def called_by_server() -> bool:
+    """Whether the server of the job makes the call that this thread answers; any other caller is logged.
+
+    FLARE names the caller by the origin of the message and its list of the job's participants, not by what the caller
+    says, and sends the answer to that origin. Over mTLS a connection bears the name of its certificate: the answer
+    reaches the server and nobody else. The origin alone is no proof: FLARE 2.9 lets a hostile site send a message in
+    the server's name, though it does not see the answer. Without mTLS, and in the simulator, whoever claims the
+    server's name has it. A site that bears that name, or connections that go past the server, make it worthless over
+    mTLS, too; then no caller is taken for the server.
+    """
+    caller = collab.caller
+    if caller != SERVER:
+        reason = "it is not the server of this job"
+    elif any(site.name == SERVER for site in collab.clients):
+        reason = "a site of this job has the same name"
+    elif connects_directly():
+        reason = "this site has or allows connections that go past the server"
+    else:
+        return True
+    LOG.warning("refused a call by %s: %s", clean(caller), reason)
+    return False
 
 
 class Client(ABC):
@@ -48,6 +75,7 @@ class Client(ABC):
     @collab.init  # type: ignore[untyped-decorator]
     def start(self) -> None:
         """FLARE calls it when the job starts on this site."""
+        decline_direct_connections()
         self._site: str = collab.site_name
         self._lock, self._arrived = threading.Lock(), 0
         self._model: nn.Module | None = None
@@ -56,18 +84,20 @@ class Client(ABC):
         self._file = self.folder / f"fedveil-{self._site}.pt" if self.folder is not None else None
 
     @collab.publish  # type: ignore[untyped-decorator]
-    def ready(self) -> bool:
-        """Whether this site has nothing else to do."""
-        return not self._lock.locked()
+    def ready(self) -> bool | str:
+        """Whether this site has nothing else to do; the server alone is told."""
+        return not self._lock.locked() if called_by_server() else REFUSAL
 
     @collab.publish  # type: ignore[untyped-decorator]
     def answer(self, common: bytes, own: bytes) -> bytes | str:
-        """The answer to an ask, or why there is none.
+        """The answer to an ask of the server, or why there is none. Other callers change nothing here.
 
         FLARE sends tracebacks of what is raised here to the server, and a traceback may hold records. So nothing is
         raised: the server gets the text of Fedveil's errors, which hold none, and of others the name alone. The
         traceback goes to this site's stderr, not to FLARE's logs: they may be streamed to the server.
         """
+        if not called_by_server():
+            return REFUSAL
         self._arrived += 1
         number = self._arrived
         with self._lock:
@@ -82,6 +112,9 @@ class Client(ABC):
                 return f"{type(error).__name__} on the site; its stderr has the traceback"
 
     def _answer(self, common: bytes, own: bytes = b"") -> bytes:
+        party = self.party or remote.own_party()
+        if party is not None:
+            require_secure_transport()
         if self._model is None:
             self._model = self.make_model()
         if self._state is None:
@@ -94,7 +127,7 @@ class Client(ABC):
             client=self.number(self._site),
             defence=self.defence,
             loss=self.loss,
-            party=self.party or remote.own_party(),
+            party=party,
             policy=remote.own_policy(),
             own=own,
         )

@@ -8,6 +8,7 @@ from torch import nn
 from fedveil.federation.rounds import RemoteServer
 from fedveil.graph.inputs import Inputs
 from fedveil.nvflare.engine import FlareEngine
+from fedveil.nvflare.transport import decline_direct_connections
 
 
 class Server(RemoteServer):
@@ -21,4 +22,5 @@ class Server(RemoteServer):
     """
 
     def __init__(self, model: nn.Module, example: Inputs, *given: Any, **named: Any) -> None:
+        decline_direct_connections()  # or a site could answer in another's name
         super().__init__(FlareEngine(collab.clients), model, example, *given, **named)

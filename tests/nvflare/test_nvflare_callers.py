@@ -1,0 +1,140 @@
+"""A site answers the server of its job and nobody else, whoever else FLARE lets through to it."""
+
+import threading
+
+import pytest
+
+pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedveil[nvflare]'")
+
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessageType
+from nvflare.fuel.f3.endpoint import Endpoint
+from nvflare.fuel.f3.message import Message
+from tests.federation.test_rounds import SITES, engine, net, parts
+from tests.nvflare.sites import CERTIFIED, Own
+from tests.nvflare.test_nvflare_rounds import ask_of, server_of
+from tests.nvflare.theft import crafted, holds, stolen
+from tests.oracle import worst
+
+from fedveil.federation.remote import ClientState, reply
+
+REFUSAL = "refused: only the server of this job may call this site"
+
+
+class Watched(Own):
+    """Counts what it is made to do."""
+
+    def __init__(self, build, data, number):
+        super().__init__(build, data, number)
+        self.done = []
+
+    def make_model(self):
+        self.done.append("model")
+        return super().make_model()
+
+    def load_data(self, site):
+        self.done.append("data")
+        return super().load_data(site)
+
+
+def watched(*names):
+    return {name: Watched(net, own, k) for k, (name, own) in enumerate(zip(names, parts(), strict=True))}
+
+
+def peer(server, caller, target):
+    """The proxy of a site that another site of the job has."""
+    (found,) = (proxy for proxy in server.cells[caller].app.client_proxies if proxy.name == target)
+    return found
+
+
+@pytest.mark.parametrize("caller", ["site-1", "site-2"])
+def test_a_site_reads_no_record_of_another(caller, caplog):
+    bare, _ = reply(crafted(net()), ClientState(), net(), parts()[0], client=0)
+    assert holds(parts()[0], stolen(bare, net()))  # what the attack reads where it gets an answer
+    clients = watched(*SITES)
+    server = server_of(clients=clients)
+    assert peer(server, caller, "site-1").answer(crafted(net()), b"") == REFUSAL
+    assert clients["site-1"].done == []
+    assert f"refused a call by {caller}: it is not the server of this job" in caplog.text
+
+
+def test_a_site_does_not_learn_whether_another_works():
+    server = server_of()
+    assert peer(server, "site-2", "site-1").ready() == REFUSAL
+    assert server.proxies[0].ready() is True
+
+
+def test_rounds_are_as_if_a_hostile_site_had_said_nothing():
+    def disturbed(result):
+        for ask in (crafted(net()), b"garbage"):
+            assert peer(server, "site-2", "site-1").answer(ask, b"") == REFUSAL
+        return result
+
+    server = server_of({("site-2", n): disturbed for n in range(3)}, defence="plain")
+    server.fit(rounds=3)
+    assert [record["answers"] for record in server.history.records] == [3, 3, 3]
+    assert worst(server.model.state_dict(), engine(range(3), rounds=3)) < 1e-9
+
+
+def test_a_refused_call_neither_waits_nor_replaces_a_message_of_the_server():
+    begun, finish = threading.Event(), threading.Event()
+
+    class Slow(Own):
+        def load_data(self, site):
+            begun.set()
+            assert finish.wait(30)
+            return parts()[0]
+
+    server = server_of(clients={"site-1": Slow(net, None, 0), "site-2": Own(net, parts()[1], 1)})
+    asks, found = [ask_of(server), b"garbage"], {}
+    calls = [
+        threading.Thread(target=lambda n=n: found.update({n: server.proxies[0](timeout=60.0).answer(asks[n], b"")}))
+        for n in range(2)
+    ]
+    calls[0].start()
+    assert begun.wait(30)
+    calls[1].start()
+    assert peer(server, "site-2", "site-1")(timeout=20.0).answer(asks[0], b"") == REFUSAL
+    finish.set()
+    [call.join(30) for call in calls]
+    assert isinstance(found[0], bytes)
+    assert found[1].startswith("BadArgument: ask: it cannot be read")
+
+
+@pytest.mark.parametrize("method", ["answer", "ready"])
+def test_a_site_that_bears_the_servers_name_is_not_taken_for_it(method, caplog):
+    clients = watched("site-1", "server", "site-3")
+    server = server_of(clients=clients)
+    found = getattr(peer(server, "server", "site-1"), method)(*([crafted(net()), b""] if method == "answer" else []))
+    assert found == REFUSAL
+    assert clients["site-1"].done == []
+    assert "refused a call by server: a site of this job has the same name" in caplog.text
+
+
+def test_a_callers_name_cannot_write_lines_of_its_own_to_the_log(caplog):
+    server = server_of(clients=watched("site-1", "site-2\n\x1b[31mall is well", "site-3"))
+    assert peer(server, "site-2\n\x1b[31mall is well", "site-1").ready() == REFUSAL
+    assert "refused a call by site-2  [31mall is well: " in caplog.text
+
+
+def test_a_connection_that_goes_past_the_server_makes_nobody_the_server(caplog):
+    clients = watched(*SITES)
+    server = server_of(clients=clients, how=CERTIFIED)
+    server.cells["site-1"].process.core_cell._add_adhoc_connector("site-2.job", "tcp://localhost:1")
+    assert server.proxies[0].answer(crafted(net()), b"") == REFUSAL
+    assert clients["site-1"].done == []
+    assert "this site has or allows connections that go past the server" in caplog.text
+
+
+def test_a_site_declines_invitations_to_connect_to_another():
+    server = server_of(how=CERTIFIED)
+    cell = server.cells["site-1"].process.core_cell
+    headers = {
+        MessageHeaderKey.ORIGIN: "site-2.job",
+        MessageHeaderKey.FROM_CELL: "server",
+        MessageHeaderKey.DESTINATION: cell.get_fqcn(),
+        MessageHeaderKey.MSG_TYPE: MessageType.REQ,
+        MessageHeaderKey.CONN_URL: "tcp://localhost:1",
+    }
+    cell.process_message(Endpoint("server"), None, cell.APP_ID, Message(headers))
+    assert cell.adhoc_connectors == {}
+    assert server.proxies[0].ready() is True
