@@ -4,8 +4,9 @@
 
 The floor is what no secure aggregation with these masks can do without: generating the same AES-CTR streams and
 adding them to one vector. There are n for a client (its self mask and n - 1 pair masks), n for the server, and 2(n - 1)
-for the server if one client vanishes. A client's time is all that it does in an attempt: upload, settle and reveal. The
-server's is all that it does with n uploads, which it has as bytes, up to their sum. Adding them up is not in its floor;
+for the server if one client vanishes. A client's time is all that it does in an attempt: admission, upload, settle and
+reveal, and the server's signature on each of these three messages. "Client, words" is the encoding of an update in
+fixed point with its check words, which comes before. The server's is all that it does with n uploads, which it has as bytes, up to their sum. Adding them up is not in its floor;
 "beside streams and sum" has that too. Keys are agreed before, once per run.
 
 The plain sum is that of n float32 vectors. CKKS is TenSEAL's (encryption of one vector; n - 1 additions, decryption),
@@ -24,8 +25,9 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from benchmarks.timing import Timings, compare, interleave, machine, table, verdict
-from fedveil.secagg import Identity, Memory, Opening, Party, Roster, Tally, encode
-from fedveil.secagg.fixed import Words
+from fedveil.secagg import Identity, Memory, Opening, Party, Policy, Roster, Tally, bits
+from fedveil.secagg.fixed import Words, encode_rows
+from fedveil.secagg.signed import admit, sign
 
 SIZES, CLIENTS = (270_000, 2_700_000), (4, 10, 50)
 MOST_TIME, MOST_BYTES = 1.5, 2.05
@@ -37,6 +39,8 @@ DIGEST = hashlib.sha256(b"broadcast").digest()
 class Case:
     """Clients that have uploaded, and what they remember of it, so that every step can be repeated."""
 
+    server: Identity
+    roster: Roster
     parties: Mapping[str, Party]
     memories: Mapping[str, Memory]
     opening: Opening
@@ -51,14 +55,21 @@ def prepared(n: int, size: int) -> Case:
     identities = {f"c{place}": Identity.new(f"c{place}") for place in range(n)}
     roster = Roster({name: identity.public() for name, identity in identities.items()})
     memories = {name: Memory() for name in identities}
-    parties = {name: Party(identity, roster, memories[name]) for name, identity in identities.items()}
+    policy = Policy(max_sums_per_run=2**40, max_sums_per_day=2**40)
+    parties = {name: Party(own, roster, memories[name], policy=policy) for name, own in identities.items()}
     hellos = tuple(party.hello("benchmark") for party in parties.values())
-    opening = Opening("benchmark", 0, 0, hellos, (9,))
-    values = np.random.default_rng(0).standard_normal(size)
-    words = np.concatenate([np.ones(1, np.uint64), encode(values, 40, n)])
+    opening = Opening("benchmark", 0, 0, hellos, (9,), (size,))
+    words = encoded(np.random.default_rng(0).standard_normal(size), opening)
     before = memories["c0"].packed()
-    sent = {name: party.upload(opening, DIGEST, words) for name, party in parties.items()}
-    return Case(parties, memories, opening, words, sent, before, {n: m.packed() for n, m in memories.items()})
+    sent = {name: party.upload(party.admit(opening, DIGEST), words) for name, party in parties.items()}
+    after = {name: memory.packed() for name, memory in memories.items()}
+    return Case(Identity.new("server"), roster, parties, memories, opening, words, sent, before, after)
+
+
+def encoded(values: np.ndarray, opening: Opening) -> Words:
+    """An update in fixed point, as a client of one record sends it."""
+    behind = [bits(len(opening.roster), exponent) for exponent in opening.exponents]
+    return np.concatenate([np.array([1, 1], np.uint64), encode_rows(values, opening.rows, behind)])
 
 
 def remember(case: Case, name: str, state: bytes) -> None:
@@ -72,7 +83,7 @@ def answers(
     """What clients answer when some vanish after their upload: M4 by step, M6; and what the first one was asked."""
     for name, state in case.after.items():
         remember(case, name, state)
-    tally = Tally(case.opening, DIGEST, len(case.words))
+    tally = Tally(case.opening, DIGEST, case.roster)
     for name, data in case.sent.items():
         tally.take_upload(name, data)
     settled, asked = [], []
@@ -90,7 +101,7 @@ def answers(
 
 def serve(case: Case, settled: Sequence[Mapping[str, bytes]], revealed: Mapping[str, bytes]) -> Words:
     """All that the server does in an attempt."""
-    tally = Tally(case.opening, DIGEST, len(case.words))
+    tally = Tally(case.opening, DIGEST, case.roster)
     for name, data in case.sent.items():
         tally.take_upload(name, data)
     for step in settled:
@@ -103,8 +114,10 @@ def serve(case: Case, settled: Sequence[Mapping[str, bytes]], revealed: Mapping[
     return tally.total()
 
 
-def take_part(case: Case, asked: Sequence[tuple[bytes, ...]]) -> None:
+def take_part(case: Case, asked: Sequence[tuple[bytes, ...]], signatures: Sequence[bytes]) -> None:
     """All that a client does in an attempt without dropouts."""
+    for signature in signatures:
+        admit(case.server.public(), b"", signature)
     upload(case)
     remember(case, "c0", case.after["c0"])  # the shares that the others hold are of the first upload
     case.parties["c0"].settle(*asked[0])
@@ -114,7 +127,8 @@ def take_part(case: Case, asked: Sequence[tuple[bytes, ...]]) -> None:
 def upload(case: Case) -> None:
     """The part of it that grows with the vector."""
     remember(case, "c0", case.before)
-    case.parties["c0"].upload(case.opening, DIGEST, case.words)
+    party = case.parties["c0"]
+    party.upload(party.admit(case.opening, DIGEST), case.words)
 
 
 def floor(keys: Sequence[bytes], size: int, vectors: Sequence[Words] = ()) -> Words:
@@ -172,8 +186,11 @@ def timed(case: Case, n: int, size: int, repetitions: int) -> Timings:
     keys = [os.urandom(32) for _ in range(2 * n)]
     vectors = [np.random.default_rng(k).standard_normal(size, np.float32) for k in range(n)]
     received = [np.frombuffer(data, np.uint64, size + 1, 8) for data in case.sent.values()]
+    signatures = [sign(case.server, b"")] * 3  # of M1, M3 and M5; their bytes are hashed in any case
+    values = np.random.default_rng(0).standard_normal(size)
     variants: dict[str, Callable[[], object]] = {
-        "client": partial(take_part, case, none[2]),
+        "client": partial(take_part, case, none[2], signatures),
+        "client, words": partial(encoded, values, case.opening),
         "client, upload alone": partial(upload, case),
         "floor n": partial(floor, keys[:n], size + 1),
         "server": partial(serve, case, *none[:2]),
@@ -193,6 +210,7 @@ def rows_of(n: int, size: int, repetitions: int) -> tuple[list[list[str]], bool]
     for what, against, most in (
         ("client", "floor n", MOST_TIME),
         ("client, upload alone", "floor n", None),
+        ("client, words", "floor n", None),
         ("server", "floor n", MOST_TIME),
         ("server", "floor n and sum", None),
         ("server, one vanished", "floor 2(n - 1)", MOST_TIME),

@@ -32,7 +32,7 @@ def with_shares_of(party, sent, names, seed):
     return replace(
         sent,
         sealed=tuple(masks.seal(shares[k], pairs[n], sent.context, party.name, n) for k, n in others),
-        hashes=tuple(masks.share_hash(shares[k], sent.context, party.name, n) for k, n in enumerate(names)),
+        hashes=tuple(masks.ShareHash(sent.context, party.name)(shares[k], k) for k in range(len(names))),
     )
 
 
@@ -56,15 +56,15 @@ class Liar(Party):
 class BadHello(Liar):
     """Its hello has a signature of nobody's."""
 
-    def hello(self, run):
-        return replace(super().hello(run), signature=bytes(64))
+    def hello(self, run, server=b""):
+        return replace(super().hello(run, server), signature=bytes(64))
 
 
 class SmallKey(Liar):
     """Its key is a point of small order."""
 
-    def hello(self, run):
-        super().hello(run)
+    def hello(self, run, server=b""):
+        super().hello(run, server)
         return Hello(run, self.name, bytes(32), self._identity.sign(Hello.signed(run, self.name, bytes(32))))
 
 

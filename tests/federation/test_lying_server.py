@@ -23,7 +23,7 @@ from fedveil.federation import masked
 from fedveil.federation.remote import Ask, ClientState, Masked, Step, read, reply, write
 from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party, rules, shares, signed
 from fedveil.secagg.messages import Revealed, Settle, Settled, Upload, context, sealed_bytes
-from fedveil.secagg.signed import sign
+from fedveil.secagg.signed import Digest, sign
 from fedveil.wire import as_bytes, as_tensor, kind_of
 
 NAMES = ("site-0", "site-1", "site-2", "site-3", "site-4")
@@ -33,9 +33,8 @@ ROWS = (2, 8)
 SERVER, STRANGER = Identity.new("server"), Identity.new("server")
 IDENTITIES = {name: Identity.new(name) for name in NAMES}
 ROSTER = Roster({name: identity.public() for name, identity in IDENTITIES.items()})
-POLICY = Policy(
-    server=SERVER.public(), min_records=2, max_sums_per_run=4, max_sums_per_day=6, key_rounds=5, key_hours=2
-)
+LIMITS = {"min_members": 4, "max_sums_per_run": 4, "max_sums_per_day": 6, "key_rounds": 5, "key_hours": 2}
+POLICY = Policy(server=SERVER.public(), min_records=2, **LIMITS)
 
 
 SIGNERS = ("stranger", "member", "nobody")
@@ -149,7 +148,8 @@ class LyingServer(RuleBasedStateMachine):
         self.clients = [Client(lambda: self.now), Client(lambda: self.now)]
         self.others = {n: Party(IDENTITIES[n], ROSTER, policy=replace(POLICY, key_rounds=10**6)) for n in NAMES[1:]}
         self.runs, self.ended, self.opened, self.day = {}, set(), {}, (0, 0)
-        self.last, self.hellos, self.tokens = None, {}, 0
+        self.last, self.hellos, self.tokens, self.past = None, {}, 0, {}
+        self.key = X25519PrivateKey.from_private_bytes(b"k" * 32)
 
     def teardown(self):
         self.patch.undo()
@@ -159,11 +159,20 @@ class LyingServer(RuleBasedStateMachine):
         self.pair = ("ordinary", records)
         self.say_hello(RUNS[0], "server")
 
-    def send(self, message, signer="server", own=b"", records=False, n=5):
-        """Send a message to both clients; returns what both of them said."""
-        signed = {"server": SERVER, "stranger": STRANGER, "member": IDENTITIES["site-1"]}
-        own = own if signer == "nobody" else sign(signed[signer], message, own)
+    def mark(self, message, signer, own, run):
+        """A signature or, every other time, a tag: the server's, a stranger's, a member's, or none."""
         self.steps += 1
+        if signer == "nobody":
+            return own
+        if self.steps % 2 or run not in self.hellos:
+            return sign({"server": SERVER, "stranger": STRANGER, "member": IDENTITIES["site-1"]}[signer], message, own)
+        private = self.key if signer != "stranger" else X25519PrivateKey.from_private_bytes(b"s" * 32)
+        key = self.hellos[run].key if signer != "member" else self.others["site-1"].hello(run).key
+        return signed.tag(signed.channel(private, key, run), Digest.of(message).whole(), own)
+
+    def send(self, message, signer="server", own=b"", records=False, n=5, run=None):
+        """Send a message to both clients; returns what both of them said."""
+        own = self.mark(message, signer, own, run)
         said = []
         self.before = self.clients[0].memory.packed()
         for client, name in zip(self.clients, self.pair if records else ("ordinary", "other values"), strict=True):
@@ -191,15 +200,15 @@ class LyingServer(RuleBasedStateMachine):
 
     @rule(run=st.sampled_from(RUNS), signer=st.sampled_from(["server", "server", "stranger", "member", "nobody"]))
     def say_hello(self, run, signer):
-        said = self.send(write(Step(run, "hello", {"body": as_tensor(b"c" * 16)})), signer)
+        body = b"c" * 16 + self.key.public_key().public_bytes_raw()
+        said = self.send(write(Step(run, "hello", {"body": as_tensor(body)})), signer)
         if signer != "server":
             return self.refused(said, ("server",))
+        if run in self.ended:
+            return self.refused(said, ("run",))
         for other in [name for name in self.runs if name != run and self.outlived(name)]:
             del self.runs[other]
             self.ended.add(other)
-        if run in self.ended:
-            assert said.reason == "run"
-            return None
         old = self.runs.get(run)
         if old is None or self.expired(run):
             self.runs[run] = Known(None, self.now)
@@ -221,7 +230,9 @@ class LyingServer(RuleBasedStateMachine):
     def end_a_run(self, run, signer, unlikely):
         if unlikely:
             return
-        said = self.send(write(Step(run, "end", {"body": as_tensor(b"")})), signer)
+        said = self.send(
+            write(Step(run, "end", {"body": as_tensor(b"")})), signer, run=run if run in self.runs else None
+        )
         if signer != "server":
             self.refused(said, ("server",))
         elif run in self.runs:
@@ -270,10 +281,10 @@ class LyingServer(RuleBasedStateMachine):
             run, round_, str(self.tokens), "plain", {}, "squared_error", {}, whole, size, 0, secure, values, tensors
         )
         message, loads = write(ask), self.clients[0].loads
-        said = self.send(message, signer, records=True, n=len(hellos))
+        said = self.send(message, signer, records=True, n=len(hellos), run=run if known else None)
         old = self.last is not None and self.last[0] == run and (round_ < self.last[1] or self.last[2] == self.tokens)
         wrong = signer != "server" or old or fault in ("exponent", "rows", "checks", "size", "batch")
-        allowed = known is not None and not self.expired(run) and roster in ("all", "four", "three")
+        allowed = known is not None and not self.expired(run) and roster in ("all", "four")
         allowed = allowed and attempt > known.attempt and round_ > known.revealed and round_ >= known.round
         allowed = allowed and known.sums < POLICY.max_sums_per_run and self.sums_today() < POLICY.max_sums_per_day
         if wrong or not allowed:
@@ -282,9 +293,8 @@ class LyingServer(RuleBasedStateMachine):
             return
         known.attempt, known.round, known.uses = attempt, round_, known.uses + 1
         names = tuple(hello.name for hello in hellos)
-        head, body = masked.digests(message)
-        bound = context(opening, masked.digest_of(head, body))
-        subject = masked.subject_of(ask, message, body)
+        bound = context(opening, Digest.of(message).whole())
+        subject = masked.subject_of(ask, message, Digest.of(message).body)
         known.current = {"context": bound, "names": names, "members": names, "step": -1, "subject": subject}
         if fault == "model":
             assert isinstance(said, FedveilError)
@@ -339,7 +349,7 @@ class LyingServer(RuleBasedStateMachine):
         signer, own = (lie if lie in SIGNERS else "server"), lie if lie in ("short", "none") else "right"
         known = self.runs.get(run)
         now = known.current if known else None
-        bound = now["context"] if now else bytes(32)
+        bound = (now or self.past.get(run) or {"context": bytes(32)})["context"]
         step = max(0, (now["step"] if now else -1) + {"same step": 0, "later step": 2}.get(lie, 1))
         members = tuple(name for name in (now["members"] if now else NAMES) if name not in leave_out)
         members = tuple(now["names"]) if now and lie == "all again" else members
@@ -347,7 +357,9 @@ class LyingServer(RuleBasedStateMachine):
         count = max(0, len(members) - 1)
         extra = {"right": sealed_bytes([bytes(94)] * count, [bytes(32)] * count), "short": b"x" * 9, "none": b""}[own]
         message = Settle(bound, step, members).to_bytes()
-        said = self.send(write(Step(run, "settle", {"body": as_tensor(message)})), signer, own=extra)
+        said = self.send(
+            write(Step(run, "settle", {"body": as_tensor(message)})), signer, own=extra, run=run if known else None
+        )
         allowed = signer == "server" and now is not None and step == now["step"] + 1
         allowed = allowed and set(members) <= set(now["members"]) and VICTIM in members
         allowed = allowed and (now["step"] < 0 or len(members) < len(now["members"]))
@@ -371,7 +383,11 @@ class LyingServer(RuleBasedStateMachine):
         signatures = lie if lie in ("one fewer", "none", "of another list") else "enough"
         known = self.runs.get(run)
         now = known.current if known else None
-        told = now or {"context": bytes(32), "members": NAMES, "names": NAMES, "step": 0, "subject": b""}
+        told = (
+            now
+            or self.past.get(run)
+            or {"context": bytes(32), "members": NAMES, "names": NAMES, "step": 0, "subject": b""}
+        )
         members = told["members"][:-1] if other == "members" else told["members"]
         settle = Settle(told["context"], max(0, told["step"]) + (other == "step"), tuple(members))
         needed = threshold(len(told["names"])) - 1
@@ -379,7 +395,8 @@ class LyingServer(RuleBasedStateMachine):
         covered = replace(settle, step=settle.step + 1).signed() if signatures == "of another list" else settle.signed()
         signed = {name: IDENTITIES[name].sign(covered) for name in signers if signatures != "none"}
         data = party.Reveal(settle, signed).to_bytes()
-        said = self.send(write(Step(run, "reveal", {"body": as_tensor(data)})), signer)
+        message = write(Step(run, "reveal", {"body": as_tensor(data)}))
+        said = self.send(message, signer, run=run if known else None)
         allowed = signer == "server" and now is not None and now["step"] >= 0 and not other and signatures == "enough"
         allowed = allowed and known.sums < POLICY.max_sums_per_run and self.sums_today() < POLICY.max_sums_per_day
         allowed = allowed and self.opened.get(now["subject"], set(members)) == set(members)
@@ -390,6 +407,7 @@ class LyingServer(RuleBasedStateMachine):
         today = self.now // 86_400
         self.day = max(today, self.day[0]), self.sums_today() + 1
         known.sums, known.revealed, known.current = known.sums + 1, known.round, None
+        self.past[run] = now
         self.opened[now["subject"]] = set(members)
         return None
 
@@ -435,7 +453,7 @@ def nothing(*arguments):
 
 
 SAFEGUARDS = {
-    "signature": (signed, "admit", lambda server, common, own: own[64:]),
+    "signature": (signed, "admit", lambda server, channels, digest, own: own[65 if own[:1] == b"s" else 33 :]),
     "attempt": (rules, "new_attempt", nothing),
     "round": (rules, "new_round", nothing),
     "roster": (rules, "known", nothing),

@@ -210,7 +210,7 @@ def test_batches_and_records_below_the_clients_policy_are_refused():
     small = heard(ask_of(wide, opening_for(hellos, rows=rows), batch_size=19), victim, data, wide)
     assert small.reason == "policy"
     assert kind_of(heard(ask_of(wide, opening_for(hellos, rows=rows), batch_size=20), victim, data, wide)) == "masked"
-    greeting = write(Step("another run", "hello", {"body": as_tensor(b"")}))
+    greeting = write(Step("another run", "hello", {"body": as_tensor(bytes(16) + b"k" * 32)}))
     few = heard(greeting, victim, parts((19,))[0], wide)
     assert few.reason == "policy"
     assert "19" not in str(few)

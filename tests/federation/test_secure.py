@@ -44,12 +44,17 @@ def one_process(defence, rounds=6, build=net, data=None, **options):
 
 @pytest.mark.parametrize("build", [net, normed])
 @pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
-@pytest.mark.parametrize("make", [Plain, Veil, lambda: Veil(3, additive=1e6, multiplicative=100.0)])
+@pytest.mark.parametrize("make", [Plain, Veil, lambda: large(3)])
 def test_one_process_trains_the_model_of_plain_training(make, loss, build):
     summed = one_process(make(), build=build, loss=loss, secure_aggregation=True)
     plain = one_process("plain", build=build, loss=loss, fuse=False)
     assert worst(floats(summed.model), floats(plain.model)) < 1e-6
     assert all(record["records"] == sum(SIZES) for record in summed.history.records)
+
+
+def large(groups, seed=1):
+    """A veil with large noise, the same in every run of the tests."""
+    return Veil(groups, additive=1e6, multiplicative=100.0, entropy=Entropy.for_tests(seed))
 
 
 @pytest.mark.slow
@@ -67,13 +72,13 @@ def test_fifty_rounds_with_large_noise(kind, loss, dtype):
     shape = (6,) if kind == "mlp" else (3, 8, 8)
     data = [(torch.randn(n, *shape, generator=draw).to(dtype), torch.randint(4, (n,), generator=draw)) for n in SIZES]
     options = {"loss": loss, "data": data, "build": build, "rounds": 50, "fuse": False}
-    summed = one_process(Veil(2, additive=1e6, multiplicative=100.0), secure_aggregation=True, **options)
+    summed = one_process(large(2), secure_aggregation=True, **options)
     plain, rounded = one_process("plain", **options), one_process(Plain(rounding=1), **options)
     error = worst(floats(summed.model), floats(plain.model))
     if dtype == torch.float64:
         assert error < 1e-6
     else:
-        veiled = one_process(Veil(2, additive=1e6, multiplicative=100.0), **options)
+        veiled = one_process(large(2), **options)
         baseline = max(worst(floats(other.model), floats(plain.model)) for other in (rounded, veiled))
         assert error < 10 * baseline
 
@@ -83,12 +88,11 @@ def skipped(run):
 
 
 def test_no_sum_wraps_around_in_sixty_rounds_with_large_noise():
-    veil = Veil(2, additive=1e6, multiplicative=100.0, entropy=Entropy.for_tests(5))
-    assert not skipped(one_process(veil, rounds=60, secure_aggregation=True))
+    assert not skipped(one_process(large(2, 5), rounds=60, secure_aggregation=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [Veil, lambda: Veil(2, additive=1e6, multiplicative=100.0)])
+@pytest.mark.parametrize("make", [Veil, lambda: large(2)])
 @pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
 @pytest.mark.parametrize("build", [net, normed])
 def test_no_sum_wraps_around_in_two_hundred_rounds(build, loss, make):

@@ -93,7 +93,7 @@ def test_without_hashes_and_commitments_a_wrong_share_would_be_taken_for_the_see
         object.__setattr__(sent, "commitments", (bytes(32),) * 4)
         object.__setattr__(sent, "hashes", (bytes(32),) * 4)
     monkeypatch.setattr(masks, "commitment", lambda seed, context: bytes(32))
-    monkeypatch.setattr(masks, "share_hash", lambda *parts: bytes(32))
+    monkeypatch.setattr(masks.ShareHash, "__call__", lambda *parts: bytes(32))
     for name, data in answers.items():
         a.tally.take_revealed(name, data)
     with pytest.raises(Aborted) as caught:
@@ -109,7 +109,7 @@ def another_polynomial(sent, group, opening, dealer):
         kept = turn.state.runs[group.run]
         pairs = party._pairs(kept, kept.current)
     sealed = [masks.seal(shares[k], pairs[n], sent.context, dealer, n) for k, n in enumerate(names) if n != dealer]
-    hashes = [masks.share_hash(shares[k], sent.context, dealer, n) for k, n in enumerate(names)]
+    hashes = [masks.ShareHash(sent.context, dealer)(shares[k], k) for k in range(len(names))]
     return replace(sent, sealed=tuple(sealed), hashes=tuple(hashes))
 
 

@@ -17,12 +17,15 @@ from fedveil.checks import positive
 from fedveil.errors import Aborted, BadArgument
 from fedveil.federation.secure import Words, no_words
 from fedveil.secagg import Opening, Party, Policy, signed
+from fedveil.secagg.identity import KEY
 from fedveil.secagg.party import Ticket
+from fedveil.secagg.signed import Digest
 from fedveil.wire import as_bytes, layout_of
 
 if TYPE_CHECKING:
     from fedveil.federation.remote import Ask, Step
 
+CHALLENGE = 16  # bytes of a greeting, which the answer signs
 MOST_WORDS = 68  # words for each value of the model: passes or candidates, buffers, check words
 UNUSABLE = "this client's records cannot be used, or are too few for its policy; its own log says which"
 
@@ -39,20 +42,19 @@ class Admitted(NamedTuple):
         return self.ticket.opening
 
 
-def authenticate(message: bytes, own: bytes, policy: Policy | None, needed: bool) -> bytes:
-    """Check the server's signature; returns the bytes for this client alone.
+def authenticate(digest: Digest, own: bytes, party: Party | None, policy: Policy | None) -> bytes:
+    """Check the server's mark on a message; returns the bytes for this client alone.
 
     Args:
-        message: what all clients get.
-        own: what this one gets besides; a signature comes first.
-        policy: the client's, which names the server.
-        needed: refuse to answer without a policy that names one.
+        digest: of what all clients get.
+        own: what this one gets besides; the mark comes first.
+        party: the client's part in secure aggregation, which needs a server that its policy names.
+        policy: of a client without a party, which may name one.
     """
+    if party is not None:
+        return party.authenticate(digest.whole(), own)
     if policy is not None and policy.server is not None:
-        return signed.admit(policy.server, message, own)
-    if needed:
-        what = "this client's policy does not name a server, and under secure aggregation it answers one alone"
-        raise BadArgument("policy", what, "fedveil keys policy KEY_FILE --server HEX (docs/secure-aggregation.md)")
+        return signed.admit(policy.server, (), digest.whole(), own)
     return own
 
 
@@ -63,8 +65,11 @@ def respond(step: "Step", own: bytes, party: Party | None, check_records: Callab
     body = as_bytes("step", step.tensors, "body")
     if step.step == "hello":
         check_records()  # before any model arrives
-        hello = party.hello(step.session)
-        return json.dumps(hello.values() | {"proof": party.prove(hello, body).hex()}).encode()
+        challenge, server = body[:CHALLENGE], body[CHALLENGE:]
+        if len(challenge) != CHALLENGE or len(server) != KEY:
+            raise BadArgument("step", "a greeting has a challenge and the server's key")
+        hello = party.hello(step.session, server)
+        return json.dumps(hello.values() | {"proof": party.prove(hello, challenge).hex()}).encode()
     if step.step == "settle":
         return party.settle(body, own)
     if step.step == "reveal":
@@ -75,7 +80,7 @@ def respond(step: "Step", own: bytes, party: Party | None, check_records: Callab
     raise BadArgument("step", f"there is no step {step.step[:20]!a}")
 
 
-def admit(ask: "Ask", message: bytes, party: Party | None, model: nn.Module) -> Admitted:
+def admit(ask: "Ask", message: bytes, digest: Digest, party: Party | None, model: nn.Module) -> Admitted:
     """Check an ask under secure aggregation, and store that it was admitted, before anything is computed."""
     if party is None:
         what = "the server asks for secure aggregation, and this client has no identity for it"
@@ -95,8 +100,7 @@ def admit(ask: "Ask", message: bytes, party: Party | None, model: nn.Module) -> 
     if not ask.whole_shard and ask.batch_size < party.policy.min_records:
         what = f"batches of {ask.batch_size} records are too small: this client's policy is {party.policy.min_records}"
         raise Aborted("policy", "ask", what)
-    head, body = digests(message)
-    return Admitted(party.admit(opening, digest_of(head, body), subject_of(ask, message, body)), clip)
+    return Admitted(party.admit(opening, digest.whole(), subject_of(ask, message, digest.body)), clip)
 
 
 def contribute(admitted: Admitted, work: Callable[[], Words]) -> Words:
@@ -119,17 +123,6 @@ def check_usable(count: Callable[[], int], policy: Policy) -> None:
         print("fedveil: this client takes no part in secure aggregation:", file=sys.stderr)
         traceback.print_exc(file=sys.stderr)
         raise Aborted("policy", "records", UNUSABLE) from None
-
-
-def digests(message: bytes) -> tuple[bytes, bytes]:
-    """Of a message's head, and of its tensors, which are hashed once for two purposes."""
-    start = 8 + int.from_bytes(message[:8], "little")
-    return hashlib.sha256(message[:start]).digest(), hashlib.sha256(memoryview(message)[start:]).digest()
-
-
-def digest_of(head: bytes, body: bytes) -> bytes:
-    """The digest of a whole message: what masks, shares and signatures are bound to."""
-    return hashlib.sha256(head + body).digest()
 
 
 def subject_of(ask: "Ask", message: bytes, body: bytes) -> bytes:

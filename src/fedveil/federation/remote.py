@@ -28,6 +28,7 @@ from fedveil.files import make_folder
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.messages import known_loss
 from fedveil.secagg import Identity, Memory, Party, Policy, Roster
+from fedveil.secagg.signed import Digest
 from fedveil.wire import Tensors, as_tensor, checked, from_bytes, kind_of, to_bytes
 
 MOST_RECORDS = 2**53
@@ -212,14 +213,15 @@ def reply(
         own: what arrived for this client alone.
     """
     rules = party.policy if party is not None else policy
-    own = masked.authenticate(message, own, rules, party is not None)
+    digest = Digest.of(message)
+    own = masked.authenticate(digest, own, party, policy)
     if kind_of(message) == "step":
         step = read(message, Step, most=1)
         body = masked.respond(step, own, party, lambda: masked.check_usable(lambda: _count(data), rules or Policy()))
         return write(Step(step.session, step.step, {"body": as_tensor(body)})), state
     ask = read(message, Ask)
     refuse_old(ask, state.seen)
-    admitted = masked.admit(ask, message, party, model) if party is not None or ask.secure else None
+    admitted = masked.admit(ask, message, digest, party, model) if party is not None or ask.secure else None
     seen = {"session": ask.session, "round": ask.round, "token": ask.token}
     task = _task(ask, model, defence, loss)
     if admitted is None or party is None:

@@ -265,10 +265,10 @@ class RemoteServer(Server):
         return broadcast, len(data), heard
 
     def _send(
-        self, common: bytes, own: Mapping[Member, bytes], label: str, timeout: float
+        self, common: bytes, own: Mapping[Member, bytes], label: str, timeout: float, *, tagged: bool = False
     ) -> Iterator[tuple[Member, bytes | Fault]]:
-        """One exchange, signed if this server has a key."""
-        if self._identity is not None:
+        """One exchange, signed if this server has a key; messages that are `tagged` already need no signature."""
+        if self._identity is not None and not tagged:
             made = {extra: sign(self._identity, common, extra) for extra in dict.fromkeys(own.values())}
             own = {member: made[extra] for member, extra in own.items()}
         return self.engine.ask(common, own, label=label, timeout=timeout)

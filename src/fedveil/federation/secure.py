@@ -34,7 +34,7 @@ from fedveil.wire import Tensors, under
 
 LOG = logging.getLogger("fedveil")
 FIRST = 24  # exponent of rows of which nothing is known
-PROBED = 6  # bits of headroom for numbers that are estimated from the example alone
+PROBED = 2  # bits of headroom for numbers that are estimated from the example alone
 RECORDS = 2**17  # that all clients are taken to have together before the first sum tells
 WIDER = 16  # bits of headroom that are added when a sum wrapped around
 SMALLEST = 2.0**-16  # of the largest number of a kind: smaller rows are given as much headroom

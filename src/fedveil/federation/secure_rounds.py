@@ -9,18 +9,21 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
 from fedveil import secagg
 from fedveil.defences import Aggregate
 from fedveil.errors import BadArgument, FedveilError, UpdateRefused
 from fedveil.federation.engine import Fault, Member, fault
-from fedveil.federation.masked import digest_of, digests
+from fedveil.federation.masked import CHALLENGE
 from fedveil.federation.remote import Step, read, take_masked, write
 from fedveil.federation.secure import Sums, Words, check_combination, open_sum
 from fedveil.graph.inputs import Inputs
-from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally
+from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally, signed
 from fedveil.secagg.identity import SIGNATURE
 from fedveil.secagg.masks import proper_key
 from fedveil.secagg.policy import Policy
+from fedveil.secagg.signed import Digest
 from fedveil.wire import as_bytes, as_tensor
 
 if TYPE_CHECKING:
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("fedveil.rounds")
 KEPT_FAULTS = 20  # of a round, in its record
 RENEWAL = Policy.key_rounds  # attempts after which clients replace their keys, unless their policies say otherwise
-CHALLENGE = 16  # bytes
 FAREWELL = 5.0  # seconds in which members may answer that they have heard of the end
 Found = TypeVar("Found")
 
@@ -51,9 +53,10 @@ class _Opened(NamedTuple):
 
 
 class _Greeted(NamedTuple):
-    """A member's key, and in how many attempts it was used."""
+    """A member's key, the key of the tags on messages to it, and in how many attempts it was used."""
 
     hello: Hello
+    channel: bytes
     uses: int = 0
 
 
@@ -73,6 +76,7 @@ class SecureRounds:
         self._doubtful: set[Member] = set()  # members that may have lost their key
         self._impostors: dict[Member, str] = {}  # members without a proper hello, and why
         self._attempt, self._roster = 0, roster
+        self._key = X25519PrivateKey.generate()
 
     @property
     def excluded(self) -> dict[str, str]:
@@ -111,11 +115,9 @@ class SecureRounds:
         """Tell the members that the run has ended, so that they forget its keys."""
         members = [member for member in self.server.engine.members() if member in self._greeted]
         if members:
-            message, own = (
-                write(Step(self.server._session, "end", {"body": as_tensor(b"")})),
-                dict.fromkeys(members, b""),
-            )
-            list(self.server._send(message, own, "end", FAREWELL))
+            message = write(Step(self.server._session, "end", {"body": as_tensor(b"")}))
+            own = self._tagged(message, dict.fromkeys(members, b""))
+            list(self.server._send(message, own, "end", FAREWELL, tagged=True))
 
     def _attempted(self, nodes: list[Member], faults: list[Fault], traffic: _Traffic) -> _Opened | None:
         """One attempt; None if it may be repeated."""
@@ -133,7 +135,7 @@ class SecureRounds:
         clip = {} if self.sums.clip is None else {"clip": self.sums.clip}
         ask = server._ask_of(broadcast, opening.values() | clip)
         data = write(ask)
-        tally = Tally(opening, digest_of(*digests(data)), self._roster, self.conduct)
+        tally = Tally(opening, Digest.of(data).whole(), self._roster, self.conduct)
 
         def take(member: Member, reply: bytes) -> None:
             masked = take_masked(reply, ask, 0)
@@ -146,9 +148,9 @@ class SecureRounds:
     def _opening(self, order: list[str], names: Mapping[str, Member], broadcast: Any) -> Opening:
         hellos = []
         for name in order:
-            hello, uses = self._greeted[names[name]]
-            self._greeted[names[name]] = _Greeted(hello, uses + 1)
-            hellos.append(hello)
+            known = self._greeted[names[name]]
+            self._greeted[names[name]] = known._replace(uses=known.uses + 1)
+            hellos.append(known.hello)
         layout = self.sums.layout(broadcast, len(hellos))
         return Opening(self.server._session, self.server.round, self._attempt, tuple(hellos), *layout)
 
@@ -191,11 +193,13 @@ class SecureRounds:
         new = [node for node in nodes if node not in self._greeted or node in self._doubtful | stale]
         if new:
             challenge = secrets.token_bytes(CHALLENGE)
-            message = write(Step(self.server._session, "hello", {"body": as_tensor(challenge)}))
+            body = challenge + self._key.public_key().public_bytes_raw()
+            message = write(Step(self.server._session, "hello", {"body": as_tensor(body)}))
             for member, reply in self._exchange(message, dict.fromkeys(new, b""), "hello", faults, traffic):
                 hello = self._hear(member, partial(self._hello, member, reply, challenge), faults)
                 if hello is not None:
-                    self._greeted[member] = _Greeted(hello)
+                    channel = signed.channel(self._key, hello.key, self.server._session)
+                    self._greeted[member] = _Greeted(hello, channel)
                     self._doubtful.discard(member)
         fresh = [node for node in nodes if node in self._greeted and node not in self._doubtful]
         return [node for node in fresh if self._greeted[node].uses < RENEWAL and not self._is_excluded(node)]
@@ -244,13 +248,20 @@ class SecureRounds:
         traffic.exchanges += 1
         traffic.asked = max(traffic.asked, len(own))
         traffic.down += sum(len(common) + len(extra) for extra in own.values())
-        for member, reply in server._send(common, own, f"{server.round} {step}", server.timeout):
+        tagged = step != "hello"
+        own = self._tagged(common, own) if tagged else own
+        for member, reply in server._send(common, own, f"{server.round} {step}", server.timeout, tagged=tagged):
             if isinstance(reply, Fault):
                 self._note(reply, faults)
                 self._doubtful.add(member)
             else:
                 traffic.up += len(reply)
                 yield member, reply
+
+    def _tagged(self, common: bytes, own: Mapping[Member, bytes]) -> dict[Member, bytes]:
+        """What goes to each member alone, under its tag."""
+        digest = Digest.of(common).whole()
+        return {member: signed.tag(self._greeted[member].channel, digest, extra) for member, extra in own.items()}
 
     def _hear(self, member: Member, take: Callable[[], Found], faults: list[Fault]) -> Found | None:
         """What `take` makes of an answer; None, and a fault, if it refuses it."""

@@ -100,9 +100,17 @@ def commitment(seed: bytes, context: bytes) -> bytes:
     return hashlib.sha256(fields(LABEL, "commitment", context, seed)).digest()
 
 
-def share_hash(share: bytes, context: bytes, dealer: str, receiver: str) -> bytes:
+class ShareHash:
     """What binds a dealer to the share that it deals to a member, and that member to the share that it reveals."""
-    return hashlib.sha256(fields(LABEL, "share hash", context, dealer, receiver, share)).digest()
+
+    def __init__(self, context: bytes, dealer: str) -> None:
+        self._start = hashlib.sha256(fields(LABEL, "share hash", context, dealer))
+
+    def __call__(self, share: bytes, place: int) -> bytes:
+        """The hash of the share for the member at a place of the roster."""
+        found = self._start.copy()
+        found.update(place.to_bytes(8, "big") + share)
+        return found.digest()
 
 
 def proper_key(key: bytes) -> bool:

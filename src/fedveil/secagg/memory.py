@@ -76,6 +76,7 @@ class Kept:
         attempt, round: of the last opening that was admitted.
         revealed: the last round in which it revealed.
         sums: how many sums it has helped to open.
+        server: the server's X25519 key of the run; empty without.
         current: the attempt that is under way.
     """
 
@@ -86,6 +87,7 @@ class Kept:
     round: int = -1
     revealed: int = -1
     sums: int = 0
+    server: bytes = b""
     current: Current | None = None
 
     def private(self) -> X25519PrivateKey:
@@ -229,7 +231,7 @@ def _to_text(state: State) -> str:
 def _kept_values(kept: Kept) -> Values:
     now = kept.current
     own: Values = {"key": kept.key.hex(), "created": kept.created, "uses": kept.uses, "sums": kept.sums}
-    own |= {"attempt": kept.attempt, "round": kept.round, "revealed": kept.revealed}
+    own |= {"attempt": kept.attempt, "round": kept.round, "revealed": kept.revealed, "server": kept.server.hex()}
     if now is None:
         return own | {"current": None}
     values: Values = {"context": now.context.hex(), "round": now.round, "names": list(now.names), "own": now.own.hex()}
@@ -261,7 +263,10 @@ def _from_text(where: str, text: str) -> State:
 def _kept_from(values: Values) -> Kept:
     now = values["current"]
     counts = {name: int(values[name]) for name in ("created", "uses", "attempt", "round", "revealed", "sums")}
-    return Kept(_bytes(values["key"], KEY), **counts, current=None if now is None else _current_from(now))
+    server = _bytes(values["server"], KEY) if values["server"] else b""
+    return Kept(
+        _bytes(values["key"], KEY), **counts, server=server, current=None if now is None else _current_from(now)
+    )
 
 
 def _current_from(now: Values) -> Current:

@@ -10,13 +10,13 @@ It knows nothing of transport. Every answer is written to its memory before it i
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.secagg import masks, rules
+from fedveil.secagg import masks, rules, signed
 from fedveil.secagg.fixed import Words
 from fedveil.secagg.identity import Identity, Roster
 from fedveil.secagg.memory import MOST_SUMS, Current, Kept, Memory, State, short
@@ -86,6 +86,7 @@ class Party:
         self._verified: set[Hello] = set()
         self._agreed: dict[tuple[bytes, bytes], bytes] = {}  # by own private and the other's public key
         self._public: dict[bytes, bytes] = {}  # of the private key used last
+        self._channels: dict[str, bytes] = {}  # keys of the server's tags by run
         self._masked: Words = np.empty(0, np.uint64)  # kept from round to round: new memory costs more than the masks
 
     def __repr__(self) -> str:
@@ -96,8 +97,13 @@ class Party:
         """The member's name."""
         return self._identity.name
 
-    def hello(self, run: str) -> Hello:
-        """M0: this client's key for a run: a new one when it is first asked for, and when the last is due."""
+    def hello(self, run: str, server: bytes = b"") -> Hello:
+        """M0: this client's key for a run: a new one when it is first asked for, and when the last is due.
+
+        Args:
+            run: its name.
+            server: the server's X25519 key of the run, from which the key of its tags follows; none without.
+        """
         named_run("hello", run)
         with self._memory.turn() as turn:
             state, now = turn.state, int(self._clock())
@@ -109,13 +115,41 @@ class Party:
             kept = state.runs.get(run)
             if kept is None or rules.expired(kept, self.policy, now):
                 self._new_key(state, run, now)
+                state.runs[run].server = server
                 turn.write()  # and with it the ends of other runs
+            elif server and kept.server != server:
+                kept.server = server
+                turn.write()
+                self._forget_secrets()
             key = state.runs[run].public()
         return Hello(run, self.name, key, self._identity.sign(Hello.signed(run, self.name, key)))
 
     def prove(self, hello: Hello, challenge: bytes) -> bytes:
         """A signature that shows the server that a hello is not copied from elsewhere."""
         return self._identity.sign(hello.proof(challenge))
+
+    def authenticate(self, digest: bytes, own: bytes) -> bytes:
+        """Check the server's mark on a message; returns the bytes for this client alone.
+
+        Args:
+            digest: of the bytes that all clients get (`signed.digest`).
+            own: what arrived for this client alone.
+        """
+        if self.policy.server is None:
+            what = "this client's policy does not name a server, and under secure aggregation it answers one alone"
+            raise BadArgument("policy", what, "fedveil keys policy KEY_FILE --server HEX (docs/secure-aggregation.md)")
+        try:
+            return signed.admit(self.policy.server, self._channels.values(), digest, own)
+        except Aborted:
+            if own[:1] != signed.TAGGED:
+                raise
+            self._load_channels()  # this object may be new, or another process may have replaced a key
+            return signed.admit(self.policy.server, self._channels.values(), digest, own)
+
+    def _load_channels(self) -> None:
+        with self._memory.turn() as turn:
+            runs = {run: kept for run, kept in turn.state.runs.items() if kept.server}
+            self._channels = {run: signed.channel(kept.private(), kept.server, run) for run, kept in runs.items()}
 
     def end(self, run: str) -> None:
         """Forget the key of a run, and never accept the run again."""
@@ -181,7 +215,8 @@ class Party:
             shares, own = ticket._shares, ticket._own
             sealed = tuple(masks.seal(shares[k], pairs[names[k]], bound, self.name, names[k]) for k in seeds)
             commitments = tuple(masks.commitment(seeds.get(k, own), bound) for k in range(len(names)))
-            hashes = tuple(masks.share_hash(shares[k], bound, self.name, names[k]) for k in range(len(names)))
+            share_hash = masks.ShareHash(bound, self.name)
+            hashes = tuple(share_hash(shares[k], k) for k in range(len(names)))
             if self._masked.size != words.size:
                 self._masked = np.empty(words.size, np.uint64)
             masks.mask(words, own, place, seeds, self._masked)
@@ -203,7 +238,7 @@ class Party:
             pairs = self._pairs(kept, current)
             failed: tuple[str, ...] = ()
             if settle.step == 0:
-                current.shares = {self.name: current.own} | self._unsealed(settle, own, pairs)
+                current.shares = {self.name: current.own} | self._unsealed(settle, own, pairs, current.names)
                 failed = tuple(name for name in settle.members if name not in current.shares)
             current.step, current.members = settle.step, settle.members
             turn.write()
@@ -257,6 +292,7 @@ class Party:
         """Drop what was derived from keys that may be gone."""
         self._agreed.clear()
         self._public.clear()
+        self._channels.clear()
 
     def _admitted(self, state: State, opening: Opening) -> Kept:
         """What is kept for the run of an opening that this client takes part in."""
@@ -290,13 +326,15 @@ class Party:
             self._agreed |= {(kept.key, key): masks.agree(private, key) for key in missing}
         return {name: self._agreed[kept.key, key] for name, key in others.items()}
 
-    def _unsealed(self, settle: Settle, own: bytes, pairs: Mapping[str, bytes]) -> dict[str, bytes]:
+    def _unsealed(
+        self, settle: Settle, own: bytes, pairs: Mapping[str, bytes], names: Sequence[str]
+    ) -> dict[str, bytes]:
         """The others' shares by dealer, as far as they can be decrypted and are what their dealers said."""
         dealers = [name for name in settle.members if name != self.name]
-        found = {}
+        found, place = {}, names.index(self.name)
         for dealer, sealed, known in zip(dealers, *sealed_from(own, len(dealers)), strict=True):
             share = masks.unseal(sealed, pairs[dealer], settle.context, dealer, self.name)
-            if share is not None and masks.share_hash(share, settle.context, dealer, self.name) == known:
+            if share is not None and masks.ShareHash(settle.context, dealer)(share, place) == known:
                 found[dealer] = share
         return found
 

@@ -43,6 +43,7 @@ class Tally:
         self._threshold = threshold(len(self._names))
         self._context, self._size = context(opening, digest), opening.size
         self._uploads: dict[str, Upload] = {}
+        self._hashes: dict[str, masks.ShareHash] = {}
         self._settle: Settle | None = None
         self._answers: dict[str, Settled] = {}  # of the last step
         self._complaints: dict[str, set[str]] = {}  # dealers whose share an accuser cannot use
@@ -66,6 +67,7 @@ class Tally:
         upload = Upload.from_bytes(data, len(self._names), self._size)
         self._bound("upload", name, upload.context)
         self._uploads[name] = upload
+        self._hashes[name] = masks.ShareHash(self._context, name)
 
     def settle(self) -> tuple[bytes, dict[str, bytes]]:
         """M3: bytes for all who are left, and bytes for each of them alone."""
@@ -133,8 +135,7 @@ class Tally:
         right = {
             dealer: share
             for dealer, share in revealed.shares.items()
-            if dealer in self._uploads
-            and masks.share_hash(share, self._context, dealer, name) == self._uploads[dealer].hashes[place]
+            if dealer in self._hashes and self._hashes[dealer](share, place) == self._uploads[dealer].hashes[place]
         }
         self._revealed[name] = right
         if right.keys() != set(self.survivors) - self._complaints.get(name, set()):
