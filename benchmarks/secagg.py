@@ -5,9 +5,10 @@
 The floor is what no secure aggregation with these masks can do without: generating the same AES-CTR streams and
 adding them to one vector. There are n for a client (its self mask and n - 1 pair masks), n for the server, and 2(n - 1)
 for the server if one client vanishes. A client's time is all that it does in an attempt: admission, upload, settle and
-reveal, and the server's signature on each of these three messages. "Client, words" is the encoding of an update in
-fixed point with its check words, which comes before. The server's is all that it does with n uploads, which it has as bytes, up to their sum. Adding them up is not in its floor;
-"beside streams and sum" has that too. Keys are agreed before, once per run.
+reveal, and the server's tag on each of these three messages. "Client, words" is the encoding of an update in fixed
+point with its check words, which comes before. The server's time is all that it does with n uploads, which it has as
+bytes, up to their sum. Adding them up is not in its floor; "beside streams and sum" has that too. Keys are agreed
+before, once per 50 rounds.
 
 The plain sum is that of n float32 vectors. CKKS is TenSEAL's (encryption of one vector; n - 1 additions, decryption),
 if it is installed. Variants take turns, in one process, and ratios are taken within a turn.
@@ -27,19 +28,20 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from benchmarks.timing import Timings, compare, interleave, machine, table, verdict
 from fedveil.secagg import Identity, Memory, Opening, Party, Policy, Roster, Tally, bits
 from fedveil.secagg.fixed import Words, encode_rows
-from fedveil.secagg.signed import admit, sign
+from fedveil.secagg.signed import admit, tag
 
 SIZES, CLIENTS = (270_000, 2_700_000), (4, 10, 50)
 MOST_TIME, MOST_BYTES = 1.5, 2.05
 PIECE = 2**15
 DIGEST = hashlib.sha256(b"broadcast").digest()
+KEY = bytes(32)
+TAGGED = tag(KEY, DIGEST)
 
 
 @dataclass(frozen=True)
 class Case:
     """Clients that have uploaded, and what they remember of it, so that every step can be repeated."""
 
-    server: Identity
     roster: Roster
     parties: Mapping[str, Party]
     memories: Mapping[str, Memory]
@@ -63,13 +65,13 @@ def prepared(n: int, size: int) -> Case:
     before = memories["c0"].packed()
     sent = {name: party.upload(party.admit(opening, DIGEST), words) for name, party in parties.items()}
     after = {name: memory.packed() for name, memory in memories.items()}
-    return Case(Identity.new("server"), roster, parties, memories, opening, words, sent, before, after)
+    return Case(roster, parties, memories, opening, words, sent, before, after)
 
 
 def encoded(values: np.ndarray, opening: Opening) -> Words:
     """An update in fixed point, as a client of one record sends it."""
     behind = [bits(len(opening.roster), exponent) for exponent in opening.exponents]
-    return np.concatenate([np.array([1, 1], np.uint64), encode_rows(values, opening.rows, behind)])
+    return np.concatenate([np.array([1, 1], np.uint64), encode_rows(values, opening.rows, behind, len(opening.roster))])
 
 
 def remember(case: Case, name: str, state: bytes) -> None:
@@ -114,10 +116,10 @@ def serve(case: Case, settled: Sequence[Mapping[str, bytes]], revealed: Mapping[
     return tally.total()
 
 
-def take_part(case: Case, asked: Sequence[tuple[bytes, ...]], signatures: Sequence[bytes]) -> None:
-    """All that a client does in an attempt without dropouts."""
-    for signature in signatures:
-        admit(case.server.public(), b"", signature)
+def take_part(case: Case, asked: Sequence[tuple[bytes, ...]]) -> None:
+    """All that a client does in an attempt without dropouts; messages are hashed in any case."""
+    for _ in range(3):
+        admit(KEY, [KEY], DIGEST, TAGGED)
     upload(case)
     remember(case, "c0", case.after["c0"])  # the shares that the others hold are of the first upload
     case.parties["c0"].settle(*asked[0])
@@ -186,10 +188,9 @@ def timed(case: Case, n: int, size: int, repetitions: int) -> Timings:
     keys = [os.urandom(32) for _ in range(2 * n)]
     vectors = [np.random.default_rng(k).standard_normal(size, np.float32) for k in range(n)]
     received = [np.frombuffer(data, np.uint64, size + 1, 8) for data in case.sent.values()]
-    signatures = [sign(case.server, b"")] * 3  # of M1, M3 and M5; their bytes are hashed in any case
     values = np.random.default_rng(0).standard_normal(size)
     variants: dict[str, Callable[[], object]] = {
-        "client": partial(take_part, case, none[2], signatures),
+        "client": partial(take_part, case, none[2]),
         "client, words": partial(encoded, values, case.opening),
         "client, upload alone": partial(upload, case),
         "floor n": partial(floor, keys[:n], size + 1),

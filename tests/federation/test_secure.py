@@ -378,7 +378,7 @@ def test_words_and_back():
     assert mean["buffer/mean"].dtype == torch.float32
     with pytest.raises(ModelMismatch, match="the server expects 4 rows, and this client's update has 5"):
         form.words(update, 3, replace(opening, rows=form.rows[:-1]))
-    for wrong in (float("nan"), float("inf"), 1e30):
+    for wrong in (float("nan"), float("inf")):
         spoilt = {**update, "buffer/mean": torch.full((5,), wrong)}
         assert form.words(spoilt, 3, opening).tolist() == [1] + [0] * (opening.size - 1)
     json.dumps(opening.values())

@@ -14,9 +14,9 @@ from fedveil.secagg.fixed import (
     HIGHEST,
     LARGEST,
     LOWEST,
+    PRIME,
     decode_rows,
     encode_rows,
-    longest_row,
     scale,
     wrapped_rows,
 )
@@ -96,28 +96,42 @@ def test_only_words_are_decoded():
         decode(np.zeros(3), 4)
 
 
-def split_evenly(total, n, rng):
-    """n vectors of integers whose sum is `total`."""
-    parts = [rng.integers(-(2**40), 2**40, len(total)) for _ in range(n - 1)]
-    return [*parts, total - np.sum(parts, axis=0)]
+def split_randomly(total, sizes, rng):
+    """Integers of clients with these numbers of records, in proportion and with noise, whose sum is `total`."""
+    shares = np.array(sizes) / sum(sizes)
+    parts = [np.rint(total * share).astype(np.int64) + rng.integers(-(2**20), 2**20, len(total)) for share in shares]
+    parts[-1] = total - np.sum(parts[:-1], axis=0)
+    return parts
 
 
-@pytest.mark.parametrize("e", range(LOWEST, HIGHEST + 1, 8))
+@pytest.mark.parametrize("e", range(LOWEST, HIGHEST + 1))
 def test_what_opens_is_a_function_of_the_sum_alone_whatever_the_exponent(e):
-    """Two groups of clients with the same sum, on the grid of the fixed point: the same words, check words included.
+    """Two groups of five clients with 40 to 8,000 records and the same sum: the same words, check words included.
 
-    The exponent may be far too small for the values. Saturated values fail this test.
+    Values are on the grid of the fixed point, from far too large for the exponent (they wrap) to far too small.
     """
-    n, rng = 5, np.random.default_rng(e + 1000)
-    total = rng.integers(-(2**45), 2**45, 7)
-    b = bits(n, e)
-    unit = 2.0 ** max(0, -b) * 2.0**16  # a multiple of what check words leave out, in integers of the fixed point
-    opened = []
-    for _ in range(2):
-        clients = [part * unit * 2.0 ** -min(b, 0) for part in split_evenly(total, n, rng)]
-        words = [encode_rows(own, (3, 4), (b, b)) for own in clients]
-        opened.append(np.add.reduce(words)[:7])
-    assert np.array_equal(*opened)
+    sizes, rng = (40, 4000, 5000, 6000, 8000), np.random.default_rng(e + 1000)
+    b = bits(5, e)
+    for up in (-b - 20, -b, 0, 40 - b, 90 - b):  # the power of two of one step in the values
+        step = max(up, -b)
+        total = rng.integers(-(2**50), 2**50, 7)
+        opened = []
+        for order in (sizes, sizes[::-1]):
+            clients = [np.ldexp(part.astype(np.float64), step) for part in split_randomly(total, order, rng)]
+            assert len({own.tobytes() for own in clients}) == 5
+            summed = np.add.reduce([encode_rows(own, (3, 4), (b, b), 5) for own in clients])
+            opened.append((summed[:7].tolist(), [int(word) % PRIME for word in summed[7:]]))
+        assert opened[0] == opened[1]
+
+
+def test_the_quotient_of_check_words_is_hidden_by_random_multiples():
+    """Without them, a sum of check words would say how often single clients' hashes exceed p together."""
+    values, n = np.array([1.0, -2.0, 3.0]), 5
+    drawn = [int(encode_rows(values, (3,), (20,), n)[3]) for _ in range(200)]
+    assert len({word % PRIME for word in drawn}) == 1
+    quotients = [word // PRIME for word in drawn]
+    assert len(set(quotients)) > 190  # of 2^29: 200 draws have an equal pair with probability 4e-5, ten never
+    assert n * max(PRIME * (2 ** (32 - 3) - 1) + PRIME - 1, max(drawn)) < 2**64
 
 
 def saturated(values, b, n):
@@ -136,27 +150,27 @@ def test_with_saturation_the_smallest_client_would_open_and_with_reduction_it_do
     smallest = np.array([float(t - 2 * most * round(t / (2 * most))) for t in total]) / 2.0**b
     read = np.isclose(smallest, x[0], rtol=1e-9)
     assert read.mean() > 0.5  # the attack works where values are saturated
-    opened = decode_rows(np.add.reduce([encode_rows(own, (500,), (b,)) for own in x]), (500,), (b,))
+    opened = decode_rows(np.add.reduce([encode_rows(own, (500,), (b,), n) for own in x]), (500,), (b,))
     assert not np.isclose(opened, x[0], rtol=1e-9).any()
     others = [sum(x) / n] * n  # other clients, the same sum but for rounding: the same words, to n units
-    again = np.add.reduce([encode_rows(own, (500,), (b,)) for own in others])[:500]
-    apart = (np.add.reduce([encode_rows(own, (500,), (b,)) for own in x])[:500] - again).view(np.int64)
+    again = np.add.reduce([encode_rows(own, (500,), (b,), n) for own in others])[:500]
+    apart = (np.add.reduce([encode_rows(own, (500,), (b,), n) for own in x])[:500] - again).view(np.int64)
     assert np.abs(apart).max() <= 2**20  # of 2^64: float64 has 53 bits, and these integers up to 73
 
 
 @given(
     e=st.integers(-5, 5),
     size=st.integers(1, 40),
-    up=st.floats(-4, 130),
+    up=st.floats(-4, 200),
     seed=st.integers(0, 2**32),
     n=st.sampled_from((3, 5, 50)),
 )
 def test_rows_that_wrapped_are_those_that_exact_arithmetic_finds(e, size, up, seed, n):
     rng, b = np.random.default_rng(seed), bits(n, e)
     values = [rng.standard_normal(size) * 2.0 ** (e - 2 + up) for _ in range(n)]
-    total = np.add.reduce([encode_rows(np.concatenate([own, own * 0]), (size, size), (b, b)) for own in values])
+    total = np.add.reduce([encode_rows(np.concatenate([own, own * 0]), (size, size), (b, b), n) for own in values])
     exact = [sum(int(v) for v in column) for column in zip(*[scale(own, b) for own in values], strict=True)]
-    assert wrapped_rows(total, (size, size), n) == ([0] if any(not -(2**63) <= v < 2**63 for v in exact) else [])
+    assert wrapped_rows(total, (size, size)) == ([0] if any(not -(2**63) <= v < 2**63 for v in exact) else [])
 
 
 @pytest.mark.parametrize("changed", range(1, 6))
@@ -169,34 +183,34 @@ def test_a_few_elements_that_wrap_in_opposite_directions_are_noticed(changed):
         at = rng.choice(1000, 2 * changed, replace=False)
         values[0, at[:changed]] += 2.0 ** (64 - b)
         values[1, at[changed:]] -= 2.0 ** (64 - b)
-        total = np.add.reduce([encode_rows(own, (1000,), (b,)) for own in values])
-        assert wrapped_rows(total, (1000,), n) == [0]
+        total = np.add.reduce([encode_rows(own, (1000,), (b,), n) for own in values])
+        assert wrapped_rows(total, (1000,)) == [0]
 
 
-def test_the_largest_update_of_a_client_is_noticed_when_it_wraps():
-    """`LARGEST`, times 2^22 records, at the smallest exponent: the far check word has bits of it left."""
-    b = bits(3, LOWEST)
-    for factor in (1.0, 3.0, 2.0**22):
-        total = encode_rows(np.array([LARGEST * factor, 0.0]), (2,), (b,))
-        assert wrapped_rows(total, (2,), 3) == [0]
+@pytest.mark.parametrize("power", [63, 64, 80, 100, 144, 200, 400])
+def test_a_power_of_two_that_reduction_takes_away_is_noticed(power):
+    """Of 2^64 and more nothing is left in the words: a sum of zero."""
+    words = encode_rows(np.array([2.0**power, 0.0]), (2,), (0,), 3)
+    assert wrapped_rows(words, (2,)) == [0]
+
+
+def test_the_largest_update_of_a_client_is_still_finite_when_it_is_scaled():
+    values = np.array([np.nextafter(LARGEST, 0) * 2.0**53])
+    assert np.isfinite(scale(values, bits(3, LOWEST))).all()
+    assert wrapped_rows(encode_rows(values, (1,), (bits(3, LOWEST),), 3), (1,)) == [0]
 
 
 def test_honest_sums_at_the_edge_of_the_range_are_not_called_wrapped():
     for n in (3, 4, 5, 50):
         b, rng = bits(n, 0), np.random.default_rng(n)
-        values = rng.choice([-1.0, 1.0], (n, 3000)) * (1 - rng.integers(0, 3, (n, 3000)) * 2.0**-40)
-        total = np.add.reduce([encode_rows(own, (1000, 2000), (b, b)) for own in values])
-        assert wrapped_rows(total, (1000, 2000), n) == []
+        values = rng.choice([-1.0, 1.0], (n, 40_000)) * (1 - rng.integers(0, 3, (n, 40_000)) * 2.0**-40)
+        total = np.add.reduce([encode_rows(own, (1000, 39_000), (b, b), n) for own in values])
+        assert wrapped_rows(total, (1000, 39_000)) == []
 
 
 def test_rows_have_bits_and_check_words_of_their_own():
     values, sizes, places = np.array([1.125, -2.5, 2.0**-40]), (1, 1, 1), (3, 10, 40)
-    words = encode_rows(values, sizes, places)
+    words = encode_rows(values, sizes, places, 3)
     assert len(words) == 3 + 3 * CHECKS
     assert np.array_equal(decode_rows(words, sizes, places), values)
-    assert len(encode_rows(values, sizes, places, checks=False)) == 3
-
-
-def test_rows_are_short_enough_for_check_words_to_be_certain():
-    for n in (3, 50, 10_000):
-        assert n * longest_row(n) * 2**16 <= 2**46 < 2**48
+    assert len(encode_rows(values, sizes, places, 3, checks=False)) == 3

@@ -155,14 +155,14 @@ class Federation(Server):
     def _summed(self, sums: Sums, parties: LocalParties, clients: Sequence[int]) -> Aggregate:
         """One round under secure aggregation; a sum that wrapped around is lost, and the model stays as it is."""
         broadcast = self.defence.broadcast(self.model)
-        opening = parties.opening(clients, self.round, sums.layout(broadcast, len(clients)))
+        opening = parties.opening(clients, self.round, sums.layout(broadcast))
         words = {}
         for client, update in zip(clients, self.answers(broadcast, clients), strict=True):
             _, tensors = sums.messages.pack_update(sums.defence, update)
             words[client] = words_of(tensors, self.claims(client), opening, sums.clip)
         empty = [client for client, own in words.items() if not own[1]]
         if len(empty) == len(clients):
-            raise NonFiniteUpdate("all clients", "their updates hold NaN, infinity or numbers beyond 2^80")
+            raise NonFiniteUpdate("all clients", "their updates hold NaN, infinity or numbers beyond 2^512")
         if empty:
             LOG.warning("round %d: clients %s contribute nothing: their updates are not finite", self.round, empty)
         try:

@@ -28,7 +28,7 @@ from fedveil.federation.targets import one_output
 from fedveil.graph.inputs import Inputs, count, each
 from fedveil.scheme.losses import Loss
 from fedveil.secagg import Aborted, Identity, Opening, Party, Policy, Roster, Tally
-from fedveil.secagg.fixed import HIGHEST, LARGEST, LOWEST, decode_rows, encode_rows, longest_row, wrapped_rows
+from fedveil.secagg.fixed import HIGHEST, LARGEST, LOWEST, decode_rows, encode_rows, wrapped_rows
 from fedveil.secagg.messages import HEAD
 from fedveil.wire import Tensors, under
 
@@ -98,7 +98,7 @@ class Form:
     def words(self, tensors: Mapping[str, Tensor], records: int, opening: Opening) -> Words:
         """A client's update times its records, in fixed point.
 
-        An update that is not finite, or too large for check words, contributes nothing: no records and zeros.
+        An update that is not finite, or too large to be scaled, contributes nothing: no records and zeros.
         """
         if self.rows != opening.rows:
             what = f"the server expects {len(opening.rows)} rows, and this client's update has {len(self.rows)}"
@@ -107,7 +107,8 @@ class Form:
         values = torch.cat(flat).numpy() if flat else np.zeros(0)
         if not np.abs(values).max(initial=0.0) < LARGEST:  # NaN too
             return no_words(opening)
-        found = encode_rows(values * records, opening.rows, bits_of(opening), opening.checks)
+        clients = len(opening.roster)
+        found = encode_rows(values * records, opening.rows, bits_of(opening), clients, opening.checks)
         return np.concatenate([np.array([1, records], np.uint64), found])
 
     def opened(self, total: Words, opening: Opening) -> tuple[int, Tensors]:
@@ -222,15 +223,12 @@ class Sums:
         self._records = records or RECORDS
         self.wider = 0  # bits of headroom that the next attempt has besides
 
-    def layout(self, broadcast: Any, clients: int) -> Layout:
+    def layout(self, broadcast: Any) -> Layout:
         """For the next attempt."""
         _, template = self.messages.blank(self.defence, self.model)
         if self.clip is not None:
             template = {name: own for name, own in template.items() if name.startswith("gradient/")}
         self.form = form = Form.of(template)
-        if max(form.rows, default=0) > longest_row(clients):
-            what = f"a tensor of {max(form.rows):,} values is too long to check a sum over {clients} clients"
-            raise BadArgument("secure_aggregation", what, f"use fewer than {2**30 // max(form.rows)} clients")
         if self.clip is not None:  # what is clipped to it always fits
             return Layout((_clipped_exponent(self.clip),) * len(form.rows), form.rows, False)
         if self._expected is None:
@@ -261,7 +259,7 @@ class Sums:
         """The round's result from the sum of its words; Aborted if it wrapped around, or holds nothing."""
         assert self.form is not None
         clients = len(opening.roster)
-        wrapped = wrapped_rows(total[HEAD:], opening.rows, clients) if opening.checks else []
+        wrapped = wrapped_rows(total[HEAD:], opening.rows) if opening.checks else []
         if wrapped:
             self.wider += WIDER
             what = f"{len(wrapped)} of its {len(opening.rows)} rows wrapped around"

@@ -151,7 +151,7 @@ class SecureRounds:
             known = self._greeted[names[name]]
             self._greeted[names[name]] = known._replace(uses=known.uses + 1)
             hellos.append(known.hello)
-        layout = self.sums.layout(broadcast, len(hellos))
+        layout = self.sums.layout(broadcast)
         return Opening(self.server._session, self.server.round, self._attempt, tuple(hellos), *layout)
 
     def _open(

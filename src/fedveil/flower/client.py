@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
 
 SEEN, PRIVATE = "fedveil.seen", "fedveil.private"
+SUPERLINK = 1  # the node that a ServerApp's messages come from
 LARGEST_STATE = 2**24  # bytes; Flower loses large states without a word
 
 
@@ -61,6 +62,9 @@ def answer(
     Raises:
         FedveilError: a message that is stale, malformed or for another model; Flower reports it to the server.
     """
+    if message.metadata.src_node_id != SUPERLINK:
+        what = f"the message comes from node {message.metadata.src_node_id}, not from the server"
+        raise BadArgument("message", what, "send it with fedveil.flower.Server")
     if client is None:
         client = int(str(context.node_config.get("partition-id", context.node_id)))
     seen = context.state.get(SEEN)

@@ -12,15 +12,19 @@ the words is a function of the sum of the integers alone. A saturated value is n
 would show the smallest client by itself. Nor may a client say that its values do not fit, since that is a bit about
 its data for whoever chose the exponent.
 
-Instead every row has check words, which are sums over the row as well: sum_i r_i floor(s_i / 2^16) for two fixed public
-vectors r of odd 16-bit integers, and sum_i r_i floor(s_i / 2^k + 1/2) for the first of them and k = 80, 144, where s_i
-is the integer before its reduction. If the sum of a row's integers leaves [-2^63, 2^63), the check words of the sum
-disagree with it: an element that is off by m 2^64 changes the first two by r_i m 2^48 mod 2^64. That is 0 if m is a
-multiple of 2^16, which takes an integer of 2^80 or more, and the other two see those up to 2^208. r is public and
-fixed: it guards against accidents, and a client that wants to spoil a sum can do so anyway.
+Instead every row has two check words, which are linear too. With s_i the integers before their reduction, p = 2^31 - 1
+and r a fixed public vector of 15-bit integers, a client's check word is
+
+    (sum_i r_i s_i mod p) + p u,    u random
+
+The sum of these words modulo p is that of r_i times the true sums. If the sum of some s_i leaves [-2^63, 2^63), the
+opened row is off by m_i 2^64, and disagrees unless p divides sum_i r_i m_i: never if one element wrapped, and with
+probability 2^-30 for several. u hides the quotient by p, which is not a function of the sum. r is fixed: it guards
+against accidents, and a client that wants to spoil a sum can do so anyway.
 """
 
 import math
+import secrets
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -32,6 +36,7 @@ from fedveil.checks import number, whole
 from fedveil.errors import BadArgument
 
 Words = npt.NDArray[np.uint64]
+Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 HEADROOM = 8
@@ -40,17 +45,14 @@ HEADROOM = 8
 LOWEST, HIGHEST = -32, 96
 """The exponents that clients accept."""
 
-LARGEST = 2.0**80
-"""The largest magnitude of a client's mean: beyond it, check words could miss a sum that wrapped around.
+LARGEST = 2.0**512
+"""The largest magnitude of a client's mean: scaled, it is still a float64."""
 
-With 2^22 records and the lowest exponent that is an integer below 2^208.
-"""
-
-CHECKS = 4
+CHECKS = 2
 """Check words per row."""
 
-NEAR, FAR = 16, (80, 144)  # bits that check words leave out
-PIECE = 2**15  # values that are worked on at a time: they stay in the cache
+PRIME = 2**31 - 1
+PIECE = 2**14  # values that are worked on at a time: products of 15 and 33 bits add up to less than 2^63
 
 
 def exponent(largest: float) -> int:
@@ -110,24 +112,24 @@ def decode(total: Words, bits: int) -> Floats:
     return np.asarray(np.ldexp(total.view(np.int64).astype(np.float64), -bits))
 
 
-def encode_rows(values: Floats, sizes: Sequence[int], bits: Sequence[int], checks: bool = True) -> Words:
+def encode_rows(values: Floats, sizes: Sequence[int], bits: Sequence[int], n: int, checks: bool = True) -> Words:
     """Rows behind one another, each with its own number of bits behind the point; then the check words of each row.
 
     Args:
         values: finite, all rows together.
         sizes: of the rows.
         bits: behind the point, one for each row.
+        n: how many clients' words are added.
         checks: whether check words follow.
     """
-    extra = CHECKS * len(sizes) if checks else 0
-    words = np.empty(len(values) + extra, np.uint64)
+    words = np.empty(len(values) + (CHECKS * len(sizes) if checks else 0), np.uint64)
     for row, (at, size) in enumerate(_starts(sizes)):
         integers = scale(values[at : at + size], bits[row])
-        words[at : at + size] = reduce(integers)
+        words[at : at + size] = own = reduce(integers)
         if checks:
             place = len(values) + CHECKS * row
-            own = words[at : at + size]
-            words[place : place + CHECKS] = _check_words(own, None if fits(integers) else integers)
+            residues = _residues(own) if fits(integers) else np.fmod(integers, float(PRIME)).astype(np.int64)
+            words[place : place + CHECKS] = [found + PRIME * _quotient(n) for found in _hashes(residues)]
     return words
 
 
@@ -139,53 +141,44 @@ def decode_rows(total: Words, sizes: Sequence[int], bits: Sequence[int]) -> Floa
     return found
 
 
-def longest_row(n: int) -> int:
-    """How many values a row may have for the check words to be certain about a sum over n clients."""
-    return 2**30 // n
-
-
-def wrapped_rows(total: Words, sizes: Sequence[int], n: int) -> list[int]:
-    """The rows of a sum over n clients or fewer that wrapped around, by their check words.
-
-    Without a wrap, floor of a sum exceeds the sum of floors by 0 to n - 1 per element, and so the check words of the
-    sum by at most n size 2^16 (`longest_row` keeps that below 2^46); rounding to the nearest 2^80 gives as much on
-    either side. Elements that wrapped change each of the first two by a multiple of 2^48: never by 0 mod 2^64 if one
-    of them did, and for several with probability 2^-30 over r.
-    """
+def wrapped_rows(total: Words, sizes: Sequence[int]) -> list[int]:
+    """The rows of a sum that wrapped around, by their check words."""
     found, end = [], sum(sizes)
     for row, (at, size) in enumerate(_starts(sizes)):
-        place, window = end + CHECKS * row, n * size * 2**NEAR
-        apart = _check_words(total[at : at + size]) - total[place : place + CHECKS]
-        near, nearer, *far = apart.view(np.int64).tolist()
-        if not (0 <= near <= window and 0 <= nearer <= window and max(map(abs, far)) <= window):
+        place = end + CHECKS * row
+        wanted = [int(word) % PRIME for word in total[place : place + CHECKS]]
+        if _hashes(_residues(total[at : at + size])) != wanted:
             found.append(row)
     return found
 
 
-def _check_words(words: Words, integers: Floats | None = None) -> Words:
-    """The check words of a row; `integers` are the row before its reduction, where that has changed them."""
-    drawn = _coefficients(1 << max(len(words) - 1, 0).bit_length())
-    found = [0] * CHECKS
-    for at in range(0, len(words), PIECE):
-        own = slice(at, at + PIECE)
-        first, second = drawn[:, own].astype(np.uint64)[:, : len(words[own])]
-        if integers is None:
-            near = (words[own].view(np.int64) >> NEAR).view(np.uint64)
-        else:
-            near = reduce(np.floor(integers[own] * 2.0**-NEAR))
-            for place, left_out in enumerate(FAR, 2):
-                found[place] += int(np.dot(first, reduce(np.floor(integers[own] * 2.0**-left_out + 0.5))))
-        found[0] += int(np.dot(first, near))
-        found[1] += int(np.dot(second, near))
-    return np.array([value % 2**64 for value in found], np.uint64)
+def _residues(words: Words) -> Integers:
+    """Integers congruent to the words, as signed numbers, modulo 2^31 - 1, and below 2^33."""
+    integers = words.view(np.int64)
+    return (integers & PRIME) + (integers >> 31)
+
+
+def _hashes(residues: Integers) -> list[int]:
+    """sum_i r_i s_i mod p for each vector r."""
+    drawn, found = _coefficients(1 << max(len(residues) - 1, 0).bit_length()), [0] * CHECKS
+    for at in range(0, len(residues), PIECE):
+        piece = residues[at : at + PIECE]
+        for place, row in enumerate(drawn[:, at : at + len(piece)].astype(np.int64)):
+            found[place] += int(np.dot(row, piece))
+    return [value % PRIME for value in found]
+
+
+def _quotient(n: int) -> int:
+    """A random u such that n check words add up to less than 2^64."""
+    return secrets.randbelow(2 ** (32 - (n - 1).bit_length()))
 
 
 @lru_cache(maxsize=32)
-def _coefficients(size: int) -> npt.NDArray[np.uint16]:
-    """Two fixed rows of odd 16-bit integers: AES-256-CTR under a key of zeros and of ones."""
+def _coefficients(size: int) -> npt.NDArray[np.int16]:
+    """Two fixed rows of integers from 1 to 2^15 - 1: AES-256-CTR under a key of zeros and of ones."""
     keys = bytes(32), bytes([1]) * 32
     streams = [Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update(bytes(2 * size)) for key in keys]
-    return np.stack([np.frombuffer(stream, "<u2") for stream in streams]).astype(np.uint16) | np.uint16(1)
+    return np.stack([np.frombuffer(stream, "<u2") for stream in streams]).astype(np.int16) & 0x7FFF | 1
 
 
 def _starts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedveil.errors import BadArgument
-from fedveil.secagg.fixed import CHECKS, HIGHEST, LOWEST, Words, longest_row
+from fedveil.secagg.fixed import CHECKS, HIGHEST, LOWEST, Words
 from fedveil.secagg.identity import KEY, SIGNATURE, named
 from fedveil.secagg.masks import LABEL, SEALED, WORD, fields
 from fedveil.secagg.shares import SEED, WIDTH, in_field
@@ -108,7 +108,7 @@ class Opening:
         if type(roster) is not list or not 0 < len(roster) <= MOST_MEMBERS:
             raise BadArgument("opening", f"its roster must be a list of 1 to {MOST_MEMBERS:,} members")
         exponents = _integers("opening", found, "exponents", LOWEST, HIGHEST)
-        rows = _integers("opening", found, "rows", 0, longest_row(len(roster)))
+        rows = _integers("opening", found, "rows", 0, MOST_WORDS)
         if len(rows) != len(exponents) or sum(rows) > MOST_WORDS or type(found.get("checks")) is not bool:
             raise BadArgument("opening", "its rows, exponents and checks do not belong together")
         counts = _count("opening", found, "round"), _count("opening", found, "attempt")
