@@ -1,12 +1,14 @@
 """Identities and rosters: files that come back, and those that are refused."""
 
 import copy
+import os
 import pickle
+import threading
 
 import pytest
 
 from fedveil.errors import BadArgument
-from fedveil.secagg import Identity, Roster
+from fedveil.secagg import Identity, Policy, Roster
 
 KEY = "ab" * 32
 
@@ -60,3 +62,85 @@ def test_a_roster_that_cannot_be_read_is_refused(tmp_path):
     for path in (tmp_path / "roster", tmp_path / "none", tmp_path):
         with pytest.raises(BadArgument, match=r"cannot be read|is not a text file"):
             Roster.read(path)
+
+
+def test_two_that_save_a_key_at_once_do_not_overwrite_one_another(tmp_path):
+    """One of them gets the name, the other an error; a check before the write would let both through."""
+    path, start, outcomes = tmp_path / "a.key", threading.Barrier(8), []
+
+    def save(identity):
+        start.wait()
+        try:
+            identity.save(path)
+            outcomes.append(identity.public())
+        except BadArgument as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=save, args=(Identity.new("alice"),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    saved = [outcome for outcome in outcomes if isinstance(outcome, bytes)]
+    assert saved == [Identity.load(path).public()]
+    assert sum("exists and is not overwritten" in str(outcome) for outcome in outcomes) == 7
+    assert [found.name for found in tmp_path.iterdir()] == ["a.key"]
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o646])
+def test_rosters_and_policies_that_others_can_change_are_refused(tmp_path, mode):
+    identity = Identity.new("alice")
+    roster = Roster({"alice": identity.public()}).write(tmp_path / "roster")
+    policy = Policy(server=identity.public()).write(tmp_path / "alice.policy")
+    for read, path in ((Roster.read, roster), (Policy.read, policy)):
+        read(path)
+        path.chmod(mode)
+        with pytest.raises(BadArgument, match=f"others can change this file.*mode {mode:o}"):
+            read(path)
+        path.chmod(0o644)
+        read(path)
+
+
+def test_files_of_another_user_are_refused(tmp_path, monkeypatch):
+    identity = Identity.new("alice")
+    files = {
+        Identity.load: identity.save(tmp_path / "a.key"),
+        Roster.read: Roster({"alice": identity.public()}).write(tmp_path / "roster"),
+        Policy.read: Policy(server=identity.public()).write(tmp_path / "alice.policy"),
+    }
+    owner = os.geteuid()
+    if owner == 0:
+        for path in files.values():
+            os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    for read, path in files.items():
+        with pytest.raises(BadArgument, match="it belongs to another user"):
+            read(path)
+
+
+def test_a_policy_comes_back(tmp_path):
+    policy = Policy(server=b"k" * 32, min_records=7, colluders=2, key_hours=1.5)
+    assert Policy.read(policy.write(tmp_path / "a.policy")) == policy
+    with pytest.raises(BadArgument, match="exists and is not overwritten"):
+        policy.write(tmp_path / "a.policy")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "server must be the server's public key"),
+        ('server = "abc"', "server must be the server's public key"),
+        (f'server = "{KEY}"\nmin_records = 0', "min_records must be"),
+        (f'server = "{KEY}"\nmin_members = 2', "min_members must be"),
+        (f'server = "{KEY}"\nkey_hours = 0', "key_hours must be"),
+        (f'server = "{KEY}"\nmin_record = 5', "there is no setting 'min_record'"),
+        (f'server = "{KEY}"\ncolluders = true', "colluders must be"),
+        ("server = [", "is not TOML"),
+        ("a = " + "[" * 5000 + "]" * 5000, "is not TOML"),
+    ],
+)
+def test_policies_that_make_no_sense_are_refused(tmp_path, text, message):
+    (tmp_path / "a.policy").write_text(text)
+    with pytest.raises(BadArgument, match=message):
+        Policy.read(tmp_path / "a.policy")

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fedveil.cli import main
-from fedveil.secagg import Identity, Roster
+from fedveil.secagg import Identity, Policy, Roster
 
 
 def test_a_new_key_is_private_and_its_line_goes_into_a_roster(tmp_path, capsys):
@@ -67,3 +67,20 @@ def test_help_of_keys_imports_neither_torch_nor_cryptography():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "fedveil keys new alice --out keys" in done.stdout
+
+
+def test_a_policy_names_the_server_that_a_client_answers(tmp_path, capsys):
+    main(["keys", "new", "alice", "--out", str(tmp_path)])
+    main(["keys", "new", "server", "--out", str(tmp_path)])
+    line = capsys.readouterr().out.splitlines()[-1]
+    key = str(tmp_path / "alice.key")
+    for server in (line, line.split()[1]):
+        (tmp_path / "alice.policy").unlink(missing_ok=True)
+        assert main(["keys", "policy", key, "--server", server]) == 0
+        assert Policy.read(tmp_path / "alice.policy") == Policy(server=Identity.load(tmp_path / "server.key").public())
+    assert "alice answers the server" in capsys.readouterr().out
+    assert main(["keys", "policy", key, "--server", line]) == 2
+    assert "exists and is not overwritten" in capsys.readouterr().err
+    for wrong in ("", "abc", "server"):
+        assert main(["keys", "policy", key, "--server", wrong]) == 2
+        assert "64 hexadecimal digits" in capsys.readouterr().err
