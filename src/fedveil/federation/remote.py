@@ -5,7 +5,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -14,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 from torch import nn
 from torch.utils.data import Dataset
 
-from fedveil.checks import one_of, positive, whole
+from fedveil.checks import positive, whole
 from fedveil.defences.interface import Defence
 from fedveil.defences.plain import PlainMessages
-from fedveil.defences.registry import find, messages_of, names, record_of
-from fedveil.errors import BadArgument, OutOfRange, StaleUpdate
+from fedveil.defences.registry import build_for_client, messages_of, record_of, refuse_repeatable
+from fedveil.errors import BadArgument, FedveilError, OutOfRange, StaleUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update
 from fedveil.federation.secure import words_of
@@ -29,11 +30,14 @@ from fedveil.files import make_folder
 from fedveil.scheme.losses import Function, find_loss
 from fedveil.scheme.messages import known_loss
 from fedveil.secagg import Identity, Memory, Opening, Party, Roster
-from fedveil.wire import Tensors, as_bytes, as_tensor, checked, from_bytes, kind_of, to_bytes
+from fedveil.wire import HEAD, Tensors, as_bytes, as_tensor, checked, from_bytes, kind_of, to_bytes
 
 MOST_RECORDS = 2**53
 LONGEST = 1e9  # seconds
-MOST_PER_TENSOR = 4  # tensors in an answer for each of the model's
+MOST_PER_TENSOR = 4  # tensors in an ask or an answer for each of the model's
+LONGEST_ASK = 2**22  # bytes of an ask's values: a roster of 10,000 members for secure aggregation takes most of it
+MOST_COUNT, MOST_SEEDS = 2**53, 2**64  # of rounds and of records in a batch; seeds that torch takes
+_HINTS: dict[type, dict[str, Any]] = {}  # by kind of message; they take longer to find than a message to read
 Data = Given | Callable[[], Given]
 Message = TypeVar("Message", "Ask", "Answer", "Masked", "Step")
 
@@ -100,20 +104,51 @@ def write(message: Ask | Answer | Masked | Step) -> bytes:
 def read(data: bytes, kind: type[Message], most: int | None = None) -> Message:
     """The inverse of `write`; whatever else arrives is refused, and so are more than `most` tensors."""
     where = kind.__name__.lower()
-    values, tensors = from_bytes(data, where, most)
+    values, tensors = from_bytes(data, where, 1 if kind is Step else most, LONGEST_ASK if kind is Ask else HEAD)
     found: Message = kind(**checked(where, values, _wanted(kind)), tensors=tensors)
     if isinstance(found, Answer) and not 1 <= found.records <= MOST_RECORDS:
         raise BadArgument(where, f"records must be from 1 to 2^53, got {found.records}")
     if isinstance(found, Answer | Masked) and not 0 <= found.seconds < LONGEST:
         raise BadArgument(where, f"seconds must be from 0 to {LONGEST:g}, got {found.seconds}")
     if isinstance(found, Ask):
-        whole(where, "round", found.round, 0)
-        whole(where, "batch_size", found.batch_size)
+        _check_ask(found)
     return found
 
 
+def _check_ask(ask: Ask) -> None:
+    """Refuse numbers that no server counts to, and text that cannot be printed."""
+    for name, least, end in (("round", 0, MOST_COUNT), ("batch_size", 1, MOST_COUNT), ("seed", 0, MOST_SEEDS)):
+        if whole("ask", name, getattr(ask, name), least) >= end:
+            raise BadArgument("ask", f"{name} must be below {end}, got {getattr(ask, name)}")
+    for name in ("session", "token", "defence", "loss"):
+        if not getattr(ask, name).isprintable():
+            raise BadArgument("ask", f"{name} holds characters that cannot be printed")
+
+
+def bound_tensors(model: nn.Module) -> int:
+    """The most tensors that a message about this model may hold."""
+    return MOST_PER_TENSOR * (len(list(model.parameters())) + len(list(model.buffers())) + 1)
+
+
+@contextmanager
+def refuse_failures() -> Iterator[None]:
+    """Client: turn whatever the code of a model or of a defence makes of an ask that looked right into a refusal.
+
+    The reason stays with the client, as the cause: its text may hold values of records.
+    """
+    try:
+        yield
+    except FedveilError:
+        raise
+    except Exception as error:
+        what = f"this client cannot answer it: {type(error).__name__}"
+        raise BadArgument("ask", what, "read the cause in this client's log") from error
+
+
 def _wanted(kind: type) -> dict[str, Any]:
-    return {name: hint for name, hint in get_type_hints(kind).items() if name != "tensors"}
+    if kind not in _HINTS:
+        _HINTS[kind] = {name: hint for name, hint in get_type_hints(kind).items() if name != "tensors"}
+    return _HINTS[kind]
 
 
 class Taken(NamedTuple):
@@ -126,8 +161,7 @@ class Taken(NamedTuple):
 
 def take(data: bytes, ask: Ask, messages: PlainMessages, defence: Defence, model: nn.Module, position: int) -> Taken:
     """Server: the update in an answer to this ask, and what the client says about it; any other is refused."""
-    tensors = len(list(model.parameters())) + len(list(model.buffers()))
-    found = read(data, Answer, most=MOST_PER_TENSOR * (tensors + 1))
+    found = read(data, Answer, most=bound_tensors(model))
     _of_this_exchange(found, ask, position)
     update = messages.unpack_update(defence, model, found.values, found.tensors, position)
     return Taken(update, found.records, found.seconds)
@@ -211,7 +245,7 @@ def reply(
     """
     if kind_of(message) == "step":
         return _stepped(read(message, Step), own, party), state
-    ask = read(message, Ask)
+    ask = read(message, Ask, most=bound_tensors(model))
     refuse_old(ask, state.seen)
     opened = None
     if party is not None or ask.secure:
@@ -299,7 +333,8 @@ def answer(
     began = time.perf_counter()
     messages, own = _defence(ask, defence)
     own_loss = known_loss("answer", ask.loss, ask.loss_settings, None if loss is None else find_loss(loss))
-    broadcast = messages.unpack(model, ask.values, ask.tensors, own_loss)
+    with refuse_failures():
+        broadcast = messages.unpack(model, ask.values, ask.tensors, own_loss)
     parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]
     if not parameters:
         raise BadArgument("ask", "it holds no parameters")
@@ -310,9 +345,10 @@ def answer(
     own.prepare_client(model, shards.example, own_loss)
     if state:
         own.restore_client(0, state)
-    update = client_update(
-        own, model, broadcast, shards, client=0, number=ask.round, whole_shard=ask.whole_shard, dtype=dtype
-    )
+    with refuse_failures():
+        update = client_update(
+            own, model, broadcast, shards, client=0, number=ask.round, whole_shard=ask.whole_shard, dtype=dtype
+        )
     values, tensors = messages.pack_update(own, update)
     if opened is not None:
         return write(_masked(ask, opened, own, tensors, shards.sizes[0], began)), own.client_state(0)
@@ -338,16 +374,9 @@ def _masked(ask: Ask, opened: Opened, own: Defence, tensors: Tensors, records: i
 def _defence(ask: Ask, own: Defence | None) -> tuple[PlainMessages, Defence]:
     """A serialiser of messages, and the client's defence: of the server's kind, and not one for tests."""
     if own is None:
-        one_of("ask", "defence", ask.defence, names())  # never imports what a server names
-        messages = messages_of(find(ask.defence), ask.defence)
-        try:
-            return messages, messages.build(**ask.settings)
-        except TypeError as error:
-            what = f"{ask.defence} has no such settings: {error}"
-            raise BadArgument("ask", what, "install the same fedveil") from error
+        return build_for_client(ask.defence, ask.settings)
     record = record_of(own)
     if record is None or record.name != ask.defence:
         raise BadArgument("answer", f"the server's defence is {ask.defence!r}, this client insists on {own.name!r}")
-    if own.repeatable:
-        raise BadArgument("answer", f"{own.name} with a seed is for tests: on a network its secrets are none")
+    refuse_repeatable("answer", own)
     return messages_of(record, own.name), own
