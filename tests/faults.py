@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import torch
 
-from fedveil.federation.remote import Answer, read, write
+from fedveil.federation.protocol import Answer, read, write
 from fedveil.wire import to_bytes
 
 

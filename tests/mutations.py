@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
-from fedveil.federation.remote import Answer, read, write
+from fedveil.federation.protocol import Answer, read, write
 
 CLAIMS = [-1, 0, 1, 2, 10**6, 10**12, 2**53, 2**53 + 1, 10**400, True, 1.5, None, "7", [1], {}]
 NUMBERS = [0.0, -1.0, 1e4, -1e4, 1e20, -1e25, 1e30, 3e38, 1e-40, float("nan"), float("inf"), -1000.0]

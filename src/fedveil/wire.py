@@ -1,6 +1,7 @@
 """One form for everything that travels: safetensors, with plain values as JSON in its head. Nothing is pickled."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
@@ -12,6 +13,10 @@ from fedveil.errors import BadArgument
 
 FORMAT = 2
 HEAD, LONGEST_ENTRY = 2**16, 2**10  # bytes of a message's values, and of a tensor's name, shape and place
+LONGEST_TEXT = 2**10  # characters of a value that is text
+MOST_NESTED = 2**14  # lists and dicts among the values: a roster has one for each of up to 10,000 members
+DIGITS = 20  # of an integer among the values: those of 64 bits have no more
+BEGINNING = re.compile(rb'\{"__metadata__":\{"fedveil":"\{\\"format\\": \d+, \\"kind\\": \\"(\w+)\\"')  # of a head
 Values = dict[str, Any]
 Tensors = dict[str, Tensor]
 Packed = tuple[Values, Tensors]
@@ -24,42 +29,58 @@ def to_bytes(kind: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor]
     return save(own, {"fedveil": head})
 
 
-def from_bytes(data: bytes, kind: str, most: int | None = None) -> Packed:
+def from_bytes(data: bytes, kind: str, most: int | None = None, head: int = HEAD) -> Packed:
     """The values and tensors of a message of that kind; anything else is refused, and nothing in it is executed.
 
     Args:
         data: the message.
         kind: what it should be.
-        most: tensors that it may hold; more are refused before they are read.
+        most: tensors that it may hold; more are refused before they are read, and so are heads that are too long for
+            them, and integers of more than 64 bits. Without it, the message is trusted.
+        head: bytes that its values may take, if `most` is given.
     """
     size = int.from_bytes(data[:8], "little")
-    if most is not None and len(data) > size > HEAD + LONGEST_ENTRY * most:
+    if most is not None and len(data) > size > head + LONGEST_ENTRY * most:
         raise BadArgument(kind, f"its head has {size} bytes, too many for {most} tensors")
     try:
-        names = json.loads(data[8 : 8 + size])
+        if size > len(data) - 8:
+            raise ValueError
+        raw = data[8 : 8 + size]
+        if most is not None and raw.count(b"[") + raw.count(b"{") > MOST_NESTED + 3 * most:  # an entry has 3
+            raise BadArgument(kind, f"its head holds too many lists and dicts for {most} tensors")
+        names = json.loads(raw)
         if most is not None and len(names) > most + 1:  # and the values
             raise BadArgument(kind, f"it holds {len(names) - 1} tensors, more than {most}")
-        tensors = load(data)  # checks all sizes
-        head = json.loads(names["__metadata__"]["fedveil"])
-        found = head["kind"], head["format"]
-        values = dict(head["values"])
+        text = names["__metadata__"]["fedveil"]
+        top = json.loads(text) if most is None else _BOUNDED.decode(text)
+        loaded = load(data)  # checks all sizes; in any order
+        tensors = {name: loaded[name] for name in names if name in loaded}
+        found = top["kind"], top["format"]
+        values = dict(top["values"])
     except BadArgument:
         raise
     except Exception as error:  # whatever garbage makes of safetensors and json
         raise BadArgument(kind, f"it cannot be read: {type(error).__name__}", "send what fedveil wrote") from error
     if found != (kind, FORMAT):
-        what = f"it is {found[0]!r} in format {found[1]!r}, not {kind!r} in {FORMAT}"
+        own = [str(part)[:20] for part in found]
+        what = f"it is {own[0]!a} in format {own[1]}, not {kind!r} in {FORMAT}"
         raise BadArgument(kind, what, "install the same fedveil everywhere")
     return values, tensors
 
 
+def _parse_integer(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError
+    return int(text)
+
+
+_BOUNDED = json.JSONDecoder(parse_int=_parse_integer)
+
+
 def kind_of(data: bytes) -> str:
-    """The kind of a message, without reading the rest of it; "" if it is none."""
-    try:
-        size = int.from_bytes(data[:8], "little")
-        return str(json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["fedveil"])["kind"])
-    except Exception:  # whatever garbage makes of json
-        return ""
+    """The kind of a message, from its first bytes; "" if it is none."""
+    found = BEGINNING.match(data, 8, 8 + LONGEST_ENTRY)
+    return found[1].decode() if found else ""
 
 
 def layout_of(data: bytes) -> dict[str, Any]:
@@ -84,6 +105,8 @@ def as_bytes(where: str, tensors: Mapping[str, Tensor], name: str) -> bytes:
 def checked(where: str, values: Mapping[str, Any], wanted: Mapping[str, Any]) -> Values:
     """The wanted values by name, each of exactly the type that is asked for; further ones are left out.
 
+    Text is refused if it has more than `LONGEST_TEXT` characters.
+
     >>> checked("answer", {"round": 3, "names": ["a"]}, {"round": int, "names": list[str]})
     {'round': 3, 'names': ['a']}
     """
@@ -93,9 +116,12 @@ def checked(where: str, values: Mapping[str, Any], wanted: Mapping[str, Any]) ->
             fits = type(value) is list and all(type(item) in inner for item in value)
         else:
             fits = type(value) in ((origin,) if origin is dict else inner or (kind,))
-        if not fits:
+        if not fits or name not in values:
             text = kind.__name__ if isinstance(kind, type) and not origin else str(kind)
             raise BadArgument(where, f"{name} must be {text}, got {type(value).__name__}")
+        items = value if isinstance(value, list) else [value]
+        if any(type(item) is str and len(item) > LONGEST_TEXT for item in items):
+            raise BadArgument(where, f"{name} has more than {LONGEST_TEXT} characters")
     return {name: values[name] for name in wanted}
 
 

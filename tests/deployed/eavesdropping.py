@@ -15,7 +15,7 @@ from fedveil.data import load
 from fedveil.defences import Veil
 from fedveil.federation import Federation
 from fedveil.federation.evaluate import metrics, predict
-from fedveil.federation.remote import Ask, read
+from fedveil.federation.protocol import Ask, read
 
 BEFORE, ROUNDS = 200, 3
 

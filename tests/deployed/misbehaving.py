@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fedveil.federation.remote import Answer, Ask, read, write
+from fedveil.federation.protocol import Answer, Ask, read, write
 
 FOR_EVER = 3600.0
 

@@ -15,7 +15,8 @@ from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil, innermost
 from fedveil.defences.registry import messages_of, record_of
 from fedveil.errors import FedveilError
 from fedveil.federation.limits import aggregate, limits_for
-from fedveil.federation.remote import Ask, ClientState, read, reply, take, write
+from fedveil.federation.protocol import Ask, read, take, write
+from fedveil.federation.remote import ClientState, reply
 from fedveil.models import mlp
 from fedveil.scheme.losses import find_loss
 

@@ -20,7 +20,8 @@ from torch import nn
 
 from fedveil.errors import FedveilError
 from fedveil.federation import masked
-from fedveil.federation.remote import Ask, ClientState, Masked, Step, read, reply, write
+from fedveil.federation.protocol import Ask, Masked, Step, read, write
+from fedveil.federation.remote import ClientState, reply
 from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party, rules, shares, signed
 from fedveil.secagg.messages import Revealed, Settle, Settled, Upload, context, sealed_bytes
 from fedveil.secagg.signed import Digest, sign

@@ -10,7 +10,8 @@ from tests.oracle import worst
 from torch import nn
 
 from fedveil.errors import FedveilError
-from fedveil.federation.remote import Ask, ClientState, Step, read, reply, write
+from fedveil.federation.protocol import Ask, Step, read, write
+from fedveil.federation.remote import ClientState, reply
 from fedveil.secagg import Identity, Opening, Party, Policy, Roster
 from fedveil.secagg.signed import sign
 from fedveil.wire import as_tensor, kind_of

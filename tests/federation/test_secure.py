@@ -28,7 +28,7 @@ from fedveil import Entropy, Federation, Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
 from fedveil.errors import BadArgument, ModelMismatch, TooFewAnswers
 from fedveil.federation import secure
-from fedveil.federation.remote import Masked, Step, read
+from fedveil.federation.protocol import Masked, Step, read
 from fedveil.federation.rounds import RemoteServer
 from fedveil.federation.secure import Form, Layout
 from fedveil.models import mlp, resnet

@@ -19,7 +19,7 @@ from fedveil import Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
 from fedveil.errors import BadArgument, Diverged, TooFewAnswers
 from fedveil.federation import Federation
-from fedveil.federation.remote import Ask, read
+from fedveil.federation.protocol import Ask, read
 from fedveil.flower import Server
 from fedveil.flower.carry import ARRAY, RECORD, own_of, unwrap, wrap
 from fedveil.flower.engine import FlowerEngine

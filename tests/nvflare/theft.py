@@ -5,7 +5,7 @@ import copy
 import torch
 
 from fedveil.defences.plain import Plain, PlainMessages
-from fedveil.federation.remote import Answer, Ask, read, write
+from fedveil.federation.protocol import Answer, Ask, read, write
 
 
 def first_layer(model):

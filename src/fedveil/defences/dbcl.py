@@ -297,6 +297,14 @@ def _obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, shared: bool)
     return f"it has {fan_in} inputs per unit, fewer than q = {q}" if fan_in < q else None
 
 
+def check_sketch(name: str, inputs: Tensor, signs: Tensor, fan_in: int) -> None:
+    """Refuse what is not a sketch of so many inputs: indices, no more than there are, and a sign for each."""
+    fits = inputs.dim() == 2 and inputs.shape == signs.shape and 0 < inputs.numel() <= fan_in
+    fits = fits and inputs.dtype == torch.int32 and signs.dtype == torch.int8
+    if not fits or not 0 <= int(inputs.min()) <= int(inputs.max()) < fan_in:
+        raise ModelMismatch(name, f"the broadcast's sketch is not one of {fan_in} inputs")
+
+
 class DBCLMessages(PlainMessages):
     """The sketched network and its sketches down, gradients of the sketched network up."""
 
@@ -313,18 +321,17 @@ class DBCLMessages(PlainMessages):
         """A `SketchedLayer` in place of each sketched layer."""
         network = copy.deepcopy(model)
         found = checked("broadcast", values, {"number": int, "sketched": list[str]})
+        layers = dict(network.named_modules())
         for name in found["sketched"]:
             path = name.rpartition(".")[0]
-            layer = dict(network.named_modules()).get(path)
+            layer = layers.pop(path, None)  # none is sketched twice
             inputs, signs = (tensors.get(f"{kind}/{name}") for kind in ("inputs", "signs"))
-            if type(layer) not in KINDS or inputs is None or signs is None:
-                raise ModelMismatch(name, "the broadcast has a sketch for it, the model no layer that takes one")
-            weight = network.get_parameter(f"{path}.weight".lstrip(".")).detach()
-            fan_in = weight[0].numel()
-            fits = inputs.dim() == 2 and inputs.shape == signs.shape and not inputs.is_floating_point()
-            if not (fits and inputs.numel() and int(inputs.min()) >= 0 and int(inputs.max()) < fan_in):
-                raise ModelMismatch(name, f"the broadcast's sketch is not one of {fan_in} inputs")
-            small = KINDS[type(layer)](layer, Sketch(inputs.long(), signs.double(), fan_in).to(weight))
+            own = type(layer) in KINDS and name == f"{path}.weight".lstrip(".")
+            if not own or inputs is None or signs is None:
+                raise ModelMismatch(name[:80], "the broadcast has a sketch for it, the model no layer that takes one")
+            weight = network.get_parameter(name).detach()
+            check_sketch(name, inputs, signs, weight[0].numel())
+            small = KINDS[type(layer)](layer, Sketch(inputs.long(), signs.double(), weight[0].numel()).to(weight))
             if path:
                 network.set_submodule(path, small)
             else:

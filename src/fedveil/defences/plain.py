@@ -9,11 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fedveil.checks import number
 from fedveil.defences.interface import Aggregate, Defence, Samples
-from fedveil.errors import IncompleteUpdate, MisshapenUpdate, ModelMismatch, NonFiniteUpdate
+from fedveil.errors import BadArgument, IncompleteUpdate, MisshapenUpdate, ModelMismatch, NonFiniteUpdate
 from fedveil.graph.inputs import Inputs
+from fedveil.graph.layout import look_inside
 from fedveil.scheme import Loss, SquaredError
 from fedveil.scheme.losses import per_sample
+from fedveil.scheme.messages import LARGEST, SAME_CODE, check_trainable, match_model
 from fedveil.scheme.outputs import head_axis, outputs_of, slope
 from fedveil.scheme.passes import remembered
 from fedveil.wire import Packed, Tensors, Values, checked, those_under, under
@@ -127,6 +130,13 @@ class Plain(Defence):
         return copy.deepcopy(broadcast)
 
 
+def check_number(where: str, name: str, value: Any) -> float:
+    """A setting that is a number, as a float; refuses one that is beyond `LARGEST`."""
+    if not number(value) or not abs(value) <= LARGEST:
+        raise BadArgument(where, f"{name} must be a number of at most {LARGEST:g}, got {value!r}")
+    return float(value)
+
+
 def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters that want gradients, and a client's own copies of the buffers."""
     trainable: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -137,7 +147,12 @@ def gradients_of(
     trainable: Mapping[str, Tensor], roots: Tensor | Sequence[Tensor], slopes: Tensor | Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """By name; 0 for a parameter that this pass did not use."""
-    found = torch.autograd.grad(roots, list(trainable.values()), slopes, allow_unused=True)
+    every = [(roots, slopes)] if isinstance(roots, Tensor) else zip(roots, slopes, strict=True)
+    used = [(root, slope) for root, slope in every if root.requires_grad]
+    found: Sequence[Tensor | None] = [None] * len(trainable)
+    if used:
+        ends, along = zip(*used, strict=True)
+        found = torch.autograd.grad(ends, list(trainable.values()), along, allow_unused=True)
     pairs = zip(trainable.items(), found, strict=True)
     return {name: torch.zeros_like(p) if gradient is None else gradient for (name, p), gradient in pairs}
 
@@ -218,7 +233,7 @@ class PlainMessages:
     """How messages travel: the model down, its gradients and buffers up. Those of other defences derive from this."""
 
     build: Callable[..., Defence]  # the defence's class; clients call it with the server's settings
-    settings: tuple[str, ...] = ()  # attributes of the defence that are also arguments of its class
+    settings: tuple[str, ...] = ()  # all that a server may set: attributes that are also arguments of the class
 
     def pack(self, defence: Any, broadcast: Any) -> Packed:
         """Server: a broadcast as plain values and tensors."""
@@ -229,21 +244,25 @@ class PlainMessages:
         return {"trainable": trained, "training": modes}, tensors
 
     def unpack(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> Any:
-        """Client: the broadcast, in a copy of the client's own architecture."""
-        filled = copy.deepcopy(model)
-        for kind, own in (("parameter", dict(filled.named_parameters())), ("buffer", dict(filled.named_buffers()))):
-            sent = those_under(kind, tensors)
-            for name in sorted(sent.keys() | own.keys()):
-                shapes = [tuple(some[name].shape) if name in some else "nothing" for some in (sent, own)]
-                if shapes[0] != shapes[1]:
-                    fix = "build the client's model with the code that built the server's"
-                    raise ModelMismatch(name, f"the broadcast has {shapes[0]}, the model {shapes[1]}", fix)
-                own[name].data = sent[name].to(own[name].device)
+        """Client: the broadcast, in a copy of the client's own architecture; one of another model is refused."""
         found = checked("broadcast", values, {"trainable": list[str], "training": list[str]})
+        trainable, training = set(found["trainable"]), set(found["training"])
+        parameters, buffers = those_under("parameter", tensors), those_under("buffer", tensors)
+        inside = look_inside(model)
+        match_model(inside, parameters, buffers, complete=True)
+        check_trainable(found["trainable"], parameters)
+        strange = sorted(training - {path for path, _ in inside.modes})
+        if strange or len(training) < len(found["training"]):
+            what = f"there is no module {strange[0][:80]!a}" if strange else "training names a module twice"
+            raise ModelMismatch("broadcast", what, SAME_CODE)
+        filled = copy.deepcopy(model)
+        for sent, own in ((parameters, filled.named_parameters()), (buffers, filled.named_buffers())):
+            for name, tensor in own:
+                tensor.data = sent[name].to(tensor.device)
         for name, parameter in filled.named_parameters():
-            parameter.requires_grad_(name in found["trainable"])
+            parameter.requires_grad_(name in trainable)
         for path, module in filled.named_modules():
-            module.training = path in found["training"]
+            module.training = path in training
         return filled
 
     def pack_update(self, defence: Any, update: Any) -> Packed:

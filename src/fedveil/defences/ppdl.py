@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedveil.checks import number, one_of, share
 from fedveil.defences.interface import Aggregate
-from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, check_names, size_of, split
+from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, check_names, check_number, size_of, split
 from fedveil.errors import BadArgument
 from fedveil.wire import Packed, Tensors, Values, those_under, under
 
@@ -103,7 +103,8 @@ class PPDL(Plain):
             raise BadArgument("PPDL", what, "clip=None leaves gradients as long as they are")
         if seed is not None and type(seed) is not int:
             raise BadArgument("PPDL", f"seed must be an int or None, got {seed!r}", "leave it out, but for tests")
-        self.name, self.fraction, self.sigma, self.clip = "ppdl", fraction, sigma, clip
+        self.name, self.fraction, self.sigma = "ppdl", float(fraction), check_number("PPDL", "sigma", sigma)
+        self.clip = clip if clip in (None, "median") else check_number("PPDL", "clip", clip)
         self._seed = seed
         self._clients: dict[int, _Client] = {}
         self._measured: WeakKeyDictionary[PlainUpdate, _Measured] = WeakKeyDictionary()  # by upload

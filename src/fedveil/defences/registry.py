@@ -7,12 +7,13 @@ entry points, or they are named as `package.module:Name`.
 import contextlib
 import dataclasses
 import inspect
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fedveil.checks import one_of
-from fedveil.errors import BadArgument
+from fedveil.errors import BadArgument, FedveilError
 from fedveil.lookup import imported, installed
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 GROUP = "fedveil.defences"
 EXAMPLE = "my_package.defences:Mine"
+ASK = "ask"
+LONGEST_SETTING = 2**12  # characters of a setting that a server sends
 NOTHING: Mapping[str, Any] = {}
 GENERIC_ROUNDS = 6
 GENERIC: Mapping[str, str] = {  # attackers that know nothing of a defence, by label
@@ -170,6 +173,46 @@ def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, 
         what = f"{record.target} gave {type(defence).__name__}, which does not have the methods of a defence"
         raise BadArgument(name, what, "derive it from fedveil.defences.Defence")
     return defence
+
+
+def build_for_client(name: str, settings: Mapping[str, Any]) -> "tuple[PlainMessages, Defence]":
+    """Client: a defence that a server asks for, and the serialiser of its messages.
+
+    Servers choose among the defences that are installed here, and set what the serialiser lists in `settings`, with
+    plain values. All else stays the client's: seeds and sources of noise, files, code. A defence whose secrets follow
+    from a seed is refused.
+    """
+    one_of(ASK, "defence", name, names())  # never imports what a server names
+    messages = messages_of(find(name), name)
+    for key, value in settings.items():
+        if key not in messages.settings:
+            known = ", ".join(messages.settings) or "nothing"
+            raise BadArgument(ASK, f"a server cannot set {key[:40]!a} of {name}", f"send no settings but: {known}")
+        if not _is_plain(value):
+            raise BadArgument(ASK, f"{key} of {name} is neither a number nor a short text nor a short list of these")
+    try:
+        defence = messages.build(**settings)
+    except FedveilError:
+        raise
+    except Exception as error:  # whatever a class of another package makes of such values
+        what = f"{name} cannot be built with the server's settings: {type(error).__name__}"
+        raise BadArgument(ASK, what, "install the same packages on server and clients") from error
+    refuse_repeatable(ASK, defence)
+    return messages, defence
+
+
+def _is_plain(value: object) -> bool:
+    items = value if type(value) is list else [value]
+    plain = all(item is None or type(item) in (bool, int, float, str) for item in items)
+    finite = not any(type(item) is float and not math.isfinite(item) for item in items)
+    return plain and finite and len(repr(value)) <= LONGEST_SETTING
+
+
+def refuse_repeatable(where: str, defence: "Defence") -> None:
+    """Refuse a client's defence whose secrets follow from a seed."""
+    if defence.repeatable:
+        what = f"{defence.name} with a seed is for tests: on a network its secrets are none"
+        raise BadArgument(where, what, "leave seed= and entropy= out of the defence")
 
 
 def _records() -> Iterator[Record]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedveil.checks import number, whole
 from fedveil.defences.interface import Samples
-from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, gradients_of, tensors_of
+from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, check_number, gradients_of, tensors_of
 from fedveil.errors import AnalysisError, BadArgument
 from fedveil.graph.export import export
 from fedveil.graph.head import find_head
@@ -20,6 +20,7 @@ from fedveil.scheme import Entropy, Loss
 from fedveil.scheme.losses import per_sample
 from fedveil.scheme.outputs import outputs_of
 
+MOST_BITS = 2**10  # of a code: a client draws, keeps and uses as many numbers for each feature
 SLACK = 1e-3  # of the sum of a row of probabilities; far from 0 and 2, which the sums of other rows may be
 
 
@@ -72,7 +73,7 @@ class SPN(Plain):
 
     Args:
         weight: alpha_2 of the private loss; alpha_1, of the loss, is 1. With 0 the run is the plain run.
-        bits: outputs of the private head.
+        bits: outputs of the private head, at most 1024.
         margin: m.
         lr: learning rate of the private heads; give the server's. Default: that of `Federation`'s default optimiser.
         seed: for tests: whoever knows it knows every client's secrets. By default the operating system draws them.
@@ -87,12 +88,15 @@ class SPN(Plain):
         super().__init__()
         self.name = "SPN (our re-implementation)"
         fix = "leave it out for the default"
-        for name, value in (("weight", weight), ("margin", margin), ("lr", lr)):
+        numbers = ("weight", weight), ("margin", margin), ("lr", lr)
+        for name, value in numbers:
             if not number(value) or not 0 <= value < math.inf:
                 raise BadArgument("SPN", f"{name} must be a finite number of at least 0, got {value!r}", fix)
-        whole("SPN", "bits", bits, 1, fix)
+        if whole("SPN", "bits", bits, 1, fix) > MOST_BITS:
+            raise BadArgument("SPN", f"bits must be at most {MOST_BITS}, got {bits}", fix)
         whole("SPN", "seed", 0 if seed is None else seed, 0, fix)
-        self.weight, self.bits, self.margin, self.lr = weight, bits, margin, lr
+        self.weight, self.margin, self.lr = (check_number("SPN", *own) for own in numbers)
+        self.bits = bits
         self._seed = seed
         self._split: Split | None = None
         self._heads: dict[int, PrivateHead] = {}

@@ -26,6 +26,8 @@ from fedveil.scheme import (
     perturb,
     recover,
 )
+from fedveil.scheme.client import check_broadcast
+from fedveil.scheme.messages import MOST_GROUPS
 from fedveil.scheme.passes import lifted_rounding, pass_sizes, without_noise
 from fedveil.scheme.recover import blank_update, check_update, refuse_non_finite
 from fedveil.scheme.secret import Kept, check_decoys
@@ -36,14 +38,14 @@ class Veil(Defence):
     """A new secret in every round; with `keep_noise`, secrets that differ in their offset only.
 
     Args:
-        groups: the paper's m.
+        groups: the paper's m, at most 64: clients compute groups + 2 gradients, and refuse more.
         additive: size of the noise on the head.
         multiplicative: bound of the factors on hidden units.
         permute: also permute units secretly.
         head: "exposed" for models of which no layer can take additive noise; then clients read true predictions.
         min_coverage: refuse a model of which less than this share of the parameters' values can be covered.
         public: names of parameters whose values clients know; see `analyse`.
-        decoys: false offsets of the head beside the true one; see `draw_secret`.
+        decoys: false offsets of the head beside the true one, at most 64; see `draw_secret`.
         keep_noise: draw factors, permutation, direction and partition once, and keep them over all rounds, in memory
             only: another model, a restored state or another process gets new ones (docs/defences/veil.md).
         entropy: `Entropy.for_tests(seed)` for repeatable tests.
@@ -67,6 +69,9 @@ class Veil(Defence):
         entropy: Entropy | None = None,
     ) -> None:
         self.groups, self.additive, self.multiplicative, self.permute = groups, additive, multiplicative, permute
+        if type(groups) is int and groups > MOST_GROUPS:
+            what = f"groups must be at most {MOST_GROUPS}, got {groups}: clients compute a gradient for each"
+            raise BadArgument("Veil", what, "use groups=1: it hides as much on average and costs least")
         check_decoys("Veil", decoys)
         self.decoys, self.keep_noise, self._entropy = decoys, keep_noise, entropy
         self._analyse = partial(analyse, head=head, min_coverage=min_coverage, public=tuple(public))  # type: ignore[arg-type]
@@ -200,8 +205,10 @@ class VeilMessages(PlainMessages):
         return {name: value for name, value in values.items() if name not in ("loss", "loss_settings")}, tensors
 
     def unpack(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> Broadcast:
-        """See `Broadcast.unpack`."""
-        return Broadcast.unpack(values, tensors, loss)
+        """See `Broadcast.unpack`; refuses one that is for another model."""
+        broadcast = Broadcast.unpack(values, tensors, loss)
+        check_broadcast(model, broadcast)
+        return broadcast
 
     def pack_update(self, defence: Veil, update: Update) -> Packed:
         """See `Update.pack`."""

@@ -9,24 +9,23 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from fedveil.checks import positive
 from fedveil.errors import Aborted, BadArgument
+from fedveil.federation.protocol import Ask, Step
 from fedveil.federation.secure import Words, no_words
+from fedveil.scheme.messages import MOST_PASSES
 from fedveil.secagg import Opening, Party, Policy, signed
 from fedveil.secagg.identity import KEY
 from fedveil.secagg.party import Ticket
 from fedveil.secagg.signed import Digest
 from fedveil.wire import as_bytes, layout_of
 
-if TYPE_CHECKING:
-    from fedveil.federation.remote import Ask, Step
-
 CHALLENGE = 16  # bytes of a greeting, which the answer signs
-MOST_WORDS = 68  # words for each value of the model: passes or candidates, buffers, check words
+MOST_WORDS = MOST_PASSES + 2  # for each value of the model: its passes or candidates, buffers, check words
 UNUSABLE = "this client's records cannot be used, or are too few for its policy; its own log says which"
 
 
@@ -58,7 +57,7 @@ def authenticate(digest: Digest, own: bytes, party: Party | None, policy: Policy
     return own
 
 
-def respond(step: "Step", own: bytes, party: Party | None, check_records: Callable[[], None]) -> bytes:
+def respond(step: Step, own: bytes, party: Party | None, check_records: Callable[[], None]) -> bytes:
     """The body of a client's answer to a step of secure aggregation other than the upload."""
     if party is None:
         raise BadArgument("step", "this client takes no part in secure aggregation", "docs/secure-aggregation.md")
@@ -80,7 +79,7 @@ def respond(step: "Step", own: bytes, party: Party | None, check_records: Callab
     raise BadArgument("step", f"there is no step {step.step[:20]!a}")
 
 
-def admit(ask: "Ask", message: bytes, digest: Digest, party: Party | None, model: nn.Module) -> Admitted:
+def admit(ask: Ask, message: bytes, digest: Digest, party: Party | None, model: nn.Module) -> Admitted:
     """Check an ask under secure aggregation, and store that it was admitted, before anything is computed."""
     if party is None:
         what = "the server asks for secure aggregation, and this client has no identity for it"
@@ -125,7 +124,7 @@ def check_usable(count: Callable[[], int], policy: Policy) -> None:
         raise Aborted("policy", "records", UNUSABLE) from None
 
 
-def subject_of(ask: "Ask", message: bytes, body: bytes) -> bytes:
+def subject_of(ask: Ask, message: bytes, body: bytes) -> bytes:
     """What a sum is about: the broadcast, and which records take part. Two sums on one subject can be subtracted."""
     records = [ask.whole_shard] if ask.whole_shard else [ask.whole_shard, ask.batch_size, ask.seed, ask.round]
     about = [ask.defence, ask.settings, ask.loss, ask.loss_settings, ask.values, records, layout_of(message)]

@@ -1,25 +1,28 @@
-"""A round with clients that are elsewhere: what the server asks and what a client answers, as bytes for any engine."""
+"""A client elsewhere: from the bytes of an ask to those of its answer, the same for every engine."""
 
 import dataclasses
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from fedveil.checks import one_of, whole
 from fedveil.defences.interface import Defence
 from fedveil.defences.plain import PlainMessages
-from fedveil.defences.registry import find, messages_of, names, record_of
-from fedveil.errors import BadArgument, StaleUpdate
+from fedveil.defences.registry import build_for_client, messages_of, record_of, refuse_repeatable
+from fedveil.errors import BadArgument, FedveilError
 from fedveil.federation import checkpoint, masked
 from fedveil.federation.client import client_update
+from fedveil.federation.protocol import Answer, Ask, Masked, Step, bound_tensors, read, refuse_old, write
 from fedveil.federation.secure import Words, words_of
 from fedveil.federation.shards import checked as checked_records
 from fedveil.federation.shards import shards_of
@@ -29,131 +32,25 @@ from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.messages import known_loss
 from fedveil.secagg import Identity, Memory, Party, Policy, Roster
 from fedveil.secagg.signed import Digest
-from fedveil.wire import Tensors, as_tensor, checked, from_bytes, kind_of, to_bytes
+from fedveil.wire import Tensors, as_tensor, kind_of
 
-MOST_RECORDS = 2**53
-LONGEST = 1e9  # seconds
-MOST_PER_TENSOR = 4  # tensors in an answer for each of the model's
 Data = Given | Callable[[], Given]
-Message = TypeVar("Message", "Ask", "Answer", "Masked", "Step")
 
 
-@dataclass(frozen=True, eq=False)
-class Ask:
-    """What a client is sent in a round: the broadcast, and all that it takes to answer it."""
+@contextmanager
+def refuse_failures() -> Iterator[None]:
+    """Client: turn whatever the code of a model or of a defence makes of an ask that looked right into a refusal.
 
-    session: str  # of the server's process: after a restart it is another
-    round: int  # from 0
-    token: str  # of the exchange; an answer quotes it
-    defence: str  # its name in the registry
-    settings: dict[str, Any]  # of the defence, for the client's part of it
-    loss: str  # its name
-    loss_settings: dict[str, Any]  # see `Loss.settings`
-    whole_shard: bool  # all records of the client, or its next batch
-    batch_size: int
-    seed: int  # of the order of records
-    secure: dict[str, Any]  # the opening of secure aggregation; empty without
-    values: dict[str, Any]
-    tensors: Tensors
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """What a client sends back: its update, and what it answers."""
-
-    round: int
-    token: str
-    defence: str
-    records: int  # |D_k|, the client's weight
-    seconds: float  # that it took the client, as it says
-    values: dict[str, Any]
-    tensors: Tensors
-
-
-@dataclass(frozen=True, eq=False)
-class Masked:
-    """What a client sends back under secure aggregation: words that say nothing, no count of records and no times."""
-
-    round: int
-    token: str
-    defence: str
-    tensors: Tensors
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """Another step of secure aggregation: "hello", "settle", "reveal" or "end"; and a client's answer to it."""
-
-    session: str
-    step: str
-    tensors: Tensors
-
-
-def write(message: Ask | Answer | Masked | Step) -> bytes:
-    """A message as bytes."""
-    values = {name: getattr(message, name) for name in _wanted(type(message))}
-    return to_bytes(type(message).__name__.lower(), values, message.tensors)
-
-
-def read(data: bytes, kind: type[Message], most: int | None = None) -> Message:
-    """The inverse of `write`; whatever else arrives is refused, and so are more than `most` tensors."""
-    where = kind.__name__.lower()
-    values, tensors = from_bytes(data, where, most)
-    found: Message = kind(**checked(where, values, _wanted(kind)), tensors=tensors)
-    if isinstance(found, Answer) and not 1 <= found.records <= MOST_RECORDS:
-        raise BadArgument(where, f"records must be from 1 to 2^53, got {found.records}")
-    if isinstance(found, Answer) and not 0 <= found.seconds < LONGEST:
-        raise BadArgument(where, f"seconds must be from 0 to {LONGEST:g}, got {found.seconds}")
-    if isinstance(found, Ask):
-        whole(where, "round", found.round, 0)
-        whole(where, "batch_size", found.batch_size)
-    return found
-
-
-def _wanted(kind: type) -> dict[str, Any]:
-    return {name: hint for name, hint in get_type_hints(kind).items() if name != "tensors"}
-
-
-class Taken(NamedTuple):
-    """An answer as the server uses it."""
-
-    update: Any
-    records: int
-    seconds: float
-
-
-def take(data: bytes, ask: Ask, messages: PlainMessages, defence: Defence, model: nn.Module, position: int) -> Taken:
-    """Server: the update in an answer to this ask, and what the client says about it; any other is refused."""
-    tensors = len(list(model.parameters())) + len(list(model.buffers()))
-    found = read(data, Answer, most=MOST_PER_TENSOR * (tensors + 1))
-    _of_this_exchange(found, ask, position)
-    update = messages.unpack_update(defence, model, found.values, found.tensors, position)
-    return Taken(update, found.records, found.seconds)
-
-
-def take_masked(data: bytes, ask: Ask, position: int) -> Masked:
-    """Server: a masked answer to this ask; any other is refused."""
-    found = read(data, Masked, most=1)
-    _of_this_exchange(found, ask, position)
-    return found
-
-
-def _of_this_exchange(found: Answer | Masked, ask: Ask, position: int) -> None:
-    if (found.round, found.token, found.defence) != (ask.round, ask.token, ask.defence):
-        raise StaleUpdate(f"client {position}", f"its answer is for another exchange, of round {found.round}")
-
-
-def refuse_old(ask: Ask, last: Mapping[str, Any]) -> None:
-    """Client: refuse an earlier round of the server's session, and an exchange that was answered.
-
-    `last` holds session, round and token of the last ask that was answered; nothing before the first.
+    The reason stays with the client, on stderr and as the cause: its text may hold values of records.
     """
-    if last.get("session") != ask.session:
-        return
-    if last["token"] == ask.token:
-        raise StaleUpdate("this node", f"it has answered this exchange of round {ask.round} already")
-    if ask.round < last["round"]:
-        raise StaleUpdate("this node", f"the message is of round {ask.round}, and a later one was answered")
+    try:
+        yield
+    except FedveilError:
+        raise
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        what = f"this client cannot answer it: {type(error).__name__}"
+        raise BadArgument("ask", what, "read the cause in this client's log") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,10 +113,10 @@ def reply(
     digest = Digest.of(message)
     own = masked.authenticate(digest, own, party, policy)
     if kind_of(message) == "step":
-        step = read(message, Step, most=1)
+        step = read(message, Step)
         body = masked.respond(step, own, party, lambda: masked.check_usable(lambda: _count(data), rules or Policy()))
         return write(Step(step.session, step.step, {"body": as_tensor(body)})), state
-    ask = read(message, Ask)
+    ask = read(message, Ask, most=bound_tensors(model))
     refuse_old(ask, state.seen)
     admitted = masked.admit(ask, message, digest, party, model) if party is not None or ask.secure else None
     seen = {"session": ask.session, "round": ask.round, "token": ask.token}
@@ -297,7 +194,8 @@ class _Task(NamedTuple):
 def _task(ask: Ask, model: nn.Module, defence: Defence | None, loss: Function | None) -> _Task:
     messages, own = _defence(ask, defence)
     own_loss = known_loss("answer", ask.loss, ask.loss_settings, None if loss is None else find_loss(loss))
-    broadcast = messages.unpack(model, ask.values, ask.tensors, own_loss)
+    with refuse_failures():
+        broadcast = messages.unpack(model, ask.values, ask.tensors, own_loss)
     parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]
     if not parameters:
         raise BadArgument("ask", "it holds no parameters")
@@ -324,16 +222,11 @@ def _update(
     own.prepare_client(model, shards.example, task.loss)
     if private:
         own.restore_client(0, private)
-    update = client_update(
-        own,
-        model,
-        task.broadcast,
-        shards,
-        client=0,
-        number=ask.round,
-        whole_shard=ask.whole_shard,
-        dtype=task.dtype,
-    )
+    number, whole_shard, dtype = ask.round, ask.whole_shard, task.dtype
+    with refuse_failures():
+        update = client_update(
+            own, model, task.broadcast, shards, client=0, number=number, whole_shard=whole_shard, dtype=dtype
+        )
     return *task.messages.pack_update(own, update), shards.sizes[0]
 
 
@@ -350,16 +243,9 @@ def _answer(
 def _defence(ask: Ask, own: Defence | None) -> tuple[PlainMessages, Defence]:
     """A serialiser of messages, and the client's defence: of the server's kind, and not one for tests."""
     if own is None:
-        one_of("ask", "defence", ask.defence, names())  # never imports what a server names
-        messages = messages_of(find(ask.defence), ask.defence)
-        try:
-            return messages, messages.build(**ask.settings)
-        except TypeError as error:
-            what = f"{ask.defence} has no such settings: {error}"
-            raise BadArgument("ask", what, "install the same fedveil") from error
+        return build_for_client(ask.defence, ask.settings)
     record = record_of(own)
     if record is None or record.name != ask.defence:
         raise BadArgument("answer", f"the server's defence is {ask.defence!r}, this client insists on {own.name!r}")
-    if own.repeatable:
-        raise BadArgument("answer", f"{own.name} with a seed is for tests: on a network its secrets are none")
+    refuse_repeatable("answer", own)
     return messages_of(record, own.name), own

@@ -17,7 +17,8 @@ from fedveil.federation.engine import Engine, Fault, Member, fault
 from fedveil.federation.evaluate import moved
 from fedveil.federation.limits import Limits, Outcome, aggregate
 from fedveil.federation.optimise import Optimizer, Schedule
-from fedveil.federation.remote import IDENTITY, ROSTER, Ask, server_files, take, write
+from fedveil.federation.protocol import Ask, take, write
+from fedveil.federation.remote import IDENTITY, ROSTER, server_files
 from fedveil.federation.secure_rounds import SecureRounds
 from fedveil.federation.server import Seen, Server
 from fedveil.federation.shards import generator

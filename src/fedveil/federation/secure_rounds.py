@@ -16,7 +16,7 @@ from fedveil.defences import Aggregate
 from fedveil.errors import BadArgument, FedveilError, UpdateRefused
 from fedveil.federation.engine import Fault, Member, fault
 from fedveil.federation.masked import CHALLENGE
-from fedveil.federation.remote import Step, read, take_masked, write
+from fedveil.federation.protocol import Step, read, take_masked, write
 from fedveil.federation.secure import Sums, Words, check_combination, open_sum
 from fedveil.graph.inputs import Inputs
 from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally, signed

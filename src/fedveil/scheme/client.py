@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,33 +13,47 @@ from fedveil.graph.inputs import Inputs, call, count
 from fedveil.graph.layout import Inside, look_inside
 from fedveil.graph.tail import AtLayer
 from fedveil.scheme.losses import per_sample
-from fedveil.scheme.messages import Broadcast, PublicHead, Update
+from fedveil.scheme.messages import SAME_CODE, Broadcast, PublicHead, Update, match_model
 from fedveil.scheme.outputs import head_axis, slope
 from fedveil.scheme.perceptron import backward, forward, links_of
 from fedveil.scheme.terms import cotangents
 from fedveil.wire import Tensors
 
-SAME_CODE = "build the client's model with the code that built the server's"
+NOT_CALLED = "forward did not call the layer that is masked additively"
 
 
-def _check_architecture(model: nn.Module, broadcast: Broadcast) -> Inside:
-    """Read the model, or refuse it if its tensors or modes differ from the broadcast's."""
+def check_broadcast(model: nn.Module, broadcast: Broadcast) -> Inside:
+    """Read the model, or refuse it if its tensors or modes differ from the broadcast's.
+
+    Parameters that forward does not read are not sent; all buffers are.
+    """
     inside = look_inside(model)
-    for sent, own in ((broadcast.parameters, inside.parameters), (broadcast.buffers, inside.buffers)):
-        for name, value in sent.items():
-            tensor = own.get(name)
-            rows = broadcast.continued and sent is broadcast.buffers and value.is_floating_point()
-            shape = value.shape[1:] if rows else value.shape
-            if tensor is None or tensor.shape != shape:
-                found = "nothing" if tensor is None else str(tuple(tensor.shape))
-                raise ModelMismatch(name, f"the broadcast has {tuple(shape)}, the model {found}", SAME_CODE)
+    buffers = broadcast.buffers
+    if broadcast.continued:
+        buffers = {name: value[0] if value.is_floating_point() else value for name, value in buffers.items()}
+    match_model(inside, broadcast.parameters, buffers, complete=False)
     training = tuple([path for path, mode in inside.modes if mode])
     if training != broadcast.training:
-        path = sorted(set(training) ^ set(broadcast.training))[0]
-        mode = "train" if path in broadcast.training else "eval"
-        fix = f"model.{mode}()" if not path else f"model.get_submodule({path!r}).{mode}()"
-        raise ModelMismatch(path or type(model).__name__, f"the broadcast is for a model in {mode} mode here", fix)
+        _refuse_modes(model, training, broadcast.training)
     return inside
+
+
+def _refuse_modes(model: nn.Module, own: Sequence[str], sent: Sequence[str]) -> NoReturn:
+    differing = sorted(set(own) ^ set(sent))
+    if not differing:
+        raise ModelMismatch("broadcast", "it lists modules in training mode twice or in another order", SAME_CODE)
+    path = differing[0][:80]
+    mode = "train" if differing[0] in sent else "eval"
+    fix = f"model.{mode}()" if not path else f"model.get_submodule({path!r}).{mode}()"
+    raise ModelMismatch(path or type(model).__name__, f"the broadcast is for a model in {mode} mode here", fix)
+
+
+def _check_outputs(head: PublicHead, outputs: Tensor) -> None:
+    """Refuse outputs of the head, with alpha, that are not where the broadcast says."""
+    wanted = len(head.direction) + 1
+    if outputs.dim() <= max(head.axis, 0) or outputs.shape[head.axis] != wanted:
+        what = f"its outputs are {tuple(outputs.shape)}, and the broadcast has {wanted - 1} of them on axis {head.axis}"
+        raise ModelMismatch(head.path[:80], what, SAME_CODE)
 
 
 def _with_alpha(head: PublicHead, values: Tensors) -> Tensors:
@@ -84,7 +99,7 @@ def client_step(
         if torch.is_autocast_enabled(device):
             what = f"torch.autocast is on for {device}: a veiled gradient would lose more digits than a plain one"
             raise BadArgument("client_step", what, "call it outside of torch.autocast")
-    inside = _check_architecture(model, broadcast)
+    inside = check_broadcast(model, broadcast)
     samples = inputs.shape[0] if isinstance(inputs, Tensor) else count(inputs)
     if not samples or samples != targets.shape[0]:
         what = f"{samples} inputs and {targets.shape[0]} targets: there must be as many of each, at least 1"
@@ -95,6 +110,7 @@ def client_step(
     if head and links and isinstance(inputs, Tensor):
         with torch.no_grad():
             seen = forward(links, values, inputs)
+            _check_outputs(head, seen[-1])
             backs = cotangents(broadcast.loss, head, seen[-1], targets, weights)
             passes = backward(links, values, seen, backs, broadcast.trainable)
         buffers: Tensors = {}
@@ -123,12 +139,18 @@ class _Work:
     def __post_init__(self) -> None:
         self.values = {name: value.detach() for name, value in self.values.items()}
         self.leaves = {name: self.values[name].requires_grad_() for name in self.broadcast.trainable}
+        unsent = {name: own.shape for name, own in self.inside.parameters.items() if name not in self.values}
+        if unsent:  # forward does not read them; should it, the client's own values are not what it finds
+            zero = next(iter(self.values.values())).new_zeros(())
+            self.values |= {name: zero.expand(shape) for name, shape in unsent.items()}
 
     def passes(self, head: PublicHead | None) -> tuple[Tensors, Tensors]:
         """Forward, and one backward pass per cotangent."""
         buffers = self._buffers()
         with self._filled(buffers):
             outputs = self._reach(head) if head and head.tail != "alike" else call(self.model, self.inputs)
+            if head:
+                _check_outputs(head, outputs)
             with torch.no_grad():
                 backs = cotangents(self.broadcast.loss, head, outputs, self.targets, self.weights)
             room = self._room(len(backs))
@@ -143,7 +165,10 @@ class _Work:
         if head.tail == "stacked":
             buffers = self._buffers()
             with self._filled(buffers):
-                parts = self._outputs(head, range(count)).chunk(count)
+                outputs = self._outputs(head, range(count))
+                if len(outputs) != count * len(self.targets):  # parts without an output would be sent as they are
+                    raise ModelMismatch(head.path[:80], "what follows it does not keep samples apart", SAME_CODE)
+                parts = outputs.chunk(count)
                 for number, part in enumerate(parts):
                     self._back(room, number, part, self._delta(part), last=number == count - 1)
             return room, buffers
@@ -188,7 +213,9 @@ class _Work:
 
     def _back(self, room: Tensors, number: int, outputs: Tensor, cotangent: Tensor, *, last: bool) -> None:
         leaves = list(self.leaves.values())
-        found = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=not last, allow_unused=True)
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if outputs.requires_grad:
+            found = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=not last, allow_unused=True)
         for stack, gradient in zip(room.values(), found, strict=True):
             if gradient is None:
                 stack[number].zero_()
@@ -205,12 +232,15 @@ class _Work:
 
         with suppress(_HeadReached), AtLayer(self.values[head.weight], capture):
             call(self.model, self.inputs)
+        if not seen:
+            raise ModelMismatch(head.path[:80], NOT_CALLED, SAME_CODE)
         return seen[0]
 
     def _outputs(self, head: PublicHead, numbers: Sequence[int]) -> Tensor:
         """The model's outputs for some candidates, each as if it were the true offset, along the batch."""
 
         def correct(output: Tensor) -> Tensor:
+            _check_outputs(head, output)
             y, alpha = torch.split_with_sizes(output, [output.shape[head.axis] - 1, 1], head.axis)
             shape = [1] * y.dim()
             shape[head.axis] = -1
@@ -220,7 +250,7 @@ class _Work:
         with AtLayer(self.values[head.weight], correct) as layer:
             outputs: Tensor = call(self.model, self.inputs)
         if not layer.calls:
-            raise ModelMismatch(head.path, "forward did not call the layer that is masked additively", SAME_CODE)
+            raise ModelMismatch(head.path[:80], NOT_CALLED, SAME_CODE)
         return outputs
 
     def _delta(self, outputs: Tensor) -> Tensor:

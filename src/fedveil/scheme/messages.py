@@ -3,17 +3,27 @@
 Both turn into plain values and tensors (`pack`), which `fedveil.wire` makes bytes of, and back (`unpack`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from fedveil.checks import one_of
-from fedveil.errors import BadArgument
+from fedveil.checks import number, one_of
+from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.head import TAILS, WITHIN, Tail
-from fedveil.scheme.losses import LOSSES, Function, Loss, find_loss
+from fedveil.graph.layout import Inside
+from fedveil.scheme.decoys import MOST_DECOYS
+from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_loss
 from fedveil.wire import Packed, Tensors, checked, those_under, under
+
+MOST_GROUPS = MOST_DECOYS
+MOST_PASSES = MOST_GROUPS + 2  # gradients that a client computes of a batch, and sends
+MOST_AXES, MOST_CLASSES = 8, 2**18  # of a model's outputs
+LARGEST = 1e100  # of a setting that is a number: products with it stay inside float64
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that torch computes in
+SAME_CODE = "build the client's model with the code that built the server's"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +42,9 @@ class PublicHead:
             None for squared error by its own terms.
         dim, axis: which dim counts outputs, of the weight and of what takes the noise.
         tail: what follows the head, see `fedveil.graph.head.Head`.
+
+    Raises:
+        BadArgument: more than `MOST_GROUPS` groups, or candidates for more than as many decoys.
     """
 
     path: str
@@ -45,6 +58,11 @@ class PublicHead:
     dim: int
     axis: int
     tail: Tail
+
+    def __post_init__(self) -> None:
+        if self.groups > MOST_GROUPS or len(self.candidates) > MOST_DECOYS + 1:
+            what = f"{self.groups} groups and {len(self.candidates)} candidates are more work than clients accept"
+            raise BadArgument("head", what, f"use at most {MOST_GROUPS} groups and {MOST_DECOYS} decoys")
 
     @property
     def groups(self) -> int:
@@ -85,10 +103,78 @@ def known_loss(where: str, loss: str, loss_settings: Mapping[str, Any], own: Los
         raise BadArgument(where, f"the server's loss is {loss!r}, the one given {own.name!r}")
     if own is None and loss not in LOSSES:
         raise BadArgument(where, f"the loss {loss!r} is the server's own function", f"{where}(..., loss=it)")
+    return own or _build_loss(loss, loss_settings)
+
+
+def _build_loss(name: str, settings: Mapping[str, Any]) -> Loss:
+    """A loss with settings that it has: numbers, lists of numbers or None."""
+    known = LOSSES[name]().settings()
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if key not in known:
+            fix = f"use {', '.join(known)}" if known else "send none"
+            raise BadArgument("loss", f"{name} has no settings {str(key)[:40]!a}", fix)
+        if len(numbers) > MOST_CLASSES:
+            raise BadArgument("loss", f"{key} of {name} has {len(numbers)} numbers, more than {MOST_CLASSES}")
+        if value is not None and not all(number(own) and abs(own) <= LARGEST for own in numbers):
+            raise BadArgument("loss", f"{key} of {name} must be a finite number, a list of them or None")
+        found[key] = value if value is None else tuple(map(float, value)) if numbers is value else float(value)
     try:
-        return own or LOSSES[loss](**loss_settings)
-    except TypeError as error:
-        raise BadArgument("loss", f"{loss} has no settings {sorted(loss_settings)}: {error}") from error
+        return LOSSES[name](**found)
+    except TypeError as error:  # a list for a number, or a number for a list
+        raise BadArgument("loss", f"{name} cannot be built: {error}") from error
+
+
+def match_model(own: Inside, parameters: Tensors, buffers: Tensors, *, complete: bool) -> None:
+    """Refuse tensors that are not those of the client's model, by name, shape or dtype, and missing buffers.
+
+    Floating tensors may all be in one other dtype that torch computes in: clients compute in the dtype that travels.
+
+    Args:
+        own: the client's model.
+        parameters: that arrived.
+        buffers: that arrived.
+        complete: whether every parameter must be among them.
+    """
+    alike = _match_shapes(parameters, own.parameters, complete=complete)
+    if _match_shapes(buffers, own.buffers, complete=True) and alike:
+        return
+    sent, wanted = parameters | buffers, own.parameters | own.buffers
+    floats = {value.dtype for value in sent.values() if value.is_floating_point()}
+    for name, value in sent.items():
+        kinds = value.dtype, wanted[name].dtype
+        other = all(kind.is_floating_point for kind in kinds) and len(floats) == 1 and value.dtype in FLOATS
+        if kinds[0] != kinds[1] and not other:
+            raise ModelMismatch(name, f"the broadcast has {kinds[0]}, the model {kinds[1]}", SAME_CODE)
+
+
+def _match_shapes(sent: Mapping[str, Tensor], own: Mapping[str, Tensor], *, complete: bool) -> bool:
+    """Refuse tensors of other names or shapes; returns whether all dtypes are the same."""
+    alike = True
+    for name, value in sent.items():
+        tensor = own.get(name)
+        if tensor is None or tensor.shape != value.shape:
+            found = "nothing" if tensor is None else str(tuple(tensor.shape))
+            what = f"the broadcast has {str(tuple(value.shape))[:80]}, the model {found}"
+            raise ModelMismatch(name[:80], what, SAME_CODE)
+        alike = alike and value.dtype == tensor.dtype
+    if complete and len(sent) < len(own):
+        name = next(name for name in own if name not in sent)
+        raise ModelMismatch(name, f"the broadcast has nothing, the model {tuple(own[name].shape)}", SAME_CODE)
+    return alike
+
+
+def check_trainable(trainable: Collection[str], parameters: Mapping[str, Tensor]) -> None:
+    """Refuse names of parameters to train that did not travel, that have no gradient or that occur twice; and none."""
+    strange = [name for name in trainable if name not in parameters or not _has_gradient(parameters[name])]
+    if strange or not trainable or len(set(trainable)) < len(trainable):
+        what = f"{strange[0][:80]!a} cannot be trained" if strange else "trainable names nothing, or something twice"
+        raise ModelMismatch("broadcast", what, SAME_CODE)
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,17 +226,46 @@ class Broadcast:
         own = None if loss is None else find_loss(loss)
         if own is None or "loss" in values:
             own = known_loss(where, **checked(where, values, {"loss": str, "loss_settings": dict}), own=own)
-        head = None
-        if values.get("head") is not None:
-            named = checked(where, checked(where, values, {"head": dict})["head"], _HEAD)
-            named["tail"] = cast(Tail, one_of(where, "tail", named["tail"], TAILS))
-            public = those_under("head", tensors)
-            for name in _HEAD_TENSORS:
-                if name not in public:
-                    raise BadArgument(where, f"the head's tensor {name!r} is missing")
-            head = PublicHead(**(named | {name: public[name] for name in _HEAD_TENSORS}))
         parameters, buffers = those_under("parameter", tensors), those_under("buffer", tensors)
+        check_trainable(found["trainable"], parameters)
+        public, head = those_under("head", tensors), None
+        if values.get("head") is not None:
+            head = _read_head(where, checked(where, values, {"head": dict})["head"], public, parameters)
+            if not head.decoys and (head.within or not isinstance(own, SquaredError)):
+                raise BadArgument(where, f"the head has no candidates, and {own.name} needs some here")
+        if len(parameters) + len(buffers) + (len(_HEAD_TENSORS) if head else 0) < len(tensors):
+            strange = next(name for name in tensors if not name.startswith(("parameter/", "buffer/")))
+            raise BadArgument(where, f"{strange[:80]!a} was not asked for")
         return cls(loss=own, parameters=parameters, buffers=buffers, head=head, **found)
+
+
+def _read_head(where: str, values: Mapping[str, Any], public: Tensors, parameters: Tensors) -> PublicHead:
+    """The public part of a head that is one of these parameters."""
+    named = checked(where, values, _HEAD)
+    named["tail"] = cast(Tail, one_of(where, "tail", named["tail"], TAILS))
+    for name in _HEAD_TENSORS:
+        if name not in public:
+            raise BadArgument(where, f"the head's tensor {name!r} is missing")
+    direction, partition, offset, candidates = (public[name] for name in _HEAD_TENSORS)
+    weight, bias, dim = parameters.get(named["weight"]), parameters.get(named["bias"] or ""), named["dim"]
+    if weight is None or (bias is None) != (named["bias"] is None):
+        raise ModelMismatch("head", "the broadcast has no parameters of the names of its weight and bias", SAME_CODE)
+    if weight.dim() < 2 or dim not in (0, 1) or not (named["axis"] == -1 or 0 < named["axis"] < MOST_AXES):
+        raise ModelMismatch("head", f"a weight of {weight.dim()} dims has no outputs at {dim}", SAME_CODE)
+    outputs, groups = weight.shape[dim], offset.numel()
+    forms = {
+        "bias": bias is None or bias.shape == (outputs,),
+        "direction": direction.shape == (outputs,) and direction.dtype == weight.dtype and weight.dtype in FLOATS,
+        "offset": offset.shape == (groups,) and 0 < groups <= outputs and offset.dtype == torch.float64,
+        "candidates": candidates.shape[1:] == (groups,) and candidates.dtype == torch.float64,
+        "partition": partition.shape == (outputs,) and partition.dtype == torch.int64,
+    }
+    for name, fits in forms.items():
+        if not fits:
+            raise ModelMismatch("head", f"its {name} is not one of {outputs} outputs in {groups} groups", SAME_CODE)
+    if not 0 <= int(partition.min()) <= int(partition.max()) < groups:
+        raise ModelMismatch("head", f"its partition has other groups than 0 to {groups - 1}", SAME_CODE)
+    return PublicHead(**(named | {name: public[name] for name in _HEAD_TENSORS}))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,330 @@
+"""Whatever a server sends, a client refuses it by name before it computes, or answers within bounds."""
+
+import json
+import random
+import resource
+import tracemalloc
+
+import pytest
+import torch
+from tests.asks import KINDS, Client, ask_of, changed, faults, mutated, packed, unpacked
+from torch import nn
+
+import fedveil
+from fedveil.defences import Veil
+from fedveil.errors import BadArgument, FedveilError, ModelMismatch
+from fedveil.federation.protocol import Answer, read
+from fedveil.models import mlp
+
+MOST_MEMORY = 2**27  # bytes by which a process may grow while it refuses asks of a few kilobytes
+
+
+def peak():
+    """The most bytes that this process has held so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def fuzz(kind, count):
+    """How many mutated asks a client answers; all others are refused, its model and its memory stay as they are."""
+    message, client = ask_of(kind)
+    client.reply(message)
+    before = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
+    held, answered = peak(), 0
+    for number in range(count):
+        bad = mutated(message, random.Random(f"{kind} {number}"))
+        try:
+            found = client.reply(bad)
+        except FedveilError:
+            continue
+        answered += 1
+        assert len(found) <= client.most(), number
+    assert all(torch.equal(tensor, before[name]) for name, tensor in client.model.state_dict().items())
+    assert peak() - held <= MOST_MEMORY
+    return answered
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mutated_asks_are_refused_or_answered_within_bounds(kind):
+    assert 0 < fuzz(kind, 200) < 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_mutated_asks_are_refused_or_answered_within_bounds(kind):
+    assert fuzz(kind, 500 if kind == "spn" else 4000)
+
+
+def with_candidates(message, count):
+    groups = len(unpacked(message)[1]["head/offset"])
+    return changed(message, {"head/candidates": torch.zeros(count, groups).double()})
+
+
+def with_tensors(message, count):
+    """An ask with that many empty tensors, written by hand: safetensors would take long."""
+    values = json.dumps({"format": 2, "kind": "ask", "values": unpacked(message)[0]})
+    form = '"parameter/%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    entries = ",".join([form % number for number in range(count)])
+    return bare(f'{{"__metadata__":{{"fedveil":{json.dumps(values)}}},{entries}}}')
+
+
+def bare(head, size=None):
+    """A message without tensors, with any head, which may claim another size."""
+    data = head.encode()
+    return (len(data) if size is None else size).to_bytes(8, "little") + data
+
+
+def nested(depth, outside):
+    """JSON that is nested deeply, as the head itself or as the values inside it."""
+    text = "[" * depth
+    return bare(text if outside else json.dumps({"__metadata__": {"fedveil": text}}))
+
+
+ATTACKS = {
+    "100,000 candidates": [lambda ask: with_candidates(ask, 10**5)],
+    "1,000,000 candidates": [lambda ask: with_candidates(ask, 10**6)],
+    "500,000 empty tensors": [lambda ask: with_tensors(ask, 500_000)],
+    "20,000 empty tensors": [lambda ask: with_tensors(ask, 20_000)],
+    "deep and wide JSON": [
+        lambda ask: nested(10**6, outside=True),
+        lambda ask: nested(10**6, outside=False),
+        lambda ask: nested(10**4, outside=False),
+        lambda ask: changed(ask, junk=[[]] * 10**6),
+        lambda ask: bare("[" + "{}," * 10**6 + "0]", size=2**40),
+    ],
+    "long texts and lists": [
+        lambda ask: changed(ask, trainable=["x" * 10**6]),
+        lambda ask: changed(ask, training=["x"] * 10**5),
+        lambda ask: changed(ask, loss_settings={"weight": [1] * 10**6}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_asks_that_would_cost_a_client_dear_are_refused_before_any_work(name):
+    message, client = ask_of("veil, decoys")
+    for attack in ATTACKS[name]:
+        hostile, held = attack(message), peak()
+        assert faults(client, {name: hostile}) == {}
+        assert peak() - held <= MOST_MEMORY  # tensors, which tracemalloc does not see
+        tracemalloc.start()
+        try:
+            assert faults(client, {name: hostile}) == {}
+            assert tracemalloc.get_traced_memory()[1] <= 2**22 + 4 * len(hostile)
+        finally:
+            tracemalloc.stop()
+
+
+def wide():
+    return mlp(6, 70, hidden=10)
+
+
+def test_a_client_computes_for_64_groups_and_a_server_asks_for_no_more(monkeypatch):
+    monkeypatch.setitem(KINDS, "veil, 64 groups", (lambda: Veil(64), wide, "squared_error"))
+    message, client = ask_of("veil, 64 groups")
+    answer = client.reply(message)
+    assert {len(own) for name, own in read(answer, Answer).tensors.items() if name.startswith("passes/")} == {66}
+    assert len(answer) <= client.most()
+    more = {"head/offset": torch.ones(65).double(), "head/candidates": torch.zeros(0, 65).double()}
+    with pytest.raises(BadArgument, match=r"65 groups .* more work than clients accept.\n  Fix: use at most 64 groups"):
+        client.check(changed(message, more))
+    with pytest.raises(BadArgument, match="Veil: groups must be at most 64, got 65"):
+        Veil(65)
+    model = client.model
+    with pytest.raises(BadArgument, match=r"65 groups .* more work than clients accept"):
+        fedveil.perturb(model, fedveil.draw_secret(fedveil.analyse(model, client.records[0][:2]), groups=65))
+
+
+def test_a_client_computes_for_64_decoys_and_no_more(monkeypatch):
+    monkeypatch.setitem(KINDS, "veil, 64 decoys", (lambda: Veil(decoys=64), wide, "cross_entropy"))
+    message, client = ask_of("veil, 64 decoys")
+    assert len(client.reply(message)) <= client.most()
+    with pytest.raises(BadArgument, match="66 candidates are more work than clients accept"):
+        client.check(with_candidates(message, 66))
+
+
+HEADS = {
+    "no candidates": {"head/candidates": torch.zeros(0, 1).double()},
+    "candidates of other groups": {"head/candidates": torch.zeros(3, 2).double()},
+    "candidates in float32": {"head/candidates": torch.zeros(3, 1)},
+    "candidates as one row": {"head/candidates": torch.zeros(3).double()},
+    "no groups": {"head/offset": torch.zeros(0).double(), "head/candidates": torch.zeros(3, 0).double()},
+    "more groups than outputs": {"head/offset": torch.ones(5).double(), "head/candidates": torch.ones(3, 5).double()},
+    "a group that is not there": {"head/partition": torch.tensor([0, 0, 1, 0])},
+    "a negative group": {"head/partition": torch.tensor([0, 0, -1, 0])},
+    "a partition of 3": {"head/partition": torch.zeros(3).long()},
+    "a partition of floats": {"head/partition": torch.zeros(4)},
+    "a direction of 5": {"head/direction": torch.ones(5)},
+    "a direction in float64": {"head/direction": torch.ones(4).double()},
+    "a direction of integers": {"head/direction": torch.ones(4).long()},
+    "a number for an offset": {"head/offset": torch.tensor(1.0).double()},
+    "no offset": {"head/offset": None},
+}
+
+
+def test_a_head_whose_numbers_do_not_fit_is_refused():
+    message, client = ask_of("veil, decoys")
+    assert faults(client, {name: changed(message, tensors) for name, tensors in HEADS.items()}) == {}
+
+
+def test_a_head_that_is_not_one_of_the_model_is_refused():
+    message, client = ask_of("veil, decoys")
+    head = unpacked(message)[0]["values"]["head"]
+    parts = {
+        "weight": ["no.weight", "0.bias", "0.weight", None],
+        "bias": ["no.bias", "0.bias", "", 1],
+        "dim": [2, -1, None, True],
+        "axis": [-3, 0, 99, 10**30],
+        "tail": ["odd", "", None],
+        "masked_bias": [1, None],
+        "path": [None, "x" * 2000],
+    }
+    asks = {(name, bad): changed(message, head=head | {name: bad}) for name, own in parts.items() for bad in own}
+    asks |= {name: changed(message, head={key: head[key] for key in head if key != name}) for name in head}
+    assert faults(client, asks) == {}
+
+
+@pytest.mark.parametrize("kind", ["plain", "veil", "dbcl"])
+def test_names_that_the_model_does_not_have_are_refused(kind):
+    message, client = ask_of(kind)
+    lists = {
+        "trainable": [[], ["0.weight"] * 2, ["0.weight", "nobody"], ["x" * 2000], [""], None],
+        "training": [["", "nobody"], ["", "", "0", "1", "2", "3"], ["x" * 2000], None],
+    }
+    asks = {(name, str(bad)): changed(message, **{name: bad}) for name, own in lists.items() for bad in own}
+    assert faults(client, asks) == {}
+
+
+@pytest.mark.parametrize("kind", ["plain", "veil", "ppdl"])
+def test_tensors_have_the_names_shapes_and_dtypes_of_the_clients_model(kind):
+    message, client = ask_of(kind)
+    weight, mean, count = "parameter/0.weight", "buffer/1.running_mean", "buffer/1.num_batches_tracked"
+    changes = [
+        *[{weight: torch.zeros(10, 6).to(dtype)} for dtype in (torch.float64, torch.float16, torch.int64)],
+        {weight: torch.zeros(10, 6).to(torch.float8_e4m3fn)},
+        {weight: torch.zeros(6, 10)},
+        {weight: torch.zeros(0)},
+        {"parameter/nobody": torch.zeros(3)},
+        {"buffer/0.weight": torch.zeros(10, 6)},
+        {mean: torch.zeros(10).long()},
+        {mean: None},
+        *[{count: torch.zeros((), dtype=dtype)} for dtype in (torch.float32, torch.int32, torch.bool)],
+        {count: torch.zeros(2).long()},
+    ]
+    assert faults(client, {str(change): changed(message, change) for change in changes}) == {}
+
+
+class Mixed(nn.Module):
+    """Hundreds of parameters, in three dtypes, with a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = nn.Linear(6, 10).bfloat16()
+        self.large = nn.Linear(10, 4).double()
+        self.scales = nn.ParameterList(torch.ones(()) for _ in range(300))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x):
+        hidden = self.small(x.to(self.small.weight.dtype)).relu()
+        return self.large(hidden.to(self.large.weight.dtype)) * sum(self.scales)
+
+
+class MixedClient(Client):
+    def __init__(self):
+        super().__init__(nn.Identity)
+        self.model = Mixed()
+
+
+def mixed_ask(model):
+    message = ask_of("plain")[0]
+    values = unpacked(message)[0]
+    names = dict(model.named_parameters())
+    values["values"] = {"trainable": list(names), "training": [path for path, _ in model.named_modules()]}
+    tensors = {f"parameter/{name}": own.detach() for name, own in names.items()}
+    return packed(values, tensors | {"buffer/count": model.count})
+
+
+def test_a_model_of_several_dtypes_travels_and_its_dtypes_are_not_exchanged():
+    client = MixedClient()
+    found = read(client.reply(mixed_ask(client.model)), Answer).tensors
+    assert found["gradient/small.weight"].dtype == torch.bfloat16
+    assert found["gradient/large.weight"].dtype == torch.float64
+    for dtype in (torch.float32, torch.float64):
+        assert client.reply(mixed_ask(Mixed().to(dtype)))
+    other = Mixed()
+    other.small, other.large = other.small.double(), other.large.bfloat16()
+    with pytest.raises(ModelMismatch, match=r"the broadcast has torch\.(bfloat16|float64), the model torch\."):
+        client.check(mixed_ask(other))
+
+
+def test_a_parameter_that_did_not_travel_is_not_the_clients_own():
+    message, first = ask_of("veil, stacked")
+    second = Client(KINDS["veil, stacked"][1])
+    for parameter in second.model.parameters():
+        parameter.data.add_(1.0)
+    hidden = changed(message, {"parameter/body.0.bias": None}, trainable=["body.0.weight", "head.weight", "head.bias"])
+    answers = [read(client.reply(hidden), Answer).tensors for client in (first, second)]
+    assert all(torch.equal(own, answers[1][name]) for name, own in answers[0].items())
+
+
+class Cut(nn.Module):
+    """Returns as many rows as it was given, however many its head has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.head(x))[: len(x)]
+
+
+def test_memory_that_no_candidate_has_filled_is_not_sent(monkeypatch):
+    monkeypatch.setitem(KINDS, "veil, cut", (lambda: Veil(decoys=2), Cut, "squared_error"))
+    message, client = ask_of("veil, cut")
+    head = unpacked(message)[0]["values"]["head"]
+    client.records = tuple(own[:1] for own in client.records)  # one part of three is as large as the batch
+    with pytest.raises(ModelMismatch, match="what follows it does not keep samples apart"):
+        client.reply(changed(message, head=head | {"tail": "stacked"}))
+
+
+FIELDS = {
+    "round": [-1, 2**53, True, 1.5, "1", None],
+    "batch_size": [0, -1, 2**53, True, 1.5, "1", None],
+    "seed": [-1, 2**64, 10**30, True, 1.5, "1", None],
+    "session": [1, None, "x" * 2000, "\ud800", "\n"],
+    "token": [1, None, "x" * 2000, "\ud800"],
+    "defence": [1, None, "x" * 2000, "veils", "os:system"],
+    "loss": [1, None, "x" * 2000, "own"],
+    "whole_shard": [1, None],
+    "values": [[], None, {}],
+    "settings": [[], None],
+    "loss_settings": [[], None],
+    "secure": [[], None],
+}
+
+
+def test_numbers_and_texts_of_an_ask_are_typed_and_bounded():
+    message, client = ask_of("plain")
+    asks = {(name, str(bad)): changed(message, **{name: bad}) for name, own in FIELDS.items() for bad in own}
+    values, tensors = unpacked(message)
+    for name in values:
+        asks[name] = packed({key: value for key, value in values.items() if key != name}, tensors)
+    assert faults(client, asks | {"tensors": packed(values, {})}) == {}
+
+
+@pytest.mark.parametrize("kind", ["plain", "veil", "ppdl"])
+def test_what_only_the_models_own_code_can_judge_is_a_refusal_too(kind):
+    """BatchNorm in training mode fails for a batch of one record."""
+    message, client = ask_of(kind)
+    client.records = tuple(own[:1] for own in client.records)
+    with pytest.raises(BadArgument, match="ask: this client cannot answer it: ValueError") as caught:
+        client.reply(message)
+    assert "input size" not in str(caught.value)
+    assert "input size" in str(caught.value.__cause__)
+
+
+def test_a_hidden_layer_in_place_of_the_head_is_a_refusal_too():
+    message, client = ask_of("veil, a perceptron")
+    head = unpacked(message)[0]["values"]["head"] | {"weight": "0.weight", "bias": "0.bias", "path": "0"}
+    tensors = {"head/direction": torch.ones(10), "head/partition": torch.zeros(10).long()}
+    with pytest.raises(BadArgument, match="ask: this client cannot answer it: RuntimeError"):
+        client.reply(changed(message, tensors, head=head))
