@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import share
 from fedveil.defences import Aggregate, Defence, Samples
-from fedveil.errors import BadArgument, NonFiniteUpdate, OutOfRange, TooFewAnswers
+from fedveil.errors import BadArgument, NonFiniteUpdate, OutOfRange, TooFewAnswers, UpdateRefused
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update
 from fedveil.federation.engine import Member
@@ -29,6 +29,7 @@ from fedveil.secagg import threshold
 __all__ = ["Federation", "History", "Record"]
 ATTEMPTS = 8  # of a round under secure aggregation
 BATCH = 32  # records, unless somebody says otherwise
+FINITE = "although the records are finite"
 
 
 @lru_cache(maxsize=16)
@@ -148,25 +149,31 @@ class Federation(Server):
             updates = self.answers(broadcast, clients)
         if seen:
             seen(broadcast, updates)
-        if self.limits is None:
+        if self.limits is not None:
+            return self._limited(self.limits, clients, updates)
+        try:
             return self.defence.aggregate(updates, sizes)
-        return self._limited(self.limits, clients, updates)
+        except NonFiniteUpdate as error:
+            who = "the pass that all clients share" if self.fused else _whose(error, clients)
+            raise NonFiniteUpdate(who, f"{error.what}, {FINITE}") from error
 
     def _summed(self, sums: Sums, parties: LocalParties, clients: Sequence[int], seen: Seen | None) -> Aggregate:
         """One round under secure aggregation; `seen` gets the sum, as if it were the update of one client."""
         for _ in range(ATTEMPTS):
             broadcast = self.defence.broadcast(self.model)
             opening = parties.opening(clients, self.round, sums.exponents(broadcast))
-            words = {}
+            words, who = {}, ""
             try:
                 for client, update in zip(clients, self.answers(broadcast, clients), strict=True):
-                    _, tensors = sums.messages.pack_update(sums.defence, update)
+                    who, (_, tensors) = f"client {client}", sums.messages.pack_update(sums.defence, update)
                     words[client] = words_of(tensors, self.claims(client), opening, sums.clip)
+            except NonFiniteUpdate as error:
+                raise NonFiniteUpdate(who, f"{error.what}, {FINITE}") from error
             except OutOfRange:
                 sums.widen()
                 continue
             return sums.aggregate(parties.total(opening, words), opening)
-        raise NonFiniteUpdate("a client", f"its numbers did not fit in {ATTEMPTS} attempts, each with more room")
+        raise NonFiniteUpdate(who, f"its numbers did not fit in {ATTEMPTS} attempts, each with more headroom")
 
     def answers(self, broadcast: Any, clients: Sequence[int]) -> list[Any]:
         """What each of the clients uploads."""
@@ -185,7 +192,8 @@ class Federation(Server):
         told = [f"client {client}: {error.what}" for client, error in outcome.refused.items()]
         if outcome.result is None:
             if len(told) == len(clients) and all(isinstance(e, NonFiniteUpdate) for e in outcome.refused.values()):
-                raise next(iter(outcome.refused.values()))
+                client, error = next(iter(outcome.refused.items()))
+                raise NonFiniteUpdate(f"client {client}", f"{error.what}, {FINITE}") from error
             what = f"{len(clients) - len(told)} updates are left, too few for {limits.aggregator}"
             raise TooFewAnswers(f"round {self.round}", "; ".join([what, *told]), "more clients, or a smaller hostile=")
         return outcome.recorded(told)
@@ -233,6 +241,12 @@ class Federation(Server):
             if path.exists():
                 found[client] = checkpoint.load(path, self.device, belongs)
         return found
+
+
+def _whose(error: UpdateRefused, clients: Sequence[int]) -> str:
+    """The client whose update a defence refuses: a defence knows only its place among the round's updates."""
+    known = {f"client {place}": f"client {client}" for place, client in enumerate(clients)}
+    return known.get(error.where, error.where)
 
 
 def _private_file(folder: Path, client: int, number: int) -> Path:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -21,10 +22,11 @@ from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.evaluate import better, counting, metrics, predict_source
+from fedveil.federation.finite import first_infinite
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, optimizer_of, plateau_value, schedule_of
 from fedveil.federation.shards import checked
-from fedveil.federation.sources import Given, Source, as_source
+from fedveil.federation.sources import Given, Rows, Source, as_source, check_range
 from fedveil.federation.targets import targets_of
 from fedveil.locks import locked
 from fedveil.scheme.losses import Function, Loss, find_loss
@@ -35,6 +37,9 @@ Record = dict[str, Any]
 Folder = str | os.PathLike[str]
 Callback = Callable[[Record], object]
 Seen = Callable[[Any, Sequence[Any]], None]
+LOWER = "lower the learning rate; checkpoints that were written before are kept"
+SCALE = "scale inputs and targets, or change the loss or the model; no step was made, so the learning rate is innocent"
+LEFT = "the model in memory keeps what the step made of it"
 
 
 @dataclass
@@ -80,6 +85,9 @@ class Server(ABC):
         self.limits = limits_for(self.defence, limits)
         self.loss = find_loss(loss)
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        if (name := first_infinite(self._parameters | self._buffers)) is not None:
+            fix = "give it finite values; a mask of -inf can be a bool tensor, or made in forward"
+            raise BadArgument(type(self).__name__, f"the model's {name} holds NaN or infinity", fix)
         self.optimizer = optimizer_of(optimizer, self._parameters)
         self.schedule = schedule_of(schedule, self.optimizer)
         self.schedule_every = one_of(type(self).__name__, "schedule_every", schedule_every, ("epoch", "round"))
@@ -88,7 +96,7 @@ class Server(ABC):
         self.best: tuple[float, dict[str, Tensor]] | None = None
         self.history = History()
         self._run = secrets.token_bytes(16)  # which checkpoints are this run's
-        self._behind = False  # the last checkpoint on disk is damaged, and the one before was used
+        self._behind = False  # the last checkpoint on disk is bad, and the one before was used
 
     @property
     @abstractmethod
@@ -104,23 +112,37 @@ class Server(ABC):
         try:
             result = self.exchange(seen)
         except NonFiniteUpdate as error:
-            fix = "lower the learning rate; checkpoints that were written before are kept"
-            what = f"training diverged: {error.where}: {error.what}"
-            raise Diverged(f"round {self.round}", what, fix) from error
+            raise self._diverged(f"{error.where}: {error.what}", LOWER if self.round else SCALE) from error
         finally:
             self.defence.forget()  # no secret is left, however the exchange ends
-        for name, parameter in self._parameters.items():
-            parameter.grad = result.gradients.get(name)
-        if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_norm)
-        self.optimizer.step()
-        for name, value in result.buffers.items():
-            self._buffers[name].copy_(value)
+        self._apply(result)
         self.round += 1
         due = self.schedule_every == "round" or self.round % self.rounds_per_epoch == 0
         if self.schedule and due and not isinstance(self.schedule, ReduceLROnPlateau):
             self.schedule.step()
         return result
+
+    def _apply(self, result: Aggregate) -> None:
+        """Let the optimiser step, and take over the buffers; a model that becomes infinite is refused."""
+        for name, parameter in self._parameters.items():
+            parameter.grad = result.gradients.get(name)
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_norm)
+        try:
+            self.optimizer.step()
+        except (RuntimeError, OverflowError) as error:
+            if "overflow" not in str(error):
+                raise
+            raise self._diverged(f"the optimiser's step overflows; {LEFT}", LOWER) from error
+        for name, value in result.buffers.items():
+            self._buffers[name].copy_(value)
+        changed: dict[str, Tensor] = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        changed |= {name: self._buffers[name] for name in result.buffers}
+        if (infinite := first_infinite(changed)) is not None:
+            raise self._diverged(f"after the step {infinite} holds NaN or infinity; {LEFT}", LOWER)
+
+    def _diverged(self, what: str, fix: str) -> Diverged:
+        return Diverged(f"round {self.round}", f"training diverged: {what}", fix)
 
     def fit(
         self,
@@ -156,7 +178,7 @@ class Server(ABC):
         home, calls = None if folder is None else Path(folder), _several(on_round)
         for name, count in {"epochs": epochs, "rounds": 0 if rounds is None else rounds}.items():
             whole("fit", name, count, 0)
-        held = None if test is None else _held_out(test)
+        held = None if test is None else _held_out(test, self.dtype)
         self._check_watched(held, patience)
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
         every = evaluate_every or self.rounds_per_epoch
@@ -188,6 +210,7 @@ class Server(ABC):
                 if home and (self.round == last or due or self.stalled(patience)):
                     self.save(home)
             if home:
+                self._check_model()
                 checkpoint.save_values(home / checkpoint.MODEL, self.model.state_dict())
             if home and self.best:
                 checkpoint.save_values(home / checkpoint.BEST, self.best[1])
@@ -219,7 +242,7 @@ class Server(ABC):
         name = counting(found)
         value = found[name]
         if value != value:
-            raise Diverged(f"round {self.round}", f"{name} is not a number", "lower the learning rate")
+            raise self._diverged(f"{name} is not a number, although the test data are finite", LOWER)
         if better(name, value, self.best[0] if self.best else None):
             self.best = value, {key: tensor.detach().clone() for key, tensor in self.model.state_dict().items()}
         if isinstance(self.schedule, ReduceLROnPlateau):
@@ -240,13 +263,19 @@ class Server(ABC):
 
     def save(self, folder: Folder) -> None:
         """Write the checkpoint; the one before stays beside it."""
+        self._check_model()
         with locked(home := Path(folder)):
             self._save(home)
         self._behind = False
 
+    def _check_model(self) -> None:
+        """Refuse to save a model that is not finite."""
+        if (name := first_infinite(self.model.state_dict())) is not None:
+            raise self._diverged(f"{name} holds NaN or infinity, and such a model is not saved", LOWER)
+
     def _save(self, folder: Path) -> set[int]:
         """Write the checkpoint; returns the rounds of those that are there now."""
-        return checkpoint.save_last(folder, self.state(), self._belongs)
+        return checkpoint.save_last(folder, self.state(), self._belongs, bad=self._behind)
 
     @property
     def _belongs(self) -> checkpoint.Belongs:
@@ -255,13 +284,14 @@ class Server(ABC):
     def resume(self, folder: Folder) -> None:
         """Go on from a folder's checkpoint: same data order and optimiser state, new secrets.
 
-        If it is damaged, the one before is used; a warning and the last record say so.
+        If it is damaged, or its model is not finite, the one before is used; a warning and the last record say so.
         """
         damaged: list[checkpoint.Damaged] = []
         folder = Path(folder)
         for path in checkpoint.found_in(folder) or [folder / checkpoint.LAST]:
             try:
                 belongs, state = checkpoint.read(path, self.device)
+                checkpoint.check_model(path, state)
                 private = self._private_states(folder, belongs, state)
             except checkpoint.Damaged as error:
                 damaged.append(error)
@@ -321,6 +351,9 @@ def _several(given: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
     return calls
 
 
-def _held_out(given: Given) -> Source:
+def _held_out(given: Given, dtype: torch.dtype) -> Source:
     """Test data, checked as far as they are in memory."""
-    return checked([as_source("test data", given)])[0]
+    source = checked([as_source("test data", given)])[0]
+    if isinstance(source, Rows):
+        check_range(source.who, (source.inputs, source.targets), range(len(source)), dtype)
+    return source
