@@ -29,6 +29,7 @@ from fedveil.federation.shards import checked
 from fedveil.federation.sources import Given, Rows, Source, as_source, check_range
 from fedveil.federation.targets import targets_of
 from fedveil.locks import locked
+from fedveil.plain_json import parse_json
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
 
@@ -339,7 +340,7 @@ class Server(ABC):
             self.defence.restore_client(client, own)
         self.round, self.best = state["round"], state["best"]
         records = state["records"]
-        self.history = History(json.loads(records) if isinstance(records, str) else list(records))
+        self.history = History(parse_json(str(folder), records) if isinstance(records, str) else list(records))
 
 
 def _several(given: Callback | Sequence[Callback] | None) -> Sequence[Callback]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -19,6 +18,7 @@ from fedveil.federation.local import Federation
 from fedveil.federation.shards import batches
 from fedveil.lookup import imported
 from fedveil.models import cnn, densenet, lenet, mlp, resnet
+from fedveil.plain_json import parse_json
 from fedveil.runs.config import Config, DataSettings, LimitSettings, ModelSettings, TrainingSettings
 from fedveil.scheme import CrossEntropy, Loss, find_loss
 
@@ -144,7 +144,7 @@ def own_settings(words: Sequence[str]) -> dict[str, bool | int | float | str]:
         if not equals or not name.isidentifier():
             raise BadArgument("--settings", f"{word!r} is not NAME=VALUE", "--settings strength=0.1 mode=fast")
         try:
-            value = json.loads(text)
+            value = parse_json(word, text)
         except ValueError:
             value = text
         found[name] = value if isinstance(value, bool | int | float) else text
