@@ -20,6 +20,7 @@ from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
 from fedveil.federation.server import History, Record, Seen, Server
 from fedveil.federation.shards import checked, shards_of
+from fedveil.federation.single import refuse_single
 from fedveil.federation.sources import Given, as_source, batch_size_of
 from fedveil.federation.targets import one_output, usual_loss
 from fedveil.files import make_folder, sweep
@@ -114,6 +115,7 @@ class Federation(Server):
         )
         size = batch_size_of(clients, batch_size, BATCH)
         self.shards = shards_of(model, self.loss, sources, size, seed, self.dtype)
+        refuse_single(model, self.shards)
         share("Federation", "participation", participation)
         self.whole_shard, self.participation = whole_shard, participation
         norms = [module for module in model.modules() if isinstance(module, _NormBase)]

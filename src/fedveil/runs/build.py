@@ -16,6 +16,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import batches
+from fedveil.files import enough_memory
 from fedveil.lookup import imported
 from fedveil.models import cnn, densenet, lenet, mlp, resnet
 from fedveil.plain_json import parse_json
@@ -53,7 +54,9 @@ def build_model(config: Config, data: Data) -> nn.Module:
         torch.manual_seed(config.training.seed)
         if ":" in config.model.name:
             return load_factory(config.model.name)
-        return named_model(config.model, record_shape(config.model.name, data), data.outputs)
+        shape, fix = record_shape(config.model.name, data), "choose a smaller --hidden or --width, or smaller records"
+        with enough_memory("model", f"the values of this {config.model.name}", fix):
+            return named_model(config.model, shape, data.outputs)
 
 
 def record_shape(name: str, data: Data) -> torch.Size:
