@@ -26,8 +26,8 @@ def refusals(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def enough_memory(where: str, what: str, fix: str, needed: int | None = None) -> Iterator[None]:
-    """What needs more memory than there is as a FedveilError that says how much.
+def require_memory(where: str, what: str, fix: str, needed: int | None = None) -> Iterator[None]:
+    """Raise a FedveilError that says how much memory is needed, where there is less.
 
     Args:
         where: as in errors.
@@ -36,17 +36,17 @@ def enough_memory(where: str, what: str, fix: str, needed: int | None = None) ->
         needed: bytes, where they are known: more than the machine has are refused before they are asked for.
     """
     if needed is not None and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        raise _too_large(where, what, fix, needed)
+        raise _lack_of_memory(where, what, fix, needed)
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:  # torch raises the latter two
         if not isinstance(error, MemoryError) and not re.search("alloc|overflow", str(error), re.IGNORECASE):
             raise
         told = re.search(r"to allocate (\d+) bytes", str(error))
-        raise _too_large(where, what, fix, needed or (int(told[1]) if told else None)) from error
+        raise _lack_of_memory(where, what, fix, needed or (int(told[1]) if told else None)) from error
 
 
-def _too_large(where: str, what: str, fix: str, size: int | None) -> BadArgument:
+def _lack_of_memory(where: str, what: str, fix: str, size: int | None) -> BadArgument:
     amount = "more memory than there is"
     if size is not None and size < 2**60:
         amount = f"{size / 2**30:,.1f} GiB of memory, more than there is"

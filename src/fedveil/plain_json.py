@@ -49,20 +49,20 @@ def parse_json(where: str, text: str) -> Any:
     ...
     fedveil.errors.BadArgument: config.json: is not JSON: Expecting ',' delimiter: line 1 column 6 (char 5).
     """
-    return _parsed(where, "JSON", json.loads, text)
+    return _parse(where, "JSON", json.loads, text)
 
 
 def read_json(path: Path) -> Any:
     """The value of a JSON file; a BadArgument names a file that cannot be read."""
-    return parse_json(str(path), _text(path, "JSON"))
+    return parse_json(str(path), _read_text(path, "JSON"))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file; a BadArgument names a file that cannot be read."""
-    return _parsed(str(path), "TOML", tomllib.loads, _text(path, "TOML"))
+    return _parse(str(path), "TOML", tomllib.loads, _read_text(path, "TOML"))
 
 
-def _text(path: Path, form: str) -> str:
+def _read_text(path: Path, form: str) -> str:
     try:
         return path.read_text()
     except OSError as error:
@@ -71,7 +71,7 @@ def _text(path: Path, form: str) -> str:
         raise BadArgument(str(path), f"is not {form}: {error}") from error
 
 
-def _parsed(where: str, form: str, parse: Callable[[str], Value], text: str) -> Value:
+def _parse(where: str, form: str, parse: Callable[[str], Value], text: str) -> Value:
     deep = BadArgument(where, f"its values are nested in more than {DEEPEST} levels", "flatten them")
     try:
         value = parse(text)
@@ -81,11 +81,11 @@ def _parsed(where: str, form: str, parse: Callable[[str], Value], text: str) -> 
         raise deep from None
     level: list[Any] = [value]
     for _ in range(DEEPEST):
-        level = [inner for outer in level for inner in _inside(outer)]
+        level = [inner for outer in level for inner in _list_inner(outer)]
     if level:
         raise deep
     return value
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _list_inner(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

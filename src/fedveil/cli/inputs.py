@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fedveil.errors import BadArgument
-from fedveil.files import enough_memory
+from fedveil.files import require_memory
 from fedveil.graph.inputs import Inputs
 
 EXACT = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
@@ -26,7 +26,7 @@ def parse_input(text: str, dtype: str) -> tuple[str, torch.Tensor]:
         raise BadArgument("--input", f"{sizes!r} is not a list of sizes", "--input 3,32,32 (one input, no batch)")
     shape, own = [int(size) for size in sizes.split(",") if size], TYPES[kind if colon else dtype]
     needed = 2 * math.prod(shape) * own.itemsize
-    with enough_memory("--input", f"two records of {sizes}", "use smaller sizes", needed):
+    with require_memory("--input", f"two records of {sizes}", "use smaller sizes", needed):
         return name, torch.zeros((2, *shape), dtype=own)
 
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 
-def first_infinite(tensors: Mapping[str, Any]) -> str | None:
+def find_non_finite(tensors: Mapping[str, Any]) -> str | None:
     """The name of the first floating-point tensor that holds NaN or infinity; None if there is none.
 
     One norm per tensor is enough, unless the squares of finite numbers overflow: a few microseconds in every round.
     """
-    floating = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and _counts(tensor)}
+    kept = [name for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+    floating = {name: tensors[name] for name in kept if tensors[name].numel()}
     if not floating:
         return None
     with torch.no_grad():
@@ -21,7 +22,3 @@ def first_infinite(tensors: Mapping[str, Any]) -> str | None:
     if math.isfinite(total):
         return None
     return next((name for name, tensor in floating.items() if not torch.isfinite(tensor).all()), None)
-
-
-def _counts(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 0

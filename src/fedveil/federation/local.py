@@ -156,7 +156,7 @@ class Federation(Server):
         try:
             return self.defence.aggregate(updates, sizes)
         except NonFiniteUpdate as error:
-            who = "the pass that all clients share" if self.fused else _whose(error, clients)
+            who = "the pass that all clients share" if self.fused else _name_client(error, clients)
             raise NonFiniteUpdate(who, f"{error.what}, {FINITE}") from error
 
     def _summed(self, sums: Sums, parties: LocalParties, clients: Sequence[int], seen: Seen | None) -> Aggregate:
@@ -245,7 +245,7 @@ class Federation(Server):
         return found
 
 
-def _whose(error: UpdateRefused, clients: Sequence[int]) -> str:
+def _name_client(error: UpdateRefused, clients: Sequence[int]) -> str:
     """The client whose update a defence refuses: a defence knows only its place among the round's updates."""
     known = {f"client {place}": f"client {client}" for place, client in enumerate(clients)}
     return known.get(error.where, error.where)

@@ -22,12 +22,13 @@ from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.evaluate import better, counting, metrics, predict_source
-from fedveil.federation.finite import first_infinite
+from fedveil.federation.finite import find_non_finite
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, optimizer_of, plateau_value, schedule_of
 from fedveil.federation.shards import checked
 from fedveil.federation.sources import Given, Rows, Source, as_source, check_range
 from fedveil.federation.targets import targets_of
+from fedveil.federation.threads import OneThread
 from fedveil.locks import locked
 from fedveil.plain_json import parse_json
 from fedveil.scheme.losses import Function, Loss, find_loss
@@ -39,7 +40,7 @@ Folder = str | os.PathLike[str]
 Callback = Callable[[Record], object]
 Seen = Callable[[Any, Sequence[Any]], None]
 LOWER = "lower the learning rate; checkpoints that were written before are kept"
-SCALE = "scale inputs and targets, or change the loss or the model; no step was made, so the learning rate is innocent"
+SCALE = "scale inputs and targets, or change the loss or the model: without a step it is not the learning rate"
 LEFT = "the model in memory keeps what the step made of it"
 
 
@@ -86,7 +87,7 @@ class Server(ABC):
         self.limits = limits_for(self.defence, limits)
         self.loss = find_loss(loss)
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        if (name := first_infinite(self._parameters | self._buffers)) is not None:
+        if (name := find_non_finite(self._parameters | self._buffers)) is not None:
             fix = "give it finite values; a mask of -inf can be a bool tensor, or made in forward"
             raise BadArgument(type(self).__name__, f"the model's {name} holds NaN or infinity", fix)
         self.optimizer = optimizer_of(optimizer, self._parameters)
@@ -96,6 +97,7 @@ class Server(ABC):
         self.round = 0
         self.best: tuple[float, dict[str, Tensor]] | None = None
         self.history = History()
+        self._alone = OneThread(type(self).__name__)
         self._run = secrets.token_bytes(16)  # which checkpoints are this run's
         self._behind = False  # the last checkpoint on disk is bad, and the one before was used
 
@@ -110,18 +112,19 @@ class Server(ABC):
 
     def step(self, seen: Seen | None = None) -> Aggregate:
         """One round; `seen` gets what travelled in it: the broadcast and the uploads (one, if clients are fused)."""
-        try:
-            result = self.exchange(seen)
-        except NonFiniteUpdate as error:
-            raise self._diverged(f"{error.where}: {error.what}", LOWER if self.round else SCALE) from error
-        finally:
-            self.defence.forget()  # no secret is left, however the exchange ends
-        self._apply(result)
-        self.round += 1
-        due = self.schedule_every == "round" or self.round % self.rounds_per_epoch == 0
-        if self.schedule and due and not isinstance(self.schedule, ReduceLROnPlateau):
-            self.schedule.step()
-        return result
+        with self._alone:
+            try:
+                result = self.exchange(seen)
+            except NonFiniteUpdate as error:
+                raise self._divergence(f"{error.where}: {error.what}", LOWER if self.round else SCALE) from error
+            finally:
+                self.defence.forget()  # no secret is left, however the exchange ends
+            self._apply(result)
+            self.round += 1
+            due = self.schedule_every == "round" or self.round % self.rounds_per_epoch == 0
+            if self.schedule and due and not isinstance(self.schedule, ReduceLROnPlateau):
+                self.schedule.step()
+            return result
 
     def _apply(self, result: Aggregate) -> None:
         """Let the optimiser step, and take over the buffers; a model that becomes infinite is refused."""
@@ -134,15 +137,15 @@ class Server(ABC):
         except (RuntimeError, OverflowError) as error:
             if "overflow" not in str(error):
                 raise
-            raise self._diverged(f"the optimiser's step overflows; {LEFT}", LOWER) from error
+            raise self._divergence(f"the optimiser's step overflows; {LEFT}", LOWER) from error
         for name, value in result.buffers.items():
             self._buffers[name].copy_(value)
         changed: dict[str, Tensor] = {name: p for name, p in self._parameters.items() if p.grad is not None}
         changed |= {name: self._buffers[name] for name in result.buffers}
-        if (infinite := first_infinite(changed)) is not None:
-            raise self._diverged(f"after the step {infinite} holds NaN or infinity; {LEFT}", LOWER)
+        if (infinite := find_non_finite(changed)) is not None:
+            raise self._divergence(f"after the step {infinite} holds NaN or infinity; {LEFT}", LOWER)
 
-    def _diverged(self, what: str, fix: str) -> Diverged:
+    def _divergence(self, what: str, fix: str) -> Diverged:
         return Diverged(f"round {self.round}", f"training diverged: {what}", fix)
 
     def fit(
@@ -185,7 +188,7 @@ class Server(ABC):
         every = evaluate_every or self.rounds_per_epoch
         before = self.history.records[-1]["seconds"] if self.history.records else 0.0  # of a run that was resumed
         started = time.perf_counter() - before
-        with locked(home) if home else contextlib.nullcontext():
+        with self._alone, locked(home) if home else contextlib.nullcontext():
             if home and self.round == 0 and checkpoint.found_in(home):
                 fix = "federation.resume(folder) before fit to go on with it, or another folder"
                 raise BadArgument(str(home), "there is another run in this folder", fix)
@@ -243,7 +246,7 @@ class Server(ABC):
         name = counting(found)
         value = found[name]
         if value != value:
-            raise self._diverged(f"{name} is not a number, although the test data are finite", LOWER)
+            raise self._divergence(f"{name} is not a number, although the test data are finite", LOWER)
         if better(name, value, self.best[0] if self.best else None):
             self.best = value, {key: tensor.detach().clone() for key, tensor in self.model.state_dict().items()}
         if isinstance(self.schedule, ReduceLROnPlateau):
@@ -264,15 +267,16 @@ class Server(ABC):
 
     def save(self, folder: Folder) -> None:
         """Write the checkpoint; the one before stays beside it."""
-        self._check_model()
-        with locked(home := Path(folder)):
-            self._save(home)
-        self._behind = False
+        with self._alone:
+            self._check_model()
+            with locked(home := Path(folder)):
+                self._save(home)
+            self._behind = False
 
     def _check_model(self) -> None:
         """Refuse to save a model that is not finite."""
-        if (name := first_infinite(self.model.state_dict())) is not None:
-            raise self._diverged(f"{name} holds NaN or infinity, and such a model is not saved", LOWER)
+        if (name := find_non_finite(self.model.state_dict())) is not None:
+            raise self._divergence(f"{name} holds NaN or infinity, and such a model is not saved", LOWER)
 
     def _save(self, folder: Path) -> set[int]:
         """Write the checkpoint; returns the rounds of those that are there now."""
@@ -297,7 +301,8 @@ class Server(ABC):
             except checkpoint.Damaged as error:
                 damaged.append(error)
                 continue
-            self._restore(folder, state, private)
+            with self._alone:
+                self._restore(folder, state, private)
             self._run = belongs.run if belongs else self._run
             self._behind = path.name != checkpoint.LAST
             if self._behind:

@@ -15,7 +15,7 @@ def refuse_single(model: nn.Module, shards: Shards) -> None:
     alone = shards.sizes.index(1) if 1 in shards.sizes else 0
     if shards.batch_size > 1 and shards.sizes[alone] > 1:
         return
-    layer = _stopped_at(model, shards, alone)
+    layer = _find_layer(model, shards, alone)
     if layer is None:
         return
     what = (
@@ -26,7 +26,7 @@ def refuse_single(model: nn.Module, shards: Shards) -> None:
     raise BadArgument("Federation", what, f"{fix}, use GroupNorm or LayerNorm, or call model.eval()")
 
 
-def _stopped_at(model: nn.Module, shards: Shards, client: int) -> str | None:
+def _find_layer(model: nn.Module, shards: Shards, client: int) -> str | None:
     """The layer that does not take one record of a client in the modes that the model has; None if all do."""
     entered = [""]
     inputs, _ = shards.take(torch.arange(shards.starts[client], shards.starts[client] + 1))

@@ -156,30 +156,30 @@ def named(inputs: Inputs) -> dict[str, Any]:
 
 def check_finite(who: str, batch: Batch, numbers: Sequence[int]) -> None:
     """Refuse NaN and infinity in inputs and targets; `numbers` are those of the records."""
-    for place, tensor in _floating(batch):
-        if (row := _first_infinite(tensor)) is not None:
+    for place, tensor in _find_floats(batch):
+        if (row := _find_row(tensor)) is not None:
             what = f"{who}, record {numbers[row]}: {place} hold NaN or infinity"
             raise BadArgument("Federation", what, "mend or leave out this record")
 
 
 def check_range(who: str, batch: Batch, numbers: Sequence[int], dtype: torch.dtype) -> None:
     """Refuse finite numbers that become infinite in the model's dtype."""
-    for place, tensor in _floating(batch):
+    for place, tensor in _find_floats(batch):
         if torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
             continue
-        if (row := _first_infinite(tensor.to(dtype))) is not None:
+        if (row := _find_row(tensor.to(dtype))) is not None:
             what = f"{who}, record {numbers[row]}: {place} hold a number that is infinite in the model's {dtype}"
             raise BadArgument("Federation", what, "scale the records down, or train model.double()")
 
 
-def _floating(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+def _find_floats(batch: Batch) -> Iterator[tuple[str, Tensor]]:
     inputs, targets = batch
     for place, leaf in (named(inputs) | {"targets": targets}).items():
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             yield place, leaf
 
 
-def _first_infinite(tensor: Tensor) -> int | None:
+def _find_row(tensor: Tensor) -> int | None:
     finite = torch.isfinite(tensor)
     return None if finite.all() else int((~finite.reshape(len(finite), -1).all(1)).nonzero()[0])
 

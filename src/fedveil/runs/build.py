@@ -16,7 +16,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import batches
-from fedveil.files import enough_memory
+from fedveil.files import require_memory
 from fedveil.lookup import imported
 from fedveil.models import cnn, densenet, lenet, mlp, resnet
 from fedveil.plain_json import parse_json
@@ -55,7 +55,7 @@ def build_model(config: Config, data: Data) -> nn.Module:
         if ":" in config.model.name:
             return load_factory(config.model.name)
         shape, fix = record_shape(config.model.name, data), "choose a smaller --hidden or --width, or smaller records"
-        with enough_memory("model", f"the values of this {config.model.name}", fix):
+        with require_memory("model", f"the values of this {config.model.name}", fix):
             return named_model(config.model, shape, data.outputs)
 
 
