@@ -20,7 +20,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedveil.errors import BadArgument
-from fedveil.federation.finite import find_non_finite
+from fedveil.federation.finite import find_non_finite, select_floats
 from fedveil.files import OWNER, part_of, refusals, write_whole
 
 LOG = logging.getLogger("fedveil")
@@ -88,7 +88,7 @@ def load(path: Path, device: torch.device = CPU, belongs: Belongs | None = None)
 
 def check_model(path: Path, state: Mapping[str, Any]) -> None:
     """Refuse the state of a model that has diverged, which earlier versions wrote."""
-    name = find_non_finite(state["model"])
+    name = find_non_finite(select_floats(state["model"]))
     if name is not None:
         what = f"the checkpoint is of a run that diverged: {name} holds NaN or infinity"
         raise Damaged(str(path), what, "start the run again with a lower learning rate")

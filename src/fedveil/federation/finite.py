@@ -8,17 +8,21 @@ import torch
 from torch import Tensor
 
 
-def find_non_finite(tensors: Mapping[str, Any]) -> str | None:
-    """The name of the first floating-point tensor that holds NaN or infinity; None if there is none.
+def select_floats(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The floating-point tensors among these; empty ones hold no numbers, and are left out."""
+    found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.numel()}
+    return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+
+
+def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first of some floating-point tensors that holds NaN or infinity; None if there is none.
 
     One norm per tensor is enough, unless the squares of finite numbers overflow: a few microseconds in every round.
     """
-    kept = [name for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.is_floating_point()]
-    floating = {name: tensors[name] for name in kept if tensors[name].numel()}
-    if not floating:
+    if not tensors:
         return None
     with torch.no_grad():
-        total = torch.stack(torch._foreach_norm(list(floating.values()))).sum()
-    if math.isfinite(total):
+        norms = torch.stack(torch._foreach_norm(list(tensors.values()))).tolist()
+    if math.isfinite(sum(norms)):
         return None
-    return next((name for name, tensor in floating.items() if not torch.isfinite(tensor).all()), None)
+    return next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)

@@ -22,7 +22,7 @@ from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.evaluate import better, counting, metrics, predict_source
-from fedveil.federation.finite import find_non_finite
+from fedveil.federation.finite import find_non_finite, select_floats
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, optimizer_of, plateau_value, schedule_of
 from fedveil.federation.shards import checked
@@ -87,7 +87,9 @@ class Server(ABC):
         self.limits = limits_for(self.defence, limits)
         self.loss = find_loss(loss)
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        if (name := find_non_finite(self._parameters | self._buffers)) is not None:
+        trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        self._changing = select_floats(trained | self._buffers)  # in a step
+        if (name := find_non_finite(select_floats(self._parameters | self._buffers))) is not None:
             fix = "give it finite values; a mask of -inf can be a bool tensor, or made in forward"
             raise BadArgument(type(self).__name__, f"the model's {name} holds NaN or infinity", fix)
         self.optimizer = optimizer_of(optimizer, self._parameters)
@@ -140,9 +142,7 @@ class Server(ABC):
             raise self._divergence(f"the optimiser's step overflows; {LEFT}", LOWER) from error
         for name, value in result.buffers.items():
             self._buffers[name].copy_(value)
-        changed: dict[str, Tensor] = {name: p for name, p in self._parameters.items() if p.grad is not None}
-        changed |= {name: self._buffers[name] for name in result.buffers}
-        if (infinite := find_non_finite(changed)) is not None:
+        if (infinite := find_non_finite(self._changing)) is not None:
             raise self._divergence(f"after the step {infinite} holds NaN or infinity; {LEFT}", LOWER)
 
     def _divergence(self, what: str, fix: str) -> Diverged:
@@ -275,7 +275,7 @@ class Server(ABC):
 
     def _check_model(self) -> None:
         """Refuse to save a model that is not finite."""
-        if (name := find_non_finite(self.model.state_dict())) is not None:
+        if (name := find_non_finite(select_floats(self.model.state_dict()))) is not None:
             raise self._divergence(f"{name} holds NaN or infinity, and such a model is not saved", LOWER)
 
     def _save(self, folder: Path) -> set[int]:
