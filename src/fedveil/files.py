@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,34 @@ def refusals(path: Path) -> Iterator[None]:
         where, why = str(error.filename or path), error.strerror or type(error).__name__
         fix = "another folder, free space or other permissions"
         raise BadArgument(where, f"cannot be written: {why}", fix) from error
+
+
+@contextlib.contextmanager
+def require_memory(where: str, what: str, fix: str, needed: int | None = None) -> Iterator[None]:
+    """Raise a FedveilError that says how much memory is needed, where there is less.
+
+    Args:
+        where: as in errors.
+        what: needs the memory; a plural noun.
+        fix: as in errors.
+        needed: bytes, where they are known: more than the machine has are refused before they are asked for.
+    """
+    if needed is not None and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise _lack_of_memory(where, what, fix, needed)
+    try:
+        yield
+    except (MemoryError, RuntimeError, TypeError) as error:  # torch raises the latter two
+        if not isinstance(error, MemoryError) and not re.search("alloc|overflow", str(error), re.IGNORECASE):
+            raise
+        told = re.search(r"to allocate (\d+) bytes", str(error))
+        raise _lack_of_memory(where, what, fix, needed or (int(told[1]) if told else None)) from error
+
+
+def _lack_of_memory(where: str, what: str, fix: str, size: int | None) -> BadArgument:
+    amount = "more memory than there is"
+    if size is not None and size < 2**60:
+        amount = f"{size / 2**30:,.1f} GiB of memory, more than there is"
+    return BadArgument(where, f"{what} need {amount}", fix)
 
 
 def make_folder(path: Path, mode: int = 0o777) -> Path:

@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from fedveil.errors import BadArgument
 from fedveil.files import make_folder, refusals, sweep
+from fedveil.plain_json import read_json
 
 LOCK, HOLDER = ".lock", ".holder"
 _held: set[tuple[int, int, Path]] = set()  # process, thread, folder
@@ -31,6 +32,7 @@ def locked(folder: Path) -> Iterator[None]:
         return
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     with refusals(make_folder(folder)):
+        _refuse_links(folder)
         lock = FileLock(folder / LOCK, timeout=0)
         try:
             lock.acquire()
@@ -40,13 +42,27 @@ def locked(folder: Path) -> Iterator[None]:
     _held.add(key)
     try:
         with refusals(folder):
-            (folder / HOLDER).write_text(json.dumps(_own_name()))
+            _sign(folder / HOLDER)
             sweep(folder)
         yield
     finally:
         _held.discard(key)
         _leave(folder, made)
         lock.release()
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse links in the place of our files: whoever put them there may have them lead to any file of the user."""
+    for path in (folder / LOCK, folder / HOLDER):
+        if path.is_symlink():
+            raise BadArgument(str(path), "it is a link, not a file of this folder", "remove it, or use another --out")
+
+
+def _sign(path: Path) -> None:
+    """Write who holds the lock into a new file: whatever had this name before is not written to."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:
+        json.dump(_own_name(), file)
 
 
 def _own_name() -> dict[str, str | int]:
@@ -61,9 +77,9 @@ def _own_name() -> dict[str, str | int]:
 def _holder(folder: Path) -> str:
     """Who holds the lock, if that is known already."""
     try:
-        found = json.loads((folder / HOLDER).read_text())
+        found = read_json(folder / HOLDER)
         return f"{found['command']!r} (process {found['pid']} on {found['host']}, since {found['since']})"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):  # a BadArgument is a ValueError
         return "another process"
 
 

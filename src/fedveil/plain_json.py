@@ -1,8 +1,16 @@
-"""JSON that every program reads: NaN and infinity, which JSON does not have, are written as null or as text."""
+"""JSON that every program reads, without NaN and infinity; and JSON and TOML of users' files, whatever they hold."""
 
 import json
 import math
-from typing import Any
+import tomllib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fedveil.errors import BadArgument
+
+DEEPEST = 100  # levels of nested values: more than any file of ours has, and far from Python's limit
+Value = TypeVar("Value")
 
 
 def to_json(value: Any, indent: int | None = None, *, exact: bool = False) -> str:
@@ -31,3 +39,53 @@ def _replaced(value: Any, exact: bool) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value)) if exact else None
     return value
+
+
+def parse_json(where: str, text: str) -> Any:
+    """The value of a JSON text; `where` names it in errors.
+
+    >>> parse_json("config.json", "[1, 2")
+    Traceback (most recent call last):
+    ...
+    fedveil.errors.BadArgument: config.json: is not JSON: Expecting ',' delimiter: line 1 column 6 (char 5).
+    """
+    return _parse(where, "JSON", json.loads, text)
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file; a BadArgument names a file that cannot be read."""
+    return parse_json(str(path), _read_text(path, "JSON"))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file; a BadArgument names a file that cannot be read."""
+    return _parse(str(path), "TOML", tomllib.loads, _read_text(path, "TOML"))
+
+
+def _read_text(path: Path, form: str) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise BadArgument(str(path), f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadArgument(str(path), f"is not {form}: {error}") from error
+
+
+def _parse(where: str, form: str, parse: Callable[[str], Value], text: str) -> Value:
+    deep = BadArgument(where, f"its values are nested in more than {DEEPEST} levels", "flatten them")
+    try:
+        value = parse(text)
+    except ValueError as error:
+        raise BadArgument(where, f"is not {form}: {error}") from error
+    except RecursionError:
+        raise deep from None
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        level = [inner for outer in level for inner in _list_inner(outer)]
+    if level:
+        raise deep
+    return value
+
+
+def _list_inner(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,11 +1,13 @@
 """`--input`: what a model's forward takes, from sizes, names and types."""
 
+import math
 import re
 from collections.abc import Sequence
 
 import torch
 
 from fedveil.errors import BadArgument
+from fedveil.files import require_memory
 from fedveil.graph.inputs import Inputs
 
 EXACT = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
@@ -22,8 +24,10 @@ def parse_input(text: str, dtype: str) -> tuple[str, torch.Tensor]:
         raise BadArgument("--input", f"there is no type {kind!r} in {text!r}", f"one of {', '.join(TYPES)}")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", sizes) and (sizes or not (equals or colon)):
         raise BadArgument("--input", f"{sizes!r} is not a list of sizes", "--input 3,32,32 (one input, no batch)")
-    shape = [int(size) for size in sizes.split(",") if size]
-    return name, torch.zeros((2, *shape), dtype=TYPES[kind if colon else dtype])
+    shape, own = [int(size) for size in sizes.split(",") if size], TYPES[kind if colon else dtype]
+    needed = 2 * math.prod(shape) * own.itemsize
+    with require_memory("--input", f"two records of {sizes}", "use smaller sizes", needed):
+        return name, torch.zeros((2, *shape), dtype=own)
 
 
 def example_inputs(texts: Sequence[str], dtype: str = "float32") -> Inputs:

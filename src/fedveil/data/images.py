@@ -5,7 +5,7 @@ import importlib
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from fedveil.data.catalogue import About, cache_folder, dataset, few, regular, r
 from fedveil.data.records import Data, Part, Progress
 from fedveil.data.splits import class_parts, stratified
 from fedveil.errors import BadArgument
-from fedveil.files import write_whole
+from fedveil.files import require_memory, write_whole
 
 PURPOSES = ("train", "test")
 FORM = "train/<class>/<image> and test/<class>/<image>"
@@ -215,14 +215,22 @@ def decoded(archive: Archive, names: Sequence[str], side: int, progress: Progres
 
 
 def _decode_all(archive: Archive, names: Sequence[str], side: int, progress: Progress | None) -> Bytes:
-    image_module = _pillow()
-    pixels = np.empty((len(names), 3, side, side), dtype=np.uint8)
-    with archive.reader() as read:
+    image_module, size = _pillow(), len(names) * 3 * side * side
+    with _require_memory(len(names), side, size), archive.reader() as read:
+        pixels = np.empty((len(names), 3, side, side), dtype=np.uint8)
         for index, name in enumerate(names):
             pixels[index] = _decode(image_module, archive.where(name), read(name), side)
             if progress and ((index + 1) % _EVERY == 0 or index + 1 == len(names)):
                 progress(index + 1, len(names))
     return pixels
+
+
+def _require_memory(count: int, side: int, needed: int) -> AbstractContextManager[None]:
+    what, fix = (
+        f"{count:,} images of {side} x {side} pixels",
+        "choose a smaller size, such as --size 32, or fewer images",
+    )
+    return require_memory("images", what, fix, needed)
 
 
 def _pillow() -> Any:
@@ -258,7 +266,8 @@ def _statistics(pixels: Bytes) -> tuple[Channels, Channels]:
 def image_part(pixels: Bytes, targets: NDArray[np.int64], mean: Channels, deviation: Channels) -> Part:
     """Bytes as float32, scaled to [0, 1] and then by mean and deviation of each channel."""
     shift, scale = (torch.tensor([255 * channel for channel in part]).view(3, 1, 1) for part in (mean, deviation))
-    inputs = torch.from_numpy(np.ascontiguousarray(pixels)).to(torch.float32)
+    with _require_memory(len(pixels), pixels.shape[-1], 4 * pixels.size):
+        inputs = torch.from_numpy(np.ascontiguousarray(pixels)).to(torch.float32)
     return Part(inputs.sub_(shift).div_(scale), torch.from_numpy(np.ascontiguousarray(targets, dtype=np.int64)))
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedveil.errors import BadArgument
+from fedveil.federation.finite import find_non_finite, select_floats
 from fedveil.files import OWNER, part_of, refusals, write_whole
 
 LOG = logging.getLogger("fedveil")
@@ -85,6 +86,14 @@ def load(path: Path, device: torch.device = CPU, belongs: Belongs | None = None)
     return state
 
 
+def check_model(path: Path, state: Mapping[str, Any]) -> None:
+    """Refuse the state of a model that has diverged, which earlier versions wrote."""
+    name = find_non_finite(select_floats(state["model"]))
+    if name is not None:
+        what = f"the checkpoint is of a run that diverged: {name} holds NaN or infinity"
+        raise Damaged(str(path), what, "start the run again with a lower learning rate")
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -128,13 +137,14 @@ def owner(path: Path) -> Belongs | None:
         return None
 
 
-def save_last(folder: Path, state: dict[str, Any], belongs: Belongs) -> set[int]:
+def save_last(folder: Path, state: dict[str, Any], belongs: Belongs, *, bad: bool = False) -> set[int]:
     """Write a run's checkpoint; returns the rounds of those that are there now: this one and the last good one.
 
-    At every moment there is a good one. The older one is that of the same run, never of another.
+    At every moment there is a good one. The older one is that of the same run, never of another. `bad` says that the
+    last one on disk is not good, although its checksum may be right.
     """
     last, previous = folder / LAST, folder / PREVIOUS
-    older = owner(last)
+    older = None if bad else owner(last)
     with refusals(folder):
         if older and older.run == belongs.run:
             _put_beside(last, previous)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
-from fedveil.federation.sources import Rows, Source
+from fedveil.federation.sources import Rows, Source, check_finite, check_range
 from fedveil.graph.inputs import Inputs, count, each
 from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, SquaredError, match_targets
 from fedveil.scheme.outputs import are_classes, class_axis, outputs_of, values
@@ -53,7 +53,10 @@ def predict_source(model: nn.Module, source: Source, *, batch_size: int = 256) -
         return predict(model, moved(source.inputs, first.device, first.dtype)), source.targets.to(first.device)
     found = []
     for start in range(0, len(source), batch_size):
-        inputs, targets = source.take(range(start, min(start + batch_size, len(source))))
+        numbers = range(start, min(start + batch_size, len(source)))
+        inputs, targets = source.take(numbers)
+        check_finite(source.who, (inputs, targets), numbers)
+        check_range(source.who, (inputs, targets), numbers, first.dtype)
         found.append((predict(model, moved(inputs, first.device, first.dtype)), targets.to(first.device)))
     return torch.cat([outputs for outputs, _ in found]), torch.cat([targets for _, targets in found])
 

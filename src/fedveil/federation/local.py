@@ -11,15 +11,16 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import share
 from fedveil.defences import Aggregate, Defence, Samples
-from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate, TooFewAnswers
+from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate, TooFewAnswers, UpdateRefused
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update
 from fedveil.federation.engine import Member
 from fedveil.federation.limits import Limits, aggregate
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
-from fedveil.federation.server import LOG, History, Record, Seen, Server
+from fedveil.federation.server import History, Record, Seen, Server
 from fedveil.federation.shards import checked, shards_of
+from fedveil.federation.single import refuse_single
 from fedveil.federation.sources import Given, as_source, batch_size_of
 from fedveil.federation.targets import one_output, usual_loss
 from fedveil.files import make_folder, sweep
@@ -28,6 +29,7 @@ from fedveil.secagg import threshold
 
 __all__ = ["Federation", "History", "Record"]
 BATCH = 32  # records, unless somebody says otherwise
+FINITE = "although the records are finite"
 
 
 @lru_cache(maxsize=16)
@@ -112,6 +114,7 @@ class Federation(Server):
         )
         size = batch_size_of(clients, batch_size, BATCH)
         self.shards = shards_of(model, self.loss, sources, size, seed, self.dtype)
+        refuse_single(model, self.shards)
         share("Federation", "participation", participation)
         self.whole_shard, self.participation = whole_shard, participation
         norms = [module for module in model.modules() if isinstance(module, _NormBase)]
@@ -148,23 +151,27 @@ class Federation(Server):
             updates = self.answers(broadcast, clients)
         if seen:
             seen(broadcast, updates)
-        if self.limits is None:
+        if self.limits is not None:
+            return self._limited(self.limits, clients, updates)
+        try:
             return self.defence.aggregate(updates, sizes)
-        return self._limited(self.limits, clients, updates)
+        except NonFiniteUpdate as error:
+            who = "the pass that all clients share" if self.fused else _name_client(error, clients)
+            raise NonFiniteUpdate(who, f"{error.what}, {FINITE}") from error
 
     def _summed(self, sums: Sums, parties: LocalParties, clients: Sequence[int]) -> Aggregate:
-        """One round under secure aggregation; a sum that wrapped around is lost, and the model stays as it is."""
+        """One round under secure aggregation; a sum that wrapped around is lost, and the model stays as it is.
+
+        Elsewhere a client whose update is not finite contributes nothing; here, where nothing is hidden, it is named.
+        """
         broadcast = self.defence.broadcast(self.model)
         opening = parties.opening(clients, self.round, sums.layout(broadcast))
         words = {}
         for client, update in zip(clients, self.answers(broadcast, clients), strict=True):
             _, tensors = sums.messages.pack_update(sums.defence, update)
             words[client] = words_of(tensors, self.claims(client), opening, sums.clip)
-        empty = [client for client, own in words.items() if not own[1]]
-        if len(empty) == len(clients):
-            raise NonFiniteUpdate("all clients", "their updates hold NaN, infinity or numbers beyond 2^512")
-        if empty:
-            LOG.warning("round %d: clients %s contribute nothing: their updates are not finite", self.round, empty)
+            if not words[client][1]:
+                raise NonFiniteUpdate(f"client {client}", f"its update holds NaN or infinity, {FINITE}")
         try:
             return sums.aggregate(parties.total(opening, words), opening)
         except Aborted as error:
@@ -187,7 +194,8 @@ class Federation(Server):
         told = [f"client {client}: {error.what}" for client, error in outcome.refused.items()]
         if outcome.result is None:
             if len(told) == len(clients) and all(isinstance(e, NonFiniteUpdate) for e in outcome.refused.values()):
-                raise next(iter(outcome.refused.values()))
+                client, error = next(iter(outcome.refused.items()))
+                raise NonFiniteUpdate(f"client {client}", f"{error.what}, {FINITE}") from error
             what = f"{len(clients) - len(told)} updates are left, too few for {limits.aggregator}"
             raise TooFewAnswers(f"round {self.round}", "; ".join([what, *told]), "more clients, or a smaller hostile=")
         return outcome.recorded(told)
@@ -235,6 +243,12 @@ class Federation(Server):
             if path.exists():
                 found[client] = checkpoint.load(path, self.device, belongs)
         return found
+
+
+def _name_client(error: UpdateRefused, clients: Sequence[int]) -> str:
+    """The client whose update a defence refuses: a defence knows only its place among the round's updates."""
+    known = {f"client {place}": f"client {client}" for place, client in enumerate(clients)}
+    return known.get(error.where, error.where)
 
 
 def _private_file(folder: Path, client: int, number: int) -> Path:

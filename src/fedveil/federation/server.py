@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -21,12 +22,15 @@ from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.evaluate import better, counting, metrics, predict_source
+from fedveil.federation.finite import find_non_finite, select_floats
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, optimizer_of, plateau_value, schedule_of
 from fedveil.federation.shards import checked
-from fedveil.federation.sources import Given, Source, as_source
+from fedveil.federation.sources import Given, Rows, Source, as_source, check_range
 from fedveil.federation.targets import targets_of
+from fedveil.federation.threads import OneThread
 from fedveil.locks import locked
+from fedveil.plain_json import parse_json
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
 
@@ -35,6 +39,9 @@ Record = dict[str, Any]
 Folder = str | os.PathLike[str]
 Callback = Callable[[Record], object]
 Seen = Callable[[Any, Sequence[Any]], None]
+LOWER = "lower the learning rate; checkpoints that were written before are kept"
+SCALE = "scale inputs and targets, or change the loss or the model: without a step it is not the learning rate"
+LEFT = "the model in memory keeps what the step made of it"
 
 
 @dataclass
@@ -80,6 +87,11 @@ class Server(ABC):
         self.limits = limits_for(self.defence, limits)
         self.loss = find_loss(loss)
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        self._changing = select_floats(trained | self._buffers)  # in a step
+        if (name := find_non_finite(select_floats(self._parameters | self._buffers))) is not None:
+            fix = "give it finite values; a mask of -inf can be a bool tensor, or made in forward"
+            raise BadArgument(type(self).__name__, f"the model's {name} holds NaN or infinity", fix)
         self.optimizer = optimizer_of(optimizer, self._parameters)
         self.schedule = schedule_of(schedule, self.optimizer)
         self.schedule_every = one_of(type(self).__name__, "schedule_every", schedule_every, ("epoch", "round"))
@@ -87,8 +99,9 @@ class Server(ABC):
         self.round = 0
         self.best: tuple[float, dict[str, Tensor]] | None = None
         self.history = History()
+        self._alone = OneThread(type(self).__name__)
         self._run = secrets.token_bytes(16)  # which checkpoints are this run's
-        self._behind = False  # the last checkpoint on disk is damaged, and the one before was used
+        self._behind = False  # the last checkpoint on disk is bad, and the one before was used
 
     @property
     @abstractmethod
@@ -101,26 +114,39 @@ class Server(ABC):
 
     def step(self, seen: Seen | None = None) -> Aggregate:
         """One round; `seen` gets what travelled in it: the broadcast and the uploads (one, if clients are fused)."""
-        try:
-            result = self.exchange(seen)
-        except NonFiniteUpdate as error:
-            fix = "lower the learning rate; checkpoints that were written before are kept"
-            what = f"training diverged: {error.where}: {error.what}"
-            raise Diverged(f"round {self.round}", what, fix) from error
-        finally:
-            self.defence.forget()  # no secret is left, however the exchange ends
+        with self._alone:
+            try:
+                result = self.exchange(seen)
+            except NonFiniteUpdate as error:
+                raise self._divergence(f"{error.where}: {error.what}", LOWER if self.round else SCALE) from error
+            finally:
+                self.defence.forget()  # no secret is left, however the exchange ends
+            self._apply(result)
+            self.round += 1
+            due = self.schedule_every == "round" or self.round % self.rounds_per_epoch == 0
+            if self.schedule and due and not isinstance(self.schedule, ReduceLROnPlateau):
+                self.schedule.step()
+            return result
+
+    def _apply(self, result: Aggregate) -> None:
+        """Let the optimiser step, and take over the buffers; a model that becomes infinite is refused."""
         for name, parameter in self._parameters.items():
             parameter.grad = result.gradients.get(name)
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters.values(), self.clip_norm)
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except (RuntimeError, OverflowError) as error:
+            if "overflow" not in str(error):
+                raise
+            raise self._divergence(f"the optimiser's step overflows; {LEFT}", LOWER) from error
         for name, value in result.buffers.items():
             self._buffers[name].copy_(value)
-        self.round += 1
-        due = self.schedule_every == "round" or self.round % self.rounds_per_epoch == 0
-        if self.schedule and due and not isinstance(self.schedule, ReduceLROnPlateau):
-            self.schedule.step()
-        return result
+        if (infinite := find_non_finite(self._changing)) is not None:
+            raise self._divergence(f"after the step {infinite} holds NaN or infinity; {LEFT}", LOWER)
+
+    def _divergence(self, what: str, fix: str) -> Diverged:
+        return Diverged(f"round {self.round}", f"training diverged: {what}", fix)
 
     def fit(
         self,
@@ -156,13 +182,13 @@ class Server(ABC):
         home, calls = None if folder is None else Path(folder), _several(on_round)
         for name, count in {"epochs": epochs, "rounds": 0 if rounds is None else rounds}.items():
             whole("fit", name, count, 0)
-        held = None if test is None else _held_out(test)
+        held = None if test is None else _held_out(test, self.dtype)
         self._check_watched(held, patience)
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
         every = evaluate_every or self.rounds_per_epoch
         before = self.history.records[-1]["seconds"] if self.history.records else 0.0  # of a run that was resumed
         started = time.perf_counter() - before
-        with locked(home) if home else contextlib.nullcontext():
+        with self._alone, locked(home) if home else contextlib.nullcontext():
             if home and self.round == 0 and checkpoint.found_in(home):
                 fix = "federation.resume(folder) before fit to go on with it, or another folder"
                 raise BadArgument(str(home), "there is another run in this folder", fix)
@@ -188,6 +214,7 @@ class Server(ABC):
                 if home and (self.round == last or due or self.stalled(patience)):
                     self.save(home)
             if home:
+                self._check_model()
                 checkpoint.save_values(home / checkpoint.MODEL, self.model.state_dict())
             if home and self.best:
                 checkpoint.save_values(home / checkpoint.BEST, self.best[1])
@@ -219,7 +246,7 @@ class Server(ABC):
         name = counting(found)
         value = found[name]
         if value != value:
-            raise Diverged(f"round {self.round}", f"{name} is not a number", "lower the learning rate")
+            raise self._divergence(f"{name} is not a number, although the test data are finite", LOWER)
         if better(name, value, self.best[0] if self.best else None):
             self.best = value, {key: tensor.detach().clone() for key, tensor in self.model.state_dict().items()}
         if isinstance(self.schedule, ReduceLROnPlateau):
@@ -240,13 +267,20 @@ class Server(ABC):
 
     def save(self, folder: Folder) -> None:
         """Write the checkpoint; the one before stays beside it."""
-        with locked(home := Path(folder)):
-            self._save(home)
-        self._behind = False
+        with self._alone:
+            self._check_model()
+            with locked(home := Path(folder)):
+                self._save(home)
+            self._behind = False
+
+    def _check_model(self) -> None:
+        """Refuse to save a model that is not finite."""
+        if (name := find_non_finite(select_floats(self.model.state_dict()))) is not None:
+            raise self._divergence(f"{name} holds NaN or infinity, and such a model is not saved", LOWER)
 
     def _save(self, folder: Path) -> set[int]:
         """Write the checkpoint; returns the rounds of those that are there now."""
-        return checkpoint.save_last(folder, self.state(), self._belongs)
+        return checkpoint.save_last(folder, self.state(), self._belongs, bad=self._behind)
 
     @property
     def _belongs(self) -> checkpoint.Belongs:
@@ -255,18 +289,20 @@ class Server(ABC):
     def resume(self, folder: Folder) -> None:
         """Go on from a folder's checkpoint: same data order and optimiser state, new secrets.
 
-        If it is damaged, the one before is used; a warning and the last record say so.
+        If it is damaged, or its model is not finite, the one before is used; a warning and the last record say so.
         """
         damaged: list[checkpoint.Damaged] = []
         folder = Path(folder)
         for path in checkpoint.found_in(folder) or [folder / checkpoint.LAST]:
             try:
                 belongs, state = checkpoint.read(path, self.device)
+                checkpoint.check_model(path, state)
                 private = self._private_states(folder, belongs, state)
             except checkpoint.Damaged as error:
                 damaged.append(error)
                 continue
-            self._restore(folder, state, private)
+            with self._alone:
+                self._restore(folder, state, private)
             self._run = belongs.run if belongs else self._run
             self._behind = path.name != checkpoint.LAST
             if self._behind:
@@ -309,7 +345,7 @@ class Server(ABC):
             self.defence.restore_client(client, own)
         self.round, self.best = state["round"], state["best"]
         records = state["records"]
-        self.history = History(json.loads(records) if isinstance(records, str) else list(records))
+        self.history = History(parse_json(str(folder), records) if isinstance(records, str) else list(records))
 
 
 def _several(given: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
@@ -321,6 +357,9 @@ def _several(given: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
     return calls
 
 
-def _held_out(given: Given) -> Source:
+def _held_out(given: Given, dtype: torch.dtype) -> Source:
     """Test data, checked as far as they are in memory."""
-    return checked([as_source("test data", given)])[0]
+    source = checked([as_source("test data", given)])[0]
+    if isinstance(source, Rows):
+        check_range(source.who, (source.inputs, source.targets), range(len(source)), dtype)
+    return source

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fedveil.checks import whole
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import moved
-from fedveil.federation.sources import Batch, Rows, Source, joined
+from fedveil.federation.sources import Batch, Rows, Source, check_finite, check_range, joined, named
 from fedveil.federation.targets import target_maker, targets_of
 from fedveil.graph.inputs import Inputs, each
 from fedveil.scheme.losses import Loss
@@ -125,12 +125,12 @@ class Streamed(Shards):
         """Records of these rows, which are read now."""
         own, parts = torch.bucketize(rows, torch.tensor(self.starts[1:], dtype=torch.int64), right=True), []
         for client in sorted(set(own.tolist())):  # rows of a client follow one another
-            numbers = (rows[own == client] - self.starts[client]).tolist()
-            inputs, targets = self.clients[client].take(numbers)
-            with targets_of(self.clients[client].who):
+            numbers, source = (rows[own == client] - self.starts[client]).tolist(), self.clients[client]
+            inputs, targets = source.take(numbers)
+            check_finite(source.who, (inputs, targets), numbers)
+            check_range(source.who, (inputs, targets), numbers, self.dtype)
+            with targets_of(source.who):
                 made = in_dtype(self.make_targets(targets), self.dtype)
-            for place, leaf in named(inputs).items():
-                _check_finite(f"client {client}, record", place, leaf, numbers)
             parts.append((moved(inputs, self.device, self.dtype), made))
         inputs, targets = joined(parts)
         return inputs, targets.to(self.device)
@@ -146,14 +146,6 @@ _orders, _long_orders = lru_cache(maxsize=256)(_drawn), lru_cache(maxsize=16)(_d
 def _order(seed: int, client: int, epoch: int, size: int, start: int) -> Tensor:
     """The order of a client's records in an epoch: 8 bytes per record, of which few long ones are kept."""
     return (_orders if size <= 2**17 else _long_orders)(seed, client, epoch, size, start)
-
-
-def named(inputs: Inputs) -> dict[str, Any]:
-    """Everything in the inputs by its place there, such as "inputs", "inputs[0]" or "inputs['ids']"."""
-    if isinstance(inputs, Tensor):
-        return {"inputs": inputs}
-    leaves, _ = pytree.tree_flatten_with_path(inputs)
-    return {"inputs" + pytree.keystr(path): leaf for path, leaf in leaves}
 
 
 def checked(sources: Sequence[Source]) -> list[Source]:
@@ -177,6 +169,7 @@ def checked(sources: Sequence[Source]) -> list[Source]:
         for place, leaf in own.items():
             _check_leaf(source.who, place, leaf, first[place], targets)
         _check_like(source.who, "targets", targets, like)
+        check_finite(source.who, (inputs, targets), range(len(targets)))
         if isinstance(source, Rows):  # keys in one order
             leaves = [own[place] for place in first]
             inputs = cast(Inputs, pytree.tree_unflatten(leaves, pytree.tree_structure(form)))
@@ -220,7 +213,6 @@ def _check_leaf(who: str, place: str, leaf: Any, first: Any, targets: Tensor) ->
         what = f"{who} has {records} {what} and {len(targets)} targets: want the same number above 0"
         raise BadArgument(WHERE, what, "one target per record")
     _check_like(who, place, leaf, first)
-    _check_finite(f"{who}, record", place, leaf, range(records))
 
 
 def _check_like(who: str, place: str, leaf: Tensor, first: Tensor) -> None:
@@ -230,12 +222,6 @@ def _check_like(who: str, place: str, leaf: Tensor, first: Tensor) -> None:
         raise BadArgument(WHERE, f"{who}'s records have another shape than client 0's: {shapes}")
     if leaf.is_floating_point() != first.is_floating_point():
         raise BadArgument(WHERE, f"{who}'s {place} are {leaf.dtype}, client 0's {first.dtype}")
-
-
-def _check_finite(who: str, place: str, leaf: Any, numbers: Sequence[int]) -> None:
-    if isinstance(leaf, Tensor) and leaf.is_floating_point() and not torch.isfinite(leaf).all():
-        row = int((~torch.isfinite(leaf.flatten(1)).all(1)).nonzero()[0])
-        raise BadArgument(WHERE, f"{who} {numbers[row]}: {place} hold NaN or infinity", "mend or leave out this record")
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -265,6 +251,7 @@ def shards_of(
         return Streamed(*common, tuple(clients), make, device, dtype)
     parts = []
     for own in stored:
+        check_range(own.who, (own.inputs, own.targets), range(len(own)), dtype)
         with targets_of(own.who):
             parts.append((moved(own.inputs, device, dtype), make(own.targets)))
     inputs, targets = joined(parts)

@@ -1,6 +1,6 @@
 """Records as users have them: arrays and frames in memory, or a Dataset that is read batch by batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -144,6 +144,44 @@ def batch_size_of(clients: Sequence[Any], given: int | None, default: int) -> in
         what = f"the clients' DataLoaders have batches of {', '.join(map(str, sorted(own, key=str)))}"
         raise BadArgument("Federation", what, "batch_size=32, for all of them")
     return cast(int, own.pop())
+
+
+def named(inputs: Inputs) -> dict[str, Any]:
+    """Everything in the inputs by its place there, such as "inputs", "inputs[0]" or "inputs['ids']"."""
+    if isinstance(inputs, Tensor):
+        return {"inputs": inputs}
+    leaves, _ = pytree.tree_flatten_with_path(inputs)
+    return {"inputs" + pytree.keystr(path): leaf for path, leaf in leaves}
+
+
+def check_finite(who: str, batch: Batch, numbers: Sequence[int]) -> None:
+    """Refuse NaN and infinity in inputs and targets; `numbers` are those of the records."""
+    for place, tensor in _find_floats(batch):
+        if (row := _find_row(tensor)) is not None:
+            what = f"{who}, record {numbers[row]}: {place} hold NaN or infinity"
+            raise BadArgument("Federation", what, "mend or leave out this record")
+
+
+def check_range(who: str, batch: Batch, numbers: Sequence[int], dtype: torch.dtype) -> None:
+    """Refuse finite numbers that become infinite in the model's dtype."""
+    for place, tensor in _find_floats(batch):
+        if torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
+            continue
+        if (row := _find_row(tensor.to(dtype))) is not None:
+            what = f"{who}, record {numbers[row]}: {place} hold a number that is infinite in the model's {dtype}"
+            raise BadArgument("Federation", what, "scale the records down, or train model.double()")
+
+
+def _find_floats(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    inputs, targets = batch
+    for place, leaf in (named(inputs) | {"targets": targets}).items():
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            yield place, leaf
+
+
+def _find_row(tensor: Tensor) -> int | None:
+    finite = torch.isfinite(tensor)
+    return None if finite.all() else int((~finite.reshape(len(finite), -1).all(1)).nonzero()[0])
 
 
 def joined(parts: Sequence[Batch]) -> Batch:

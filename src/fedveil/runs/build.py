@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -17,8 +16,10 @@ from fedveil.errors import BadArgument
 from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import batches
+from fedveil.files import require_memory
 from fedveil.lookup import imported
 from fedveil.models import cnn, densenet, lenet, mlp, resnet
+from fedveil.plain_json import parse_json
 from fedveil.runs.config import Config, DataSettings, LimitSettings, ModelSettings, TrainingSettings
 from fedveil.scheme import CrossEntropy, Loss, find_loss
 
@@ -53,7 +54,9 @@ def build_model(config: Config, data: Data) -> nn.Module:
         torch.manual_seed(config.training.seed)
         if ":" in config.model.name:
             return load_factory(config.model.name)
-        return named_model(config.model, record_shape(config.model.name, data), data.outputs)
+        shape, fix = record_shape(config.model.name, data), "choose a smaller --hidden or --width, or smaller records"
+        with require_memory("model", f"the values of this {config.model.name}", fix):
+            return named_model(config.model, shape, data.outputs)
 
 
 def record_shape(name: str, data: Data) -> torch.Size:
@@ -144,7 +147,7 @@ def own_settings(words: Sequence[str]) -> dict[str, bool | int | float | str]:
         if not equals or not name.isidentifier():
             raise BadArgument("--settings", f"{word!r} is not NAME=VALUE", "--settings strength=0.1 mode=fast")
         try:
-            value = json.loads(text)
+            value = parse_json(word, text)
         except ValueError:
             value = text
         found[name] = value if isinstance(value, bool | int | float) else text

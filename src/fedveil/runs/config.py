@@ -1,9 +1,7 @@
 """A run as plain values, in sections: from flags, from a TOML file, from a run's folder. No torch is needed for it."""
 
 import difflib
-import json
 import shlex
-import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -12,6 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from tyro.conf import arg
 
 from fedveil.errors import BadArgument
+from fedveil.plain_json import read_json, read_toml
 
 Value: TypeAlias = bool | int | float | str | tuple[str, ...] | None
 Positive = Annotated[int, Field(ge=1)]
@@ -340,13 +339,7 @@ RETIRED = ("nodes", "tolerance")  # keys of earlier versions, which interpolated
 
 def read_file(path: Path) -> dict[str, Any]:
     """The sections and keys of a TOML file, or of a run's config.json, not yet checked; null means not given."""
-    try:
-        text = path.read_text()
-        return _given(path, json.loads(text)) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise BadArgument(str(path), f"cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BadArgument(str(path), f"is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
+    return _given(path, read_json(path)) if path.suffix == ".json" else read_toml(path)
 
 
 def _given(path: Path, values: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fedveil.federation.local import Federation, Record
 from fedveil.federation.server import Callback, Folder, Server
 from fedveil.files import refusals, write_whole
 from fedveil.locks import locked
-from fedveil.plain_json import to_json
+from fedveil.plain_json import read_json, to_json
 from fedveil.report import write
 from fedveil.runs.build import federation_of, load_data, load_factory, named_model, settled
 from fedveil.runs.config import Config, configure, read_file, refuse_code
@@ -81,9 +81,9 @@ def _config_in(folder: Path) -> Config:
 def finished(config: Config, folder: Path) -> bool:
     """Whether the folder holds this run, all of it, and its last checkpoint is good."""
     try:
-        rounds = json.loads((folder / "summary.json").read_text())["rounds"]
+        rounds = read_json(folder / "summary.json")["rounds"]
         state = checkpoint.load(folder / checkpoint.LAST)
-    except (OSError, ValueError, KeyError, TypeError):  # a BadArgument is a ValueError
+    except (ValueError, KeyError, TypeError):  # a BadArgument is a ValueError
         return False
     found = _config_in(folder)
     wanted = config if config.training.loss else config.changed(loss=found.training.loss)
@@ -147,9 +147,9 @@ def _architecture(folder: Path, trust_code: bool) -> nn.Module:
     if ":" in config.model.name:
         return load_factory(config.model.name)
     try:
-        shapes = json.loads((folder / SHAPES).read_text())
+        shapes = read_json(folder / SHAPES)
         shape, outputs = torch.Size(shapes["record"]), int(shapes["outputs"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         what = f"{SHAPES}, which has the shape of records, cannot be read: {error}"
         raise BadArgument(str(folder), what, "load_model(folder, model=the network)") from error
     return named_model(config.model, shape, outputs)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedveil.scheme.secret import Kind, Noise
 
 MOST = 2  # pieces to keep: one is in use while the next broadcast is made
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a forked process keeps what it had: pages are copied when written to
 
 
 class Rooms:
@@ -45,7 +46,7 @@ class Rooms:
             alone = sys.getrefcount(self._kept[number]) == 2  # the list's and the call's own
             if alone and len(self._kept[number]) == size:
                 return self._kept[number]
-        memory = mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, size, flags=PRIVATE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._kept = [*self._kept, memory][-MOST:]

@@ -5,7 +5,6 @@ that fails is a failed job; those that need it fail with it, and all others go o
 """
 
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
@@ -26,7 +25,7 @@ from pydantic import TypeAdapter
 
 from fedveil.errors import FedveilError
 from fedveil.files import write_whole
-from fedveil.plain_json import to_json
+from fedveil.plain_json import read_json, to_json
 
 Progress = Callable[[float, str], None]  # the share that is done, and what is being done
 Show = Callable[[str, float, str], None]  # the job, and its progress
@@ -93,10 +92,10 @@ class Done:
 def read_result(job: Job[R], folder: Path) -> R | None:
     """The job's result if it is on disk for the same work, and did not fail."""
     try:
-        found = json.loads((folder / f"{job.name}.json").read_text())
+        found = read_json(folder / f"{job.name}.json")
         same = isinstance(found, dict) and found.get("asked") == repr(job.work) and "failed" not in found["result"]
         return TypeAdapter(job.result).validate_python(found["result"]) if same else None
-    except (OSError, ValueError, KeyError, TypeError):  # a pydantic error is a ValueError
+    except (ValueError, KeyError, TypeError):  # a BadArgument is a ValueError, and so is a pydantic error
         return None
 
 

@@ -1,6 +1,5 @@
 """`fedveil reproduce`: compute what is not there yet, keep it as data, and build the page from the data alone."""
 
-import json
 import platform
 import shlex
 import time
@@ -16,7 +15,7 @@ from pydantic import JsonValue
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
 from fedveil.locks import locked
-from fedveil.plain_json import to_json
+from fedveil.plain_json import parse_json, to_json
 from fedveil.report import Facts, Page, Section, Table, Text, write
 from fedveil.studies.jobs import Show
 from fedveil.studies.paper.fig3 import Fig3
@@ -131,7 +130,7 @@ def read(plan: Plan, folder: Path) -> dict[str, JsonValue] | None:
         text = (folder / f"{plan.name}.json").read_text()
         for old, new in RENAMED.items():
             text = text.replace(old, new)
-        found: JsonValue = json.loads(text)
+        found: JsonValue = parse_json(f"{plan.name}.json", text)
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and found.items() >= asked_of(plan).items() else None

@@ -1,0 +1,99 @@
+"""Files whose values are nested as deeply as nobody writes them: refused by name, or as damaged as any other."""
+
+import fcntl
+from dataclasses import dataclass
+
+import pytest
+from tests.configs import config_of
+from tests.small import SMALL, federation
+
+from fedveil import load_model
+from fedveil.cli import main
+from fedveil.errors import BadArgument
+from fedveil.federation import checkpoint
+from fedveil.runs.folder import finished, read_config, train
+from fedveil.studies.jobs import Job, Result, read_result
+from fedveil.studies.paper import run as paper
+from fedveil.studies.paper.plan import read_plan
+
+DEEP = 100_000
+JSON = "[" * DEEP + "]" * DEEP
+TEXTS = {
+    "arrays.toml": f"x = {JSON}\n",
+    "tables.toml": "x = " + "{a=" * 3000 + "1" + "}" * 3000 + "\n",
+    "names.toml": ".".join(["a"] * 3000) + " = 1\n",
+    "arrays.json": JSON,
+    "objects.json": '{"a":' * DEEP + "1" + "}" * DEEP,
+    "within.json": '{"data": {"labels": ' + "[" * 800 + "]" * 800 + "}}",
+}
+LEVELS = "nested in more than 100 levels"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_configuration_is_refused_by_its_name(tmp_path, name, capsys):
+    path = tmp_path / name
+    path.write_text(TEXTS[name])
+    assert main(["train", str(path), "--out", str(tmp_path / "run")]) == 2
+    assert f"{path}: its values are {LEVELS}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, '{"data": 1' + "0" * 5000 + "}"])
+def test_a_number_that_python_does_not_read_is_refused_too(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BadArgument, match=r"config\.json: is not JSON: Exceeds the limit"):
+        read_config(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a run that is done."""
+    home = tmp_path_factory.mktemp("run")
+    train(config_of(**SMALL, epochs=1), home)
+    return home
+
+
+def test_files_of_a_run_are_refused_by_their_names(folder):
+    kept = {name: (folder / name).read_text() for name in ("config.json", "model.json", "summary.json")}
+    assert finished(read_config(folder), folder)
+    for name, text in kept.items():
+        (folder / name).write_text(JSON)
+        if name == "summary.json":
+            assert not finished(read_config(folder), folder)
+        else:
+            with pytest.raises(BadArgument, match=rf"(?s){name}.*{LEVELS}"):
+                load_model(folder)
+        (folder / name).write_text(text)
+
+
+def test_the_records_in_a_checkpoint_are_refused_with_its_folder(tmp_path):
+    federation().fit(rounds=1, folder=tmp_path)
+    belongs, state = checkpoint.read(tmp_path / checkpoint.LAST)
+    checkpoint.save(tmp_path / checkpoint.LAST, {**state, "records": JSON}, belongs)
+    with pytest.raises(BadArgument, match=f"{tmp_path}: its values are {LEVELS}"):
+        federation().resume(tmp_path)
+
+
+def test_whoever_holds_a_folder_is_another_process_if_its_name_cannot_be_read(tmp_path):
+    (tmp_path / ".holder").write_text(JSON)
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(BadArgument, match="another process is working in this folder"):
+            federation().save(tmp_path)
+
+
+@dataclass(frozen=True)
+class Nothing(Result):
+    pass
+
+
+def test_results_that_cannot_be_read_are_computed_again(tmp_path):
+    (tmp_path / "one.json").write_text(JSON)
+    assert read_result(Job("one", lambda progress, done: Nothing(), Nothing), tmp_path) is None
+    (tmp_path / "table1.json").write_text(JSON)
+    assert paper.read(read_plan("table1", "quick"), tmp_path) is None
+
+
+def test_a_setting_of_a_defence_that_looks_like_json_is_a_text(tmp_path, capsys):
+    words = ["--defence", "plain", "--settings", f"x={JSON[:3000]}", "--out", str(tmp_path / "run")]
+    assert main(["train", "--data", "digits", "--epochs", "1", *words]) == 2
+    assert "Traceback" not in capsys.readouterr().err
