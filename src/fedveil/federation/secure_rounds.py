@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,6 @@ from fedveil.wire import as_bytes, as_tensor
 if TYPE_CHECKING:
     from fedveil.federation.rounds import RemoteServer
 
-LOG = logging.getLogger("fedveil.rounds")
 KEPT_FAULTS = 20  # of a round, in its record
 RENEWAL = Policy.key_rounds  # attempts after which clients replace their keys, unless their policies say otherwise
 FAREWELL = 5.0  # seconds in which members may answer that they have heard of the end
