@@ -9,6 +9,7 @@ from tests.federation.secured import adam, floats, net, parties, parts, server_o
 from tests.oracle import worst
 
 from fedveil.errors import TooFewAnswers
+from fedveil.federation.progress import line
 from fedveil.federation.rounds import RemoteServer
 from fedveil.secagg import Hello, Party, masks, threshold
 from fedveil.secagg.messages import Revealed, Settled, Upload
@@ -271,6 +272,15 @@ def test_the_run_goes_to_its_end_and_proven_liars_are_named(name, n, hostile):
         assert all(set(members) == honest for members in inside)
     else:
         assert all(honest <= set(members) for members in inside)
+
+
+def test_a_rounds_line_says_who_is_excluded_and_that_a_round_was_skipped():
+    server, _ = trained(OtherPolynomial, 4, 1)
+    first, second = [line(record, ROUNDS) for record in server.history.records[:2]]
+    assert "skipped: 1 of 4 self seeds are lost; site-0 lied" in first
+    assert "site-0 is excluded: it did not reveal the shares that it was dealt" in first  # its own, of the other seed
+    assert "3 of 3 answered" in second
+    assert "clients' work" not in second  # times of single clients do not travel
 
 
 def test_three_members_with_a_disputed_pair_cannot_train_and_the_error_says_so():

@@ -14,9 +14,14 @@ def line(record: Record, rounds: int) -> str:
     parts = [f"round {record['round']}/{rounds}", *(f"{name} {record[name]:.4f}" for name in METRICS if name in record)]
     if "answers" in record:
         parts.append(f"{record['answers']} of {record['asked']} answered")
-        work, wait, recovery = (record[f"seconds_{part}"] for part in ("work", "waiting", "recovery"))
-        parts.append(f"waited {wait:.3f} s (clients' work {work:.3f} s), recovery {recovery:.3f} s")
+        wait, recovery = (record[f"seconds_{part}"] for part in ("waiting", "recovery"))
+        work = f" (clients' work {record['seconds_work']:.3f} s)" if "seconds_work" in record else ""
+        parts.append(f"waited {wait:.3f} s{work}, recovery {recovery:.3f} s")
         parts.append(f"{record['bytes_total'] / 1e6:.2f} MB")
+    if "skipped" in record:
+        parts.append(f"skipped: {record['skipped']}")
+    for name, why in record.get("excluded", {}).items():
+        parts.append(f"{name} is excluded: {why}")
     if faults := record.get("faults"):
         parts.append(f"{len(faults)} faults, the last: {faults[-1]}")
     return ", ".join(parts)
