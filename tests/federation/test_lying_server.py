@@ -207,9 +207,8 @@ class LyingServer(RuleBasedStateMachine):
             return self.refused(said, ("server",))
         if run in self.ended:
             return self.refused(said, ("run",))
-        for other in [name for name in self.runs if name != run and self.outlived(name)]:
-            del self.runs[other]
-            self.ended.add(other)
+        for other in [name for name in self.runs if self.outlived(name)]:
+            self.runs[other].current = None  # its key is gone
         old = self.runs.get(run)
         if old is None or self.expired(run):
             self.runs[run] = Known(None, self.now)
@@ -338,7 +337,7 @@ class LyingServer(RuleBasedStateMachine):
             self.reveal(run, "")
 
     def sums_today(self):
-        return self.day[1] if self.now // 86_400 <= self.day[0] else 0
+        return self.day[1] if self.now // 86_400 == self.day[0] else 0
 
     @rule(
         run=st.sampled_from(RUNS),
@@ -406,7 +405,7 @@ class LyingServer(RuleBasedStateMachine):
         found = Revealed.from_bytes(as_bytes("step", read(said, Step).tensors, "body"))
         assert set(found.shares) <= set(members)
         today = self.now // 86_400
-        self.day = max(today, self.day[0]), self.sums_today() + 1
+        self.day = today, self.sums_today() + 1
         known.sums, known.revealed, known.current = known.sums + 1, known.round, None
         self.past[run] = now
         self.opened[now["subject"]] = set(members)

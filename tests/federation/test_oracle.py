@@ -13,6 +13,7 @@ from fedveil.errors import FedveilError
 from fedveil.federation.protocol import Ask, Step, read, write
 from fedveil.federation.remote import ClientState, reply
 from fedveil.secagg import Identity, Opening, Party, Policy, Roster
+from fedveil.secagg.memory import State, short
 from fedveil.secagg.signed import sign
 from fedveil.wire import as_tensor, kind_of
 
@@ -28,12 +29,16 @@ def record():
     return torch.arange(PIXELS).double().reshape(1, PIXELS), torch.tensor([1])
 
 
-def ask_of(model, opening=None, batch_size=1, whole_shard=False, number=0, token="t", clip=None):
+def ask_of(model, opening=None, batch_size=1, whole_shard=False, number=None, token="t", clip=None, session=None):
     """A plain ask for a client's update on a model that the asker chose."""
     tensors = {f"parameter/{name}": p.detach() for name, p in model.named_parameters()}
     values = {"trainable": [name for name, _ in model.named_parameters()], "training": [""]}
     secure = {} if opening is None else opening.values() | ({} if clip is None else {"clip": clip})
-    ask = Ask("s", number, token, "plain", {}, "squared_error", {}, whole_shard, batch_size, 0, secure, values, tensors)
+    number = (opening.round if opening else 0) if number is None else number
+    session = (opening.run if opening else "s") if session is None else session
+    ask = Ask(
+        session, number, token, "plain", {}, "squared_error", {}, whole_shard, batch_size, 0, secure, values, tensors
+    )
     return write(ask)
 
 
@@ -257,6 +262,103 @@ def test_a_server_that_changes_the_model_a_little_still_isolates_a_client_over_t
     assert error < 1e-6
 
 
+def test_two_rounds_of_batches_that_are_whole_shards_open_nothing_either():
+    """A batch may be all of a client's records, whatever round it is of."""
+    server = server_of("plain", whole_shard=False, batch_size=1024)
+    server.optimizer = torch.optim.SGD(server.model.parameters(), lr=0.0)
+    server.fit(rounds=1)
+    server.engine.down = {"site-2"}
+    server.fit(rounds=2)
+    assert "have revealed: at least" in server.history.records[1]["skipped"]
+
+
+def test_a_sum_is_remembered_over_a_thousand_others():
+    state = State()
+    for number in range(1000):
+        state.remember_sum(short(b"%d" % number), short(b"members"))
+    assert state.members_of(short(b"0")) == [short(b"members")]
+    state.remember_sum(short(b"x"), short(b"members"))
+    assert state.members_of(short(b"0")) == []
+    assert state.members_of(short(b"999")) == [short(b"members")]
+
+
+def test_no_batch_has_fewer_records_than_the_policy_says():
+    """100 records in batches of 98 would leave a batch of 2 in every other round."""
+    known, hellos = secured(policy=replace(POLICY, min_records=32))
+    wide, rows, seen = nn.Linear(6, 4, dtype=torch.float64), (4, 24), []
+
+    class Watching(nn.Linear):
+        def forward(self, inputs):
+            seen.append(len(inputs))
+            return super().forward(inputs)
+
+    model = Watching(6, 4, dtype=torch.float64)
+    for number in range(3):
+        opening = opening_for(hellos, rows=rows, attempt=number + 1, number=number)
+        message = ask_of(wide, opening, batch_size=98, number=number, token=str(number))
+        assert kind_of(heard(message, known["site-0"], parts((100,))[0], model)) == "masked"
+    assert [count for count in seen if count > 2] == [100] * 3  # and not 98 and 2; others are looks at shapes
+
+
+def test_an_ask_is_of_the_run_and_round_of_its_opening():
+    known, hellos = secured()
+    for changes in ({"number": 1}, {"session": "another run"}):
+        found = heard(ask_of(linear(), opening_for(hellos), **changes), known["site-0"], record())
+        assert "its run and round are not those of its opening" in str(found)
+
+
+class Caching(nn.Module):
+    """Keeps something of the last record that it saw outside of training."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = linear()
+        self.register_buffer("active", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, inputs):
+        if not self.training:
+            self.active = (inputs[0] > 4).nonzero()[:, 0]
+        return self.head(inputs)
+
+
+def test_what_a_forward_pass_leaves_in_the_clients_model_does_not_show():
+    said = set()
+    for large in (1, 5):
+        known, hellos = secured()
+        values = torch.zeros(4, PIXELS).double()
+        values[:, :large] = 9.0
+        model, state = Caching(), ClientState()
+        tensors = {f"parameter/head.{name}": p.detach() for name, p in linear().named_parameters()}
+        tensors["buffer/active"] = torch.zeros(2, dtype=torch.int64)
+        for number in range(3):
+            opening = opening_for(hellos, attempt=number + 1, number=number, rows=(2, 2, 2 * PIXELS))
+            ask = Ask(
+                "a run", number, str(number), "plain", {}, "squared_error", {}, False, 4, 0, opening.values(),
+                {"trainable": ["head.weight", "head.bias"], "training": ["", "head"]}, tensors,
+            )  # fmt: skip
+            data, own = (values, torch.tensor([0, 1, 0, 1])), sign(SERVER, write(ask))
+            try:
+                answer, state = reply(write(ask), state, model, data, client=0, party=known["site-0"], own=own)
+                said.add(kind_of(answer))
+            except FedveilError as error:
+                said.add(str(error))
+    assert said == {"masked"}
+
+
+def test_an_stderr_that_cannot_be_written_shows_nothing(monkeypatch):
+    class Full:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+        flush = write
+
+    known, hellos = secured()
+    monkeypatch.setattr("sys.stderr", Full())
+    for attempt, data in enumerate((record, lambda: 1 / 0), 1):
+        message = ask_of(linear(), opening_for(hellos, attempt=attempt), token=str(attempt))
+        assert kind_of(heard(message, known["site-0"], data)) == "masked"
+
+
 def test_policies_bound_the_sums_of_a_run_and_of_a_day():
     for policy, text in (
         (replace(POLICY, max_sums_per_run=2), "at most 2 sums per run"),
@@ -339,13 +441,30 @@ def test_keys_die_by_the_clients_own_clock():
     assert party.hello("a run").key != first.key
     clock.now += 3600
     party.hello("b run")
-    found = json.loads(party._memory.packed())
-    assert list(found["runs"]) == ["b run"]
-    with pytest.raises(FedveilError, match="this run has ended"):
-        party.hello("a run")
+    assert keys_in(party) == ["b run"]
     clock.now += 3600
     party.sweep()
-    assert json.loads(party._memory.packed())["runs"] == {}
+    assert keys_in(party) == []
+    assert party.hello("a run").key != first.key  # the run may continue, with a new key
+
+
+def keys_in(party):
+    return [run for run, kept in json.loads(party._memory.packed())["runs"].items() if kept["key"]]
+
+
+def test_a_client_that_restarts_after_its_key_died_continues_with_its_counters():
+    clock, known = Clock(), parties()
+    hellos = [party.hello("a run") for party in known.values()]
+    first = known["site-0"]
+    late = Party(first._identity, first._roster, first._memory, policy=POLICY, clock=clock)
+    clock.now = 4e9
+    heard(ask_of(linear(), opening_for(hellos, attempt=7)), first, record())
+    late.sweep()
+    again = late.hello("a run")
+    assert again.key != hellos[0].key
+    found = heard(ask_of(linear(), opening_for([again, *hellos[1:]], attempt=7)), late, record())
+    assert found.reason == "attempt"
+    assert kind_of(heard(ask_of(linear(), opening_for([again, *hellos[1:]], attempt=8)), late, record())) == "masked"
 
 
 def test_a_full_memory_refuses_new_runs_and_forgets_none(monkeypatch):

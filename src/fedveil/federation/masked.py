@@ -4,6 +4,7 @@ A server may ask with any model, exponents and members. So whatever goes wrong o
 has one form: the update does not count (`no_words`), and the reason is written on the client's own machine.
 """
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -91,6 +92,8 @@ def admit(ask: Ask, message: bytes, digest: Digest, party: Party | None, model: 
     if clip is not None:
         positive("ask", "clip", clip)
     opening = Opening.from_values(ask.secure)
+    if (ask.session, ask.round) != (opening.run, opening.round):
+        raise BadArgument("ask", "its run and round are not those of its opening")
     if opening.checks == (clip is not None):
         raise BadArgument("ask", "sums have check words unless updates are clipped")
     tensors = [*model.parameters(), *model.buffers()]
@@ -106,9 +109,10 @@ def contribute(admitted: Admitted, work: Callable[[], Words]) -> Words:
     """The words of a client's update. Whatever goes wrong, there are as many: of a client that contributes nothing."""
     try:
         return work()
-    except (Exception, SystemExit):
-        print("fedveil: this client contributes nothing to the sum, because of this error:", file=sys.stderr)
-        traceback.print_exc(file=sys.stderr)  # not to a logger: engines may send what is logged to the server
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # an exit too
+        _tell("this client contributes nothing to the sum, because of this error:")
         return no_words(admitted.opening)
 
 
@@ -118,14 +122,27 @@ def check_usable(count: Callable[[], int], policy: Policy) -> None:
         records = count()
         if records < policy.min_records:
             raise Aborted("policy", "records", f"{records} records are fewer than min_records = {policy.min_records}")
-    except (Exception, SystemExit):
-        print("fedveil: this client takes no part in secure aggregation:", file=sys.stderr)
-        traceback.print_exc(file=sys.stderr)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        _tell("this client takes no part in secure aggregation:")
         raise Aborted("policy", "records", UNUSABLE) from None
 
 
+def _tell(what: str) -> None:
+    """Write what is handled now to stderr, not to a logger: engines may send what is logged to the server.
+
+    An stderr that cannot be written is ignored, or the server would learn that there was something to write.
+    """
+    with contextlib.suppress(Exception):
+        print(f"fedveil: {what}", file=sys.stderr)
+        traceback.print_exc(file=sys.stderr)
+
+
 def subject_of(ask: Ask, message: bytes, body: bytes) -> bytes:
-    """What a sum is about: the broadcast, and which records take part. Two sums on one subject can be subtracted."""
-    records = [ask.whole_shard] if ask.whole_shard else [ask.whole_shard, ask.batch_size, ask.seed, ask.round]
-    about = [ask.defence, ask.settings, ask.loss, ask.loss_settings, ask.values, records, layout_of(message)]
+    """What a sum is about: the broadcast. Two sums on one subject can be subtracted.
+
+    Whatever batch is asked for, it may be all of a client's records, so batches make no difference here.
+    """
+    about = [ask.defence, ask.settings, ask.loss, ask.loss_settings, ask.values, layout_of(message)]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode() + body).digest()

@@ -1,5 +1,6 @@
 """A client elsewhere: from the bytes of an ask to those of its answer, the same for every engine."""
 
+import copy
 import dataclasses
 import os
 import sys
@@ -127,8 +128,11 @@ def reply(
     if not task.defence.linear:
         raise BadArgument("ask", f"{task.defence.name} is not linear, and its updates cannot be summed under masks")
 
+    least = party.policy.min_records
+
     def work() -> Words:
-        _, tensors, records = _update(ask, task, model, data, {}, client)
+        own = copy.deepcopy(model)  # what a forward pass leaves in it must not show in a later answer
+        _, tensors, records = _update(ask, task, own, data, {}, client, least)
         return words_of(tensors, records, admitted.opening, admitted.clip)
 
     upload = party.upload(admitted.ticket, masked.contribute(admitted, work))
@@ -213,11 +217,11 @@ def _count(data: Data) -> int:
 
 
 def _update(
-    ask: Ask, task: _Task, model: nn.Module, data: Data, private: Mapping[str, Any], client: int
+    ask: Ask, task: _Task, model: nn.Module, data: Data, private: Mapping[str, Any], client: int, least: int = 2
 ) -> tuple[dict[str, Any], Tensors, int]:
-    """A client's update as it travels, and how many records the client has."""
+    """A client's update as it travels, of a batch of `least` records or more, and how many the client has."""
     shards = shards_of(model, task.loss, [_source(data)], ask.batch_size, ask.seed, task.dtype)
-    shards = dataclasses.replace(shards, names=(client,))
+    shards = dataclasses.replace(shards, names=(client,), least=max(2, least))
     own = task.defence
     own.prepare_client(model, shards.example, task.loss)
     if private:

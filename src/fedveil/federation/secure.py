@@ -112,8 +112,11 @@ class Form:
         return np.concatenate([np.array([1, records], np.uint64), found])
 
     def opened(self, total: Words, opening: Opening) -> tuple[int, Tensors]:
-        """From a sum of words: the records, and the weighted mean of the updates; of counters the nearest integer."""
-        records = int(total[1])
+        """From a sum of words: the records, and the weighted mean of the updates; of counters the nearest integer.
+
+        Clipped updates are divided by the number of members: a word that a client chooses must not scale the others.
+        """
+        records = int(total[1] if opening.checks else total[0])  # clipped clients count once, whatever they say
         if not records:
             what = "no client contributed to it: training has diverged, or all of them failed"
             raise Aborted("sum", "the sum", what, "look at the clients' logs")

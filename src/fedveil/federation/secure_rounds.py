@@ -1,6 +1,7 @@
 """The server's side of rounds under secure aggregation: greet, upload, settle, reveal. Any engine."""
 
 import dataclasses
+import hmac
 import json
 import secrets
 import time
@@ -72,6 +73,7 @@ class SecureRounds:
         self.conduct = Conduct()
         self._greeted: dict[Member, _Greeted] = {}  # also members that are away
         self._doubtful: set[Member] = set()  # members that may have lost their key
+        self._quarrelling: set[Member] = set()  # in a failed attempt of this round: left out if others are enough
         self._impostors: dict[Member, str] = {}  # members without a proper hello, and why
         self._attempt, self._roster = 0, roster
         self._key = X25519PrivateKey.generate()
@@ -85,9 +87,12 @@ class SecureRounds:
         """One round. Raises `TooFewAnswers` if no attempt gets as far as revealing."""
         server, before = self.server, self.excluded
         deadline, faults, traffic = time.monotonic() + server.patience, list[Fault](), _Traffic()
+        self._quarrelling.clear()
         for attempt in range(1, server.attempts + 1):
             guilty = {found.member for found in faults if found.guilty}
             nodes = [node for node in server._nodes(deadline, guilty) if not self._is_excluded(node)]
+            calm = [node for node in nodes if node not in self._quarrelling]
+            nodes = calm if len(calm) >= secagg.LEAST else nodes
             began = time.perf_counter()
             opened = self._attempted(nodes, faults, traffic)
             answered = time.perf_counter()
@@ -173,6 +178,7 @@ class SecureRounds:
             return _Opened(open_sum(tally, send, refused), opening, tally, "")
         except Aborted as error:
             self._note(fault("server", "aborted", f"{error.where}: {error.what}"), faults)
+            self._quarrelling |= {names[name] for name in tally.quarrelling}
             return _Opened(None, opening, tally, error.what) if revealing else None
 
     def _result(self, opened: _Opened) -> Aggregate:
@@ -206,14 +212,15 @@ class SecureRounds:
         """A member's hello, if it is its own; one that came back under another number keeps its name."""
         try:
             values = json.loads(self._body(reply, "hello"))
-            hello, proof = Hello.from_values(values), bytes.fromhex(str(values.get("proof")))
+            hello, shown = Hello.from_values(values), bytes.fromhex(str(values.get("proof")))
         except (ValueError, AttributeError, RecursionError) as error:
             raise BadArgument("hello", "it cannot be read") from error
         if hello.run != self.server._session:
             raise BadArgument("hello", "it is of another run")
+        proof = hello.proof(challenge)
         for signature, covered in (
             (hello.signature, Hello.signed(hello.run, hello.name, hello.key)),
-            (proof, hello.proof(challenge)),
+            (shown[:SIGNATURE], proof),
         ):
             if len(signature) != SIGNATURE or not self._roster.verifies(hello.name, signature, covered):
                 self._impostors[member] = f"its hello is not signed by {hello.name}"
@@ -221,6 +228,10 @@ class SecureRounds:
         if not proper_key(hello.key):
             self.conduct.exclude(hello.name, "its key is of small order")
             raise BadArgument("hello", f"the key of {hello.name} is of small order")
+        tag = signed.tag(signed.channel(self._key, hello.key, self.server._session), proof)
+        if not hmac.compare_digest(shown[SIGNATURE:], tag):
+            self.conduct.exclude(hello.name, "it does not have the key that it shows")
+            raise BadArgument("hello", f"{hello.name} does not have the key that it shows")
         for other in [other for other in self._greeted if self._name(other) == hello.name and other != member]:
             del self._greeted[other]
         return hello

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -30,10 +30,10 @@ def generator(*parts: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
 
-def batches(size: int, batch_size: int) -> int:
-    """Batches of so many records; a single last one joins those before: statistics need two."""
+def batches(size: int, batch_size: int, least: int = 2) -> int:
+    """Count the batches of a client; a last one of fewer than `least` records joins the one before."""
     full, rest = divmod(size, batch_size)
-    return max(1, full + (rest > 1))
+    return max(1, full + (rest >= least))
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,7 @@ class Shards(ABC):
     batch_size: int
     seed: int
     names: tuple[int, ...]
+    least: int = field(default=2, kw_only=True)  # records in a batch: statistics need two
 
     @abstractmethod
     def take(self, rows: Tensor) -> Batch:
@@ -60,8 +61,8 @@ class Shards(ABC):
         return self.batches(max(self.sizes))
 
     def batches(self, size: int) -> int:
-        """Batches of a client with so many records."""
-        return batches(size, self.batch_size)
+        """Count the batches of a client with this many records."""
+        return batches(size, self.batch_size, self.least)
 
     def chosen(self, number: int, participation: float) -> list[int]:
         """The clients that take part in a round."""

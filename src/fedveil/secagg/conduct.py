@@ -26,6 +26,7 @@ class Conduct:
     def __init__(self) -> None:
         self._excluded: dict[str, str] = {}
         self._partners: dict[str, set[str]] = {}
+        self._most = 1  # liars that were allowed for in the largest attempt
         self._left_out: Counter[str] = Counter()  # how often a dispute cost a member its place
 
     def __repr__(self) -> str:
@@ -64,7 +65,8 @@ class Conduct:
         Of a pair that is the one who was left out less often; of two who were left out equally often, the one with more
         disputes. By disputes alone, two liars could keep an honest member out of every round.
         """
-        most, disputed = liars(n), {(min(pair), max(pair)) for pair in pairs}
+        disputed = {(min(pair), max(pair)) for pair in pairs}
+        self._most = most = max(self._most, liars(n))  # partners add up over attempts, also with fewer members
         for one, other in disputed:
             self._partners.setdefault(one, set()).add(other)
             self._partners.setdefault(other, set()).add(one)

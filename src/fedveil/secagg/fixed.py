@@ -124,12 +124,18 @@ def encode_rows(values: Floats, sizes: Sequence[int], bits: Sequence[int], n: in
     """
     words = np.empty(len(values) + (CHECKS * len(sizes) if checks else 0), np.uint64)
     for row, (at, size) in enumerate(_starts(sizes)):
-        integers = scale(values[at : at + size], bits[row])
-        words[at : at + size] = own = reduce(integers)
+        drawn, hashes = _coefficients(_power_above(size)) if checks else None, [0] * CHECKS
+        for start in range(0, size, PIECE):  # which stays in the cache
+            stop = min(start + PIECE, size)
+            integers = scale(values[at + start : at + stop], bits[row])
+            words[at + start : at + stop] = own = reduce(integers)
+            if drawn is not None:
+                residues = _residues(own) if fits(integers) else np.fmod(integers, float(PRIME)).astype(np.int64)
+                for k, more in enumerate(_dots(drawn[:, start:stop], residues)):
+                    hashes[k] += more
         if checks:
             place = len(values) + CHECKS * row
-            residues = _residues(own) if fits(integers) else np.fmod(integers, float(PRIME)).astype(np.int64)
-            words[place : place + CHECKS] = [found + PRIME * _quotient(n) for found in _hashes(residues)]
+            words[place : place + CHECKS] = [value % PRIME + PRIME * _quotient(n) for value in hashes]
     return words
 
 
@@ -145,9 +151,12 @@ def wrapped_rows(total: Words, sizes: Sequence[int]) -> list[int]:
     """The rows of a sum that wrapped around, by their check words."""
     found, end = [], sum(sizes)
     for row, (at, size) in enumerate(_starts(sizes)):
-        place = end + CHECKS * row
-        wanted = [int(word) % PRIME for word in total[place : place + CHECKS]]
-        if _hashes(_residues(total[at : at + size])) != wanted:
+        drawn, hashes, place = _coefficients(_power_above(size)), [0] * CHECKS, end + CHECKS * row
+        for start in range(0, size, PIECE):
+            stop = min(start + PIECE, size)
+            for k, more in enumerate(_dots(drawn[:, start:stop], _residues(total[at + start : at + stop]))):
+                hashes[k] += more
+        if [value % PRIME for value in hashes] != [int(word) % PRIME for word in total[place : place + CHECKS]]:
             found.append(row)
     return found
 
@@ -158,14 +167,14 @@ def _residues(words: Words) -> Integers:
     return (integers & PRIME) + (integers >> 31)
 
 
-def _hashes(residues: Integers) -> list[int]:
-    """sum_i r_i s_i mod p for each vector r."""
-    drawn, found = _coefficients(1 << max(len(residues) - 1, 0).bit_length()), [0] * CHECKS
-    for at in range(0, len(residues), PIECE):
-        piece = residues[at : at + PIECE]
-        for place, row in enumerate(drawn[:, at : at + len(piece)].astype(np.int64)):
-            found[place] += int(np.dot(row, piece))
-    return [value % PRIME for value in found]
+def _dots(drawn: npt.NDArray[np.int16], residues: Integers) -> list[int]:
+    """sum_i r_i s_i of a piece for each vector r."""
+    return [int(np.dot(row, residues)) for row in drawn.astype(np.int64)]
+
+
+def _power_above(size: int) -> int:
+    """The power of two that is at least `size`, so that few vectors r are kept."""
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def _quotient(n: int) -> int:

@@ -4,9 +4,9 @@ The X25519 key and the last attempt live together: a key without its counter wou
 Both are written before an answer leaves, so that a client that is killed and started again refuses what it has answered
 already. Counters of a run only grow, also when its key is replaced.
 
-Keys die. A key is replaced after some rounds or hours (`Policy`), and a run that has ended, or whose key is older than
-that, leaves a tombstone: its name is never accepted again. The table of runs is bounded, and a full one refuses new
-runs rather than forget old ones.
+Keys die. A key is replaced after some rounds or hours (`Policy`), and one that is older is removed, while the counters
+of its run stay. A run that has ended leaves a tombstone: its name is never accepted again. The table of runs is
+bounded, and a full one refuses new runs rather than forget old ones.
 
 Differs from the protocol on paper: the memory also holds the attempt that is under way (shares, members left), since a
 client may be a new process for every message, and one process at a time may use it: two at once could be shown two
@@ -33,7 +33,7 @@ from fedveil.secagg.shares import WIDTH
 
 FORMAT = 2
 MOST_RUNS = 1024  # that a memory knows, tombstones included
-MOST_SUMS = 64  # opened sums of which the broadcast and the members are kept
+MOST_SUMS = 1000  # opened sums of which the broadcast and the members are kept
 SHORT = 16  # bytes of a digest that is kept
 Values = dict[str, Any]
 
@@ -70,7 +70,7 @@ class Kept:
     """What is kept for one run.
 
     Attributes:
-        key: the private key.
+        key: the private key; empty once it is gone.
         created: when, in seconds since 1970 by the client's clock.
         uses: attempts that the key was used in.
         attempt, round: of the last opening that was admitted.
@@ -108,14 +108,26 @@ class State:
         runs: by name.
         ended: short digests of the names of runs that have ended.
         day: of the last opened sum, in days since 1970, and how many were opened on it.
-        opened: subject and members of the last opened sums, as short digests.
+        opened: subject and members of the last opened sums, as short digests behind one another: read in every turn,
+            searched only before a sum is opened.
     """
 
     member: str | None = None
     runs: dict[str, Kept] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
     day: tuple[int, int] = (0, 0)
-    opened: list[tuple[str, str]] = field(default_factory=list)
+    opened: str = ""
+
+    def members_of(self, subject: str) -> list[str]:
+        """The members over whom sums on a subject were opened."""
+        size = 4 * SHORT  # characters of two digests
+        found = [self.opened[at : at + size] for at in range(0, len(self.opened), size)]
+        return [each[2 * SHORT :] for each in found if each.startswith(subject)]
+
+    def remember_sum(self, subject: str, members: str) -> None:
+        """Remember an opened sum; the oldest is forgotten once there are too many."""
+        if members not in self.members_of(subject):
+            self.opened = (self.opened + subject + members)[-4 * SHORT * MOST_SUMS :]
 
     def end(self, run: str) -> None:
         """Forget a run's key, and never accept the run again."""
@@ -131,8 +143,8 @@ class State:
         return len(self.runs) + len(self.ended) >= MOST_RUNS
 
     def sums_on(self, day: int) -> int:
-        """Sums that were opened on a day; a clock that was set back counts for the later day."""
-        return self.day[1] if day <= self.day[0] else 0
+        """Sums that were opened on a day."""
+        return self.day[1] if day == self.day[0] else 0
 
 
 def short(data: bytes) -> str:
@@ -253,7 +265,7 @@ def _from_text(where: str, text: str) -> State:
             {run: _kept_from(values) for run, values in found["runs"].items()},
             [_bytes(ended, SHORT).hex() for ended in found["ended"]],
             (int(day[0]), int(day[1])),
-            [(_bytes(about, SHORT).hex(), _bytes(members, SHORT).hex()) for about, members in opened],
+            bytes.fromhex(opened).hex() if len(opened) % (4 * SHORT) == 0 else _bytes(opened, 0).hex(),
         )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         fix = "remove it: the client then has a new key"
@@ -264,9 +276,8 @@ def _kept_from(values: Values) -> Kept:
     now = values["current"]
     counts = {name: int(values[name]) for name in ("created", "uses", "attempt", "round", "revealed", "sums")}
     server = _bytes(values["server"], KEY) if values["server"] else b""
-    return Kept(
-        _bytes(values["key"], KEY), **counts, server=server, current=None if now is None else _current_from(now)
-    )
+    key = _bytes(values["key"], KEY) if values["key"] else b""
+    return Kept(key, **counts, server=server, current=None if now is None else _current_from(now))
 
 
 def _current_from(now: Values) -> Current:

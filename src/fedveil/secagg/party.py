@@ -19,7 +19,7 @@ from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import masks, rules, signed
 from fedveil.secagg.fixed import Words
 from fedveil.secagg.identity import Identity, Roster
-from fedveil.secagg.memory import MOST_SUMS, Current, Kept, Memory, State, short
+from fedveil.secagg.memory import Current, Kept, Memory, State, short
 from fedveil.secagg.messages import (
     Hello,
     Opening,
@@ -33,7 +33,7 @@ from fedveil.secagg.messages import (
     sealed_from,
 )
 from fedveil.secagg.policy import Policy
-from fedveil.secagg.shares import split_seed
+from fedveil.secagg.shares import in_field, split_seed
 
 DAY = 86_400  # seconds
 
@@ -111,12 +111,12 @@ class Party:
                 raise BadArgument("memory", f"it belongs to another member than {self.name}", "give each its own file")
             if state.has_ended(run):
                 raise Aborted("run", "hello", "this run has ended for this client")
-            self._bury(state, run, now)
+            self._forget_old_keys(state, now)
             kept = state.runs.get(run)
             if kept is None or rules.expired(kept, self.policy, now):
                 self._new_key(state, run, now)
                 state.runs[run].server = server
-                turn.write()  # and with it the ends of other runs
+                turn.write()  # and with it that other keys are gone
             elif server and kept.server != server:
                 kept.server = server
                 turn.write()
@@ -125,8 +125,14 @@ class Party:
         return Hello(run, self.name, key, self._identity.sign(Hello.signed(run, self.name, key)))
 
     def prove(self, hello: Hello, challenge: bytes) -> bytes:
-        """A signature that shows the server that a hello is not copied from elsewhere."""
-        return self._identity.sign(hello.proof(challenge))
+        """Show the server that this client says hello now, and that it has the key which it shows.
+
+        A signature, then a tag under the key of the server's tags, which only the owner of the key can make.
+        """
+        if hello.run not in self._channels:
+            self._load_channels()
+        covered = hello.proof(challenge)
+        return self._identity.sign(covered) + signed.tag(self._channels[hello.run], covered)
 
     def authenticate(self, digest: bytes, own: bytes) -> bytes:
         """Check the server's mark on a message; returns the bytes for this client alone.
@@ -148,7 +154,7 @@ class Party:
 
     def _load_channels(self) -> None:
         with self._memory.turn() as turn:
-            runs = {run: kept for run, kept in turn.state.runs.items() if kept.server}
+            runs = {run: kept for run, kept in turn.state.runs.items() if kept.server and kept.key}
             self._channels = {run: signed.channel(kept.private(), kept.server, run) for run, kept in runs.items()}
 
     def end(self, run: str) -> None:
@@ -160,9 +166,9 @@ class Party:
         self._forget_secrets()
 
     def sweep(self) -> None:
-        """Forget keys that have outlived the policy, and never accept their runs again."""
+        """Forget keys that have outlived the policy."""
         with self._memory.turn() as turn:
-            if self._bury(turn.state, None, int(self._clock())):
+            if self._forget_old_keys(turn.state, int(self._clock())):
                 turn.write()
 
     def admit(self, opening: Opening, digest: bytes, subject: bytes | None = None) -> Ticket:
@@ -263,8 +269,8 @@ class Party:
             shares = {name: current.shares[name] for name in current.members if name in current.shares}
             kept.revealed, kept.current = current.round, ended(current)
             kept.sums += 1
-            state.day = max(day, state.day[0]), state.sums_on(day) + 1
-            state.opened = [*[each for each in state.opened if each != opened], opened][-MOST_SUMS:]
+            state.day = day, state.sums_on(day) + 1
+            state.remember_sum(*opened)
             turn.write()
         return Revealed(reveal.settle.context, shares).to_bytes()
 
@@ -280,12 +286,14 @@ class Party:
             state.runs[run] = Kept(key, now, 0, before.attempt, before.round, before.revealed, before.sums)
         self._forget_secrets()
 
-    def _bury(self, state: State, run: str | None, now: int) -> bool:
-        """End the other runs whose keys have outlived the policy; returns whether there were any."""
+    def _forget_old_keys(self, state: State, now: int) -> bool:
+        """Remove keys that have outlived the policy, but not their counters; returns whether there were any."""
         lifetime = 3600 * self.policy.key_hours
-        old = [name for name, kept in state.runs.items() if name != run and not 0 <= now - kept.created < lifetime]
-        for other in old:
-            state.end(other)
+        old = [kept for kept in state.runs.values() if kept.key and not 0 <= now - kept.created < lifetime]
+        for kept in old:
+            kept.key, kept.current = b"", None
+        if old:
+            self._forget_secrets()
         return bool(old)
 
     def _forget_secrets(self) -> None:
@@ -334,7 +342,7 @@ class Party:
         found, place = {}, names.index(self.name)
         for dealer, sealed, known in zip(dealers, *sealed_from(own, len(dealers)), strict=True):
             share = masks.unseal(sealed, pairs[dealer], settle.context, dealer, self.name)
-            if share is not None and masks.ShareHash(settle.context, dealer)(share, place) == known:
+            if share is not None and in_field(share) and masks.ShareHash(settle.context, dealer)(share, place) == known:
                 found[dealer] = share
         return found
 

@@ -91,7 +91,7 @@ def alive(kept: "Kept", policy: Policy, now: int) -> None:
 
 def expired(kept: "Kept", policy: Policy, now: int) -> bool:
     """Whether a key was used often enough, or is old enough, to be replaced."""
-    return kept.uses >= policy.key_rounds or not 0 <= now - kept.created < 3600 * policy.key_hours
+    return not kept.key or kept.uses >= policy.key_rounds or not 0 <= now - kept.created < 3600 * policy.key_hours
 
 
 def within_budget(state: "State", kept: "Kept", policy: Policy, day: int) -> None:
@@ -106,7 +106,7 @@ def within_budget(state: "State", kept: "Kept", policy: Policy, day: int) -> Non
 
 def not_repeated(state: "State", subject: str, members: str) -> None:
     """No sum on the same broadcast was opened over other members: their difference would show who is missing."""
-    if any(about == subject and over != members for about, over in state.opened):
+    if any(over != members for over in state.members_of(subject)):
         what = "this client has opened a sum on the same broadcast over other members"
         raise Aborted("repeat", "reveal", what, "continue with the same members, or with another model")
 

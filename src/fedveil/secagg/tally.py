@@ -20,7 +20,7 @@ from fedveil.secagg.fixed import Words
 from fedveil.secagg.identity import Roster
 from fedveil.secagg.messages import Opening, Reveal, Revealed, Settle, Settled, Upload, context, sealed_bytes
 from fedveil.secagg.rules import LEAST, threshold
-from fedveil.secagg.shares import join_seed
+from fedveil.secagg.shares import in_field, join_seed
 
 
 class Tally:
@@ -41,11 +41,13 @@ class Tally:
             raise Aborted("roster", "opening", "it names a member twice")
         self._place = {name: place for place, name in enumerate(self._names)}
         self._threshold = threshold(len(self._names))
-        self._context, self._size = context(opening, digest), opening.size
+        self._context, self._size, self._attempt = context(opening, digest), opening.size, opening.attempt
         self._uploads: dict[str, Upload] = {}
         self._hashes: dict[str, masks.ShareHash] = {}
         self._settle: Settle | None = None
         self._answers: dict[str, Settled] = {}  # of the last step
+        self._disputing: set[str] = set()
+        self._signatures: dict[str, bytes] = {}  # of the last step, as far as they were checked
         self._complaints: dict[str, set[str]] = {}  # dealers whose share an accuser cannot use
         self._seeds: dict[tuple[int, int], bytes] = {}  # by (who stayed, who did not)
         self._reveal: Reveal | None = None
@@ -53,6 +55,11 @@ class Tally:
 
     def __repr__(self) -> str:
         return f"Tally({len(self.survivors)} of {len(self._names)} members)"
+
+    @property
+    def quarrelling(self) -> set[str]:
+        """Members that complained about others, or disagree with others about the seed of their pair."""
+        return set(self._complaints) | self._disputing
 
     @property
     def survivors(self) -> tuple[str, ...]:
@@ -81,7 +88,7 @@ class Tally:
         if len(members) < self._threshold:
             what = f"{len(members)} of {len(self._names)} clients are left: at least {self._threshold}"
             raise Aborted("few", "settle", what, "a new attempt")
-        self._settle, self._answers = Settle(self._context, step, tuple(members)), {}
+        self._settle, self._answers, self._signatures = Settle(self._context, step, tuple(members)), {}, {}
         own = {name: self._dealt_to(name, members) if step == 0 else b"" for name in members}
         return self._settle.to_bytes(), own
 
@@ -98,8 +105,6 @@ class Tally:
             raise BadArgument("settled", f"{name} answers another step, or twice")
         if not set(answer.failed) <= (stayed - {name} if settle.step == 0 else set()):
             self._exclude("settled", name, "it complained about strangers, itself, or too late")
-        if not self._roster.verifies(name, answer.signature, settle.signed()):
-            self._exclude("settled", name, "its signature on the members is wrong")
         place, committed = self._place[name], self._uploads[name].commitments
         seeds = {(place, self._place[d]): seed for d, seed in zip(outside, answer.seeds, strict=True)}
         if any(masks.commitment(seed, self._context) != committed[lost] for (_, lost), seed in seeds.items()):
@@ -111,18 +116,38 @@ class Tally:
 
     def settled(self) -> bool:
         """Whether all who are left have agreed, and enough of them hold a share of each."""
+        if len(self._signatures) == self._threshold:
+            return True
         if self._settle is None or len(self._answers) < len(self._settle.members):
             return False
-        return len(self._supported(list(self._settle.members))) == len(self._settle.members)
+        if len(self._supported(list(self._settle.members))) < len(self._settle.members):
+            return False
+        return len(self._right_signatures(self._settle)) == self._threshold
 
     def reveal(self) -> bytes:
-        """M5: the signatures of all who are left."""
+        """M5: the signatures of t of those who are left."""
         if not self.settled():
             raise BadArgument("reveal", "those left have not agreed yet", "settle()")
         assert self._settle is not None
-        signatures = {name: self._answers[name].signature for name in self._settle.members}
-        self._reveal = Reveal(self._settle, signatures)
+        self._reveal = Reveal(self._settle, self._signatures)
         return self._reveal.to_bytes()
+
+    def _right_signatures(self, settle: Settle) -> dict[str, bytes]:
+        """Signatures of t members on a list, each checked; whoever signed wrongly is excluded.
+
+        Others are checked in the next attempt, so that over two of them nobody is left out.
+        """
+        start = self._attempt * self._threshold % len(settle.members)
+        for name in settle.members[start:] + settle.members[:start]:
+            if len(self._signatures) == self._threshold:
+                break
+            if name in self._signatures:
+                continue
+            if self._roster.verifies(name, self._answers[name].signature, settle.signed()):
+                self._signatures[name] = self._answers[name].signature
+            else:
+                self.conduct.exclude(name, "its signature on the members is wrong")
+        return self._signatures
 
     def take_revealed(self, name: str, data: bytes) -> None:
         """M6. Shares that fit their hash count, also if others of the same member do not."""
@@ -137,7 +162,9 @@ class Tally:
             for dealer, share in revealed.shares.items()
             if dealer in self._hashes and self._hashes[dealer](share, place) == self._uploads[dealer].hashes[place]
         }
-        self._revealed[name] = right
+        for dealer in [dealer for dealer, share in right.items() if not in_field(share)]:
+            self.conduct.exclude(dealer, "a share that it dealt is not an element of the field")
+        self._revealed[name] = {dealer: share for dealer, share in right.items() if in_field(share)}
         if right.keys() != set(self.survivors) - self._complaints.get(name, set()):
             self._exclude("revealed", name, "it did not reveal the shares that it was dealt and did not dispute")
 
@@ -181,16 +208,16 @@ class Tally:
         """Those who uploaded, without one of each pair whose commitments to their common seed differ."""
         left = [name for name in self._names if name in self._uploads]
         disputed = [pair for pair in combinations(left, 2) if self._differs(*pair)]
+        self._disputing = {name for pair in disputed for name in pair}
         out = self.conduct.settle_disputes(disputed, len(self._names)) if disputed else set()
         return [name for name in left if name not in out]
 
     def _supported(self, left: list[str]) -> list[str]:
         """Those of `left` that were not found to lie, and of whose shares at least t others and themselves hold one."""
-        if not self._complaints:
-            return left
-        self.conduct.judge_complaints(self._complaints, len(self._names))
+        if self._complaints:
+            self.conduct.judge_complaints(self._complaints, len(self._names))
         left = [name for name in left if name not in self.conduct.excluded]
-        while lost := {name for name in left if self._holders(name, left) < self._threshold}:
+        while self._complaints and (lost := {name for name in left if self._holders(name, left) < self._threshold}):
             left = [name for name in left if name not in lost]
         return left
 
