@@ -1,8 +1,8 @@
 """A client's own policy: which server it answers, and what it refuses whatever that server asks.
 
 It is a TOML file beside the client's identity, written by the site (`fedveil keys policy`), and no message changes it.
-It stops accidents and crude attacks. A server that changes the model a little between two sums gets past it, and only
-differential privacy bounds what it learns then (docs/secure-aggregation.md).
+It stops accidents and crude attacks. A server that changes the model a little between two sums gets past it
+(docs/secure-aggregation.md).
 """
 
 import tomllib
