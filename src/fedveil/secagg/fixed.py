@@ -27,6 +27,7 @@ import math
 import secrets
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +53,7 @@ CHECKS = 2
 """Check words per row."""
 
 PRIME = 2**31 - 1
-PIECE = 2**14  # values that are worked on at a time: products of 15 and 33 bits add up to less than 2^63
+PIECE = 2**14  # values that are worked on at a time: they stay in the cache
 
 
 def exponent(largest: float) -> int:
@@ -87,9 +88,9 @@ def fits(integers: Floats) -> bool:
     return bool(np.abs(integers).max(initial=0.0) < 2.0**63)
 
 
-def reduce(integers: Floats) -> Words:
-    """Integers, held as float64, modulo 2^64."""
-    if fits(integers):
+def reduce(integers: Floats, small: bool | None = None) -> Words:
+    """Integers, held as float64, modulo 2^64; `small` says whether that leaves them as they are, if it is known."""
+    if fits(integers) if small is None else small:
         return integers.astype(np.int64).view(np.uint64)
     rest = np.fmod(integers, 2.0**64)  # exact, and so are the next two lines: what is added has no smaller bits
     rest = np.where(rest >= 2.0**63, rest - 2.0**64, rest)
@@ -123,19 +124,16 @@ def encode_rows(values: Floats, sizes: Sequence[int], bits: Sequence[int], n: in
         checks: whether check words follow.
     """
     words = np.empty(len(values) + (CHECKS * len(sizes) if checks else 0), np.uint64)
-    for row, (at, size) in enumerate(_starts(sizes)):
-        drawn, hashes = _coefficients(_power_above(size)) if checks else None, [0] * CHECKS
-        for start in range(0, size, PIECE):  # which stays in the cache
-            stop = min(start + PIECE, size)
-            integers = scale(values[at + start : at + stop], bits[row])
-            words[at + start : at + stop] = own = reduce(integers)
-            if drawn is not None:
-                residues = _residues(own) if fits(integers) else np.fmod(integers, float(PRIME)).astype(np.int64)
-                for k, more in enumerate(_dots(drawn[:, start:stop], residues)):
-                    hashes[k] += more
+    scales, hashes = np.exp2(np.array(bits, np.float64)), _Hashes(sizes)
+    for piece in _pieces(tuple(sizes)):
+        integers = values[piece.own] * np.repeat(scales[piece.rows], piece.counts)
+        np.rint(integers, out=integers)
+        small = fits(integers)
+        words[piece.own] = own = reduce(integers, small)
         if checks:
-            place = len(values) + CHECKS * row
-            words[place : place + CHECKS] = [value % PRIME + PRIME * _quotient(n) for value in hashes]
+            hashes.add(piece, _residues(own) if small else np.fmod(integers, float(PRIME)).astype(np.int64))
+    if checks:
+        words[len(values) :] = hashes.values() + np.uint64(PRIME) * _quotients(CHECKS * len(sizes), n)
     return words
 
 
@@ -149,16 +147,54 @@ def decode_rows(total: Words, sizes: Sequence[int], bits: Sequence[int]) -> Floa
 
 def wrapped_rows(total: Words, sizes: Sequence[int]) -> list[int]:
     """The rows of a sum that wrapped around, by their check words."""
-    found, end = [], sum(sizes)
-    for row, (at, size) in enumerate(_starts(sizes)):
-        drawn, hashes, place = _coefficients(_power_above(size)), [0] * CHECKS, end + CHECKS * row
-        for start in range(0, size, PIECE):
-            stop = min(start + PIECE, size)
-            for k, more in enumerate(_dots(drawn[:, start:stop], _residues(total[at + start : at + stop]))):
-                hashes[k] += more
-        if [value % PRIME for value in hashes] != [int(word) % PRIME for word in total[place : place + CHECKS]]:
-            found.append(row)
-    return found
+    hashes, end = _Hashes(sizes), sum(sizes)
+    for piece in _pieces(tuple(sizes)):
+        hashes.add(piece, _residues(total[piece.own]))
+    differ = hashes.values() != total[end : end + CHECKS * len(sizes)] % np.uint64(PRIME)
+    return np.flatnonzero(differ.reshape(-1, CHECKS).any(1)).tolist()
+
+
+class _Piece(NamedTuple):
+    """Some values that are worked on at a time, and the rows that they belong to."""
+
+    own: slice
+    rows: Integers
+    counts: Integers
+    starts: Integers  # where each of the rows begins in the piece
+
+
+@lru_cache(maxsize=16)
+def _pieces(sizes: tuple[int, ...]) -> tuple[_Piece, ...]:
+    """All values in pieces that stay in the cache; rows without values belong to none."""
+    ends, found = np.cumsum(np.array(sizes, np.int64)), []
+    total = int(ends[-1]) if sizes else 0
+    for start in range(0, total, PIECE):
+        stop = min(start + PIECE, total)
+        inside = np.clip(ends, start, stop)
+        counts = np.diff(inside, prepend=start)
+        rows = np.flatnonzero(counts)
+        starts = np.cumsum(counts[rows]) - counts[rows]
+        found.append(_Piece(slice(start, stop), rows, counts[rows], starts))
+    return tuple(found)
+
+
+class _Hashes:
+    """sum_i r_i s_i mod p of each row, for each vector r, from residues that come piece by piece."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        total = max(sum(sizes), 1)
+        self._drawn = _coefficients(1 << (total - 1).bit_length())
+        self._sums = np.zeros((CHECKS, len(sizes)), np.int64)
+
+    def add(self, piece: _Piece, residues: Integers) -> None:
+        """Products have 48 bits; without those above 2^31 as many as there are add up to less than 2^63."""
+        for sums, row in zip(self._sums, self._drawn[:, piece.own], strict=True):
+            products = row * residues
+            sums[piece.rows] += np.add.reduceat((products & PRIME) + (products >> 31), piece.starts)
+
+    def values(self) -> Words:
+        """Those of the first row, of the second, and on."""
+        return (self._sums % PRIME).T.reshape(-1).astype(np.uint64)
 
 
 def _residues(words: Words) -> Integers:
@@ -167,19 +203,10 @@ def _residues(words: Words) -> Integers:
     return (integers & PRIME) + (integers >> 31)
 
 
-def _dots(drawn: npt.NDArray[np.int16], residues: Integers) -> list[int]:
-    """sum_i r_i s_i of a piece for each vector r."""
-    return [int(np.dot(row, residues)) for row in drawn.astype(np.int64)]
-
-
-def _power_above(size: int) -> int:
-    """The power of two that is at least `size`, so that few vectors r are kept."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def _quotient(n: int) -> int:
-    """A random u such that n check words add up to less than 2^64."""
-    return secrets.randbelow(2 ** (32 - (n - 1).bit_length()))
+def _quotients(count: int, n: int) -> Words:
+    """Random integers u such that n check words add up to less than 2^64."""
+    drawn = np.frombuffer(secrets.token_bytes(4 * count), np.uint32).astype(np.uint64)
+    return drawn >> np.uint64((n - 1).bit_length())
 
 
 @lru_cache(maxsize=32)
