@@ -281,7 +281,12 @@ def expected(inside, n):
     return floats(server.model)
 
 
-@pytest.mark.parametrize(("n", "hostile"), [(4, 1), (5, 1), (10, 1), (10, 2)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("n", "hostile"), [(4, 1), pytest.param(5, 1, marks=SLOW), pytest.param(10, 1, marks=SLOW), (10, 2)]
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_run_goes_to_its_end_and_proven_liars_are_named(name, n, hostile):
     server, inside = trained(KINDS[name], n, hostile)
