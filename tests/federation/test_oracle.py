@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.federation.secured import NAMES, POLICY, SERVER, floats, net, parties, parts, plain_of, server_of
-from tests.oracle import worst
+from tests.federation.secured import NAMES, POLICY, SERVER, net, parties, parts, server_of
 from torch import nn
 
 from fedveil.errors import FedveilError
@@ -357,131 +356,6 @@ def test_an_stderr_that_cannot_be_written_shows_nothing(monkeypatch):
     for attempt, data in enumerate((record, lambda: 1 / 0), 1):
         message = ask_of(linear(), opening_for(hellos, attempt=attempt), token=str(attempt))
         assert kind_of(heard(message, known["site-0"], data)) == "masked"
-
-
-def test_policies_bound_the_sums_of_a_run_and_of_a_day():
-    for policy, text in (
-        (replace(POLICY, max_sums_per_run=2), "at most 2 sums per run"),
-        (replace(POLICY, max_sums_per_day=3), "at most 3 sums per day"),
-    ):
-        server = server_of("veil", known=parties(policy=policy), attempts=1)
-        faults = []
-        server._note = lambda found, kept, faults=faults: faults.append(str(found))
-        with pytest.raises(FedveilError):
-            server.fit(rounds=5)
-        assert len(server.history.records) == max(policy.max_sums_per_run % 10_000, policy.max_sums_per_day % 20_000)
-        assert any(text in fault for fault in faults)
-
-
-def test_the_budget_of_a_day_is_that_of_all_runs():
-    known = parties(policy=replace(POLICY, max_sums_per_day=2))
-    for rounds in (1, 1):
-        server_of("veil", known=known).fit(rounds=rounds)
-    with pytest.raises(FedveilError):
-        server_of("veil", known=known, attempts=1).fit(rounds=1)
-
-
-def test_the_clients_policy_decides_how_many_colluders_a_roster_withstands():
-    """Finding 6: five members withstand two colluders, four withstand one, whatever the server says."""
-    for colluders, rounds in ((2, 1), (3, 0)):
-        server = server_of("veil", known=parties(policy=replace(POLICY, colluders=colluders)), attempts=1)
-        if rounds:
-            server.fit(rounds=1)
-        else:
-            with pytest.raises(FedveilError):
-                server.fit(rounds=1)
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1_800_000_000.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_keys_are_replaced_every_fifty_rounds_and_training_goes_on():
-    """Finding 5: the memory kept each run's key for ever."""
-    known = parties()
-    server = server_of("veil", known=known)
-    keys = []
-    for rounds in (1, 50, 51, 101):
-        server.fit(rounds=rounds)
-        keys.append(json.loads(known["site-0"]._memory.packed())["runs"][server._session]["key"])
-    assert keys[0] == keys[1] != keys[2] != keys[3]
-    assert not any("faults" in record for record in server.history.records)
-    assert [record["round"] for record in server.history.records if record["exchanges"] == 4] == [1, 51, 101]
-    assert worst(floats(server.model), plain_of(101)) < 1e-6
-
-
-def test_a_run_that_has_ended_leaves_a_tombstone_and_no_key():
-    known = parties()
-    server = server_of("veil", known=known)
-    server.fit(rounds=2)
-    text = known["site-0"]._memory.packed().decode()
-    key = json.loads(text)["runs"][server._session]["key"]
-    server.close()
-    for party in known.values():
-        found = json.loads(party._memory.packed())
-        assert found["runs"] == {}
-        assert len(found["ended"]) == 1
-        assert key not in party._memory.packed().decode()
-        with pytest.raises(FedveilError, match="this run has ended"):
-            party.hello(server._session)
-
-
-def test_keys_die_by_the_clients_own_clock():
-    clock, identity = Clock(), Identity.new("a")
-    roster = Roster({"a": identity.public()})
-    party = Party(identity, roster, policy=Policy(key_hours=1.0), clock=clock)
-    first = party.hello("a run")
-    clock.now += 3599
-    assert party.hello("a run").key == first.key
-    clock.now += 1
-    assert party.hello("a run").key != first.key
-    clock.now += 3600
-    party.hello("b run")
-    assert keys_in(party) == ["b run"]
-    clock.now += 3600
-    party.sweep()
-    assert keys_in(party) == []
-    assert party.hello("a run").key != first.key  # the run may continue, with a new key
-
-
-def keys_in(party):
-    return [run for run, kept in json.loads(party._memory.packed())["runs"].items() if kept["key"]]
-
-
-def test_a_client_that_restarts_after_its_key_died_continues_with_its_counters():
-    clock, known = Clock(), parties()
-    hellos = [party.hello("a run") for party in known.values()]
-    first = known["site-0"]
-    late = Party(first._identity, first._roster, first._memory, policy=POLICY, clock=clock)
-    clock.now = 4e9
-    heard(ask_of(linear(), opening_for(hellos, attempt=7)), first, record())
-    late.sweep()
-    again = late.hello("a run")
-    assert again.key != hellos[0].key
-    found = heard(ask_of(linear(), opening_for([again, *hellos[1:]], attempt=7)), late, record())
-    assert found.reason == "attempt"
-    assert kind_of(heard(ask_of(linear(), opening_for([again, *hellos[1:]], attempt=8)), late, record())) == "masked"
-
-
-def test_a_full_memory_refuses_new_runs_and_forgets_none(monkeypatch):
-    monkeypatch.setattr("fedveil.secagg.memory.MOST_RUNS", 3)
-    identity = Identity.new("a")
-    party = Party(identity, Roster({"a": identity.public()}))
-    for run in ("1", "2"):
-        party.hello(run)
-        party.end(run)
-    party.hello("3")
-    with pytest.raises(FedveilError, match="memory is full") as caught:
-        party.hello("4")
-    assert caught.value.reason == "full"
-    party.hello("3")
-    for run in ("1", "2"):
-        with pytest.raises(FedveilError, match="has ended"):
-            party.hello(run)
 
 
 def test_a_masked_answer_holds_no_time_and_no_count():

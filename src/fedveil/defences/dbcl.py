@@ -298,7 +298,7 @@ def _obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, shared: bool)
 
 
 def check_sketch(name: str, inputs: Tensor, signs: Tensor, fan_in: int) -> None:
-    """Refuse what is not a sketch of so many inputs: indices, no more than there are, and a sign for each."""
+    """Refuse a sketch that does not fit the inputs: indices, no more than there are, and a sign for each."""
     fits = inputs.dim() == 2 and inputs.shape == signs.shape and 0 < inputs.numel() <= fan_in
     fits = fits and inputs.dtype == torch.int32 and signs.dtype == torch.int8
     if not fits or not 0 <= int(inputs.min()) <= int(inputs.max()) < fan_in:

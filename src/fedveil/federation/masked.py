@@ -140,7 +140,7 @@ def _tell(what: str) -> None:
 
 
 def subject_of(ask: Ask, message: bytes, body: bytes) -> bytes:
-    """What a sum is about: the broadcast. Two sums on one subject can be subtracted.
+    """The digest of what a sum is about: the broadcast. Two sums on one subject can be subtracted.
 
     Whatever batch is asked for, it may be all of a client's records, so batches make no difference here.
     """

@@ -1,4 +1,4 @@
-"""What travels between a server and its clients: every message as a frozen dataclass, its one encoding, its bounds."""
+"""Messages between a server and its clients: each as a frozen dataclass, their one encoding, their bounds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ Message = TypeVar("Message", "Ask", "Answer", "Masked", "Step")
 
 @dataclass(frozen=True, eq=False)
 class Ask:
-    """What a client is sent in a round: the broadcast, and all that it takes to answer it."""
+    """An ask to a client: the broadcast of a round, and all that it takes to answer it."""
 
     session: str  # of the server's process: after a restart it is another
     round: int  # from 0
@@ -42,7 +42,7 @@ class Ask:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a client sends back: its update, and what it answers."""
+    """A client's answer: its update, and the exchange that it belongs to."""
 
     round: int
     token: str
@@ -55,7 +55,7 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """What a client sends back under secure aggregation: words that say nothing, no count of records and no times."""
+    """A client's answer under secure aggregation: words that say nothing, no count of records and no times."""
 
     round: int
     token: str

@@ -1,4 +1,4 @@
-"""What the server knows of the members' conduct in a run: who lied, and who disagrees with whom.
+"""The members' conduct in a run, as the server knows it: who lied, and who disagrees with whom.
 
 A member is excluded for the run, by name and with a reason, once a lie of its is proven, provided that no more than
 `rules.liars(n)` members lie: as many as may vanish.

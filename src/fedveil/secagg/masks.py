@@ -101,7 +101,7 @@ def commitment(seed: bytes, context: bytes) -> bytes:
 
 
 class ShareHash:
-    """What binds a dealer to the share that it deals to a member, and that member to the share that it reveals."""
+    """The hash that binds a dealer to a share, and the member that gets the share to what it reveals."""
 
     def __init__(self, context: bytes, dealer: str) -> None:
         self._start = hashlib.sha256(fields(LABEL, "share hash", context, dealer))

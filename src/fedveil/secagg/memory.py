@@ -1,4 +1,4 @@
-"""What a client remembers from one message to the next: its key of a run, what it has done with it, what it opened.
+"""A client's memory from one message to the next: its key of a run, what it has done with it, what it opened.
 
 The X25519 key and the last attempt live together: a key without its counter would mask twice with the same streams.
 Both are written before an answer leaves, so that a client that is killed and started again refuses what it has answered
@@ -67,7 +67,7 @@ class Current:
 
 @dataclass(repr=False)
 class Kept:
-    """What is kept for one run.
+    """The part of the memory for one run.
 
     Attributes:
         key: the private key; empty once it is gone.

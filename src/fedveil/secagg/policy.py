@@ -39,7 +39,7 @@ key_hours = {key_hours:g}
 
 @dataclass(frozen=True)
 class Policy:
-    """What a client insists on.
+    """A client's terms.
 
     Attributes:
         server: public key of the only server that it answers; None names none, and then messages are not answered

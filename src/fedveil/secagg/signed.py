@@ -48,12 +48,12 @@ def channel(own: X25519PrivateKey, other: bytes, run: str) -> bytes:
 
 
 def sign(server: Identity, common: bytes, own: bytes = b"") -> bytes:
-    """What is sent to one client besides `common`: the server's signature, then `own`."""
+    """Mark a message to one client: the server's signature, then `own`."""
     return SIGNED + server.sign(_covered(Digest.of(common).whole(), own)) + own
 
 
 def tag(key: bytes, digest: bytes, own: bytes = b"") -> bytes:
-    """The same with a tag under the client's channel key, for bytes of this digest."""
+    """Mark a message to one client with a tag under its channel key; `digest` is that of the bytes for all."""
     return TAGGED + hmac.digest(key, _covered(digest, own), "sha256") + own
 
 
