@@ -34,10 +34,10 @@ from fedveil.wire import Tensors, under
 
 LOG = logging.getLogger("fedveil")
 FIRST = 24  # exponent of rows of which nothing is known
-PROBED = 2  # bits of headroom for numbers that are estimated from the example alone
+PROBED = 0  # further bits of headroom for numbers that are estimated from random records
 RECORDS = 2**17  # that all clients are taken to have together before the first sum tells
 WIDER = 16  # bits of headroom that are added when a sum wrapped around
-SMALLEST = 2.0**-16  # of the largest number of a kind: smaller rows are given as much headroom
+SMALLEST = 2.0**-8  # of the largest number of a kind: smaller rows, which may be so by chance, get as much headroom
 MOST_FACTOR = 100.0  # of a veil: larger ones would cost more digits than float32 has
 PASSES = "passes/"
 Words = NDArray[np.uint64]
@@ -287,8 +287,8 @@ def _drawn_like(like: Tensor, draw: torch.Generator) -> Tensor:
     """Normal numbers as large as the example's, whose values need not be typical; integers stay what they are."""
     if not like.is_floating_point() or not like.numel():
         return like
-    largest = float(like.abs().max().nan_to_num(1.0, 1.0))
-    return (max(1.0, largest) * torch.randn(like.shape, generator=draw)).to(like)
+    size = float(like.double().square().mean().sqrt())
+    return ((size if 0 < size < math.inf else 1.0) * torch.randn(like.shape, generator=draw)).to(like)
 
 
 def _clipped_exponent(clip: float) -> int:
