@@ -186,7 +186,7 @@ def server_files() -> tuple[Identity | None, Roster | None]:
 
 
 class _Task(NamedTuple):
-    """What a client is to do, from the ask and its own architecture alone."""
+    """A client's task, from the ask and its own architecture alone."""
 
     messages: PlainMessages
     defence: Defence

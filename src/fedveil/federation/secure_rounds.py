@@ -268,7 +268,7 @@ class SecureRounds:
                 yield member, reply
 
     def _tagged(self, common: bytes, own: Mapping[Member, bytes]) -> dict[Member, bytes]:
-        """What goes to each member alone, under its tag."""
+        """The bytes for each member alone, under its tag."""
         digest = Digest.of(common).whole()
         return {member: signed.tag(self._greeted[member].channel, digest, extra) for member, extra in own.items()}
 

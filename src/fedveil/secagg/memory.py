@@ -139,7 +139,7 @@ class State:
         return short(run.encode()) in self.ended
 
     def full(self) -> bool:
-        """Whether there is no place for another run."""
+        """Whether the table of runs is full."""
         return len(self.runs) + len(self.ended) >= MOST_RUNS
 
     def sums_on(self, day: int) -> int:

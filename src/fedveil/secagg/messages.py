@@ -46,7 +46,7 @@ class Hello:
         return fields(LABEL, "hello", run, name, key)
 
     def proof(self, challenge: bytes) -> bytes:
-        """What a member signs to show that it is the one who says hello now."""
+        """The bytes that a member signs to show that it says hello now."""
         return fields(LABEL, "proof", self.run, self.name, self.key, challenge)
 
     def values(self) -> Values:
