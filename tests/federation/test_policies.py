@@ -68,6 +68,16 @@ def test_keys_are_replaced_every_fifty_rounds_and_training_goes_on():
     assert worst(floats(server.model), plain_of(101)) < 1e-6
 
 
+def test_neither_server_nor_clients_show_the_keys_of_tags():
+    known = parties()
+    server = server_of("veil", known=known)
+    server.fit(rounds=1)
+    keys = [greeted.channel for greeted in server.secure._greeted.values()]
+    assert len(set(keys)) == 5
+    for thing in (server, server.secure, server.secure._greeted, *server.secure._greeted.values(), *known.values()):
+        assert not any(repr(key)[2:-1] in repr(thing) or key.hex() in repr(thing) for key in keys)
+
+
 def test_a_run_that_has_ended_leaves_a_tombstone_and_no_key():
     known = parties()
     server = server_of("veil", known=known)

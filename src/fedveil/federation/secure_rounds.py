@@ -58,6 +58,9 @@ class _Greeted(NamedTuple):
     channel: bytes
     uses: int = 0
 
+    def __repr__(self) -> str:
+        return f"_Greeted({self.hello.name!r})"  # not the key
+
 
 class SecureRounds:
     """The members' keys and attempts of one run, their conduct, and what is known of the size of their numbers.
