@@ -7,6 +7,8 @@ DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 # --no-compile: pip would compile thousands of modules, one after another, most of which the demo never imports.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# Files and the tests in each are shuffled; the seed of the order is printed, and ORDER=--randomly-seed=N repeats it.
+PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ORDER)
 
 .PHONY: help venv demo test test-all lint bench docs clean
 
@@ -29,11 +31,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(DEMO)  ## train digits with five clients, plain and veiled
 	PYTHONDONTWRITEBYTECODE= $(BIN)/fedveil demo
 
-test: lint  ## lint, type-check and run the quick tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+test: lint  ## lint, type-check and run the quick tests, in shuffled order
+	$(PYTEST) -m "not slow"
 
-test-all: lint  ## the same with the slow tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test-all: lint  ## the same with the slow tests, within an hour
+	$(PYTEST)
 
 lint: venv  ## ruff and mypy
 	$(BIN)/ruff check .

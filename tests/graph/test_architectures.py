@@ -1,5 +1,6 @@
 """Networks of every common kind are accepted and exact; the shares of values that a veil changes are as promised."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -16,6 +17,9 @@ import fedveil
 from fedveil.graph.inputs import call
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+
+
+UNCOVERED = {"TransformerEncoder, padding mask", "GroupNorm, SiLU, standardised weights"}  # users are warned
 
 
 def by_name(quick):
@@ -48,7 +52,10 @@ def test_a_network_of_today_is_exact_in_float64(architecture):
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", by_name(quick=False))
 def test_every_other_network_is_exact_in_float64(architecture):
-    check(architecture)
+    with contextlib.ExitStack() as stack:
+        if architecture.name in UNCOVERED:
+            stack.enter_context(pytest.warns(UserWarning, match="of the parameters' values are sent as they are"))
+        check(architecture)
 
 
 def test_networks_are_many_small_and_return_one_tensor_each():

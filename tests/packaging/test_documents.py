@@ -139,6 +139,14 @@ def test_the_workflow_runs_every_python_that_is_promised():
     assert "without being run on GitHub" in text_of(".github/workflows/ci.yml").splitlines()[0]
 
 
+def test_the_workflow_runs_every_test_at_night():
+    assert WORKFLOW[True]["schedule"]  # YAML 1.1 reads "on" as true
+    nightly = [job for job in WORKFLOW["jobs"].values() if "== 'schedule'" in job.get("if", "")]
+    assert [step["run"] for job in nightly for step in job["steps"] if "run" in step][-1] == "make test-all"
+    others = [job for job in WORKFLOW["jobs"].values() if job not in nightly]
+    assert all("!= 'schedule'" in job["if"] for job in others)
+
+
 def test_the_workflow_uses_tools_and_paths_that_there_are():
     steps = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
     lines = [line for step in steps for line in step.get("run", "").splitlines()]
