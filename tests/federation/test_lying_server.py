@@ -337,6 +337,17 @@ class LyingServer(RuleBasedStateMachine):
         if until == "reveal":
             self.reveal(run, "")
 
+    @rule(
+        run=st.sampled_from(RUNS),
+        lie=st.sampled_from(["same step", "later step", "all again"]),
+        left=st.sets(st.sampled_from(NAMES[1:]), min_size=1, max_size=2),
+    )
+    def settle_twice(self, run, lie, left):
+        """Two lists one after the other, the second with a lie about its place or its members."""
+        self.follow_the_protocol(run, "", "ask", 1.0, True)
+        self.settle(run, "", {min(left)} if len(left) > 1 or lie == "all again" else set())
+        self.settle(run, lie, left)
+
     def sums_today(self):
         return self.day[1] if self.now // 86_400 == self.day[0] else 0
 
