@@ -100,7 +100,7 @@ class Audit:
     def __call__(self, progress: Progress, done: Done) -> Audited:
         """Look at several broadcasts, and rebuild records."""
         config, options = self.config, self.options
-        federation, data = trained(config, self.run, progress)
+        federation, data = trained(config, self.run, progress, done.basis)
         quality = quality_of(federation, data)
         attacks = self.member_attacks(data) if config.data.clients > 1 else None
         count = options.broadcasts if config.defence.name == "veil" else 1
