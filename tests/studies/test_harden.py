@@ -13,7 +13,7 @@ from fedveil.errors import BadArgument
 from fedveil.runs.config import configure
 from fedveil.studies.audit import harden
 from fedveil.studies.audit.harden import HARDEN, Hardening, Row, base_of, best_of, measures, row_of, verdict
-from fedveil.studies.audit.results import Audited, Figures, Members, Tried
+from fedveil.studies.audit.results import Audited, Figures, Guessing, Members, Tried
 from fedveil.studies.audit.run import Options
 from fedveil.studies.estimates import Estimate
 from fedveil.studies.jobs import Failed
@@ -34,7 +34,7 @@ def audited(test, **members):
         for name, value in members.items()
     }
     built = {"a": point(20.0), "b": point(24.0), "floor": point(12.0)}
-    return Audited("accuracy", 1.0, test, 1.0 - test, "veil", 10, 1, 1, looks, built)
+    return Audited("accuracy", 1.0, test, 1.0 - test, "veil", 10, 1, 1, looks, built, Guessing(0.1))
 
 
 def row(name, membership, cost):

@@ -16,7 +16,7 @@ from fedveil.studies.attack import Asked
 from fedveil.studies.audit import page as audit_page
 from fedveil.studies.audit.harden import Row
 from fedveil.studies.audit.harden import one_line as hardened
-from fedveil.studies.audit.results import Audited, Figures, Members, Tried
+from fedveil.studies.audit.results import Audited, Figures, Guessing, Members, Tried
 from fedveil.studies.compare import COMPARE, Compared
 from fedveil.studies.estimates import Estimate
 from fedveil.studies.gradients import page as gradients_page
@@ -257,14 +257,14 @@ def test_hostile_clients_are_judged_by_their_worst_attack():
 def audited(agreement, auc, psnr, floor=10.0):
     view = Figures(point(agreement), membership=Members({"loss": Tried(0.5, point(auc), point(auc), {})}))
     rebuilt = {"adaptive": point(psnr), "floor": point(floor)}
-    return Audited("accuracy", 1.0, 1.0, 0.0, "a", 10, 1, 1, {"adaptive": view}, rebuilt)
+    return Audited("accuracy", 1.0, 1.0, 0.0, "a", 10, 1, 20, {"adaptive": view}, rebuilt, Guessing(0.1))
 
 
 def test_an_audit_of_one_defence_has_the_strongest_attackers_figures():
     plain = audited(1.0, 0.7, 40.0)
-    assert checked(audit_page.one_line({"plain": plain, "veil": audited(1.0, 0.6, 11.0)})) == (
+    assert checked(audit_page.one_line({"plain": plain, "veil": audited(1.0, 0.6, 10.0)})) == (
         "Against the strongest attacker, veil does not protect the model (100 % agreement), partly protects who took "
-        "part (AUC 0.60) and protects a single record (11 dB)."
+        "part (AUC 0.60) and protects a single record (10 dB)."
     )
     assert checked(audit_page.one_line({"veil": audited(1.0, 0.7, 40.0), audit_page.UNDEFENDED: plain})) == (
         "Against the strongest attacker, veil does not protect the model (100 % agreement), who took part (AUC 0.70) "
@@ -272,7 +272,7 @@ def test_an_audit_of_one_defence_has_the_strongest_attackers_figures():
     )
     flat = audited(1.0, 0.5, 40.0)
     assert "shows nothing about who took part and" in checked(
-        audit_page.one_line({"plain": flat, "veil": audited(0.3, 0.5, 11.0)})
+        audit_page.one_line({"plain": flat, "veil": audited(0.3, 0.5, 10.0)})
     )
     assert checked(audit_page.one_line({"plain": plain})).startswith(
         "Against the strongest attacker, plain training does"
@@ -282,7 +282,7 @@ def test_an_audit_of_one_defence_has_the_strongest_attackers_figures():
 
 def test_an_audit_of_several_says_which_protect_what():
     plain = audited(1.0, 0.7, 40.0)
-    several = {"plain": plain, "veil": plain, "ppdl": audited(0.1, 0.7, 11.0), "spn": audited(0.1, 0.7, 40.0)}
+    several = {"plain": plain, "veil": plain, "ppdl": audited(0.1, 0.7, 10.0), "spn": audited(0.1, 0.7, 40.0)}
     assert checked(audit_page.one_line(several)) == (
         "Against the strongest attacker, the model is protected by ppdl and spn; who took part is protected by none of "
         "3 defences; a single record is protected by ppdl."
