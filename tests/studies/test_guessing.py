@@ -9,6 +9,8 @@ import torch
 from tests.configs import config_of
 from torch import nn
 
+from fedveil.attacks.gradients import Search
+from fedveil.attacks.observed import PUBLISHED
 from fedveil.cli import main
 from fedveil.data import Data, Part
 from fedveil.federation.evaluate import predict
@@ -17,7 +19,12 @@ from fedveil.runs.folder import open_run
 from fedveil.studies.attack import Asked
 from fedveil.studies.audit.results import Audited, Figures, Guessing, Members, Tried
 from fedveil.studies.audit.run import AUDIT, Options, guessing_of
-from fedveil.studies.estimates import Estimate, Outcome, judge_interval
+from fedveil.studies.estimates import Estimate, Outcome, Rule, judge_interval
+from fedveil.studies.gradients.page import verdict as gradients_verdict
+from fedveil.studies.gradients.results import Batch, Gradients, View
+from fedveil.studies.gradients.results import Figures as Near
+from fedveil.studies.membership.page import verdict as membership_verdict
+from fedveil.studies.membership.results import Attacker, Membership, Scored, Sizes
 
 NARROW = 0.005
 
@@ -133,7 +140,41 @@ def test_a_defence_that_leaks_what_plain_training_does_not_is_no_protection():
     ],
 )
 def test_outcomes_follow_from_the_interval(low, high, both, outcome):
-    assert judge_interval(Estimate((low + high) / 2, low, high), 0.5, 0.55, both=both) is outcome
+    assert judge_interval(Estimate((low + high) / 2, low, high), Rule(0.5, 0.55, both)) is outcome
+
+
+def membership(**aucs):
+    """A membership attack with these AUCs, one for each defence."""
+    sizes = Sizes(1, 1, 1, 1)
+    return {
+        name: Membership("accuracy", 1.0, 0.8, 0.2, name, 0, sizes, {PUBLISHED: Attacker("V-out", {"x": scored(auc)})})
+        for name, auc in aucs.items()
+    }
+
+
+def scored(auc):
+    return Scored(around(0.5), auc, {"0.01": None, "0.001": None})
+
+
+def test_the_page_of_a_membership_attack_goes_by_intervals_too():
+    wide, flat, below = Estimate(0.51, 0.3, 0.7), around(0.5), Estimate(0.40, 0.38, 0.43)
+    assert membership_verdict(membership(plain=wide, veil=flat)).startswith("There are too few records to tell")
+    assert membership_verdict(membership(plain=flat, veil=flat)).startswith("Not even without a defence")
+    said = membership_verdict(membership(plain=around(0.7), veil=below, ppdl=wide))
+    assert "0.60 (veil; 1 - 0.40, below chance), 0.51 (ppdl; too few trials)" in said
+
+
+def gradients(*psnr):
+    """Images rebuilt from plain gradients with these PSNRs, where a guess has 11 dB."""
+    near = {"V-up": View(list(psnr), [0.5], [0.1], 1, 0.0, 0, 0.0, ["AA=="])}
+    floors = {"mean image": Near([11.0], [0.1], [0.1])}
+    return {"plain": Gradients(0, {"batch1-0": Batch(1, [0], Search(), near, floors, ["AA=="], (1, 1, 1))})}
+
+
+def test_one_image_tells_nothing_about_gradients():
+    assert gradients_verdict(gradients(30.0), 1).startswith("There are too few images to tell")
+    assert gradients_verdict(gradients(5.0, 17.5), 1).startswith("There are too few images to tell")
+    assert "30.0 dB (no defence)" in gradients_verdict(gradients(29.9, 30.0, 30.1), 1)
 
 
 class Threshold(nn.Module):

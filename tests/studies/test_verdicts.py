@@ -53,6 +53,10 @@ def point(value):
     return Estimate(value, value, value)
 
 
+def around(value):
+    return Estimate(value, value - 0.02, value + 0.02)
+
+
 # A run.
 
 
@@ -136,7 +140,9 @@ def test_a_comparison_names_the_nearest_and_the_farthest_from_plain():
 def members(**aucs):
     """Attackers that reach these AUCs."""
     found = {
-        name.replace("_", " "): Attacker("V-out", {"three": Scored(point(0.5), point(auc), NO_TPR), "x": Failed("why")})
+        name.replace("_", " "): Attacker(
+            "V-out", {"three": Scored(point(0.5), around(auc), NO_TPR), "x": Failed("why")}
+        )
         for name, auc in aucs.items()
     }
     return Membership("accuracy", 1.0, 0.8, 0.2, "veil", 0, Sizes(1, 1, 1, 1), found)
@@ -186,7 +192,7 @@ def test_inversion_is_beside_what_needs_no_model():
 
 
 def gradients(**psnr):
-    near = {view: View([db], [0.5], [0.1], 1, 0.0, 0, 0.0, ["AA=="]) for view, db in psnr.items()}
+    near = {view: View([db - 0.2, db + 0.2] * 4, [0.5], [0.1], 1, 0.0, 0, 0.0, ["AA=="]) for view, db in psnr.items()}
     floors = {"mean image": Near([11.0], [0.1], [0.1])}
     return Gradients(0, {"batch1-0": Batch(1, [0], Search(), near, floors, ["AA=="], (1, 1, 1))})
 
@@ -197,9 +203,9 @@ def test_gradients_have_the_best_view_beside_a_guess():
         "Images rebuilt from gradients have a PSNR of 25.0 dB (no defence), 22.0 dB (veil; as published 12.0 dB); a "
         "guess has 11.0 dB."
     )
-    weak = checked(gradients_page.verdict({"plain": gradients(**{"V-up": 11.5})}, 1))
+    weak = checked(gradients_page.verdict({"plain": gradients(**{"V-up": 11.1})}, 1))
     assert (
-        weak == "Not even without a defence are images rebuilt from gradients (11.5 dB) better than a guess (11.0 dB)."
+        weak == "Not even without a defence are images rebuilt from gradients (11.1 dB) better than a guess (11.0 dB)."
     )
 
 

@@ -1,12 +1,11 @@
 """Verdicts of an audit: how far the strongest attacker gets by each measure, as far as its interval tells."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.studies.audit.results import Audited
-from fedveil.studies.estimates import Estimate, Outcome, judge_interval
+from fedveil.studies.estimates import CHANCE, Estimate, Outcome, Reached, Rule, furthest, reach
 from fedveil.studies.gradients.server_page import RECOGNISED
 
 PROTECTS, HINDERS = 0.2, 0.8  # shares of the way from guessing to no defence at all
@@ -15,7 +14,6 @@ NOTHING, TOO_FEW = "nothing found", "too few trials to tell"
 PROTECTED, NEARLY, PARTLY, LEAKS = "is protected", "is nearly protected", "is partly protected", "is not protected"
 UNTESTED = "is not shown to leak, but only the published attack was run"
 DIRECTION = "below chance: an attacker who knows the direction, and takes low scores for members, has 1 - {} = {}"
-RANK = {Outcome.FOUND: 2, Outcome.TOO_FEW: 1, Outcome.NOTHING: 0}
 Measure = tuple[str, str, str, str]  # what, how far an attacker gets, title and label of the chart
 MEASURES: Mapping[str, Measure] = {
     "agreement": ("the model", "agrees with the server's model on {}", "Agreement with the true model", "agreement"),
@@ -50,44 +48,17 @@ def clear_leak(guess: float, name: str) -> float:
     return guess + CLEAR * (RECOGNISED if name == "rebuilt" else 1 - guess)
 
 
-@dataclass(frozen=True)
-class Reached:
-    """How far one attacker gets.
-
-    Attributes:
-        attacker: its name.
-        figure: as measured.
-        outcome: what the figure's interval tells.
-        value: the figure, or 1 - AUC where members are told from others by an AUC below 0.5.
-    """
-
-    attacker: str
-    figure: Estimate
-    outcome: Outcome
-    value: float
-
-    @property
-    def below(self) -> bool:
-        """Whether it is found below chance."""
-        return self.value != self.figure.value
-
-
-def reach_of(found: Audited, attacker: str, name: str, guess: float) -> Reached | None:
-    """Return how far an attacker gets by one measure; None where it was not measured."""
-    figure = found.figure(attacker, name)
-    if figure is None:
-        return None
-    if name == "rebuilt" and found.trials < 2:
-        return Reached(attacker, figure, Outcome.TOO_FEW, figure.value)
-    outcome = judge_interval(figure, guess, clear_leak(guess, name), both=name == "membership")
-    below = outcome is Outcome.FOUND and figure.high < guess
-    return Reached(attacker, figure, outcome, 1 - figure.value if below else figure.value)
+def reaches(found: Audited, name: str, guess: float) -> list[Reached]:
+    """Return how far each attacker gets by one measure."""
+    rule = CHANCE if name == "membership" else Rule(guess, clear_leak(guess, name))
+    trials = found.trials if name == "rebuilt" else 2
+    figures = {attacker: found.figure(attacker, name) for attacker in sorted(found.names)}
+    return [reach(attacker, figure, rule, trials) for attacker, figure in figures.items() if figure]
 
 
 def strongest(found: Audited, name: str, guess: float) -> Reached | None:
-    """Return the attacker that gets furthest: of those that find something, then of those with too few trials."""
-    every = [reach_of(found, attacker, name, guess) for attacker in sorted(found.names)]
-    return max((one for one in every if one), key=lambda one: (RANK[one.outcome], one.value), default=None)
+    """Return the attacker that gets furthest by one measure; None where it was not measured."""
+    return furthest(reaches(found, name, guess))
 
 
 def leak(value: float, guess: float, undefended: float) -> float:
@@ -141,8 +112,7 @@ def decide(found: Audited, one: Reached, top: Reached, name: str, guess: float) 
         said = PROTECTED if top.outcome is Outcome.FOUND else NOTHING
     else:
         said = word(leak(one.value, guess, full_leak(top, name, guess))) if top.outcome is Outcome.FOUND else LEAKS
-    every = [reach_of(found, attacker, name, guess) for attacker in found.names]
-    if said == NEARLY and any(other and other.outcome is Outcome.TOO_FEW for other in every):
+    if said == NEARLY and any(other.outcome is Outcome.TOO_FEW for other in reaches(found, name, guess)):
         return TOO_FEW
     only_published = one.attacker == PUBLISHED and name == "rebuilt"
     return UNTESTED if only_published and said not in (LEAKS, NOTHING) else said
@@ -170,7 +140,7 @@ def explain(found: Audited, one: Reached, top: Reached, name: str, guess: float,
         reached += f", {DIRECTION.format(figure, number(one.value, name, found))}"
     elif one.outcome is Outcome.NOTHING:
         reached = f"{NOTHING}, {reached}"
-    published = reach_of(found, PUBLISHED, name, guess)
+    published = next((other for other in reaches(found, name, guess) if other.attacker == PUBLISHED), None)
     full = full_leak(top, name, guess)
     if published and leak(published.value, guess, full) < leak(one.value, guess, full) - PROTECTS:
         reached += f", published attacks reach {number(published.figure.value, name, found)}"
