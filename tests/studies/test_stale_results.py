@@ -10,6 +10,10 @@ import pytest
 
 from fedveil.cli import main
 from fedveil.runs.folder import open_run
+from fedveil.studies.audit.harden import HARDEN, Hardening, base_of
+from fedveil.studies.audit.run import Options
+from fedveil.studies.jobs import Failed
+from fedveil.studies.study import gather
 
 TINY = ["--trials", "1", "--broadcasts", "1", "--no-network", "--no-server", "--workers", "1"]
 NET = """
@@ -187,17 +191,52 @@ def test_a_stopped_run_of_a_study_is_not_continued_with_other_data(here, lines):
     assert (here / "study/runs/plain-0/checkpoint.pt").read_bytes() != marked
 
 
-def test_a_changed_file_in_a_folder_of_images_makes_new_results(here, lines):
+def draw_pictures(folder, classes):
     image = pytest.importorskip("PIL.Image")
     for part, count in (("train", 6), ("test", 2)):
-        for label in ("a", "b"):
-            (here / "pictures" / part / label).mkdir(parents=True)
+        for place, label in enumerate(classes):
+            (folder / part / label).mkdir(parents=True)
             for number in range(count):
-                picture = image.new("RGB", (8, 8), (40 * number, 100 if label == "a" else 200, 0))
-                picture.save(here / "pictures" / part / label / f"{number}.png")
+                picture = image.new("RGB", (8, 8), (40 * number, 50 * place, 0))
+                picture.save(folder / part / label / f"{number}.png")
+    return image
+
+
+def test_a_changed_file_in_a_folder_of_images_makes_new_results(here, lines):
+    image = draw_pictures(here / "pictures", "ab")
     words = ["compare", "--data", "images", "--path", "pictures", "--size", "8", "--clients", "2", "--epochs", "1"]
     words += ["--hidden", "4", "--seeds", "1", "--defences", "plain", "--workers", "1", "--out", "study"]
     lines(*words)
     assert kept(lines(*words)) == {"plain-0"}
     image.new("RGB", (8, 8), (1, 2, 3)).save(here / "pictures/train/a/0.png")
     assert again(lines(*words), "the data changed since") == {"plain-0"}
+
+
+def test_a_generator_is_not_continued_with_other_images(here, lines):
+    image = draw_pictures(here / "pictures", "abcd")
+    federation = ["--data", "images", "--path", "pictures", "--size", "8", "--labels", "0-1", "--clients", "2"]
+    few = ["--codes", "1", "--broadcasts", "1", "--steps", "1", "--restarts", "1", "--pixel-steps", "0"]
+    nets = ["--gan-epochs", "1", "--gan-width", "4", "--judge-epochs", "1", "--judge-width", "2", "--width", "2"]
+    words = ["attack", "inversion", *federation, "--model", "cnn", "--epochs", "1", "--defence", "plain", *few, *nets]
+    words += ["--workers", "1", "--out", "study"]
+    lines(*words)
+    before = [Path("study", name).read_bytes() for name in ("gan.pt", "judge.pt")]
+    assert kept(lines(*words)) == {"gan", "evaluator", "train-plain", "inversion-plain"}
+    image.new("RGB", (8, 8), (1, 2, 3)).save(here / "pictures/train/d/0.png")  # a class that is not trained on
+    assert again(lines(*words), "the data changed since") == {"gan", "evaluator", "train-plain", "inversion-plain"}
+    after = [Path("study", name).read_bytes() for name in ("gan.pt", "judge.pt")]
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+
+
+def test_what_hardens_a_veil_is_measured_again_with_other_data(here):
+    base = base_of({"data": "csv", "path": "records.csv", "target": "answer", "epochs": 1, "hidden": 4})
+    looks = Options(trials=1, broadcasts=1, network=False, shadows=2)
+    asked, told = Hardening(base, 1, looks, ("no veil at all",)), []
+    for change in ("", "", "0.5"):
+        write_records(here / "records.csv", change)
+        told.clear()
+        found = gather(HARDEN, asked, here / "study", workers=1, show=lambda name, share, what: told.append(what))
+        assert not [one for some in found.values() for one in some if isinstance(one, Failed)]
+        assert (told.count("kept") == 3) == (change == "" and "done" not in told)
+    assert len([what for what in told if what.startswith("computed again: the data changed since")]) == 3
