@@ -170,5 +170,5 @@ def _add_leaf(found: Hash, leaf: V) -> None:
         found.update(f"{leaf!r}\0".encode("utf-8", "surrogateescape"))
         return
     found.update(f"{leaf.dtype} {tuple(leaf.shape)}\0".encode())
-    for values in torch.split(leaf.detach().cpu().reshape(-1), CHUNK):
-        found.update(values.numpy().tobytes())
+    for values in torch.split(leaf.detach().cpu().reshape(-1).contiguous(), CHUNK):
+        found.update(values.view(torch.uint8).numpy().tobytes())  # NumPy has no bfloat16
