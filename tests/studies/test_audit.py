@@ -11,8 +11,9 @@ from fedveil.data.records import Part
 from fedveil.runs.build import federation_of, load_data
 from fedveil.studies.audit.attackers import attacker_table, member_table
 from fedveil.studies.audit.members import LOOKS, MemberAttacks, averaged_members
-from fedveil.studies.audit.page import leak, verdict, word
-from fedveil.studies.audit.results import Audited, Figures, Members, Tried
+from fedveil.studies.audit.page import verdict
+from fedveil.studies.audit.results import Audited, Figures, Guessing, Members, Tried
+from fedveil.studies.audit.verdicts import leak, word
 from fedveil.studies.estimates import Estimate
 from fedveil.studies.jobs import Failed
 from fedveil.studies.membership.attacks import ByShadows
@@ -132,7 +133,7 @@ def test_every_attack_is_averaged_over_the_broadcasts_under_which_it_ran():
 def test_the_page_says_which_attackers_do_not_apply_and_why():
     view = Figures(point(0.1), membership=Members({"loss": tried(0.5, 0.5)}, {"RMIA": "the targets have no classes"}))
     found = Audited(
-        *("accuracy", 1.0, 1.0, 0.0, "a", 10, 1, 1, {"as published": view}, {}),
+        *("accuracy", 1.0, 1.0, 0.0, "a", 10, 1, 1, {"as published": view}, {}, Guessing(0.1)),
         inapplicable={"two rounds": "there is one broadcast"},
         not_rebuilt={"as published": "the first layer is a convolution"},
     )
@@ -163,7 +164,7 @@ def test_without_classes_the_network_and_the_loss_still_attack_and_nothing_is_sh
 
 def test_words_follow_the_figures():
     assert [word(leak(value, 0.1, 1.0)) for value in (0.1, 0.5, 0.99)] == [
-        "is protected",
+        "is nearly protected",
         "is partly protected",
         "is not protected",
     ]
@@ -174,7 +175,7 @@ def test_a_record_counts_as_known_ten_decibels_above_a_guess():
     def found(psnr, **others):
         view = Figures(point(0.1), membership=Members({"loss": Tried(0.5, point(0.5), point(0.5), {})}))
         built = {"as published": point(psnr), "floor": point(35.0), **{name: point(v) for name, v in others.items()}}
-        return Audited("accuracy", 1.0, 1.0, 0.0, "a", 10, 1, 1, {"as published": view}, built)
+        return Audited("accuracy", 1.0, 1.0, 0.0, "a", 10, 1, 20, {"as published": view}, built, Guessing(0.1))
 
     plain = found(80.0)
     assert "a single record is not protected" in verdict("a", found(46.0), plain)

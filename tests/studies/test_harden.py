@@ -1,5 +1,6 @@
 """What hardens the veil: measures on one federation, their cost in accuracy, and a verdict that follows the figures."""
 
+import dataclasses
 import json
 import math
 
@@ -12,14 +13,15 @@ from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
 from fedveil.runs.config import configure
 from fedveil.studies.audit import harden
-from fedveil.studies.audit.harden import HARDEN, Hardening, Row, base_of, best_of, measures, row_of, verdict
-from fedveil.studies.audit.results import Audited, Figures, Members, Tried
+from fedveil.studies.audit.harden import HARDEN, Hardening, Row, base_of, best_of, measures, one_line, row_of, verdict
+from fedveil.studies.audit.results import Audited, Figures, Guessing, Members, Tried
 from fedveil.studies.audit.run import Options
 from fedveil.studies.estimates import Estimate
 from fedveil.studies.jobs import Failed
 from fedveil.studies.study import gather, publish
 
 TINY = {"train_size": 40, "test_size": 40, "epochs": 1, "hidden": 8}
+COSTS = Estimate(0.004, -0.01, 0.018)
 SOME = ("noise kept over rounds", "no veil at all")
 
 
@@ -34,7 +36,7 @@ def audited(test, **members):
         for name, value in members.items()
     }
     built = {"a": point(20.0), "b": point(24.0), "floor": point(12.0)}
-    return Audited("accuracy", 1.0, test, 1.0 - test, "veil", 10, 1, 1, looks, built)
+    return Audited("accuracy", 1.0, test, 1.0 - test, "veil", 10, 1, 1, looks, built, Guessing(0.1))
 
 
 def row(name, membership, cost):
@@ -102,11 +104,27 @@ def test_costs_are_paired_by_seed_and_the_best_attacker_is_that_of_the_mean():
 
 def test_the_verdict_names_the_measures_that_hold_the_attacker_cheaply():
     bare = row("no veil at all", point(0.9), 0.0)
-    wide = Estimate(0.515, 0.49, 0.54)
-    said = verdict([bare, row("good", wide, 0.004), row("dear", point(0.5), 0.1), row("weak", point(0.8), 0.0)])
-    assert said.startswith("good (membership 51.5 [49.0, 54.0] %, cost 0.4 points): holds the best")
+    narrow = Estimate(0.515, 0.511, 0.519)
+    said = verdict([bare, row("good", narrow, 0.004), row("dear", point(0.5), 0.1), row("weak", point(0.8), 0.0)])
+    assert said.startswith("good (membership 51.5 [51.1, 51.9] %, cost 0.4 points): holds the best")
     assert "dear" not in said
     assert "weak" not in said
+
+
+@pytest.mark.parametrize(
+    ("membership", "cost"),
+    [(Estimate(0.515, 0.49, 0.54), point(0.004)), (Estimate(0.53, 0.51, 0.55), point(0.0)), (point(0.5), COSTS)],
+)
+def test_an_interval_that_holds_its_limit_leaves_the_verdict_open(membership, cost):
+    bare = row("no veil at all", point(0.9), 0.0)
+    open_one = dataclasses.replace(row("open", membership, 0.0), cost=cost)
+    rows = [bare, open_one, row("dear", point(0.5), 0.1), row("weak", point(0.8), 0.0)]
+    assert verdict(rows).startswith("There are too few seeds to tell which setting holds the best membership attacker")
+    assert "perhaps open (membership" in verdict(rows)
+    assert "weak" not in verdict(rows)
+    assert one_line(rows).startswith("Too few seeds to tell if open holds the best membership attacker to 52 % for 0.5")
+    good = row("good", point(0.51), 0.001)
+    assert "At least one setting holds" in one_line([*rows, good])
 
 
 def test_the_verdict_says_that_none_does_and_what_comes_nearest():

@@ -12,6 +12,7 @@ import pytest
 from tests.configs import config_of
 from tests.studies.page_numbers import numbers_of
 
+import fedveil
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.cli import main
 from fedveil.defences.registry import find
@@ -55,6 +56,22 @@ def test_a_table_that_is_there_is_not_computed_again(quick, capsys):
     assert {path: path.stat().st_mtime_ns for path in quick.glob("*.json")} == before
     printed = capsys.readouterr().out
     assert all(read_plan(name, "quick").title in printed for name in EXHIBITS)
+
+
+def test_a_table_of_another_version_is_computed_again_and_a_published_one_is_kept(quick, tmp_path, capsys):
+    text = (quick / "table1.json").read_text()
+    found = json.loads(text)
+    assert found["basis"] == {"version": fedveil.__version__}  # embedded data come with it
+    (quick / "table1.json").write_text(json.dumps({**found, "basis": {"version": "0.0.0"}}))
+    assert main(["reproduce", "table1", "--out", str(quick)]) == 0
+    assert f"table1: computed again: fedveil 0.0.0 is now {fedveil.__version__}" in capsys.readouterr().err
+    assert json.loads((quick / "table1.json").read_text())["basis"] == found["basis"]
+    (quick / "table1.json").write_text(text)
+    published = {name: value for name, value in found.items() if name != "basis"}
+    (tmp_path / "table1.json").write_text(json.dumps(published))
+    assert main(["reproduce", "table1", "--out", str(tmp_path)]) == 0
+    assert "table1: kept" in capsys.readouterr().err
+    assert json.loads((tmp_path / "table1.json").read_text()) == published
 
 
 def test_the_page_is_built_from_the_data_alone(quick, tmp_path):

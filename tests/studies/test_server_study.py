@@ -28,7 +28,7 @@ from fedveil.scheme import Entropy
 from fedveil.studies.attack import Asked
 from fedveil.studies.audit import run as audit
 from fedveil.studies.audit.attackers import attacker_rows
-from fedveil.studies.audit.results import Audited
+from fedveil.studies.audit.results import Audited, Guessing
 from fedveil.studies.gradients.results import Curious, Nearest, ServerRound, ServerView
 from fedveil.studies.gradients.run import guesses
 from fedveil.studies.gradients.server import (
@@ -278,7 +278,9 @@ def test_the_audit_has_the_curious_server_once_beside_the_undefended_federation(
 
 
 def test_the_audit_says_why_the_curious_server_was_not_run():
-    found = Audited("accuracy", 1.0, 1.0, 0.0, "a", 10, 1, 1, {}, {}, server=Curious([Failed("no images")]))
+    found = Audited(
+        "accuracy", 1.0, 1.0, 0.0, "a", 10, 1, 1, {}, {}, Guessing(0.1), server=Curious([Failed("no images")])
+    )
     assert list(attacker_rows("a", found)) == [["a", "curious server", "not run: no images"]]
 
 

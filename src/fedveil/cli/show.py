@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from fedveil.studies.basis import AGAIN
+
 if TYPE_CHECKING:
     from fedveil.studies.study import Shown
 
@@ -29,6 +31,8 @@ def live() -> Iterator[Show]:
     with tqdm(total=0, bar_format=form, file=sys.stderr) as bar:
 
         def show(name: str, share: float, what: str) -> None:
+            if what.startswith(AGAIN):
+                bar.write(f"{name}: {what}", file=sys.stderr)
             done[name], doing[name] = share, f"{name}: {what}"
             if share >= 1:
                 del doing[name]
@@ -40,12 +44,12 @@ def live() -> Iterator[Show]:
 
 
 def logged() -> Show:
-    """Prints a line every few seconds, and one when something is done."""
+    """Prints a line every few seconds, and one when something is done or has to be computed again."""
     last = time.monotonic()
 
     def show(name: str, share: float, what: str) -> None:
         nonlocal last
-        if share >= 1 or time.monotonic() - last >= EVERY:
+        if share >= 1 or what.startswith(AGAIN) or time.monotonic() - last >= EVERY:
             last = time.monotonic()
             print(f"{100 * min(share, 1):3.0f}% {name}: {what}", file=sys.stderr, flush=True)
 

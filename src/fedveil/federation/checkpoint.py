@@ -137,6 +137,19 @@ def owner(path: Path) -> Belongs | None:
         return None
 
 
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 in the header of a checkpoint, or of the whole file if an earlier version wrote it."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(START)
+            if start[: len(MARK)] == MARK:
+                return f"sha256:{start[len(MARK) :].hex()}"
+            file.seek(0)
+            return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    except OSError:
+        return "there is none"
+
+
 def save_last(folder: Path, state: dict[str, Any], belongs: Belongs, *, bad: bool = False) -> set[int]:
     """Write a run's checkpoint; returns the rounds of those that are there now: this one and the last good one.
 

@@ -123,7 +123,7 @@ class AttackStudy(OnDefences[O, R]):
                 work = TrainRun(asked.under(name), self.run_of(asked, name, folder))
                 needs = (Job(f"{asked.label}train-{label}", work, Trained), *needs)
             attack = self.attack(asked, name, folder)
-            found[name] = Job(f"{asked.label}{self.name}-{label}", attack, self.result, needs, after)
+            found[name] = Job(f"{asked.label}{self.name}-{label}", attack, self.result, needs, after, asked.run)
         return found
 
     def jobs(self, asked: Asked[O], folder: Path) -> list[Job[Result]]:

@@ -1,7 +1,8 @@
 """The parts of a long computation: side by side on the cores there are, each kept on disk when it is done.
 
-A computation that was stopped goes on: a job whose result is on disk, for the same work, is not computed again. A job
-that fails is a failed job; those that need it fail with it, and all others go on.
+A computation that was stopped goes on: a job whose result is on disk, for the same work and on the same basis (version,
+data, code, checkpoint), is not computed again. A job that fails is a failed job; those that need it fail with it, and
+all others go on.
 """
 
 import contextlib
@@ -26,6 +27,8 @@ from pydantic import TypeAdapter
 from fedveil.errors import FedveilError
 from fedveil.files import write_whole
 from fedveil.plain_json import read_json, to_json
+from fedveil.studies.basis import AGAIN, Basis, explain_change, written_at
+from fedveil.studies.digests import Digests
 
 Progress = Callable[[float, str], None]  # the share that is done, and what is being done
 Show = Callable[[str, float, str], None]  # the job, and its progress
@@ -59,10 +62,11 @@ class Job(Generic[R]):
 
     Attributes:
         name: of its file; another one for every job in a folder.
-        work: what to do. Its repr says what was asked for.
+        work: what to do. Its repr says what was asked for; data and code of the configurations in it are compared too.
         result: the type of what it returns.
         needs: jobs that must be done first, and whose results it gets.
         after: jobs that must be over first, whether they failed or not.
+        attacked: folder of a run that the work attacks as it is; a new checkpoint there makes a new result.
     """
 
     name: str
@@ -70,13 +74,15 @@ class Job(Generic[R]):
     result: type[R]
     needs: tuple["Job[Result]", ...] = ()
     after: tuple["Job[Result]", ...] = ()
+    attacked: Path | None = None
 
 
 class Done:
-    """Results of jobs, each with the type of its job."""
+    """Results of jobs, each with the type of its job, and the basis of the job that gets them."""
 
-    def __init__(self, results: Mapping[str, Result]) -> None:
+    def __init__(self, results: Mapping[str, Result], basis: Basis | None = None) -> None:
         self._results = dict(results)
+        self.basis = basis or Basis()
 
     def __getitem__(self, job: Job[R]) -> R | Failed:
         return cast("R | Failed", self._results[job.name])
@@ -89,18 +95,36 @@ class Done:
         return found
 
 
-def read_result(job: Job[R], folder: Path) -> R | None:
-    """The job's result if it is on disk for the same work, and did not fail."""
+@dataclass(frozen=True)
+class Stale:
+    """In place of a result on disk that is no longer valid: the reason, as a clause."""
+
+    why: str
+
+
+def read_result(job: Job[R], folder: Path, basis: Basis | None = None) -> R | Stale | None:
+    """Return the job's result if it is on disk for the same work and basis; None if there is none, or it failed."""
+    path = folder / f"{job.name}.json"
     try:
-        found = read_json(folder / f"{job.name}.json")
-        same = isinstance(found, dict) and found.get("asked") == repr(job.work) and "failed" not in found["result"]
-        return TypeAdapter(job.result).validate_python(found["result"]) if same else None
-    except (ValueError, KeyError, TypeError):  # a BadArgument is a ValueError, and so is a pydantic error
+        found = read_json(path)
+        if "failed" in found["result"]:
+            return None
+        if "basis" not in found:
+            return Stale("it was kept without the version and the data that it was made from")
+        changed = explain_change(TypeAdapter(Basis).validate_python(found["basis"]), basis or Basis())
+        if changed is None and found.get("asked") != repr(job.work):
+            changed = "the settings changed"
+        if changed is not None:
+            return Stale(f"{changed} since {written_at(path)}")
+        return TypeAdapter(job.result).validate_python(found["result"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # BadArgument and pydantic's are ValueErrors
         return None
 
 
 def run_job(job: Job[R], folder: Path, progress: Progress, done: Done) -> R | Failed:
-    """Do the job's work and keep its result, or why it failed."""
+    """Do the job's work and keep its result, or why it failed; an earlier result is removed before."""
+    path = folder / f"{job.name}.json"
+    path.unlink(missing_ok=True)  # files that the work replaces belong to it
     result: R | Failed
     try:
         result = job.work(progress, done)
@@ -112,7 +136,8 @@ def run_job(job: Job[R], folder: Path, progress: Progress, done: Done) -> R | Fa
         result = Failed(f"{type(error).__name__}: {error}")
     if isinstance(result, Failed):
         plain = {"failed": result.failed}
-    write_whole(folder / f"{job.name}.json", to_json({"asked": repr(job.work), "result": plain}, exact=True) + "\n")
+    kept = {"basis": done.basis.plain(), "asked": repr(job.work), "result": plain}
+    write_whole(path, to_json(kept, exact=True) + "\n")
     return result
 
 
@@ -122,34 +147,46 @@ def run_jobs(
     *,
     workers: int | None = None,
     show: Show = lambda name, share, what: None,
+    digests: Digests | None = None,
 ) -> Done:
-    """All results. Workers are processes, by default one per core; with one, everything stays in this process."""
-    known = {job.name: found for job in jobs if (found := read_result(job, folder)) is not None}
-    for name in known:
-        show(name, 1.0, "kept")
-    left = [job for job in jobs if job.name not in known]
-    for job in left:
-        show(job.name, 0.0, "waiting")
+    """All results. Workers are processes, by default one per core; with one, everything stays in this process.
+
+    `digests` are those of the command, if it has computed some already.
+    """
+    digests = digests or Digests()
+    bases = {job.name: digests.basis_of(job.work, job.attacked) for job in jobs}
+    known, left = dict[str, Result](), list[Job[Result]]()
+    for job in jobs:
+        found = read_result(job, folder, bases[job.name])
+        if isinstance(found, Result):
+            known[job.name] = found
+            show(job.name, 1.0, "kept")
+        else:
+            left.append(job)
+            show(job.name, 0.0, f"{AGAIN}: {found.why}" if isinstance(found, Stale) else "waiting")
     workers = min(len(left), workers or os.cpu_count() or 1)
     with _safe_path():
-        every = (_side_by_side if workers > 1 else _one_by_one)(left, folder, workers, show, known)
+        every = (_side_by_side if workers > 1 else _one_by_one)(left, folder, workers, show, known, bases)
     return Done({job.name: every[job.name] for job in jobs})
 
 
-def _needed(job: Job[Result], found: Mapping[str, Result]) -> Done | Failed:
+Bases = Mapping[str, Basis]  # by the name of a job
+
+
+def _needed(job: Job[Result], found: Mapping[str, Result], bases: Bases) -> Done | Failed:
     """What a job needs, or why it cannot be done: one that it needs failed."""
     needed = {need.name: found[need.name] for need in job.needs}
     broken = next(((name, one) for name, one in needed.items() if isinstance(one, Failed)), None)
-    return Failed(f"{broken[0]}: {broken[1].failed}") if broken else Done(needed)
+    return Failed(f"{broken[0]}: {broken[1].failed}") if broken else Done(needed, bases[job.name])
 
 
 def _one_by_one(
-    jobs: Sequence[Job[Result]], folder: Path, workers: int, show: Show, known: Mapping[str, Result]
+    jobs: Sequence[Job[Result]], folder: Path, workers: int, show: Show, known: Mapping[str, Result], bases: Bases
 ) -> dict[str, Result]:
     """In the order given, in which a job comes after those that it needs."""
     found = dict(known)
     for job in jobs:
-        done = _needed(job, found)
+        done = _needed(job, found, bases)
         found[job.name] = done if isinstance(done, Failed) else run_job(job, folder, partial(show, job.name), done)
         show(job.name, 1.0, "done")
     return found
@@ -199,7 +236,7 @@ def _safe_path() -> Iterator[None]:
 
 
 def _side_by_side(
-    jobs: Sequence[Job[Result]], folder: Path, workers: int, show: Show, known: Mapping[str, Result]
+    jobs: Sequence[Job[Result]], folder: Path, workers: int, show: Show, known: Mapping[str, Result], bases: Bases
 ) -> dict[str, Result]:
     """In worker processes; a fresh interpreter each, since a fork would copy torch's threads half alive."""
     context = multiprocessing.get_context("spawn")
@@ -213,7 +250,7 @@ def _side_by_side(
             while waiting or running:
                 for job in [job for job in waiting if all(need.name in found for need in (*job.needs, *job.after))]:
                     waiting.remove(job)
-                    done = _needed(job, found)
+                    done = _needed(job, found, bases)
                     if isinstance(done, Failed):
                         found[job.name] = done
                     else:

@@ -12,6 +12,7 @@ from fedveil.files import write_whole
 from fedveil.locks import locked
 from fedveil.plain_json import to_json
 from fedveil.report import Page, Section, Table, write
+from fedveil.studies.digests import Digests
 from fedveil.studies.jobs import Done, Job, Result, Show, run_jobs
 
 S = TypeVar("S")
@@ -81,10 +82,11 @@ def gather(
     *,
     workers: int | None = None,
     show: Show = lambda name, share, what: None,
+    digests: Digests | None = None,
 ) -> R:
-    """Do what is not done yet, and return the results."""
+    """Do what is not done yet, and return the results; `digests` are those that the command has computed already."""
     with locked(folder):
-        done = run_jobs(study.jobs(asked, folder), folder / "jobs", workers=workers, show=show)
+        done = run_jobs(study.jobs(asked, folder), folder / "jobs", workers=workers, show=show, digests=digests)
         return study.collect(asked, folder, done)
 
 

@@ -1,5 +1,6 @@
 """A federation to attack: trained, or taken from a run's folder, and what its first client observed of it."""
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,20 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from fedveil.attacks import Observed, Round
 from fedveil.attacks.observed import PUBLISHED, Seen, observations
 from fedveil.data import Data, one_tensor
 from fedveil.defences.registry import find
+from fedveil.federation.checkpoint import BEST
 from fedveil.federation.evaluate import METRICS, metrics, predict
 from fedveil.federation.local import Federation
 from fedveil.federation.server import History, Record
+from fedveil.files import write_whole
+from fedveil.plain_json import read_json, to_json
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
-from fedveil.runs.folder import finished, resumed, train
+from fedveil.runs.folder import RUN, finished, holds_run, resumed, train
+from fedveil.studies.basis import AGAIN, Basis, explain_change
 from fedveil.studies.jobs import Done, Progress, Result
 
 ATTACKER = 0
+BASIS = "basis.json"  # in the folder of a run that a study trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +87,7 @@ class TrainRun:
 
     def __call__(self, progress: Progress, done: Done) -> Trained:
         """Train to the end."""
-        federation, data = trained(self.config, self.run, progress)
+        federation, data = trained(self.config, self.run, progress, done.basis)
         return Trained(str(self.run), federation.history.records, constant(data))
 
 
@@ -92,12 +99,34 @@ def constant(data: Data) -> float:
     return float((asked == torch.mode(seen).values).double().mean())
 
 
-def trained(config: Config, folder: Path, progress: Progress) -> tuple[Federation, Data]:
-    """The federation of a configuration after its last round; part of the run in the folder is continued."""
+def trained(config: Config, folder: Path, progress: Progress, basis: Basis | None = None) -> tuple[Federation, Data]:
+    """The federation of a configuration after its last round; part of the run in the folder is continued.
+
+    A run that a study trained on another basis (version, data or code) is trained from the start; without `basis` it is
+    taken as it is, for attacks that need the job that trains it. A run that is attacked as it is belongs to the user,
+    and is never removed.
+    """
     data = load_data(config)
+    if basis and basis.checkpoint is None:
+        remove_stale_run(folder, basis.training, progress)
     if not finished(config, folder):
         train(config, folder, resume=True, on_round=on_round(config.training.epochs, progress), data=data)
     return resumed(config, folder, data), data
+
+
+def remove_stale_run(folder: Path, basis: Basis, progress: Progress) -> None:
+    """Remove what a study trained in its folder on another basis, and write the basis of what is trained next."""
+    path = folder / BASIS
+    changed: str | None = "it was kept without the version and the data that it was made from"
+    with contextlib.suppress(ValueError):  # a BadArgument is one, and so is a pydantic error
+        changed = explain_change(TypeAdapter(Basis).validate_python(read_json(path)), basis)
+    if changed is None:
+        return
+    if holds_run(folder):
+        progress(0.0, f"{AGAIN}: {changed}")
+        for name in (*RUN, BEST):
+            (folder / name).unlink(missing_ok=True)
+    write_whole(path, to_json(basis.plain(), indent=2) + "\n")
 
 
 def quality_of(federation: Federation, data: Data) -> Quality:

@@ -184,6 +184,15 @@ def rows_of(asked: Hardening, results: Hardened) -> Iterator[Row | tuple[str, st
             yield name, next(one.failed for one in found if isinstance(one, Failed))
 
 
+def holds(row: Row) -> bool | None:
+    """Whether a measure is good enough and cheap enough, by the ends of its intervals; None if they leave it open."""
+    assert row.membership
+    assert row.cost
+    if row.membership.high <= MOST_MEMBERSHIP and row.cost.high <= MOST_COST:
+        return True
+    return False if row.membership.low > MOST_MEMBERSHIP or row.cost.low > MOST_COST else None
+
+
 def verdict(rows: Sequence[Row]) -> str:
     """Whether any measure holds the best membership attacker to 52 % at a cost of at most 0.5 points of accuracy."""
     held = f"holds the best membership attacker to {100 * MOST_MEMBERSHIP:.0f} %"
@@ -195,9 +204,11 @@ def verdict(rows: Sequence[Row]) -> str:
     most = max(bare, key=lambda one: one.value)
     if most.value <= MOST_MEMBERSHIP:
         return f"There is no verdict: without a defence membership is found at {percent(most)} %, no more than asked."
-    good = [row for row in tried if _membership(row) <= MOST_MEMBERSHIP and _cost(row) <= MOST_COST]
+    good, unsure = ([row for row in tried if holds(row) is wanted] for wanted in (True, None))
     if good:
         return f"{'; '.join(map(_said, good))}: {held} {price}."
+    if unsure:
+        return f"There are too few seeds to tell which setting {held} {price}: perhaps {'; '.join(map(_said, unsure))}."
     cheap = [row for row in tried if _cost(row) <= MOST_COST]
     near = f" The best at that cost is {_said(min(cheap, key=_membership))}." if cheap else ""
     dear = [row for row in tried if _membership(row) <= MOST_MEMBERSHIP]
@@ -214,13 +225,16 @@ def one_line(rows: Sequence[Row]) -> str:
     bare = [row.membership.value for row in rows if row.undefended and row.membership]
     if not tried or not bare or max(bare) <= MOST_MEMBERSHIP:
         return verdict(rows)
-    cheap = [row for row in tried if _cost(row) <= MOST_COST]
+    good, unsure = ([row for row in tried if holds(row) is wanted] for wanted in (True, None))
+    cheap = good or unsure or [row for row in tried if _cost(row) <= MOST_COST]
     if not cheap:
         return f"No setting holds {asked}: none costs so little."
     best = min(cheap, key=_membership)
     found = f"{100 * _membership(best):.1f} %, {100 * max(bare):.1f} % without a defence"
-    if _membership(best) <= MOST_MEMBERSHIP:
+    if good:
         return f"At least one setting holds {asked}: {best.name} ({found})."
+    if unsure:
+        return f"Too few seeds to tell if {best.name} holds {asked} ({found})."
     return f"No setting holds {asked}; {best.name} comes nearest ({found})."
 
 
@@ -276,7 +290,10 @@ NOTE = (
     "a guess (the mean of the attacker's own records); whole shards and DP: of the nearest of the victim's 64 records. "
     "Noise that is kept over rounds is one draw per seed."
 )
+ONE_SEED = "There is one seed, so that figures have no intervals, and the verdict is that of one trial."
 READING = (
+    "A measure is good enough if the interval of membership ends at 52 % or below, and that of its cost at 0.5 points "
+    "or below. If an interval holds its limit, there are too few seeds to tell.",
     "A measure helps if it brings an adaptive attacker nearer to guessing than the first line does. One that changes "
     "only the model as published does not help.",
     f"DP: {DP_ROUNDS} rounds of whole shards, SGD with learning rate {DP_RATE:g}, clip 1, delta 1e-5. It protects "
@@ -338,8 +355,9 @@ class HardenStudy(Study[Hardening, Hardened]):
         ]
         facts = {name: str(value) for name, value in configure(asked.base).flat().items()}
         sections = [*charts(rows), Text("How to read it", READING), Facts("Configuration", facts)]
-        lead = f"{len(found)} settings, {asked.seeds} seeds each, against adaptive attackers."
-        first = [Text("Verdict", [verdict(rows)])]
+        seeds = f"{asked.seeds} seed{'s' if asked.seeds > 1 else ''}"
+        lead = f"{len(found)} settings, {seeds} each, against adaptive attackers."
+        first = [Text("Verdict", [verdict(rows), *([ONE_SEED] if asked.seeds == 1 else [])])]
         title = f"What hardens the veil: {asked.base['data']}"
         return Shown(title, one_line(rows), header, table, NOTE, sections, first, lead=lead)
 

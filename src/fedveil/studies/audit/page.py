@@ -1,27 +1,37 @@
 """An audit in words, in pictures and in tables: the verdict first."""
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.report import Interval, Intervals, Section, Table, Text
 from fedveil.studies.audit.attackers import attacker_table, member_table
 from fedveil.studies.audit.results import Audited, Audits
+from fedveil.studies.audit.verdicts import (
+    LEAKS,
+    MEASURES,
+    NEARLY,
+    NOTHING,
+    PARTLY,
+    PROTECTED,
+    TOO_FEW,
+    guess_of,
+    judge,
+    measures_of,
+    strongest,
+)
 from fedveil.studies.estimates import percent, text
 from fedveil.studies.gradients import server_page
 from fedveil.studies.gradients.results import Curious
-from fedveil.studies.gradients.server_page import RECOGNISED
 from fedveil.studies.jobs import Failed
 from fedveil.studies.tables import Presented, listed, mark, named
 
 UNDEFENDED = "undefended"
-PROTECTS, HINDERS = 0.2, 0.8  # shares of the way from chance to no defence at all
-NOTHING = "nothing to find"
-NOTHING_TO_FIND = 0.02  # what the undefended figure must be above a guess for there to be anything to find
 DOES = {
-    "is protected": "protects",
-    "is partly protected": "partly protects",
-    "is not protected": "does not protect",
+    PROTECTED: "protects",
+    NEARLY: "nearly protects",
+    PARTLY: "partly protects",
+    LEAKS: "does not protect",
+    TOO_FEW: "has too few trials on",
 }
 HEADER = (
     *("defence", "attacker", "agreement, %", "membership AUC", "PSNR, dB"),
@@ -38,27 +48,17 @@ LIMITS = (
     "An audit shows what these attackers reach. It is no proof that no better one exists: only differential privacy "
     "bounds every attacker (docs/defences/privacy.md). A figure near chance for published attacks says nothing about "
     "an adaptive attacker, which is why both stand in every table.",
+    "Guessing is the best constant answer on the same records: the most frequent answer of the server's model, the "
+    "most frequent class, the mean of the attacker's own records. Something is found if the 95 % interval lies above "
+    "guessing, or, for an AUC of membership, below 0.5. Nothing is found if the interval reaches guessing and ends "
+    "within a tenth of the way to 100 %, to an AUC of 1 (0.05 to either side) or to 10 dB above guessing. If it holds "
+    "both guessing and more than that, there are too few trials to tell.",
+    "An AUC below 0.5 says that members have the lower scores: whoever knows that reverses them, and has 1 - AUC. The "
+    "records of the test show the direction here; an attacker needs records of its own to know it.",
     "Without a gap between training and test quality there is nothing for a membership attack to find, with or without "
     "a defence; the gap is printed for that reason.",
 )
 SERVER_SEES = "A veil changes nothing here: the server removes it."
-Measure = tuple[str, str, str, str]  # what, how far an attacker gets, title and label of the chart
-MEASURES: Mapping[str, Measure] = {
-    "agreement": ("the model", "agrees with the server's model on {}", "Agreement with the true model", "agreement"),
-    "membership": (
-        "who took part",
-        "tells members from others with an AUC of {}",
-        "Membership of others' records",
-        "AUC",
-    ),
-    "rebuilt": ("a single record", "rebuilds it with a PSNR of {}", "A victim's record, rebuilt", "PSNR, dB"),
-}
-RANKING = ("the model", "ranks new records with an AUC of {}", "AUC of the participant's ranking", "AUC")
-
-
-def measures_of(found: Audited) -> Mapping[str, Measure]:
-    """What is measured; a model with one output is a ranking."""
-    return {**MEASURES, "agreement": RANKING} if found.ranks else MEASURES
 
 
 def rows_of(name: str, found: Audited | Failed) -> Iterator[list[str]]:
@@ -82,70 +82,13 @@ def rows_of(name: str, found: Audited | Failed) -> Iterator[list[str]]:
         yield [name, attacker, *cells]
 
 
-def chance_row(plain: Audited) -> list[str]:
-    """Chance, and how well a guess without any attack does."""
+def guess_row(plain: Audited) -> list[str]:
+    """What the best constant answer reaches, without any attack."""
     floor = text(plain.rebuilt["floor"]) if "floor" in plain.rebuilt else ""
-    guess = f"{100 / max(2, plain.outputs):.1f}"
-    return ["chance", "", guess, "0.500", floor, "", "50.0", "1.0", "", "0.500" if plain.ranks else ""]
-
-
-def leak(value: float, chance: float, undefended: float) -> float:
-    """How far on the way from chance to no defence."""
-    return (value - chance) / (undefended - chance) if undefended > chance else 0.0
-
-
-def chance_of(plain: Audited, name: str) -> float:
-    """What a guess reaches."""
-    if name == "rebuilt":
-        return plain.rebuilt["floor"].value if "floor" in plain.rebuilt else 0.0
-    return 0.5 if name == "membership" or plain.ranks else 1 / max(2, plain.outputs)
-
-
-def worst(found: Audited, name: str) -> tuple[str, float] | None:
-    """The attacker that gets furthest."""
-    known = {attacker: figure.value for attacker in found.names if (figure := found.figure(attacker, name))}
-    return max(sorted(known.items()), key=lambda item: item[1]) if known else None
-
-
-def word(share: float) -> str:
-    """A verdict for a manager."""
-    return "is protected" if share < PROTECTS else "is partly protected" if share < HINDERS else "is not protected"
-
-
-def number(value: float, name: str, found: Audited) -> str:
-    """A figure as a reader wants it."""
-    if name == "rebuilt":
-        return f"{value:.0f} dB"
-    return f"{value:.0%} of new records" if name == "agreement" and not found.ranks else f"{value:.2f}"
-
-
-class Judgement(NamedTuple):
-    """One measure of one defence: "is protected", "nothing to find" ..., and a sentence with the figures."""
-
-    word: str
-    text: str
-
-
-def judge(found: Audited, plain: Audited, name: str) -> Judgement | None:
-    """How far the strongest attacker gets on one measure; None where it was not measured."""
-    what, does, *_ = measures_of(found)[name]
-    strongest, top = worst(found, name), worst(plain, name)
-    if strongest is None or top is None:
-        return None
-    chance = chance_of(plain, name)
-    if top[1] - chance < NOTHING_TO_FIND:
-        return Judgement(NOTHING, f"{what}: {NOTHING}, even without a defence")
-    full = min(top[1], chance + RECOGNISED) if name == "rebuilt" else top[1]
-    share, published = leak(strongest[1], chance, full), found.figure(PUBLISHED, name)
-    said = word(share)
-    if said != "is not protected" and strongest[0] == PUBLISHED and name == "rebuilt":
-        said = "is not shown to leak, but only the published attack was run"
-    reached = does.format(number(strongest[1], name, found))
-    sentence = f"{what} {said}: the strongest attacker ({strongest[0]}) {reached}"
-    if published is not None and leak(published.value, chance, full) < share - PROTECTS:
-        sentence += f", published attacks reach {number(published.value, name, found)}"
-    beside = f"guessing {number(chance, name, found)}, undefended {number(top[1], name, found)}"
-    return Judgement(said, f"{sentence} ({beside})")
+    agreement, accuracy = (
+        "" if share is None else f"{100 * share:.1f}" for share in (plain.guessing.agreement, plain.guessing.accuracy)
+    )
+    return ["guessing", "", agreement, "0.500", floor, "", "50.0", "1.0", accuracy, "0.500" if plain.ranks else ""]
 
 
 def verdict(defence: str, found: Audited | Failed, plain: Audited) -> str:
@@ -172,10 +115,11 @@ def of_one(defence: str, found: Audited, plain: Audited) -> str:
     parts: dict[str, list[str]] = {}
     for name, (what, *_) in MEASURES.items():
         if judged := judge(found, plain, name):
-            _, top = worst(found, name) or ("", 0.0)
+            top, where = judged.strongest.figure.value, ", below chance" if judged.strongest.below else ""
             share = f"{100 * top:.0f} % agreement" if name == "agreement" and not found.ranks else f"AUC {top:.2f}"
-            figure = f" ({f'{top:.0f} dB' if name == 'rebuilt' else share})" if judged.word in DOES else ""
-            parts.setdefault(DOES.get(judged.word, "shows nothing about"), []).append(f"{what}{figure}")
+            figure = f" ({f'{top:.0f} dB' if name == 'rebuilt' else share}{where})"
+            told = judged.word in DOES and judged.word != TOO_FEW
+            parts.setdefault(DOES.get(judged.word, "shows nothing about"), []).append(what + figure * told)
     said = [f"{does} {listed(own, 'or' if ' not ' in does else 'and')}" for does, own in parts.items()]
     return f"{'plain training' if defence == 'plain' else named(defence)} {listed(said, 'and')}"
 
@@ -185,9 +129,15 @@ def of_several(defended: Mapping[str, Audited], plain: Audited) -> list[str]:
     parts = []
     for name, (what, *_) in MEASURES.items():
         words = {defence: said.word for defence, one in defended.items() if (said := judge(one, plain, name))}
-        held = [named(defence) for defence, said in words.items() if said == "is protected"]
+        held = [
+            f"{named(defence)}{' (nearly)' if said == NEARLY else ''}"
+            for defence, said in words.items()
+            if said in (PROTECTED, NEARLY)
+        ]
         if all(said == NOTHING for said in words.values()):
-            parts += [f"of {what} there is nothing to find"] if words else []
+            parts += [f"of {what} nothing is found"] if words else []
+        elif all(said in (NOTHING, TOO_FEW) for said in words.values()):
+            parts.append(f"there are too few trials on {what}")
         else:
             parts.append(f"{what} is protected by {listed(held, 'and') if held else f'none of {len(words)} defences'}")
     return parts
@@ -204,7 +154,7 @@ def glance(results: Audits, plain: Audited) -> Table:
 
 
 def chart(name: str, results: Audits, plain: Audited) -> Section | None:
-    """One measure of all defences and attackers, beside chance and no defence."""
+    """One measure of all defences and attackers, beside guessing and no defence."""
     rows: list[Interval] = []
     for defence, found in results.items():
         if isinstance(found, Failed):
@@ -214,11 +164,12 @@ def chart(name: str, results: Audits, plain: Audited) -> Section | None:
             if figure := found.figure(attacker, name):
                 low, high = (min(max(end, -10.0), 200.0) for end in (figure.low, figure.high))
                 rows.append(Interval(attacker, figure.value, low, high, defence))
-    top = worst(plain, name)
+    guess = guess_of(plain, name)
+    top = strongest(plain, name, guess)
     if not rows or top is None:
         return None
     _, _, title, label = measures_of(plain)[name]
-    return Intervals(title, label, rows, {"chance": round(chance_of(plain, name), 3), UNDEFENDED: round(top[1], 3)})
+    return Intervals(title, label, rows, {"guessing": round(guess, 3), UNDEFENDED: round(top.figure.value, 3)})
 
 
 def server_sections(found: Curious) -> list[Section]:
@@ -236,7 +187,7 @@ def presented(every: Audits) -> tuple[list[Section], Presented]:
     first: list[Section] = []
     charts: list[Section | None] = []
     if isinstance(plain, Audited):
-        rows.append(chance_row(plain))
+        rows.append(guess_row(plain))
         said = [verdict(name, found, plain) for name, found in results.items()]
         charts = [chart(name, results, plain) for name in MEASURES]
         if plain.server and plain.server.whole:

@@ -69,6 +69,19 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class Guessing:
+    """What the best constant answer reaches on held-out records.
+
+    Attributes:
+        agreement: the share of the most frequent answer of the server's model.
+        accuracy: the share of the most frequent class; None where records have no classes.
+    """
+
+    agreement: float
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True)
 class Audited(Quality, Result):
     """Every figure of one federation.
 
@@ -78,6 +91,7 @@ class Audited(Quality, Result):
         trials: records that attackers tried to rebuild.
         attackers: figures by attacker.
         rebuilt: PSNR in dB of rebuilt records by attacker, and of the floor: the mean of the attacker's own records.
+        guessing: what the best constant answer reaches.
         inapplicable: attackers of the model that do not apply, and why.
         not_rebuilt: attackers that rebuild no record, and why.
         server: what a curious server learns; of the undefended federation only, and if it was asked for.
@@ -89,6 +103,7 @@ class Audited(Quality, Result):
     trials: int
     attackers: dict[str, Figures]
     rebuilt: dict[str, Estimate]
+    guessing: Guessing
     inapplicable: dict[str, str] = field(default_factory=dict)
     not_rebuilt: dict[str, str] = field(default_factory=dict)
     server: Curious | None = None

@@ -17,7 +17,7 @@ from fedveil.studies.audit import page
 from fedveil.studies.audit.members import MemberAttacks, averaged_members, joined
 from fedveil.studies.audit.page import UNDEFENDED
 from fedveil.studies.audit.rebuild import rebuild
-from fedveil.studies.audit.results import Audited, Figures, Members
+from fedveil.studies.audit.results import Audited, Figures, Guessing, Members
 from fedveil.studies.estimates import over_broadcasts
 from fedveil.studies.gradients import server
 from fedveil.studies.gradients.results import Curious, ServerRound
@@ -55,6 +55,19 @@ def view_figures(view: nn.Module, model: nn.Module, data: Data, members: Members
     scores, ones = seen[:, 0].double().numpy(), labels.numpy() == 1
     ranks = ranking(scores[ones], scores[~ones]) if seen.shape[1] == 1 else None
     return Figures(agreement, _share(answers == labels), ranks, members)
+
+
+def guessing_of(model: nn.Module, data: Data) -> Guessing:
+    """Return what the best constant answer reaches on held-out records: agreement with the model, and accuracy."""
+    device = next(model.parameters()).device
+    answers = _decided(torch.nan_to_num(predict(model, data.test.tensor.to(device)).cpu()))
+    labels = _classes(data.test.targets)
+    return Guessing(_most_frequent(answers), None if labels is None else _most_frequent(labels))
+
+
+def _most_frequent(answers: Tensor) -> float:
+    """The share of the most frequent answer."""
+    return float(torch.unique(answers, return_counts=True)[1].max()) / len(answers)
 
 
 def _decided(outputs: Tensor) -> Tensor:
@@ -100,7 +113,7 @@ class Audit:
     def __call__(self, progress: Progress, done: Done) -> Audited:
         """Look at several broadcasts, and rebuild records."""
         config, options = self.config, self.options
-        federation, data = trained(config, self.run, progress)
+        federation, data = trained(config, self.run, progress, done.basis)
         quality = quality_of(federation, data)
         attacks = self.member_attacks(data) if config.data.clients > 1 else None
         count = options.broadcasts if config.defence.name == "veil" else 1
@@ -121,6 +134,7 @@ class Audit:
             trials=options.trials,
             attackers={name: averaged(own) for name, own in looks.items()},
             rebuilt=records.psnr,
+            guessing=guessing_of(federation.model, data),
             inapplicable=seen.left_out,
             not_rebuilt=records.left_out,
         )

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.report import Interval, Intervals, Picture, Pictures, Section
-from fedveil.studies.estimates import average, text
+from fedveil.studies.estimates import Rule, average, reach, text
 from fedveil.studies.gradients.results import Batch, Figures, Gradients
 from fedveil.studies.jobs import Failed
 from fedveil.studies.pictures import picture
-from fedveil.studies.tables import Presented, Reached, Said, one_line
+from fedveil.studies.tables import Furthest, Presented, Said, furthest_of, one_line
 
 HEADER = (
     *("defence", "view", "attacker", "batch", "images"),
@@ -23,22 +23,25 @@ NOTE = (
     " means over images [95 % interval, Student's]; images of one batch are not independent. Batches are matched to the"
     " originals for the least squared error. Restarts are chosen by the distance of gradients. Floors need no gradient."
 )
-LEAST = 1.0  # dB above a guess: with less there is nothing to see
+CLEAR = 1.0  # dB above a guess: from there on a leak is clear
 SAID = Said(
     "Images rebuilt from gradients have a PSNR of {found}; a guess has {guess}",
     "Not even without a defence are images rebuilt from gradients ({top}) better than a guess ({guess}).",
+    "There are too few images to tell whether rebuilt ones ({top} undefended) are better than a guess ({guess}).",
 )
 
 
 def verdict(results: Mapping[str, Gradients | Failed], size: int) -> str:
     """How near the images of the best view come, in one sentence, at one batch size."""
-    found: dict[str, Reached] = {}
+    guess = max((statistics.fmean(floor.psnr) for floor in floors_of(results, size).values()), default=0.0)
+    found: dict[str, Furthest] = {}
     for defence, parts in whole(results, size).items():
-        tops = {view: statistics.fmean(joined([part.views[view] for part in parts]).psnr) for view in parts[0].views}
-        published = [value for view, value in tops.items() if not adaptive(view)]
-        found[defence] = Reached(max(tops.values()), max(published, default=max(tops.values())))
-    floors = [statistics.fmean(floor.psnr) for floor in floors_of(results, size).values()]
-    return one_line(found, max(floors, default=0.0), LEAST, lambda near: f"{near:.1f} dB", SAID)
+        values = {view: joined([part.views[view] for part in parts]).psnr for view in parts[0].views}
+        rule = Rule(guess, guess + CLEAR)
+        every = [reach(view, average(psnr), rule, len(psnr)) for view, psnr in values.items()]
+        if one := furthest_of(every, [other for other in every if not adaptive(other.attacker)]):
+            found[defence] = one
+    return one_line(found, guess, lambda near: f"{near:.1f} dB", SAID)
 
 
 def adaptive(view: str) -> bool:

@@ -297,7 +297,7 @@ class GradientStudy(OnDefences[Options, Gradients]):
             for group in range(options.images // size):
                 label = f"{asked.label}{defence}-batch{size}-{group}".replace(":", ".").replace(", ", "-")
                 work = AttackBatch(config, options, asked.run, size, group)
-                found[f"batch{size}-{group}"] = Job(label.replace(" ", "-"), work, Batch)
+                found[f"batch{size}-{group}"] = Job(label.replace(" ", "-"), work, Batch, attacked=asked.run)
         return found
 
     def jobs(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:

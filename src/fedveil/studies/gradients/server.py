@@ -221,7 +221,7 @@ class ServerStudy(OnDefences[Options, Curious]):
         label = f"{asked.label}server-{defence}".replace(":", ".")
         config, options = asked.under(defence), asked.options
         works = [AttackRound(config, options, asked.run, number) for number in range(options.rounds)]
-        return [Job(f"{label}-{work.number}", work, ServerRound) for work in works]
+        return [Job(f"{label}-{work.number}", work, ServerRound, attacked=asked.run) for work in works]
 
     def jobs(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
         """All rounds under all defences."""

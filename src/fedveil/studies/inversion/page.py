@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.report import NOTHING, Intervals, Pictures, Section, Table, Text
-from fedveil.studies.estimates import percent
+from fedveil.studies.estimates import Rule, percent, reach
 from fedveil.studies.inversion.results import Inversion, Inverted, Judged
 from fedveil.studies.jobs import Failed
 from fedveil.studies.pictures import picture
-from fedveil.studies.tables import ADAPTIVE, Presented, Reached, Said, failed_row, mark, one_line
+from fedveil.studies.tables import ADAPTIVE, Furthest, Presented, Said, failed_row, furthest_of, mark, one_line
 
 PER_CLASS = 2  # pictures of a class in a row
 JUDGED = ("KNN distance", "feature distance", "attack success")
@@ -39,10 +39,13 @@ EXPLAINED = (
     "Squared error is the default loss because a veiled federation then needs the fewest passes. It keeps outputs "
     "near 0 and 1, so that cross-entropy never vanishes and the search goes on to the end.",
 )
+CLEAR = 0.1  # of the way from what needs no model to every image: from there on a leak is clear
 SAID = Said(
     "Of the rebuilt images, an independent network takes {found} for the private class; without a model {guess}",
     "Not even without a defence do rebuilt images show the private class ({top}) more often than without a model "
     "({guess}).",
+    "There are too few images to tell whether rebuilt ones ({top} without a defence) show the private class more often "
+    "than without a model ({guess}).",
 )
 
 Row = tuple[str, str, Inverted, Inversion]  # defence, attacker, what it found, the whole result
@@ -155,15 +158,17 @@ def picture_rows(
 def verdict(results: Mapping[str, Inversion | Failed]) -> str:
     """How often the images of the best search show the private class, in one sentence."""
     done = {name: one for name, one in results.items() if isinstance(one, Inversion)}
-    found: dict[str, Reached] = {}
-    for defence, result in done.items():
-        tops = {
-            name: max(one.value for one in (own.codes, own.pixels) if one) for name, own in result.attackers.items()
-        }
-        found[defence] = Reached(max(tops.values()), tops.get(PUBLISHED, max(tops.values())))
     floor = next((one.floor for one in done.values()), None)
-    guess, least = (floor.value, floor.high - floor.value) if floor else (0.0, 0.0)
-    return one_line(found, guess, least, lambda share: f"{100 * share:.0f} %", SAID)
+    guess, least = (floor.value, floor.high) if floor else (0.0, 0.0)  # the floor is measured too
+    rule = Rule(least, least + CLEAR * (1 - least))
+    found: dict[str, Furthest] = {}
+    for defence, result in done.items():
+        every = [
+            reach(name, one, rule) for name, own in result.attackers.items() for one in (own.codes, own.pixels) if one
+        ]
+        if reached := furthest_of(every, [other for other in every if other.attacker == PUBLISHED]):
+            found[defence] = reached
+    return one_line(found, guess, lambda share: f"{100 * share:.0f} %", SAID)
 
 
 def presented(results: Mapping[str, Inversion | Failed]) -> Presented:

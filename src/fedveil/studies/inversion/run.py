@@ -22,6 +22,7 @@ from fedveil.federation.shards import generator
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
 from fedveil.studies.attack import Asked, AttackStudy, Results, option
+from fedveil.studies.basis import Basis
 from fedveil.studies.inversion import page
 from fedveil.studies.inversion.evaluator import Bench, look, per_class, train_judge
 from fedveil.studies.inversion.page import PER_CLASS
@@ -84,7 +85,7 @@ class TrainGan:
     options: Options
     folder: Path
 
-    def trained(self, progress: Progress = lambda share, what: None) -> tuple[Gan, list[float], int]:
+    def trained(self, basis: Basis, progress: Progress = lambda share, what: None) -> tuple[Gan, list[float], int]:
         """The generator, trained or from disk, its critic's distances, and the number of public images."""
         options = self.options
         images = public_images(self.config, options.public_size)
@@ -95,7 +96,7 @@ class TrainGan:
             lr=options.gan_lr,
             seed=self.config.training.seed,
             path=self.folder / "gan.pt",
-            asked=repr((data_of(self.config), options.public_size)),
+            asked=repr((data_of(self.config), options.public_size, basis.records)),
             progress=progress,
         )
         return gan, curve, len(images)
@@ -103,7 +104,7 @@ class TrainGan:
     def __call__(self, progress: Progress, done: Done) -> TrainedGan:
         """Train it."""
         begin = time.process_time()
-        _, curve, images = self.trained(progress)
+        _, curve, images = self.trained(done.basis, progress)
         return TrainedGan(images, curve, time.process_time() - begin)
 
 
@@ -115,7 +116,7 @@ class TrainEvaluator:
     options: Options
     folder: Path
 
-    def trained(self, data: Data, progress: Progress = lambda share, what: None) -> nn.Module:
+    def trained(self, data: Data, basis: Basis, progress: Progress = lambda share, what: None) -> nn.Module:
         """The network, trained or from disk."""
         return train_judge(
             data,
@@ -124,14 +125,15 @@ class TrainEvaluator:
             seed=self.config.training.seed,
             device=self.config.training.device,
             path=self.folder / "judge.pt",
-            asked=repr(data_of(self.config)),
+            asked=repr((data_of(self.config), basis.records)),
             progress=progress,
         )
 
     def __call__(self, progress: Progress, done: Done) -> TrainedEvaluator:
         """Train it, and test it on held-out images."""
         begin, data = time.process_time(), load_data(self.config)
-        outputs, _ = look(self.trained(data, progress), data.pixels(data.test.tensor).to(self.config.training.device))
+        judge = self.trained(data, done.basis, progress)
+        outputs, _ = look(judge, data.pixels(data.test.tensor).to(self.config.training.device))
         right = outputs.argmax(1).cpu() == data.test.targets
         return TrainedEvaluator(float(right.double().mean()), time.process_time() - begin)
 
@@ -148,9 +150,9 @@ class Invert:
     def __call__(self, progress: Progress, done: Done) -> Inversion:
         """Search for images that each attacker's models take for a class, and judge them."""
         begin, config, options = time.process_time(), self.config, self.options
-        federation, data = trained(config, self.run, progress)
-        gan, _, public = TrainGan(config, options, self.folder).trained()
-        bench, classes = self.bench(data), len(data.classes)
+        federation, data = trained(config, self.run, progress, done.basis)
+        gan, _, public = TrainGan(config, options, self.folder).trained(done.basis)
+        bench, classes = self.bench(data, done.basis), len(data.classes)
         wanted = torch.arange(classes, device=bench.device).repeat(options.codes)
         seen = [observe_strongest(federation, config.defence.name) for _ in range(options.broadcasts)]
         found: dict[str, Inverted] = {}
@@ -181,9 +183,9 @@ class Invert:
             Gallery(shape, first, first_of(blind, wanted, classes), pictures),
         )
 
-    def bench(self, data: Data) -> Bench:
+    def bench(self, data: Data, basis: Basis) -> Bench:
         """The evaluator and what it sees in the private training images."""
-        judge = TrainEvaluator(self.config, self.options, self.folder).trained(data)
+        judge = TrainEvaluator(self.config, self.options, self.folder).trained(data, basis)
         device = torch.device(self.config.training.device)
         _, known = look(judge, data.pixels(data.train.tensor).to(device))
         norm = float(known.norm(dim=1).mean())

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.report import NOTHING, Curves, Interval, Intervals, Section, Table, Text
-from fedveil.studies.estimates import percent, text
+from fedveil.studies.estimates import CHANCE, percent, reach, text
 from fedveil.studies.jobs import Failed
 from fedveil.studies.membership.results import Membership, Scored
-from fedveil.studies.tables import ADAPTIVE, Presented, Reached, Said, failed_row, mark, one_line
+from fedveil.studies.tables import ADAPTIVE, Furthest, Presented, Said, failed_row, furthest_of, mark, one_line
 
 LAYERS = {"last": "last layer", "second": "second to last", "third": "third to last", "three": "last three"}
 NETWORKS = {**LAYERS, "full": "last three, label, loss, gradient"}
@@ -32,10 +32,10 @@ EXPLAINED = (
     "nothing: see the attack networks below before reading 50 % as protection.",
     ADAPTIVE,
 )
-LEAST = 0.02  # of AUC above guessing: with less there is nothing to find
 SAID = Said(
     "The strongest attacker tells members from others with an AUC of {found}; guessing has {guess}",
     "Not even without a defence does an attack tell members from others (AUC {top}): nothing is shown about defences.",
+    "There are too few records to tell whether attacks do better than guessing (AUC {top} without a defence).",
 )
 
 
@@ -129,15 +129,17 @@ def left_out(results: Mapping[str, Membership | Failed]) -> list[str]:
 
 def verdict(results: Mapping[str, Membership | Failed]) -> str:
     """How well members are told from others, in one sentence."""
-    found: dict[str, Reached] = {}
+    found: dict[str, Furthest] = {}
     for defence, result in results.items():
-        tops = {
-            name: max((one.auc.value for one in own.attacks.values() if isinstance(one, Scored)), default=0.5)
+        every = [
+            reach(name, one.auc, CHANCE)
             for name, own in (result.attackers.items() if isinstance(result, Membership) else ())
-        }
-        if tops:
-            found[defence] = Reached(max(tops.values()), tops.get(PUBLISHED, max(tops.values())))
-    return one_line(found, 0.5, LEAST, "{:.2f}".format, SAID)
+            for one in own.attacks.values()
+            if isinstance(one, Scored)
+        ]
+        if one := furthest_of(every, [other for other in every if other.attacker == PUBLISHED]):
+            found[defence] = one
+    return one_line(found, CHANCE.guess, "{:.2f}".format, SAID)
 
 
 def presented(results: Mapping[str, Membership | Failed]) -> Presented:

@@ -25,6 +25,7 @@ from fedveil.studies.jobs import Done, Job, Progress, Result
 from fedveil.studies.victim import observe, on_round
 
 Places = NDArray[np.int64]
+KINDS = ("", "cleaned", "inside")  # of a shadow's files
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +133,10 @@ class TrainShadow:
     matched: bool = False
 
     def __call__(self, progress: Progress, done: Done) -> Shadow:
-        """Train, and write the outputs."""
+        """Train, and write the outputs; those of an earlier training are removed first."""
         config, data = self.config, load_data(self.config)
+        for kind in KINDS:
+            shadow_file(self.folder, config.defence.name, self.number, kind).unlink(missing_ok=True)
         pool = records_of(config, data, everyone=self.everyone).pool
         size = len(data.train.targets) if self.matched else None
         inside = inside_of(config, len(pool.targets), self.shadows, size)[self.number]
@@ -143,8 +146,7 @@ class TrainShadow:
         federation.fit(own.training.epochs, on_round=on_round(own.training.epochs, progress))
         views = observe(federation).model, federation.model
         outputs = [predict(view, pool.tensor.to(federation.device)).cpu() for view in views]
-        kept = {"": outputs[0].numpy(), "cleaned": outputs[1].numpy(), "inside": inside}
-        for kind, values in kept.items():
+        for kind, values in zip(KINDS, (outputs[0].numpy(), outputs[1].numpy(), inside), strict=True):
             path = shadow_file(self.folder, config.defence.name, self.number, kind)
             write_whole(path, partial(np.save, arr=values))
         parts = [torch.from_numpy(rows) for rows in (inside, ~inside)]

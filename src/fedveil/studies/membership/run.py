@@ -48,7 +48,7 @@ class AttackMembership:
     def __call__(self, progress: Progress, done: Done) -> Membership:
         """Observe the last broadcast, and attack what each attacker makes of it."""
         config = self.config
-        federation, data = trained(config, self.run, progress)
+        federation, data = trained(config, self.run, progress, done.basis)
         records = records_of(config, data)
         seen = observe_strongest(federation, config.defence.name)
         found = {

@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.report import NOTHING, Interval, Intervals
 from fedveil.runs.build import load_data
-from fedveil.runs.config import PAPER, configure
+from fedveil.runs.config import PAPER, Config, configure
 from fedveil.studies.attack import Asked, AttackStudy
 from fedveil.studies.estimates import Estimate, average, text
 from fedveil.studies.inversion.results import Inversion
@@ -64,6 +64,10 @@ class AttackExhibit(Exhibit[R], Generic[O, A, R]):
             asked = Asked(config, tuple(plan.settings.defences), options, label=f"{name}-{part}-")
             found[data] = asked, folder / name / part
         return found
+
+    def configs(self, plan: Plan) -> list[Config]:
+        """Return one of each data set."""
+        return [asked.config for asked, _ in self.asked(plan, Path(), self.seeds(plan)[0]).values()]
 
     def jobs(self, plan: Plan, folder: Path) -> list[Job[Result]]:
         """Of all data sets, seed by seed; missing data are reported before anything runs, images are decoded once."""

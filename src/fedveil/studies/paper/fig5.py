@@ -43,6 +43,10 @@ class Fig5(Exhibit[Found]):
 
     kind = TypeAdapter(Found)
 
+    def configs(self, plan: Plan) -> list[Config]:
+        """Return those of all variants."""
+        return list(variants(plan).values())
+
     def batches(self, plan: Plan) -> dict[str, dict[str, Job[Batch]]]:
         """The jobs of each variant."""
         options = Options(**plan.settings.attack)  # type: ignore[arg-type]

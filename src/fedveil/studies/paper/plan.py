@@ -1,6 +1,7 @@
 """What a table or figure of the paper is here: a plan in TOML, and a study that computes and shows it."""
 
 import tomllib
+from abc import abstractmethod
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from fedveil.checks import one_of
-from fedveil.runs.config import Value
+from fedveil.runs.config import Config, Value
+from fedveil.studies.digests import Digests
 from fedveil.studies.jobs import Show
 from fedveil.studies.study import Shown, Study, gather
 
@@ -116,9 +118,15 @@ class Exhibit(Study[Plan, R]):
         """What a reader gets, from results as they are on disk."""
         return self.present(plan, self.kind.validate_python(results))
 
-    def computed(self, plan: Plan, folder: Path, workers: int | None, show: Show) -> JsonValue:
+    @abstractmethod
+    def configs(self, plan: Plan) -> list[Config]:
+        """Return the configurations that name all of its data."""
+
+    def computed(
+        self, plan: Plan, folder: Path, workers: int | None, show: Show, digests: Digests | None = None
+    ) -> JsonValue:
         """Results for the disk."""
-        results = gather(self, plan, folder, workers=workers, show=show)
+        results = gather(self, plan, folder, workers=workers, show=show, digests=digests)
         return without(self.kind.dump_python(results, mode="json"), self.left_out)
 
 

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter
 
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
 from fedveil.locks import locked
 from fedveil.plain_json import parse_json, to_json
 from fedveil.report import Facts, Page, Section, Table, Text, write
+from fedveil.runs.config import Config
+from fedveil.studies.basis import AGAIN, Basis, explain_change
+from fedveil.studies.digests import Digests
 from fedveil.studies.jobs import Show
 from fedveil.studies.paper.fig3 import Fig3
 from fedveil.studies.paper.fig4 import Fig4
@@ -35,7 +38,12 @@ class Producer(Protocol):
     def loaded(self, plan: Plan, results: JsonValue) -> Shown:
         """See `Exhibit.loaded`."""
 
-    def computed(self, plan: Plan, folder: Path, workers: int | None, show: Show) -> JsonValue:
+    def configs(self, plan: Plan) -> list[Config]:
+        """See `Exhibit.configs`."""
+
+    def computed(
+        self, plan: Plan, folder: Path, workers: int | None, show: Show, digests: Digests | None = None
+    ) -> JsonValue:
         """See `Exhibit.computed`."""
 
 
@@ -142,12 +150,27 @@ def repeat(name: str, plan: Plan, folder: Path) -> str:
     return f"fedveil reproduce {name} --scale {plan.scale}{device} --out {shlex.quote(str(folder))}"
 
 
-def compute(plan: Plan, folder: Path, workers: int | None, show: Show) -> dict[str, JsonValue]:
+def explain_stale(plan: Plan, file: Mapping[str, JsonValue], digests: Digests) -> str | None:
+    """Return why an exhibit on disk is no longer valid, as a clause; None if it is.
+
+    A file without a basis was published with its version in it, and stays valid, as one whose data are not here does.
+    """
+    if "basis" not in file:
+        return None
+    try:
+        now = digests.basis_of_configs(EXHIBITS[plan.name].configs(plan))
+        return explain_change(TypeAdapter(Basis).validate_python(file["basis"]), now)
+    except BadArgument:
+        return None
+
+
+def compute(plan: Plan, folder: Path, workers: int | None, show: Show, digests: Digests) -> dict[str, JsonValue]:
     """Compute an exhibit and write its file."""
-    begin = time.monotonic()
-    results = EXHIBITS[plan.name].computed(plan, folder / "work", workers, show)
+    begin, exhibit = time.monotonic(), EXHIBITS[plan.name]
+    results = exhibit.computed(plan, folder / "work", workers, show, digests)
     made: dict[str, JsonValue] = {
         **asked_of(plan),
+        "basis": digests.basis_of_configs(exhibit.configs(plan)).plain(),
         "command": repeat(plan.name, plan, folder),
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "with": f"fedveil {version('fedveil')}, torch {torch.__version__}, Python {platform.python_version()}",
@@ -179,17 +202,20 @@ def reproduce(
         on_done: gets each exhibit when it is there.
     """
     plans = {name: read_plan(name, scale, device) for name in EXHIBITS}
-    asked, made = names_of(names), dict[str, Made]()
+    asked, made, digests = names_of(names), dict[str, Made](), Digests()
     with locked(folder):
         for name, plan in plans.items():
             if file := read(plan, folder):
+                if why := explain_stale(plan, file, digests):
+                    show(name, 0.0, f"{AGAIN if name in asked else 'left out'}: {why}")
+                    continue
                 made[name] = Made(plan, file, EXHIBITS[name].loaded(plan, file["results"]))
                 if name in asked and not broken(file["results"]):
                     show(name, 1.0, "kept")
                     on_done(plan, made[name].shown)
                     asked.remove(name)
         for name in asked:
-            plan, file = plans[name], compute(plans[name], folder, workers, show)
+            plan, file = plans[name], compute(plans[name], folder, workers, show, digests)
             made[name] = Made(plan, file, EXHIBITS[name].loaded(plan, file["results"]))
             write_page(made, folder)
             on_done(plan, made[name].shown)

@@ -84,6 +84,10 @@ class TrainingExhibit(Exhibit[list[Run]]):
 
     kind = TypeAdapter(list[Run])
 
+    def configs(self, plan: Plan) -> list[Config]:
+        """Return those of all runs."""
+        return configs_of(plan)
+
     def runs(self, plan: Plan, folder: Path) -> dict[Config, Job[Trained]]:
         """The job of each configuration; whole tables first, then their spread over seeds."""
         configs = sorted(configs_of(plan), key=lambda config: config.training.seed)
