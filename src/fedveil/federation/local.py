@@ -15,15 +15,17 @@ from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate, TooFewAnswers,
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update
 from fedveil.federation.engine import Member
+from fedveil.federation.held_out import read_held_out
 from fedveil.federation.limits import Limits, aggregate
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
 from fedveil.federation.server import History, Record, Seen, Server
 from fedveil.federation.shards import checked, shards_of
 from fedveil.federation.single import refuse_single
-from fedveil.federation.sources import Given, as_source, batch_size_of
+from fedveil.federation.sources import Given, Source, as_source, batch_size_of
 from fedveil.federation.targets import one_output, usual_loss
 from fedveil.files import make_folder, sweep
+from fedveil.graph.wrapped import refuse_wrapped
 from fedveil.scheme.losses import Function, Loss, couples_samples
 from fedveil.secagg import threshold
 
@@ -97,6 +99,7 @@ class Federation(Server):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise BadArgument("Federation", f"model is {model!r:.60}, not a torch.nn.Module", "Net(), not Net")
+        refuse_wrapped("Federation", model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise BadArgument("Federation", "no parameter of the model requires a gradient", "requires_grad_(True)")
         clients = list(clients)
@@ -137,6 +140,10 @@ class Federation(Server):
     def rounds_per_epoch(self) -> int:
         """Rounds in which the largest client sees each of its records once."""
         return 1 if self.whole_shard else self.shards.rounds_per_epoch
+
+    def _read_test(self, test: Given) -> Source:
+        """Test data, checked against the model, the loss and the clients' records."""
+        return read_held_out(test, self.model, self.loss, self.dtype, lambda: self.shards.example)
 
     def exchange(self, seen: Seen | None = None) -> Aggregate:
         """Broadcast, the clients' work, and what the server makes of it; the model stays as it is."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -23,12 +22,13 @@ from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.evaluate import better, counting, metrics, predict_source
 from fedveil.federation.finite import find_non_finite, select_floats
+from fedveil.federation.held_out import read_held_out
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, optimizer_of, plateau_value, schedule_of
-from fedveil.federation.shards import checked
-from fedveil.federation.sources import Given, Rows, Source, as_source, check_range
+from fedveil.federation.sources import Given, Source
 from fedveil.federation.targets import targets_of
 from fedveil.federation.threads import OneThread
+from fedveil.graph.wrapped import refuse_wrapped
 from fedveil.locks import locked
 from fedveil.plain_json import parse_json
 from fedveil.scheme.losses import Function, Loss, find_loss
@@ -75,6 +75,7 @@ class Server(ABC):
         loss: str | Loss | Function,
         limits: Limits | None = None,
     ) -> None:
+        refuse_wrapped(type(self).__name__, model)
         self.model = model
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
@@ -182,7 +183,7 @@ class Server(ABC):
         home, calls = None if folder is None else Path(folder), _several(on_round)
         for name, count in {"epochs": epochs, "rounds": 0 if rounds is None else rounds}.items():
             whole("fit", name, count, 0)
-        held = None if test is None else _held_out(test, self.dtype)
+        held = None if test is None else self._read_test(test)
         self._check_watched(held, patience)
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
         every = evaluate_every or self.rounds_per_epoch
@@ -219,6 +220,10 @@ class Server(ABC):
             if home and self.best:
                 checkpoint.save_values(home / checkpoint.BEST, self.best[1])
         return self.history
+
+    def _read_test(self, test: Given) -> Source:
+        """Test data, checked against the model and the loss."""
+        return read_held_out(test, self.model, self.loss, self.dtype)
 
     def _check_watched(self, test: Source | None, patience: int | None) -> None:
         """Refuse to wait for better metrics where nothing is evaluated."""
@@ -355,11 +360,3 @@ def _several(given: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
         if not callable(call):
             raise BadArgument("fit", f"on_round is {call!r}", "a function of a round's record, or a list of them")
     return calls
-
-
-def _held_out(given: Given, dtype: torch.dtype) -> Source:
-    """Test data, checked as far as they are in memory."""
-    source = checked([as_source("test data", given)])[0]
-    if isinstance(source, Rows):
-        check_range(source.who, (source.inputs, source.targets), range(len(source)), dtype)
-    return source

@@ -21,6 +21,7 @@ from fedveil.lookup import imported
 from fedveil.models import cnn, densenet, lenet, mlp, resnet
 from fedveil.plain_json import parse_json
 from fedveil.runs.config import Config, DataSettings, LimitSettings, ModelSettings, TrainingSettings
+from fedveil.runs.loss_choice import check_choice
 from fedveil.scheme import CrossEntropy, Loss, find_loss
 
 LENETS = {"lenet": "relu", "lenet-sigmoid": "sigmoid"}
@@ -161,7 +162,8 @@ def build_limits(asked: LimitSettings) -> Limits | None:
 
 
 def settled(config: Config, data: Data) -> Config:
-    """The configuration with the loss that suits the data, if it names none."""
+    """The configuration with the loss that suits the data, if it names none; refuses one that does not."""
+    check_choice(config, data)
     if config.training.loss is not None:
         return config
     return config.changed(loss="cross_entropy" if data.classes else "squared_error")
