@@ -292,10 +292,20 @@ def _describe(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -> No
     sizes = {column.name: len(set(table.columns[column.name])) for column in inputs if not column.numeric}
     if sizes:
         notes.append(f"taken as categories: {few(f'{name} ({size:,} values)' for name, size in sizes.items())}")
+    rising = [column.name for column in inputs if column.numeric and _counts_rows(table, column)]
+    if rising:
+        what = f"{few(map(repr, rising))} counts the rows, which says nothing about new ones"
+        notes.append(f"{what}: {flag('ignore', rising[0])} if it is an identifier")
     many = [name for name, size in sizes.items() if size > max(FEW, MANY * len(table))]
     if many:
         what = f"nearly a category per record in {few(map(repr, many))}, which a model learns by heart"
         notes.append(f"{what}: --ignore dates and identifiers, and take signs and separators out of numbers")
+
+
+def _counts_rows(table: CsvTable, column: Column) -> bool:
+    """Whether a column holds consecutive integers, one for each row in their order."""
+    numbers = table.numbers(column.name)
+    return len(numbers) > FEW and bool((np.diff(numbers) == 1).all())
 
 
 def _classes(table: CsvTable, target: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedveil.checks import share
+from fedveil.checks import boolean, share
 from fedveil.defences import Aggregate, Defence, Samples
 from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate, TooFewAnswers, UpdateRefused
 from fedveil.federation import checkpoint
@@ -17,12 +17,13 @@ from fedveil.federation.client import client_update
 from fedveil.federation.engine import Member
 from fedveil.federation.held_out import read_held_out
 from fedveil.federation.limits import Limits, aggregate
+from fedveil.federation.loss_check import warn_of_activation
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
 from fedveil.federation.server import History, Record, Seen, Server
 from fedveil.federation.shards import checked, shards_of
 from fedveil.federation.single import refuse_single
-from fedveil.federation.sources import Given, Source, as_source, batch_size_of
+from fedveil.federation.sources import Given, Source, as_source, batch_size_of, list_clients
 from fedveil.federation.targets import one_output, usual_loss
 from fedveil.files import make_folder, sweep
 from fedveil.graph.wrapped import refuse_wrapped
@@ -102,9 +103,11 @@ class Federation(Server):
         refuse_wrapped("Federation", model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise BadArgument("Federation", "no parameter of the model requires a gradient", "requires_grad_(True)")
-        clients = list(clients)
+        for name, value in {"whole_shard": whole_shard, "secure_aggregation": secure_aggregation, "fuse": fuse}.items():
+            boolean("Federation", name, value)
+        clients = list_clients(clients)
         sources = checked([as_source(f"client {number}", client) for number, client in enumerate(clients)])
-        one_output(model, sources[0].take(range(min(2, len(sources[0]))))[0])  # refuses a model that does not fit
+        one = one_output(model, sources[0].take(range(min(2, len(sources[0]))))[0])  # refuses a model that does not fit
         super().__init__(
             model,
             defence,
@@ -117,6 +120,7 @@ class Federation(Server):
         )
         size = batch_size_of(clients, batch_size, BATCH)
         self.shards = shards_of(model, self.loss, sources, size, seed, self.dtype)
+        warn_of_activation(model, self.loss, one)
         refuse_single(model, self.shards)
         share("Federation", "participation", participation)
         self.whole_shard, self.participation = whole_shard, participation

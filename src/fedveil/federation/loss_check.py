@@ -1,10 +1,21 @@
 """Whether a loss can learn from such targets. Messages say what form targets have, never a value of one of them."""
 
+import warnings
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
-from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Hinge, Loss, Poisson, match_targets
+from fedveil.scheme.losses import (
+    OF_CLASSES,
+    USERS,
+    BinaryCrossEntropy,
+    CrossEntropy,
+    Hinge,
+    Loss,
+    Poisson,
+    match_targets,
+)
 from fedveil.scheme.outputs import class_axis
 
 HALF = 2.0**-8  # by which the sum of probabilities changes at most when they are rounded to bfloat16
@@ -91,3 +102,15 @@ def _check_quantities(loss: Loss, targets: Tensor, outputs: Tensor) -> None:
         match_targets(outputs, targets)
     if isinstance(loss, Poisson) and bool((targets < 0).any()):
         _refuse("poisson takes counts, and there are negative targets", f"use counts from 0, or {QUANTITIES}")
+
+
+def warn_of_activation(model: nn.Module, loss: Loss, outputs: Tensor) -> None:
+    """Warn of probabilities where a loss takes logits: it would squash them once more, and learn slowly."""
+    found, last = outputs.double(), list(model.modules())[-1]
+    inside = bool(((found >= 0) & (found <= 1)).all())
+    rows = bool(((found.sum(-1) - 1).abs() <= outputs.shape[-1] * torch.finfo(outputs.dtype).eps).all())
+    softmax = isinstance(loss, CrossEntropy) and inside and rows
+    if softmax or (isinstance(loss, BinaryCrossEntropy) and inside and isinstance(last, nn.Sigmoid)):
+        layer = "softmax" if softmax else "sigmoid"
+        what = f"Federation: {loss.name} takes logits, and the model's outputs are probabilities already."
+        warnings.warn(f"{what} Take the {layer} at its end out of the model.", UserWarning, stacklevel=3)

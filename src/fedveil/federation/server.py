@@ -79,7 +79,7 @@ class Server(ABC):
         self.model = model
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
-        if not isinstance(defence, str) and not hasattr(defence, "broadcast"):
+        if not isinstance(defence, str) and (isinstance(defence, type) or not hasattr(defence, "broadcast")):
             what = f"defence is {defence!r}"
             raise BadArgument(
                 type(self).__name__, what, '"plain" for none, "veil", or an object like fedveil.defences.Veil()'
@@ -183,9 +183,12 @@ class Server(ABC):
         home, calls = None if folder is None else Path(folder), _several(on_round)
         for name, count in {"epochs": epochs, "rounds": 0 if rounds is None else rounds}.items():
             whole("fit", name, count, 0)
+        _check_every("evaluate_every", evaluate_every, 1)
+        _check_every("checkpoint_every", checkpoint_every, 0)
         held = None if test is None else self._read_test(test)
         self._check_watched(held, patience)
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
+        self._say_if_done(last, rounds is None)
         every = evaluate_every or self.rounds_per_epoch
         before = self.history.records[-1]["seconds"] if self.history.records else 0.0  # of a run that was resumed
         started = time.perf_counter() - before
@@ -224,6 +227,13 @@ class Server(ABC):
     def _read_test(self, test: Given) -> Source:
         """Test data, checked against the model and the loss."""
         return read_held_out(test, self.model, self.loss, self.dtype)
+
+    def _say_if_done(self, last: int, in_epochs: bool) -> None:
+        """Warn of a second call of fit that trains nothing: it counts from the start, not from the last call."""
+        if 0 < last <= self.round:
+            unit, more = ("epochs", self.round // self.rounds_per_epoch) if in_epochs else ("rounds", self.round)
+            what = f"{unit} count from the start, and round {self.round} is done already"
+            LOG.warning("fedveil: fit trains nothing: %s; fit(%s=%d) trains more", what, unit, more + 1)
 
     def _check_watched(self, test: Source | None, patience: int | None) -> None:
         """Refuse to wait for better metrics where nothing is evaluated."""
@@ -351,6 +361,12 @@ class Server(ABC):
         self.round, self.best = state["round"], state["best"]
         records = state["records"]
         self.history = History(parse_json(str(folder), records) if isinstance(records, str) else list(records))
+
+
+def _check_every(name: str, rounds: int | None, least: int) -> None:
+    """Refuse what is no number of rounds."""
+    if rounds is not None:
+        whole("fit", name, rounds, least, f"give {name} a number of rounds")
 
 
 def _several(given: Callback | Sequence[Callback] | None) -> Sequence[Callback]:

@@ -101,7 +101,9 @@ def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> T
     targets = targets.long()
     if not are_classes(template, targets):
         wanted = " or ".join(sorted({str(tuple(without(template.shape, place))) for place in (-1, 1)}))
-        fix = "targets[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else None
+        fix = "targets[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else f"give targets of shape {wanted}"
+        if targets.shape == template.shape and only_zeros_and_ones(targets):
+            fix = f"use targets.argmax({class_axis(template, targets, axis)}) of one-hot rows, or targets.float()"
         raise BadArgument("targets", f"shape is {tuple(targets.shape)}, want class indices of shape {wanted}", fix)
     if not isinstance(loss, OF_CLASSES) or template.dim() < 3:
         return spread(targets, template, axis).contiguous()

@@ -293,7 +293,9 @@ def explained(error: ValidationError) -> tuple[str, str | None]:
     if first["type"] == "extra_forbidden":
         return f"there is no key {key!r}", _near(key)
     wanted = {"a valid integer": "int", "a valid number": "float", "a valid string": "str", "a valid boolean": "bool"}
-    return f"{key} must be {wanted.get(rule, rule)}, got {first['input']!r}", None
+    quoted = rule in wanted and wanted[rule] != "str" and isinstance(first["input"], str)
+    fix = f"write {key} without quotes" if quoted else None
+    return f"{key} must be {wanted.get(rule, rule)}, got {first['input']!r}", fix
 
 
 def check(config: Config, where: str) -> None:
