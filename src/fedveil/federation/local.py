@@ -65,9 +65,10 @@ class Federation(Server):
         clip_norm: longest gradient that the optimiser gets; a longer one is scaled down to it.
         batch_size: records a client takes in a round; by default that of the clients' DataLoaders, or 32.
         loss: a name (`fedveil.scheme.LOSSES` has them), a loss object, a function (outputs, targets) -> one value per
-            sample, or a `BatchLoss` of the whole batch. By default cross-entropy for classes (whole numbers), squared
-            error for numbers. Class indices become one-hot rows, but for a function. Targets may have positions
-            (pixels, tokens): their losses are summed, those of samples averaged.
+            sample, or a `BatchLoss` of the whole batch. By default cross-entropy for classes (integers), squared error
+            for quantities; floating-point targets of 0 and 1 alone need a name. One that cannot learn from the targets
+            is refused (docs/losses.md). Class indices become one-hot rows, but for a function. Targets may have
+            positions (pixels, tokens): their losses are summed, those of samples averaged.
         whole_shard: each client goes through all its records in a round, under one veil, in batches.
         participation: share of the clients in a round.
         limits: bounds on each client, and how clients' gradients are combined: `fedveil.Limits`. By default clients are

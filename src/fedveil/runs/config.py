@@ -52,7 +52,9 @@ class DataSettings(Settings):
     train_size: Positive | None = Field(None, description="training records to take; by default all")
     test_size: Positive | None = Field(None, description="test records to take; by default all")
     duration: bool = Field(True, description="bank: keep the length of the call, which nearly gives the answer away")
-    task: str | None = Field(None, description="bank, csv: regression or classification; csv: by default guessed")
+    task: str | None = Field(
+        None, description="bank, csv: regression or classification; csv: by default words and two integers are classes"
+    )
     target: str | None = Field(None, description="csv: the column to predict")
     delimiter: str | None = Field(None, description="csv: between fields, such as ; or tab; by default found")
     decimal: Literal[".", ","] = Field(".", description="csv: decimal mark of numbers")
