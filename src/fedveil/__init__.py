@@ -68,3 +68,10 @@ def __getattr__(name: str) -> object:
         if error.name != f"fedveil.{name}":
             raise
     raise AttributeError(f"module 'fedveil' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Public names and rooms, without an import of any of them."""
+    from pkgutil import iter_modules
+
+    return sorted({*globals(), *__all__, "__version__", *(room.name for room in iter_modules(__path__) if room.ispkg)})

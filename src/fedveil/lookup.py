@@ -1,10 +1,12 @@
 """Objects of users' own packages: by `package.module:name`, or by an entry point of an installed package."""
 
+import difflib
 import importlib
 import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib.metadata import entry_points
+from operator import attrgetter
 from pathlib import Path
 
 from fedveil.errors import BadArgument
@@ -21,17 +23,22 @@ def imported(spec: str, kind: str, example: str) -> object:
     path, _, name = spec.partition(":")
     if not path or not name:
         raise BadArgument(spec, f"{kind} is named as package.module:name", example)
+    if "/" in path or path.endswith(".py"):
+        fix = f"{'.'.join(Path(path).with_suffix('').parts).lstrip('.')}:{name}, where the file can be imported"
+        raise BadArgument(spec, f"{path} is a file, and {kind} is named as package.module:name", fix)
     if path.partition(".")[0] != "fedveil":
         _look_here()
     try:
-        found: object = importlib.import_module(path)
-        for part in name.split("."):
-            found = getattr(found, part)
+        module: object = importlib.import_module(path)
     except ImportError as error:
         raise BadArgument(spec, f"cannot import {path}: {error}", f"run where `import {path}` works") from error
+    try:
+        return attrgetter(name)(module)
     except AttributeError as error:
-        raise BadArgument(spec, f"module {path} has no {name!r}") from error
-    return found
+        known = [own for own in vars(module) if not own.startswith("_")]
+        near = difflib.get_close_matches(name, known, 1, 0.5)
+        fix = f"{path}:{near[0]} is the nearest" if near else f"name something that {path} defines"
+        raise BadArgument(spec, f"module {path} has no {name!r}", fix) from error
 
 
 def _look_here() -> None:

@@ -66,7 +66,8 @@ def _read_text(path: Path, form: str) -> str:
     try:
         return path.read_text()
     except OSError as error:
-        raise BadArgument(str(path), f"cannot be read: {error.strerror}") from error
+        fix = f"name a {form} file that is there and can be read"
+        raise BadArgument(str(path), f"cannot be read: {error.strerror}", fix) from error
     except UnicodeDecodeError as error:
         raise BadArgument(str(path), f"is not {form}: {error}") from error
 

@@ -59,17 +59,44 @@ def test_a_numeric_target_is_a_regression_and_its_scale_is_kept(tmp_path):
     )
 
 
-def test_a_few_whole_numbers_are_a_regression_that_says_so(tmp_path):
-    path = write_rows(tmp_path, "x,label", *(f"{n},{n % 2}" for n in range(20)))
-    found = load("csv", path=path, target="label")
+def test_a_few_integers_are_a_regression_that_says_so(tmp_path):
+    path = write_rows(tmp_path, "x,stars", *(f"{n},{1 + n % 5}" for n in range(20)))
+    found = load("csv", path=path, target="stars")
     assert found.classes == ()
     assert found.notes[0] == (
-        "a regression, although the target 'label' holds only 2 different whole numbers; "
+        "a regression, as the target 'stars' holds numbers, which are only 5 different integers; "
         "--task classification if they are classes"
     )
-    asked = load("csv", path=path, target="label", task="classification")
-    assert asked.classes == ("0", "1")
+    asked = load("csv", path=path, target="stars", task="classification")
+    assert asked.classes == ("1", "2", "3", "4", "5")
     assert asked.notes == ("divided at random: 16 records for training, 4 for testing",)
+
+
+@pytest.mark.parametrize("names", [("0", "1"), ("1", "2"), ("-1", "1"), ("0.0", "1.0")])
+def test_two_different_integers_are_two_classes(names, tmp_path):
+    path = write_rows(tmp_path, "x,label", *(f"{n},{names[n % 2]}" for n in range(20)))
+    found = load("csv", path=path, target="label")
+    assert found.classes == names
+    assert found.train.targets.dtype == torch.int64
+    held = " and ".join(name.removesuffix(".0") for name in names)
+    assert found.notes[0] == (
+        f"two classes, as the target 'label' holds only {held}; "
+        '--task regression (in Python task="regression") if they are quantities'
+    )
+    asked = load("csv", path=path, target="label", task="regression")
+    assert asked.classes == ()
+    assert asked.target_scale
+    halves = write_rows(tmp_path, "x,dose", *(f"{n},{(0.5, 1)[n % 2]}" for n in range(20)))
+    assert load("csv", path=halves, target="dose").classes == ()
+
+
+def test_spellings_of_one_number_are_one_class(tmp_path):
+    path = write_rows(tmp_path, "x,label", *(f"{n},{('0', '1', '1.0', '00')[n % 4]}" for n in range(20)))
+    for options in ({}, {"task": "classification"}):
+        found = load("csv", path=path, target="label", **options)
+        assert found.classes == ("0", "1")
+        assert sorted(torch.cat([found.train.targets, found.test.targets]).tolist()) == [0] * 10 + [1] * 10
+    assert len(load("csv", path=path, target="label", categorical="label").classes) == 4
 
 
 def test_classes_that_are_numbers_are_sorted_by_size(tmp_path):
@@ -375,4 +402,4 @@ def test_a_category_per_record_and_few_whole_numbers_are_pointed_out(tmp_path):
     path = write_rows(tmp_path, "day,size,kind", *(f"2026-01-{k:02} {k}h,{k % 7},{k % 2}" for k in range(100)))
     notes = load("csv", path=path, target="kind").notes
     assert any("nearly a category per record in 'day'" in note and "--ignore dates" in note for note in notes)
-    assert any(note.startswith("a regression, although the target 'kind' holds only 2 different") for note in notes)
+    assert any(note.startswith("two classes, as the target 'kind' holds only 0 and 1") for note in notes)

@@ -1,6 +1,7 @@
 """Flags from annotated functions and classes, by tyro; below them the values of a file, and below those defaults."""
 
 import importlib
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from fedveil.runs.config import (
     refuse_code,
 )
 
+TABLES = (".csv", ".tsv", ".tab", ".xls", ".xlsx", ".parquet")
 HELP = ("-h", "--help")
 TRUST = "import the code that the file or the run's folder names as package.module:name; only if you know what it does"
 MARKERS = (conf.DisallowNone, conf.OmitArgPrefixes, conf.OmitSubcommandPrefixes, conf.PositionalRequiredArgs)
@@ -126,6 +128,9 @@ class Federated:
 
     def in_file(self) -> dict[str, Value]:
         """The values of the file."""
+        if self.file and self.file.suffix.lower() in TABLES:
+            fix = f"--data csv --path {shlex.quote(str(self.file))} --target COLUMN; run.toml names flags of a command"
+            raise BadArgument(str(self.file), "it is a table of records, not the configuration of a run", fix)
         given = keys_of(read_file(self.file), str(self.file)) if self.file and not self.file.is_dir() else {}
         if "defence" in self.defaults:  # several defences, which only the flag names
             given.pop("defence", None)

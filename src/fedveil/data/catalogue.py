@@ -102,11 +102,16 @@ def load(name: str, *, path: str | Path | None = None, **options: Any) -> Data:
         >>> load("digits")
         Data('digits', train=1438, test=359, input (64,), 10 classes)
     """
+    if name not in LOADERS and (Path(name).suffix or Path(name).exists()):
+        kind = "images" if Path(name).is_dir() else "csv"
+        what = f"{name!r} is a file or folder, not the name of a data set"
+        raise BadArgument("load", what, f"--data {kind} --path {name} (in Python load({kind!r}, path={name!r}))")
     loader = LOADERS[one_of("load", "data set", name, LOADERS)]
     where, hints = f"load({name!r})", _hints(loader)
     if path is not None:
         if "path" not in hints:
-            raise BadArgument(where, "it comes with the library and takes no path", where)
+            own = f"--data csv (or images) --path {path} for data of yours"
+            raise BadArgument(where, "it comes with the library and takes no path", f"{own}, or leave the path out")
         options["path"] = Path(os.path.expanduser(path))
     for option, value in options.items():
         _check_option(where, option, value, hints[one_of(where, "option", option, hints)])

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -72,7 +73,8 @@ def csv_file(
         path: the file.
         target: the column to predict.
         task: "classification" (classes are the sorted values of the target) or "regression" (a numeric target,
-            standardised on the training part). By default a numeric target is a regression, and words are classes.
+            standardised on the training part). By default a numeric target is a regression, unless it holds only two
+            different integers, such as 0 and 1: these are classes, as words are.
         delimiter: between fields; by default found among comma, semicolon, tab and |.
         decimal: the decimal mark of numbers, "." or ",".
         missing: what becomes of missing cells: "refuse" (an error that counts them), "drop" (their records are left
@@ -101,6 +103,7 @@ def csv_file(
     notes.append(f"divided at random: {len(train):,} records for training, {len(test):,} for testing")
     table = gaps.impute(table, inputs, counts, train, notes)
     numbers = np.concatenate([_encoded(table, column, train) for column in inputs], 1)
+    table = _spelled_alike(table, answer) if answer.numeric and task == "classification" else table
     classes = _classes(table, answer.name) if task == "classification" else ()
     _describe(table, inputs, notes)
     records = tensor_part(numbers, table.codes(answer.name, classes) if classes else _scaled(table, answer.name, train))
@@ -244,11 +247,23 @@ def _task(table: CsvTable, target: Column, task: str | None, categorical: bool, 
         notes.append(f"a classification, as the target {target.name!r} holds {held}")
         return "classification"
     sizes = {size for value in values if (size := number(value, table.decimal)) is not None}
-    held = "as the target {} holds numbers"
-    if len(sizes) <= FEW and all(size.is_integer() for size in sizes):
-        held = f"although the target {{}} holds only {len(sizes)} different whole numbers"
-    notes.append(f"a regression, {held.format(repr(target.name))}; --task classification if they are classes")
+    integers, name = all(size.is_integer() for size in sizes), repr(target.name)
+    if integers and len(sizes) == 2:
+        held, otherwise = " and ".join(f"{size:.0f}" for size in sorted(sizes)), flag("task", "regression")
+        notes.append(f"two classes, as the target {name} holds only {held}; {otherwise} if they are quantities")
+        return "classification"
+    held = f"numbers, which are only {len(sizes)} different integers" if integers and len(sizes) <= FEW else "numbers"
+    notes.append(f"a regression, as the target {name} holds {held}; --task classification if they are classes")
     return "regression"
+
+
+def _spelled_alike(table: CsvTable, target: Column) -> CsvTable:
+    """The table with one spelling of each number in the target: 1 and 1.0 are one class."""
+    spelling: dict[float | None, str] = {}
+    for cell in sorted(set(table.columns[target.name]), key=lambda cell: (len(cell), cell)):
+        spelling.setdefault(number(cell, table.decimal), cell)
+    cells = tuple(spelling[number(cell, table.decimal)] for cell in table.columns[target.name])
+    return replace(table, columns=table.columns | {target.name: cells})
 
 
 def _encoded(table: CsvTable, column: Column, train: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -277,10 +292,20 @@ def _describe(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -> No
     sizes = {column.name: len(set(table.columns[column.name])) for column in inputs if not column.numeric}
     if sizes:
         notes.append(f"taken as categories: {few(f'{name} ({size:,} values)' for name, size in sizes.items())}")
+    rising = [column.name for column in inputs if column.numeric and _counts_rows(table, column)]
+    if rising:
+        what = f"{few(map(repr, rising))} counts the rows, which says nothing about new ones"
+        notes.append(f"{what}: {flag('ignore', rising[0])} if it is an identifier")
     many = [name for name, size in sizes.items() if size > max(FEW, MANY * len(table))]
     if many:
         what = f"nearly a category per record in {few(map(repr, many))}, which a model learns by heart"
         notes.append(f"{what}: --ignore dates and identifiers, and take signs and separators out of numbers")
+
+
+def _counts_rows(table: CsvTable, column: Column) -> bool:
+    """Whether a column holds consecutive integers, one for each row in their order."""
+    numbers = table.numbers(column.name)
+    return len(numbers) > FEW and bool((np.diff(numbers) == 1).all())
 
 
 def _classes(table: CsvTable, target: str) -> tuple[str, ...]:

@@ -69,7 +69,8 @@ def _column(request: _Request, rng: Generator) -> list[Indices]:
     data, clients = request.data, request.clients
     if request.column is None:
         named = ", ".join(repr(name) for name in sorted(data.columns))
-        raise BadArgument("split", 'how="column" needs a column', f"column= one of {named}" if named else None)
+        fix = f"column= one of {named}" if named else f"use 'iid' or 'dirichlet': {data.name!r} has no columns"
+        raise BadArgument("split", 'how="column" needs a column', fix)
     column = one_of(f"split of {data.name!r}", "column", request.column, data.columns)
     values, group_of = np.unique(np.asarray(data.columns[column]), return_inverse=True)
     if clients > len(values):

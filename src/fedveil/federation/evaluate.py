@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedveil.errors import BadArgument
 from fedveil.federation.sources import Rows, Source, check_finite, check_range
 from fedveil.graph.inputs import Inputs, count, each
-from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, SquaredError, match_targets
+from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss, SquaredError, match_targets
 from fedveil.scheme.outputs import are_classes, class_axis, outputs_of, values
 
 METRICS = ("accuracy", "auc", "mse", "loss")
@@ -69,6 +69,8 @@ def predicted(outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tens
 def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis: int | None = None) -> dict[str, float]:
     """Accuracy for classes and yes/no targets, with AUC if there are two, mean squared error for numbers.
 
+    Rows of probabilities count as their most probable class where the loss compares classes.
+
     Targets are numbers in the outputs' shape, or class indices in that shape without its class axis; where shapes leave
     that axis open, as for outputs (n, c, c), it is `axis`, by default the last. At several positions of a record, as in
     segmentation, accuracy is the share of right positions. The loss comes with it, unless it is squared error, which
@@ -81,6 +83,9 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
     elif are_classes(outputs, targets):
         found = {"accuracy": float((predicted(outputs, targets, axis) == targets).double().mean())}
         found |= area(outputs[:, 1] - outputs[:, 0], targets == 1) if outputs.shape[1:] == (2,) else {}
+    elif isinstance(loss, OF_CLASSES) and targets.shape == outputs.shape:
+        place = class_axis(outputs, targets, axis)
+        found = {"accuracy": float((outputs.argmax(place) == targets.argmax(place)).double().mean())}
     elif targets.numel() == outputs.numel():
         found = {"mse": float((outputs.reshape(targets.shape) - targets).double().pow(2).mean())}
     elif isinstance(loss, USERS):

@@ -89,6 +89,11 @@ class Limits:
 
 def limits_for(defence: Defence, limits: Limits | None) -> Limits | None:
     """The limits, as far as the defence can have them; what cannot be combined is refused."""
+    if limits is not None and not isinstance(limits, Limits):
+        what = f"limits is a {type(limits).__name__}"
+        raise BadArgument(
+            "Limits", what, "use an object, such as limits=fedveil.Limits(aggregator='median', hostile=1)"
+        )
     if limits is None or not isinstance(defence, Private):
         return limits
     neutral = Limits(max_records=limits.max_records, max_share=limits.max_share, norm_factor=limits.norm_factor)

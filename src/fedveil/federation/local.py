@@ -9,21 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedveil.checks import share
+from fedveil.checks import boolean, share
 from fedveil.defences import Aggregate, Defence, Samples
 from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate, TooFewAnswers, UpdateRefused
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update
 from fedveil.federation.engine import Member
+from fedveil.federation.held_out import read_held_out
 from fedveil.federation.limits import Limits, aggregate
+from fedveil.federation.loss_check import warn_of_activation
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
 from fedveil.federation.server import History, Record, Seen, Server
 from fedveil.federation.shards import checked, shards_of
 from fedveil.federation.single import refuse_single
-from fedveil.federation.sources import Given, as_source, batch_size_of
+from fedveil.federation.sources import Given, Source, as_source, batch_size_of, list_clients
 from fedveil.federation.targets import one_output, usual_loss
 from fedveil.files import make_folder, sweep
+from fedveil.graph.wrapped import refuse_wrapped
 from fedveil.scheme.losses import Function, Loss, couples_samples
 from fedveil.secagg import threshold
 
@@ -62,9 +65,10 @@ class Federation(Server):
         clip_norm: longest gradient that the optimiser gets; a longer one is scaled down to it.
         batch_size: records a client takes in a round; by default that of the clients' DataLoaders, or 32.
         loss: a name (`fedveil.scheme.LOSSES` has them), a loss object, a function (outputs, targets) -> one value per
-            sample, or a `BatchLoss` of the whole batch. By default cross-entropy for classes (whole numbers), squared
-            error for numbers. Class indices become one-hot rows, but for a function. Targets may have positions
-            (pixels, tokens): their losses are summed, those of samples averaged.
+            sample, or a `BatchLoss` of the whole batch. By default cross-entropy for classes (integers), squared error
+            for quantities; floating-point targets of 0 and 1 alone need a name. One that cannot learn from the targets
+            is refused (docs/losses.md). Class indices become one-hot rows, but for a function. Targets may have
+            positions (pixels, tokens): their losses are summed, those of samples averaged.
         whole_shard: each client goes through all its records in a round, under one veil, in batches.
         participation: share of the clients in a round.
         limits: bounds on each client, and how clients' gradients are combined: `fedveil.Limits`. By default clients are
@@ -97,11 +101,14 @@ class Federation(Server):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise BadArgument("Federation", f"model is {model!r:.60}, not a torch.nn.Module", "Net(), not Net")
+        refuse_wrapped("Federation", model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise BadArgument("Federation", "no parameter of the model requires a gradient", "requires_grad_(True)")
-        clients = list(clients)
+        for name, value in {"whole_shard": whole_shard, "secure_aggregation": secure_aggregation, "fuse": fuse}.items():
+            boolean("Federation", name, value)
+        clients = list_clients(clients)
         sources = checked([as_source(f"client {number}", client) for number, client in enumerate(clients)])
-        one_output(model, sources[0].take(range(min(2, len(sources[0]))))[0])  # refuses a model that does not fit
+        one = one_output(model, sources[0].take(range(min(2, len(sources[0]))))[0])  # refuses a model that does not fit
         super().__init__(
             model,
             defence,
@@ -114,6 +121,7 @@ class Federation(Server):
         )
         size = batch_size_of(clients, batch_size, BATCH)
         self.shards = shards_of(model, self.loss, sources, size, seed, self.dtype)
+        warn_of_activation(model, self.loss, one)
         refuse_single(model, self.shards)
         share("Federation", "participation", participation)
         self.whole_shard, self.participation = whole_shard, participation
@@ -137,6 +145,10 @@ class Federation(Server):
     def rounds_per_epoch(self) -> int:
         """Rounds in which the largest client sees each of its records once."""
         return 1 if self.whole_shard else self.shards.rounds_per_epoch
+
+    def _read_test(self, test: Given) -> Source:
+        """Test data, checked against the model, the loss and the clients' records."""
+        return read_held_out(test, self.model, self.loss, self.dtype, lambda: self.shards.example)
 
     def exchange(self, seen: Seen | None = None) -> Aggregate:
         """Broadcast, the clients' work, and what the server makes of it; the model stays as it is."""

@@ -1,6 +1,7 @@
 """The server's optimiser and learning-rate schedule, from what users give for them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,12 +16,23 @@ Schedule = Callable[[torch.optim.Optimizer], LRScheduler] | LRScheduler
 FACTORY = "optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
 
 
+@contextmanager
+def _refuse_failures(name: str, fix: str) -> Iterator[None]:
+    """Refuse settings that torch does not take: a rate that is negative or text, an argument that is missing."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise BadArgument(WHERE, f"{name}= cannot be made: {error}", f"give all its settings, as in {fix}") from error
+
+
 def optimizer_of(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
     """The optimiser that a factory makes for these parameters, or the one that was given, if it is for them."""
     if isinstance(given, torch.optim.Optimizer):
         found = given
     elif callable(given):
-        found = given([parameter for parameter in parameters.values() if parameter.requires_grad])
+        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        with _refuse_failures("optimizer", FACTORY):
+            found = given(trained)
     else:
         raise BadArgument(WHERE, f"optimizer is {given!r}", f"{FACTORY}, or an optimiser of the model's parameters")
     if not isinstance(found, torch.optim.Optimizer):
@@ -35,11 +47,14 @@ def optimizer_of(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.op
 def schedule_of(given: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     """The schedule that a factory makes for the optimiser, or the one that was given, if it is for it."""
     fix = "schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)"
+    found = given
     if given is None:
         return None
     if not isinstance(given, LRScheduler) and not callable(given):
         raise BadArgument(WHERE, f"schedule is {given!r}", fix)
-    found = given if isinstance(given, LRScheduler) else given(optimizer)
+    if not isinstance(given, LRScheduler):
+        with _refuse_failures("schedule", fix):
+            found = given(optimizer)
     if not isinstance(found, LRScheduler):
         raise BadArgument(WHERE, f"schedule made a {type(found).__name__}, not a learning-rate schedule", fix)
     if found.optimizer is not optimizer:

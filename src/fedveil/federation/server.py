@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -23,12 +22,13 @@ from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.evaluate import better, counting, metrics, predict_source
 from fedveil.federation.finite import find_non_finite, select_floats
+from fedveil.federation.held_out import read_held_out
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, optimizer_of, plateau_value, schedule_of
-from fedveil.federation.shards import checked
-from fedveil.federation.sources import Given, Rows, Source, as_source, check_range
+from fedveil.federation.sources import Given, Source
 from fedveil.federation.targets import targets_of
 from fedveil.federation.threads import OneThread
+from fedveil.graph.wrapped import refuse_wrapped
 from fedveil.locks import locked
 from fedveil.plain_json import parse_json
 from fedveil.scheme.losses import Function, Loss, find_loss
@@ -75,10 +75,11 @@ class Server(ABC):
         loss: str | Loss | Function,
         limits: Limits | None = None,
     ) -> None:
+        refuse_wrapped(type(self).__name__, model)
         self.model = model
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
-        if not isinstance(defence, str) and not hasattr(defence, "broadcast"):
+        if not isinstance(defence, str) and (isinstance(defence, type) or not hasattr(defence, "broadcast")):
             what = f"defence is {defence!r}"
             raise BadArgument(
                 type(self).__name__, what, '"plain" for none, "veil", or an object like fedveil.defences.Veil()'
@@ -182,9 +183,12 @@ class Server(ABC):
         home, calls = None if folder is None else Path(folder), _several(on_round)
         for name, count in {"epochs": epochs, "rounds": 0 if rounds is None else rounds}.items():
             whole("fit", name, count, 0)
-        held = None if test is None else _held_out(test, self.dtype)
+        _check_every("evaluate_every", evaluate_every, 1)
+        _check_every("checkpoint_every", checkpoint_every, 0)
+        held = None if test is None else self._read_test(test)
         self._check_watched(held, patience)
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
+        self._say_if_done(last, rounds is None)
         every = evaluate_every or self.rounds_per_epoch
         before = self.history.records[-1]["seconds"] if self.history.records else 0.0  # of a run that was resumed
         started = time.perf_counter() - before
@@ -219,6 +223,17 @@ class Server(ABC):
             if home and self.best:
                 checkpoint.save_values(home / checkpoint.BEST, self.best[1])
         return self.history
+
+    def _read_test(self, test: Given) -> Source:
+        """Test data, checked against the model and the loss."""
+        return read_held_out(test, self.model, self.loss, self.dtype)
+
+    def _say_if_done(self, last: int, in_epochs: bool) -> None:
+        """Warn of a second call of fit that trains nothing: it counts from the start, not from the last call."""
+        if 0 < last <= self.round:
+            unit, more = ("epochs", self.round // self.rounds_per_epoch) if in_epochs else ("rounds", self.round)
+            what = f"{unit} count from the start, and round {self.round} is done already"
+            LOG.warning("fedveil: fit trains nothing: %s; fit(%s=%d) trains more", what, unit, more + 1)
 
     def _check_watched(self, test: Source | None, patience: int | None) -> None:
         """Refuse to wait for better metrics where nothing is evaluated."""
@@ -348,6 +363,12 @@ class Server(ABC):
         self.history = History(parse_json(str(folder), records) if isinstance(records, str) else list(records))
 
 
+def _check_every(name: str, rounds: int | None, least: int) -> None:
+    """Refuse what is no number of rounds."""
+    if rounds is not None:
+        whole("fit", name, rounds, least, f"give {name} a number of rounds")
+
+
 def _several(given: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
     """The callbacks as a list; whatever cannot be called is refused."""
     calls = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
@@ -355,11 +376,3 @@ def _several(given: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
         if not callable(call):
             raise BadArgument("fit", f"on_round is {call!r}", "a function of a round's record, or a list of them")
     return calls
-
-
-def _held_out(given: Given, dtype: torch.dtype) -> Source:
-    """Test data, checked as far as they are in memory."""
-    source = checked([as_source("test data", given)])[0]
-    if isinstance(source, Rows):
-        check_range(source.who, (source.inputs, source.targets), range(len(source)), dtype)
-    return source

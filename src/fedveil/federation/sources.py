@@ -1,6 +1,6 @@
 """Records as users have them: arrays and frames in memory, or a Dataset that is read batch by batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -76,6 +76,17 @@ def _few(rows: Sequence[int]) -> str:
 Source = Rows | Stream
 
 
+def list_clients(given: Any) -> list[Any]:
+    """The clients one by one; refuses the records of one of them, whose batches or columns would become clients."""
+    if isinstance(given, Mapping):
+        fix = "list(clients.values()); clients are named by their place"
+        raise BadArgument("Federation", f"clients is a {type(given).__name__}, not a list", fix)
+    if isinstance(given, DataLoader | Dataset | Tensor | np.ndarray | str) or is_frame(given) or is_series(given):
+        what = f"clients is a {type(given).__name__}, not a list of clients"
+        raise BadArgument("Federation", what, f"use a list, [client] for one client; each is {FORMS}")
+    return list(given)
+
+
 def as_source(who: str, given: Any) -> Source:
     """What a user gives for a client or for test data, in memory or as a stream."""
     if isinstance(given, DataLoader):
@@ -118,6 +129,11 @@ def _stored(who: str, inputs: Any, targets: Any) -> Rows:
             return as_tensor(who, "inputs", leaf).double()
         return as_tensor(who, "inputs", leaf) if isinstance(leaf, arrays) or is_series(leaf) else leaf
 
+    if isinstance(targets, tuple | list) and any(
+        isinstance(part, Tensor | np.ndarray) and part.ndim for part in targets
+    ):
+        what = f"its targets are a {type(targets).__name__} of tensors; these look like the records of several clients"
+        raise BadArgument(who, what, "give one (inputs, targets): torch.cat of all inputs, and of all targets")
     wanted = as_tensor(who, "targets", targets)
     if is_frame(targets):  # one column of classes, or several of numbers
         one = wanted.shape[1] == 1 and not wanted.is_floating_point()

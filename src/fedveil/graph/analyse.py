@@ -13,6 +13,7 @@ from fedveil.graph.head import find_head
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.plan import Plan, build_plan
 from fedveil.graph.walk import Walk
+from fedveil.graph.wrapped import refuse_wrapped
 
 MOST_BARE = 0.1  # share of the parameters' values that may be sent as they are without a warning
 
@@ -64,6 +65,7 @@ def analyse(
         raise BadArgument("analyse", f'head is {head!r}, not one of "linear", "exposed"')
     if not 0 <= min_coverage <= 1:
         raise BadArgument("analyse", f"min_coverage must be from 0 to 1, got {min_coverage}")
+    refuse_wrapped("analyse", model)
     check_precision(model)
     exported = export(model, example_inputs)
     masked, node = (None, None) if head == "exposed" else find_head(model, exported, example_inputs)

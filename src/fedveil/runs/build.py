@@ -1,6 +1,7 @@
 """What a configuration describes, as objects: data, model, defence, loss, optimiser, federation."""
 
 import contextlib
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -21,8 +22,10 @@ from fedveil.lookup import imported
 from fedveil.models import cnn, densenet, lenet, mlp, resnet
 from fedveil.plain_json import parse_json
 from fedveil.runs.config import Config, DataSettings, LimitSettings, ModelSettings, TrainingSettings
+from fedveil.runs.loss_choice import check_choice
 from fedveil.scheme import CrossEntropy, Loss, find_loss
 
+RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56")
 LENETS = {"lenet": "relu", "lenet-sigmoid": "sigmoid"}
 
 
@@ -70,6 +73,7 @@ def record_shape(name: str, data: Data) -> torch.Size:
 def named_model(asked: ModelSettings, shape: torch.Size, outputs: int) -> nn.Module:
     """A network of the library, for records of a shape."""
     name, width = asked.name, asked.width
+    _check_name(name)
     if name == "mlp":
         net = mlp(shape.numel(), outputs, layers=asked.layers, hidden=asked.hidden, bias=asked.bias)
         return net if len(shape) == 1 else nn.Sequential(nn.Flatten(), net)
@@ -82,10 +86,21 @@ def named_model(asked: ModelSettings, shape: torch.Size, outputs: int) -> nn.Mod
         return lenet(channels, outputs, size=shape[-1], activation=LENETS[name])
     if name == "densenet":
         return densenet(channels, outputs)
-    if name.startswith("resnet") and name[6:].isdigit():
-        return resnet(int(name[6:]), channels, outputs, width=width, norm=asked.norm, shortcut=asked.shortcut)
-    fix = f"mlp, cnn, {', '.join(LENETS)}, resnet8, resnet20, resnet32, resnet44, resnet56, densenet"
-    raise BadArgument("model", f"there is no model {name!r}", f"{fix} or package.module:factory")
+    return resnet(
+        int(name.removeprefix("resnet")), channels, outputs, width=width, norm=asked.norm, shortcut=asked.shortcut
+    )
+
+
+def _check_name(name: str) -> None:
+    """Refuse a name that no network of the library has; the nearest one is named."""
+    known = ("mlp", "cnn", *LENETS, *RESNETS, "densenet")
+    if name in known or (name.startswith("resnet") and name[6:].isdigit()):
+        return
+    near = difflib.get_close_matches(name, known, 1)
+    every = f"{', '.join(known)} or package.module:factory"
+    raise BadArgument(
+        "model", f"there is no model {name!r}", f"{near[0]!r} is the nearest of {every}" if near else every
+    )
 
 
 def load_factory(spec: str) -> nn.Module:
@@ -161,7 +176,8 @@ def build_limits(asked: LimitSettings) -> Limits | None:
 
 
 def settled(config: Config, data: Data) -> Config:
-    """The configuration with the loss that suits the data, if it names none."""
+    """The configuration with the loss that suits the data, if it names none; refuses one that does not."""
+    check_choice(config, data)
     if config.training.loss is not None:
         return config
     return config.changed(loss="cross_entropy" if data.classes else "squared_error")

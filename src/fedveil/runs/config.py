@@ -52,7 +52,9 @@ class DataSettings(Settings):
     train_size: Positive | None = Field(None, description="training records to take; by default all")
     test_size: Positive | None = Field(None, description="test records to take; by default all")
     duration: bool = Field(True, description="bank: keep the length of the call, which nearly gives the answer away")
-    task: str | None = Field(None, description="bank, csv: regression or classification; csv: by default guessed")
+    task: str | None = Field(
+        None, description="bank, csv: regression or classification; csv: by default words and two integers are classes"
+    )
     target: str | None = Field(None, description="csv: the column to predict")
     delimiter: str | None = Field(None, description="csv: between fields, such as ; or tab; by default found")
     decimal: Literal[".", ","] = Field(".", description="csv: decimal mark of numbers")
@@ -293,7 +295,9 @@ def explained(error: ValidationError) -> tuple[str, str | None]:
     if first["type"] == "extra_forbidden":
         return f"there is no key {key!r}", _near(key)
     wanted = {"a valid integer": "int", "a valid number": "float", "a valid string": "str", "a valid boolean": "bool"}
-    return f"{key} must be {wanted.get(rule, rule)}, got {first['input']!r}", None
+    quoted = rule in wanted and wanted[rule] != "str" and isinstance(first["input"], str)
+    fix = f"write {key} without quotes" if quoted else None
+    return f"{key} must be {wanted.get(rule, rule)}, got {first['input']!r}", fix
 
 
 def check(config: Config, where: str) -> None:

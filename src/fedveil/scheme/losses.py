@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from fedveil.errors import BadArgument
+from fedveil.scheme.torch_losses import refuse_reduced
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
@@ -333,17 +334,6 @@ LOSSES: dict[str, Callable[..., Loss]] = {
 }
 
 
-MODULES = {
-    "CrossEntropyLoss": "cross_entropy",
-    "BCEWithLogitsLoss": "binary_cross_entropy",
-    "MSELoss": "squared_error",
-    "L1Loss": "absolute_error",
-    "HuberLoss": "huber",
-    "PoissonNLLLoss": "poisson",
-}
-"""Which of our losses has the minimum of torch's module; factors differ."""
-
-
 def find_loss(loss: "str | Loss | Function") -> Loss:
     """The loss of that name, a loss object unchanged, or a user's function as a loss."""
     if isinstance(loss, str):
@@ -353,11 +343,9 @@ def find_loss(loss: "str | Loss | Function") -> Loss:
         return LOSSES[loss]()
     if isinstance(loss, _Named | Custom):
         return loss
-    if isinstance(loss, nn.Module) and type(loss).__name__ in MODULES and getattr(loss, "reduction", "none") != "none":
-        what = f"torch's {type(loss).__name__} takes the mean itself, and a client's loss is one value per sample"
-        raise BadArgument("loss", what, f"loss={MODULES[type(loss).__name__]!r}, or reduction='none'")
     if isinstance(loss, type):
         raise BadArgument("loss", f"{loss.__name__} is a class", 'an object of it, or a name such as "cross_entropy"')
     if not callable(loss):
         raise BadArgument("loss", f"a {type(loss).__name__} is not a loss", "a name, or a function (outputs, targets)")
+    refuse_reduced(loss)
     return Custom(loss)
