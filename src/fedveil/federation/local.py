@@ -15,10 +15,11 @@ from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate, TooFewAnswers,
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update
 from fedveil.federation.engine import Member
+from fedveil.federation.history import History, Record
 from fedveil.federation.limits import Limits, aggregate
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
-from fedveil.federation.server import History, Record, Seen, Server
+from fedveil.federation.server import Seen, Server
 from fedveil.federation.shards import checked, shards_of
 from fedveil.federation.single import refuse_single
 from fedveil.federation.sources import Given, as_source, batch_size_of
