@@ -95,6 +95,7 @@ def record(server, config, out):
 
     def end(record):
         if record["round"] == config["kill-at"]:
+            (out / f"killed-{record['round']}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     data, about = from_tensors("digits", parts()[0], parts()[3]), {"clients": config["wait-for"], "model": "mlp"}
@@ -106,7 +107,7 @@ def record(server, config, out):
 def serve(make_server, config):
     """Train from the last checkpoint on; `make_server` takes what every `RemoteServer` takes behind its engine."""
     out = Path(config["out"])
-    data = parts()[0] if config["net"] == "mlp" else images(0)
+    data = parts()[0] if config["net"] != "resnet20" else images(0)
     server = make_server(
         make_model(config),
         data[0][:2],
