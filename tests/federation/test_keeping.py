@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from tests.engines import Loopback, member
 from tests.small import federation
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import Dataset
@@ -13,8 +14,9 @@ from torch.utils.data import Dataset
 import fedveil
 from fedveil.data import from_tensors
 from fedveil.defences import Plain, Private
-from fedveil.errors import BadArgument, Diverged
+from fedveil.errors import BadArgument, Diverged, TooFewAnswers
 from fedveil.federation import Federation, checkpoint, fitting
+from fedveil.federation.rounds import RemoteServer
 from fedveil.models import mlp
 from fedveil.runs.folder import record_run
 
@@ -300,6 +302,28 @@ def test_an_optimiser_that_is_not_finite_is_never_saved(tmp_path):
     with pytest.raises(Diverged, match=r"the optimiser's exp_avg_sq of parameter 0 holds NaN or infinity"):
         make(size=1e25).fit(rounds=3, folder=tmp_path / "fitted")
     assert not list(tmp_path.rglob("*.pt"))
+
+
+def over_a_network(engine):
+    how = {"loss": "squared_error", "pause": 0.0, "attempts": 1, "patience": 0.1, "timeout": 1.0}
+    return RemoteServer(engine, net(), TEST[0][:2], "plain", adam, **how)
+
+
+def test_a_run_whose_clients_are_gone_is_saved_and_a_new_server_resumes_it(tmp_path):
+    members = {name: member(net, records_of(8, name), name) for name in range(2)}
+    engine = Loopback(members)
+
+    def leave(record):
+        engine.down = set(members) if record["round"] == 5 else set()
+
+    with pytest.raises(TooFewAnswers):
+        over_a_network(engine).fit(**HOW, folder=tmp_path, on_round=leave)
+    assert round_in(tmp_path) == 5
+    again, whole = over_a_network(Loopback(members)), over_a_network(Loopback(members))
+    again.fit(**HOW, folder=tmp_path, resume=True)
+    whole.fit(**HOW)
+    assert equal(again, whole)
+    assert [record["round"] for record in again.history.records] == list(range(1, ROUNDS + 1))
 
 
 def test_a_last_save_that_fails_is_a_warning_beside_the_error_that_ended_the_run(tmp_path, monkeypatch, caplog):

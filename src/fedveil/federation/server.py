@@ -171,7 +171,7 @@ class Server(Stored):
             resume: continue the run in the folder, if there is one. Without it such a folder is refused.
             checkpoint_every: rounds between further checkpoints. After every round of a durable defence there is one,
                 for privacy accounting.
-            patience: stop early after so many evaluations without a better one.
+            patience: stop early after this number of evaluations without a better one.
             on_round: called with each round's record; or several such functions.
 
         Returns:
