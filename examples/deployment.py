@@ -59,7 +59,8 @@ class Trainer:
         data, model = load("digits"), network()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         server = Server(model, data.test.inputs[:2], "veil", optimizer, loss="cross_entropy", wait_for=SITES)
-        record_run(server, Path(self.folder), data, {"clients": SITES, "model": "mlp"}, "this script", rounds=ROUNDS)
+        about, how = {"clients": SITES, "model": "mlp"}, {"rounds": ROUNDS, "resume": True}
+        record_run(server, Path(self.folder), data, about, "this script", **how)
         server.close()
 
 

@@ -242,11 +242,8 @@ def interrupt(*arguments, **options):
 def test_ctrl_c_is_one_line_that_says_how_to_go_on(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(fedveil.runs.folder, "train", interrupt)
     assert main(["train"]) == 130
-    assert (
-        capsys.readouterr()
-        .err.strip()
-        .startswith("fedveil: stopped; the same command with --resume goes on from the last checkpoint")
-    )
+    said = capsys.readouterr().err.strip()
+    assert said == "fedveil: stopped; no round was complete, and the same command starts again"
     monkeypatch.setattr(fedveil.studies.study, "gather", interrupt)
     assert main(["attack", GUESS_NAME, "--out", str(tmp_path)]) == 130
     captured = capsys.readouterr()

@@ -88,7 +88,7 @@ def test_a_folder_that_names_code_runs_none_of_it(sprung, run, key, tmp_path, ca
         assert main(words) == 2
         assert f"--{key} {KEYS[key]} or --trust-code on the command line" in capsys.readouterr().err
     assert main(["train", *FLAGS, "--out", str(folder), "--resume"]) == 2
-    assert f"the run here has {key} = '{KEYS[key]}'" in capsys.readouterr().err
+    assert f"{key} = '{KEYS[key]}'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert not sprung()
 

@@ -24,7 +24,7 @@ from fedveil.federation import Federation, checkpoint
 from fedveil.models import cnn, mlp, resnet
 from fedveil.runs.build import build_defence
 from fedveil.runs.config import configure
-from fedveil.runs.folder import prepare_folder, train
+from fedveil.runs.folder import check_folder, train
 from fedveil.scheme.losses import CrossEntropy, SquaredError
 
 EPS = torch.finfo(torch.float64).eps
@@ -518,13 +518,13 @@ def test_compare_wraps_every_defence_and_the_baseline(tmp_path, capsys):
 
 
 def test_runs_from_before_these_settings_are_continued(tmp_path):
-    prepare_folder(tmp_path, config_of(), resume=False)
+    (tmp_path / "config.json").write_text(json.dumps(config_of().nested()))
     (tmp_path / "checkpoint.pt").touch()
     known = tmp_path / "config.json"
     sections = json.loads(known.read_text())
     flat = {key: value for name, section in sections.items() if name != "privacy" for key, value in section.items()}
     for old in ({name: section for name, section in sections.items() if name != "privacy"}, flat):
         known.write_text(json.dumps(old))
-        prepare_folder(tmp_path, config_of(), resume=True)
+        check_folder(tmp_path, config_of(), resume=True)
     with pytest.raises(errors.BadArgument, match=r"the run here has dp_clip = None, not 1.0"):
-        prepare_folder(tmp_path, config_of(dp_clip=1.0, dp_noise=1.0), resume=True)
+        check_folder(tmp_path, config_of(dp_clip=1.0, dp_noise=1.0), resume=True)

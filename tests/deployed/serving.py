@@ -1,6 +1,8 @@
 """The server of the test app, whatever engine it runs on: it writes what the tests compare."""
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -8,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 from tests.deployed.task import images, make_model, parts
 
+from fedveil.data import from_tensors
 from fedveil.defences import Plain, Veil
+from fedveil.runs.folder import record_run
 from fedveil.secagg import Identity, Roster
 
 DEFAULTS = {
@@ -29,6 +33,8 @@ DEFAULTS = {
     "capture": "",  # folder into which clients write what they were sent
     "keys": "",  # folder of identities and roster, for secure aggregation
     "tap": "",  # folder into which the server writes what it receives
+    "evaluate-every": 0,  # rounds; then the server records its run, and resumes it
+    "kill-at": 0,  # round after which the server kills itself, before its checkpoint
 }
 """The configuration of the test app."""
 
@@ -84,10 +90,24 @@ def adam(parameters):
     return torch.optim.Adam(parameters, 1e-2)
 
 
+def record(server, config, out):
+    """Train with metrics, from the last checkpoint on; the server may kill itself."""
+
+    def end(record):
+        if record["round"] == config["kill-at"]:
+            (out / f"killed-{record['round']}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    data, about = from_tensors("digits", parts()[0], parts()[3]), {"clients": config["wait-for"], "model": "mlp"}
+    how = {"rounds": config["rounds"], "evaluate_every": config["evaluate-every"], "on_round": end}
+    record_run(server, out, data, about, "the test", resume=True, **how)
+    (out / "done.json").write_text(json.dumps({"to": server.round}))
+
+
 def serve(make_server, config):
     """Train from the last checkpoint on; `make_server` takes what every `RemoteServer` takes behind its engine."""
     out = Path(config["out"])
-    data = parts()[0] if config["net"] == "mlp" else images(0)
+    data = parts()[0] if config["net"] != "resnet20" else images(0)
     server = make_server(
         make_model(config),
         data[0][:2],
@@ -105,6 +125,9 @@ def serve(make_server, config):
     )
     if config["tap"]:
         server.engine = Tapped(server.engine, Path(config["tap"]))
+    if config["evaluate-every"]:
+        record(server, config, out)
+        return
     if (out / "checkpoint.pt").exists():
         server.resume(out)
     started = server.round

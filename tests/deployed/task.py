@@ -15,7 +15,7 @@ def make_model(config):
         torch.manual_seed(0)
         if config["net"] == "resnet20":
             return resnet(20, 3, 10)
-        return mlp(64, 10, hidden=32).double()
+        return mlp(64, 10, hidden=32).to(torch.float32 if config["net"] == "mlp32" else torch.float64)
 
 
 def parts():

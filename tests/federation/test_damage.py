@@ -44,7 +44,7 @@ def damaged(content, chance):
 def test_no_damage_loads_with_other_values_and_no_run_is_lost(tmp_path, count, caplog):
     run, chance, seen = federation(), random.Random(count), {}
     for rounds in (2, 4):
-        run.fit(rounds=rounds, folder=tmp_path, test=(torch.ones(4, 3), torch.ones(4, 2)))
+        run.fit(rounds=rounds, folder=tmp_path, test=(torch.ones(4, 3), torch.ones(4, 2)), evaluate_every=2)
         seen[rounds] = values(run)
     good = (tmp_path / LAST).read_bytes()
     for _ in range(count):
@@ -69,7 +69,7 @@ def as_before(path):
 @pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.slow)])
 def test_a_checkpoint_of_an_earlier_version_loads_unless_it_is_damaged(tmp_path, count):
     run, chance = federation(), random.Random(count)
-    run.fit(rounds=4, folder=tmp_path)
+    run.fit(rounds=4, folder=tmp_path, evaluate_every=4)
     as_before(tmp_path / LAST)
     again, good = federation(), (tmp_path / LAST).read_bytes()
     again.resume(tmp_path)
@@ -135,7 +135,7 @@ def test_going_back_is_in_the_metrics_and_ends_as_if_nothing_had_happened(tmp_pa
 def test_a_plain_run_that_went_back_ends_bit_for_bit_the_same(tmp_path):
     whole = federation()
     whole.fit(rounds=6)
-    federation().fit(rounds=4, folder=tmp_path, checkpoint_every=2)
+    federation().fit(rounds=4, folder=tmp_path, evaluate_every=2)
     (tmp_path / LAST).write_bytes(b"")
     again = federation()
     again.resume(tmp_path)
@@ -166,7 +166,7 @@ def test_private_states_of_both_rounds_are_kept_and_belong_to_their_checkpoint(t
 
 
 def test_the_one_before_is_never_another_run_s(tmp_path):
-    federation().fit(rounds=4, folder=tmp_path, checkpoint_every=2)
+    federation().fit(rounds=4, folder=tmp_path, evaluate_every=2)
     new = federation()
     new.fit(rounds=1)
     new.save(tmp_path)
@@ -176,7 +176,7 @@ def test_the_one_before_is_never_another_run_s(tmp_path):
 
 
 def test_a_damaged_one_never_takes_the_place_of_the_good_one(tmp_path, monkeypatch):
-    federation().fit(rounds=4, folder=tmp_path, checkpoint_every=2)
+    federation().fit(rounds=4, folder=tmp_path, evaluate_every=2)
     (tmp_path / LAST).write_bytes(b"garbage")
     again = federation()
     again.resume(tmp_path)
@@ -191,7 +191,7 @@ def test_a_full_disk_costs_neither_checkpoint(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     run = federation()
-    run.fit(rounds=4, folder=tmp_path, checkpoint_every=2)
+    run.fit(rounds=4, folder=tmp_path, evaluate_every=2)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(BadArgument, match="cannot be written: No space left on device"):
         run.fit(rounds=6, folder=tmp_path)
@@ -205,7 +205,7 @@ def test_where_there_are_no_links_the_one_before_is_a_copy(tmp_path, monkeypatch
         raise PermissionError
 
     monkeypatch.setattr(os, "link", refuse)
-    federation().fit(rounds=4, folder=tmp_path, checkpoint_every=2)
+    federation().fit(rounds=4, folder=tmp_path, evaluate_every=2)
     assert checkpoint.load(tmp_path / PREVIOUS)["round"] == 2
 
 

@@ -12,6 +12,7 @@ from tests.configs import config_of
 from tests.small import SMALL, federation
 
 from fedveil.cli import main
+from fedveil.defences import Plain
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
 from fedveil.locks import locked
@@ -157,15 +158,17 @@ def test_states_are_for_their_owner_and_the_umask_decides_about_the_rest(tmp_pat
     assert {mode(path) for path in clients.glob("*/*")} == {0o600}
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_blocks_nobody(tmp_path, monkeypatch):
-    def stop(record):
-        raise KeyboardInterrupt
+def interrupt(*_):
+    raise KeyboardInterrupt
 
+
+def test_a_run_that_ended_before_its_first_round_blocks_nobody(tmp_path, monkeypatch):
     config = config_of(**SMALL, epochs=1)
-    with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path, on_round=stop)
+    with monkeypatch.context() as patch:
+        patch.setattr(Plain, "aggregate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path)
     assert (tmp_path / "config.json").exists()
-    assert (tmp_path / "metrics.jsonl").read_text()
     summary = train(config_of(**SMALL, epochs=1, lr=0.01), tmp_path)  # the same flags or others
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == summary["rounds"]

@@ -199,7 +199,7 @@ def test_a_fit_does_not_overwrite_another_run(tmp_path):
     first = federation()
     first.fit(2, folder=tmp_path)
     first.fit(3, folder=tmp_path)  # its own
-    with pytest.raises(BadArgument, match=r"(?s)there is another run in this folder.*federation\.resume"):
+    with pytest.raises(BadArgument, match=r"(?s)there is another run in this folder.*resume=True"):
         federation().fit(2, folder=tmp_path)
     second = federation()
     second.resume(tmp_path)

@@ -49,13 +49,10 @@ def main(grid: Grid, context: Context) -> None:
         attempts=int(config["attempts"]),
         seed=int(config["seed"]),
     )
-    if (out / "checkpoint.pt").exists():
-        server.resume(out)
-        print(f"going on after round {server.round}", flush=True)
     values = {**config, "clients": config["wait-for"], "model": "mlp"}
     words = [f"{name}={json.dumps(value)}" for name, value in config.items()]
     repeat = shlex.join(["flwr", "run", ".", "--run-config", " ".join(words)])
     print(
-        record_run(server, out, data, values, repeat, rounds=rounds, checkpoint_every=1, on_round=printed(rounds)),
+        record_run(server, out, data, values, repeat, rounds=rounds, resume=True, on_round=printed(rounds)),
         flush=True,
     )

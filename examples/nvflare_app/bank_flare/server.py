@@ -45,11 +45,8 @@ class BankServer:
             secure_aggregation=asked.secure_aggregation,
             seed=asked.seed,
         )
-        if (out / "checkpoint.pt").exists():
-            server.resume(out)
-            print(f"going on after round {server.round}", flush=True)
         values = {**self.settings, "clients": asked.sites, "model": "mlp"}
         repeat = "python examples/nvflare_app/job.py"
-        how = {"rounds": asked.rounds, "checkpoint_every": 10, "on_round": printed(asked.rounds)}
+        how = {"rounds": asked.rounds, "resume": True, "on_round": printed(asked.rounds)}
         print(record_run(server, out, data, values, repeat, **how), flush=True)
         server.close()

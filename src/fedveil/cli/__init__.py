@@ -1,4 +1,4 @@
-"""The command line: results to stdout, messages to stderr; exit 0 as asked, 2 for misuse, 130 after Ctrl-C."""
+"""The command line: results to stdout, messages to stderr; exit 0 as asked, 2 for misuse, 130 if stopped."""
 
 import sys
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from fedveil.checks import one_of
 from fedveil.cli.commands import COMMANDS, usage
+from fedveil.cli.stops import INTERRUPTED, Stopped
 from fedveil.errors import FedveilError
 
 __all__ = ["main"]
@@ -30,12 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             error = FedveilError(where, f"cannot be used: {why}", "another folder, free space or other permissions")
         print(f"fedveil: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        again = "the same command goes on"
-        if name == "train":
-            again = "the same command with --resume goes on from the last checkpoint (one per epoch), if there is one"
-        print(f"\nfedveil: stopped; {again}", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as end:
+        stopped = end if isinstance(end, Stopped) else Stopped("the same command goes on", INTERRUPTED)
+        print(f"\nfedveil: stopped; {stopped.what}", file=sys.stderr)
+        return stopped.code
     except SystemExit as end:  # help, and flags that tyro refuses
         return end.code if isinstance(end.code, int) else 0
     return 0

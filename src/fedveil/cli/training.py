@@ -2,16 +2,18 @@
 
 import itertools
 import json
+import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from tyro.conf import Positional, UseAppendAction, arg
 
 from fedveil.cli.flags import Federated, Json, Switch
 from fedveil.cli.show import live, rounds
+from fedveil.cli.stops import INTERRUPTED, TERMINATED, Stopped, Terminated, catch_sigterm
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
 from fedveil.runs.config import Config
@@ -26,6 +28,7 @@ HEAD = "exposed: no additive noise, clients read the true predictions"
 LEAST = "fail if less than this share of the parameters' values can be covered, 0 to 1"
 SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # of the model's values, by what a veil does to them
 OUT = "folder of the run; by default runs/DATA-MODEL-DEFENCE-SEED, with a number behind it if there is a run already"
+RESUME = "continue the run in the folder, by default the last one there, with its own flags; --epochs may be larger"
 PUBLIC = "name, or beginning of a name, of parameters whose values clients know"
 
 
@@ -56,11 +59,30 @@ class Train(Federated):
     """`fedveil train`."""
 
     out: Annotated[Path | None, arg(help=OUT)] = None
-    resume: Annotated[Switch, arg(help="go on with the run in the folder; by default the last one there")] = False
+    resume: Annotated[Switch, arg(help=RESUME)] = False
     as_json: Json = False
 
+    @classmethod
+    def read(cls, prog: str, words: Sequence[str], about: str) -> Self:
+        """The command; one that resumes has the values of its folder below its flags."""
+        found = super().read(prog, words, about)
+        if not found.resume or found.file:
+            return found
+        folder = found.out or default_folder(found.config, resume=True)
+        own = folder / "config.json"
+        return replace(super().read(prog, [str(own), *words], about), out=folder) if own.is_file() else found
+
     def __call__(self) -> None:
-        """Train, with a live line on a terminal."""
+        """Train, with a live line on a terminal; whoever stops it is told how to continue."""
+        folder = self.out or default_folder(self.config, self.resume)
+        try:
+            with catch_sigterm():
+                self._train(folder)
+        except KeyboardInterrupt as end:
+            code = TERMINATED if isinstance(end, Terminated) else INTERRUPTED
+            raise Stopped(how_to_continue(folder), code) from end
+
+    def _train(self, folder: Path) -> None:
         from fedveil.runs.build import load_data
         from fedveil.runs.folder import holds_run, train
 
@@ -68,7 +90,6 @@ class Train(Federated):
             own = f"{self.file / 'config.json'}"
             fix = f"{own} to repeat the run in it, and {own} --out {self.file} --resume to go on with it"
             raise BadArgument(str(self.file), "it is a folder, not a file", fix)
-        folder = self.out or default_folder(self.config, self.resume)
         if self.resume and not holds_run(folder):
             raise BadArgument(str(folder), "there is no run to go on with", "leave out --resume, or another --out")
         data = load_data(self.config)
@@ -82,6 +103,23 @@ class Train(Federated):
             return
         for name, value in in_words({**summary, "report": folder / "report.html"}).items():
             print(f"{name:<14} {value:.6g}" if isinstance(value, float) else f"{name:<14} {value}")
+
+
+def how_to_continue(folder: Path) -> str:
+    """Which round of a run that was stopped is on disk, and the command that resumes it."""
+    from fedveil.federation import checkpoint
+    from fedveil.runs.folder import read_config
+
+    found = checkpoint.found_in(folder)
+    header = checkpoint.header(found[0]) if found else None
+    if header is None:
+        return "no round was complete, and the same command starts again"
+    words = ["fedveil", "train", "--resume", "--out", str(folder)]
+    try:
+        read_config(folder)
+    except BadArgument:  # it names code, as the user did
+        words.append("--trust-code")
+    return f"round {header.round} is saved, and this resumes after it: {shlex.join(words)}"
 
 
 def in_words(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,8 +136,8 @@ class Private:
         flat = [torch.cat([one.gradients[name].reshape(-1).double() for name in like]) for one in found]
         shorts = [shorten(own, self.clip, f"client {position}") for position, own in enumerate(flat)]
         total = torch.stack([short for short, _, _ in shorts]).sum(0)
+        self._count(len(found))  # before the noise is drawn, whatever interrupts that
         total = self._noisy(total)
-        self._count(len(found))
         details = {key: sum(one.details.get(key, 0.0) for one in found) / len(found) for key in found[0].details}
         details["dp_clipped"] = sum(cut for _, _, cut in shorts) / len(found)
         if self.noise:
@@ -150,8 +150,8 @@ class Private:
         """The same of the mean of gradients that so many clients have clipped themselves, under secure aggregation."""
         like = mean.gradients
         total = clients * torch.cat([gradient.reshape(-1).double() for gradient in like.values()])
-        total = self._noisy(total)
         self._count(clients)
+        total = self._noisy(total)
         spent = {"epsilon": self.epsilon()} if self.noise else {}
         return Aggregate(split(total / clients, like), {}, mean.error, {**mean.details, **spent})
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedveil.errors import BadArgument
-from fedveil.federation.finite import find_non_finite, select_floats
+from fedveil.federation.finite import find_non_finite, find_non_finite_state, select_floats
 from fedveil.files import OWNER, part_of, refusals, write_whole
 
 LOG = logging.getLogger("fedveil")
@@ -32,6 +33,7 @@ BELONGS = struct.Struct("<16sQ")
 START = len(MARK) + DIGEST
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 MODEL, BEST = "model.safetensors", "best.safetensors"  # the values of the last and of the best model
+ROUND = "round"  # of the run, in their metadata
 
 
 class Belongs(NamedTuple):
@@ -58,9 +60,17 @@ def save(path: Path, state: dict[str, Any], belongs: Belongs = NOBODY) -> None:
     write_whole(path, lambda file: file.write(content), OWNER)
 
 
-def save_values(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a model's values as safetensors; those that it uses twice are written twice."""
-    write_whole(path, save_tensors({name: tensor.detach().cpu().clone() for name, tensor in state.items()}))
+def save_values(path: Path, state: Mapping[str, Tensor], number: int) -> None:
+    """Write a model's values and the run's round as safetensors; values that it uses twice are written twice."""
+    values = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+    write_whole(path, save_tensors(values, {ROUND: str(number)}))
+
+
+def round_of_values(path: Path) -> int:
+    """The run's round when these values were written; -1 if an earlier version wrote them."""
+    with safe_open(path, "pt") as file:
+        found = (file.metadata() or {}).get(ROUND, "")
+    return int(found) if found.isdecimal() else -1
 
 
 def read(path: Path, device: torch.device = CPU) -> tuple[Belongs | None, dict[str, Any]]:
@@ -88,7 +98,7 @@ def load(path: Path, device: torch.device = CPU, belongs: Belongs | None = None)
 
 def check_model(path: Path, state: Mapping[str, Any]) -> None:
     """Refuse the state of a model that has diverged, which earlier versions wrote."""
-    name = find_non_finite(select_floats(state["model"]))
+    name = find_non_finite(select_floats(state["model"])) or find_non_finite_state(state["optimizer"])
     if name is not None:
         what = f"the checkpoint is of a run that diverged: {name} holds NaN or infinity"
         raise Damaged(str(path), what, "start the run again with a lower learning rate")
@@ -150,16 +160,30 @@ def digest_of(path: Path) -> str:
         return "there is none"
 
 
-def save_last(folder: Path, state: dict[str, Any], belongs: Belongs, *, bad: bool = False) -> set[int]:
+def header(path: Path) -> Belongs | None:
+    """Whom a checkpoint says it belongs to, read without its checksum; None if it says nothing."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(START + BELONGS.size)
+    except OSError:
+        return None
+    good = content[: len(MARK)] == MARK and len(content) == START + BELONGS.size
+    return Belongs(*BELONGS.unpack_from(content, START)) if good else None
+
+
+def save_last(
+    folder: Path, state: dict[str, Any], belongs: Belongs, *, bad: bool = False, counts: bool = False
+) -> set[int]:
     """Write a run's checkpoint; returns the rounds of those that are there now: this one and the last good one.
 
-    At every moment there is a good one. The older one is that of the same run, never of another. `bad` says that the
-    last one on disk is not good, although its checksum may be right.
+    At every moment there is a good one. The older one is that of the same run, never of another, and of an earlier
+    round, unless each state `counts`. `bad` says that the last one on disk is not good, although its checksum may be
+    right.
     """
     last, previous = folder / LAST, folder / PREVIOUS
     older = None if bad else owner(last)
     with refusals(folder):
-        if older and older.run == belongs.run:
+        if older and older.run == belongs.run and (counts or older.round != belongs.round):
             _put_beside(last, previous)
         else:
             older = owner(previous)

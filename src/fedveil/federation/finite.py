@@ -26,3 +26,15 @@ def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     if math.isfinite(sum(norms)):
         return None
     return next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
+
+
+def find_non_finite_state(optimizer: Mapping[str, Any]) -> str | None:
+    """The first tensor of an optimiser's state_dict that holds NaN or infinity; None if there is none."""
+    named: dict[str, Any] = {}
+    for number, state in optimizer["state"].items():
+        named |= {f"the optimiser's {key} of parameter {number}": value for key, value in state.items()}
+    floats, found = select_floats(named), None
+    for device in {tensor.device for tensor in floats.values()}:  # counters of steps may be on the CPU
+        there = {name: tensor for name, tensor in floats.items() if tensor.device == device}
+        found = found or find_non_finite(there)
+    return found

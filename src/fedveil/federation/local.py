@@ -16,11 +16,12 @@ from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update
 from fedveil.federation.engine import Member
 from fedveil.federation.held_out import read_held_out
+from fedveil.federation.history import History, Record
 from fedveil.federation.limits import Limits, aggregate
 from fedveil.federation.loss_check import warn_of_activation
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
-from fedveil.federation.server import History, Record, Seen, Server
+from fedveil.federation.server import Seen, Server
 from fedveil.federation.shards import checked, shards_of
 from fedveil.federation.single import refuse_single
 from fedveil.federation.sources import Given, Source, as_source, batch_size_of, list_clients

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from fedveil.federation.evaluate import METRICS
-from fedveil.federation.server import Record
+from fedveil.federation.history import Record
 
 EVERY = 1.0  # seconds between two lines
 

@@ -1,14 +1,10 @@
 """What every server does, wherever its clients are: rounds, optimiser, metrics, checkpoints."""
 
 import contextlib
-import json
-import logging
-import os
 import secrets
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +12,34 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fedveil.checks import one_of, positive, whole
-from fedveil.defences import Aggregate, Defence, Private
+from fedveil.defences import Aggregate, Defence
 from fedveil.defences.registry import build
-from fedveil.errors import BadArgument, Diverged, NonFiniteUpdate
-from fedveil.federation import checkpoint
+from fedveil.errors import BadArgument, NonFiniteUpdate
 from fedveil.federation.evaluate import better, counting, metrics, predict_source
-from fedveil.federation.finite import find_non_finite, select_floats
+from fedveil.federation.finite import find_non_finite, find_non_finite_state, select_floats
+from fedveil.federation.fitting import Callback, Plan, list_callbacks
 from fedveil.federation.held_out import read_held_out
+from fedveil.federation.history import History, Record
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, optimizer_of, plateau_value, schedule_of
+from fedveil.federation.snapshot import Snapshot
 from fedveil.federation.sources import Given, Source
+from fedveil.federation.stored import LOG, LOWER, Folder, Stored
 from fedveil.federation.targets import targets_of
 from fedveil.federation.threads import OneThread
 from fedveil.graph.wrapped import refuse_wrapped
 from fedveil.locks import locked
-from fedveil.plain_json import parse_json
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
 
-LOG = logging.getLogger("fedveil")
-Record = dict[str, Any]
-Folder = str | os.PathLike[str]
-Callback = Callable[[Record], object]
+__all__ = ["Callback", "Folder", "History", "Record", "Seen", "Server"]
 Seen = Callable[[Any, Sequence[Any]], None]
-LOWER = "lower the learning rate; checkpoints that were written before are kept"
 SCALE = "scale inputs and targets, or change the loss or the model: without a step it is not the learning rate"
 LEFT = "the model in memory keeps what the step made of it"
+BACK = "the model in memory is that of before the step, the last finite one"
 
 
-@dataclass
-class History:
-    """One record per round: round, epoch, seconds, error; metrics where the model was evaluated."""
-
-    records: list[Record] = field(default_factory=list)
-
-    def curve(self, name: str) -> list[tuple[int, float]]:
-        """(round, value) of a metric."""
-        return [(record["round"], record[name]) for record in self.records if name in record]
-
-    @property
-    def last(self) -> Record:
-        """The latest evaluation."""
-        return next((r for r in reversed(self.records) if r.get("evaluated")), {})
-
-
-class Server(ABC):
+class Server(Stored):
     """A model, its optimiser and a defence; `exchange` says how clients are reached. Arguments as for `Federation`."""
 
     def __init__(
@@ -103,6 +82,9 @@ class Server(ABC):
         self._alone = OneThread(type(self).__name__)
         self._run = secrets.token_bytes(16)  # which checkpoints are this run's
         self._behind = False  # the last checkpoint on disk is bad, and the one before was used
+        self._keeping = False  # a round that is interrupted is undone
+        self._before: Snapshot | None = None  # of a round, or of an evaluation, that is not complete
+        self._saved: tuple[object, ...] | None = None  # what was written last
 
     @property
     @abstractmethod
@@ -116,18 +98,26 @@ class Server(ABC):
     def step(self, seen: Seen | None = None) -> Aggregate:
         """One round; `seen` gets what travelled in it: the broadcast and the uploads (one, if clients are fused)."""
         with self._alone:
-            try:
-                result = self.exchange(seen)
-            except NonFiniteUpdate as error:
-                raise self._divergence(f"{error.where}: {error.what}", LOWER if self.round else SCALE) from error
-            finally:
-                self.defence.forget()  # no secret is left, however the exchange ends
-            self._apply(result)
-            self.round += 1
-            due = self.schedule_every == "round" or self.round % self.rounds_per_epoch == 0
-            if self.schedule and due and not isinstance(self.schedule, ReduceLROnPlateau):
-                self.schedule.step()
+            self._undo()
+            result = self._exchange(seen)
+            self._advance(result)
             return result
+
+    def _exchange(self, seen: Seen | None = None) -> Aggregate:
+        try:
+            return self.exchange(seen)
+        except NonFiniteUpdate as error:
+            raise self._divergence(f"{error.where}: {error.what}", LOWER if self.round else SCALE) from error
+        finally:
+            self.defence.forget()  # no secret is left, however the exchange ends
+
+    def _advance(self, result: Aggregate) -> None:
+        """Step the optimiser, the round and the schedule."""
+        self._apply(result)
+        self.round += 1
+        due = self.schedule_every == "round" or self.round % self.rounds_per_epoch == 0
+        if self.schedule and due and not isinstance(self.schedule, ReduceLROnPlateau):
+            self.schedule.step()
 
     def _apply(self, result: Aggregate) -> None:
         """Let the optimiser step, and take over the buffers; a model that becomes infinite is refused."""
@@ -140,14 +130,18 @@ class Server(ABC):
         except (RuntimeError, OverflowError) as error:
             if "overflow" not in str(error):
                 raise
-            raise self._divergence(f"the optimiser's step overflows; {LEFT}", LOWER) from error
+            raise self._divergence(f"the optimiser's step overflows; {self._left}", LOWER) from error
         for name, value in result.buffers.items():
             self._buffers[name].copy_(value)
-        if (infinite := find_non_finite(self._changing)) is not None:
-            raise self._divergence(f"after the step {infinite} holds NaN or infinity; {LEFT}", LOWER)
+        infinite = find_non_finite(self._changing)
+        if infinite is None and self._keeping:
+            infinite = find_non_finite_state(self.optimizer.state_dict())
+        if infinite is not None:
+            raise self._divergence(f"after the step {infinite} holds NaN or infinity; {self._left}", LOWER)
 
-    def _divergence(self, what: str, fix: str) -> Diverged:
-        return Diverged(f"round {self.round}", f"training diverged: {what}", fix)
+    @property
+    def _left(self) -> str:
+        return LEFT if self._before is None else BACK
 
     def fit(
         self,
@@ -157,6 +151,7 @@ class Server(ABC):
         rounds: int | None = None,
         evaluate_every: int | None = None,
         folder: Folder | None = None,
+        resume: bool = False,
         checkpoint_every: int | None = None,
         patience: int | None = None,
         on_round: Callback | Sequence[Callback] | None = None,
@@ -170,59 +165,86 @@ class Server(ABC):
             test: held-out records, in any form that clients may have; evaluated after each epoch.
             rounds: in place of epochs.
             evaluate_every: rounds, in place of an epoch.
-            folder: where checkpoints go, and at the end the last and the best model (`fedveil.load_model`).
-            checkpoint_every: rounds between checkpoints. There is always one at the end, and, for privacy accounting,
-                one after every round of a durable defence.
-            patience: stop early after so many evaluations without a better one.
+            folder: where checkpoints go, and at the end the last and the best model (`fedveil.load_model`). There is a
+                checkpoint after each evaluation (without test data at the same interval), at least once a minute, and
+                at the end. An exception or an interrupt leaves one of the last complete round that is finite, and goes
+                through; a round that was half-way is undone, in memory too.
+            resume: continue the run in the folder, if there is one. Without it such a folder is refused.
+            checkpoint_every: rounds between further checkpoints. After every round of a durable defence there is one,
+                for privacy accounting.
+            patience: stop early after this number of evaluations without a better one.
             on_round: called with each round's record; or several such functions.
 
         Returns:
             One record per round: round, epoch, error (of the recovered gradient), lr, seconds since the start; and
             accuracy, auc, mse or loss where the model was evaluated.
         """
-        home, calls = None if folder is None else Path(folder), _several(on_round)
+        home, calls = None if folder is None else Path(folder), list_callbacks(on_round)
         for name, count in {"epochs": epochs, "rounds": 0 if rounds is None else rounds}.items():
             whole("fit", name, count, 0)
         _check_every("evaluate_every", evaluate_every, 1)
         _check_every("checkpoint_every", checkpoint_every, 0)
         held = None if test is None else self._read_test(test)
         self._check_watched(held, patience)
+        if resume and home is None:
+            raise BadArgument("fit", "resume=True needs the folder of the run", "fit(..., folder=folder, resume=True)")
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
         self._say_if_done(last, rounds is None)
         every = evaluate_every or self.rounds_per_epoch
+        plan = Plan(last, every, held, patience, calls, home, checkpoint_every or 0, self.defence.durable)
+        with self._alone, locked(home) if home else contextlib.nullcontext():
+            self._undo()
+            if home is None:
+                self._train(plan)
+                return self.history
+            self._open(home, resume)
+            self._keeping = True
+            try:
+                self._train(plan)
+                self._write_models(home)
+            except BaseException as error:
+                self._keep(home, error)
+                raise
+            finally:
+                self._keeping = False
+        return self.history
+
+    def _train(self, plan: Plan) -> None:
+        """Train up to the plan's last round; an evaluation that was interrupted comes first."""
         before = self.history.records[-1]["seconds"] if self.history.records else 0.0  # of a run that was resumed
         started = time.perf_counter() - before
-        with self._alone, locked(home) if home else contextlib.nullcontext():
-            if home and self.round == 0 and checkpoint.found_in(home):
-                fix = "federation.resume(folder) before fit to go on with it, or another folder"
-                raise BadArgument(str(home), "there is another run in this folder", fix)
-            if home and self._behind:
-                self.save(home)
-            while self.round < last and not self.stalled(patience):
-                rate = self.optimizer.param_groups[0]["lr"]
-                result = self.step()
-                record: Record = {
-                    "round": self.round,
-                    "epoch": self.round / self.rounds_per_epoch,
-                    "error": result.error,
-                    "lr": float(rate),
-                }
-                record |= result.details
-                if held is not None and (self.round % every == 0 or self.round == last):
-                    record |= self._evaluate(held)
-                record["seconds"] = time.perf_counter() - started
-                self.history.records.append(record)
-                for call in calls:
-                    call(record)
-                due = self.defence.durable or (checkpoint_every and self.round % checkpoint_every == 0)
-                if home and (self.round == last or due or self.stalled(patience)):
-                    self.save(home)
-            if home:
-                self._check_model()
-                checkpoint.save_values(home / checkpoint.MODEL, self.model.state_dict())
-            if home and self.best:
-                checkpoint.save_values(home / checkpoint.BEST, self.best[1])
-        return self.history
+        if plan.test is not None and self.history.records and self.history.records[-1].get("evaluated") is False:
+            self._complete(plan, started)
+        while self.round < plan.last and not self.stalled(plan.patience):
+            rate = self.optimizer.param_groups[0]["lr"]
+            result = self._exchange()
+            if self._keeping:
+                self._before = Snapshot(self)
+            self._advance(result)
+            record: Record = {
+                "round": self.round,
+                "epoch": self.round / self.rounds_per_epoch,
+                "error": result.error,
+                "lr": float(rate),
+                **result.details,
+                "seconds": time.perf_counter() - started,
+            }
+            if plan.evaluates(self.round):
+                record["evaluated"] = False  # not yet
+            self.history.records.append(record)
+            self._complete(plan, started)
+
+    def _complete(self, plan: Plan, started: float) -> None:
+        """Evaluate the last round if that is due, tell the callbacks, and write a checkpoint if that is due."""
+        record = self.history.records[-1]
+        if plan.test is not None and record.get("evaluated") is False:
+            self._evaluate(plan.test, record, started)
+        self._before = None
+        for call in plan.calls:
+            call(record)
+        if plan.folder and (plan.saves(self.round) or self.stalled(plan.patience)):
+            self.save(plan.folder)
+            plan.note_save()
 
     def _read_test(self, test: Given) -> Source:
         """Test data, checked against the model and the loss."""
@@ -254,7 +276,8 @@ class Server(ABC):
             best = place if better(name, value, values[best]) else best
         return len(values) - 1 - best >= patience
 
-    def _evaluate(self, test: Source) -> Record:
+    def _evaluate(self, test: Source, record: Record, started: float) -> None:
+        """Enter the metrics of the test data into a record, and let those who wait for them know."""
         outputs, targets = predict_source(self.model, test)
         with targets_of(test.who):
             found = metrics(outputs, targets, self.loss, axis=head_axis(self.model))
@@ -262,117 +285,16 @@ class Server(ABC):
         value = found[name]
         if value != value:
             raise self._divergence(f"{name} is not a number, although the test data are finite", LOWER)
+        if self._keeping:
+            self._before = Snapshot(self)  # the round is complete, its evaluation is not
         if better(name, value, self.best[0] if self.best else None):
             self.best = value, {key: tensor.detach().clone() for key, tensor in self.model.state_dict().items()}
         if isinstance(self.schedule, ReduceLROnPlateau):
             self.schedule.step(plateau_value(self.schedule, found))
-        return {**found, "evaluated": True}
-
-    def state(self) -> dict[str, Any]:
-        """Everything that the server's checkpoint holds: never a secret, and nothing that is private to a client."""
-        return {
-            "round": self.round,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict() if self.schedule else None,
-            "defence": {"name": self.defence.name, **self.defence.state()},
-            "best": self.best,
-            "records": json.dumps(self.history.records),  # as one text: torch pickles a long list slowly
-        }
-
-    def save(self, folder: Folder) -> None:
-        """Write the checkpoint; the one before stays beside it."""
-        with self._alone:
-            self._check_model()
-            with locked(home := Path(folder)):
-                self._save(home)
-            self._behind = False
-
-    def _check_model(self) -> None:
-        """Refuse to save a model that is not finite."""
-        if (name := find_non_finite(select_floats(self.model.state_dict()))) is not None:
-            raise self._divergence(f"{name} holds NaN or infinity, and such a model is not saved", LOWER)
-
-    def _save(self, folder: Path) -> set[int]:
-        """Write the checkpoint; returns the rounds of those that are there now."""
-        return checkpoint.save_last(folder, self.state(), self._belongs, bad=self._behind)
-
-    @property
-    def _belongs(self) -> checkpoint.Belongs:
-        return checkpoint.Belongs(self._run, self.round)
-
-    def resume(self, folder: Folder) -> None:
-        """Go on from a folder's checkpoint: same data order and optimiser state, new secrets.
-
-        If it is damaged, or its model is not finite, the one before is used; a warning and the last record say so.
-        """
-        damaged: list[checkpoint.Damaged] = []
-        folder = Path(folder)
-        for path in checkpoint.found_in(folder) or [folder / checkpoint.LAST]:
-            try:
-                belongs, state = checkpoint.read(path, self.device)
-                checkpoint.check_model(path, state)
-                private = self._private_states(folder, belongs, state)
-            except checkpoint.Damaged as error:
-                damaged.append(error)
-                continue
-            with self._alone:
-                self._restore(folder, state, private)
-            self._run = belongs.run if belongs else self._run
-            self._behind = path.name != checkpoint.LAST
-            if self._behind:
-                self._say_why(path, damaged)
-            return
-        if len(damaged) == 1:
-            raise damaged[0]
-        raise BadArgument(damaged[0].where, f"{damaged[0].what}; so is {damaged[1].where}", damaged[0].fix)
-
-    def _private_states(
-        self, folder: Path, belongs: checkpoint.Belongs | None, state: dict[str, Any]
-    ) -> dict[int, dict[str, Any]]:
-        """What clients of this process keep to themselves, by client; of other processes' nothing is here."""
-        return {}
-
-    def _say_why(self, path: Path, damaged: Sequence[checkpoint.Damaged]) -> None:
-        """Say that the checkpoint before the last one is used; the round between them counts for privacy."""
-        why = f"{damaged[0].where}: {damaged[0].what}" if damaged else f"there is no {checkpoint.LAST}"
-        text = f"{why}; the run goes on from {path.name}, round {self.round}"
-        LOG.warning("fedveil: %s", text)
-        if self.history.records:
-            self.history.records[-1]["went_back"] = text
-        if isinstance(self.defence, Private):
-            self.defence.count_lost()
-
-    def _restore(self, folder: Path, state: dict[str, Any], private: Mapping[int, dict[str, Any]]) -> None:
-        try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise BadArgument(str(folder), f"the checkpoint is of another model or optimiser: {error}") from error
-        if self.schedule and state["schedule"]:
-            self.schedule.load_state_dict(state["schedule"])
-        wrote = state["defence"]["name"]
-        if wrote != self.defence.name:
-            what = f"the checkpoint is of defence {wrote!r}, not {self.defence.name!r}"
-            raise BadArgument(str(folder), what, "resume with the defence that wrote it")
-        self.defence.restore(state["defence"])
-        for client, own in private.items():
-            self.defence.restore_client(client, own)
-        self.round, self.best = state["round"], state["best"]
-        records = state["records"]
-        self.history = History(parse_json(str(folder), records) if isinstance(records, str) else list(records))
+        record.update(found, evaluated=True, seconds=time.perf_counter() - started)
 
 
 def _check_every(name: str, rounds: int | None, least: int) -> None:
-    """Refuse what is no number of rounds."""
+    """Refuse an interval that is not a number of rounds."""
     if rounds is not None:
         whole("fit", name, rounds, least, f"give {name} a number of rounds")
-
-
-def _several(given: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
-    """The callbacks as a list; whatever cannot be called is refused."""
-    calls = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
-    for call in calls:
-        if not callable(call):
-            raise BadArgument("fit", f"on_round is {call!r}", "a function of a round's record, or a list of them")
-    return calls

@@ -17,14 +17,17 @@ from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import BEST, MODEL
 from fedveil.federation.evaluate import METRICS
-from fedveil.federation.local import Federation, Record
-from fedveil.federation.server import Callback, Folder, Server
-from fedveil.files import refusals, write_whole
+from fedveil.federation.fitting import Callback
+from fedveil.federation.local import Federation
+from fedveil.federation.server import Server
+from fedveil.federation.stored import Folder
+from fedveil.files import write_whole
 from fedveil.locks import locked
 from fedveil.plain_json import read_json, to_json
 from fedveil.report import write
 from fedveil.runs.build import federation_of, load_data, load_factory, named_model, settled
 from fedveil.runs.config import Config, configure, read_file, refuse_code
+from fedveil.runs.metrics import Metrics
 from fedveil.runs.page import run_page
 
 SHAPES = "model.json"
@@ -36,24 +39,25 @@ def holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in RUN)
 
 
-def prepare_folder(folder: Path, config: Config, resume: bool) -> None:
-    """Write the configuration; a folder that holds a run is only continued, and only with the same one.
+def check_folder(folder: Path, config: Config, resume: bool) -> None:
+    """Refuse a folder that holds a run, unless it is to be resumed with the same configuration.
 
     A run that ended before its first checkpoint left nothing to protect.
     """
-    if holds_run(folder):
-        if not resume:
-            what = "there is a run in this folder"
-            raise BadArgument(str(folder), what, "--resume to go on with it, or another --out")
-        old = _config_in(folder).flat()
-        for name, value in config.flat().items():
-            if name != "epochs" and old[name] != value:
-                what = f"the run here has {name} = {old[name]!r}, not {value!r}"
-                raise BadArgument(str(folder), what, "resume with the same configuration (only epochs may grow)")
-        if config.training.epochs < int(str(old["epochs"])):
-            what = f"the run here has {old['epochs']} epochs, more than {config.training.epochs}"
-            raise BadArgument(str(folder), what, f"--epochs {old['epochs']} or more; --patience stops a run early")
-    write_whole(folder / "config.json", json.dumps(config.nested(), indent=2) + "\n")
+    if not holds_run(folder):
+        return
+    if not resume:
+        fix = "--resume (resume=True in Python) to continue it, or another --out"
+        raise BadArgument(str(folder), "there is a run in this folder", fix)
+    old = _config_in(folder).flat()
+    for name, value in config.flat().items():
+        if name != "epochs" and old[name] != value:
+            what = f"the run here has {name} = {old[name]!r}, not {value!r}"
+            flag = f"--{name.replace('_', '-')}"
+            raise BadArgument(str(folder), what, f"leave out {flag} (only --epochs may grow), or another --out")
+    if config.training.epochs < int(str(old["epochs"])):
+        what = f"the run here has {old['epochs']} epochs, more than {config.training.epochs}"
+        raise BadArgument(str(folder), what, f"--epochs {old['epochs']} or more; --patience stops a run early")
 
 
 def read_config(folder: Folder, *, trust_code: bool = False, named: Collection[str] = ()) -> Config:
@@ -115,7 +119,7 @@ def load_model(
     home = Path(folder)
     path = home / (BEST if best else MODEL)
     try:
-        values = load_file(path) if path.is_file() else _values_in_checkpoint(home, best)
+        values = load_file(path) if _is_newest(path) else _values_in_checkpoint(home, best)
         network = _architecture(home, trust_code) if model is None else model
         network.load_state_dict(values)
     except SafetensorError as error:
@@ -125,17 +129,28 @@ def load_model(
     return network.eval()
 
 
+def _is_newest(path: Path) -> bool:
+    """Whether a file of values is there, and no checkpoint beside it is of a later round."""
+    last = checkpoint.header(path.parent / checkpoint.LAST)
+    return path.is_file() and (last is None or checkpoint.round_of_values(path) >= last.round)
+
+
 def _values_in_checkpoint(folder: Path, best: bool) -> Mapping[str, Tensor]:
     """The values of a run that was stopped before its end."""
     path = folder / (BEST if best else MODEL)
-    if not (folder / checkpoint.LAST).exists():
+    if not (found := checkpoint.found_in(folder)):
         here = "the run has no checkpoint yet" if folder.is_dir() else "there is no such folder"
         raise BadArgument(str(path), f"there is no model: {here}", "name the folder of a run")
-    state = checkpoint.load(folder / checkpoint.LAST)
+    try:
+        state = checkpoint.load(found[0])
+    except checkpoint.Damaged:
+        if len(found) == 1:
+            raise
+        state = checkpoint.load(found[1])
     if best and state["best"] is None:
         raise BadArgument(str(path), "there is no best model: the run was not evaluated", "load_model(folder)")
-    found: Mapping[str, Tensor] = state["best"][1] if best else state["model"]
-    return found
+    values: Mapping[str, Tensor] = state["best"][1] if best else state["model"]
+    return values
 
 
 def _architecture(folder: Path, trust_code: bool) -> nn.Module:
@@ -193,12 +208,13 @@ def train(
     config = settled(config, data)
     federation = federation_of(config, data)
     with locked(home):
-        prepare_folder(home, config, resume)
+        check_folder(home, config, resume)
+        if resume and checkpoint.found_in(home):
+            federation.resume(home)
+        write_whole(home / "config.json", json.dumps(config.nested(), indent=2) + "\n")
         if isinstance(data.train.inputs, Tensor):
             shapes = {"record": list(data.train.inputs.shape[1:]), "outputs": data.outputs, "classes": data.classes}
             write_whole(home / SHAPES, json.dumps(shapes) + "\n")
-        if resume and checkpoint.found_in(home):
-            federation.resume(home)
         return record_run(
             federation,
             home,
@@ -206,7 +222,7 @@ def train(
             config.flat(),
             f"fedveil train {config.flags()}",
             epochs=config.training.epochs,
-            checkpoint_every=config.training.checkpoint_every or federation.rounds_per_epoch,
+            checkpoint_every=config.training.checkpoint_every,
             patience=config.training.patience,
             on_round=on_round,
         )
@@ -221,6 +237,7 @@ def record_run(
     *,
     epochs: int = 1,
     rounds: int | None = None,
+    resume: bool = False,
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     patience: int | None = None,
@@ -236,6 +253,7 @@ def record_run(
         repeat: the command that repeats the run.
         epochs: see `Server.fit`, as for the rest.
         rounds: in place of epochs.
+        resume: continue the run in the folder, if there is one; metrics.jsonl is cut back to its checkpoint.
         evaluate_every: rounds.
         checkpoint_every: rounds.
         patience: evaluations.
@@ -244,17 +262,9 @@ def record_run(
     folder, test = Path(folder), (data.test.inputs, data.test.targets)
     how: dict[str, Any] = {"rounds": rounds, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     with locked(folder):
-        lines = [to_json(record) + "\n" for record in server.history.records]
-        write_whole(folder / "metrics.jsonl", "".join(lines))
-        with (folder / "metrics.jsonl").open("a", buffering=1) as metrics:
-
-            def log(record: Record) -> None:
-                with refusals(folder / "metrics.jsonl"):
-                    metrics.write(to_json(record) + "\n")
-                if on_round:
-                    on_round(record)
-
-            server.fit(epochs, test=test, folder=folder, patience=patience, on_round=log, **how)
+        with Metrics(folder / "metrics.jsonl", server) as metrics:
+            calls = [metrics.append, *([on_round] if on_round else [])]
+            server.fit(epochs, test=test, folder=folder, resume=resume, patience=patience, on_round=calls, **how)
         summary = summary_of(server, folder, repeat, data)
         if server.stalled(patience):
             summary["stopped"] = f"early, after {patience} evaluations without a better one"

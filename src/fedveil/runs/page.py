@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from fedveil.data import Data
 from fedveil.defences import Private, Veil, innermost
 from fedveil.federation.evaluate import METRICS, metrics, moved, predict, predicted
-from fedveil.federation.server import History, Server
+from fedveil.federation.history import History
+from fedveil.federation.server import Server
 from fedveil.graph import Plan
 from fedveil.graph.describe import known_in_words
 from fedveil.report import Beside, Curves, Facts, Matrix, Page, Section, Table, Text

@@ -26,7 +26,7 @@ class TestClient(Client):
         return make_model(self.config)
 
     def load_data(self, site):
-        return parts()[self.number(site)] if self.config["net"] == "mlp" else images(self.number(site))
+        return parts()[self.number(site)] if self.config["net"] != "resnet20" else images(self.number(site))
 
     def number(self, site):
         return int(site.rpartition("-")[2]) - 1

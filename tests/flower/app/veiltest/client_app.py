@@ -17,7 +17,7 @@ app = ClientApp()
 def train(message, context):
     part, config = int(context.node_config["partition-id"]), context.run_config
     kind = before(config, part, unwrap(message.content, "ask"))
-    make = (lambda: parts()[part]) if config["net"] == "mlp" else (lambda: images(part))
+    make = (lambda: parts()[part]) if config["net"] != "resnet20" else (lambda: images(part))
     ready = Path(config["out"]) / f"{part}.safetensors"
     reply = answer(message, context, make_model(config), lambda: prepared(ready, make))
     return Message(content=wrap(after(kind, unwrap(reply.content, "answer"))), reply_to=message)

@@ -1,0 +1,32 @@
+"""The records of a run's rounds."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class Latest(Record):
+    """A record whose missing metrics are explained."""
+
+    def __missing__(self, key: str) -> Any:
+        if self.get("evaluated"):
+            raise KeyError(key)
+        raise KeyError(f"{key}: no evaluation: pass test= to fit")
+
+
+@dataclass
+class History:
+    """One record per round: round, epoch, seconds, error; metrics where the model was evaluated."""
+
+    records: list[Record] = field(default_factory=list)
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """(round, value) of a metric."""
+        return [(record["round"], record[name]) for record in self.records if name in record]
+
+    @property
+    def last(self) -> Record:
+        """The latest record with an evaluation; without any, the latest record: round, epoch, error, lr, seconds."""
+        evaluated = (record for record in reversed(self.records) if record.get("evaluated"))
+        return Latest(next(evaluated, self.records[-1] if self.records else {}))
