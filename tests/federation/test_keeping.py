@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.engines import Loopback, member
 from tests.small import federation
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import Dataset
 
@@ -291,6 +292,26 @@ def test_after_a_divergence_the_model_in_memory_and_on_disk_is_the_last_finite_o
     assert [record["round"] for record in run.history.records] == [1, 2, 3]
     with pytest.raises(Diverged, match="the model in memory keeps what the step made of it"):
         leaping().fit(rounds=9)
+
+
+class Overflowing(nn.Module):
+    """Infinity less infinity, unless it is trained."""
+
+    def forward(self, inputs):
+        return inputs if self.training else inputs * torch.inf - inputs * torch.inf
+
+
+def test_a_round_whose_metric_is_not_a_number_is_undone(tmp_path):
+    def odd():
+        return Federation(nn.Sequential(net(), Overflowing()), [records_of(12, 1)], "plain", adam, batch_size=4)
+
+    run, whole = odd(), odd()
+    whole.fit(rounds=EVERY - 1)
+    with pytest.raises(Diverged, match="mse is not a number, although the test data are finite"):
+        run.fit(**HOW, folder=tmp_path)
+    assert run.round == round_in(tmp_path) == EVERY - 1
+    assert equal(run, whole)
+    assert len(run.history.records) == EVERY - 1
 
 
 def test_an_optimiser_that_is_not_finite_is_never_saved(tmp_path):
