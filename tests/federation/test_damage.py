@@ -252,13 +252,13 @@ def noisy():
     return federation(PPDL(0.5, sigma=0.1, seed=1))  # clients have a private state
 
 
-def go_on(folder):
+def go_on(folder, on_round=None):
     """A child's work, until it is killed."""
     try:
         run = noisy()
         if checkpoint.found_in(folder):
             run.resume(folder)
-        run.fit(rounds=2000, folder=folder, checkpoint_every=1)
+        run.fit(rounds=2000, folder=folder, checkpoint_every=1, on_round=on_round)
     finally:
         os._exit(1)
 
@@ -284,13 +284,18 @@ def killed_at(folder, moment, number, after):
     go_on(folder)
 
 
-def killed_after(folder, seconds):
-    """A child that trains, and is killed from outside."""
+def killed_after(folder, rounds, seconds):
+    """A child that trains, and is killed from outside, so many seconds after its n-th round."""
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        go_on(folder)
+        go_on(folder, lambda record: os.write(writer, b"x"))
+    for _ in range(rounds):
+        os.read(reader, 1)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
+    os.close(reader)
+    os.close(writer)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
@@ -302,7 +307,7 @@ def test_kills_at_any_moment_lose_no_run(tmp_path, kills, caplog):
         if number // max(1, kills // 10) % 2:
             assert killed_at(folder, chance.choice(MOMENTS), chance.randint(1, 9), chance.random() < 0.5)
         else:
-            assert killed_after(folder, chance.uniform(0.01, 0.1))
+            assert killed_after(folder, chance.randint(2, 5), chance.uniform(0.0, 0.01))
         there = checkpoint.found_in(folder)
         assert there or folder not in furthest  # what was there once is there
         if there:

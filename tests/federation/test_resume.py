@@ -1,5 +1,6 @@
 """A run that is killed loses at most the rounds since its last checkpoint, and ends as if nothing had happened."""
 
+import itertools
 import json
 import os
 import random
@@ -54,11 +55,19 @@ def test_killed_twenty_times_at_random_moments_a_run_ends_the_same(tmp_path, mak
     folder, chance, kills, reached = tmp_path / "killed", random.Random(0), 0, []
     for _ in range(20):
         reader, writer = os.pipe()
-        child = os.fork()
+        least, child = chance.randint(1, 12), os.fork()
         if not child:
-            work(folder, make, lambda record, end=writer: os.write(end, b"x") and time.sleep(0.002))
+            done = itertools.count(1)
+
+            def tell(record, end=writer, most=least + 3, done=done):
+                os.write(end, b"x")
+                time.sleep(0.002)
+                while next(done) > most:  # the parent is late: the run must not end before the kill
+                    signal.pause()
+
+            work(folder, make, tell)
             os._exit(0)
-        for _ in range(chance.randint(1, 12)):
+        for _ in range(least):
             os.read(reader, 1)  # a round, however long a busy machine takes for it
         time.sleep(chance.uniform(0.0, 0.004))
         os.kill(child, signal.SIGKILL)
