@@ -184,7 +184,7 @@ class Server(Stored):
         held = None if test is None else _held_out(test, self.dtype)
         self._check_watched(held, patience)
         if resume and home is None:
-            raise BadArgument("fit", "resume=True needs the folder of the run", "fit(..., folder=folder, resume=True)")
+            raise BadArgument("fit", "resume=True needs the folder of the run", "pass folder=, too")
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
         every = evaluate_every or self.rounds_per_epoch
         plan = Plan(last, every, held, patience, calls, home, checkpoint_every or 0, self.defence.durable)
