@@ -187,7 +187,7 @@ class Server(Stored):
         held = None if test is None else self._read_test(test)
         self._check_watched(held, patience)
         if resume and home is None:
-            raise BadArgument("fit", "resume=True needs the folder of the run", "fit(..., folder=folder, resume=True)")
+            raise BadArgument("fit", "resume=True needs the folder of the run", "pass folder=, too")
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
         self._say_if_done(last, rounds is None)
         every = evaluate_every or self.rounds_per_epoch

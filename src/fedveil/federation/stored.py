@@ -149,7 +149,7 @@ class Stored(ABC):
         header = checkpoint.header(found[0]) if found else None
         own = header.run == self._run if header else self.round > 0
         if found and not own and not (resume and self.round == 0):
-            fix = "fit(..., folder=folder, resume=True) before the first round to continue it, or choose another folder"
+            fix = "pass resume=True before the first round to continue it, or choose another folder"
             raise BadArgument(str(folder), "there is another run in this folder", fix)
         if found and not own:
             self.resume(folder)

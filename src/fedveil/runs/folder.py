@@ -47,14 +47,14 @@ def check_folder(folder: Path, config: Config, resume: bool) -> None:
     if not holds_run(folder):
         return
     if not resume:
-        fix = "--resume (resume=True in Python) to continue it, or another --out"
+        fix = "add --resume (resume=True in Python) to continue it, or choose another --out"
         raise BadArgument(str(folder), "there is a run in this folder", fix)
     old = _config_in(folder).flat()
     for name, value in config.flat().items():
         if name != "epochs" and old[name] != value:
             what = f"the run here has {name} = {old[name]!r}, not {value!r}"
             flag = f"--{name.replace('_', '-')}"
-            raise BadArgument(str(folder), what, f"leave out {flag} (only --epochs may grow), or another --out")
+            raise BadArgument(str(folder), what, f"leave out {flag} (only --epochs may grow), or choose another --out")
     if config.training.epochs < int(str(old["epochs"])):
         what = f"the run here has {old['epochs']} epochs, more than {config.training.epochs}"
         raise BadArgument(str(folder), what, f"--epochs {old['epochs']} or more; --patience stops a run early")
