@@ -14,6 +14,7 @@ from tests.federation.kept import (
     HalfWay,
     Plateau,
     equal,
+    halving,
     impatient,
     make,
     net,
@@ -46,6 +47,17 @@ def test_resume_starts_a_run_continues_one_and_leaves_a_finished_one(tmp_path):
     assert equal(done, again)
     with pytest.raises(BadArgument, match="resume=True needs the folder"):
         make().fit(rounds=1, resume=True)
+
+
+@pytest.mark.parametrize("schedule", [None, halving, impatient(ReduceLROnPlateau)], ids=["none", "halving", "plateau"])
+def test_resuming_with_another_learning_rate_says_which_one_is_used(tmp_path, caplog, schedule, request):
+    rates = {rate: lambda parameters, rate=rate: torch.optim.SGD(parameters, rate) for rate in (0.01, 0.25)}
+    make(rates[0.01], schedule).fit(**HOW | {"rounds": 8}, folder=tmp_path)
+    make(rates[0.01], schedule).resume(tmp_path)
+    assert "learning rate" not in caplog.text
+    make(rates[0.25], schedule).resume(tmp_path)
+    plateau = request.node.callspec.id == "plateau"  # which does not say what rate it began with
+    assert ("the checkpoint's learning rate is used, 0.01, not 0.25" in caplog.text) != plateau
 
 
 def test_a_run_that_has_begun_elsewhere_does_not_replace_the_one_in_the_folder(tmp_path):

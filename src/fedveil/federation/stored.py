@@ -129,11 +129,15 @@ class Stored(ABC):
         if wrote != self.defence.name:
             what = f"the checkpoint is of defence {wrote!r}, not {self.defence.name!r}"
             raise BadArgument(str(folder), what, "resume with the defence that wrote it")
+        asked = self._first_rate()
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise BadArgument(str(folder), f"the checkpoint is of another model or optimiser: {error}") from error
+        if (kept := self._first_rate()) != asked:
+            how = 'set federation.optimizer.param_groups[0]["lr"] after resume(folder), then call fit'
+            LOG.warning("fedveil: the checkpoint's learning rate is used, %s, not %s; to change it, %s", kept, asked, how)
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
         self.defence.restore(state["defence"])
@@ -142,6 +146,12 @@ class Stored(ABC):
         self.round, self.best = state["round"], state["best"]
         records = state["records"]
         self.history = History(parse_json(str(folder), records) if isinstance(records, str) else list(records))
+
+    def _first_rate(self) -> float | None:
+        """The learning rate that the optimiser was made with; None if a schedule has changed it since."""
+        group = self.optimizer.param_groups[0]
+        rate = group.get("initial_lr", None if self.schedule else group["lr"])
+        return None if rate is None else float(rate)
 
     def _open(self, folder: Path, resume: bool) -> None:
         """Continue the run in a folder, or refuse to mix it with this one."""
