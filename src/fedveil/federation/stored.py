@@ -137,7 +137,8 @@ class Stored(ABC):
             raise BadArgument(str(folder), f"the checkpoint is of another model or optimiser: {error}") from error
         if (kept := self._first_rate()) != asked:
             how = 'set federation.optimizer.param_groups[0]["lr"] after resume(folder), then call fit'
-            LOG.warning("fedveil: the checkpoint's learning rate is used, %s, not %s; to change it, %s", kept, asked, how)
+            told = f"{kept}, not {asked}; to change it, {how}"
+            LOG.warning("fedveil: the checkpoint's learning rate is used, %s", told)
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
         self.defence.restore(state["defence"])
