@@ -30,14 +30,14 @@ def whole(where: str, name: str, value: object, least: int = 1, fix: str | None 
     return value
 
 
-def integer(where: str, name: str, value: object) -> int:
+def check_integer(where: str, name: str, value: object) -> int:
     """Any integer; True and False are none."""
     if type(value) is not int:
         raise BadArgument(where, f"{name} must be an integer, got {value!r:.60}", f"use an int, such as {name}=0")
     return value
 
 
-def boolean(where: str, name: str, value: object) -> bool:
+def check_boolean(where: str, name: str, value: object) -> bool:
     """True or False; a word such as "no" would count as True."""
     if type(value) is not bool:
         raise BadArgument(where, f"{name} must be True or False, got {value!r:.60}", f"use {name}=True or {name}=False")

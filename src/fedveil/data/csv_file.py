@@ -103,7 +103,7 @@ def csv_file(
     notes.append(f"divided at random: {len(train):,} records for training, {len(test):,} for testing")
     table = gaps.impute(table, inputs, counts, train, notes)
     numbers = np.concatenate([_encoded(table, column, train) for column in inputs], 1)
-    table = _spelled_alike(table, answer) if answer.numeric and task == "classification" else table
+    table = _unify_spelling(table, answer) if answer.numeric and task == "classification" else table
     classes = _classes(table, answer.name) if task == "classification" else ()
     _describe(table, inputs, notes)
     records = tensor_part(numbers, table.codes(answer.name, classes) if classes else _scaled(table, answer.name, train))
@@ -257,7 +257,7 @@ def _task(table: CsvTable, target: Column, task: str | None, categorical: bool, 
     return "regression"
 
 
-def _spelled_alike(table: CsvTable, target: Column) -> CsvTable:
+def _unify_spelling(table: CsvTable, target: Column) -> CsvTable:
     """The table with one spelling of each number in the target: 1 and 1.0 are one class."""
     spelling: dict[float | None, str] = {}
     for cell in sorted(set(table.columns[target.name]), key=lambda cell: (len(cell), cell)):

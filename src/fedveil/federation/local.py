@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedveil.checks import boolean, share
+from fedveil.checks import check_boolean, share
 from fedveil.defences import Aggregate, Defence, Samples
 from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate, TooFewAnswers, UpdateRefused
 from fedveil.federation import checkpoint
@@ -106,7 +106,7 @@ class Federation(Server):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise BadArgument("Federation", "no parameter of the model requires a gradient", "requires_grad_(True)")
         for name, value in {"whole_shard": whole_shard, "secure_aggregation": secure_aggregation, "fuse": fuse}.items():
-            boolean("Federation", name, value)
+            check_boolean("Federation", name, value)
         clients = list_clients(clients)
         sources = checked([as_source(f"client {number}", client) for number, client in enumerate(clients)])
         one = one_output(model, sources[0].take(range(min(2, len(sources[0]))))[0])  # refuses a model that does not fit

@@ -43,7 +43,7 @@ def check_loss(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | None = 
         _check_quantities(loss, targets, outputs)
 
 
-def only_zeros_and_ones(targets: Tensor) -> bool:
+def is_binary(targets: Tensor) -> bool:
     """Whether there is nothing but 0 and 1."""
     return bool(((targets == 0) | (targets == 1)).all())
 
@@ -57,7 +57,7 @@ def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | Non
     floats, place = targets.is_floating_point(), class_axis(outputs, targets, axis)
     if outputs.dim() < 2 or outputs.shape[place] < 2:
         what = f"{loss.name} compares classes with one another, and the model has one output: nothing can be learned"
-        if only_zeros_and_ones(targets):
+        if is_binary(targets):
             _refuse(what, f"use {YES_NO}, {QUANTITIES}, or {PER_CLASS}")
         _refuse(what, f"use {QUANTITIES}" if floats else f"use {PER_CLASS}, or {QUANTITIES} with targets.float()")
     if not floats:
@@ -69,7 +69,7 @@ def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | Non
         if bool((targets == targets.round()).all()):
             _refuse(what, f"use targets{'[:, 0]' if column else ''}.long() for classes")
         _refuse(what, f"use {QUANTITIES}, and a model with one output per quantity")
-    if isinstance(loss, Hinge) and not only_zeros_and_ones(targets):
+    if isinstance(loss, Hinge) and not is_binary(targets):
         _refuse("hinge takes one-hot rows, and there are other values than 0 and 1", "use loss='cross_entropy'")
     if bool((targets < 0).any()) or bool(((targets.double().sum(place) - 1).abs() > HALF).any()):
         what = f"{loss.name} takes probabilities, and there are rows with negative values or a sum that is not 1"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fedveil.checks import integer, whole
+from fedveil.checks import check_integer, whole
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import moved
 from fedveil.federation.sources import Batch, Rows, Source, check_finite, check_range, joined, named
@@ -244,7 +244,7 @@ def shards_of(
         dtype: of floating numbers.
     """
     whole(WHERE, "batch_size", batch_size)
-    integer(WHERE, "seed", seed)
+    check_integer(WHERE, "seed", seed)
     sizes = tuple(len(client) for client in clients)
     make, device = target_maker(model, loss, clients[0].take([0])), next(model.parameters()).device
     common = tuple(itertools.accumulate(sizes[:-1], initial=0)), sizes, batch_size, seed, ()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import moved, predict, rows_of
-from fedveil.federation.loss_check import check_loss, only_zeros_and_ones
+from fedveil.federation.loss_check import check_loss, is_binary
 from fedveil.federation.sources import Batch, Rows, Source
 from fedveil.graph.inputs import Inputs, tensors
 from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss
@@ -33,7 +33,7 @@ def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
     """
     inputs, targets = sources[0].take([0])
     known = [source.targets for source in sources if isinstance(source, Rows)]
-    binary = len(known) == len(sources) and all(only_zeros_and_ones(own) for own in known)
+    binary = len(known) == len(sources) and all(is_binary(own) for own in known)
     single = one_output(model, inputs).numel() == 1
     if targets.is_floating_point():
         if binary and any(bool(own.any()) for own in known) and not all(bool(own.all()) for own in known):
@@ -102,7 +102,7 @@ def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> T
     if not are_classes(template, targets):
         wanted = " or ".join(sorted({str(tuple(without(template.shape, place))) for place in (-1, 1)}))
         fix = "targets[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else f"give targets of shape {wanted}"
-        if targets.shape == template.shape and only_zeros_and_ones(targets):
+        if targets.shape == template.shape and is_binary(targets):
             fix = f"use targets.argmax({class_axis(template, targets, axis)}) of one-hot rows, or targets.float()"
         raise BadArgument("targets", f"shape is {tuple(targets.shape)}, want class indices of shape {wanted}", fix)
     if not isinstance(loss, OF_CLASSES) or template.dim() < 3:

@@ -2,7 +2,7 @@
 
 from fedveil.data import Data
 from fedveil.errors import BadArgument
-from fedveil.federation.loss_check import only_zeros_and_ones
+from fedveil.federation.loss_check import is_binary
 from fedveil.runs.config import Config, of_users
 
 HAS_TASK = ("csv", "bank")  # data sets with --task
@@ -45,6 +45,6 @@ def _refuse(config: Config, data: Data, where: str, why: str) -> None:
 
 def _check_open(data: Data) -> None:
     targets = data.train.targets
-    if only_zeros_and_ones(targets) and bool(targets.any()) and not bool(targets.all()):
+    if is_binary(targets) and bool(targets.any()) and not bool(targets.all()):
         what = "targets are floating-point numbers, all of them 0 or 1: classes or quantities?"
         raise BadArgument(data.name, what, "return them as int64 if they are classes, or name --loss squared_error")

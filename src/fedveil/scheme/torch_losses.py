@@ -52,7 +52,9 @@ def refuse_reduced(loss: object) -> None:
     reduction = str(given.get("reduction", "mean"))
     if form is not None and reduction != "none":
         name = type(loss).__name__ if isinstance(loss, nn.Module) else form.function.__name__
-        changed = {key: given[key] for key, usual in form.settings.items() if not _equal(given.get(key, usual), usual)}
+        changed = {
+            key: given[key] for key, usual in form.settings.items() if not _is_usual(given.get(key, usual), usual)
+        }
         _refuse(name, form, changed, reduction)
 
 
@@ -64,7 +66,7 @@ def _find_form(loss: object) -> tuple[_Form | None, Mapping[str, Any]]:
     return next((form for form in FORMS.values() if form.function is function), None), given
 
 
-def _equal(value: object, usual: object) -> bool:
+def _is_usual(value: object, usual: object) -> bool:
     return value is usual or (not isinstance(value, Tensor) and value == usual)
 
 
@@ -80,7 +82,12 @@ def _refuse(name: str, form: _Form, settings: Mapping[str, Any], reduction: str)
 
 def _name_ours(form: _Form, settings: Mapping[str, Any]) -> str | None:
     """The loss of the library that keeps all these settings, if there is one."""
-    if form.ours == "cross_entropy" and settings and "ignore_index" not in settings and _short(settings.get("weight")):
+    if (
+        form.ours == "cross_entropy"
+        and settings
+        and "ignore_index" not in settings
+        and _is_short(settings.get("weight"))
+    ):
         values = {key: tuple(v.tolist()) if isinstance(v, Tensor) else v for key, v in settings.items()}
         return f"loss=fedveil.CrossEntropy({_spell(values)})"
     if form.ours == "huber" and settings:
@@ -90,7 +97,7 @@ def _name_ours(form: _Form, settings: Mapping[str, Any]) -> str | None:
     return f"loss={form.ours!r}" + ("" if form.exact else ", whose factor differs")
 
 
-def _short(weight: object) -> bool:
+def _is_short(weight: object) -> bool:
     return not isinstance(weight, Tensor) or weight.numel() <= MOST_WEIGHTS
 
 
@@ -103,7 +110,7 @@ def _write(form: _Form, settings: Mapping[str, Any], reduction: str) -> str:
     words = ["outputs", "targets.reshape(outputs.shape).to(outputs)" if form.alike else "targets"]
     for key, value in settings.items():
         if isinstance(value, Tensor):
-            held = f"torch.tensor({value.tolist()!r})" if _short(value) else f"your_loss.{key}"
+            held = f"torch.tensor({value.tolist()!r})" if _is_short(value) else f"your_loss.{key}"
             value = f"{held}.to(outputs)"
         words.append(f"{key}={value if isinstance(value, str) else repr(value)}")
     made = f"torch.nn.functional.{form.function.__name__}({', '.join(words)}, reduction='none')"
