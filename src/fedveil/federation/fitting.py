@@ -51,7 +51,7 @@ class Plan:
 
 def list_callbacks(given: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
     """The callbacks as a list; whatever cannot be called is refused."""
-    calls = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
+    calls = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
     for call in calls:
         if not callable(call):
             raise BadArgument("fit", f"on_round is {call!r}", "a function of a round's record, or a list of them")
