@@ -135,8 +135,9 @@ def test_every_callback_gets_every_record():
     first, second = [], []
     history = Federation(net(), [data()], "plain", sgd).fit(3, on_round=[first.append, second.append])
     assert first == second == history.records
-    with pytest.raises(errors.BadArgument, match="on_round is 'print'"):
-        Federation(net(), [data()], "plain", sgd).fit(1, on_round=["print"])
+    for wrong in (["print"], "print"):
+        with pytest.raises(errors.BadArgument, match="on_round is 'print'"):
+            Federation(net(), [data()], "plain", sgd).fit(1, on_round=wrong)
 
 
 def test_a_folder_may_be_a_string(tmp_path):

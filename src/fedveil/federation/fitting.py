@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 from fedveil.errors import BadArgument
 from fedveil.federation.history import Record
@@ -51,7 +52,8 @@ class Plan:
 
 def list_callbacks(given: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
     """The callbacks as a list; whatever cannot be called is refused."""
-    calls = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    one = given is None or isinstance(given, str) or not isinstance(given, Sequence)
+    calls: list[Any] = [] if given is None else [given] if one else list(cast("Sequence[Callback]", given))
     for call in calls:
         if not callable(call):
             raise BadArgument("fit", f"on_round is {call!r}", "a function of a round's record, or a list of them")
