@@ -243,11 +243,11 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(fedveil.runs.folder, "train", interrupt)
     assert main(["train"]) == 130
     said = capsys.readouterr().err.strip()
-    assert said == "fedveil: stopped; no round was complete, and the same command starts again"
+    assert said == "fedveil: stopped; no round was complete; run the same command again"
     monkeypatch.setattr(fedveil.studies.study, "gather", interrupt)
     assert main(["attack", GUESS_NAME, "--out", str(tmp_path)]) == 130
     captured = capsys.readouterr()
-    assert captured.err.strip() == "fedveil: stopped; the same command goes on"
+    assert captured.err.strip() == "fedveil: stopped; run the same command again to continue"
     assert captured.out == ""
 
 

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import signal
+import time
 
 import pytest
 import torch
@@ -46,17 +48,15 @@ def test_a_checkpoint_follows_each_evaluation_and_without_test_data_each_interva
         seen[record["round"]] = round_in(tmp_path) if (tmp_path / LAST).exists() else 0
 
     make().fit(rounds=ROUNDS, test=test, evaluate_every=EVERY, folder=tmp_path, on_round=look)
-    assert seen == {number: (number - 1) // EVERY * EVERY for number in range(1, ROUNDS + 1)}
+    assert seen == {number: number // EVERY * EVERY for number in range(1, ROUNDS + 1)}
     assert round_in(tmp_path) == ROUNDS
 
 
 def test_a_checkpoint_is_written_when_the_last_one_is_too_long_ago(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(fitting, "CHECKPOINT_SECONDS", 0.0)
-    make().fit(
-        rounds=3, evaluate_every=100, folder=tmp_path, on_round=lambda _: seen.append((tmp_path / LAST).exists())
-    )
-    assert seen == [False, True, True]
+    make().fit(rounds=3, evaluate_every=100, folder=tmp_path, on_round=lambda _: seen.append(round_in(tmp_path)))
+    assert seen == [1, 2, 3]
     assert round_in(tmp_path, PREVIOUS) == 2
 
 
@@ -279,3 +279,32 @@ def test_a_last_save_that_fails_is_a_warning_beside_the_error_that_ended_the_run
     monkeypatch.undo()
     assert round_in(tmp_path) == 4
     check_whole(tmp_path)
+
+
+def test_a_callback_cannot_change_the_history(tmp_path):
+    def spoil(record):
+        record["time"], record["accuracy"] = object(), 2.0
+
+    run = make()
+    run.fit(**HOW, folder=tmp_path, on_round=spoil)
+    assert round_in(tmp_path) == ROUNDS
+    assert not any("time" in record or record.get("accuracy") == 2.0 for record in run.history.records)
+
+
+def test_a_second_interrupt_does_not_stop_the_save(tmp_path, monkeypatch):
+    real = checkpoint.save
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)  # in which Python would raise
+        real(*arguments)
+
+    def stop(record):
+        if record["round"] == EVERY + 1:
+            monkeypatch.setattr(checkpoint, "save", interrupted)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make().fit(**HOW, folder=tmp_path, on_round=stop)
+    assert round_in(tmp_path) == EVERY + 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

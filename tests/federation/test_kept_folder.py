@@ -29,7 +29,7 @@ import fedveil
 from fedveil.data import from_tensors
 from fedveil.defences import Plain, Private
 from fedveil.errors import BadArgument
-from fedveil.federation import checkpoint
+from fedveil.federation import Federation, checkpoint
 from fedveil.runs.folder import record_run
 
 
@@ -58,6 +58,62 @@ def test_resuming_with_another_learning_rate_says_which_one_is_used(tmp_path, ca
     make(rates[0.25], schedule).resume(tmp_path)
     plateau = request.node.callspec.id == "plateau"  # which does not say what rate it began with
     assert ("the checkpoint's learning rate is used, 0.01, not 0.25" in caplog.text) != plateau
+
+
+def other_clients(size=12, shift=0.0):
+    return [(inputs + shift, targets) for inputs, targets in (records_of(size, 1), records_of(8, 2))]
+
+
+CHANGES = {
+    "records": {"clients": other_clients(shift=1.0)},
+    "numbers of records": {"clients": other_clients(size=11)},
+    "batch size": {"batch_size": 3},
+    "seed": {"seed": 1},
+    "loss": {"loss": "huber"},
+    "participation": {"participation": 0.5},
+    "norm at which gradients are clipped": {"clip_norm": 0.5},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_resuming_in_another_setting_says_what_is_other(tmp_path, caplog, change):
+    def build(clients=None, batch_size=4, **how):
+        return Federation(net(), clients or other_clients(), "plain", batch_size=batch_size, **how)
+
+    build().fit(rounds=3, folder=tmp_path)
+    same = build()
+    same.resume(tmp_path)
+    assert (same.changed, caplog.text) == ([], "")
+    other = build(**CHANGES[change])
+    other.resume(tmp_path)
+    assert change in other.changed
+    assert set(other.changed) <= {change, "records"}  # other numbers of records are other records
+    assert f"was made with other {other.changed[0]}" in caplog.text
+
+
+def test_resuming_with_another_optimiser_is_refused(tmp_path):
+    make().fit(rounds=3, folder=tmp_path)
+    with pytest.raises(BadArgument, match="another optimiser than SGD"):
+        make(lambda parameters: torch.optim.SGD(parameters, 1e-2)).resume(tmp_path)
+
+
+def test_adding_a_schedule_says_nothing_about_the_learning_rate(tmp_path, caplog):
+    make(schedule=None).fit(rounds=3, folder=tmp_path)
+    make().resume(tmp_path)
+    assert "learning rate" not in caplog.text
+
+
+def test_a_private_round_is_on_disk_before_a_callback_hears_of_it(tmp_path):
+    spent = []
+
+    def look(record):
+        again = make(defence=private())
+        again.resume(tmp_path)
+        spent.append((record["epsilon"], again.defence.epsilon()))
+
+    make(defence=private()).fit(rounds=3, folder=tmp_path, on_round=look)
+    assert len(spent) == 3
+    assert all(told == kept for told, kept in spent)
 
 
 def test_a_run_that_has_begun_elsewhere_does_not_replace_the_one_in_the_folder(tmp_path):

@@ -240,3 +240,31 @@ def test_what_hardens_a_veil_is_measured_again_with_other_data(here):
         assert not [one for some in found.values() for one in some if isinstance(one, Failed)]
         assert (told.count("kept") == 3) == (change == "" and "done" not in told)
     assert len([what for what in told if what.startswith("computed again: the data changed since")]) == 3
+
+
+def test_a_run_that_is_attacked_is_never_written_to_and_its_state_is_told(here, capsys):
+    train("run", *csv())
+    _, federation = open_run("run")
+    rounds = federation.rounds_per_epoch
+    config = json.loads(Path("run/config.json").read_text())
+    config["training"]["epochs"] = 5  # four of which are missing
+    Path("run/config.json").write_text(json.dumps(config))
+    Path("run/summary.json").unlink()
+    write_records(here / "records.csv", "0.5")
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main(["audit", "run", "--out", "audit", *TINY]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"This run is not finished: it is attacked after round {rounds} of {5 * rounds}." in said
+    assert "The data changed since this run was trained" in said
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    assert main(["train", "--resume", "--out", "run"]) == 2
+    assert "the data changed since the run here was trained" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_checkpoint_is_not_attacked(here, capsys):
+    train("run", *csv())
+    for name in ("checkpoint.pt", "checkpoint.previous.pt"):
+        Path("run", name).unlink(missing_ok=True)
+    assert main(["audit", "run", "--out", "audit", *TINY]) == 2
+    assert "there is no checkpoint here" in capsys.readouterr().err

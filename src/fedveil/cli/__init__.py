@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fedveil: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as end:
-        stopped = end if isinstance(end, Stopped) else Stopped("the same command goes on", INTERRUPTED)
+        stopped = end if isinstance(end, Stopped) else Stopped("run the same command again to continue", INTERRUPTED)
         print(f"\nfedveil: stopped; {stopped.what}", file=sys.stderr)
         return stopped.code
     except SystemExit as end:  # help, and flags that tyro refuses

@@ -22,6 +22,19 @@ class Stopped(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
+def end_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process while libraries are imported: torch makes other exceptions of an interrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+
+
+@contextlib.contextmanager
 def catch_sigterm() -> Iterator[None]:
     """Raise `Terminated` at the first SIGTERM; others are ignored, so that what it saves is saved."""
     if threading.current_thread() is not threading.main_thread():  # which alone gets signals

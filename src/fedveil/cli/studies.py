@@ -115,6 +115,7 @@ class Attack(Federated):
         """Attack, and print the table."""
         from fedveil.studies.attack import Asked, plain_values
         from fedveil.studies.compare import DEFENCES, check_defences
+        from fedveil.studies.victim import describe_run
 
         config = with_loss(config)
         named = config.defence.name if run else self.config.defence.name
@@ -128,7 +129,8 @@ class Attack(Federated):
         else:
             values |= {"defence": ",".join(defences)}
         values |= {name: value for name, value in plain_values(self.attack).items() if value != usual[name]}
-        asked = Asked(config.changed(defence=defences[0]), defences, self.attack, run)
+        notes = tuple(describe_run(config, run)) if run else ()
+        asked = Asked(config.changed(defence=defences[0]), defences, self.attack, run, notes=notes)
         run_study(self.study, asked, folder, f"{self.where} {flags_of(values)}", self.workers, self.as_json)
 
 

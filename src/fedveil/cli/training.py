@@ -13,7 +13,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from fedveil.cli.flags import Federated, Json, Switch
 from fedveil.cli.show import live, rounds
-from fedveil.cli.stops import INTERRUPTED, TERMINATED, Stopped, Terminated, catch_sigterm
+from fedveil.cli.stops import INTERRUPTED, TERMINATED, Stopped, Terminated, catch_sigterm, end_at_once
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
 from fedveil.runs.config import Config
@@ -66,6 +66,8 @@ class Train(Federated):
     def read(cls, prog: str, words: Sequence[str], about: str) -> Self:
         """The command; one that resumes has the values of its folder below its flags."""
         found = super().read(prog, words, about)
+        with end_at_once():
+            import fedveil.runs.folder  # noqa: F401
         if not found.resume or found.file:
             return found
         folder = found.out or default_folder(found.config, resume=True)
@@ -113,12 +115,15 @@ def how_to_continue(folder: Path) -> str:
     found = checkpoint.found_in(folder)
     header = checkpoint.header(found[0]) if found else None
     if header is None:
-        return "no round was complete, and the same command starts again"
+        return "no round was complete; run the same command again"
     words = ["fedveil", "train", "--resume", "--out", str(folder)]
     try:
         read_config(folder)
     except BadArgument:  # it names code, as the user did
         words.append("--trust-code")
+    values = folder / checkpoint.MODEL
+    if values.is_file() and checkpoint.round_of_values(values) >= header.round:
+        return f"training is finished; this writes the report: {shlex.join(words)}"
     return f"round {header.round} is saved, and this resumes after it: {shlex.join(words)}"
 
 

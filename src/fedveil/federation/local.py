@@ -22,6 +22,7 @@ from fedveil.federation.loss_check import warn_of_activation
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
 from fedveil.federation.server import Seen, Server
+from fedveil.federation.setting import RECORDS, Setting, checksum_records
 from fedveil.federation.shards import checked, shards_of
 from fedveil.federation.single import refuse_single
 from fedveil.federation.sources import Given, Source, as_source, batch_size_of, list_clients
@@ -123,6 +124,7 @@ class Federation(Server):
         size = batch_size_of(clients, batch_size, BATCH)
         self.shards = shards_of(model, self.loss, sources, size, seed, self.dtype)
         warn_of_activation(model, self.loss, one)
+        self._checked: tuple[bytes, str | None] | None = None
         refuse_single(model, self.shards)
         share("Federation", "participation", participation)
         self.whole_shard, self.participation = whole_shard, participation
@@ -224,6 +226,24 @@ class Federation(Server):
     def state(self) -> dict[str, Any]:
         """Everything that the server's checkpoint holds; of clients only which of them have a private state."""
         return {**super().state(), "private": sorted(self._private())}
+
+    def setting(self) -> Setting:
+        """What a resumed run should share with the part before."""
+        shards = self.shards
+        return {
+            **super().setting(),
+            "numbers of records": list(shards.sizes),
+            RECORDS: self._checksum(self._run),
+            "batch size": shards.batch_size,
+            "seed": shards.seed,
+            "participation": [self.participation, self.whole_shard],
+        }
+
+    def _checksum(self, run: bytes) -> str | None:
+        """That of the records, computed once for a run."""
+        if self._checked is None or self._checked[0] != run:
+            self._checked = run, checksum_records(self.shards, run)
+        return self._checked[1]
 
     def _private(self) -> dict[int, dict[str, Any]]:
         states = {client: self.defence.client_state(client) for client in range(len(self.shards.sizes))}

@@ -79,6 +79,7 @@ class Server(Stored):
         self.round = 0
         self.best: tuple[float, dict[str, Tensor]] | None = None
         self.history = History()
+        self.changed = list[str]()
         self._alone = OneThread(type(self).__name__)
         self._run = secrets.token_bytes(16)  # which checkpoints are this run's
         self._behind = False  # the last checkpoint on disk is bad, and the one before was used
@@ -235,16 +236,16 @@ class Server(Stored):
             self._complete(plan, started)
 
     def _complete(self, plan: Plan, started: float) -> None:
-        """Evaluate the last round if that is due, tell the callbacks, and write a checkpoint if that is due."""
+        """Evaluate the last round if that is due, write a checkpoint if that is due, and tell the callbacks."""
         record = self.history.records[-1]
         if plan.test is not None and record.get("evaluated") is False:
             self._evaluate(plan.test, record, started)
         self._before = None
-        for call in plan.calls:
-            call(record)
         if plan.folder and (plan.saves(self.round) or self.stalled(plan.patience)):
-            self.save(plan.folder)
+            self.save(plan.folder)  # before anybody hears of the round: whatever follows, it counts
             plan.note_save()
+        for call in plan.calls:
+            call(dict(record))
 
     def _read_test(self, test: Given) -> Source:
         """Test data, checked against the model and the loss."""

@@ -17,10 +17,12 @@ from fedveil.errors import BadArgument, Diverged
 from fedveil.federation import checkpoint
 from fedveil.federation.finite import find_non_finite, find_non_finite_state, select_floats
 from fedveil.federation.history import History
+from fedveil.federation.setting import Setting, list_changes
 from fedveil.federation.snapshot import Snapshot
-from fedveil.federation.threads import OneThread
+from fedveil.federation.threads import OneThread, ignore_interrupts
 from fedveil.locks import locked
 from fedveil.plain_json import parse_json
+from fedveil.scheme.losses import Loss
 
 LOG = logging.getLogger("fedveil")
 Folder = str | os.PathLike[str]
@@ -35,9 +37,12 @@ class Stored(ABC):
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler | None
     defence: Defence
+    loss: Loss
+    clip_norm: float | None
     round: int
     best: tuple[float, dict[str, Tensor]] | None
     history: History
+    changed: list[str]  # of the setting, since the part of the run that was resumed
     _alone: OneThread
     _run: bytes  # which checkpoints are this run's
     _behind: bool  # the last checkpoint on disk is bad, and the one before was used
@@ -53,8 +58,13 @@ class Stored(ABC):
             "schedule": self.schedule.state_dict() if self.schedule else None,
             "defence": {"name": self.defence.name, **self.defence.state()},
             "best": self.best,
+            "setting": dict(self.setting()),
             "records": json.dumps(self.history.records),  # as one text: torch pickles a long list slowly
         }
+
+    def setting(self) -> Setting:
+        """What a resumed run should share with the part before."""
+        return {"loss": self.loss.name, "norm at which gradients are clipped": self.clip_norm or 0.0}
 
     def save(self, folder: Folder) -> None:
         """Write the checkpoint; the one before stays beside it."""
@@ -99,6 +109,7 @@ class Stored(ABC):
             with self._alone:
                 self._restore(folder, state, private)
             self._run = belongs.run if belongs else self._run
+            self._compare(folder, state)
             self._behind = path.name != checkpoint.LAST
             self._before, self._saved = None, None if self._behind else self._mark(folder)
             if self._behind:
@@ -129,13 +140,18 @@ class Stored(ABC):
         if wrote != self.defence.name:
             what = f"the checkpoint is of defence {wrote!r}, not {self.defence.name!r}"
             raise BadArgument(str(folder), what, "resume with the defence that wrote it")
+        kinds = [{*group} - {"initial_lr"} for group in (*state["optimizer"]["param_groups"], *self._groups)]
+        if any(kind != kinds[0] for kind in kinds):
+            what = f"the checkpoint is of another optimiser than {type(self.optimizer).__name__}"
+            raise BadArgument(str(folder), what, "resume with the optimiser that wrote it")
         asked = self._first_rate()
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise BadArgument(str(folder), f"the checkpoint is of another model or optimiser: {error}") from error
-        if (kept := self._first_rate()) != asked:
+        kept = self._first_rate()
+        if None not in (kept, asked) and kept != asked:
             how = 'set federation.optimizer.param_groups[0]["lr"] after resume(folder), then call fit'
             told = f"{kept}, not {asked}; to change it, {how}"
             LOG.warning("fedveil: the checkpoint's learning rate is used, %s", told)
@@ -148,9 +164,20 @@ class Stored(ABC):
         records = state["records"]
         self.history = History(parse_json(str(folder), records) if isinstance(records, str) else list(records))
 
+    def _compare(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Remember, and say, what of the setting is not as it was; earlier versions wrote none."""
+        self.changed = list_changes(state.get("setting", {}), self.setting())
+        if self.changed:
+            what = f"the run in {folder} was made with other {' and '.join(self.changed)}"
+            LOG.warning("fedveil: %s; history and best model are of both", what)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
     def _first_rate(self) -> float | None:
         """The learning rate that the optimiser was made with; None if a schedule has changed it since."""
-        group = self.optimizer.param_groups[0]
+        group = self._groups[0]
         rate = group.get("initial_lr", None if self.schedule else group["lr"])
         return None if rate is None else float(rate)
 
@@ -181,10 +208,11 @@ class Stored(ABC):
     def _keep(self, folder: Path, error: BaseException) -> None:
         """Write the last complete state; if that fails, the error that ended the run is still the one to be seen."""
         try:
-            self._undo(diverged=isinstance(error, Diverged))
-            counted = isinstance(self.defence, Private) and self.defence.rounds > 0
-            if (self.round or counted) and (self.defence.durable or self._saved != self._mark(folder)):
-                self.save(folder)
+            with ignore_interrupts():
+                self._undo(diverged=isinstance(error, Diverged))
+                counted = isinstance(self.defence, Private) and self.defence.rounds > 0
+                if (self.round or counted) and (self.defence.durable or self._saved != self._mark(folder)):
+                    self.save(folder)
         except Exception as failure:
             LOG.warning("fedveil: round %d could not be saved: %s", self.round, failure)
 

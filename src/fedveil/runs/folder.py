@@ -20,6 +20,7 @@ from fedveil.federation.evaluate import METRICS
 from fedveil.federation.fitting import Callback
 from fedveil.federation.local import Federation
 from fedveil.federation.server import Server
+from fedveil.federation.setting import RECORDS
 from fedveil.federation.stored import Folder
 from fedveil.files import write_whole
 from fedveil.locks import locked
@@ -211,6 +212,9 @@ def train(
         check_folder(home, config, resume)
         if resume and checkpoint.found_in(home):
             federation.resume(home)
+            if RECORDS in federation.changed:
+                what = "the data changed since the run here was trained on them"
+                raise BadArgument(str(home), what, "restore the data, or start a run with another --out")
         write_whole(home / "config.json", json.dumps(config.nested(), indent=2) + "\n")
         if isinstance(data.train.inputs, Tensor):
             shapes = {"record": list(data.train.inputs.shape[1:]), "outputs": data.outputs, "classes": data.classes}

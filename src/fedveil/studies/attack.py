@@ -32,6 +32,7 @@ class Asked(Generic[O]):
         options: the attack's own, a frozen dataclass.
         run: folder of a trained run to attack, in place of training; then `defences` is its own.
         label: goes before the names of jobs, where several attacks share a folder.
+        notes: sentences on the run, which come before the verdict.
     """
 
     config: Config
@@ -39,6 +40,7 @@ class Asked(Generic[O]):
     options: O
     run: Path | None = None
     label: str = ""
+    notes: tuple[str, ...] = ()
 
     def under(self, defence: str) -> Config:
         """The configuration with one of the defences; settings of a defence of one's own are not the others'."""
@@ -85,7 +87,8 @@ class OnDefences(Study[Asked[O], Results[R]], Generic[O, R]):
         what = "Audit of" if self.name == "audit" else f"Attack: {self.name} on"
         names = [config.data.name, config.model.name, *(asked.defences if len(asked.defences) == 1 else ())]
         title = f"{what} {', '.join(names)}"
-        return Shown(title, verdict or lead, header, rows, note, every, first, lead=lead if verdict else "")
+        said = " ".join([*asked.notes, verdict or lead])
+        return Shown(title, said, header, rows, note, every, first, lead=lead if verdict else "")
 
 
 class AttackStudy(OnDefences[O, R]):

@@ -18,6 +18,7 @@ from fedveil.federation.checkpoint import BEST
 from fedveil.federation.evaluate import METRICS, metrics, predict
 from fedveil.federation.local import Federation
 from fedveil.federation.server import History, Record
+from fedveil.federation.setting import RECORDS
 from fedveil.files import write_whole
 from fedveil.plain_json import read_json, to_json
 from fedveil.runs.build import load_data
@@ -100,18 +101,31 @@ def constant(data: Data) -> float:
 
 
 def trained(config: Config, folder: Path, progress: Progress, basis: Basis | None = None) -> tuple[Federation, Data]:
-    """The federation of a configuration after its last round; part of the run in the folder is continued.
+    """The federation of a configuration after its last round; part of a study's own run is continued.
 
     A run that a study trained on another basis (version, data or code) is trained from the start; without `basis` it is
-    taken as it is, for attacks that need the job that trains it. A run that is attacked as it is belongs to the user,
-    and is never removed.
+    taken as it is, for attacks that need the job that trains it. A run that is attacked as it is belongs to the user:
+    its last checkpoint is read, and nothing is written there.
     """
     data = load_data(config)
-    if basis and basis.checkpoint is None:
+    if basis and basis.checkpoint is not None:
+        return resumed(config, folder, data), data
+    if basis:
         remove_stale_run(folder, basis.training, progress)
     if not finished(config, folder):
         train(config, folder, resume=True, on_round=on_round(config.training.epochs, progress), data=data)
     return resumed(config, folder, data), data
+
+
+def describe_run(config: Config, folder: Path) -> list[str]:
+    """Return what readers must know of a user's run that is attacked: that it is unfinished, or its data changed."""
+    federation = resumed(config, folder, load_data(config))
+    notes, last = [], config.training.epochs * federation.rounds_per_epoch
+    if not finished(config, folder) and federation.round < last:
+        notes.append(f"This run is not finished: it is attacked after round {federation.round} of {last}.")
+    if RECORDS in federation.changed:
+        notes.append("The data changed since this run was trained: it has not seen the records that count as members.")
+    return notes
 
 
 def remove_stale_run(folder: Path, basis: Basis, progress: Progress) -> None:
