@@ -39,6 +39,7 @@ def quick(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_all_of_the_paper_at_the_quick_scale(quick):
     page = (quick / "report.html").read_text()
     for name in EXHIBITS:
@@ -50,6 +51,7 @@ def test_all_of_the_paper_at_the_quick_scale(quick):
     assert page.count("data:image/png") > 100
 
 
+@pytest.mark.slow
 def test_a_table_that_is_there_is_not_computed_again(quick, capsys):
     before = {path: path.stat().st_mtime_ns for path in quick.glob("*.json")}
     assert main(["reproduce", "all", "--out", str(quick)]) == 0
@@ -58,6 +60,7 @@ def test_a_table_that_is_there_is_not_computed_again(quick, capsys):
     assert all(read_plan(name, "quick").title in printed for name in EXHIBITS)
 
 
+@pytest.mark.slow
 def test_a_table_of_another_version_is_computed_again_and_a_published_one_is_kept(quick, tmp_path, capsys):
     before = {name: (quick / name).read_text() for name in ("table1.json", "report.html")}
     found = json.loads(before["table1.json"])
@@ -75,6 +78,7 @@ def test_a_table_of_another_version_is_computed_again_and_a_published_one_is_kep
     assert json.loads((tmp_path / "table1.json").read_text()) == published
 
 
+@pytest.mark.slow
 def test_the_page_is_built_from_the_data_alone(quick, tmp_path):
     for path in quick.glob("*.json"):
         (tmp_path / path.name).write_text(path.read_text())
@@ -84,6 +88,7 @@ def test_the_page_is_built_from_the_data_alone(quick, tmp_path):
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.slow
 def test_veil_and_plain_agree_at_the_quick_scale(quick):
     plan = read_plan("table1", "quick")
     results = EXHIBITS["table1"].kind.validate_python(read(plan, quick)["results"])
@@ -92,6 +97,7 @@ def test_veil_and_plain_agree_at_the_quick_scale(quick):
     assert max(one.largest / max(one.plain) for one in pairs) < 1e-4  # float32 and a few dozen steps
 
 
+@pytest.mark.slow
 def test_tables_3_and_4_have_all_attackers(quick):
     for name in ("table3", "table4"):
         plan = read_plan(name, "quick")
@@ -105,6 +111,7 @@ def test_tables_3_and_4_have_all_attackers(quick):
         assert {mark.name for mark in chart.rows} == {"paper", *attackers}
 
 
+@pytest.mark.slow
 def test_table_2_has_the_baseline_beside_the_veil(quick):
     plan = read_plan("table2", "quick")
     *tables, words = EXHIBITS["table2"].loaded(plan, read(plan, quick)["results"]).sections
@@ -125,6 +132,7 @@ def test_ranges_overlap_where_they_meet():
     assert not apart([1.0, 1.0], [1.1, 1.1]).overlap
 
 
+@pytest.mark.slow
 def test_figures_show_what_they_are_named_after(quick):
     kinds = {"fig3": Beside, "fig4": Pictures, "fig5": Pictures}
     for name, kind in kinds.items():
@@ -133,6 +141,7 @@ def test_figures_show_what_they_are_named_after(quick):
         assert any(isinstance(section, kind) for section in shown.sections), name
 
 
+@pytest.mark.slow
 def test_results_hold_no_secret_and_no_place_of_this_machine(quick):
     for path in quick.glob("*.json"):
         found = json.loads(path.read_text())
