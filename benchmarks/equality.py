@@ -47,7 +47,7 @@ def curve(config: Config, data: Data, defence: Defence) -> list[float]:
     test = data.test.inputs, data.test.targets
     if config.training.loss == "squared_error":
         history = run.fit(config.training.epochs, test=test)
-        return [value for name in ("accuracy", "mse") for _, value in history.curve(name)]
+        return [value for name in ("accuracy", "mse") if name in history.names for _, value in history.curve(name)]
     history = run.fit(rounds=config.training.epochs, test=test, evaluate_every=max(1, config.training.epochs // 10))
     return [value for _, value in history.curve("loss")]
 

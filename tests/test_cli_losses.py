@@ -64,7 +64,7 @@ def test_floating_zeros_and_ones_of_a_users_own_data_need_a_loss(tmp_path, monke
     words = ["train", "--data", "tests.test_cli_losses:floats", "--epochs", "1", "--clients", "2"]
     assert main(words) == 2
     err = capsys.readouterr().err
-    assert "all of them 0 or 1: classes or quantities?" in err
+    assert "all of them 0 or 1: classes or quantities?\n" in err
     assert "int64" in err
     assert "--loss squared_error" in err
     assert main([*words, "--loss", "squared_error"]) == 0

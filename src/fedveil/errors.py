@@ -31,7 +31,8 @@ class FedveilError(Exception):
         self.where = where
         self.what = what
         self.fix = fix
-        super().__init__(f"{where}: {what}." + (f"\n  Fix: {fix}" if fix else ""))
+        stop = "" if what.endswith("?") else "."
+        super().__init__(f"{where}: {what}{stop}" + (f"\n  Fix: {fix}" if fix else ""))
 
 
 class BadArgument(FedveilError, ValueError):

@@ -1,7 +1,7 @@
 """The how-tos, run as they stand."""
 
 import pytest
-from tests.docs.markdown import ROOT
+from tests.docs.markdown import ROOT, blocks
 from tests.docs.running import run_page
 
 DOCS = ROOT / "docs"
@@ -25,6 +25,14 @@ def test_a_model_of_ones_own_is_looked_at(tmp_path, capsys):
 def test_the_scheme_by_hand(tmp_path):
     names = run_page(DOCS / "reference" / "scheme.md", tmp_path)
     assert names["recovered"].error < 1e-5
+
+
+def test_a_loader_of_ones_own_returns_the_same_records_on_each_load():
+    code = next(code for _, code in blocks(DOCS / "how-to" / "own-data.md", "python") if code.startswith("# mine.py"))
+    names = {}
+    exec(code, names)
+    (first, _), (again, _) = names["data"](), names["data"]()
+    assert all(one.equal(other) for one, other in zip(first, again, strict=True))
 
 
 @pytest.mark.slow

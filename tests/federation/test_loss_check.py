@@ -95,7 +95,7 @@ def test_records_that_are_read_batch_by_batch_are_checked_too():
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_floating_zeros_and_ones_need_a_loss_by_name(outputs):
     targets = YES if outputs == 1 else nn.functional.one_hot(CLASSES, 3).float()
-    text = "(?s)all of them 0 or 1: classes or quantities.*loss='binary_cross_entropy'.*loss='squared_error'"
+    text = r"(?s)all of them 0 or 1: classes or quantities\?\n.*loss='binary_cross_entropy'.*loss='squared_error'"
     with pytest.raises(BadArgument, match=text):
         federation(targets, outputs)
     for loss in ("binary_cross_entropy", "squared_error"):

@@ -186,7 +186,7 @@ def test_the_default_loss_suits_the_targets(outputs, targets, loss):
 
 
 def test_whole_numbers_for_one_output_are_not_guessed_at():
-    with pytest.raises(errors.BadArgument, match=r"(?s)classes or quantities\?.*binary_cross_entropy.*floating-point"):
+    with pytest.raises(errors.BadArgument, match=r"(?s)classes or quantities\?\n.*binary_cross_entropy.*floating"):
         Federation(mlp(6, 1), [(torch.randn(20, 6), torch.arange(20))])
 
 
@@ -283,11 +283,17 @@ def test_records_that_cannot_be_trained_on_are_refused(client, text):
         Federation(built(lambda: mlp(6, 4)), [client], "plain").fit(rounds=2)
 
 
+NO_TEST = r"test data has no records\.\n  Fix: give at least one test record, or leave out test=$"
+
+
 @pytest.mark.parametrize(
     ("test", "text"),
     [
-        ((torch.zeros(0, 6), torch.zeros(0, 4)), "test data has no records"),
-        ((torch.zeros(3, 6), torch.zeros(2, 4)), "test data has 3 inputs and 2 targets"),
+        ((torch.zeros(0, 6), torch.zeros(0, 4)), NO_TEST),
+        (
+            (torch.zeros(3, 6), torch.zeros(2, 4)),
+            "test data has 3 inputs and 2 targets: there must be as many targets as inputs",
+        ),
         ((torch.full((3, 6), torch.inf), torch.zeros(3, 4)), "test data, record 0: inputs hold NaN or infinity"),
         (torch.zeros(3, 6), "test data: it is a Tensor"),
     ],

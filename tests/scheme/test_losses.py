@@ -172,7 +172,7 @@ def test_settings_that_a_loss_does_not_have_are_refused():
         (CrossEntropy(weight=(1, 2)), LABELS, "there are 2 class weights, the model has 3 outputs"),
         ("binary_cross_entropy", torch.zeros(6, 2), r"shape is \(6, 2\)"),
         (lambda y, t: (y - t).square().mean(), COUNTS, r"(?s)returned shape \(\) .*not one value.*fedveil.BatchLoss"),
-        (lambda y, t: (y - t).abs(), COUNTS, r"returned shape \(6, 3\) for outputs of shape \(6, 3\)"),
+        (lambda y, t: (y - t).abs() @ t.T, COUNTS, r"returned shape \(6, 6\) for outputs of shape \(6, 3\)"),
         (lambda y, t: 1.0, COUNTS, "returned a float"),
         (BatchLoss(lambda y, t: (y - t).abs().sum(1)), COUNTS, r"returned shape \(6,\), not one number for the batch"),
         (lambda y, t: t.sum(1), COUNTS, "it does not depend on the outputs"),

@@ -74,7 +74,8 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
     Targets are numbers in the outputs' shape, or class indices in that shape without its class axis; where shapes leave
     that axis open, as for outputs (n, c, c), it is `axis`, by default the last. At several positions of a record, as in
     segmentation, accuracy is the share of right positions. The loss comes with it, unless it is squared error, which
-    the others show already; and alone where targets are neither, as a user's own loss may have them.
+    the others show already; and alone where targets are neither, as a user's own loss may have them. Our losses are
+    computed in float64, a user's in the outputs' dtype, as in training.
     """
     if isinstance(loss, BinaryCrossEntropy):
         asked = match_targets(outputs, targets)
@@ -95,8 +96,10 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
         raise BadArgument("targets", what, "class indices without the class axis, or numbers in the outputs' shape")
     if loss is None or isinstance(loss, SquaredError):
         return found
-    value = float(values(loss, outputs.double(), targets, axis).double().mean())
-    return found | {"loss": value}
+    if isinstance(loss, USERS):  # its own tensors, such as class weights, have the dtype of training
+        asked = targets.to(outputs.dtype) if targets.is_floating_point() else targets
+        return found | {"loss": float(values(loss, outputs, asked, axis).double().mean())}
+    return found | {"loss": float(values(loss, outputs.double(), targets, axis).mean())}
 
 
 def area(scores: Tensor, positive: Tensor) -> dict[str, float]:

@@ -3,15 +3,15 @@
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
-from fedveil.federation.evaluate import metrics, moved, predict
+from fedveil.federation.evaluate import metrics, moved, predict, predict_source
 from fedveil.federation.shards import checked
 from fedveil.federation.sources import Given, Rows, Source, as_source, check_range, named
 from fedveil.federation.targets import target_maker, targets_of
 from fedveil.graph.inputs import Inputs
-from fedveil.scheme.losses import Loss, couples_samples
+from fedveil.scheme.losses import USERS, Loss, couples_samples
 from fedveil.scheme.outputs import head_axis
 
 WHO = "test data"
@@ -22,7 +22,8 @@ def read_held_out(
 ) -> Source:
     """Test data as a source; refuses records that the model does not take, and targets that do not fit the loss.
 
-    Of a stream, two records are looked at.
+    A user's loss is evaluated on all records in memory, as after a round. Of a stream, two records are looked at, or
+    all of them if the loss compares samples with one another.
 
     Args:
         given: in any form that clients may have.
@@ -31,27 +32,36 @@ def read_held_out(
         dtype: of floating-point numbers.
         like: returns inputs of clients, if they are known.
     """
-    source = checked([as_source(WHO, given)])[0]
+    source = as_source(WHO, given)
+    if not len(source):
+        raise BadArgument("fit", f"{WHO} has no records", "give at least one test record, or leave out test=")
+    source = checked([source])[0]
     if isinstance(source, Rows):
         check_range(WHO, (source.inputs, source.targets), range(len(source)), dtype)
     inputs, targets = source.take(range(min(2, len(source))))
-    device, axis = next(model.parameters()).device, head_axis(model)
+    device = next(model.parameters()).device
     try:
         outputs = predict(model, moved(inputs, device, dtype))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise _explain(inputs, like, error) from error
     with targets_of(WHO):
-        if couples_samples(loss):  # it may need more records than two
-            return source
         target_maker(model, loss, (inputs, targets))(source.targets if isinstance(source, Rows) else targets)
-        try:
-            metrics(outputs, targets.to(device), loss, axis=axis)
-        except (RuntimeError, TypeError, IndexError) as error:
-            what = f"{loss.name} does not take them ({_describe(targets)}) for outputs of shape {tuple(outputs.shape)}"
-            raise BadArgument(
-                "targets", f"{what}: {_first_line(error)}", "give targets in the clients' form"
-            ) from error
+        if couples_samples(loss) or (isinstance(loss, USERS) and isinstance(source, Rows)):
+            outputs, targets = predict_source(model, source)
+        _try_loss(loss, outputs, targets.to(device), head_axis(model))
     return source
+
+
+def _try_loss(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> None:
+    """Compute the metrics as after a round; refuse targets on which the loss fails."""
+    try:
+        metrics(outputs, targets, loss, axis=axis)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, BadArgument):
+            raise
+        form = f"outputs of {outputs.dtype} and shape {tuple(outputs.shape)}"
+        what = f"{loss.name} does not take them ({_describe(targets)}) for {form}: {_first_line(error)}"
+        raise BadArgument("targets", what, "give targets in the clients' form, or mend the loss") from error
 
 
 def _explain(inputs: Inputs, like: Callable[[], Inputs] | None, error: Exception) -> BadArgument:
@@ -70,4 +80,4 @@ def _first_line(error: Exception) -> str:
 
 def _describe(leaf: object) -> str:
     """The dtype and shape of a record."""
-    return f"{leaf.dtype} {tuple(leaf.shape[1:])}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+    return f"{leaf.dtype} {tuple(leaf.shape[1:])}" if isinstance(leaf, Tensor) else type(leaf).__name__

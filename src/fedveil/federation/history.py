@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Record = dict[str, Any]
+NO_EVALUATION = "no evaluation: pass test= to fit"
 
 
 class Latest(Record):
@@ -12,7 +13,7 @@ class Latest(Record):
     def __missing__(self, key: str) -> Any:
         if self.get("evaluated"):
             raise KeyError(key)
-        raise KeyError(f"{key}: no evaluation: pass test= to fit")
+        raise KeyError(f"{key}: {NO_EVALUATION}")
 
 
 @dataclass
@@ -22,8 +23,18 @@ class History:
     records: list[Record] = field(default_factory=list)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """(round, value) of a metric."""
-        return [(record["round"], record[name]) for record in self.records if name in record]
+        """(round, value) of a metric, of the rounds that have it; refuses a name that no record has."""
+        points = [(record["round"], record[name]) for record in self.records if name in record]
+        if self.records and not points:
+            evaluated = any(record.get("evaluated") for record in self.records)
+            known = ", ".join(sorted(self.names - {"round", "evaluated"}))
+            raise KeyError(f"{name}: no record has it; there are {known}" + ("" if evaluated else f"; {NO_EVALUATION}"))
+        return points
+
+    @property
+    def names(self) -> set[str]:
+        """Everything that some record has."""
+        return {name for record in self.records for name in record}
 
     @property
     def last(self) -> Record:

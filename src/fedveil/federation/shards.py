@@ -211,8 +211,8 @@ def _check_leaf(who: str, place: str, leaf: Any, first: Any, targets: Tensor) ->
         return
     records, what = len(leaf) if leaf.dim() else 0, place if place == "inputs" else f"records in {place}"
     if not records or records != len(targets):
-        what = f"{who} has {records} {what} and {len(targets)} targets: want the same number above 0"
-        raise BadArgument(WHERE, what, "one target per record")
+        what = f"{who} has {records} {what} and {len(targets)} targets: there must be as many targets as inputs"
+        raise BadArgument(WHERE, what, "give one target per record")
     _check_like(who, place, leaf, first)
 
 

@@ -135,13 +135,13 @@ def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> l
     """Metrics and errors over rounds."""
     sections: list[Section] = []
     for name in METRICS:
-        series = {run: history.curve(name) for run, history in histories.items() if history.curve(name)}
+        series = {run: history.curve(name) for run, history in histories.items() if name in history.names}
         if series:
             sections.append(Curves(f"Test {name}", "round", name, series))
-    spent = {run: history.curve("epsilon") for run, history in histories.items() if history.curve("epsilon")}
+    spent = {run: history.curve("epsilon") for run, history in histories.items() if "epsilon" in history.names}
     if spent:
         sections.append(Curves("Epsilon spent", "round", "epsilon", spent, note=SPENT))
-    errors = {run: [(r, e) for r, e in h.curve("error") if e > 0] for run, h in histories.items()}
+    errors = {run: [(r, e) for r, e in h.curve("error") if e > 0] for run, h in histories.items() if "error" in h.names}
     if known := {run: points for run, points in errors.items() if points}:
         sections.append(error_section(known, note))
     return sections

@@ -262,7 +262,7 @@ class CrossEntropy(_OfClasses):
 
 @dataclass(frozen=True)
 class Custom:
-    """A user's function (outputs, targets) -> one value per sample."""
+    """A user's function (outputs, targets) -> one value per sample; values per output or position are summed."""
 
     function: Function
 
@@ -280,15 +280,19 @@ class Custom:
         return targets
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What the function returns."""
-        found = self.function(outputs, targets)
-        if not isinstance(found, Tensor) or found.shape != outputs.shape[:1]:
+        """The function's values, summed over a sample's outputs and positions.
+
+        Other shapes are refused: (n, n) for outputs (n, 1) compares each output with the targets of all samples.
+        """
+        found, first, others = self.function(outputs, targets), outputs.shape[:1], outputs.shape[1:]
+        known = (first, first + others, first + others[:-1], first + others[1:])
+        if not isinstance(found, Tensor) or found.shape not in known:
             what = f"it returned {_shape_of(found)} for outputs of {_shape_of(outputs)}, not one value per sample"
             fix = "return a tensor of shape (samples,), with reduction='none' and a sum over other dims"
             if isinstance(found, Tensor) and not found.dim():
                 fix += "; or, if it compares samples with one another, fedveil.BatchLoss(function)"
             raise BadArgument(f"loss {self.name}", what, fix)
-        return found
+        return found.flatten(1).sum(1) if found.dim() > 1 else found
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """By autograd."""
