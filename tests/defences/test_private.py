@@ -506,7 +506,7 @@ def test_without_noise_the_summary_has_no_epsilon(tmp_path):
 
 
 def test_compare_wraps_every_defence_and_the_baseline(tmp_path, capsys):
-    flags = "--epochs 1 --hidden 8 --batch-size 512 --clients 3 --dp-clip 1 --dp-noise 5 --seeds 1 --json"
+    flags = "--epochs 1 --hidden 8 --batch-size 512 --clients 3 --dp-clip 1 --dp-noise 5 --seeds 1 --workers 1 --json"
     names = "plain,baseline,veil,ppdl,dbcl,spn"
     assert cli.main(["compare", *flags.split(), "--defences", names, "--out", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)

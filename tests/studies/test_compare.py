@@ -15,6 +15,7 @@ ALL = DEFENCES
 
 def test_every_defence_runs_and_the_veil_is_as_near_to_plain_as_rounding(tmp_path, capsys):
     flags = ["--epochs", "2", "--hidden", "10", "--clients", "3", "--loss", "cross_entropy", "--seeds", "2", "--json"]
+    flags += ["--workers", "1"]  # in this process, whose secrets are seeded
     names = ",".join(("plain", "baseline", *ALL[1:]))
     assert cli.main(["compare", *flags, "--defences", names, "--out", str(tmp_path)]) == 0
     rows = {row["defence"]: row for row in json.loads(capsys.readouterr().out)}
