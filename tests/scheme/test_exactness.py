@@ -58,7 +58,7 @@ def test_float32_is_as_exact_as_plain_autograd(name, groups, additive, multiplic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize("groups", [1, 3, 10])
+@pytest.mark.parametrize("groups", [1, 10])  # three groups are in the quick tests
 def test_float32_is_as_exact_as_plain_autograd_at_every_noise(name, groups):
     for additive, multiplicative in NOISES:
         noise = {"groups": groups, "additive": additive, "multiplicative": multiplicative}
