@@ -1,6 +1,7 @@
 """Settings that all tests share."""
 
 import os
+import signal
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -11,6 +12,8 @@ from hypothesis import HealthCheck, settings
 from tests import seeding
 
 torch.set_num_threads(1)  # two pytest workers share two cores
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts commands in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 seeding.replace_system_entropy()
 
 settings.register_profile(

@@ -17,7 +17,7 @@ def saved_in(folder):
 
 def check_kill(folder, kill_at):
     """The checkpoint is behind by an interval at most."""
-    assert kill_at - EVERY <= saved_in(folder) < kill_at
+    assert kill_at - EVERY <= saved_in(folder) <= kill_at
 
 
 def check_end(folder, whole):

@@ -34,7 +34,7 @@ DEFAULTS = {
     "keys": "",  # folder of identities and roster, for secure aggregation
     "tap": "",  # folder into which the server writes what it receives
     "evaluate-every": 0,  # rounds; then the server records its run, and resumes it
-    "kill-at": 0,  # round after which the server kills itself, before its checkpoint
+    "kill-at": 0,  # round after which the server kills itself
 }
 """The configuration of the test app."""
 

@@ -64,7 +64,7 @@ def test_a_run_in_python_that_is_killed_at_every_tenth_is_whole_in_the_end(tmp_p
             finally:
                 os._exit(1)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-        assert kill_at - EVERY <= saved_in(folder) < kill_at
+        assert kill_at - EVERY <= saved_in(folder) <= kill_at
     found = recorded(folder)
     assert {name: found[name] for name in ("rounds", "mse", "best")} == {
         name: summary[name] for name in ("rounds", "mse", "best")
