@@ -9,7 +9,17 @@ import pytest
 import fedveil
 
 SOURCE = Path(fedveil.__file__).parent
-EVERYONE = {"arrays", "checks", "errors", "files", "locks", "lookup", "plain_json", "wire"}  # what every room may use
+EVERYONE = {
+    "arrays",
+    "checks",
+    "errors",
+    "files",
+    "locks",
+    "lookup",
+    "plain_json",
+    "signals",
+    "wire",
+}  # what every room may use
 LEAVES = ("data", "models", "report")
 BELOW = {
     **{leaf: set() for leaf in LEAVES},

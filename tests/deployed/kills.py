@@ -8,6 +8,14 @@ from safetensors.torch import load_file
 from fedveil.federation import checkpoint
 
 ROUNDS, EVERY = 20, 7
+HOW = {
+    "rounds": ROUNDS,
+    "evaluate_every": EVERY,
+    "defence": "plain",
+    "net": "mlp32",
+    "wait_for": 2,
+    "min_answers": 2,
+}
 TENTHS = range(2, ROUNDS + 1, 2)  # one of them, and the last, are evaluations
 
 

@@ -94,6 +94,9 @@ class HalfWay(torch.optim.SGD):
         return super().step()
 
 
+HalfWay.__name__ = torch.optim.SGD.__name__  # so that plain SGD may resume its run
+
+
 def sgd(kind):
     return lambda parameters: kind(parameters, 1e-2, momentum=0.9)
 

@@ -54,7 +54,7 @@ def test_no_damage_loads_with_other_values_and_no_run_is_lost(tmp_path, count, c
         again.resume(tmp_path)
         assert again.round == 2
         assert torch.equal(values(again), seen[2])
-        assert "the run goes on from checkpoint.previous.pt, round 2" in caplog.text
+        assert "the run continues from checkpoint.previous.pt, round 2" in caplog.text
         with pytest.raises(checkpoint.Damaged):
             checkpoint.load(tmp_path / LAST)
 
@@ -317,5 +317,5 @@ def test_kills_at_any_moment_lose_no_run(tmp_path, kills, caplog):
             assert run.round >= furthest.get(folder, 0)
             assert torch.equal(values(run), whole.after(run.round))
             furthest[folder] = run.round
-    assert "goes on from" not in caplog.text  # no checkpoint was ever damaged
+    assert "continues from" not in caplog.text  # no checkpoint was ever damaged
     assert max(furthest.values()) > 2  # and the kills did not all come before the first one

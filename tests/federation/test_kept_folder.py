@@ -71,7 +71,7 @@ CHANGES = {
     "seed": {"seed": 1},
     "loss": {"loss": "huber"},
     "participation": {"participation": 0.5},
-    "norm at which gradients are clipped": {"clip_norm": 0.5},
+    "gradient clipping": {"clip_norm": 0.5},
 }
 
 
@@ -88,13 +88,24 @@ def test_resuming_in_another_setting_says_what_is_other(tmp_path, caplog, change
     other.resume(tmp_path)
     assert change in other.changed
     assert set(other.changed) <= {change, "records"}  # other numbers of records are other records
-    assert f"was made with other {other.changed[0]}" in caplog.text
+    assert f"was trained with a different setting ({', '.join(other.changed)})" in caplog.text
 
 
 def test_resuming_with_another_optimiser_is_refused(tmp_path):
     make().fit(rounds=3, folder=tmp_path)
-    with pytest.raises(BadArgument, match="another optimiser than SGD"):
+    with pytest.raises(BadArgument, match="of the optimiser Adam, not SGD"):
         make(lambda parameters: torch.optim.SGD(parameters, 1e-2)).resume(tmp_path)
+
+
+def test_groups_of_parameters_with_keys_of_their_own_are_resumed(tmp_path):
+    def grouped(parameters):
+        first, *others = parameters
+        return torch.optim.AdamW([{"params": [first], "name": "first"}, {"params": others}], 1e-2)
+
+    make(grouped).fit(rounds=3, folder=tmp_path)
+    again = make(grouped)
+    again.fit(rounds=5, folder=tmp_path, resume=True)
+    assert [record["round"] for record in again.history.records] == [1, 2, 3, 4, 5]
 
 
 def test_adding_a_schedule_says_nothing_about_the_learning_rate(tmp_path, caplog):

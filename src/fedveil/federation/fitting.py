@@ -1,4 +1,4 @@
-"""What `Server.fit` is asked for: how far to train, and when to evaluate, to call back and to write a checkpoint."""
+"""The plan of `Server.fit`: how long to train, and when to evaluate and to write a checkpoint."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -224,11 +224,11 @@ class Federation(Server):
         return self.defence.upload(self.defence.client_step(self.model, broadcast, samples))
 
     def state(self) -> dict[str, Any]:
-        """Everything that the server's checkpoint holds; of clients only which of them have a private state."""
+        """Return everything that the checkpoint holds: of clients, numbers of records, a checksum, who has a state."""
         return {**super().state(), "private": sorted(self._private())}
 
     def setting(self) -> Setting:
-        """What a resumed run should share with the part before."""
+        """Return the settings that should be the same when a run is resumed."""
         shards = self.shards
         return {
             **super().setting(),
@@ -240,7 +240,7 @@ class Federation(Server):
         }
 
     def _checksum(self, run: bytes) -> str | None:
-        """That of the records, computed once for a run."""
+        """Return the checksum of the records, computed once for a run."""
         if self._checked is None or self._checked[0] != run:
             self._checked = run, checksum_records(self.shards, run)
         return self._checked[1]

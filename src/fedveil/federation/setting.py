@@ -1,4 +1,4 @@
-"""The setting of a run: what a resumed run should share with the part before, compared without keeping records."""
+"""The settings that should be the same when a run is resumed; records are compared by a checksum."""
 
 import hashlib
 from collections.abc import Mapping

@@ -24,7 +24,7 @@ def copy_state(value: Any) -> Any:
 class Snapshot:
     """Parameters, buffers, optimiser, schedule, round and records of a server.
 
-    What the defence keeps is no part of it: a round whose noise was drawn counts for privacy, whatever becomes of it.
+    The defence's state is not restored: a round whose noise was drawn counts for privacy even if it is undone.
     """
 
     def __init__(self, server: "Stored") -> None:

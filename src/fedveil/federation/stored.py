@@ -1,8 +1,9 @@
-"""What of a server is kept: its state in memory, which a broken round leaves as it was, and its checkpoints."""
+"""The state of a server: restored in memory if a round is interrupted, and kept on disk as checkpoints."""
 
 import json
 import logging
 import os
+import signal
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,13 +20,15 @@ from fedveil.federation.finite import find_non_finite, find_non_finite_state, se
 from fedveil.federation.history import History
 from fedveil.federation.setting import Setting, list_changes
 from fedveil.federation.snapshot import Snapshot
-from fedveil.federation.threads import OneThread, ignore_interrupts
+from fedveil.federation.threads import OneThread
 from fedveil.locks import locked
 from fedveil.plain_json import parse_json
 from fedveil.scheme.losses import Loss
+from fedveil.signals import handle
 
 LOG = logging.getLogger("fedveil")
 Folder = str | os.PathLike[str]
+OPTIMISER = "optimiser"
 LOWER = "lower the learning rate; checkpoints that were written before are kept"
 
 
@@ -42,7 +45,7 @@ class Stored(ABC):
     round: int
     best: tuple[float, dict[str, Tensor]] | None
     history: History
-    changed: list[str]  # of the setting, since the part of the run that was resumed
+    changed: list[str]  # settings that differ from those of the run that was resumed
     _alone: OneThread
     _run: bytes  # which checkpoints are this run's
     _behind: bool  # the last checkpoint on disk is bad, and the one before was used
@@ -50,7 +53,7 @@ class Stored(ABC):
     _saved: tuple[object, ...] | None  # what was written last
 
     def state(self) -> dict[str, Any]:
-        """Everything that the server's checkpoint holds: never a secret, and nothing that is private to a client."""
+        """Return everything that the server's checkpoint holds: never a secret, and no record of a client."""
         return {
             "round": self.round,
             "model": self.model.state_dict(),
@@ -63,8 +66,9 @@ class Stored(ABC):
         }
 
     def setting(self) -> Setting:
-        """What a resumed run should share with the part before."""
-        return {"loss": self.loss.name, "norm at which gradients are clipped": self.clip_norm or 0.0}
+        """Return the settings that should be the same when a run is resumed."""
+        optimizer = type(self.optimizer).__name__
+        return {OPTIMISER: optimizer, "loss": self.loss.name, "gradient clipping": self.clip_norm or 0.0}
 
     def save(self, folder: Folder) -> None:
         """Write the checkpoint; the one before stays beside it."""
@@ -92,7 +96,7 @@ class Stored(ABC):
         return checkpoint.Belongs(self._run, self.round)
 
     def resume(self, folder: Folder) -> None:
-        """Go on from a folder's checkpoint: same data order and optimiser state, new secrets.
+        """Continue from a folder's checkpoint: same data order and optimiser state, new secrets.
 
         If it is damaged, or its model is not finite, the one before is used; a warning and the last record say so.
         """
@@ -122,13 +126,13 @@ class Stored(ABC):
     def _private_states(
         self, folder: Path, belongs: checkpoint.Belongs | None, state: dict[str, Any]
     ) -> dict[int, dict[str, Any]]:
-        """What clients of this process keep to themselves, by client; of other processes' nothing is here."""
+        """Return the private states of clients in this process, by client; remote clients keep their own."""
         return {}
 
     def _say_why(self, path: Path, damaged: Sequence[checkpoint.Damaged]) -> None:
         """Say that the checkpoint before the last one is used; the round between them counts for privacy."""
         why = f"{damaged[0].where}: {damaged[0].what}" if damaged else f"there is no {checkpoint.LAST}"
-        text = f"{why}; the run goes on from {path.name}, round {self.round}"
+        text = f"{why}; the run continues from {path.name}, round {self.round}"
         LOG.warning("fedveil: %s", text)
         if self.history.records:
             self.history.records[-1]["went_back"] = text
@@ -140,9 +144,9 @@ class Stored(ABC):
         if wrote != self.defence.name:
             what = f"the checkpoint is of defence {wrote!r}, not {self.defence.name!r}"
             raise BadArgument(str(folder), what, "resume with the defence that wrote it")
-        kinds = [{*group} - {"initial_lr"} for group in (*state["optimizer"]["param_groups"], *self._groups)]
-        if any(kind != kinds[0] for kind in kinds):
-            what = f"the checkpoint is of another optimiser than {type(self.optimizer).__name__}"
+        own = type(self.optimizer).__name__
+        if (optimizer := state.get("setting", {}).get(OPTIMISER, own)) != own:
+            what = f"the checkpoint is of the optimiser {optimizer}, not {own}"
             raise BadArgument(str(folder), what, "resume with the optimiser that wrote it")
         asked = self._first_rate()
         try:
@@ -158,26 +162,22 @@ class Stored(ABC):
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
         self.defence.restore(state["defence"])
-        for client, own in private.items():
-            self.defence.restore_client(client, own)
+        for client, kept_there in private.items():
+            self.defence.restore_client(client, kept_there)
         self.round, self.best = state["round"], state["best"]
         records = state["records"]
         self.history = History(parse_json(str(folder), records) if isinstance(records, str) else list(records))
 
     def _compare(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Remember, and say, what of the setting is not as it was; earlier versions wrote none."""
+        """Record which settings changed, and warn of them; earlier versions wrote no settings."""
         self.changed = list_changes(state.get("setting", {}), self.setting())
         if self.changed:
-            what = f"the run in {folder} was made with other {' and '.join(self.changed)}"
-            LOG.warning("fedveil: %s; history and best model are of both", what)
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+            what = f"the run in {folder} was trained with a different setting ({', '.join(self.changed)})"
+            LOG.warning("fedveil: %s; its history and best model now mix both", what)
 
     def _first_rate(self) -> float | None:
         """The learning rate that the optimiser was made with; None if a schedule has changed it since."""
-        group = self._groups[0]
+        group = self.optimizer.param_groups[0]
         rate = group.get("initial_lr", None if self.schedule else group["lr"])
         return None if rate is None else float(rate)
 
@@ -208,7 +208,7 @@ class Stored(ABC):
     def _keep(self, folder: Path, error: BaseException) -> None:
         """Write the last complete state; if that fails, the error that ended the run is still the one to be seen."""
         try:
-            with ignore_interrupts():
+            with handle(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C must not stop the save
                 self._undo(diverged=isinstance(error, Diverged))
                 counted = isinstance(self.defence, Private) and self.defence.rounds > 0
                 if (self.round or counted) and (self.defence.durable or self._saved != self._mark(folder)):
@@ -217,7 +217,7 @@ class Stored(ABC):
             LOG.warning("fedveil: round %d could not be saved: %s", self.round, failure)
 
     def _mark(self, folder: Path) -> tuple[object, ...]:
-        """What tells whether a folder has the present state."""
+        """Return a value that changes whenever the checkpoint in a folder becomes outdated."""
         records = self.history.records
         return folder.resolve(), self._run, self.round, bool(records and records[-1].get("evaluated"))
 

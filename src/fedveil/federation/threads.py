@@ -1,9 +1,6 @@
-"""A federation is used by one thread at a time, and is not interrupted while it is saved."""
+"""A federation is used by one thread at a time."""
 
-import contextlib
-import signal
 import threading
-from collections.abc import Iterator
 
 from fedveil.errors import FedveilError
 
@@ -24,16 +21,3 @@ class OneThread:
 
     def __reduce__(self) -> tuple[type["OneThread"], tuple[str]]:
         return OneThread, (self._where,)
-
-
-@contextlib.contextmanager
-def ignore_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C for a moment; only the main thread gets one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
