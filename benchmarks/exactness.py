@@ -79,18 +79,18 @@ def truth(model: nn.Module, inputs: Inputs, targets: Tensor, loss: Function = sq
     return Truth(inputs, targets, gradients, worst(plain(model, inputs, targets, loss), gradients))
 
 
-def round_error(model: nn.Module, known: Truth, secret: fedveil.Secret) -> float:
-    """The worst error of a parameter after one round."""
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), known.inputs, known.targets)
-    return worst(fedveil.recover(secret, [update]).gradients, known.gradients)
+def round_error(model: nn.Module, known: Truth, perturbation: fedveil.Perturbation) -> float:
+    """Return the worst error of a parameter after one round."""
+    update = fedveil.client_step(model, perturbation.broadcast, known.inputs, known.targets)
+    return worst(perturbation.recover([update]).gradients, known.gradients)
 
 
 def recovered_error(model: nn.Module, plan: fedveil.Plan, known: Truth, setting: Setting, seed: int) -> float:
     """The worst error of a parameter after one round of squared error."""
     groups, additive, multiplicative = setting
     entropy = fedveil.Entropy.for_tests(seed)
-    secret = fedveil.draw_secret(plan, groups=groups, additive=additive, multiplicative=multiplicative, entropy=entropy)
-    return round_error(model, known, secret)
+    veil = fedveil.Veil(groups, additive, multiplicative, entropy=entropy)
+    return round_error(model, known, veil.perturb(model, plan))
 
 
 def network(build: Callable[[], nn.Module], shape: Sequence[int], seed: int) -> list[Result]:
@@ -163,9 +163,9 @@ class Grid:
         results = []
         for number, setting in enumerate(DECOYS_SETTINGS):
             first = 1000 * (self.seed + 1) + DECOYS_BATCHES * number
-            error = round_error(self._double, exact, decoy_secret(self._double_plan, trial, setting, first))
+            error = round_error(self._double, exact, perturb(self._double, self._double_plan, trial, setting, first))
             ratios = [
-                round_error(self._single, known, decoy_secret(self._single_plan, trial, setting, first + i))
+                round_error(self._single, known, perturb(self._single, self._single_plan, trial, setting, first + i))
                 / known.plain_error
                 for i, known in enumerate(rounded)
             ]
@@ -173,11 +173,13 @@ class Grid:
         return results
 
 
-def decoy_secret(plan: fedveil.Plan, trial: Trial, setting: tuple[int, int, float], seed: int) -> fedveil.Secret:
-    """A repeatable secret with decoys."""
+def perturb(
+    model: nn.Module, plan: fedveil.Plan, trial: Trial, setting: tuple[int, int, float], seed: int
+) -> fedveil.Perturbation:
+    """Perturb a model with repeatable noise and decoys."""
     groups, decoys, additive = setting
-    entropy = fedveil.Entropy.for_tests(seed)
-    return fedveil.draw_secret(plan, trial.loss, groups, additive, decoys=decoys, entropy=entropy)
+    veil = fedveil.Veil(groups, additive, decoys=decoys, entropy=fedveil.Entropy.for_tests(seed))
+    return veil.perturb(model, plan, trial.loss)
 
 
 def progress(benchmark: str, done: int, total: int) -> None:

@@ -71,8 +71,8 @@ def rounds_in_turn(make_server: Callable[..., RemoteServer], config: Mapping[str
         pair = {}
         for name, server in servers.items():
             began = time.perf_counter()
-            details = server.step().details
+            figures = server.step().figures
             names = {"answers": "answers", "down": "bytes_down", "up": "bytes_up", "work": "seconds_work"}
-            pair[name] = {"seconds": time.perf_counter() - began} | {key: details[of] for key, of in names.items()}
+            pair[name] = {"seconds": time.perf_counter() - began} | {key: figures[of] for key, of in names.items()}
         found.append(pair)
     (Path(str(config["out"])) / "done.json").write_text(json.dumps(found[1:]))

@@ -18,7 +18,7 @@ class Trial:
     """A loss as it is tried.
 
     Attributes:
-        loss: what `draw_secret` takes.
+        loss: a name, a loss or a function.
         plain: the same in torch's functions, from outputs and targets to one number for the batch.
         targets: from samples, outputs and a generator to targets; floating ones in float64.
     """

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     check_method()
     case = residual(quick=True)
-    sent = fedveil.perturb(case.model, fedveil.draw_secret(fedveil.analyse(case.model, case.inputs)))
+    sent = fedveil.Veil().perturb(case.model, fedveil.analyse(case.model, case.inputs)).broadcast
     plain = peak(plain_step(case))
     client = peak(lambda: fedveil.client_step(case.model, sent, case.inputs, case.targets))
     rows = [

@@ -241,10 +241,9 @@ def send(
     """Broadcasts of the models in turn, and where the true candidate is."""
     for number in range(secrets):
         model = models[number % len(models)]
-        secret = fedveil.draw_secret(plan, "cross_entropy", groups, decoys=candidates - 1, entropy=entropy)
-        broadcast = fedveil.perturb(model, secret)
-        assert secret._undo is not None
-        yield model, broadcast, secret._undo.coefficients.index(1.0)
+        veil = fedveil.Veil(groups, decoys=candidates - 1, entropy=entropy)
+        perturbation = veil.perturb(model, plan, "cross_entropy")
+        yield model, perturbation.broadcast, perturbation.recovery.coefficients.index(1.0)
 
 
 def measure(case: Case, groups: int, candidates: int, secrets: int, seed: int) -> Row:

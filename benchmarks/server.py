@@ -5,7 +5,7 @@
 `perturb` is timed against cloning all parameters and buffers of the model, which it must read; `recover` of two updates
 (squared error, m = 1: three passes each) against cloning those updates. Float32; ratios are taken within a repetition.
 A clone also asks the kernel for new memory; copying into memory that is already there is several times faster and is
-shown for information, as is `draw_secret`. Updates are random numbers: nothing here depends on their values.
+shown for information. Perturbing includes drawing the noise. Updates are random: nothing depends on their values.
 """
 
 import argparse
@@ -58,21 +58,19 @@ def megabytes(tensors: Sequence[Tensor]) -> float:
 def measure(name: str, model: nn.Module, repetitions: int) -> list[Row]:
     """One network's rows: all work is timed in turn, in one run."""
     plan = fedveil.analyse(model, image_batch(IMAGE))
-    secret = fedveil.draw_secret(plan)
-    broadcast = fedveil.perturb(model, secret)
-    updates = [random_update(broadcast, samples=8) for _ in range(CLIENTS)]
+    session = fedveil.Veil().start(plan)
+    perturbation = session.perturb(model)
+    updates = [random_update(perturbation.broadcast, samples=8) for _ in range(CLIENTS)]
     values = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     answers = [tensor for update in updates for tensor in (*update.passes.values(), *update.buffers.values())]
-    ahead = [fedveil.draw_secret(plan) for _ in range(WARM_UP + repetitions)]  # a secret covers one broadcast
     other_values, other_answers = cloned(values), cloned(answers)
     work: dict[str, Callable[[], object]] = {
         "clone model": lambda: cloned(values),
         "copy model": lambda: copied(other_values, values),
-        "perturb": lambda: fedveil.perturb(model, ahead.pop()),
+        "perturb": lambda: session.perturb(model).release(reuse=True),
         "clone updates": lambda: cloned(answers),
         "copy updates": lambda: copied(other_answers, answers),
-        "recover": lambda: fedveil.recover(secret, updates),
-        "draw_secret": lambda: fedveil.draw_secret(plan),
+        "recover": lambda: perturbation.recover(updates),
     }
     timings = interleave(work, repetitions, 1, warm_up=WARM_UP)
     size, uploaded = f"{megabytes(values):.0f} MB", f"{megabytes(answers):.0f} MB"
@@ -81,7 +79,6 @@ def measure(name: str, model: nn.Module, repetitions: int) -> list[Row]:
         row(f"perturb / copy into memory that is there, {name}", timings, "perturb", "copy model", None),
         row(f"recover / clone of two updates ({uploaded}), {name}", timings, "recover", "clone updates", BOUND),
         row(f"recover / copy into memory that is there, {name}", timings, "recover", "copy updates", None),
-        row(f"draw_secret / clone of the model, {name}", timings, "draw_secret", "clone model", None),
     ]
 
 

@@ -3,7 +3,7 @@
     PYTHONPATH=src python -m benchmarks.speed [--quick] [--threads 2] [--only squared-error|cross-entropy]
 
 Ideal is one forward and m + 2 backward passes of the plain network, measured in the same run. A whole round is
-draw_secret, perturb, client_step and recover for one client; a plain step is forward, squared error and
+perturb, client_step and recover for one client; a plain step is forward, squared error and
 autograd.grad. `analyse` runs once per model and is not timed. Float32, normal inputs, targets 0 or 1.
 
 Cross-entropy, binary for the one output of the MLP, has as many backward passes as candidates: the true offset and its
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 import fedveil
 from benchmarks.timing import Summary, Timings, compare, interleave, machine, table, verdict
 from fedveil.models import mlp, resnet
+from fedveil.scheme import VeilSession
 
 Function = Callable[[Tensor, Tensor], Tensor]
 DECOYS = (1, 2, 3)
@@ -82,14 +83,15 @@ def plain_step(case: Case, loss: Function = squared_error) -> Callable[[], tuple
     return step
 
 
-def veiled_round(case: Case, draw: Callable[[], fedveil.Secret]) -> Callable[[], object]:
-    """Server and one client, with a new secret each time."""
+def veiled_round(case: Case, session: VeilSession) -> Callable[[], object]:
+    """Return a round of the server and one client, with new noise each time."""
 
     def run() -> object:
-        secret = draw()
-        broadcast = fedveil.perturb(case.model, secret)
-        update = fedveil.client_step(case.model, broadcast, case.inputs, case.targets)
-        return fedveil.recover(secret, [update])
+        perturbation = session.perturb(case.model)
+        update = fedveil.client_step(case.model, perturbation.broadcast, case.inputs, case.targets)
+        result = perturbation.recover([update])
+        perturbation.release(reuse=True)
+        return result
 
     return run
 
@@ -97,7 +99,7 @@ def veiled_round(case: Case, draw: Callable[[], fedveil.Secret]) -> Callable[[],
 def naive_round(model: nn.Sequential, inputs: Tensor, targets: Tensor) -> list[Tensor]:
     """The paper's Sec. 4 for m = 1 as one would write it, a layer at a time; no biases, ReLU between layers.
 
-    Factors have the range that `draw_secret` gives them; there is no permutation and no anchor.
+    Factors have the range of `fedveil.Veil`; there is no permutation and no anchor.
     """
     veiled = copy.deepcopy(model)
     layers = [module for module in veiled if isinstance(module, nn.Linear)]
@@ -166,15 +168,15 @@ def passes_of(broadcast: fedveil.Broadcast) -> int:
 def client_against_ideal(case: Case, groups: Sequence[int], bound: float) -> list[Row]:
     """client_step over F + (m + 2) B, for each m."""
     plan = fedveil.analyse(case.model, case.inputs)
-    sent = {f"m={m}": fedveil.perturb(case.model, fedveil.draw_secret(plan, groups=m)) for m in groups}
+    sent = {f"m={m}": fedveil.Veil(m).perturb(case.model, plan).broadcast for m in groups}
     timings, found = against_ideal(case, sent)
     return [Row(f"client_step / ideal, {case.name}, {name}", found[name], bound, timings.kept) for name in sent]
 
 
 def round_against_plain(case: Case, bound: float | None) -> list[Row]:
     """A whole round over a plain step; for a Sequential also the naive round."""
-    draw = partial(fedveil.draw_secret, fedveil.analyse(case.model, case.inputs))
-    work: dict[str, Callable[[], object]] = {"plain": plain_step(case), "round": veiled_round(case, draw)}
+    session = fedveil.Veil().start(fedveil.analyse(case.model, case.inputs))
+    work: dict[str, Callable[[], object]] = {"plain": plain_step(case), "round": veiled_round(case, session)}
     if isinstance(case.model, nn.Sequential):
         check_naive(case.model, case.inputs, case.targets)
         work["naive round"] = partial(naive_round, case.model, case.inputs, case.targets)
@@ -201,15 +203,15 @@ def cross_entropy(case: Case, ideal_bound: float | None, round_bound: float) -> 
     `ideal_bound` is for any number of decoys, `round_bound` for two.
     """
     case, loss, function = with_classes(case)
-    draw = partial(fedveil.draw_secret, fedveil.analyse(case.model, case.inputs), loss)
-    draws = {f"q={decoys + 1}": partial(draw, decoys=decoys) for decoys in DECOYS}
-    sent = {name: fedveil.perturb(case.model, one()) for name, one in draws.items()}
+    plan = fedveil.analyse(case.model, case.inputs)
+    sessions = {f"q={decoys + 1}": fedveil.Veil(decoys=decoys).start(plan, loss) for decoys in DECOYS}
+    sent = {name: session.perturb(case.model).broadcast for name, session in sessions.items()}
     beside: dict[str, Callable[[], object]] = {"plain": plain_step(case, function)}
-    beside |= {f"round, {name}": veiled_round(case, one) for name, one in draws.items()}
+    beside |= {f"round, {name}": veiled_round(case, session) for name, session in sessions.items()}
     timings, found = against_ideal(case, sent, beside)
     over = compare(timings, "plain")
     what = f"{case.name}, {loss.replace('_', ' ')}"
-    steps = [Row(f"client_step / ideal, {what}, {name}", found[name], ideal_bound, timings.kept) for name in draws]
+    steps = [Row(f"client_step / ideal, {what}, {name}", found[name], ideal_bound, timings.kept) for name in sessions]
     return steps + [
         Row(
             f"round / plain step, {what}, {name}",
@@ -217,7 +219,7 @@ def cross_entropy(case: Case, ideal_bound: float | None, round_bound: float) -> 
             round_bound if name == "q=3" else None,
             timings.kept,
         )
-        for name in draws
+        for name in sessions
     ]
 
 

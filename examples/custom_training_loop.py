@@ -1,6 +1,6 @@
 """A training loop of your own: the calls of one round, with everything around them in your hands.
 
-- Shows: analyse, draw_secret, perturb, client_step and recover in place of a Federation; a loss function of your own.
+- Shows: analyse, perturb, client_step and recover in place of a Federation; a loss function of your own.
 - Who attacks: nobody here. What is protected: clients receive `broadcast`, a masked model, and never `model` itself.
 - Needs: pip install fedveil
 - Last line: test accuracy 94.7 %; recovered and plain gradient differ by 5e-07 of its length
@@ -27,21 +27,22 @@ clients = [data.train.take(rows) for rows in split(data, 3)]
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-plan = fedveil.analyse(model, data.train.inputs[:2])  # once: which values can be masked, and how
-print(f"a veil covers {100 * plan.coverage:.0f} % of the model's values")
+plan = fedveil.analyse(model, data.train.inputs[:2])  # once: which values can be perturbed, and how
+session = fedveil.Veil().start(plan, margin)  # the server's secret state; it never leaves this process
+print(f"a veil perturbs {100 * plan.coverage:.0f} % of the model's values")
 
 for number in range(60):
     batches = [client.take(torch.randperm(len(client.targets))[:64]) for client in clients]
 
-    # The server draws the secret of this round, and makes what all clients receive.
-    secret = fedveil.draw_secret(plan, margin)
-    broadcast = fedveil.perturb(model, secret)
+    # The server perturbs the model with new noise. All clients receive the same broadcast.
+    perturbation = session.perturb(model)
 
     # Each client works on the broadcast. Of `model` it needs the architecture only; its values are ignored.
-    updates = [fedveil.client_step(model, broadcast, inputs, targets) for inputs, targets in batches]
+    updates = [fedveil.client_step(model, perturbation.broadcast, inputs, targets) for inputs, targets in batches]
 
     # The server removes the noise. What is left is the gradient of plain training.
-    found = fedveil.recover(secret, updates).gradients
+    found = perturbation.recover(updates).gradients
+    perturbation.release()
 
     # To compare, what nobody could compute in a real federation: the gradient of all batches on the true model.
     pooled = [torch.cat(parts) for parts in zip(*batches, strict=True)]

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import fedveil
 from fedveil.graph.inputs import Inputs, call, each, tensors
+from fedveil.scheme.noise import HeadNoise, UnitNoise
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -84,19 +86,41 @@ def planned(model: nn.Module, inputs: Inputs) -> fedveil.Plan:
     return known[key]
 
 
-def gamma_of(secret: fedveil.Secret) -> Tensor:
-    """The paper's gamma of a secret that covered a broadcast for squared error, for each output."""
-    assert secret._undo
-    assert secret._head
-    gamma = torch.from_numpy(secret._head.offset) - torch.tensor(secret._undo.coefficients[1:-1]).double()
-    return gamma[secret._head.partition]
+def perturb(  # type: ignore[no-untyped-def]
+    model: nn.Module, plan: fedveil.Plan, loss="squared_error", groups=1, *, entropy=None, **settings
+) -> fedveil.Perturbation:
+    """Perturb a model once."""
+    return fedveil.Veil(groups, entropy=entropy, **settings).perturb(model, plan, loss)
+
+
+class Known(NamedTuple):
+    """A perturbation with the noise that it was made with."""
+
+    perturbation: fedveil.Perturbation
+    units: UnitNoise
+    head: HeadNoise
+
+    @property
+    def gamma(self) -> Tensor:
+        """The paper's gamma, for each output; of squared error."""
+        coefficients = self.perturbation.recovery.coefficients
+        return (torch.from_numpy(self.head.offset) - torch.tensor(coefficients[1:-1]).double())[self.head.partition]
+
+
+def perturb_known(model: nn.Module, plan: fedveil.Plan, loss="squared_error", **settings) -> Known:  # type: ignore[no-untyped-def]
+    """Perturb a model once, and tell the noise."""
+    session = fedveil.Veil(keep_noise=True, **settings).start(plan, loss)
+    perturbation = session.perturb(model)
+    assert session._state.kept
+    units, head = session._state.kept
+    assert head
+    return Known(perturbation, units, head)
 
 
 def veiled_round(  # type: ignore[no-untyped-def]
     model: nn.Module, inputs: Inputs, targets: Tensor, *, seed: int | None = None, **noise
-) -> fedveil.Recovered:
-    """draw_secret, perturb, client_step, recover."""
+) -> fedveil.Aggregate:
+    """Perturb, client_step, recover."""
     entropy = None if seed is None else fedveil.Entropy.for_tests(seed)
-    secret = fedveil.draw_secret(planned(model, inputs), entropy=entropy, **noise)
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
-    return fedveil.recover(secret, [update])
+    perturbation = perturb(model, planned(model, inputs), entropy=entropy, **noise)
+    return perturbation.recover([fedveil.client_step(model, perturbation.broadcast, inputs, targets)])

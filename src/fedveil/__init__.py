@@ -1,31 +1,30 @@
-"""Fedveil: federated learning on a covered model, and attacks that measure what it hides."""
+"""Train one model across organisations on a perturbed copy, and measure what that hides."""
 
 TYPE_CHECKING = False  # typing's, without an import: the working directory comes off the path in __main__ only
 
 if TYPE_CHECKING:
+    from fedveil.defences import Veil
     from fedveil.errors import FedveilError
     from fedveil.federation import Federation, History, Limits
     from fedveil.graph import Plan, Symmetry, analyse
     from fedveil.runs.folder import load_model
     from fedveil.scheme import (
+        Aggregate,
         BatchLoss,
         Broadcast,
         CrossEntropy,
         Entropy,
         Huber,
-        Recovered,
-        Secret,
+        Perturbation,
         Update,
         client_step,
         client_view,
-        draw_secret,
-        perturb,
-        recover,
     )
 
     __version__: str
 
 __all__ = [
+    "Aggregate",
     "BatchLoss",
     "Broadcast",
     "CrossEntropy",
@@ -35,22 +34,25 @@ __all__ = [
     "History",
     "Huber",
     "Limits",
+    "Perturbation",
     "Plan",
-    "Recovered",
-    "Secret",
     "Symmetry",
     "Update",
+    "Veil",
     "analyse",
     "client_step",
     "client_view",
-    "draw_secret",
     "load_model",
-    "perturb",
-    "recover",
 ]
 
 _HOMES = {"FedveilError": "errors", "Federation": "federation", "History": "federation", "Limits": "federation"}
-_HOMES |= {"Plan": "graph", "Symmetry": "graph", "analyse": "graph", "load_model": "runs.folder"}  # all others: scheme
+_HOMES |= {
+    "Plan": "graph",
+    "Symmetry": "graph",
+    "analyse": "graph",
+    "load_model": "runs.folder",
+    "Veil": "defences",
+}  # all others: scheme
 
 
 def __getattr__(name: str) -> object:
@@ -71,7 +73,9 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Public names and rooms, without an import of any of them."""
+    """List public names and packages without importing any of them."""
     from pkgutil import iter_modules
 
-    return sorted({*globals(), *__all__, "__version__", *(room.name for room in iter_modules(__path__) if room.ispkg)})
+    return sorted(
+        {*globals(), *__all__, "__version__", *(package.name for package in iter_modules(__path__) if package.ispkg)}
+    )

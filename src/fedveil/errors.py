@@ -8,7 +8,6 @@ FedveilError
 │   ├── NothingToVeil    every axis is pinned: a veil would change nothing
 │   └── TooLittleCovered less of it can be covered than was asked for
 ├── ModelMismatch        a model is not the one that was analysed or broadcast
-├── SecretReused         a secret covers one broadcast, and this one has covered its own
 ├── Diverged             training became NaN or infinite
 ├── TooFewAnswers        a round's clients did not answer, or not in order, however often they were asked
 ├── Aborted              secure aggregation stops rather than open what it should not; names its reason
@@ -61,10 +60,6 @@ class TooLittleCovered(AnalysisError):
 
 class ModelMismatch(FedveilError):
     """A model is not the one that was analysed or broadcast."""
-
-
-class SecretReused(FedveilError):
-    """A secret covers one broadcast only."""
 
 
 class Diverged(FedveilError):

@@ -352,9 +352,9 @@ def test_a_rounds_record_says_how_large_noise_and_change_are():
     result = run.step()
     sent = flat(PlainUpdate(result.gradients, {}))
     slack = 2 * len(true) * EPS[torch.float64]  # two sums of squares
-    assert result.details["noise_over_rms"] == pytest.approx(float(0.1 / kept.square().mean().sqrt()), rel=slack)
+    assert result.figures["noise_over_rms"] == pytest.approx(float(0.1 / kept.square().mean().sqrt()), rel=slack)
     assert result.error == pytest.approx(float((sent - true).norm() / true.norm()), rel=slack)
-    assert result.details["clipped"] == 1.0
+    assert result.figures["clipped"] == 1.0
 
 
 def test_a_rounds_error_is_the_clients_mean_by_weight():
@@ -363,8 +363,8 @@ def test_a_rounds_error_is_the_clients_mean_by_weight():
     result = defence.aggregate(sent, [5.0, 2.0, 3.0])
     expected = (5 * 1 + 2 * 4 + 3 * 0) / (5 * math.sqrt(10) + 2 * 8 + 3 * 2)
     assert result.error == pytest.approx(expected, rel=4 * EPS[torch.float64])
-    assert result.details["clipped"] == pytest.approx(1 / 3)
-    assert result.details["bytes_up"] == 5  # one float32, and a byte that says which
+    assert result.figures["clipped"] == pytest.approx(1 / 3)
+    assert result.figures["bytes_up"] == 5  # one float32, and a byte that says which
 
 
 def test_a_first_gradient_is_its_own_median_and_counts_as_not_clipped():
@@ -372,22 +372,22 @@ def test_a_first_gradient_is_its_own_median_and_counts_as_not_clipped():
     shares = []
     for size in (2.0, 3.0):
         sent = [defence.upload(update(torch.tensor([g])), client) for client, g in enumerate([size, 1.0])]
-        shares.append(defence.aggregate(sent, [1.0, 1.0]).details["clipped"])
+        shares.append(defence.aggregate(sent, [1.0, 1.0]).figures["clipped"])
     assert shares == [0.0, 0.5]
 
 
 def test_where_others_made_the_uploads_the_record_makes_no_claim():
     defence, other = PPDL.named("both"), PPDL.named("both")
     result = defence.aggregate([other.upload(update(torch.ones(20)))], [1.0])
-    assert (result.error, result.details) == (0.0, {})
+    assert (result.error, result.figures) == (0.0, {})
 
 
 def test_gradients_of_zero_leave_a_record_of_finite_numbers():
     defence = PPDL.named("both", seed=0)
     result = defence.aggregate([defence.upload(update(torch.zeros(20)))], [1.0])
     assert result.error == 0.0
-    assert result.details["clipped"] == 0.0
-    assert "noise_over_rms" not in result.details
+    assert result.figures["clipped"] == 0.0
+    assert "noise_over_rms" not in result.figures
 
 
 # Stopping and going on
@@ -452,7 +452,7 @@ def test_nothing_is_left_of_a_round_that_was_broken_off():
         defence.restore_client(client, {})
     results = [d.aggregate([d.upload(update(torch.ones(20)))], [1.0]) for d in (defence, fresh)]
     assert same(*[result.gradients for result in results])
-    assert results[0].details == results[1].details != {}
+    assert results[0].figures == results[1].figures != {}
 
 
 def test_a_client_restored_to_nothing_begins_anew():

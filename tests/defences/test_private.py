@@ -117,14 +117,14 @@ def test_without_noise_and_with_a_huge_clip_it_is_plain_with_equal_weights():
     plain = Plain().aggregate(updates_of(*found), [1.0] * 5)
     size = torch.stack(found).abs().mean(0)
     assert ((ours.gradients["w"] - plain.gradients["w"]).abs() <= (5 + 2) * EPS * size).all()
-    assert ours.details == {"dp_clipped": 0.0}  # no noise, no epsilon
+    assert ours.figures == {"dp_clipped": 0.0}  # no noise, no epsilon
 
 
 def test_weights_play_no_part_and_the_share_that_was_clipped_is_told():
     found = updates_of(*[torch.full((4,), size, dtype=torch.float64) for size in (0.1, 1.0, 10.0, 0.2)])
     one, other = (private(noise=2.0).aggregate(found, weights) for weights in ([1.0] * 4, [9.0, 1.0, 1.0, 0.0]))
     assert torch.equal(one.gradients["w"], other.gradients["w"])
-    assert one.details["dp_clipped"] == 0.5
+    assert one.figures["dp_clipped"] == 0.5
 
 
 # What noise covers it
@@ -253,7 +253,7 @@ def test_the_error_is_the_inner_defence_s():
     class Doubtful(Plain):
         def aggregate(self, updates, weights):
             found = super().aggregate(updates, weights)
-            return Aggregate(found.gradients, found.buffers, 0.5, found.details)
+            return Aggregate(found.gradients, found.buffers, 0.5, found.figures)
 
     run = federation(private(Doubtful()))
     result = run.step()
@@ -367,15 +367,16 @@ def test_each_is_what_aggregate_says_of_one_client(make, loss, build):
         truth = alone.aggregate(own, [1.0])
         tolerance = 1e-7 if loss.name == "cross_entropy" and defence.name == "veil" else 1e-9
         assert worst(found[client].gradients, truth.gradients) < tolerance
-        assert found[client].details == pytest.approx(truth.details)
+        assert found[client].figures == pytest.approx(truth.figures)
         assert set(found[client].buffers) == set(truth.buffers)
 
 
-def test_a_veil_forgets_its_secret_after_each():
+def test_a_veil_recovers_nothing_once_its_secret_is_forgotten():
     defence = federation(Veil()).defence
     model, (x, y) = net(), batch((6,), 4)
     step = defence.client_step(model, defence.broadcast(model), Samples(x, y.softmax(1)))
     assert len(defence.each([step, step])) == 2
+    defence.forget()
     with pytest.raises(errors.BadArgument, match="there is no broadcast to answer"):
         defence.each([step])
 

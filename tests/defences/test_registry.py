@@ -87,7 +87,7 @@ def test_settings_reach_the_defence_by_their_names_and_others_are_left_out():
         "x": 1,
     }
     assert build("dbcl", values).q == 3
-    assert build("veil", values).groups == 7
+    assert build("veil", values).noise.groups == 7
     ppdl, spn = build("ppdl", values), build("spn", values)
     assert (ppdl.name, ppdl.fraction, ppdl.sigma) == ("ppdl-both", 0.2, 1e-2)
     assert (spn.bits, spn.lr, spn.weight) == (5, 0.5, 0.1)

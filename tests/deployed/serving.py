@@ -47,13 +47,12 @@ class Leaky(Veil):
         self.path = Path(path)
 
     def each(self, updates):
-        secret = self._secret
-        known = torch.cat([secret._head.direction.double(), torch.ones(1, dtype=torch.float64)]).tolist()
-        coefficients = secret._undo.coefficients
-        gamma = [offset - c for offset, c in zip(secret._head.offset.tolist(), coefficients[1:-1], strict=True)]
-        numbers = [*secret._noise.scale.tolist(), *gamma, *coefficients]
-        numbers += secret._undo.cover.factors.double().tolist()
-        line = {"secret": sorted({x for x in numbers if abs(x) != 1}), "public": known[:-1]}
+        recovery, head = self.current.recovery, self.current.broadcast.head
+        coefficients = recovery.coefficients
+        gamma = [offset - c for offset, c in zip(head.offset.tolist(), coefficients[1:-1], strict=True)]
+        numbers = [*recovery.transform.scale.double().tolist(), *gamma, *coefficients]
+        numbers += recovery.transform.factors.double().tolist()
+        line = {"secret": sorted({x for x in numbers if abs(x) != 1}), "public": head.direction.double().tolist()}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         return super().each(updates)

@@ -259,7 +259,7 @@ def trained(kind, n, hostile):
 
     def watched(opened):
         found = result(opened)
-        inside.append(() if "skipped" in found.details else opened.tally.survivors)
+        inside.append(() if "skipped" in found.notes else opened.tally.survivors)
         return found
 
     server.secure._result = watched

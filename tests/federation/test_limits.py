@@ -290,7 +290,7 @@ def test_an_update_of_the_veil_keeps_its_secret_whatever_is_refused():
     run = hostile(times(1e30), defence="veil", limits=Limits())
     run.step(lambda broadcast, updates: seen.extend(updates))
     assert isinstance(seen[0], Update)
-    assert run.defence._secret is None
+    assert run.defence._current is None
 
 
 def test_a_client_with_many_more_batches_than_the_others_is_not_refused():

@@ -245,7 +245,7 @@ def test_a_server_that_changes_the_model_a_little_still_isolates_a_client_over_t
     for down in (set(), {"site-2"}):
         server.engine.down = down
         result = server.exchange()
-        records = result.details["records"]
+        records = result.figures["records"]
         sums.append({name: g.double() * records for name, g in result.gradients.items()})
         sums[-1]["records"] = torch.tensor([float(records)])
         server.round += 1

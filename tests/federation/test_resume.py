@@ -108,7 +108,7 @@ def test_no_secret_is_in_a_checkpoint(tmp_path):
 
     class Leaky(Veil):
         def aggregate(self, updates, weights):
-            secrets.extend(self._secret._noise.scale.tolist())
+            secrets.extend(self.current.recovery.transform.scale.tolist())
             return super().aggregate(updates, weights)
 
     federation(Leaky()).fit(rounds=3, folder=tmp_path)

@@ -23,7 +23,7 @@ from fedveil.federation.protocol import Ask, read
 from fedveil.flower import Server
 from fedveil.flower.carry import ARRAY, RECORD, own_of, unwrap, wrap
 from fedveil.flower.engine import FlowerEngine
-from fedveil.scheme import Secret
+from fedveil.scheme.recovery import Recovery
 
 DATA = parts()
 
@@ -270,7 +270,7 @@ def test_messages_live_as_long_as_their_round():
 
 def secrets_alive():
     gc.collect()
-    return [found for found in gc.get_objects() if type(found) is Secret]
+    return [found for found in gc.get_objects() if type(found) is Recovery]
 
 
 @pytest.mark.parametrize("name", ["client raised", "nan", "silence", "nothing in it"])

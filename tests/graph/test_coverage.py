@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from tests.oracle import built
+from tests.oracle import built, perturb
 from tests.zoo import ZOO
 from torch import nn
 
@@ -51,7 +51,7 @@ def test_what_counts_as_bare_is_sent_bit_for_bit_and_the_rest_is_not():
     model = built(half_bare)
     with pytest.warns(UserWarning, match="of the parameters' values are sent as they are"):
         plan = fedveil.analyse(model, torch.zeros(2, 5))
-    sent = fedveil.perturb(model, fedveil.draw_secret(plan)).parameters
+    sent = perturb(model, plan).broadcast.parameters
     same = sum(int((sent[name] == p).sum()) for name, p in model.named_parameters())
     total = sum(p.numel() for p in model.parameters())
     assert same / total == pytest.approx(plan.shares["bare"])
@@ -86,7 +86,7 @@ def test_a_new_norm_shows_its_factors_and_the_plan_says_what_they_were_to_protec
     assert plan.known.names == ("1.weight",)
     # its own 4 weights and 4 biases, and the signs of the 12 weights before; the next layer keeps its rows' factors
     assert plan.known.share == pytest.approx((8 + 12) / plan.layout.parameters)
-    sent = fedveil.perturb(model, fedveil.draw_secret(plan)).parameters
+    sent = perturb(model, plan).broadcast.parameters
     shown = sent["1.weight"].abs()  # what a client divides out: |r| o 1
     rows = sent["3.weight"][:, :, 0, 0] * shown
     true = model[3].weight[:, :, 0, 0]
@@ -136,7 +136,7 @@ def test_autocast_is_refused_around_forward():
         pytest.raises(errors.AnalysisError, match="autocast is on for cpu"),
     ):
         fedveil.analyse(model, torch.zeros(2, 5))
-    broadcast = fedveil.perturb(model, fedveil.draw_secret(fedveil.analyse(model, torch.zeros(2, 5))))
+    broadcast = perturb(model, fedveil.analyse(model, torch.zeros(2, 5))).broadcast
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(errors.BadArgument, match="autocast is on for cpu"):
         fedveil.client_step(model, broadcast, torch.zeros(2, 5), torch.zeros(2, 3))
 

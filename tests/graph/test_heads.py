@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from tests.oracle import batch, built, plain, planned, veiled_round, worst
+from tests.oracle import batch, built, perturb, plain, planned, veiled_round, worst
 from torch import nn
 from torch.nn import functional as F
 
@@ -104,11 +104,11 @@ def test_cross_entropy_per_pixel_has_its_classes_on_axis_1(name, loss):
         return F.cross_entropy(outputs, wanted, reduction="none").flatten(1).sum(1)
 
     plan = fedveil.analyse(model, inputs)
-    secret = fedveil.draw_secret(
-        plan, function if loss == "function" else loss, groups=4, entropy=fedveil.Entropy.for_tests(0)
+    secret = perturb(
+        model, plan, function if loss == "function" else loss, groups=4, entropy=fedveil.Entropy.for_tests(0)
     )
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
-    assert worst(fedveil.recover(secret, [update]).gradients, pixelwise(model, inputs, targets)) < 1e-9
+    update = fedveil.client_step(model, secret.broadcast, inputs, targets)
+    assert worst(secret.recover([update]).gradients, pixelwise(model, inputs, targets)) < 1e-9
 
 
 def refused(*texts):
@@ -149,11 +149,11 @@ def test_an_exposed_head_may_be_tied():
     targets = torch.randn(5, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = fedveil.analyse(model, ids, head="exposed")
     assert plan.shares["bare"] < 0.1
-    secret = fedveil.draw_secret(plan, multiplicative=10.0)
-    broadcast = fedveil.perturb(model, secret)
+    secret = perturb(model, plan, multiplicative=10.0)
+    broadcast = secret.broadcast
     assert not torch.equal(broadcast.parameters["embedding.weight"], model.embedding.weight)
     update = fedveil.client_step(model, broadcast, ids, targets)
-    assert worst(fedveil.recover(secret, [update]).gradients, plain(model, ids, targets)[0]) < 1e-9
+    assert worst(secret.recover([update]).gradients, plain(model, ids, targets)[0]) < 1e-9
 
 
 class Answering(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from benchmarks.architectures import settled
 from benchmarks.networks import ARCHITECTURES
-from tests.oracle import batch, built, in_dtype, plain, worst
+from tests.oracle import batch, built, in_dtype, perturb, plain, worst
 from tests.zoo import ZOO
 from torch import nn
 
@@ -29,9 +29,9 @@ def large(monkeypatch):
 def exact(model, inputs, targets, groups=2):
     plan = fedveil.analyse(model, inputs)
     assert not plan.pool.entries
-    secret = fedveil.draw_secret(plan, groups=groups, multiplicative=10.0, entropy=fedveil.Entropy.for_tests(1))
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
-    recovered = fedveil.recover(secret, [update])
+    secret = perturb(model, plan, groups=groups, multiplicative=10.0, entropy=fedveil.Entropy.for_tests(1))
+    update = fedveil.client_step(model, secret.broadcast, inputs, targets)
+    recovered = secret.recover([update])
     truth, buffers = plain(model, inputs, targets)
     assert worst(recovered.gradients, truth) < 1e-9
     for name, value in buffers.items():
@@ -62,24 +62,23 @@ def test_both_ways_send_the_same_values(monkeypatch):
     for pooled in (0, 2**30):
         monkeypatch.setattr(plan_module, "POOLED", pooled)
         plan = fedveil.analyse(model, inputs)
-        secret = fedveil.draw_secret(plan, entropy=fedveil.Entropy.for_tests(5))
-        sent.append(fedveil.perturb(model, secret))
+        secret = perturb(model, plan, entropy=fedveil.Entropy.for_tests(5))
+        sent.append(secret.broadcast)
     for name, value in sent[0].parameters.items():
         torch.testing.assert_close(value, sent[1].parameters[name], rtol=1e-12, atol=0)
 
 
-def test_memory_is_used_again_only_when_nobody_holds_it(large):
+def test_memory_is_used_again_only_once_it_is_given_back(large):
     model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
-    plan = fedveil.analyse(model, torch.zeros(2, 5))
-    broadcasts = [fedveil.perturb(model, fedveil.draw_secret(plan)) for _ in range(4)]
-    copies = [{k: v.clone() for k, v in b.parameters.items()} for b in broadcasts]
-    kept = broadcasts[1].parameters["0.weight"][2:4]  # a view is enough to hold it
-    before = kept.clone()
-    places = {b.parameters["0.weight"].data_ptr() for b in broadcasts}
-    assert len(places) == 4
-    for broadcast, known in zip(broadcasts, copies, strict=True):
-        assert all(torch.equal(broadcast.parameters[name], value) for name, value in known.items())
-    del broadcasts, broadcast
-    again = [fedveil.perturb(model, fedveil.draw_secret(plan)).parameters["0.weight"].data_ptr() for _ in range(4)]
-    assert torch.equal(kept, before)
-    assert len(set(again)) < 4
+    session = fedveil.Veil().start(fedveil.analyse(model, torch.zeros(2, 5)))
+    held = [session.perturb(model) for _ in range(4)]
+    copies = [{k: v.clone() for k, v in own.broadcast.parameters.items()} for own in held]
+    held[0].release()
+    reused = held[1].broadcast.parameters["0.weight"].data_ptr()
+    held[1].release(reuse=True)
+    held[1].release(reuse=True)  # given back once
+    places = [session.perturb(model).broadcast.parameters["0.weight"].data_ptr() for _ in range(3)]
+    assert places.count(reused) == 1
+    assert len(set(places)) == 3
+    for own, known in zip([held[0], *held[2:]], [copies[0], *copies[2:]], strict=True):
+        assert all(torch.equal(own.broadcast.parameters[name], value) for name, value in known.items())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.oracle import batch, built, plain, veiled_round, worst
+from tests.oracle import batch, built, perturb, plain, veiled_round, worst
 from torch import nn
 from torch.nn import functional as F
 
@@ -256,10 +256,10 @@ def test_parameters_read_by_forward_itself_are_veiled_and_exact():
     targets = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = fedveil.analyse(model, tokens)
     assert plan.layout.unused == ("unused",)
-    secret = fedveil.draw_secret(plan)
-    broadcast = fedveil.perturb(model, secret)
+    secret = perturb(model, plan)
+    broadcast = secret.broadcast
     assert not torch.isclose(broadcast.parameters["positions"], model.positions).any()
-    recovered = fedveil.recover(secret, [fedveil.client_step(model, broadcast, tokens, targets)])
+    recovered = secret.recover([fedveil.client_step(model, broadcast, tokens, targets)])
     del model.unused
     assert worst(recovered.gradients, plain(model, tokens, targets)[0]) < 1e-9
 
@@ -287,7 +287,7 @@ def test_an_unknown_operation_pins_its_axis_and_the_plan_says_so():
     assert plan.pinned == (("1 (special_i0)", "there is no rule for it"),)
     assert "1 (special_i0): there is no rule for it" in str(plan)
     weight = model[0].weight
-    broadcast = fedveil.perturb(model, fedveil.draw_secret(plan))
+    broadcast = perturb(model, plan).broadcast
     assert torch.equal(broadcast.parameters["0.weight"], weight)
     assert 0 < plan.coverage < 1
     changed = sum(float((value != model.get_parameter(name)).sum()) for name, value in broadcast.parameters.items())
@@ -318,11 +318,11 @@ def test_depthwise_ties_the_order_and_grouped_keeps_to_its_groups():
 def test_a_permutation_really_moves_units():
     model = built(stack(nn.Linear(5, 40), nn.ReLU(), nn.Linear(40, 3)))
     plan = fedveil.analyse(model, torch.zeros(1, 5))
-    broadcast = fedveil.perturb(model, fedveil.draw_secret(plan, multiplicative=1.0))
+    broadcast = perturb(model, plan, multiplicative=1.0).broadcast
     moved = broadcast.parameters["0.weight"]
     assert sorted(moved[:, 0].tolist()) == sorted(model[0].weight[:, 0].tolist())
     assert (moved != model[0].weight).any()
-    kept = fedveil.perturb(model, fedveil.draw_secret(plan, multiplicative=1.0, permute=False))
+    kept = perturb(model, plan, multiplicative=1.0, permute=False).broadcast
     assert torch.equal(kept.parameters["0.weight"], model[0].weight)
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from tests.oracle import batch, built, planned, worst
+from tests.oracle import batch, built, perturb, planned, worst
 from torch import nn
 from torch.nn import functional as F
 
@@ -28,10 +28,10 @@ def truth(model, loss, inputs, targets, seed=7):
 
 
 def veiled(model, loss, inputs, targets, seed=7, **noise):
-    secret = fedveil.draw_secret(planned(model, inputs), loss, entropy=fedveil.Entropy.for_tests(1), **noise)
-    broadcast = fedveil.perturb(model, secret)
+    secret = perturb(model, planned(model, inputs), loss, entropy=fedveil.Entropy.for_tests(1), **noise)
+    broadcast = secret.broadcast
     torch.manual_seed(seed)
-    return fedveil.recover(secret, [fedveil.client_step(model, broadcast, inputs, targets)])
+    return secret.recover([fedveil.client_step(model, broadcast, inputs, targets)])
 
 
 def apart(outputs, targets):
@@ -231,8 +231,8 @@ def test_a_candidate_s_buffers_are_not_anothers():
     """The tail's statistics follow the candidate: only those of the true one are plain training's."""
     model = built(REPEATED["batch norm"])
     inputs, _ = batch((3, 8, 8))
-    secret = fedveil.draw_secret(planned(model, inputs), apart, decoys=2)
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, torch.zeros(6))
+    secret = perturb(model, planned(model, inputs), apart, decoys=2)
+    update = fedveil.client_step(model, secret.broadcast, inputs, torch.zeros(6))
     statistics = update.buffers["after.0.running_mean"]
     assert statistics.shape == (3, 4)
     assert (statistics[0] - statistics[1]).abs().max() > 1e-6
@@ -252,11 +252,11 @@ def test_the_head_s_node_is_none_where_something_follows():
 def test_broadcast_and_update_travel(name):
     model = built({**STACKED, **REPEATED}[name])
     inputs, _ = batch((3, 8, 8))
-    secret = fedveil.draw_secret(planned(model, inputs), apart, groups=3)
-    values, tensors = fedveil.perturb(model, secret).pack()
+    secret = perturb(model, planned(model, inputs), apart, groups=3)
+    values, tensors = secret.broadcast.pack()
     broadcast = fedveil.Broadcast.unpack(json.loads(json.dumps(values)), tensors, loss=apart)
     update = fedveil.Update.unpack(*fedveil.client_step(model, broadcast, inputs, torch.zeros(6)).pack())
-    found, gradients = fedveil.recover(secret, [update]).gradients, truth(model, apart, inputs, None)[0]
+    found, gradients = secret.recover([update]).gradients, truth(model, apart, inputs, None)[0]
     assert worst({"layer.weight": found["layer.weight"]}, {"layer.weight": gradients["layer.weight"]}) < 1e-9
     values["head"]["tail"] = "somewhere"
     with pytest.raises(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.oracle import plain, planned, veiled_round, worst
+from tests.oracle import perturb, plain, planned, veiled_round, worst
 from tests.transformers import WIDTH, Attention, Block, Stream, attention_networks, recurrent_networks, shaken
 from torch import nn
 
@@ -71,9 +71,9 @@ def error_after(model, tamper, seed=3):
     ids, targets = tokens()
     plan = fedveil.analyse(model, ids)
     tamper(plan)
-    secret = fedveil.draw_secret(plan, multiplicative=10.0, entropy=fedveil.Entropy.for_tests(seed))
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), ids, targets)
-    return worst(fedveil.recover(secret, [update]).gradients, plain(model, ids, targets)[0])
+    secret = perturb(model, plan, multiplicative=10.0, entropy=fedveil.Entropy.for_tests(seed))
+    update = fedveil.client_step(model, secret.broadcast, ids, targets)
+    return worst(secret.recover([update]).gradients, plain(model, ids, targets)[0])
 
 
 def slots_of(plan, name, kind):
@@ -130,8 +130,8 @@ def test_heads_trade_places_with_all_that_belongs_to_them():
 
 
 def broadcast_table(model, plan, seed):
-    secret = fedveil.draw_secret(plan, entropy=fedveil.Entropy.for_tests(seed))
-    return fedveil.perturb(model, secret).parameters["blocks.0.inner.table"]
+    secret = perturb(model, plan, entropy=fedveil.Entropy.for_tests(seed))
+    return secret.broadcast.parameters["blocks.0.inner.table"]
 
 
 def test_the_symmetries_of_attention_are_those_of_the_table():

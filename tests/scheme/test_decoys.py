@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.networks import networks
-from tests.oracle import batch, built, planned, worst
+from tests.oracle import batch, built, perturb, planned, worst
 from torch import nn
 from torch.nn import functional as F
 
@@ -44,8 +44,8 @@ def plain(model, loss, inputs, labels):
 
 def round_of(model, loss, inputs, labels, seed=0, **noise):
     asked = BatchLoss(contrastive) if loss == "contrastive" else loss
-    secret = fedveil.draw_secret(planned(model, inputs), asked, entropy=fedveil.Entropy.for_tests(seed), **noise)
-    return secret, fedveil.client_step(model, fedveil.perturb(model, secret), inputs, labels)
+    secret = perturb(model, planned(model, inputs), asked, entropy=fedveil.Entropy.for_tests(seed), **noise)
+    return secret, fedveil.client_step(model, secret.broadcast, inputs, labels)
 
 
 @given(
@@ -62,7 +62,7 @@ def test_any_network_and_loss_recover_the_plain_gradient(network, loss, groups, 
     labels = torch.arange(5) % 4
     truth = plain(model, loss, inputs, labels)
     secret, update = round_of(model, loss, inputs, labels, seed, groups=groups, decoys=decoys, additive=additive)
-    found = fedveil.recover(secret, [update]).gradients
+    found = secret.recover([update]).gradients
     total = torch.stack([g.norm() for g in truth.values()]).norm()
     for key, g in truth.items():
         assert (found[key] - g).norm() <= 1e-9 * g.norm() + 1e-12 * total, (key, model)
@@ -79,10 +79,10 @@ def case():
 def test_another_candidates_pass_is_not_the_gradient(case, loss):
     secret, update = round_of(*case[:1], loss, *case[1:], decoys=3)
     truth = plain(case[0], loss, *case[1:])
-    true = secret._undo.coefficients.index(1.0)
+    true = secret.recovery.coefficients.index(1.0)
     for place in range(4):
-        secret._undo.coefficients[:] = [float(number == place) for number in range(4)]
-        off = worst(fedveil.recover(secret, [update]).gradients, truth)
+        secret.recovery.coefficients[:] = [float(number == place) for number in range(4)]
+        off = worst(secret.recover([update]).gradients, truth)
         assert off < 1e-9 if place == true else off > 1e-3
 
 
@@ -96,7 +96,7 @@ def test_without_the_term_of_alpha_recovery_breaks(case, monkeypatch):
 
     monkeypatch.setattr(client_module, "cotangents", cut)
     secret, update = round_of(case[0], "cross_entropy", *case[1:])
-    assert worst(fedveil.recover(secret, [update]).gradients, plain(case[0], "cross_entropy", *case[1:])) > 1e-3
+    assert worst(secret.recover([update]).gradients, plain(case[0], "cross_entropy", *case[1:])) > 1e-3
 
 
 def test_a_bias_of_zeros_is_sent_without_noise_and_recovered(case):
@@ -105,15 +105,15 @@ def test_a_bias_of_zeros_is_sent_without_noise_and_recovered(case):
         model[-1].bias.zero_()
     truth = plain(model, "cross_entropy", inputs, labels)
     for settings in ({}, {"groups": 3}):
-        secret = fedveil.draw_secret(planned(model, inputs), "cross_entropy", additive=1e4, **settings)
-        broadcast = fedveil.perturb(model, secret)
+        secret = perturb(model, planned(model, inputs), "cross_entropy", additive=1e4, **settings)
+        broadcast = secret.broadcast
         assert not broadcast.head.masked_bias
         assert not broadcast.parameters[broadcast.head.bias].any()
-        found = fedveil.recover(secret, [fedveil.client_step(model, broadcast, inputs, labels)]).gradients
+        found = secret.recover([fedveil.client_step(model, broadcast, inputs, labels)]).gradients
         assert worst(found, truth) < 1e-6
     targets = batch((5,), 4)[1]
-    secret = fedveil.draw_secret(planned(model, inputs), groups=2)
-    found = fedveil.recover(secret, [fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)])
+    secret = perturb(model, planned(model, inputs), groups=2)
+    found = secret.recover([fedveil.client_step(model, secret.broadcast, inputs, targets)])
     residual = 0.5 * (model(inputs) - targets).square().sum(1).mean()
     expected = torch.autograd.grad(residual, list(model.parameters()))
     assert worst(found.gradients, dict(zip(dict(model.named_parameters()), expected, strict=True))) < 1e-9
@@ -123,11 +123,11 @@ def test_the_true_one_has_any_place_and_is_not_named(case):
     plan = planned(case[0], case[1])
     places = []
     for _ in range(300):
-        secret = fedveil.draw_secret(plan, "cross_entropy", decoys=2)
-        broadcast = fedveil.perturb(case[0], secret)
+        secret = perturb(case[0], plan, "cross_entropy", decoys=2)
+        broadcast = secret.broadcast
         assert broadcast.head.candidates.shape == (3, 1)
         assert len(broadcast.head.candidates.unique()) == 3
-        places.append(secret._undo.coefficients.index(1.0))
+        places.append(secret.recovery.coefficients.index(1.0))
     counts = np.bincount(places, minlength=3)
     assert ((counts - 100) ** 2 / 100).sum() < 18.4  # chi square with two degrees of freedom at 0.01 %
 
@@ -139,7 +139,7 @@ def test_a_pass_that_is_not_finite_is_refused_whether_it_counts_or_not(case, pla
     passes = {name: stack.clone() for name, stack in update.passes.items()}
     passes["0.weight"][place, 0, 0] = value
     with pytest.raises(errors.NonFiniteUpdate, match=r"client 0: 0\.weight holds NaN or infinity"):
-        fedveil.recover(secret, [dataclasses.replace(update, passes=passes)])
+        secret.recover([dataclasses.replace(update, passes=passes)])
 
 
 def implied(broadcast):
@@ -195,10 +195,10 @@ def test_simple_rules_pick_the_true_offset_hardly_more_often_than_chance(steps, 
         model = trained(steps, seed)
         plan = planned(model, torch.zeros(2, 20))
         for _ in range(SECRETS // 2):
-            secret = fedveil.draw_secret(plan, "cross_entropy", groups=groups, decoys=1)
-            broadcast = fedveil.perturb(model, secret)
+            secret = perturb(model, plan, "cross_entropy", groups=groups, decoys=1)
+            broadcast = secret.broadcast
             base, heads = implied(broadcast)
-            place = secret._undo.coefficients.index(1.0)
+            place = secret.recovery.coefficients.index(1.0)
             for name, rule in RULES.items():
                 score = rule(broadcast.head.candidates.numpy(), base, heads)
                 found = score.argmin() if abs(score[0] - score[1]) > 1e-6 * abs(score).max() else random.integers(2)
@@ -209,21 +209,20 @@ def test_simple_rules_pick_the_true_offset_hardly_more_often_than_chance(steps, 
 
 def test_the_rule_of_rounding_would_tell_without_the_blur(monkeypatch):
     """A planted signal: where numbers are not blurred, the rule finds the true offset."""
-    perturb = __import__("sys").modules["fedveil.scheme.perturb"]
-    monkeypatch.setattr(perturb, "_blurred", lambda base, V, dtype, entropy: base)
+    monkeypatch.setattr("fedveil.scheme.perturb._blur", lambda base, V, dtype, entropy: base)
     model = trained(0)
     hits = 0
     for _ in range(200):
-        secret = fedveil.draw_secret(planned(model, torch.zeros(2, 20)), "cross_entropy", decoys=1)
-        base, heads = implied(fedveil.perturb(model, secret))
-        hits += int(on_the_grid(base, heads).argmin()) == secret._undo.coefficients.index(1.0)
+        secret = perturb(model, planned(model, torch.zeros(2, 20)), "cross_entropy", decoys=1)
+        base, heads = implied(secret.broadcast)
+        hits += int(on_the_grid(base, heads).argmin()) == secret.recovery.coefficients.index(1.0)
     assert hits > 100 + 3.3 * 0.5 * math.sqrt(200)  # 3.3 standard deviations above chance; about 149 are expected
 
 
 def test_decoys_of_more_groups_differ_in_one_direction_in_which_column_sums_stay():
     model = built(lambda: mlp(20, 10, layers=2, hidden=48))
-    secret = fedveil.draw_secret(planned(model, torch.zeros(2, 20).double()), "cross_entropy", groups=4, decoys=5)
-    head = fedveil.perturb(model, secret).head
+    secret = perturb(model, planned(model, torch.zeros(2, 20).double()), "cross_entropy", groups=4, decoys=5)
+    head = secret.broadcast.head
     apart = head.candidates[1:] - head.candidates[0]
     values = torch.linalg.svdvals(apart)
     assert values[1] < 1e-5 * values[0]  # candidates are rounded to 24 digits behind their standard error's
@@ -233,11 +232,10 @@ def test_decoys_of_more_groups_differ_in_one_direction_in_which_column_sums_stay
 
 def test_a_head_of_zeros_and_one_column_have_decoys_too():
     entropy = fedveil.Entropy.for_tests(0)
-    plan = planned(built(lambda: mlp(5, 4, layers=2, hidden=16)), torch.zeros(2, 5).double())
     rows = np.array([[0.5, -0.5, 1.0, -1.0]])
     for covered in (np.zeros((4, 6)), np.ones((4, 1))):
         columns = covered.shape[1]
-        found = draw_candidates(plan, covered, np.ones(columns), rows, np.zeros(1), 3, False, entropy)
+        found = draw_candidates([], covered, np.ones(columns), rows, np.zeros(1), 3, False, entropy)
         assert found.shape == (4, 1)
         assert np.isfinite(found).all()
 
@@ -250,9 +248,9 @@ def test_few_outputs_are_exact(outputs):
     value = F.binary_cross_entropy_with_logits(model(inputs), targets, reduction="sum") / 6
     truth = dict(zip(dict(model.named_parameters()), torch.autograd.grad(value, list(model.parameters())), strict=True))
     for groups in range(1, outputs + 1):
-        secret = fedveil.draw_secret(planned(model, inputs), "binary_cross_entropy", groups=groups, additive=1e5)
-        update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
-        assert worst(fedveil.recover(secret, [update]).gradients, truth) < 1e-9
+        secret = perturb(model, planned(model, inputs), "binary_cross_entropy", groups=groups, additive=1e5)
+        update = fedveil.client_step(model, secret.broadcast, inputs, targets)
+        assert worst(secret.recover([update]).gradients, truth) < 1e-9
 
 
 @pytest.mark.parametrize("value", [1e30, math.inf, math.nan])
@@ -262,15 +260,16 @@ def test_a_model_that_diverged_leaves_nothing_behind(case, value):
     broken = built(lambda: mlp(5, 4, layers=2, hidden=16))
     with torch.no_grad():
         broken[-1].weight.mul_(value)
-    fedveil.perturb(broken, fedveil.draw_secret(plan, "cross_entropy", decoys=40))
-    secret = fedveil.draw_secret(plan, "cross_entropy")
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, labels)
+    session = fedveil.Veil(decoys=40).start(plan, "cross_entropy")
+    session.perturb(broken)
+    secret = session.perturb(model)
+    update = fedveil.client_step(model, secret.broadcast, inputs, labels)
     truth = plain(model, "cross_entropy", inputs, labels)
-    assert worst(fedveil.recover(secret, [update]).gradients, truth) < 1e-9
+    assert worst(secret.recover([update]).gradients, truth) < 1e-9
 
 
 def test_nothing_that_says_which_one_is_true_prints(case):
     secret, _ = round_of(case[0], "cross_entropy", *case[1:])
-    for thing in (secret, secret._undo):
+    for thing in (secret, secret.recovery):
         assert "1.0" not in repr(thing)
         assert "coefficients" not in repr(thing)

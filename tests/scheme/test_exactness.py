@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.networks import networks
-from tests.oracle import batch, built, errors, plain, veiled_round, worst
+from tests.oracle import batch, built, errors, perturb, plain, veiled_round, worst
 from tests.zoo import ZOO
 from torch import nn
 
@@ -90,22 +90,22 @@ def test_any_network_recovers_the_plain_gradient(network, groups, additive, mult
 def test_clients_are_weighted_by_their_samples_or_by_given_weights():
     model = built(ZOO["CNN"][0])
     data = [batch(ZOO["CNN"][1], samples=n, seed=n) for n in (3, 7, 13)]
-    secret = fedveil.draw_secret(fedveil.analyse(model, data[0][0]), groups=2)
-    broadcast = fedveil.perturb(model, secret)
+    secret = perturb(model, fedveil.analyse(model, data[0][0]), groups=2)
+    broadcast = secret.broadcast
     updates = [fedveil.client_step(model, broadcast, *part) for part in data]
     together = tuple(torch.cat(parts) for parts in zip(*data, strict=True))
-    assert worst(fedveil.recover(secret, updates).gradients, plain(model, *together)[0]) < FLOAT64
+    assert worst(secret.recover(updates).gradients, plain(model, *together)[0]) < FLOAT64
     parts = [plain(model, *part)[0] for part in data]
     mean = {name: (parts[0][name] + 5 * parts[1][name]) / 6 for name in parts[0]}
-    assert worst(fedveil.recover(secret, updates, weights=[10, 50, 0]).gradients, mean) < FLOAT64
+    assert worst(secret.recover(updates, weights=[10, 50, 0]).gradients, mean) < FLOAT64
 
 
 def test_batch_norm_statistics_are_averaged_over_clients_as_plain_fedavg_does():
     model = built(ZOO["Bottleneck ResNet"][0])
     data = [batch((3, 8, 8), samples=n, seed=n) for n in (4, 8)]
-    secret = fedveil.draw_secret(fedveil.analyse(model, data[0][0]))
-    broadcast = fedveil.perturb(model, secret)
-    recovered = fedveil.recover(secret, [fedveil.client_step(model, broadcast, *part) for part in data])
+    secret = perturb(model, fedveil.analyse(model, data[0][0]))
+    broadcast = secret.broadcast
+    recovered = secret.recover([fedveil.client_step(model, broadcast, *part) for part in data])
     first, second = (plain(model, *part)[1] for part in data)
     for name, value in recovered.buffers.items():
         if name.endswith("num_batches_tracked"):
@@ -134,10 +134,10 @@ def test_frozen_parameters_are_veiled_but_get_no_gradient():
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
     inputs, targets = batch((3, 8, 8))
-    secret = fedveil.draw_secret(fedveil.analyse(model, inputs))
-    broadcast = fedveil.perturb(model, secret)
+    secret = perturb(model, fedveil.analyse(model, inputs))
+    broadcast = secret.broadcast
     assert not torch.allclose(broadcast.parameters["0.weight"], model[0].weight)
-    recovered = fedveil.recover(secret, [fedveil.client_step(model, broadcast, inputs, targets)])
+    recovered = secret.recover([fedveil.client_step(model, broadcast, inputs, targets)])
     assert set(recovered.gradients) == {name for name, p in model.named_parameters() if p.requires_grad}
     assert worst(recovered.gradients, plain(model, inputs, targets)[0]) < FLOAT64
 
@@ -185,10 +185,10 @@ def test_a_head_on_every_token_is_summed_over_tokens():
 def test_an_exposed_head_is_exact_too():
     model = built(lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3), nn.Sigmoid()))
     inputs, targets = batch((5,), 3)
-    secret = fedveil.draw_secret(fedveil.analyse(model, inputs, head="exposed"))
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
+    secret = perturb(model, fedveil.analyse(model, inputs, head="exposed"))
+    update = fedveil.client_step(model, secret.broadcast, inputs, targets)
     assert all(len(stack) == 1 for stack in update.passes.values())
-    assert worst(fedveil.recover(secret, [update]).gradients, plain(model, inputs, targets)[0]) < FLOAT64
+    assert worst(secret.recover([update]).gradients, plain(model, inputs, targets)[0]) < FLOAT64
 
 
 def test_the_callers_models_are_left_as_they_were():
@@ -214,12 +214,12 @@ def test_batches_of_several_clients_go_through_one_weighted_step(name):
     build, shape = ZOO[name]
     model = built(build)
     data = [batch(shape, samples=n, seed=n) for n in (3, 7)]
-    secret = fedveil.draw_secret(fedveil.analyse(model, data[0][0]), groups=2, entropy=fedveil.Entropy.for_tests(0))
-    broadcast = fedveil.perturb(model, secret)
-    apart = fedveil.recover(secret, [fedveil.client_step(model, broadcast, *part) for part in data], weights=[10, 30])
+    secret = perturb(model, fedveil.analyse(model, data[0][0]), groups=2, entropy=fedveil.Entropy.for_tests(0))
+    broadcast = secret.broadcast
+    apart = secret.recover([fedveil.client_step(model, broadcast, *part) for part in data], weights=[10, 30])
     weights = torch.tensor([0.25 / 3] * 3 + [0.75 / 7] * 7, dtype=torch.float64)
     together = (torch.cat(parts) for parts in zip(*data, strict=True))
-    fused = fedveil.recover(secret, [fedveil.client_step(model, broadcast, *together, weights=weights)])
+    fused = secret.recover([fedveil.client_step(model, broadcast, *together, weights=weights)])
     assert worst(fused.gradients, apart.gradients) < FLOAT64
 
 

@@ -9,7 +9,7 @@ import pytest
 START = """
 import os
 import torch
-from fedveil import Entropy, analyse, draw_secret, perturb
+from fedveil import Veil, analyse
 from fedveil.models import mlp
 
 torch.set_num_threads(1)
@@ -17,10 +17,13 @@ torch.manual_seed(0)
 model = mlp(300, 10, hidden=300)
 plan = analyse(model, torch.zeros(2, 300))
 
-def broadcast(seed):
-    return perturb(model, draw_secret(plan, entropy=Entropy.for_tests(seed)))
+session = Veil().start(plan)
 
-held = broadcast(0)
+def broadcast():
+    perturbation = session.perturb(model)
+    return perturbation, perturbation.broadcast
+
+held_secret, held = broadcast()
 before = {name: tensor.clone() for name, tensor in held.parameters.items()}
 
 def same():
@@ -31,9 +34,9 @@ child = os.fork()
 """
 PARENT_GOES_ON = """
 if child:
-    del held
-    for seed in range(1, 5):
-        broadcast(seed)
+    held_secret.release(reuse=True)
+    for _ in range(4):
+        broadcast()[0].release(reuse=True)
     os.write(writer, b"x")
     raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 os.read(reader, 1)
@@ -43,9 +46,9 @@ CHILD_GOES_ON = """
 if not child:
     for tensor in held.parameters.values():
         tensor.zero_()
-    del held
-    for seed in range(1, 5):
-        broadcast(seed)
+    held_secret.release(reuse=True)
+    for _ in range(4):
+        broadcast()[0].release(reuse=True)
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 raise SystemExit(0 if same() else 3)

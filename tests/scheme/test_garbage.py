@@ -10,12 +10,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.oracle import batch, built
+from tests.oracle import batch, built, perturb
 from torch import nn
 
 import fedveil
 from fedveil import errors
-from fedveil.scheme.recover import check_update
 
 CLIENTS = 3
 
@@ -31,10 +30,10 @@ def rounds():
     inputs, values = batch((5,), 4, dtype=torch.float32)
     plan, made = fedveil.analyse(model, inputs), {}
     for loss, targets in {"squared_error": values, "cross_entropy": values.argmax(1)}.items():
-        secret = fedveil.draw_secret(plan, loss)
-        broadcast = fedveil.perturb(model, secret)
+        secret = perturb(model, plan, loss)
+        broadcast = secret.broadcast
         updates = [fedveil.client_step(model, broadcast, inputs, targets) for _ in range(CLIENTS)]
-        made[loss] = secret, updates, fedveil.recover(secret, updates)
+        made[loss] = secret, updates, secret.recover(updates)
     return made
 
 
@@ -137,7 +136,7 @@ def holds(rounds, case):
     sent = [mutate(update) if position == place else update for position, update in enumerate(updates)]
     forms = {"list": sent, "tuple": tuple(sent), "iterator": iter(sent), "thing": thing}
     try:
-        found = fedveil.recover(secret, forms[form], given_weights)
+        found = secret.recover(forms[form], given_weights)
     except errors.FedveilError:
         pass
     else:
@@ -146,7 +145,7 @@ def holds(rounds, case):
         assert not any(t.requires_grad for t in (*found.gradients.values(), *found.buffers.values()))
     for update, tensors in zip(updates, before, strict=True):
         assert all(map(torch.equal, (*update.passes.values(), *update.buffers.values()), tensors))
-    again = fedveil.recover(secret, updates)
+    again = secret.recover(updates)
     assert all(torch.equal(again.gradients[name], g) for name, g in expected.gradients.items())
 
 
@@ -171,13 +170,11 @@ HEAD = {"round": "a", "model": "b", "samples": 1}
 
 @pytest.mark.parametrize("number", range(len(THINGS)))
 def test_anything_in_place_of_an_argument_is_refused(rounds, number):
-    thing, (secret, updates, _) = THINGS[number], rounds["squared_error"]
+    thing, (secret, *_) = THINGS[number], rounds["squared_error"]
     calls = [
-        lambda: fedveil.recover(thing, updates),
-        lambda: fedveil.recover(secret, thing),
-        lambda: fedveil.recover(secret, [thing]),
-        lambda: check_update(secret, 0, thing),
-        lambda: check_update(thing, 0, updates[0]),
+        lambda: secret.recover(thing),
+        lambda: secret.recover([thing]),
+        lambda: secret.check(thing),
         lambda: fedveil.Update.unpack(thing, {}),
         lambda: fedveil.Update.unpack(HEAD | {"samples": thing if type(thing) is not int else None}, {}),
         lambda: fedveil.Update.unpack(HEAD, {(0, number): thing}),
@@ -193,7 +190,7 @@ def test_anything_in_place_of_an_argument_is_refused(rounds, number):
 def test_samples_are_a_number_of_records(rounds, samples):
     secret, updates, _ = rounds["squared_error"]
     with pytest.raises(errors.IncompleteUpdate, match=r"client 1: its update counts .* samples, not 1 to 2\^53"):
-        fedveil.recover(secret, [updates[0], dataclasses.replace(updates[1], samples=samples)])
+        secret.recover([updates[0], dataclasses.replace(updates[1], samples=samples)])
 
 
 WEIGHTS = [
@@ -206,13 +203,13 @@ WEIGHTS = [
 def test_weights_are_numbers(rounds, given):
     secret, updates, _ = rounds["squared_error"]
     with pytest.raises(errors.BadArgument, match=r"recover: .*weight"):
-        fedveil.recover(secret, updates, given)
+        secret.recover(updates, given)
 
 
 @pytest.mark.parametrize("form", [tuple, np.array, torch.tensor, lambda w: [np.float32(v) for v in w]])
 def test_weights_come_in_any_usual_form(rounds, form):
     secret, updates, expected = rounds["squared_error"]
-    found = fedveil.recover(secret, updates, form([6.0, 6.0, 6.0]))
+    found = secret.recover(updates, form([6.0, 6.0, 6.0]))
     assert all(torch.equal(found.gradients[name], g) for name, g in expected.gradients.items())
 
 
@@ -226,7 +223,7 @@ def test_tensors_that_nobody_asked_for_are_refused_in_linear_time(rounds, holder
         sent = [updates[0], dataclasses.replace(updates[1], **{holder: more | own})]
         start = time.process_time()
         with pytest.raises(errors.MisshapenUpdate, match=r"client 1: .*'0 extra' was not asked for"):
-            fedveil.recover(secret, sent)
+            secret.recover(sent)
         seconds.append(time.process_time() - start)
     assert seconds[1] < 0.5  # 4 us per name; checks of every tensor's values take seconds
 
@@ -237,13 +234,13 @@ def test_a_counter_has_the_shape_and_type_of_the_servers(rounds):
     for bad in (torch.ones(2).long(), torch.tensor(1.0), torch.tensor(1, dtype=torch.int32), torch.tensor(True)):
         sent = dataclasses.replace(updates[1], buffers=updates[1].buffers | {name: bad})
         with pytest.raises(errors.MisshapenUpdate, match=rf"client 1: buffer {name} is .*, not \(\) torch.int64"):
-            fedveil.recover(secret, [updates[0], sent])
+            secret.recover([updates[0], sent])
 
 
 def test_an_update_that_wants_gradients_is_a_result_without_history(rounds):
     secret, updates, expected = rounds["squared_error"]
     passes = {name: stack.clone().requires_grad_() for name, stack in updates[0].passes.items()}
-    found = fedveil.recover(secret, [dataclasses.replace(updates[0], passes=passes), *updates[1:]])
+    found = secret.recover([dataclasses.replace(updates[0], passes=passes), *updates[1:]])
     assert all(torch.equal(found.gradients[name], g) for name, g in expected.gradients.items())
     assert not any(g.requires_grad for g in found.gradients.values())
 
@@ -253,6 +250,6 @@ def test_text_of_a_client_is_cut_and_escaped(rounds):
     for field in ("round", "model"):
         sent = dataclasses.replace(updates[0], **{field: "\n\x1b[31m" + "x" * 10**6})
         with pytest.raises(errors.UpdateRefused) as caught:
-            fedveil.recover(secret, [sent])
+            secret.recover([sent])
         assert len(str(caught.value)) < 300
         assert "\x1b" not in str(caught.value)

@@ -10,15 +10,12 @@ from tests.oracle import batch, built, worst
 from torch import nn
 from torch.nn import functional as F
 
-from fedveil import Entropy, draw_secret
 from fedveil.attacks.veil import base_of
 from fedveil.defences import Samples, Veil
-from fedveil.errors import BadArgument
 from fedveil.graph import analyse
 from fedveil.models import mlp
 from fedveil.runs.page import veil_sections
 from fedveil.scheme import client_view, find_loss
-from fedveil.scheme.secret import Kept
 
 FLOAT64 = 1e-9  # the project's promise
 ROUNDS = 6
@@ -67,7 +64,7 @@ def test_everything_is_kept_but_the_offset_and_the_anchor(model, groups):
     veil, seen, noise = keeping(model, groups=groups), [], []
     for _ in range(2):
         seen.append(veil.broadcast(model))
-        noise.append((veil._secret._noise, veil._secret.round, veil._secret._undo.coefficients))
+        noise.append((veil.session._state.kept[0], seen[-1].round, veil.current.recovery.coefficients))
         veil.forget()
         with torch.no_grad():
             [parameter.mul_(1.01) for parameter in model.parameters()]
@@ -121,30 +118,25 @@ def test_the_page_says_that_noise_was_kept_and_how_often_it_was_drawn(model):
 def test_kept_noise_shows_nothing_and_is_neither_pickled_nor_copied(model, caplog):
     veil = keeping(model)
     veil.broadcast(model)
-    numbers = [number for number in veil._secret._noise.scale if abs(number) != 1]
+    numbers = [number for number in veil.session._state.kept[0].scale if abs(number) != 1]
     veil.forget()
     with caplog.at_level(logging.DEBUG):
-        logging.getLogger("test").warning("%s %r %s", veil, veil._kept, vars(veil))
-    shown = f"{veil!r} {vars(veil)} {veil.state()} {caplog.text}"
-    assert "<Kept, redacted>" in shown
+        logging.getLogger("test").warning("%s %r %s %s", veil, veil.session, vars(veil), vars(veil.session))
+    shown = f"{veil!r} {vars(veil)} {veil.state()} {vars(veil.session._state)} {caplog.text}"
+    assert "<VeilSession, redacted>" in shown
     assert not any(f"{number:.6g}" in shown for number in numbers)
-    assert not hasattr(veil._kept, "__dict__")
     for leak in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(TypeError, match="a Kept is neither pickled nor copied"):
-            leak(veil._kept)
+        with pytest.raises(TypeError, match="a VeilSession cannot be pickled or copied"):
+            leak(veil.session)
     with pytest.raises(TypeError):
         pickle.dumps(veil)
 
 
-def test_noise_of_another_plan_or_number_of_groups_is_refused(model):
-    plan, other = (analyse(model, torch.zeros(2, 6, dtype=torch.float64)) for _ in range(2))
-    kept = Kept(draw_secret(plan, groups=2, entropy=Entropy.for_tests(0)))
-    for wrong, groups in ((other, 2), (plan, 3)):
-        with pytest.raises(BadArgument, match="for another plan or another number of groups"):
-            draw_secret(wrong, groups=groups, kept=kept)
-    exposed = analyse(model, torch.zeros(2, 6, dtype=torch.float64), head="exposed")
-    bare = draw_secret(exposed, kept=Kept(draw_secret(exposed)))
-    assert bare.groups == 0
+def test_noise_of_an_exposed_head_is_kept(model):
+    veil = Veil(keep_noise=True, head="exposed")
+    veil.prepare(model, torch.zeros(2, 6, dtype=torch.float64), find_loss("squared_error"))
+    first, second = (veil.broadcast(model).parameters for _ in range(2))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 def test_a_new_gamma_changes_nothing_that_an_adaptive_client_sees(model):
@@ -160,12 +152,14 @@ def test_a_new_gamma_changes_nothing_that_an_adaptive_client_sees(model):
 def test_with_kept_noise_two_candidate_sets_give_the_true_offset_away(model, keep):
     """The true offset moves with the model, decoys are new: the nearest pair of two rounds is the true one."""
     hits, veil = 0, keeping(model, "cross_entropy", decoys=3)
-    veil.keep_noise = keep
+    if not keep:
+        veil = Veil(decoys=3)
+        veil.prepare(model, torch.zeros(2, 6, dtype=torch.float64), find_loss("cross_entropy"))
     for _ in range(40):
         veil.restore({})
         rounds = []
         for _ in range(2):
-            rounds.append((veil.broadcast(model).head.candidates, veil._secret._undo.coefficients.index(1.0)))
+            rounds.append((veil.broadcast(model).head.candidates, veil.current.recovery.coefficients.index(1.0)))
         (first, true), (second, _) = rounds
         hits += int((first - second.T).abs().min(1).values.argmin()) == true
     assert hits == 40 if keep else hits < 25  # a guess is right in 10 +- 3

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tests.oracle import batch, built, worst
+from tests.oracle import batch, built, perturb, worst
 from tests.zoo import ZOO
 from torch import nn
 from torch.nn import functional as F
@@ -36,8 +36,8 @@ def true_gradients(model, loss, inputs):
 
 def recovered(model, loss, inputs, targets, seed=0, **how):
     plan = fedveil.analyse(model, inputs)
-    secret = fedveil.draw_secret(plan, loss, entropy=fedveil.Entropy.for_tests(seed), **how)
-    return fedveil.recover(secret, [fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)])
+    secret = perturb(model, plan, loss, entropy=fedveil.Entropy.for_tests(seed), **how)
+    return secret.recover([fedveil.client_step(model, secret.broadcast, inputs, targets)])
 
 
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2])
@@ -130,11 +130,11 @@ def test_sequences_sum_over_positions():
 def test_an_exposed_head_takes_any_loss_in_one_pass():
     model = built(lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3), nn.Tanh()))
     inputs, _ = batch((5,), 3)
-    secret = fedveil.draw_secret(fedveil.analyse(model, inputs, head="exposed"), "cross_entropy")
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, LABELS)
+    secret = perturb(model, fedveil.analyse(model, inputs, head="exposed"), "cross_entropy")
+    update = fedveil.client_step(model, secret.broadcast, inputs, LABELS)
     assert update.passes["0.weight"].shape[0] == 1
     truth = true_gradients(model, lambda y: F.cross_entropy(y, LABELS), inputs)
-    assert worst(fedveil.recover(secret, [update]).gradients, truth) < 1e-9
+    assert worst(secret.recover([update]).gradients, truth) < 1e-9
 
 
 def test_a_loss_travels_with_its_settings_and_a_function_does_not():
@@ -142,13 +142,13 @@ def test_a_loss_travels_with_its_settings_and_a_function_does_not():
     plan = fedveil.analyse(model, torch.zeros(1, 5).double())
     named = (SquaredError(), CrossEntropy((1, 2, 3), 0.1), BinaryCrossEntropy(), LogCosh(), Poisson())
     for loss in (*named, AbsoluteError(), Huber(0.3), Hinge()):
-        metadata, tensors = fedveil.perturb(model, fedveil.draw_secret(plan, loss)).pack()
+        metadata, tensors = perturb(model, plan, loss).broadcast.pack()
         assert fedveil.Broadcast.unpack(json.loads(json.dumps(metadata)), tensors).loss == loss
 
     def own(outputs, targets):
         return (outputs - targets).square().sum(1)
 
-    metadata, tensors = fedveil.perturb(model, fedveil.draw_secret(plan, own)).pack()
+    metadata, tensors = perturb(model, plan, own).broadcast.pack()
     with pytest.raises(BadArgument, match="is the server's own function"):
         fedveil.Broadcast.unpack(metadata, tensors)
     assert fedveil.Broadcast.unpack(metadata, tensors, loss=own).loss.function is own
@@ -159,7 +159,7 @@ def test_a_loss_travels_with_its_settings_and_a_function_does_not():
 def test_settings_that_a_loss_does_not_have_are_refused():
     model = built(lambda: mlp(5, 3, layers=1, hidden=8))
     plan = fedveil.analyse(model, torch.zeros(1, 5).double())
-    metadata, tensors = fedveil.perturb(model, fedveil.draw_secret(plan, "log_cosh")).pack()
+    metadata, tensors = perturb(model, plan, "log_cosh").broadcast.pack()
     with pytest.raises(BadArgument, match="log_cosh has no settings"):
         fedveil.Broadcast.unpack(metadata | {"loss_settings": {"width": 3}}, tensors)
 

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from tests.oracle import batch, built, gamma_of, plain, worst
+from tests.oracle import batch, built, perturb, perturb_known, plain, worst
 from tests.zoo import ZOO
 
 import fedveil
@@ -23,8 +23,8 @@ def sent():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     inputs, targets = batch((3, 8, 8))
     entropy = fedveil.Entropy.for_tests(1)  # a number that is there by chance must not fail the search
-    secret = fedveil.draw_secret(fedveil.analyse(model, inputs), groups=4, multiplicative=10.0, entropy=entropy)
-    return model, inputs, targets, secret, fedveil.perturb(model, secret)
+    known = perturb_known(model, fedveil.analyse(model, inputs), groups=4, multiplicative=10.0, entropy=entropy)
+    return model, inputs, targets, known, known.perturbation.broadcast
 
 
 def over_the_wire(message):
@@ -33,10 +33,10 @@ def over_the_wire(message):
 
 
 def test_a_round_over_bytes_is_the_same_round(sent):
-    model, inputs, targets, secret, broadcast = sent
+    model, inputs, targets, known, broadcast = sent
     update = fedveil.client_step(model, over_the_wire(broadcast), inputs, targets)
-    recovered = fedveil.recover(secret, [over_the_wire(update)])
-    direct = fedveil.recover(secret, [fedveil.client_step(model, broadcast, inputs, targets)])
+    recovered = known.perturbation.recover([over_the_wire(update)])
+    direct = known.perturbation.recover([fedveil.client_step(model, broadcast, inputs, targets)])
     for name, gradient in direct.gradients.items():
         assert torch.equal(recovered.gradients[name], gradient)
     for name, buffer in direct.buffers.items():
@@ -46,8 +46,8 @@ def test_a_round_over_bytes_is_the_same_round(sent):
 
 def test_an_exposed_head_travels_too():
     model = built(ZOO["CNN"][0])
-    secret = fedveil.draw_secret(fedveil.analyse(model, torch.zeros(1, 3, 8, 8), head="exposed"))
-    assert over_the_wire(fedveil.perturb(model, secret)).head is None
+    secret = perturb(model, fedveil.analyse(model, torch.zeros(1, 3, 8, 8), head="exposed"))
+    assert over_the_wire(secret.broadcast).head is None
 
 
 @pytest.mark.parametrize(
@@ -138,19 +138,18 @@ def test_a_message_of_another_kind_or_format_is_refused(monkeypatch):
         from_bytes(GOOD.replace(b'format\\": 2', b'format\\": 9'), "test")
 
 
-def secret_numbers(secret):
+def secret_numbers(known):
     """Every number that must stay on the server: factors, gamma, the anchor's d, v, the true head."""
-    d = [-c for c in secret._undo.coefficients[1:-1]]
-    v = secret._undo.coefficients[-1]
-    factors = [r for r in secret._noise.scale.tolist() if abs(r) != 1]
-    return np.array([*factors, *[1 / r for r in factors], *gamma_of(secret).tolist(), *d, v])
+    _, *terms, v = known.perturbation.recovery.coefficients
+    factors = [r for r in known.units.scale.tolist() if abs(r) != 1]
+    return np.array([*factors, *[1 / r for r in factors], *known.gamma.tolist(), *[-c for c in terms], v])
 
 
 def test_no_secret_value_is_in_what_is_broadcast(sent):
-    model, _, _, secret, broadcast = sent
+    model, _, _, known, broadcast = sent
     metadata, tensors = broadcast.pack()
     values = np.concatenate([tensor.numpy().ravel().astype(np.float64) for tensor in tensors.values()])
-    wanted = np.abs(secret_numbers(secret))
+    wanted = np.abs(secret_numbers(known))
     values = np.unique(np.abs(values))
     values = values[values > 0]
     nearest = np.abs(np.log(values[:, None] / wanted)).min(0)
@@ -168,15 +167,16 @@ def test_no_parameter_is_broadcast_as_it_is(sent):
 
 
 def test_the_view_is_the_papers_model_and_the_centred_view_its_base(sent):
-    model, _, _, secret, broadcast = sent
+    model, _, _, known, broadcast = sent
+    recovery = known.perturbation.recovery
     view = fedveil.client_view(model, broadcast)
     head = broadcast.head
-    gamma = gamma_of(secret) * head.direction
-    entry = next(e for e in secret.plan.layout.entries if e.name == "5.weight")
+    gamma = known.gamma * head.direction
+    entry = next(e for e in recovery.plan.layout.entries if e.name == "5.weight")
     flat = torch.cat([p.detach().reshape(-1) for p in (*model.parameters(),)])
     scaled = (
-        secret._undo.cover.factors[entry.start : entry.stop]
-        * flat[secret._undo.cover.sources[entry.start : entry.stop]]
+        recovery.transform.factors[entry.start : entry.stop]
+        * flat[recovery.transform.sources[entry.start : entry.stop]]
     )
     torch.testing.assert_close(view[-1].weight, scaled.view(10, 16) + gamma[:, None])
     torch.testing.assert_close(view[-1].bias, model[-1].bias + gamma)
@@ -188,8 +188,8 @@ def test_the_size_of_the_noise_is_only_in_the_public_offset():
     plan = fedveil.analyse(model, torch.zeros(1, 12))
     bases, offsets = [], []
     for additive in (1.0, 1e6):
-        secret = fedveil.draw_secret(plan, additive=additive, entropy=fedveil.Entropy.for_tests(3))
-        broadcast = fedveil.perturb(model, secret)
+        secret = perturb(model, plan, additive=additive, entropy=fedveil.Entropy.for_tests(3))
+        broadcast = secret.broadcast
         bases.append(broadcast.parameters["6.weight"])
         offsets.append(float(broadcast.head.offset))
     assert torch.equal(*bases)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.oracle import batch, built, plain, worst
+from tests.oracle import batch, built, perturb, plain, worst
 from tests.zoo import ZOO
 
 import fedveil
@@ -19,8 +19,8 @@ def round_():
     build, shape = ZOO["CNN"]
     model = built(build)
     inputs, targets = batch(shape)
-    secret = fedveil.draw_secret(fedveil.analyse(model, inputs), groups=3, entropy=fedveil.Entropy.for_tests(1))
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
+    secret = perturb(model, fedveil.analyse(model, inputs), groups=3, entropy=fedveil.Entropy.for_tests(1))
+    update = fedveil.client_step(model, secret.broadcast, inputs, targets)
     return secret, update, plain(model, inputs, targets)[0]
 
 
@@ -33,49 +33,49 @@ def dropped(update, number):
 
 def test_with_all_terms_the_round_is_exact(round_):
     secret, update, truth = round_
-    assert worst(fedveil.recover(secret, [update]).gradients, truth) < 1e-9
+    assert worst(secret.recover([update]).gradients, truth) < 1e-9
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4], ids=["sigma 1", "sigma 2", "sigma 3", "beta"])
 def test_recovery_breaks_without(round_, number):
     secret, update, truth = round_
-    assert worst(fedveil.recover(secret, [dropped(update, number)]).gradients, truth) > BROKEN
+    assert worst(secret.recover([dropped(update, number)]).gradients, truth) > BROKEN
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4], ids=["sigma 1", "sigma 2", "sigma 3", "beta"])
 def test_recovery_breaks_with_the_wrong_sign_of(round_, number):
     secret, update, truth = round_
-    secret._undo.coefficients[number] *= -1
-    assert worst(fedveil.recover(secret, [update]).gradients, truth) > BROKEN
+    secret.recovery.coefficients[number] *= -1
+    assert worst(secret.recover([update]).gradients, truth) > BROKEN
 
 
 def test_recovery_breaks_without_the_factors(round_):
     secret, update, truth = round_
-    secret._undo.cover.factors.fill_(1.0)
-    assert worst(fedveil.recover(secret, [update]).gradients, truth) > BROKEN
+    secret.recovery.transform.factors.fill_(1.0)
+    assert worst(secret.recover([update]).gradients, truth) > BROKEN
 
 
 def test_recovery_breaks_without_a_single_axis_factor(round_):
     secret, update, truth = round_
-    entry = secret.plan.layout.trainable[2]
-    secret._undo.cover.factors[entry.start : entry.stop] = 1.0
-    assert worst(fedveil.recover(secret, [update]).gradients, truth) > BROKEN
+    entry = secret.recovery.plan.layout.trainable[2]
+    secret.recovery.transform.factors[entry.start : entry.stop] = 1.0
+    assert worst(secret.recover([update]).gradients, truth) > BROKEN
 
 
 def test_recovery_breaks_without_the_permutation(round_):
     secret, update, truth = round_
-    secret._undo.cover.sources.copy_(torch.arange(len(secret._undo.cover.sources)))
-    assert worst(fedveil.recover(secret, [update]).gradients, truth) > BROKEN
+    secret.recovery.transform.sources.copy_(torch.arange(len(secret.recovery.transform.sources)))
+    assert worst(secret.recover([update]).gradients, truth) > BROKEN
 
 
 def test_recovery_breaks_without_the_signs_before_batch_norm():
     model = built(ZOO["Bottleneck ResNet"][0])
     inputs, targets = batch((3, 8, 8))
-    secret = fedveil.draw_secret(fedveil.analyse(model, inputs), permute=False)
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
-    secret._undo.cover.factors.abs_()
+    secret = perturb(model, fedveil.analyse(model, inputs), permute=False)
+    update = fedveil.client_step(model, secret.broadcast, inputs, targets)
+    secret.recovery.transform.factors.abs_()
     truth = plain(model, inputs, targets)[0]
-    assert worst(fedveil.recover(secret, [update]).gradients, truth) > BROKEN
+    assert worst(secret.recover([update]).gradients, truth) > BROKEN
 
 
 def test_scaling_before_batch_norm_in_training_mode_would_not_be_lossless():
@@ -83,30 +83,29 @@ def test_scaling_before_batch_norm_in_training_mode_would_not_be_lossless():
     inputs, targets = batch((3, 8, 8))
     plan = fedveil.analyse(model, inputs)
     plan.symmetries[plan.symmetries == 1] = 3  # let factors through where only signs may pass
-    secret = fedveil.draw_secret(plan, multiplicative=10.0)
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
+    secret = perturb(model, plan, multiplicative=10.0)
+    update = fedveil.client_step(model, secret.broadcast, inputs, targets)
     truth = plain(model, inputs, targets)[0]
-    assert worst(fedveil.recover(secret, [update]).gradients, truth) > BROKEN
+    assert worst(secret.recover([update]).gradients, truth) > BROKEN
 
 
 def float32_error(model, seed):
     inputs, targets = batch((12,), seed=seed, dtype=torch.float32)
-    secret = fedveil.draw_secret(fedveil.analyse(model, inputs), additive=1e3)
-    update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
+    secret = perturb(model, fedveil.analyse(model, inputs), additive=1e3)
+    update = fedveil.client_step(model, secret.broadcast, inputs, targets)
     truth = plain(built(lambda: model), inputs.double(), targets.double())[0]
     model.float()
-    return worst(fedveil.recover(secret, [update]).gradients, truth)
+    return worst(secret.recover([update]).gradients, truth)
 
 
 def test_float32_breaks_without_the_anchor_at_large_additive_noise(monkeypatch):
     model = built(ZOO["MLP L=3"][0], dtype=torch.float32)
     assert max(float32_error(model, seed) for seed in range(5)) < 1e-4
-    perturb = __import__("sys").modules["fedveil.scheme.perturb"]
 
     def literal(head, direction, partition, groups):
         return np.full(groups, -1e3)  # d = 1e3: the head goes out with its noise added, as in the paper
 
-    monkeypatch.setattr(perturb, "anchor", literal)
+    monkeypatch.setattr("fedveil.scheme.perturb.anchor", literal)
     assert min(float32_error(model, seed) for seed in range(5)) > 1e-2
 
 

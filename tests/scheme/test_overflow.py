@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from tests.oracle import batch, built
+from tests.oracle import batch, built, perturb
 from torch import nn
 
 import fedveil
@@ -28,8 +28,8 @@ def planned():
 def answered(planned, loss, **settings):
     model, plan, inputs, values = planned
     entropy = fedveil.Entropy.for_tests(1)  # factors that are all near 1 let nothing overflow
-    secret = fedveil.draw_secret(plan, loss, entropy=entropy, **settings)
-    broadcast = fedveil.perturb(model, secret)
+    secret = perturb(model, plan, loss, entropy=entropy, **settings)
+    broadcast = secret.broadcast
     targets = values if loss == "squared_error" else values.argmax(1)
     return secret, [fedveil.client_step(model, broadcast, inputs, targets) for _ in range(3)]
 
@@ -42,12 +42,12 @@ def with_passes(update, change):
 @pytest.mark.parametrize("size", [1e20, 1e25, 1e30])
 def test_a_finite_result_is_a_result(planned, loss, size):
     secret, updates = answered(planned, loss, multiplicative=10.0)
-    true = fedveil.recover(secret, updates).gradients
-    found = fedveil.recover(secret, [with_passes(update, lambda t: t * size) for update in updates])
+    true = secret.recover(updates).gradients
+    found = secret.recover([with_passes(update, lambda t: t * size) for update in updates])
     whole = math.sqrt(sum(float(g.double().norm()) ** 2 for g in true.values()))
     for name, gradient in found.gradients.items():  # linear up to rounding, which grows with what cancels
         assert float((gradient.double() / size - true[name]).norm()) <= 1e3 * found.error * whole
-    assert found.error == pytest.approx(fedveil.recover(secret, updates).error, rel=1e-3)
+    assert found.error == pytest.approx(secret.recover(updates).error, rel=1e-3)
 
 
 @pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
@@ -56,7 +56,7 @@ def test_an_overflow_names_its_client(planned, loss, place):
     secret, updates = answered(planned, loss, multiplicative=100.0)
     updates[place] = with_passes(updates[place], lambda t: torch.full_like(t, FINITE))
     with pytest.raises(errors.NonFiniteUpdate, match=f"client {place}: gradient: its finite numbers overflow torch.fl"):
-        fedveil.recover(secret, updates)
+        secret.recover(updates)
 
 
 def test_where_none_overflows_alone_the_largest_is_named(planned):
@@ -64,7 +64,7 @@ def test_where_none_overflows_alone_the_largest_is_named(planned):
     sizes = (1e30, 3e38, 1e38)  # all beyond where float32 can square
     clients = [with_passes(updates[0], lambda t, size=size: torch.full_like(t, size)).passes for size in sizes]
     with pytest.raises(errors.NonFiniteUpdate, match="client 1: gradient: "):
-        _refuse_overflow(secret, "gradient", [], clients)
+        _refuse_overflow(secret.recovery, "gradient", [], clients)
 
 
 @pytest.mark.parametrize("value", [1e15, 1e25, FINITE])
@@ -84,7 +84,7 @@ def test_a_refusal_does_not_reveal_the_true_offset(planned, value, alternate):
             return stack
 
         try:
-            fedveil.recover(secret, [updates[0], with_passes(updates[1], spoil)])
+            secret.recover([updates[0], with_passes(updates[1], spoil)])
             outcomes.add("result")
         except errors.NonFiniteUpdate as error:
             outcomes.add(str(error))
@@ -100,10 +100,10 @@ def test_buffers_that_overflow_name_their_client(planned):
     secret, updates = answered(planned, "squared_error", multiplicative=100.0)
     floats = [name for name, buffer in updates[1].buffers.items() if buffer.is_floating_point()]
     sent = {size: updates[1].buffers | {name: torch.full((6,), size) for name in floats} for size in (1e25, FINITE)}
-    found = fedveil.recover(secret, [updates[0], dataclasses.replace(updates[1], buffers=sent[1e25])])
+    found = secret.recover([updates[0], dataclasses.replace(updates[1], buffers=sent[1e25])])
     assert all(buffer.isfinite().all() for buffer in found.buffers.values())
     with pytest.raises(errors.NonFiniteUpdate, match="client 1: buffers: its finite numbers overflow"):
-        fedveil.recover(secret, [updates[0], dataclasses.replace(updates[1], buffers=sent[FINITE])], [1, 1e6])
+        secret.recover([updates[0], dataclasses.replace(updates[1], buffers=sent[FINITE])], [1, 1e6])
 
 
 def test_the_error_is_finite_where_passes_cancel_completely(planned):
@@ -113,7 +113,7 @@ def test_the_error_is_finite_where_passes_cancel_completely(planned):
     assert sums.finite
     assert sums.error() == sys.float_info.max
     secret, updates = answered(planned, "squared_error")
-    assert fedveil.recover(secret, [with_passes(updates[0], torch.zeros_like)]).error < 1e-6
+    assert secret.recover([with_passes(updates[0], torch.zeros_like)]).error < 1e-6
 
 
 @pytest.mark.parametrize("rounding", [None, 1])

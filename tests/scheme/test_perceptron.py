@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.oracle import batch, built, plain, veiled_round, worst
+from tests.oracle import batch, built, perturb, plain, veiled_round, worst
 from torch import nn
 
 import fedveil
@@ -26,7 +26,7 @@ def test_a_chain_gives_the_passes_that_autograd_gives(bias, groups, frozen):
     names = {name for name, _ in chain.named_parameters()}
     assert links_of(chain, inputs, names) == ["0", None, "2", None, "4", None, "6"]
     assert links_of(general, inputs, names) is None
-    broadcast = fedveil.perturb(chain, fedveil.draw_secret(fedveil.analyse(chain, inputs), groups=groups))
+    broadcast = perturb(chain, fedveil.analyse(chain, inputs), groups=groups).broadcast
     found, expected = (fedveil.client_step(net, broadcast, inputs, targets) for net in (chain, general))
     assert list(found.passes) == list(expected.passes)
     for number in range(groups + 2):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from tests.oracle import batch, built
+from tests.oracle import batch, built, perturb
 from tests.zoo import ZOO
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -97,9 +97,7 @@ def test_a_model_without_a_layer_that_can_take_noise_is_refused_with_the_way_out
 
 @pytest.mark.parametrize("decoys", [0, -1, 10**6, 65, 1.5, True, "2"])
 def test_a_number_of_decoys_that_makes_no_sense_is_refused(plan, decoys):
-    with refused(errors.BadArgument, "decoys must be from 1 to 64", "Fix: decoys=2"):
-        fedveil.draw_secret(plan, "cross_entropy", decoys=decoys)
-    with refused(errors.BadArgument, "Veil: decoys must be from 1 to 64"):
+    with refused(errors.BadArgument, "decoys must be an integer from 1 to 64", "Fix: use decoys=2"):
         Veil(decoys=decoys)
 
 
@@ -147,51 +145,48 @@ def test_a_model_without_anything_to_train_is_refused(model):
 
 @pytest.mark.parametrize("groups", [0, 4, 1.0, True, -1])
 def test_m_beyond_the_outputs_is_refused(plan, groups):
-    with refused(
-        errors.BadArgument, f"groups must be from 1 to the model's 3 outputs, got {groups!r}", "Fix: groups=1"
-    ):
-        fedveil.draw_secret(plan, groups=groups)
+    with refused(errors.BadArgument, "Veil: groups must be ", f"got {groups!r}", "Fix: use groups=1"):
+        Veil(groups=groups).start(plan)
 
 
 @pytest.mark.parametrize("size", [0, -1.0, math.inf, math.nan, "much"])
 def test_noise_of_no_size_is_refused(plan, size):
     with refused(errors.BadArgument, "additive must be a number from 1e-30 to 1e+30, got"):
-        fedveil.draw_secret(plan, additive=size)
+        Veil(additive=size)
     with refused(errors.BadArgument, "multiplicative must be a number from 1 to 1e+06, got"):
-        fedveil.draw_secret(plan, multiplicative=size)
+        Veil(multiplicative=size)
 
 
 def test_an_unknown_loss_is_refused(plan):
     with refused(errors.BadArgument, "there is no loss 'focal'", 'Fix: use one of "squared_error", "cross_entropy"'):
-        fedveil.draw_secret(plan, loss="focal")
+        Veil().start(plan, "focal")
 
 
-def test_a_secret_is_used_once(model, plan):
-    secret = fedveil.draw_secret(plan)
-    fedveil.perturb(model, secret)
-    with refused(errors.SecretReused, "perturb: this secret was used for a broadcast already", "Fix: draw_secret"):
-        fedveil.perturb(model, secret)
-
-
-def test_a_secret_that_covered_nothing_recovers_nothing(plan):
-    with refused(errors.BadArgument, "recover: this secret was not used for a broadcast yet", "Fix: perturb"):
-        fedveil.recover(fedveil.draw_secret(plan), [])
+def test_recovery_may_be_repeated_until_the_secret_is_released(answered):
+    _, _, secret, updates = answered
+    first, second = secret.recover(updates), secret.recover(updates)
+    assert all(torch.equal(gradient, second.gradients[name]) for name, gradient in first.gradients.items())
+    for _ in range(2):
+        secret.release()
+    for call in (secret.recover, secret.recover_each):
+        with refused(errors.BadArgument, "recover: the secret of this round was released", "Fix: recover the gradient"):
+            call(updates)
 
 
 def test_another_model_than_the_one_analysed_is_refused(plan):
     other = built(lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)))
     with refused(errors.ModelMismatch, "0.weight: the plan expects (6, 5) torch.float64, the model has (7, 5)", "Fix:"):
-        fedveil.perturb(other, fedveil.draw_secret(plan))
+        perturb(other, plan)
 
 
 def test_another_mode_than_the_one_analysed_is_refused(model, plan):
     model[1].eval()
     with refused(errors.ModelMismatch, "1: its mode (train or eval) is not the one analysed", "Fix: analyse"):
-        fedveil.perturb(model, fedveil.draw_secret(plan))
+        perturb(model, plan)
 
 
 def test_a_clients_model_must_match_the_broadcast(model, plan):
-    broadcast = fedveil.perturb(model, fedveil.draw_secret(plan))
+    broadcast = perturb(model, plan).broadcast
     inputs, targets = batch((5,), 3)
     other = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
     with refused(errors.ModelMismatch, "0.weight: the broadcast has (6, 5), the model (7, 5)", "Fix: build"):
@@ -201,7 +196,7 @@ def test_a_clients_model_must_match_the_broadcast(model, plan):
 
 
 def test_empty_and_mismatched_batches_are_refused(model, plan):
-    broadcast = fedveil.perturb(model, fedveil.draw_secret(plan))
+    broadcast = perturb(model, plan).broadcast
     inputs, targets = batch((5,), 3)
     with refused(errors.BadArgument, "0 inputs and 0 targets: there must be as many of each, at least 1"):
         fedveil.client_step(model, broadcast, inputs[:0], targets[:0])
@@ -214,7 +209,7 @@ def test_empty_and_mismatched_batches_are_refused(model, plan):
 
 
 def test_inference_mode_is_refused(model, plan):
-    broadcast = fedveil.perturb(model, fedveil.draw_secret(plan))
+    broadcast = perturb(model, plan).broadcast
     with torch.inference_mode(), refused(errors.BadArgument, "client_step: torch.inference_mode()", "Fix: call it"):
         fedveil.client_step(model, broadcast, *batch((5,), 3))
 
@@ -224,8 +219,8 @@ def answered():
     model = built(ZOO["Bottleneck ResNet"][0])
     data = batch((3, 8, 8))
     plan = fedveil.analyse(model, data[0])
-    secret = fedveil.draw_secret(plan, groups=2)
-    broadcast = fedveil.perturb(model, secret)
+    secret = perturb(model, plan, groups=2)
+    broadcast = secret.broadcast
     return model, plan, secret, [fedveil.client_step(model, broadcast, *data) for _ in range(3)]
 
 
@@ -274,22 +269,21 @@ BAD = {
 def test_a_bad_update_is_refused_by_position_and_tensor_and_changes_nothing(answered, name):
     _, _, secret, updates = answered
     spoil, kind, text = BAD[name]
-    expected = fedveil.recover(secret, updates).gradients
+    expected = secret.recover(updates).gradients
     copies = [{name: stack.clone() for name, stack in u.passes.items()} for u in updates]
     with refused(kind, "client 1: ", text):
-        fedveil.recover(secret, [updates[0], spoil(updates[1]), updates[2]])
+        secret.recover([updates[0], spoil(updates[1]), updates[2]])
     for update, copied in zip(updates, copies, strict=True):
         assert all(torch.equal(update.passes[name], old) for name, old in copied.items())
-    again = fedveil.recover(secret, updates).gradients
+    again = secret.recover(updates).gradients
     assert all(torch.equal(again[key], expected[key]) for key in expected)
 
 
 def test_an_update_of_the_last_round_is_stale(answered):
     model, plan, _, updates = answered
-    secret = fedveil.draw_secret(plan, groups=2)
-    fedveil.perturb(model, secret)
+    secret = perturb(model, plan, groups=2)
     with refused(errors.StaleUpdate, "client 0: its update is for round", "Fix: aggregate only answers"):
-        fedveil.recover(secret, updates)
+        secret.recover(updates)
 
 
 @pytest.mark.parametrize(
@@ -299,18 +293,19 @@ def test_an_update_of_the_last_round_is_stale(answered):
 def test_bad_weights_are_refused(answered, weights, text):
     _, _, secret, updates = answered
     with refused(errors.BadArgument, "recover: ", text):
-        fedveil.recover(secret, updates, weights=weights)
+        secret.recover(updates, weights=weights)
 
 
 def test_no_updates_are_refused(answered):
     with refused(errors.BadArgument, "0 updates and 0 weights"):
-        fedveil.recover(answered[2], [])
+        answered[2].recover([])
 
 
 def test_no_error_shows_a_secret(answered):
     _, _, secret, updates = answered
-    numbers = {f"{value:.12g}" for value in [*secret._noise.scale, *secret._head.offset] if abs(value) != 1}
+    factors = secret.recovery.transform.factors.tolist()
+    numbers = {f"{value:.12g}" for value in [*factors, *secret.recovery.coefficients] if abs(value) not in (0, 1)}
     for spoil, _, _ in BAD.values():
         with pytest.raises(errors.UpdateRefused) as caught:
-            fedveil.recover(secret, [spoil(updates[0])])
+            secret.recover([spoil(updates[0])])
         assert not any(number in str(caught.value) for number in numbers)

@@ -5,21 +5,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.oracle import batch, built, gamma_of, plain
+from tests.oracle import batch, built, perturb, perturb_known, plain
 from torch import nn
 
 import fedveil
 from fedveil.models import mlp
 
 
-def units(secret, name):
+def units(known, name):
     """Factor and source of each row of a weight."""
-    plan = secret.plan
+    plan = known.perturbation.recovery.plan
     entry = next(entry for entry in plan.layout.entries if entry.name == name)
     rows, columns = entry.shape
     scale, order = (side[0, entry.start : entry.stop : columns].numpy() for side in (plan.pool.scale, plan.pool.order))
-    moved = plan.slots.shifts(secret._noise.members)[order] // columns
-    return torch.from_numpy(secret._noise.scale[plan.slots.unit[scale]]), torch.arange(rows) + torch.from_numpy(moved)
+    moved = plan.slots.shifts(known.units.members)[order] // columns
+    return torch.from_numpy(known.units.scale[plan.slots.unit[scale]]), torch.arange(rows) + torch.from_numpy(moved)
 
 
 def hidden_outputs(model, inputs):
@@ -35,17 +35,17 @@ def hidden_outputs(model, inputs):
 def test_theorem_1_hidden_outputs_are_scaled_and_final_ones_shifted_by_alpha_r(permute):
     model = built(lambda: mlp(7, 5, layers=3, hidden=9))
     inputs, _ = batch((7,))
-    secret = fedveil.draw_secret(fedveil.analyse(model, inputs), groups=3, multiplicative=10.0, permute=permute)
-    broadcast = fedveil.perturb(model, secret)
+    known = perturb_known(model, fedveil.analyse(model, inputs), groups=3, multiplicative=10.0, permute=permute)
+    broadcast = known.perturbation.broadcast
     view = fedveil.client_view(model, broadcast)
     true_hidden, true = hidden_outputs(model, inputs)
     veiled_hidden, veiled = hidden_outputs(view, inputs)
     for layer, (y, y_veiled) in enumerate(zip(true_hidden, veiled_hidden, strict=True)):
-        r, source = units(secret, f"{2 * layer}.weight")
+        r, source = units(known, f"{2 * layer}.weight")
         assert permute == (not torch.equal(source, torch.arange(9)))
         torch.testing.assert_close(y_veiled, r * y[:, source])
     alpha = float(broadcast.head.masked_bias) + veiled_hidden[-1].sum(1, keepdim=True)
-    r = gamma_of(secret) * secret._head.direction
+    r = known.gamma * known.head.direction
     torch.testing.assert_close(veiled, true + alpha * r)
 
 
@@ -57,8 +57,9 @@ def jacobians(outputs, parameters):
 def test_theorem_2_the_perturbed_gradient_is_the_true_one_scaled_plus_r_sigma_minus_v_beta():
     model = built(lambda: mlp(4, 3, layers=2, hidden=5, bias=False))
     inputs, targets = batch((4,), 3, samples=1)
-    secret = fedveil.draw_secret(fedveil.analyse(model, inputs), groups=2, permute=False)
-    view = fedveil.client_view(model, fedveil.perturb(model, secret))
+    known = perturb_known(model, fedveil.analyse(model, inputs), groups=2, permute=False)
+    recovery = known.perturbation.recovery
+    view = fedveil.client_view(model, known.perturbation.broadcast)
     weights = list(view.parameters())
     hidden, y = hidden_outputs(view, inputs)
     alpha = hidden[-1].sum()
@@ -66,8 +67,8 @@ def test_theorem_2_the_perturbed_gradient_is_the_true_one_scaled_plus_r_sigma_mi
     gradient = torch.autograd.grad(0.5 * (y - targets).pow(2).sum(), weights, retain_graph=True)
     dalpha = torch.autograd.grad(alpha, weights, retain_graph=True, materialize_grads=True)
     dy = jacobians(y[0], weights)
-    r = gamma_of(secret) * secret._head.direction
-    R = [secret._undo.cover.factors[e.start : e.stop].view(e.shape) for e in secret.plan.layout.trainable]
+    r = known.gamma * known.head.direction
+    R = [recovery.transform.factors[e.start : e.stop].view(e.shape) for e in recovery.plan.layout.trainable]
     truth = plain(model, inputs, targets)[0].values()
     for layer, true in enumerate(truth):
         sigma = [alpha * dy[i][layer] + delta[i] * dalpha[layer] for i in range(3)]
@@ -90,8 +91,8 @@ def test_theorem_4_with_large_noise_predictions_agree_as_often_as_chance(groups)
     shares, constant = [], []
     for seed in range(400):
         entropy = fedveil.Entropy.for_tests(1000 * groups + seed)
-        secret = fedveil.draw_secret(plan, groups=groups, additive=100.0, entropy=entropy)
-        view = fedveil.client_view(model, fedveil.perturb(model, secret))
+        secret = perturb(model, plan, groups=groups, additive=100.0, entropy=entropy)
+        view = fedveil.client_view(model, secret.broadcast)
         answers = view(inputs).argmax(1)
         constant.append(len(answers.unique()) == 1)
         shares.append(float((answers == truth).double().mean()))

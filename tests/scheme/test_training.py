@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from tests.oracle import built, squared_error
+from tests.oracle import built, perturb, squared_error
 from torch import nn
 from torch.nn import functional as F
 
@@ -42,11 +42,11 @@ def plain_gradients(model, inputs, targets):
 
 def veiled_gradients(model, inputs, targets, plan, seed):
     """Three clients of different size."""
-    secret = fedveil.draw_secret(plan, groups=3, multiplicative=4.0, entropy=fedveil.Entropy.for_tests(seed))
-    broadcast = fedveil.perturb(model, secret)
+    secret = perturb(model, plan, groups=3, multiplicative=4.0, entropy=fedveil.Entropy.for_tests(seed))
+    broadcast = secret.broadcast
     parts = [slice(None)] if any(True for _ in model.buffers()) else [slice(0, 5), slice(5, 20), slice(20, None)]
     updates = [fedveil.client_step(model, broadcast, inputs[part], targets[part]) for part in parts]
-    recovered = fedveil.recover(secret, updates)
+    recovered = secret.recover(updates)
     for name, buffer in model.named_buffers():
         buffer.copy_(recovered.buffers[name])
     return [recovered.gradients[name] for name, _ in model.named_parameters()]

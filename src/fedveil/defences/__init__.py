@@ -6,12 +6,13 @@ from fedveil.lookup import lazily
 
 if TYPE_CHECKING:
     from fedveil.defences.dbcl import DBCL
-    from fedveil.defences.interface import Aggregate, ClientSide, Defence, Samples, ServerSide
+    from fedveil.defences.interface import ClientSide, Defence, Samples, ServerSide
     from fedveil.defences.plain import Plain
     from fedveil.defences.ppdl import PPDL
     from fedveil.defences.private import Private, innermost
     from fedveil.defences.spn import SPN
     from fedveil.defences.veil import Veil
+    from fedveil.scheme import Aggregate
 else:
     _HOMES = {name: name.lower() for name in ("DBCL", "PPDL", "SPN", "Plain", "Private", "Veil")}
     _HOMES |= dict.fromkeys(("Aggregate", "ClientSide", "Defence", "Samples", "ServerSide"), "interface")

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedveil.checks import whole
-from fedveil.defences.interface import Aggregate, Samples
+from fedveil.defences.interface import Samples
 from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, size_of
 from fedveil.errors import BadArgument, ModelMismatch, StaleUpdate
 from fedveil.graph.inputs import Inputs, call, calls_of
-from fedveil.scheme import Loss
+from fedveil.scheme import Aggregate, Loss
 from fedveil.wire import Packed, Tensors, Values, checked
 
 
@@ -241,7 +241,7 @@ class DBCL(Plain):
             if name in gradients:
                 gradients[name] = sketch.up(gradients[name]).reshape(shape)
         up = size_of([*updates[0].gradients.values(), *mean.buffers.values()])
-        return dataclasses.replace(mean, gradients=gradients, details={"bytes_down": self._down, "bytes_up": up})
+        return dataclasses.replace(mean, gradients=gradients, figures={"bytes_down": self._down, "bytes_up": up})
 
     def client_view(self, model: nn.Module, broadcast: Any) -> nn.Module:
         """The sketched network."""

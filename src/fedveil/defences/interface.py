@@ -1,27 +1,16 @@
 """What the federation asks of a defence."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from fedveil.errors import UpdateRefused
 from fedveil.graph.inputs import Inputs
-from fedveil.scheme import Loss
-
-Found = TypeVar("Found")
-
-
-@dataclass(frozen=True, eq=False)
-class Aggregate:
-    """What the server makes of a round's updates."""
-
-    gradients: Mapping[str, Tensor]  # by parameter name, for the server's optimiser
-    buffers: Mapping[str, Tensor]  # by name, to put in place of the model's
-    error: float  # estimated relative error that the defence itself adds to the gradients; 0 if it adds none
-    details: Mapping[str, Any] = field(default_factory=dict)  # for the round's record; "bytes_..." are a client's
+from fedveil.scheme import Aggregate, Loss
+from fedveil.scheme.recover import recover_each
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +49,13 @@ class ServerSide(Protocol):
 
     def each(self, updates: Sequence[Any]) -> list[Aggregate | UpdateRefused]:
         """In place of `aggregate`: what each client's update says by itself, or why it is refused."""
-        return one_by_one(lambda update: self.aggregate([update], [1.0]), updates)
+        return recover_each(lambda update: self.aggregate([update], [1.0]), updates)
 
-    def forget(self) -> None:
-        """Drop what is secret of the last broadcast: its round is over, however it ended."""
+    def forget(self, *, reuse: bool = False) -> None:
+        """Drop what is secret of the last broadcast: its round is over, however it ended.
+
+        With `reuse` nobody holds the broadcast any more, and its memory may be used for the next one.
+        """
         return
 
     @abstractmethod
@@ -129,14 +121,3 @@ class Defence(ServerSide, ClientSide, Protocol):
 
     By default a defence uploads what it computes and keeps nothing between rounds.
     """
-
-
-def one_by_one(recover: Callable[[Any], Found], updates: Sequence[Any]) -> list[Found | UpdateRefused]:
-    """Each update alone, or its refusal, which says which client's it is."""
-    found: list[Found | UpdateRefused] = []
-    for position, update in enumerate(updates):
-        try:
-            found.append(recover(update))
-        except UpdateRefused as error:
-            found.append(type(error)(f"client {position}", error.what, error.fix))
-    return found

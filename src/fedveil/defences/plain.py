@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.checks import number
-from fedveil.defences.interface import Aggregate, Defence, Samples
+from fedveil.defences.interface import Defence, Samples
 from fedveil.errors import BadArgument, IncompleteUpdate, MisshapenUpdate, ModelMismatch, NonFiniteUpdate
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.layout import look_inside
-from fedveil.scheme import Loss, SquaredError
+from fedveil.scheme import Aggregate, Loss, SquaredError
 from fedveil.scheme.losses import per_sample
 from fedveil.scheme.messages import LARGEST, SAME_CODE, check_trainable, match_model
 from fedveil.scheme.outputs import head_axis, outputs_of, slope
-from fedveil.scheme.passes import remembered
+from fedveil.scheme.ranges import smooth
 from fedveil.wire import Packed, Tensors, Values, checked, those_under, under
 
 
@@ -93,7 +93,7 @@ class Plain(Defence):
     def expect(self, update: PlainUpdate, last: Mapping[str, Tensor] | None = None) -> Tensors:
         """The gradients, each as one row."""
         rows = {name: gradient.unsqueeze(0) for name, gradient in update.gradients.items()}
-        return {name: remembered(own, last[name] if last else None) for name, own in rows.items()}
+        return {name: smooth(own, last[name] if last else None) for name, own in rows.items()}
 
     def sizes(self, broadcast: nn.Module, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
         """As large as the last gradients, and as the buffers are."""

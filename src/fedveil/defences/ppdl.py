@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.checks import number, one_of, share
-from fedveil.defences.interface import Aggregate
 from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, check_names, check_number, size_of, split
 from fedveil.errors import BadArgument
+from fedveil.scheme import Aggregate
 from fedveil.wire import Packed, Tensors, Values, those_under, under
 
 MEDIAN_ROUNDS = 100
@@ -71,7 +71,7 @@ class PPDL(Plain):
     With clip "median", a client's bound is the median of its own norms in the first 100 rounds in which it took part;
     until then, of those so far, this round's included. Norms of 0 do not count. No message is needed.
 
-    A round's `error` is sum_k w_k |upload_k - g_k| / sum_k w_k |g_k|, and its details are "noise_over_rms", sigma over
+    A round's `error` is sum_k w_k |upload_k - g_k| / sum_k w_k |g_k|, and its figures are "noise_over_rms", sigma over
     the root mean square of the numbers it is added to, and "clipped", the share of clients that were. No message
     carries them: they are known only where server and clients share this object. Elsewhere error is 0.
 
@@ -170,17 +170,17 @@ class PPDL(Plain):
         measured = [self._measured[update] for update in updates if update in self._measured]
         if len(measured) < len(updates):
             return result
-        details = dict(result.details)
+        figures = dict(result.figures)
         if self.fraction < 1:
-            details["bytes_up"] = measured[0].numbers + size_of(updates[0].buffers.values())
+            figures["bytes_up"] = measured[0].numbers + size_of(updates[0].buffers.values())
         size = sum(w * m.size for w, m in zip(weights, measured, strict=True))
         change = sum(w * m.change for w, m in zip(weights, measured, strict=True))
         rms = math.sqrt(statistics.fmean(m.rms**2 for m in measured))
         if self.sigma and rms:
-            details["noise_over_rms"] = self.sigma / rms
+            figures["noise_over_rms"] = self.sigma / rms
         if self.clip is not None:
-            details["clipped"] = statistics.fmean(m.clipped for m in measured)
-        return replace(result, error=change / size if size else 0.0, details=details)
+            figures["clipped"] = statistics.fmean(m.clipped for m in measured)
+        return replace(result, error=change / size if size else 0.0, figures=figures)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Clients go on from what `restore_client` gives them, or begin anew."""

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from fedveil.checks import number
 from fedveil.defences.accountant import epsilon, library
-from fedveil.defences.interface import Aggregate, Defence
+from fedveil.defences.interface import Defence
 from fedveil.defences.plain import split
 from fedveil.errors import BadArgument, NonFiniteUpdate, UpdateRefused
 from fedveil.graph.inputs import Inputs
-from fedveil.scheme import Entropy, Loss
+from fedveil.scheme import Aggregate, Entropy, Loss
 from fedveil.scheme.outputs import outputs_of
 
 LEAST, MOST = 1e-30, 1e30  # of clip: squares and products stay far inside float64
@@ -37,7 +37,7 @@ class Private:
     covers. The server keeps its own buffers.
 
     A round's `error` is the mean of the inner defence's over clients, with |c_k| as weights; noise is no error. Its
-    details are the inner's means, "dp_clipped", the share of clients that were clipped, and "epsilon" spent so far.
+    figures are the inner's means, "dp_clipped", the share of clients that were clipped, and "epsilon" spent so far.
 
     Args:
         inner: any other defence.
@@ -138,13 +138,13 @@ class Private:
         total = torch.stack([short for short, _, _ in shorts]).sum(0)
         self._count(len(found))  # before the noise is drawn, whatever interrupts that
         total = self._noisy(total)
-        details = {key: sum(one.details.get(key, 0.0) for one in found) / len(found) for key in found[0].details}
-        details["dp_clipped"] = sum(cut for _, _, cut in shorts) / len(found)
+        figures = {key: sum(one.figures.get(key, 0.0) for one in found) / len(found) for key in found[0].figures}
+        figures["dp_clipped"] = sum(cut for _, _, cut in shorts) / len(found)
         if self.noise:
-            details["epsilon"] = self.epsilon()
+            figures["epsilon"] = self.epsilon()
         size = sum(size for _, size, _ in shorts)
         wrong = sum(one.error * size for one, (_, size, _) in zip(found, shorts, strict=True))
-        return Aggregate(split(total / len(found), like), {}, wrong / size if size else 0.0, details)
+        return Aggregate(split(total / len(found), like), {}, wrong / size if size else 0.0, figures)
 
     def summed(self, mean: Aggregate, clients: int) -> Aggregate:
         """The same of the mean of gradients that so many clients have clipped themselves, under secure aggregation."""
@@ -153,7 +153,7 @@ class Private:
         self._count(clients)
         total = self._noisy(total)
         spent = {"epsilon": self.epsilon()} if self.noise else {}
-        return Aggregate(split(total / clients, like), {}, mean.error, {**mean.details, **spent})
+        return Aggregate(split(total / clients, like), {}, mean.error, {**mean.figures, **spent})
 
     def _noisy(self, total: Tensor) -> Tensor:
         if not self.noise:

@@ -1,4 +1,4 @@
-"""The paper's defence: one-time noise on the model, lifted from what clients send."""
+"""The paper's defence: one-time noise on the model, removed from the updates that clients send."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -8,34 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedveil.defences.interface import Aggregate, Defence, Samples, one_by_one
+from fedveil.defences.interface import Defence, Samples
 from fedveil.defences.plain import PlainMessages, check_names, check_tensors, largest
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph import Plan, analyse
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import (
+    Aggregate,
     Broadcast,
     Entropy,
     Loss,
-    Secret,
-    SquaredError,
+    NoiseSettings,
+    Perturbation,
     Update,
+    VeilSession,
     client_step,
     client_view,
-    draw_secret,
-    perturb,
-    recover,
 )
 from fedveil.scheme.client import check_broadcast
-from fedveil.scheme.messages import MOST_GROUPS
-from fedveil.scheme.passes import lifted_rounding, pass_sizes, without_noise
-from fedveil.scheme.recover import blank_update, check_update, refuse_non_finite
-from fedveil.scheme.secret import Kept, check_decoys
+from fedveil.scheme.losses import Function
 from fedveil.wire import Packed, Tensors, Values, under
 
 
 class Veil(Defence):
-    """A new secret in every round; with `keep_noise`, secrets that differ in their offset only.
+    """Perturb the model with new noise in every round.
+
+    By itself, without a federation::
+
+        plan = fedveil.analyse(model, example)
+        perturbation = fedveil.Veil().perturb(model, plan, loss)
+        update = fedveil.client_step(model, perturbation.broadcast, inputs, targets)
+        result = perturbation.recover([update])
 
     Args:
         groups: the paper's m, at most 64: clients compute groups + 2 gradients, and refuse more.
@@ -43,12 +46,17 @@ class Veil(Defence):
         multiplicative: bound of the factors on hidden units.
         permute: also permute units secretly.
         head: "exposed" for models of which no layer can take additive noise; then clients read true predictions.
-        min_coverage: refuse a model of which less than this share of the parameters' values can be covered.
+        min_coverage: refuse a model if a smaller fraction of its parameters' values can be perturbed.
         public: names of parameters whose values clients know; see `analyse`.
-        decoys: false offsets of the head beside the true one, at most 64; see `draw_secret`.
-        keep_noise: draw factors, permutation, direction and partition once, and keep them over all rounds, in memory
+        decoys: number of false offsets of the head beside the true one, at most 64; see `NoiseSettings`.
+        keep_noise: draw factors, permutation, direction and partition once, and keep them for all rounds, in memory
             only: another model, a restored state or another process gets new ones (docs/defences/veil.md).
         entropy: `Entropy.for_tests(seed)` for repeatable tests.
+
+    >>> import torch, fedveil
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> fedveil.Veil(groups=2).perturb(net, fedveil.analyse(net, torch.zeros(1, 4)))
+    <Perturbation, redacted>
     """
 
     name = "veil"
@@ -68,62 +76,67 @@ class Veil(Defence):
         keep_noise: bool = False,
         entropy: Entropy | None = None,
     ) -> None:
-        self.groups, self.additive, self.multiplicative, self.permute = groups, additive, multiplicative, permute
-        if type(groups) is int and groups > MOST_GROUPS:
-            what = f"groups must be at most {MOST_GROUPS}, got {groups}: clients compute a gradient for each"
-            raise BadArgument("Veil", what, "use groups=1: it hides as much on average and costs least")
-        check_decoys("Veil", decoys)
-        self.decoys, self.keep_noise, self._entropy = decoys, keep_noise, entropy
+        self.noise = NoiseSettings(groups, additive, multiplicative, permute, decoys, keep_noise)
+        self._entropy = entropy
         self._analyse = partial(analyse, head=head, min_coverage=min_coverage, public=tuple(public))  # type: ignore[arg-type]
-        self._loss: Loss = SquaredError()
-        self._plan: Plan | None = None
-        self._secret: Secret | None = None
-        self._kept: Kept | None = None
-        self.draws = 0
+        self._session: VeilSession | None = None
+        self._current: Perturbation | None = None
+
+    def start(self, plan: Plan, loss: str | Loss | Function = "squared_error") -> VeilSession:
+        """Return the secret state of a run, which draws new noise for each broadcast; keep it for the whole run."""
+        return VeilSession(plan, loss, self.noise, self._entropy)
+
+    def perturb(self, model: nn.Module, plan: Plan, loss: str | Loss | Function = "squared_error") -> Perturbation:
+        """Perturb a model once; `start` is faster for many rounds."""
+        return self.start(plan, loss).perturb(model)
 
     def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
         """Analyse the model; noise that was kept for another one is dropped."""
-        self._plan, self._loss = self._analyse(model, example), loss
-        self._kept, self.draws = None, 0
+        self._session, self._current = self.start(self._analyse(model, example), loss), None
 
     def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
-        """Nothing to do: all that a client needs is in the broadcast."""
+        """Do nothing: all that a client needs is in the broadcast."""
 
     @property
     def repeatable(self) -> bool:
-        """With `Entropy.for_tests`."""
+        """Whether entropy is `Entropy.for_tests`."""
         return self._entropy is not None and self._entropy.for_tests_only
 
     @property
+    def session(self) -> VeilSession:
+        """The state of the run."""
+        if self._session is None:
+            raise BadArgument("veil", "no model was prepared yet", "call prepare(model, example, loss) first")
+        return self._session
+
+    @property
     def plan(self) -> Plan:
-        """What may be covered."""
-        if self._plan is None:
-            raise BadArgument("veil", "no model was prepared yet", "prepare(model, example, loss) first")
-        return self._plan
+        """The analysis of the model."""
+        return self.session.plan
+
+    @property
+    def draws(self) -> int:
+        """How often noise to keep was drawn."""
+        return self.session.draws
+
+    @property
+    def current(self) -> Perturbation:
+        """The perturbation of the last broadcast."""
+        if self._current is None:
+            raise BadArgument("veil", "there is no broadcast to answer", "call broadcast(model) first")
+        return self._current
 
     def broadcast(self, model: nn.Module) -> Broadcast:
-        """Cover the model with a new secret; the last one is forgotten."""
-        self._secret = draw_secret(
-            self.plan,
-            self._loss,
-            self.groups,
-            self.additive,
-            self.multiplicative,
-            permute=self.permute,
-            decoys=self.decoys,
-            kept=self._kept,
-            entropy=self._entropy,
-        )
-        if self.keep_noise and self._kept is None:
-            self._kept, self.draws = Kept(self._secret), self.draws + 1
-        return perturb(model, self._secret)
+        """Perturb the model with new noise; that of the last broadcast is dropped."""
+        self._current = self.session.perturb(model)
+        return self._current.broadcast
 
     def client_step(self, model: nn.Module, broadcast: Broadcast, samples: Samples, client: int = 0) -> Update:
-        """The perturbed gradient and its correction terms."""
+        """Compute the perturbed gradient and its correction terms."""
         return client_step(model, broadcast, samples.inputs, samples.targets, samples.weights)
 
     def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:
-        """Sum of passes; statistics go on, still veiled, from where the last batch left them."""
+        """Sum passes; perturbed statistics continue from where the last batch left them."""
         if update.buffers:
             rows = broadcast.head is not None and broadcast.head.tail == "repeated"
             broadcast = dataclasses.replace(broadcast, buffers=update.buffers, continued=rows)
@@ -132,68 +145,49 @@ class Veil(Defence):
             update = dataclasses.replace(update, passes=passes, samples=total.samples + update.samples)
         return broadcast, update
 
-    def _opened(self) -> Secret:
-        if self._secret is None:
-            raise BadArgument("veil", "there is no broadcast to answer", "broadcast(model) first")
-        return self._secret
-
-    def forget(self) -> None:
-        """Drop the secret of the round; noise that is kept over rounds stays until `prepare` or `restore`."""
-        self._secret = None
+    def forget(self, *, reuse: bool = False) -> None:
+        """Drop the secret of the round; noise that is kept for all rounds stays until `prepare` or `restore`."""
+        if self._current is not None:
+            self._current.release(reuse=reuse)
+        self._current = None
 
     def state(self) -> dict[str, Any]:
-        """How often noise to keep was drawn, which clients can see anyway; never the noise."""
-        return {"draws": self.draws} if self.keep_noise else {}
+        """Return how often noise to keep was drawn, which clients can see anyway; never the noise."""
+        return {"draws": self.draws} if self.noise.keep_noise else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with new noise: what was kept is in no checkpoint, and noise of this process is dropped."""
-        self._secret, self._kept, self.draws = None, None, int(state.get("draws", 0))
+        """Continue with new noise: what was kept is in no checkpoint, and noise of this process is dropped."""
+        self.forget()
+        self.session.forget()
+        self.session.draws = int(state.get("draws", 0))
 
     def expect(self, update: Update, last: Mapping[str, Tensor] | None = None) -> Tensors:
-        """Each pass, without its noise."""
-        return without_noise(self._opened(), update, last)
+        """Predict each pass of the next round before its factors are applied."""
+        return self.current.expect(update, last)
 
     def sizes(self, broadcast: Broadcast, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """As large as the last passes under the new noise, and as the veiled buffers are."""
-        passes = pass_sizes(self._opened(), expected, self.multiplicative)
+        """Bound passes by the last ones under the new noise, and buffers by their perturbed values."""
+        passes = self.current.bound_passes(expected)
         return {f"passes/{name}": own for name, own in passes.items()} | largest(under("buffer", broadcast.buffers))
 
     def rounding(self, each: Mapping[str, Sequence[float]]) -> float:
-        """Every pass has it, times its coefficient and its factors."""
+        """Bound the gradient error by each pass's error, times its coefficient and its factors."""
         start = "passes/"
         passes = {name.removeprefix(start): own for name, own in each.items() if name.startswith(start)}
-        return lifted_rounding(self._opened(), passes)
+        return self.current.bound_rounding(passes)
 
     def aggregate(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
-        """Lift the noise from the weighted sum, and forget the secret."""
-        result = self._lifted(updates, weights)
-        self._secret = None
-        return result
+        """Recover the gradient of the weighted sum."""
+        return self.current.recover(updates, weights)
 
     def each(self, updates: Sequence[Update]) -> list[Aggregate | UpdateRefused]:
-        """Lift the noise from every update by itself, and forget the secret."""
-        found = one_by_one(lambda update: self._lifted([update], [1.0]), updates)
-        self._secret = None
-        return found
-
-    def _lifted(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
-        found = recover(self._opened(), updates, weights)
-        return Aggregate(found.gradients, found.buffers, found.error, _traffic(found.passes, self.plan))
+        """Recover the gradient of every update separately."""
+        return self.current.recover_each(updates)
 
     def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
-        """The model as the paper sends it: base plus offset."""
+        """Return the model as the paper sends it: base plus offset."""
         with torch.no_grad():
             return client_view(model, broadcast)
-
-
-def _traffic(passes: int, plan: Plan) -> dict[str, float]:
-    """Bytes of a broadcast and of an update with that many passes, without their names and shapes."""
-    layout, item = plan.layout, plan.layout.dtype.itemsize
-    buffers = item * (layout.total - layout.parameters) + 8 * len(layout.counters)
-    down, up = item * layout.parameters + buffers, item * layout.weights * passes + buffers
-    if plan.head:
-        down += (item + 8) * plan.head.outputs + 8 + 8 * passes  # direction, partition, offset, candidates
-    return {"bytes_down": down, "bytes_up": up}
 
 
 class VeilMessages(PlainMessages):
@@ -216,16 +210,14 @@ class VeilMessages(PlainMessages):
 
     def blank(self, defence: Veil, model: nn.Module) -> Packed:
         """An `Update` of this round, of one record."""
-        return blank_update(defence._opened()).pack()
+        return defence.current.template().pack()
 
     def unpack_update(self, defence: Veil, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Update:
         """What `recover` asks of an update, and that counters have their shape."""
         check_names(position, tensors, ("passes/", "buffer/"))
         device = next(model.parameters()).device
         update = Update.unpack(values, {name: tensor.to(device) for name, tensor in tensors.items()})
-        check_update(defence._opened(), position, update)
-        if not all(torch.isfinite(t).all() for t in (*update.passes.values(), *update.buffers.values())):
-            refuse_non_finite([update], position)
+        defence.current.check(update, position)
         counters = {name: b for name, b in model.named_buffers() if not b.is_floating_point()}
         found = {name: b for name, b in update.buffers.items() if not b.is_floating_point()}
         check_tensors(position, "buffer", found, counters)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedveil.checks import number, one_of, positive, share, whole
+from fedveil.checks import one_of, positive, share, whole
 from fedveil.defences import Aggregate, Defence, Private, innermost
 from fedveil.defences.plain import split
 from fedveil.errors import BadArgument, ExcessiveUpdate, NonFiniteUpdate, UpdateRefused
 from fedveil.federation.aggregators import RULES
 from fedveil.federation.engine import Member
+from fedveil.scheme.result import Note
 
 MEAN = "mean"
 AGGREGATORS = (MEAN, *RULES)
@@ -132,9 +133,9 @@ class Outcome:
     def recorded(self, faults: Sequence[str]) -> Aggregate:
         """The result, with what the round's record should tell."""
         assert self.result is not None
-        told: dict[str, Any] = {"faults": list(faults)} if faults else {}
-        told |= {"capped": list(self.capped)} if self.capped else {}
-        return dataclasses.replace(self.result, details={**self.result.details, **told})
+        notes: dict[str, Note] = {"faults": list(faults)} if faults else {}
+        notes |= {"capped": list(self.capped)} if self.capped else {}
+        return dataclasses.replace(self.result, notes=notes)
 
 
 def aggregate(
@@ -198,7 +199,7 @@ def judge(
             continue
         why = _refusal(f"client {position}", one, own, bounds, model)
         seen = {} if isinstance(defence, Private) else own  # a norm without noise would tell about its client
-        judged.append(why or dataclasses.replace(one, details={**one.details, **seen}))
+        judged.append(why or dataclasses.replace(one, figures={**one.figures, **seen}))
     return judged
 
 
@@ -294,7 +295,7 @@ def combine(
         buffers = {name: before[name] + change for name, change in buffers.items()}
     for name in first.keys() - set(floating):
         buffers[name] = _counted([own.buffers[name] for own in found], before[name], limits.norm_factor)
-    return Aggregate(gradients, buffers, _error(found, shares), _details(found))
+    return Aggregate(gradients, buffers, _error(found, shares), _combine_figures(found))
 
 
 def _counted(clients: Sequence[Tensor], before: Tensor, factor: float | None) -> Tensor:
@@ -318,15 +319,15 @@ def _by_name(clients: Sequence[Mapping[str, Tensor]], one: Callable[[Sequence[Te
 
 def _error(found: Sequence[Aggregate], shares: Sequence[float]) -> float:
     """Mean of the relative errors, each weighted by what its gradient counts for."""
-    sizes = [part * float(own.details["update_norm"]) for own, part in zip(found, shares, strict=True)]
+    sizes = [part * float(own.figures["update_norm"]) for own, part in zip(found, shares, strict=True)]
     wrong = sum(own.error * size for own, size in zip(found, sizes, strict=True))
     return wrong / sum(sizes) if sum(sizes) else 0.0
 
 
-def _details(found: Sequence[Aggregate]) -> dict[str, Any]:
-    """Of numbers their means over clients, of norms their medians; of anything else the first client's."""
-    details: dict[str, Any] = {}
-    for key, first in found[0].details.items():
-        own = [value for each in found if number(value := each.details.get(key))]
-        details[key] = (_median(own) if key in NORMS else sum(own) / len(own)) if number(first) else first
-    return details
+def _combine_figures(found: Sequence[Aggregate]) -> dict[str, float]:
+    """Return the mean of each figure over clients, and the median of norms."""
+    combined = {}
+    for key in found[0].figures:
+        own = [each.figures[key] for each in found if key in each.figures]
+        combined[key] = _median(own) if key in NORMS else sum(own) / len(own)
+    return combined

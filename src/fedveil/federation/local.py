@@ -190,7 +190,7 @@ class Federation(Server):
         try:
             return sums.aggregate(parties.total(opening, words), opening)
         except Aborted as error:
-            return Aggregate({}, {}, 0.0, {"skipped": error.what})
+            return Aggregate({}, {}, 0.0, notes={"skipped": error.what})
 
     def answers(self, broadcast: Any, clients: Sequence[int]) -> list[Any]:
         """What each of the clients uploads."""

@@ -184,9 +184,9 @@ class RemoteServer(Server):
             if outcome is not None and outcome.result is not None:
                 counted = [answer for answer in heard if answer.member not in outcome.refused]
                 spent = {"seconds_waiting": answered - began, "seconds_recovery": time.perf_counter() - answered}
-                details = _details(len(nodes), down, counted, attempt) | spent
+                figures = _count_traffic(len(nodes), down, counted, attempt) | spent
                 result = outcome.recorded([str(found) for found in faults[:KEPT_FAULTS]])
-                return dataclasses.replace(result, details={**result.details, **details})
+                return dataclasses.replace(result, figures={**result.figures, **figures})
             self.defence.forget()
             if attempt < self.attempts:
                 time.sleep(self.pause)
@@ -312,11 +312,11 @@ def refusal(node: Member, error: FedveilError) -> Fault:
     return fault(node, kinds.get(type(error), "refused"), error.what)
 
 
-def _details(asked: int, down: int, heard: list[_Heard], attempt: int) -> dict[str, Any]:
+def _count_traffic(asked: int, down: int, heard: list[_Heard], attempt: int) -> dict[str, float]:
     records, up = sum(answer.records for answer in heard), sum(answer.size for answer in heard)
-    details: dict[str, Any] = {"asked": asked, "bytes_down": down, "answers": len(heard), "records": records}
-    details |= {"bytes_up": round(up / len(heard)), "bytes_total": down * asked + up}
-    details["seconds_work"] = max(answer.seconds for answer in heard)
+    figures: dict[str, float] = {"asked": asked, "bytes_down": down, "answers": len(heard), "records": records}
+    figures |= {"bytes_up": round(up / len(heard)), "bytes_total": down * asked + up}
+    figures["seconds_work"] = max(answer.seconds for answer in heard)
     if attempt > 1:
-        details["attempts"] = attempt
-    return details
+        figures["attempts"] = attempt
+    return figures

@@ -174,8 +174,8 @@ def check_combination(defence: Defence, model: nn.Module, limits: Limits | None)
         raise BadArgument(where, what, "plain with differential privacy, where clients clip their own gradients")
     if not inner.linear:
         raise BadArgument(where, f"{inner.name} is not linear: the sum of its updates does not give its result", alone)
-    if isinstance(inner, Veil) and inner.multiplicative > MOST_FACTOR:
-        what = f"factors up to {inner.multiplicative:g} leave too few digits in fixed point"
+    if isinstance(inner, Veil) and inner.noise.multiplicative > MOST_FACTOR:
+        what = f"factors up to {inner.noise.multiplicative:g} leave too few digits in fixed point"
         raise BadArgument(where, what, f"multiplicative={MOST_FACTOR:g} or less")
     if limits is not None:
         what = "limits and rules judge single updates, and the server sees their sum only"
@@ -278,8 +278,8 @@ class Sums:
         size = math.hypot(*[float(torch.linalg.vector_norm(g.double())) for g in result.gradients.values()])
         self._expected, self._records, self.wider = expected, records, 0
         error = result.error + (rounding / size if size else 0.0)
-        details = {**result.details, "records": records, "fixed_point_error": rounding / size if size else 0.0}
-        result = dataclasses.replace(result, error=error, details=details)
+        figures = {**result.figures, "records": records, "fixed_point_error": rounding / size if size else 0.0}
+        result = dataclasses.replace(result, error=error, figures=figures)
         return self.whole.summed(result, int(total[0])) if isinstance(self.whole, Private) else result
 
 

@@ -19,6 +19,7 @@ from fedveil.federation.masked import CHALLENGE
 from fedveil.federation.protocol import Step, read, take_masked, write
 from fedveil.federation.secure import Sums, Words, check_combination, open_sum
 from fedveil.graph.inputs import Inputs
+from fedveil.scheme.result import Note
 from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally, signed
 from fedveil.secagg.identity import SIGNATURE
 from fedveil.secagg.masks import proper_key
@@ -101,16 +102,17 @@ class SecureRounds:
             answered = time.perf_counter()
             if opened is not None:
                 result = self._result(opened)
-                details: dict[str, Any] = {"asked": len(nodes), "answers": len(opened.tally.survivors)}
-                details |= {"exchanges": traffic.exchanges, "seconds_waiting": answered - began}
-                details |= {"bytes_down": round(traffic.down / traffic.asked), "bytes_total": traffic.down + traffic.up}
-                details |= {"bytes_up": round(traffic.up / traffic.asked)}
-                details["seconds_recovery"] = time.perf_counter() - answered
-                details |= {"attempts": attempt} if attempt > 1 else {}
+                figures: dict[str, float] = {"asked": len(nodes), "answers": len(opened.tally.survivors)}
+                figures |= {"exchanges": traffic.exchanges, "seconds_waiting": answered - began}
+                figures |= {"bytes_down": round(traffic.down / traffic.asked), "bytes_total": traffic.down + traffic.up}
+                figures |= {"bytes_up": round(traffic.up / traffic.asked)}
+                figures["seconds_recovery"] = time.perf_counter() - answered
+                figures |= {"attempts": attempt} if attempt > 1 else {}
                 new = {name: why for name, why in self.excluded.items() if name not in before}
-                details |= {"excluded": new} if new else {}
-                details |= {"faults": [str(found) for found in faults[:KEPT_FAULTS]]} if faults else {}
-                return dataclasses.replace(result, details={**result.details, **details})
+                notes: dict[str, Note] = {**result.notes}
+                notes |= {"excluded": new} if new else {}
+                notes |= {"faults": [str(found) for found in faults[:KEPT_FAULTS]]} if faults else {}
+                return dataclasses.replace(result, figures={**result.figures, **figures}, notes=notes)
             server.defence.forget()
             if attempt < server.attempts:
                 time.sleep(server.pause)
@@ -192,7 +194,7 @@ class SecureRounds:
                 return self.sums.aggregate(opened.total, opened.opening)
             except (Aborted, UpdateRefused) as error:
                 why = error.what
-        return Aggregate({}, {}, 0.0, {"skipped": why})
+        return Aggregate({}, {}, 0.0, notes={"skipped": why})
 
     def _greet(self, nodes: list[Member], faults: list[Fault], traffic: _Traffic) -> list[Member]:
         """Those whose keys are known and fresh, after asking the others for theirs."""

@@ -105,12 +105,15 @@ class Server(Stored):
             return result
 
     def _exchange(self, seen: Seen | None = None) -> Aggregate:
+        unseen = False
         try:
-            return self.exchange(seen)
+            result = self.exchange(seen)
+            unseen = seen is None
+            return result
         except NonFiniteUpdate as error:
             raise self._divergence(f"{error.where}: {error.what}", LOWER if self.round else SCALE) from error
         finally:
-            self.defence.forget()  # no secret is left, however the exchange ends
+            self.defence.forget(reuse=unseen)  # no secret is left, however the exchange ends
 
     def _advance(self, result: Aggregate) -> None:
         """Step the optimiser, the round and the schedule."""
@@ -227,7 +230,8 @@ class Server(Stored):
                 "epoch": self.round / self.rounds_per_epoch,
                 "error": result.error,
                 "lr": float(rate),
-                **result.details,
+                **result.figures,
+                **result.notes,
                 "seconds": time.perf_counter() - started,
             }
             if plan.evaluates(self.round):

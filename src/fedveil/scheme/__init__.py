@@ -1,4 +1,4 @@
-"""The paper, one section per file: secret, perturb, client, recover; with losses, decoys and the anchor."""
+"""The scheme of the paper, one section per module: noise, perturb, client, recover; with losses and decoys."""
 
 from fedveil.scheme.client import client_step
 from fedveil.scheme.entropy import Entropy
@@ -17,13 +17,15 @@ from fedveil.scheme.losses import (
     find_loss,
 )
 from fedveil.scheme.messages import Broadcast, Update
-from fedveil.scheme.perturb import client_view, perturb
-from fedveil.scheme.recover import Recovered, recover
-from fedveil.scheme.secret import Secret, draw_secret
+from fedveil.scheme.noise import NoiseSettings
+from fedveil.scheme.perturb import client_view
+from fedveil.scheme.perturbation import Perturbation, VeilSession
+from fedveil.scheme.result import Aggregate
 
 __all__ = [
     "LOSSES",
     "AbsoluteError",
+    "Aggregate",
     "BatchLoss",
     "BinaryCrossEntropy",
     "Broadcast",
@@ -33,15 +35,13 @@ __all__ = [
     "Huber",
     "LogCosh",
     "Loss",
+    "NoiseSettings",
+    "Perturbation",
     "Poisson",
-    "Recovered",
-    "Secret",
     "SquaredError",
     "Update",
+    "VeilSession",
     "client_step",
     "client_view",
-    "draw_secret",
     "find_loss",
-    "perturb",
-    "recover",
 ]

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.graph.plan import Plan
 from fedveil.scheme.anchor import TINY, column_weights
 from fedveil.scheme.entropy import Entropy
-from fedveil.scheme.memory import cache_of
 
 Reals = NDArray[np.float64]
 SHUFFLES = 64
@@ -37,18 +35,18 @@ class Fit:
 
 
 def draw_candidates(
-    plan: Plan, covered: Reals, factors: Reals, rows: Reals, offset: Reals, decoys: int, bias: bool, entropy: Entropy
+    fits: list[Fit], head: Reals, factors: Reals, rows: Reals, offset: Reals, decoys: int, bias: bool, entropy: Entropy
 ) -> Reals:
-    """The offset, rounded, followed by `decoys` others, one per row.
+    """Return the offset, rounded, followed by `decoys` others, one per row.
 
-    All are rounded to the same grid: otherwise the offset's last digits, or its place on the line through the others,
-    would reveal it.
+    All are rounded to the same grid: otherwise the offset's last digits, or its position on the line through the
+    others, would reveal it.
 
     Args:
-        plan: whose cache has fits.
-        covered: V, the head with its factors, a bias as its last column.
+        fits: fits that may be used again; one is taken, and returned if it can be used once more.
+        head: V, the head with its factors, a bias as its last column.
         factors: of its columns.
-        rows: r_a in the places of each group, one row per group, else 0.
+        rows: r_a at the outputs of each group, one row per group, else 0.
         offset: d, which may be any number close to the head's anchor.
         decoys: their number.
         bias: whether the last column is a bias, which is not shuffled.
@@ -56,15 +54,14 @@ def draw_candidates(
     """
     step = _direction(rows, entropy)
     along = rows.T @ step
-    fits = cache_of(plan).fits
     try:
         fit = fits.pop()  # so that no other thread uses it
     except IndexError:
         fit = None
     if fit is None or len(fit.rest) < decoys or entropy.for_tests_only:
-        fit = _fit_shuffled(covered, factors, along, bias, entropy)
-    votes = along @ covered / (along @ along)
-    error, apart, unit = _estimates(votes[None], (covered * covered).sum(0)[None], factors)
+        fit = _fit_shuffled_heads(head, factors, along, bias, entropy)
+    votes = along @ head / (along @ along)
+    error, apart, unit = _estimates(votes[None], (head * head).sum(0)[None], factors)
     rest = error - fit.slope @ apart
     moved = (rest - [rest[0], *(fit.rest.pop() for _ in range(decoys))]) * unit
     if np.isfinite(moved).all() and not entropy.for_tests_only:  # the model has not diverged
@@ -74,14 +71,14 @@ def draw_candidates(
     return found
 
 
-def _fit_shuffled(covered: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
-    """Ridge regression of the first estimate's error on the differences, over heads with rows and columns shuffled.
+def _fit_shuffled_heads(head: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
+    """Regress the first estimate's error on the differences (ridge), over heads with shuffled rows and columns.
 
     Residuals are leave-one-out: with a head in its own fit, its residual would be too small.
     """
-    columns = covered.shape[1]
+    columns = head.shape[1]
     order = _shuffles(columns, columns - bias, entropy)
-    bare = covered / factors
+    bare = head / factors
     votes = np.take_along_axis(along[_shuffles(len(along), len(along), entropy)] @ bare, order, 1)
     squares = (bare * bare).sum(0)[order] * factors**2
     error, apart, _ = _estimates(votes * (factors / (along @ along)), squares, factors)
@@ -93,9 +90,9 @@ def _fit_shuffled(covered: Reals, factors: Reals, along: Reals, bias: bool, entr
 
 
 def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Reals, Reals]:
-    """Three weighted means of columns' votes, by the anchor's weights, by the head's own scale, and by equal ones.
+    """Return three weighted means of columns' votes: by the anchor's weights, by the head's scale, by equal ones.
 
-    Returns, for each head, the first (for the true head its error) and its distances from the others, in units of its
+    That is, for each head, the first (for the true head its error) and its distances from the others, in units of its
     standard error; and that unit.
     """
     weights = column_weights(squares + TINY)[0]
@@ -108,7 +105,7 @@ def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Rea
 
 
 def _direction(rows: Reals, entropy: Entropy) -> Reals:
-    """The direction of R^m along which candidates differ: a random one that keeps the head's column sums.
+    """Draw the direction of R^m along which candidates differ: a random one that keeps the head's column sums.
 
     Decoys that differ in all m numbers would have to be plausible in all of them; along one direction, m > 1 reveals no
     more than m = 1.
@@ -126,7 +123,7 @@ def _direction(rows: Reals, entropy: Entropy) -> Reals:
 
 
 def _shuffles(size: int, moving: int, entropy: Entropy) -> NDArray[np.int64]:
-    """Random orders of the first `moving` places, one per row."""
+    """Draw random orders of the first `moving` indices, one per row."""
     found = np.tile(np.arange(size), (SHUFFLES, 1))
     found[:, :moving] = np.argsort(entropy.keys(SHUFFLES * moving).reshape(SHUFFLES, moving), axis=1)
     return found

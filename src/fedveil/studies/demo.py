@@ -198,11 +198,12 @@ class DemoStudy(Study[Demo, Runs]):
             rounds = f"{veiled.flips} round{'s' if veiled.flips > 1 else ''}"
             exact += f" (but for {rounds} in which rounding moved a ReLU across 0)"
         matrices = [Matrix(view, veiled.classes, counts) for view, counts in veiled.matrices.items()]
+        noise = Veil().noise
         facts = {
             "data": f"digits, {veiled.train_size} training records, {CLIENTS} clients",
             "model": f"mlp with {HIDDEN} hidden units per layer",
             "training": f"{LOSS}, Adam with {RATE:g}, batches of {BATCH}, {asked.epochs} epochs",
-            "veil": f"additive noise {NOISE:g}, m = {Veil().groups}, factors up to {Veil().multiplicative:g}, 2 decoys",
+            "veil": f"additive noise {NOISE:g}, m = {noise.groups}, factors up to {noise.multiplicative:g}, 2 decoys",
         }
         sections: list[Section] = [
             *curve_sections(histories, MEASURED),

@@ -1,0 +1,237 @@
+"""The factors and the permutation of one round, applied to a model's tensors.
+
+The pool of small tensors takes one product and one gather; a large tensor is gathered dim by dim and multiplied by
+broadcasting, so that no vector of the model's size is needed.
+"""
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedveil.graph.layout import Entry, flatten, unflatten
+from fedveil.graph.plan import Plan
+from fedveil.graph.tables import Piece
+from fedveil.scheme.noise import UnitNoise
+from fedveil.wire import Tensors
+
+BLOCK = 2**18  # elements processed at a time
+
+
+class BufferPool:
+    """Memory for large tensors, reused from round to round: new pages take longer to get than to write."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a vector with arbitrary values that nobody else uses."""
+        try:
+            return self._free[size, dtype, device].pop()  # atomic, so that no other thread uses it
+        except (KeyError, IndexError):
+            return _allocate(size, dtype, device)
+
+    def give(self, memory: Tensor) -> None:
+        """Take back memory that nobody uses any more."""
+        self._free.setdefault((memory.numel(), memory.dtype, memory.device), []).append(memory)
+
+
+def _allocate(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu" or not size or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)  # a third of the page faults
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Transform:
+    """The factors and the permutation of one round.
+
+    Attributes:
+        plan: of the model.
+        factors, sources: R along the pool, and where its content comes from: it becomes factors o flat[sources].
+        scale: the factor of each scale slot.
+        shift: the distance from which each order slot gets its content.
+    """
+
+    plan: Plan
+    factors: Tensor
+    sources: Tensor
+    scale: Tensor
+    shift: Tensor
+
+    @classmethod
+    def from_noise(cls, plan: Plan, noise: UnitNoise) -> "Transform":
+        """Place factors and shifts, one per slot of the plan, on the model's device."""
+        layout = plan.layout
+        scale = torch.from_numpy(noise.factors).to(layout.device, layout.dtype)
+        shift = torch.from_numpy(noise.shifts).to(layout.device)
+        return cls(plan, plan.pool.factors(scale), plan.pool.sources(shift), scale, shift)
+
+    def apply(self, tensors: Mapping[str, Tensor], pool: BufferPool) -> tuple[Tensors, Tensor | None]:
+        """Perturb all tensors of the layout; return them, and the memory of the large ones."""
+        plan = self.plan
+        flat = flatten(tensors, plan.pool.entries) if plan.pool.entries else self.factors
+        perturbed = unflatten(self.factors * flat.index_select(0, self.sources), plan.pool.entries)
+        memory = None
+        if plan.large:
+            sizes = [entry.shape.numel() for entry in plan.large]
+            kind = plan.layout.dtype, plan.layout.device
+            memory, scratch = pool.take(sum(sizes), *kind), pool.take(max(sizes), *kind)
+            for entry, out in zip(plan.large, torch.split_with_sizes(memory, sizes), strict=True):
+                perturbed[entry.name] = self._apply_large(entry, tensors[entry.name], out, scratch)
+            pool.give(scratch)
+        return {entry.name: perturbed[entry.name] for entry in plan.layout.entries}, memory
+
+    def _apply_large(self, entry: Entry, tensor: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
+        """Perturb a large tensor into `out`; intermediate steps use `scratch`."""
+        pieces = self.plan.pieces.get(entry.name, [])
+        source = tensor.detach().contiguous().view(-1)
+        if sum(torch.Size(piece.shape).numel() for piece in pieces) < len(source):
+            out.copy_(source)
+        for piece in pieces:
+            indices = self._find_indices(piece)
+            if indices and _is_contiguous(piece) and torch.Size(piece.shape[: indices[0][0]]).numel() == 1:
+                self._apply_rows(piece, indices, source, out, scratch)
+                continue
+            if indices is None:
+                part = source.index_select(0, self._find_sources(piece)).view(piece.shape)
+            else:
+                part = piece.part(source)
+                for dim, index in indices:
+                    part = _select(part, dim, index)
+            self._multiply(piece, piece.part(out).copy_(part))
+        return out.view(entry.shape)
+
+    def _apply_rows(
+        self, piece: Piece, indices: list[tuple[int, Tensor]], source: Tensor, target: Tensor, scratch: Tensor
+    ) -> None:
+        """Process some rows at a time, so that they stay in the processor's cache."""
+        (first, index), *others = indices
+        size, inner = len(index), torch.Size(piece.shape[first + 1 :]).numel()
+        end = piece.offset + size * inner
+        given, result = source[piece.offset : end].view(size, inner), target[piece.offset : end]
+        step = max(1, BLOCK // inner)
+        for start in range(0, size, step):
+            stop = min(size, start + step)
+            shape = (*piece.shape[:first], stop - start, *piece.shape[first + 1 :])
+            out = result[start * inner : stop * inner]
+            here = scratch[: out.numel()] if others else out
+            torch.index_select(given, 0, index[start:stop], out=here.view(-1, inner))
+            part = here.view(shape)
+            for number, (dim, moved) in enumerate(others, 1):
+                part = _select(part, dim, moved, out.view(shape) if number == len(others) else None)
+            self._multiply(piece, part, first, start)
+
+    def find_factors(self, name: str) -> Tensor:
+        """Return R for one tensor, in its shape."""
+        for entry in self.plan.pool.entries:
+            if entry.name == name:
+                return self.factors[entry.start : entry.stop].view(entry.shape)
+        entry = next(entry for entry in self.plan.large if entry.name == name)
+        ones = torch.ones(1, entry.shape.numel(), dtype=self.scale.dtype, device=self.scale.device)
+        self.multiply(entry, ones)
+        return ones.view(entry.shape)
+
+    def multiply(self, entry: Entry, passes: Tensor) -> None:
+        """Multiply passes (rows, elements) of a large tensor's gradient by its factors, in index."""
+        for piece in self.plan.pieces.get(entry.name, []):
+            self._multiply(piece, piece.part(passes))
+
+    def restore_order(self, entry: Entry, flat: Tensor) -> Tensor:
+        """Move a large tensor's elements back to where they came from."""
+        pieces = [piece for piece in self.plan.pieces.get(entry.name, []) if piece.order]
+        if not pieces:
+            return flat
+        if len(pieces) == 1 and _is_contiguous(pieces[0]) and torch.Size(pieces[0].shape).numel() == len(flat):
+            return self._restore_piece(pieces[0], flat).view(-1)
+        result = flat.clone()
+        for piece in pieces:
+            piece.part(result).copy_(self._restore_piece(piece, flat))
+        return result
+
+    def divide(self, entry: Entry, flat: Tensor) -> Tensor:
+        """Divide a large buffer's elements by their factors."""
+        result = flat.clone()
+        for piece in self.plan.pieces.get(entry.name, []):
+            part = piece.part(result)
+            for spread in piece.scale:
+                part /= spread.of(self.scale)
+        return result
+
+    def _multiply(self, piece: Piece, part: Tensor, cut: int = -1, start: int = 0) -> None:
+        """Multiply in index; by whole rows if a middle dim changes, several times faster than broadcasting.
+
+        `part` may begin at `start` along the dim `cut` of the piece, and have more leading dims.
+        """
+        ahead = part.dim() - len(piece.shape)
+        for spread in piece.scale:
+            factor, dims = spread.of(self.scale), [dim for dim, size in enumerate(spread.shape) if size > 1]
+            if cut in dims:
+                factor = factor.narrow(cut, start, part.shape[ahead + cut])
+            behind = torch.Size(piece.shape[dims[0] + 1 :]).numel() if len(dims) == 1 else 1
+            if behind > 1 and dims[0] != cut and part.is_contiguous():
+                rows = part.view(-1, factor.numel() * behind)
+                rows.mul_(factor.flatten().repeat_interleave(behind))
+            else:
+                part.mul_(factor)
+
+    def _restore_piece(self, piece: Piece, flat: Tensor) -> Tensor:
+        """Move the elements of a piece back to where they came from, in new memory."""
+        indices = self._find_indices(piece)
+        part = piece.part(flat)
+        if indices is None:
+            moved = torch.empty_like(flat).index_copy_(0, self._find_sources(piece), part.reshape(-1))
+            return piece.part(moved)
+        for dim, index in indices:
+            back = torch.empty_like(index)
+            back[index] = torch.arange(len(index), device=index.device)
+            part = _select(part, dim, back)
+        return part
+
+    def _find_indices(self, piece: Piece) -> list[tuple[int, Tensor]] | None:
+        """Return the source of each index for each dim that moves separately; None if dims move jointly."""
+        found = []
+        for spread in piece.order:
+            dims = [d for d, size in enumerate(spread.shape) if size > 1]
+            if len(dims) != 1:
+                return None
+            shift = spread.of(self.shift).flatten()
+            index = torch.arange(len(shift), device=shift.device) + shift // piece.strides[dims[0]]
+            found.append((dims[0], index))
+        return sorted(found, key=lambda pair: pair[0])
+
+    def _find_sources(self, piece: Piece) -> Tensor:
+        """Return the index from which each element of a piece comes."""
+        index = torch.full((1,) * len(piece.shape), piece.offset, device=self.shift.device)
+        for dim, (size, step) in enumerate(zip(piece.shape, piece.strides, strict=True)):
+            view = [1] * len(piece.shape)
+            view[dim] = -1
+            index = index + torch.arange(size, device=index.device).reshape(view) * step
+        for spread in piece.order:
+            index = index + spread.of(self.shift)
+        return index.flatten()
+
+
+def _select(part: Tensor, dim: int, index: Tensor, out: Tensor | None = None) -> Tensor:
+    """Select indices along a dim, as rows of a matrix, or as its columns by torch.gather."""
+    ahead, inner = part.shape[:dim].numel(), part.shape[dim + 1 :].numel()
+    rows = part.reshape(len(index) if ahead == 1 else ahead, -1)
+    target = None if out is None else out.view(rows.shape)
+    if ahead == 1:
+        return torch.index_select(rows, 0, index, out=target).view(part.shape)
+    columns = (index.unsqueeze(1) * inner + torch.arange(inner, device=index.device)).flatten()
+    return torch.gather(rows, 1, columns.expand(ahead, -1), out=target).view(part.shape)
+
+
+def _is_contiguous(piece: Piece) -> bool:
+    """Whether the elements of a piece are contiguous."""
+    step = 1
+    for size, stride in zip(reversed(piece.shape), reversed(piece.strides), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
