@@ -13,7 +13,7 @@ from torch import nn
 import fedveil
 from fedveil.graph import plan as plan_module
 from fedveil.graph.inputs import call
-from fedveil.scheme import cover as cover_module
+from fedveil.scheme import transform as transform_module
 
 CHOSEN = ("TransformerEncoder, post-norm ReLU", "Llama, rotary halves", "LSTM, 2 layers, bidirectional", "Swin", "UNet",
           "ResNeXt", "MLP-Mixer", "relative position bias")  # fmt: skip
@@ -23,7 +23,7 @@ CHOSEN = ("TransformerEncoder, post-norm ReLU", "Llama, rotary halves", "LSTM, 2
 def large(monkeypatch):
     """Everything counts as large, and is covered a few rows at a time."""
     monkeypatch.setattr(plan_module, "POOLED", 0)
-    monkeypatch.setattr(cover_module, "BLOCK", 64)
+    monkeypatch.setattr(transform_module, "BLOCK", 64)
 
 
 def exact(model, inputs, targets, groups=2):
