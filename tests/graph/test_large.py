@@ -77,7 +77,8 @@ def test_memory_is_used_again_only_once_it_is_given_back(large):
     reused = held[1].broadcast.parameters["0.weight"].data_ptr()
     held[1].release(reuse=True)
     held[1].release(reuse=True)  # given back once
-    places = [session.perturb(model).broadcast.parameters["0.weight"].data_ptr() for _ in range(3)]
+    again = [session.perturb(model) for _ in range(3)]
+    places = [own.broadcast.parameters["0.weight"].data_ptr() for own in again]
     assert places.count(reused) == 1
     assert len(set(places)) == 3
     for own, known in zip([held[0], *held[2:]], [copies[0], *copies[2:]], strict=True):
