@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import torch
 from safetensors.torch import load, save
@@ -125,12 +125,15 @@ def checked(where: str, values: Mapping[str, Any], wanted: Mapping[str, Any]) ->
     return {name: values[name] for name in wanted}
 
 
-def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
-    """Tensors with a prefix before their names."""
+T = TypeVar("T")
+
+
+def add_prefix(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
+    """Put a prefix and a slash before each name."""
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 
 
-def those_under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
-    """The inverse of `under`."""
+def strip_prefix(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return those whose names have the prefix, without it; the inverse of `add_prefix`."""
     start = prefix + "/"
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

@@ -25,12 +25,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedveil.checks import whole
-from fedveil.defences.interface import Samples
-from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, size_of
+from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Samples, State
+from fedveil.defences.plain import (
+    PlainClient,
+    PlainUpdate,
+    accumulate,
+    average,
+    count_bytes,
+    decode_gradients,
+    encode_model,
+    fill_model,
+    trainable_tensors,
+)
 from fedveil.errors import BadArgument, ModelMismatch, StaleUpdate
 from fedveil.graph.inputs import Inputs, call, calls_of
 from fedveil.scheme import Aggregate, Loss
-from fedveil.wire import Packed, Tensors, Values, checked
+from fedveil.wire import Packed, Tensors, Values, add_prefix, checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +135,7 @@ class SketchedBroadcast:
 
     number: int  # which of the server's broadcasts it is
     network: nn.Module
+    sketched: tuple[str, ...]  # names of the sketched weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,10 +145,10 @@ class SketchedUpdate(PlainUpdate):
     number: int
 
 
-class DBCL(Plain):
+class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
     """A new CountSketch of every layer in every round.
 
-    It covers the weights of all Linear and Conv2d layers, except the first Conv2d and the last Linear that the model
+    It hides the weights of all Linear and Conv2d layers, except the first Conv2d and the last Linear that the model
     calls. These, biases, norms and buffers travel as they are. A weight that has no sketch is refused, unless `skip`
     names it.
 
@@ -146,10 +157,10 @@ class DBCL(Plain):
         skip_first_conv: send the first convolution as it is.
         skip_last: send the last Linear as it is.
         skip: modules or parameters that are sent as they are besides, by their path in the model.
-        seed: repeatable sketches, for tests; otherwise the operating system seeds every broadcast anew.
+        seed: makes sketches repeatable, for tests; otherwise the operating system seeds every broadcast.
     """
 
-    linear = False
+    name = "dbcl"
 
     def __init__(
         self,
@@ -160,20 +171,19 @@ class DBCL(Plain):
         skip: Sequence[str] = (),
         seed: int | None = None,
     ) -> None:
-        super().__init__()
-        whole("dbcl", "q", q, 2, "DBCL(q=2): with one input per bucket, S hides nothing")
-        whole("dbcl", "seed", 0 if seed is None else seed, 0, "DBCL(seed=0)")
-        self.name, self.q, self.skip_first_conv, self.skip_last = "dbcl", q, skip_first_conv, skip_last
+        whole("dbcl", "q", q, 2, "use DBCL(q=2): with one input per bucket, S hides nothing")
+        whole("dbcl", "seed", 0 if seed is None else seed, 0, "use DBCL(seed=0)")
+        self.q, self.skip_first_conv, self.skip_last = q, skip_first_conv, skip_last
         self.skip = (skip,) if isinstance(skip, str) else tuple(skip)
-        self._seed = seed
-        self._names: tuple[str, ...] = ()
-        self._number = 0
-        self._drawn: dict[str, tuple[Sketch, torch.Size]] = {}
-        self._down = 0
+        self.seed, self.repeatable = seed, seed is not None
 
-    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
+    @property
+    def codec(self) -> "DBCLCodec":
+        """The sketched network and its sketches down, its gradients up."""
+        return DBCLCodec()
+
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "DBCLServer":
         """Choose the weights to sketch."""
-        super().prepare(model, example, loss)
         twin = copy.deepcopy(model).eval()
         paths = {module: path for path, module in twin.named_modules()}
         with torch.no_grad(), calls_of(m for m in paths if isinstance(m, nn.Conv2d | nn.Linear)) as calls:
@@ -181,81 +191,110 @@ class DBCL(Plain):
         convs = [paths[each.module] for each in calls if isinstance(each.module, nn.Conv2d)]
         linears = [paths[each.module] for each in calls if isinstance(each.module, nn.Linear)]
         kept = (convs[:1] if self.skip_first_conv else []) + (linears[-1:] if self.skip_last else [])
-        self._names = _choose(model, self.q, kept, self.skip)
+        return DBCLServer(self.q, self.seed, _choose(model, self.q, kept, self.skip))
 
-    @property
-    def sketched(self) -> tuple[str, ...]:
-        """Names of the weights that clients never get."""
-        if not self._names:
-            raise BadArgument("dbcl", "no model was prepared yet", "prepare(model, example, loss) first")
-        return self._names
+    def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "DBCLClient":
+        """Prepare clients for a run."""
+        return DBCLClient(PlainClient(model, loss))
 
-    def broadcast(self, model: nn.Module) -> Any:
-        """Sketch the model anew."""
-        names = self.sketched
+    def client_view(self, model: nn.Module, broadcast: SketchedBroadcast) -> nn.Module:
+        """Return a copy of the sketched network."""
+        return copy.deepcopy(broadcast.network)
+
+
+class DBCLServer(DefenceServer[SketchedBroadcast, SketchedUpdate]):
+    """Draws new sketches for each broadcast."""
+
+    def __init__(self, q: int, seed: int | None, sketched: tuple[str, ...]) -> None:
+        self.sketched = sketched  # names of the weights that clients never get
+        self._q, self._seed, self._number = q, seed, 0
+
+    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "DBCLRound":
+        """Sketch the model."""
         self._number += 1
         chance = np.random.default_rng(None if self._seed is None else (self._seed, self._number))
-        self._drawn = {}
-        instead: dict[int, Any] = {}  # deepcopy's memo: it puts these in place of what they are made from
-        for name in names:
+        drawn: dict[str, tuple[Sketch, torch.Size]] = {}
+        instead: dict[int, nn.Module | nn.Parameter] = {}  # deepcopy's memo: it puts these in place of the originals
+        for name in self.sketched:
             layer = model.get_submodule(name.rpartition(".")[0])
             weight = model.get_parameter(name)
-            sketch = Sketch.draw(weight[0].numel(), self.q, chance).to(weight.detach())
+            sketch = Sketch.draw(weight[0].numel(), self._q, chance).to(weight.detach())
             small = KINDS[type(layer)](layer, sketch)
             instead[id(layer)], instead[id(weight)] = small, small.weight
-            self._drawn[name] = sketch, weight.shape
+            drawn[name] = sketch, weight.shape
         network = copy.deepcopy(model, instead)
-        entries = sum(sketch.inputs.numel() for sketch, _ in self._drawn.values())  # an index and its sign in 4 bytes
-        self._down = size_of([*network.parameters(), *network.buffers()]) + 4 * entries
-        return SketchedBroadcast(self._number, network)
+        return DBCLRound(SketchedBroadcast(self._number, network, self.sketched), drawn)
 
-    def client_step(self, model: nn.Module, broadcast: Any, samples: Samples, client: int = 0) -> SketchedUpdate:
-        """Gradients of the sketched network: Gamma = delta^T X~ for sketched weights."""
-        found = super().client_step(model, broadcast.network, samples, client)
-        return SketchedUpdate(found.gradients, found.buffers, broadcast.number)
-
-    def accumulate(self, broadcast: Any, total: Any, update: Any) -> tuple[Any, Any]:
-        """As plain, of the sketched network."""
-        network, update = super().accumulate(broadcast.network, total, update)
-        return SketchedBroadcast(broadcast.number, network), update
-
-    def check_number(self, number: int, position: int = 0) -> None:
-        """Refuse an update that answers another broadcast than the last one."""
-        if number != self._number:
-            what = f"it answers broadcast {number}, whose sketch is gone; the last one is {self._number}"
-            raise StaleUpdate(f"client {position}", what)
-
-    def aggregate(self, updates: Sequence[Any], weights: Sequence[float]) -> Aggregate:
-        """sum_k |D_k| / |D| Gamma_k S^T for sketched weights; of everything else the weighted mean.
-
-        Its error is 0: it is the sketched network's gradient up to rounding. How far that lies from the plain one, the
-        server cannot know.
-        """
-        if not self._drawn:
-            raise BadArgument("dbcl", "there is no broadcast to answer", "broadcast(model) first")
-        for position, update in enumerate(updates):
-            self.check_number(update.number, position)
-        mean = super().aggregate(updates, weights)
-        gradients = dict(mean.gradients)
-        for name, (sketch, shape) in self._drawn.items():
-            if name in gradients:
-                gradients[name] = sketch.up(gradients[name]).reshape(shape)
-        up = size_of([*updates[0].gradients.values(), *mean.buffers.values()])
-        return dataclasses.replace(mean, gradients=gradients, figures={"bytes_down": self._down, "bytes_up": up})
-
-    def client_view(self, model: nn.Module, broadcast: Any) -> nn.Module:
-        """The sketched network."""
-        return super().client_view(model, broadcast.network)
-
-    def state(self) -> dict[str, Any]:
-        """How many broadcasts there were: with a seed, the next sketch follows from that."""
+    def state(self) -> State:
+        """Return how many broadcasts there were: with a seed, the next sketch follows from that."""
         return {"number": self._number}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on counting; the last sketch is not needed."""
+        """Continue counting."""
         if "number" not in state:
             raise BadArgument("dbcl", "the checkpoint is of another defence", "resume with the defence that wrote it")
-        self._number, self._drawn = int(state["number"]), {}
+        self._number = int(state["number"])
+
+
+class DBCLRound(DefenceRound[SketchedBroadcast, SketchedUpdate]):
+    """A sketched broadcast, and its sketches."""
+
+    def __init__(self, broadcast: SketchedBroadcast, drawn: Mapping[str, tuple[Sketch, torch.Size]]) -> None:
+        self.broadcast, self.drawn = broadcast, drawn
+        network = broadcast.network
+        entries = sum(sketch.inputs.numel() for sketch, _ in drawn.values())  # an index and its sign in 4 bytes
+        self._down = count_bytes([*network.parameters(), *network.buffers()]) + 4 * entries
+
+    def check_number(self, number: int, position: int = 0) -> None:
+        """Refuse an update that answers another broadcast."""
+        if number != self.broadcast.number:
+            what = f"it answers broadcast {number}, whose sketch is gone; the last one is {self.broadcast.number}"
+            raise StaleUpdate(f"client {position}", what)
+
+    def recover(self, updates: Sequence[SketchedUpdate], weights: Sequence[float]) -> Aggregate:
+        """Return sum_k |D_k| / |D| Gamma_k S^T for sketched weights, and the weighted mean of everything else.
+
+        Its error is 0: it is the sketched network's gradient up to rounding. How far that is from the plain one, the
+        server cannot know.
+        """
+        for position, update in enumerate(updates):
+            self.check_number(update.number, position)
+        mean = average(updates, weights, {})
+        gradients = dict(mean.gradients)
+        for name, (sketch, shape) in self.drawn.items():
+            if name in gradients:
+                gradients[name] = sketch.up(gradients[name]).reshape(shape)
+        up = count_bytes([*updates[0].gradients.values(), *mean.buffers.values()])
+        return dataclasses.replace(mean, gradients=gradients, figures={"bytes_down": self._down, "bytes_up": up})
+
+    def list_gradients(self, model: nn.Module) -> Tensors:
+        """Return tensors like the gradients of an update: sketched weights have one column per bucket."""
+        whole_weights = trainable_tensors(model)
+        small = {
+            name: whole_weights[name].flatten(1)[:, : sketch.inputs.shape[1]]
+            for name, (sketch, _) in self.drawn.items()
+            if name in whole_weights
+        }
+        return whole_weights | small
+
+
+class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
+    """Computes gradients of the sketched network."""
+
+    def __init__(self, plain: PlainClient) -> None:
+        self._plain = plain
+
+    def step(self, broadcast: SketchedBroadcast, samples: Samples, client: int = 0) -> SketchedUpdate:
+        """Compute Gamma = delta^T X~ for sketched weights, and plain gradients for others."""
+        found = self._plain.step(broadcast.network, samples, client)
+        return SketchedUpdate(found.gradients, found.buffers, broadcast.number)
+
+    def accumulate(
+        self, broadcast: SketchedBroadcast, total: SketchedUpdate | None, update: SketchedUpdate
+    ) -> tuple[SketchedBroadcast, SketchedUpdate]:
+        """Sum gradients of the sketched network."""
+        network, update = accumulate(broadcast.network, total, update)
+        return dataclasses.replace(broadcast, network=network), update
 
 
 def _choose(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
@@ -263,15 +302,15 @@ def _choose(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) 
     named = dict(model.named_parameters(remove_duplicate=False))
     homes = Counter(id(parameter) for parameter in named.values())
 
-    def under(path: str, name: str) -> bool:
+    def is_under(path: str, name: str) -> bool:
         return path in ("", name) or name.startswith(path + ".")
 
     for path in skip:
-        if not any(under(path, name) for name in named):
+        if not any(is_under(path, name) for name in named):
             raise BadArgument("dbcl", f"skip names {path!r}, and the model has no parameters there")
     chosen = []
     for name, parameter in named.items():
-        if parameter.dim() < 2 or any(under(path, name) for path in (*kept, *skip)):
+        if parameter.dim() < 2 or any(is_under(path, name) for path in (*kept, *skip)):
             continue
         path, _, last = name.rpartition(".")
         layer = model.get_submodule(path)
@@ -305,20 +344,20 @@ def check_sketch(name: str, inputs: Tensor, signs: Tensor, fan_in: int) -> None:
         raise ModelMismatch(name, f"the broadcast's sketch is not one of {fan_in} inputs")
 
 
-class DBCLMessages(PlainMessages):
+class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
     """The sketched network and its sketches down, gradients of the sketched network up."""
 
-    def pack(self, defence: DBCL, broadcast: SketchedBroadcast) -> Packed:
-        """Sketches as the inputs of each bucket, and their signs as int8."""
-        values, tensors = super().pack(defence, broadcast.network)
-        for name in defence.sketched:
+    def encode_broadcast(self, broadcast: SketchedBroadcast) -> Packed:
+        """Encode sketches as the inputs of each bucket, and their signs as int8."""
+        values, tensors = encode_model(broadcast.network)
+        for name in broadcast.sketched:
             sketch = broadcast.network.get_submodule(name.rpartition(".")[0]).sketch
             assert isinstance(sketch, Sketch)
             tensors |= {f"inputs/{name}": sketch.inputs.int(), f"signs/{name}": sketch.signs.to(torch.int8)}
-        return values | {"number": broadcast.number, "sketched": list(defence.sketched)}, tensors
+        return values | {"number": broadcast.number, "sketched": list(broadcast.sketched)}, tensors
 
-    def unpack(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> SketchedBroadcast:
-        """A `SketchedLayer` in place of each sketched layer."""
+    def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> SketchedBroadcast:
+        """Put a `SketchedLayer` in place of each sketched layer."""
         network = copy.deepcopy(model)
         found = checked("broadcast", values, {"number": int, "sketched": list[str]})
         layers = dict(network.named_modules())
@@ -336,28 +375,34 @@ class DBCLMessages(PlainMessages):
                 network.set_submodule(path, small)
             else:
                 network = small
-        filled = super().unpack(network, values, tensors, loss)
+        filled = fill_model(network, values, tensors)
         for module in filled.modules():
             if isinstance(module, SketchedLayer):
                 module.sketch = module.sketch.to(module.weight.detach())
-        return SketchedBroadcast(found["number"], filled)
+        return SketchedBroadcast(found["number"], filled, tuple(found["sketched"]))
 
-    def pack_update(self, defence: DBCL, update: SketchedUpdate) -> Packed:
-        """With the number of the broadcast."""
-        return {"number": update.number}, super().pack_update(defence, update)[1]
+    def encode_update(self, update: SketchedUpdate) -> Packed:
+        """Encode gradients, buffers and the number of the broadcast."""
+        tensors = add_prefix("gradient", update.gradients) | add_prefix("buffer", update.buffers)
+        return {"number": update.number}, tensors
 
-    def unpack_update(self, defence: DBCL, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Any:
-        """Also refuses one that does not answer the last broadcast."""
+    def decode_update(
+        self,
+        own: DefenceRound[SketchedBroadcast, SketchedUpdate],
+        model: nn.Module,
+        values: Values,
+        tensors: Tensors,
+        position: int,
+    ) -> SketchedUpdate:
+        """Decode an update; one that answers another broadcast is refused."""
+        assert isinstance(own, DBCLRound)
         number = checked("update", values, {"number": int})["number"]
-        defence.check_number(number, position)
-        plain = super().unpack_update(defence, model, values, tensors, position)
+        own.check_number(number, position)
+        plain = decode_gradients(own.list_gradients(model), model, tensors, position)
         return SketchedUpdate(plain.gradients, plain.buffers, number)
 
-    def wanted(self, defence: DBCL, model: nn.Module) -> Tensors:
-        """Sketched weights have one column per bucket."""
-        whole = super().wanted(defence, model)
-        small = {n: t.flatten(1)[:, : t[0].numel() // defence.q] for n, t in whole.items() if n in defence.sketched}
-        return whole | small
-
-
-MESSAGES = DBCLMessages(DBCL)
+    def template(self, own: DefenceRound[SketchedBroadcast, SketchedUpdate], model: nn.Module) -> Packed:
+        """Return tensors like those of an update."""
+        assert isinstance(own, DBCLRound)
+        gradients, buffers = own.list_gradients(model), dict(model.named_buffers())
+        return {"number": own.broadcast.number}, add_prefix("gradient", gradients) | add_prefix("buffer", buffers)

@@ -1,16 +1,25 @@
-"""What the federation asks of a defence."""
+"""The interface of a defence: settings, what the server does in a round, what a client does."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
 from fedveil.errors import UpdateRefused
 from fedveil.graph.inputs import Inputs
+from fedveil.graph.plan import Plan
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.recover import recover_each
+from fedveil.wire import Packed, Tensors, Values
+
+if TYPE_CHECKING:
+    from fedveil.defences.accountant import Accountant
+
+B = TypeVar("B")  # a broadcast
+U = TypeVar("U")  # an update
+State = dict[str, Any]  # plain values and tensors, as a checkpoint holds them
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,102 +31,165 @@ class Samples:
     weights: Tensor | None = None  # of each sample in the loss, in place of 1 / samples
 
 
-class ServerSide(Protocol):
-    """What the server calls. Broadcasts and updates are the defence's own; the federation only carries them."""
+class DefenceRound(ABC, Generic[B, U]):
+    """The server's part in one attempt of a round: a broadcast, and what becomes of the updates that answer it."""
 
-    name: str  # as it is printed
-    fuses: bool = True  # the batches of several clients may go through one `client_step` as if they were one client's
-    linear: bool = False  # the weighted mean of updates may stand for all of them; then `Linear` is there too
-    durable: bool = False  # a round must be on disk before the next broadcast, for privacy accounting
+    broadcast: B
 
     @property
-    def repeatable(self) -> bool:
-        """Whether what should be secret follows from a seed; servers and clients on a network refuse that."""
-        return False
+    def base(self) -> "DefenceRound[B, U]":
+        """The round of the defence whose messages travel: this one, or the one that it wraps."""
+        return self
 
     @abstractmethod
-    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
-        """Look at the model once before the first round."""
+    def recover(self, updates: Sequence[U], weights: Sequence[float]) -> Aggregate:
+        """Return the gradient of the round; weights are |D_k|."""
 
-    @abstractmethod
-    def broadcast(self, model: nn.Module) -> Any:
-        """What clients get this round."""
+    def recover_each(self, updates: Sequence[U]) -> list[Aggregate | UpdateRefused]:
+        """Return the gradient of each update separately, or why it is refused."""
+        return recover_each(lambda update: self.recover([update], [1.0]), updates)
 
-    @abstractmethod
-    def aggregate(self, updates: Sequence[Any], weights: Sequence[float]) -> Aggregate:
-        """The gradient of the round; weights are |D_k|."""
+    def combine(self, results: Sequence[Aggregate]) -> Aggregate | None:
+        """Combine results of `recover_each`; None leaves it to the server's aggregation rule."""
+        return None
 
-    def each(self, updates: Sequence[Any]) -> list[Aggregate | UpdateRefused]:
-        """In place of `aggregate`: what each client's update says by itself, or why it is refused."""
-        return recover_each(lambda update: self.aggregate([update], [1.0]), updates)
+    def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
+        """Complete the result of secure aggregation, the mean over that many clients."""
+        return mean
 
-    def forget(self, *, reuse: bool = False) -> None:
-        """Drop what is secret of the last broadcast: its round is over, however it ended.
+    def release(self, *, reuse: bool = False) -> None:
+        """Drop the secret: the round is over, however it ended.
 
-        With `reuse` nobody holds the broadcast any more, and its memory may be used for the next one.
+        Args:
+            reuse: nobody holds the broadcast any more, and its memory may be used for the next one.
         """
         return
 
-    @abstractmethod
-    def client_view(self, model: nn.Module, broadcast: Any) -> nn.Module:
-        """The model as received by a client: what published attacks attack."""
 
-    def state(self) -> dict[str, Any]:
-        """What the server must keep to go on after a stop: plain values and tensors, never a secret of a round."""
+class Ranges(ABC, Generic[U]):
+    """Part of the round of a linear defence: the ranges of numbers that secure aggregation needs."""
+
+    @abstractmethod
+    def expect(self, update: U, last: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
+        """Predict the next round's update, whatever its noise, from a mean update; `last` is the last prediction."""
+
+    @abstractmethod
+    def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
+        """Bound each row of an update to this round's broadcast, by the name under which it travels."""
+
+    @abstractmethod
+    def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
+        """Bound the norm of the gradient error that an error in every number of each row can cause."""
+
+
+class DefenceServer(ABC, Generic[B, U]):
+    """The server's state of a run."""
+
+    accountant: "Accountant | None" = None  # of a differentially private defence
+    plan: Plan | None = None  # of a veil: which part of the model is perturbed
+    draws: int = 0  # of a veil that keeps its noise: how often it was drawn
+
+    @abstractmethod
+    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> DefenceRound[B, U]:
+        """Make the broadcast of an attempt; `members` are the clients that will answer, if that is known."""
+
+    def state(self) -> State:
+        """Return what must be kept to resume the run, never a secret."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         return
 
 
-class ClientSide(Protocol):
-    """What a client calls; `client` says whose private state to use."""
+class DefenceClient(ABC, Generic[B, U]):
+    """A client's part, for one or several clients; `client` says whose private state to use."""
 
     @abstractmethod
-    def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
-        """Look at the model as a client that is not in the server's process: all that its steps need, and no more."""
+    def step(self, broadcast: B, samples: Samples, client: int = 0) -> U:
+        """Compute the update for one batch."""
 
     @abstractmethod
-    def client_step(self, model: nn.Module, broadcast: Any, samples: Samples, client: int = 0) -> Any:
-        """What a client computes of a batch; `model` gives the architecture."""
+    def accumulate(self, broadcast: B, total: U | None, update: U) -> tuple[B, U]:
+        """Add the update of the same client's next batch; return the broadcast to continue with, and the sum."""
 
-    @abstractmethod
-    def accumulate(self, broadcast: Any, total: Any, update: Any) -> tuple[Any, Any]:
-        """Add what the same client computed of its next batch; returns the broadcast to go on with, and the sum."""
-
-    def upload(self, update: Any, client: int = 0) -> Any:
-        """What leaves the client, from what it computed in this round: by default all of it."""
+    def upload(self, update: U, client: int = 0) -> U:
+        """Return what leaves the client, from what it computed in this round; by default all of it."""
         return update
 
-    def client_state(self, client: int) -> dict[str, Any]:
-        """What a client keeps to itself; the server never sees it."""
+    def state(self, client: int) -> State:
+        """Return what a client keeps to itself; the server never sees it."""
         return {}
 
-    def restore_client(self, client: int, state: Mapping[str, Any]) -> None:
-        """Go on from `client_state`."""
+    def restore(self, client: int, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
         return
 
 
-class Linear(Protocol):
-    """What secure aggregation asks of a defence that is `linear`: how large the numbers of the next round will be."""
+class Codec(ABC, Generic[B, U]):
+    """How a defence's messages travel: as plain values and tensors, of which `fedveil.wire` makes bytes."""
 
     @abstractmethod
-    def expect(self, update: Any, last: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
-        """Of a mean update, what the next will be like, whatever its noise; `last` is what this returned before."""
+    def encode_broadcast(self, broadcast: B) -> Packed:
+        """Server: encode a broadcast."""
 
     @abstractmethod
-    def sizes(self, broadcast: Any, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """The largest number of each row of an update under this broadcast, by the name under which it travels."""
+    def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> B:
+        """Client: decode a broadcast; one for another model than the client's own is refused."""
 
     @abstractmethod
-    def rounding(self, each: Mapping[str, Sequence[float]]) -> float:
-        """The norm in the gradient of an error of so much in every number of every row of the mean update."""
+    def encode_update(self, update: U) -> Packed:
+        """Client: encode an update."""
+
+    @abstractmethod
+    def decode_update(
+        self, own: DefenceRound[B, U], model: nn.Module, values: Values, tensors: Tensors, position: int
+    ) -> U:
+        """Server: decode the update of the client at a position; one that cannot be aggregated is refused."""
+
+    @abstractmethod
+    def template(self, own: DefenceRound[B, U], model: nn.Module) -> Packed:
+        """Server: return an encoded update of this round without its numbers."""
 
 
-@runtime_checkable
-class Defence(ServerSide, ClientSide, Protocol):
-    """One way to train together: derive from this, or write a class with these methods.
+class Defence(ABC, Generic[B, U]):
+    """A way to train together: its settings and traits. Derive your own from this or from `Plain`."""
 
-    By default a defence uploads what it computes and keeps nothing between rounds.
-    """
+    name: str  # as it is printed
+    fusable: bool = True  # batches of several clients may go through one `step` as if they were one client's
+    linear: bool = False  # the weighted mean of updates may stand for all of them; its rounds have `Ranges`
+    durable: bool = False  # a round must be on disk before the next broadcast, for privacy accounting
+    repeatable: bool = False  # secrets follow from a seed; servers and clients on a network refuse that
+    dp_clip: float | None = None  # maximum norm of a client's gradient, of a differentially private defence
+    clippable: bool = False  # clients compute the gradient itself, and can clip it
+    largest_factor: float = 1.0  # that an update's numbers are multiplied by
+    remote_settings: ClassVar[tuple[str, ...]] = ()  # attributes, also arguments, that a server may set on clients
+
+    @property
+    def base(self) -> "Defence[B, U]":
+        """The defence whose messages travel: this one, or the one that it wraps."""
+        return self
+
+    @property
+    def codec(self) -> Codec[B, U] | None:
+        """How messages travel; None if they cannot."""
+        return None
+
+    @abstractmethod
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceServer[B, U]:
+        """Prepare the server for a run."""
+
+    @abstractmethod
+    def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
+        """Prepare clients for a run; `model` gives the architecture."""
+
+    @abstractmethod
+    def client_view(self, model: nn.Module, broadcast: B) -> nn.Module:
+        """Return the model as a client receives it: the target of published attacks."""
+
+
+AnyDefence = Defence[Any, Any]
+AnyRound = DefenceRound[Any, Any]
+AnyServer = DefenceServer[Any, Any]
+AnyClient = DefenceClient[Any, Any]
+AnyCodec = Codec[Any, Any]

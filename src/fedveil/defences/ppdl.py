@@ -3,6 +3,7 @@
 docs/defences/ppdl.md says how it differs from the paper, what it costs and what it leaks.
 """
 
+import copy
 import hashlib
 import math
 import os
@@ -10,17 +11,29 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedveil.checks import number, one_of, share
-from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, check_names, check_number, size_of, split
+from fedveil.defences.interface import Defence, DefenceRound, State
+from fedveil.defences.plain import (
+    PlainClient,
+    PlainCodec,
+    PlainRound,
+    PlainServer,
+    PlainUpdate,
+    check_names,
+    check_number,
+    count_bytes,
+    split,
+    trainable_tensors,
+)
 from fedveil.errors import BadArgument
-from fedveil.scheme import Aggregate
-from fedveil.wire import Packed, Tensors, Values, those_under, under
+from fedveil.graph.inputs import Inputs
+from fedveil.scheme import Aggregate, Loss
+from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 
 MEDIAN_ROUNDS = 100
 KEY = 16  # bytes: a torch.Generator would use 32 bits of a seed, few enough to try them all
@@ -47,17 +60,24 @@ class _Client:
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """What an upload did to a gradient; it stays in this process."""
+class Measurement:
+    """How an upload changed a gradient; it stays in this process."""
 
     size: float
     change: float
     rms: float
     clipped: bool
-    numbers: int  # bytes of those that were selected, and of which they are: indices or a bitmap
+    numbers: int  # bytes of the selected numbers, and of their indices or bitmap
 
 
-class PPDL(Plain):
+@dataclass(frozen=True, eq=False)
+class PPDLUpdate(PlainUpdate):
+    """A clipped, thinned and noised gradient; no message carries the measurement."""
+
+    measurement: Measurement | None = None
+
+
+class PPDL(Defence[nn.Module, PlainUpdate]):
     """Weighted mean of gradients that clients have clipped, thinned and noised, in this order.
 
         1. clip      g <- g min(1, bound / |g|), |g| over the whole gradient
@@ -82,8 +102,8 @@ class PPDL(Plain):
         seed: makes the noise repeatable, for tests. Otherwise it comes from the operating system.
     """
 
-    linear = False
-    fuses = False
+    fusable = False
+    remote_settings = ("fraction", "sigma", "clip")
 
     def __init__(
         self,
@@ -93,7 +113,6 @@ class PPDL(Plain):
         *,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
         share("PPDL", "fraction", fraction, "fraction=1 uploads all of the gradient")
         if not number(sigma) or not 0 <= sigma < math.inf:
             what = f"sigma must be a standard deviation, 0 or more, got {sigma!r}"
@@ -105,9 +124,7 @@ class PPDL(Plain):
             raise BadArgument("PPDL", f"seed must be an int or None, got {seed!r}", "leave it out, but for tests")
         self.name, self.fraction, self.sigma = "ppdl", float(fraction), check_number("PPDL", "sigma", sigma)
         self.clip = clip if clip in (None, "median") else check_number("PPDL", "clip", clip)
-        self._seed = seed
-        self._clients: dict[int, _Client] = {}
-        self._measured: WeakKeyDictionary[PlainUpdate, _Measured] = WeakKeyDictionary()  # by upload
+        self.seed, self.repeatable = seed, seed is not None
 
     @classmethod
     def named(
@@ -129,79 +146,123 @@ class PPDL(Plain):
         found.name = f"ppdl-{setting}"
         return found
 
+    @property
+    def codec(self) -> "PPDLCodec":
+        """The model down, selected numbers up."""
+        return PPDLCodec(self.fraction)
+
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "PPDLServer":
+        """Prepare the server for a run."""
+        return PPDLServer(self, model)
+
+    def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "PPDLClient":
+        """Prepare clients for a run."""
+        return PPDLClient(self, model, loss)
+
+    def client_view(self, model: nn.Module, broadcast: nn.Module) -> nn.Module:
+        """Return a copy of the true model."""
+        return copy.deepcopy(broadcast)
+
+
+class PPDLClient(PlainClient):
+    """Clips, selects and adds noise; keeps each client's source of noise and first norms."""
+
+    def __init__(self, settings: PPDL, model: nn.Module, loss: Loss) -> None:
+        super().__init__(model, loss)
+        self._settings = settings
+        self._clients: dict[int, _Client] = {}
+
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
-        """The client's gradient of this round, clipped, thinned and noised; what is not selected is 0."""
-        if self.fraction == 1 and self.clip is None and not self.sigma:
+        """Clip, thin and noise the client's gradient of this round; what is not selected is 0."""
+        fraction, sigma = self._settings.fraction, self._settings.sigma
+        if fraction == 1 and self._settings.clip is None and not sigma:
             return update
         true = torch.cat([g.reshape(-1) for g in update.gradients.values()])
         size = _norm(true)
         bound = self._bound(client, size)
         clipped = bound < size < math.inf
         short = true * (bound / size) if clipped else true
-        count = max(1, round(self.fraction * len(true)))
+        count = max(1, round(fraction * len(true)))
         kept = _largest(short, count) if count < len(true) else None
         values = short if kept is None else short[kept]
         rms = _norm(values) / math.sqrt(count)
-        if self.sigma:
-            values = values + self.sigma * self._client(client).normal(count).to(true)
+        if sigma:
+            values = values + sigma * self._client(client).normal(count).to(true)
         sent = values if kept is None else torch.zeros_like(true).masked_scatter_(kept, values)
         numbers = count * true.element_size() + min(4 * count, math.ceil(len(true) / 8))
-        result = PlainUpdate(split(sent, update.gradients), update.buffers)
-        self._measured[result] = _Measured(size, _norm(sent - true), rms, clipped, numbers)
-        return result
+        measurement = Measurement(size, _norm(sent - true), rms, clipped, numbers)
+        return PPDLUpdate(split(sent, update.gradients), update.buffers, measurement)
 
     def _client(self, client: int) -> _Client:
         if client not in self._clients:
-            seeded = hashlib.shake_256(repr((self._seed, client)).encode()).digest(KEY)
-            self._clients[client] = _Client(os.urandom(KEY) if self._seed is None else seeded)
+            seed = self._settings.seed
+            seeded = hashlib.shake_256(repr((seed, client)).encode()).digest(KEY)
+            self._clients[client] = _Client(os.urandom(KEY) if seed is None else seeded)
         return self._clients[client]
 
     def _bound(self, client: int, size: float) -> float:
-        if self.clip != "median":
-            return math.inf if self.clip is None else float(self.clip)
+        clip = self._settings.clip
+        if clip != "median":
+            return math.inf if clip is None else float(clip)
         norms = self._client(client).norms
         if len(norms) < MEDIAN_ROUNDS and 0 < size < math.inf:
             norms.append(size)
         return statistics.median(norms) if norms else math.inf
 
-    def aggregate(self, updates: Sequence[PlainUpdate], weights: Sequence[float]) -> Aggregate:
-        """sum_k |D_k| / |D| times client k's upload and floating buffers."""
-        result = super().aggregate(updates, weights)
-        measured = [self._measured[update] for update in updates if update in self._measured]
-        if len(measured) < len(updates):
-            return result
-        figures = dict(result.figures)
-        if self.fraction < 1:
-            figures["bytes_up"] = measured[0].numbers + size_of(updates[0].buffers.values())
-        size = sum(w * m.size for w, m in zip(weights, measured, strict=True))
-        change = sum(w * m.change for w, m in zip(weights, measured, strict=True))
-        rms = math.sqrt(statistics.fmean(m.rms**2 for m in measured))
-        if self.sigma and rms:
-            figures["noise_over_rms"] = self.sigma / rms
-        if self.clip is not None:
-            figures["clipped"] = statistics.fmean(m.clipped for m in measured)
-        return replace(result, error=change / size if size else 0.0, figures=figures)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Clients go on from what `restore_client` gives them, or begin anew."""
-        self._clients.clear()
-
-    def client_state(self, client: int) -> dict[str, Any]:
-        """The state of its source of noise, and its first norms; nothing for a client that has used neither."""
+    def state(self, client: int) -> State:
+        """Return the state of its source of noise, and its first norms; nothing for a client that used neither."""
         if client not in self._clients:
             return {}
         own = self._clients[client]
         return {"key": torch.tensor(list(own.key), dtype=torch.uint8), "draws": own.draws, "norms": list(own.norms)}
 
-    def restore_client(self, client: int, state: Mapping[str, Any]) -> None:
-        """Go on from `client_state`: a round done again gets the same noise, so that nobody can average it away."""
+    def restore(self, client: int, state: Mapping[str, Any]) -> None:
+        """Continue from `state`: a round done again gets the same noise, so that nobody can average it away."""
         self._clients.pop(client, None)
         if not state:
             return
         if {"key", "draws", "norms"} - state.keys():
-            what = f"client {client}'s state is of an older version or of another defence"
-            raise BadArgument("PPDL", what, "start the run anew")
+            what = f"client {client}'s state is of another defence"
+            raise BadArgument("PPDL", what, "start the run again")
         self._clients[client] = _Client(bytes(state["key"].tolist()), int(state["draws"]), list(state["norms"]))
+
+
+class PPDLServer(PlainServer):
+    """Averages uploads, and measures them where clients are in the same process."""
+
+    def __init__(self, settings: PPDL, model: nn.Module) -> None:
+        super().__init__(model)
+        self._settings = settings
+
+    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "PPDLRound":
+        """Broadcast the model."""
+        return PPDLRound(self._settings, model, self.figures)
+
+
+class PPDLRound(PlainRound):
+    """Averages uploads."""
+
+    def __init__(self, settings: PPDL, model: nn.Module, figures: Mapping[str, float]) -> None:
+        super().__init__(model, figures)
+        self._settings = settings
+
+    def recover(self, updates: Sequence[PlainUpdate], weights: Sequence[float]) -> Aggregate:
+        """Return sum_k |D_k| / |D| times client k's upload and floating-point buffers."""
+        result = super().recover(updates, weights)
+        found = [update.measurement for update in updates if isinstance(update, PPDLUpdate) and update.measurement]
+        if len(found) < len(updates):
+            return result
+        figures = dict(result.figures)
+        if self._settings.fraction < 1:
+            figures["bytes_up"] = found[0].numbers + count_bytes(updates[0].buffers.values())
+        size = sum(w * m.size for w, m in zip(weights, found, strict=True))
+        change = sum(w * m.change for w, m in zip(weights, found, strict=True))
+        rms = math.sqrt(statistics.fmean(m.rms**2 for m in found))
+        if self._settings.sigma and rms:
+            figures["noise_over_rms"] = self._settings.sigma / rms
+        if self._settings.clip is not None:
+            figures["clipped"] = statistics.fmean(m.clipped for m in found)
+        return replace(result, error=change / size if size else 0.0, figures=figures)
 
 
 def _norm(flat: Tensor) -> float:
@@ -218,42 +279,50 @@ def _largest(flat: Tensor, count: int) -> Tensor:
     return kept
 
 
-class PPDLMessages(PlainMessages):
-    """As plain, but of a thinned gradient only the numbers that were selected, and where they are."""
+class PPDLCodec(PlainCodec):
+    """As plain, but of a thinned gradient only the selected numbers and their indices travel."""
 
-    def pack_update(self, defence: PPDL, update: PlainUpdate) -> Packed:
-        """Places as indices or as a bitmap, whichever is shorter."""
-        if defence.fraction == 1:
-            return super().pack_update(defence, update)
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+
+    def encode_update(self, update: PlainUpdate) -> Packed:
+        """Encode selected numbers, with indices or a bitmap, whichever is shorter."""
+        if self._fraction == 1:
+            return super().encode_update(update)
         flat = torch.cat([g.reshape(-1) for g in update.gradients.values()]).cpu()
         kept = flat.nonzero()[:, 0]
-        places = kept.int() if len(flat) < 2**31 else kept
+        indices = kept.int() if len(flat) < 2**31 else kept
         if 32 * len(kept) > len(flat):
-            places = torch.from_numpy(np.packbits((flat != 0).numpy()))
-        return {}, {"selected": flat[kept], "places": places} | under("buffer", update.buffers)
+            indices = torch.from_numpy(np.packbits((flat != 0).numpy()))
+        return {}, {"selected": flat[kept], "indices": indices} | add_prefix("buffer", update.buffers)
 
-    def unpack_update(self, defence: PPDL, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Any:
-        """With 0 where nothing was selected."""
-        if defence.fraction < 1:
-            check_names(position, tensors, ("buffer/",), ("selected", "places"))
-            gradients = self._spread(tensors, self.wanted(defence, model))
-            tensors = under("gradient", gradients) | under("buffer", those_under("buffer", tensors))
-        return super().unpack_update(defence, model, values, tensors, position)
-
-    def _spread(self, tensors: Tensors, wanted: Tensors) -> Tensors:
-        first, count = next(iter(wanted.values())), sum(like.numel() for like in wanted.values())
-        numbers, places = tensors.get("selected"), tensors.get("places")
-        if numbers is None or places is None or numbers.dim() != 1 or places.dim() != 1:
-            raise BadArgument("update", "the tensors 'selected' and 'places' are missing or misshapen")
-        if places.dtype == torch.uint8:
-            places = torch.from_numpy(np.flatnonzero(np.unpackbits(places.numpy())[:count]))
-        whole = places.dtype in (torch.int32, torch.int64) and len(places) == len(numbers)
-        if not whole or (len(places) and not 0 <= int(places.min()) <= int(places.max()) < count):
-            raise BadArgument("update", f"{len(numbers)} numbers selected from {count} cannot be at these places")
-        flat = torch.zeros(count, dtype=numbers.dtype)
-        flat[places.long()] = numbers
-        pieces = torch.split(flat.to(first.device), [like.numel() for like in wanted.values()])
-        return {name: piece.view(like.shape) for (name, like), piece in zip(wanted.items(), pieces, strict=True)}
+    def decode_update(
+        self,
+        own: DefenceRound[nn.Module, PlainUpdate],
+        model: nn.Module,
+        values: Values,
+        tensors: Tensors,
+        position: int,
+    ) -> PlainUpdate:
+        """Decode an update, with 0 where nothing was selected."""
+        if self._fraction < 1:
+            check_names(position, tensors, ("buffer/",), ("selected", "indices"))
+            gradients = _spread(tensors, trainable_tensors(model))
+            tensors = add_prefix("gradient", gradients) | add_prefix("buffer", strip_prefix("buffer", tensors))
+        return super().decode_update(own, model, values, tensors, position)
 
 
-MESSAGES = PPDLMessages(PPDL, ("fraction", "sigma", "clip"))
+def _spread(tensors: Tensors, like: Tensors) -> Tensors:
+    """Return tensors like those given, with the selected numbers at their indices and 0 elsewhere."""
+    first, count = next(iter(like.values())), sum(tensor.numel() for tensor in like.values())
+    numbers, indices = tensors.get("selected"), tensors.get("indices")
+    if numbers is None or indices is None or numbers.dim() != 1 or indices.dim() != 1:
+        raise BadArgument("update", "the tensors 'selected' and 'indices' are missing or misshapen")
+    if indices.dtype == torch.uint8:
+        indices = torch.from_numpy(np.flatnonzero(np.unpackbits(indices.numpy())[:count]))
+    fits = indices.dtype in (torch.int32, torch.int64) and len(indices) == len(numbers)
+    if not fits or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < count):
+        raise BadArgument("update", f"{len(numbers)} numbers selected from {count} do not have these indices")
+    flat = torch.zeros(count, dtype=numbers.dtype)
+    flat[indices.long()] = numbers
+    return split(flat.to(first.device), like)

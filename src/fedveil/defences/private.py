@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.checks import number
-from fedveil.defences.accountant import epsilon, library
-from fedveil.defences.interface import Defence
+from fedveil.defences.accountant import Accountant, import_library
+from fedveil.defences.interface import B, Codec, Defence, DefenceClient, DefenceRound, DefenceServer, State, U
 from fedveil.defences.plain import split
 from fedveil.errors import BadArgument, NonFiniteUpdate, UpdateRefused
 from fedveil.graph.inputs import Inputs
@@ -19,7 +19,7 @@ from fedveil.scheme.outputs import outputs_of
 LEAST, MOST = 1e-30, 1e30  # of clip: squares and products stay far inside float64
 
 
-class Private:
+class Private(Defence[B, U]):
     """A defence whose rounds are differentially private: clients' gradients are clipped, and their sum gets noise.
 
         g_k   client k's gradient, as the inner defence recovers it from k's update alone
@@ -28,9 +28,9 @@ class Private:
 
     Every client counts 1 / K, whatever its weight |D_k|: a weight would say how much data it has.
 
-    Guarantees: |c_k| <= clip, also after rounding (test_no_contribution_is_longer_than_clip). So `epsilon()` bounds
-      what anyone who sees the models after the rounds, all other clients together included, learns about a client's
-      data. docs/defences/privacy.md has the terms.
+    Guarantees: |c_k| <= clip, also after rounding (test_no_contribution_is_longer_than_clip). So the accountant's
+      epsilon bounds what anyone who sees the models after the rounds, all other clients together included, learns
+      about a client's data. docs/defences/privacy.md has the terms.
     Not guaranteed: anything against the server, which sees g_k and, without noise, "dp_clipped" and "error".
 
     A model whose buffers follow the data (BatchNorm in training mode) is refused: they would reveal what no noise
@@ -41,22 +41,20 @@ class Private:
 
     Args:
         inner: any other defence.
-        clip: the longest contribution of a client.
-        noise: standard deviation of the noise on the sum, over clip. With 0 gradients are clipped, and nothing is
-            guaranteed.
+        clip: maximum norm of a client's contribution.
+        noise: noise multiplier: standard deviation of the noise on the sum over clip. With 0 gradients are clipped,
+            and nothing is guaranteed.
         delta: at which epsilon is given; far below 1 / clients.
         entropy: `Entropy.for_tests(seed)` for repeatable tests, in which nothing is private; otherwise noise comes from
             the operating system.
     """
 
-    name: str
-    fuses = False
-    linear = False
     durable = True
+    fusable = False
 
     def __init__(
         self,
-        inner: Defence,
+        inner: Defence[B, U],
         clip: float,
         noise: float,
         *,
@@ -64,143 +62,163 @@ class Private:
         entropy: Entropy | None = None,
     ) -> None:
         where = "Private"
-        if isinstance(inner, Private):
+        if inner.dp_clip is not None:
             raise BadArgument(where, f"{inner.name} is private already", "wrap a defence once")
         if not number(clip) or not LEAST <= clip <= MOST:
-            raise BadArgument(where, f"clip must be a norm from {LEAST:g} to {MOST:g}, got {clip!r}", "clip=1.0")
+            raise BadArgument(where, f"clip must be a norm from {LEAST:g} to {MOST:g}, got {clip!r}", "use clip=1.0")
         if not number(noise) or not 0 <= noise <= MOST:
             what = f"noise must be a number from 0 to {MOST:g}, got {noise!r}"
-            raise BadArgument(where, what, "noise=1.0; with 0 nothing is guaranteed")
+            raise BadArgument(where, what, "use noise=1.0; with 0 nothing is guaranteed")
         if not number(delta) or not 0 < delta < 1:
-            raise BadArgument(where, f"delta must be above 0 and below 1, got {delta!r}", "delta=1e-5")
+            raise BadArgument(where, f"delta must be above 0 and below 1, got {delta!r}", "use delta=1e-5")
         if noise:
-            library()  # say that it is missing before the first round, not after it
+            import_library()  # say that it is missing before the first round, not after it
         self.inner, self.clip, self.noise, self.delta = inner, float(clip), float(noise), float(delta)
-        self.name = f"{inner.name}+dp"
-        self.prepare_client = inner.prepare_client  # what clients do and see is the inner defence's
-        self.client_step, self.accumulate = inner.client_step, inner.accumulate
-        self.client_state, self.restore_client = inner.client_state, inner.restore_client
-        self.client_view, self.forget = inner.client_view, inner.forget
-        self._entropy = entropy or Entropy()
-        self._present: list[int] = []
-        self._rounds = 0
-        self._own: dict[int, int] = {}
+        self.dp_clip, self.name = self.clip, f"{inner.name}+dp"
+        self.entropy = entropy or Entropy()
+        self.repeatable = self.entropy.for_tests_only or inner.repeatable
+        self.clippable, self.largest_factor = inner.clippable, inner.largest_factor
 
     @property
-    def repeatable(self) -> bool:
-        """With `Entropy.for_tests`, or if the inner defence is."""
-        return self._entropy.for_tests_only or self.inner.repeatable
+    def base(self) -> Defence[B, U]:
+        """The inner defence: clients do and see what it says."""
+        return self.inner
 
     @property
-    def rounds(self) -> int:
-        """The most rounds that any client took part in. A round whose clients are unknown counts for all."""
-        return self._rounds + max(self._own.values(), default=0)
+    def codec(self) -> Codec[B, U] | None:
+        """The inner defence's."""
+        return self.inner.codec
 
-    def epsilon(self, *, replace: bool = False) -> float:
-        """What the rounds so far have spent, at `delta`; see `accountant.epsilon`."""
-        return epsilon(self.rounds, self.noise, self.delta, replace=replace)
-
-    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
-        """As the inner defence; refuses what would tell about clients' data besides the gradients."""
-        moving = moving_buffers(model, example)
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "PrivateServer[B, U]":
+        """Prepare the inner server; refuse what would tell about clients' data besides the gradients."""
+        moving = find_moving_buffers(model, example)
         if moving:
             what = f"buffer {moving[0]} follows the clients' data in training, and clipping and noise do not cover it"
-            fix = "GroupNorm or LayerNorm in place of BatchNorm (--norm none for a ResNet), or model.eval()"
+            fix = "use GroupNorm or LayerNorm in place of BatchNorm (--norm none for a ResNet), or model.eval()"
             raise BadArgument("Private", what, fix)
-        self.inner.prepare(model, example, loss)
+        return PrivateServer(self, self.inner.server(model, example, loss))
 
-    def broadcast(self, model: nn.Module) -> Any:
+    def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
         """The inner defence's."""
-        self._present.clear()
-        return self.inner.broadcast(model)
+        return self.inner.client(model, example, loss)
 
-    def upload(self, update: Any, client: int = 0) -> Any:
-        """The inner defence's; here, in one process, it also says who takes part."""
-        self._present.append(client)
-        return self.inner.upload(update, client)
+    def client_view(self, model: nn.Module, broadcast: B) -> nn.Module:
+        """The inner defence's."""
+        return self.inner.client_view(model, broadcast)
 
-    def aggregate(self, updates: Sequence[Any], weights: Sequence[float]) -> Aggregate:
+
+class PrivateServer(DefenceServer[B, U]):
+    """The inner server, and an accountant."""
+
+    accountant: Accountant
+
+    def __init__(self, settings: Private[B, U], inner: DefenceServer[B, U]) -> None:
+        self.settings, self.inner, self.plan = settings, inner, inner.plan
+        self.accountant = Accountant(settings.noise, settings.delta)
+
+    @property
+    def draws(self) -> int:  # type: ignore[override]
+        """The inner server's."""
+        return self.inner.draws
+
+    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "PrivateRound[B, U]":
+        """Make the inner server's broadcast."""
+        return PrivateRound(self.settings, self.accountant, self.inner.start_round(model, members), members)
+
+    def state(self) -> State:
+        """Return the inner server's state, and the rounds that were spent, under which settings."""
+        settings = {"clip": self.settings.clip, "noise": self.settings.noise}
+        return {"inner": self.inner.state(), **settings, **self.accountant.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue counting; rounds that were spent with other settings are refused."""
+        for name in ("clip", "noise"):
+            own = getattr(self.settings, name)
+            if state[name] != own:
+                what = f"the rounds so far had {name} = {state[name]:g}, not {own:g}"
+                raise BadArgument("Private", what, "continue with the settings of the first part of the run")
+        self.inner.restore(state["inner"])
+        self.accountant.restore(state)
+
+
+class PrivateRound(DefenceRound[B, U]):
+    """Clips what the inner defence recovers of each client, and adds noise to the sum."""
+
+    def __init__(
+        self,
+        settings: Private[B, U],
+        accountant: Accountant,
+        inner: DefenceRound[B, U],
+        members: Sequence[int] | None,
+    ) -> None:
+        self.inner, self.broadcast = inner, inner.broadcast
+        self._settings, self._accountant, self._members = settings, accountant, members
+
+    def recover(self, updates: Sequence[U], weights: Sequence[float]) -> Aggregate:
         """Clip each client's gradient, add them up with noise, divide by their number; `weights` are ignored."""
         found = []
-        for one in self.inner.each(updates):
+        for one in self.inner.recover_each(updates):
             if isinstance(one, UpdateRefused):
                 raise one
             found.append(one)
-        return self.total(found)
+        return self.combine(found)
 
-    def total(self, found: Sequence[Aggregate]) -> Aggregate:
-        """The same of what each client's update says by itself."""
-        if not found:
+    @property
+    def base(self) -> DefenceRound[B, U]:
+        """The inner defence's round."""
+        return self.inner
+
+    def recover_each(self, updates: Sequence[U]) -> list[Aggregate | UpdateRefused]:
+        """Refuse: single clients' gradients are neither clipped nor noised."""
+        raise BadArgument("Private", "it returns sums with noise, no single client's gradient", "use `base`")
+
+    def combine(self, results: Sequence[Aggregate]) -> Aggregate:
+        """Clip, add up with noise, and divide by the number of clients."""
+        if not results:
             raise BadArgument("Private", "a round needs at least one update")
-        like = found[0].gradients
-        flat = [torch.cat([one.gradients[name].reshape(-1).double() for name in like]) for one in found]
-        shorts = [shorten(own, self.clip, f"client {position}") for position, own in enumerate(flat)]
+        like, clip = results[0].gradients, self._settings.clip
+        flat = [torch.cat([one.gradients[name].reshape(-1).double() for name in like]) for one in results]
+        shorts = [shorten(own, clip, f"client {position}") for position, own in enumerate(flat)]
         total = torch.stack([short for short, _, _ in shorts]).sum(0)
-        self._count(len(found))  # before the noise is drawn, whatever interrupts that
-        total = self._noisy(total)
-        figures = {key: sum(one.figures.get(key, 0.0) for one in found) / len(found) for key in found[0].figures}
-        figures["dp_clipped"] = sum(cut for _, _, cut in shorts) / len(found)
-        if self.noise:
-            figures["epsilon"] = self.epsilon()
+        self._count(len(results))  # before the noise is drawn, whatever interrupts that
+        total = self._add_noise(total)
+        figures = {key: sum(one.figures.get(key, 0.0) for one in results) / len(results) for key in results[0].figures}
+        figures["dp_clipped"] = sum(cut for _, _, cut in shorts) / len(results)
         size = sum(size for _, size, _ in shorts)
-        wrong = sum(one.error * size for one, (_, size, _) in zip(found, shorts, strict=True))
-        return Aggregate(split(total / len(found), like), {}, wrong / size if size else 0.0, figures)
+        wrong = sum(one.error * size for one, (_, size, _) in zip(results, shorts, strict=True))
+        error = wrong / size if size else 0.0
+        return Aggregate(split(total / len(results), like), {}, error, figures | self._spent())
 
-    def summed(self, mean: Aggregate, clients: int) -> Aggregate:
-        """The same of the mean of gradients that so many clients have clipped themselves, under secure aggregation."""
+    def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
+        """Add noise to the mean of gradients that clients have clipped themselves, under secure aggregation."""
         like = mean.gradients
         total = clients * torch.cat([gradient.reshape(-1).double() for gradient in like.values()])
         self._count(clients)
-        total = self._noisy(total)
-        spent = {"epsilon": self.epsilon()} if self.noise else {}
-        return Aggregate(split(total / clients, like), {}, mean.error, {**mean.figures, **spent})
+        total = self._add_noise(total)
+        return Aggregate(split(total / clients, like), {}, mean.error, {**mean.figures, **self._spent()}, mean.notes)
 
-    def _noisy(self, total: Tensor) -> Tensor:
-        if not self.noise:
-            return total
-        drawn = torch.from_numpy(self._entropy.normal(len(total))).to(total.device)
-        return total + (self.noise * self.clip) * drawn
-
-    def each(self, updates: Sequence[Any]) -> list[Aggregate | UpdateRefused]:
-        """Refused: single clients' gradients stay in here."""
-        raise BadArgument("Private", "it gives away sums with noise, no single client's gradient", "use `inner`")
+    def release(self, *, reuse: bool = False) -> None:
+        """Drop the inner secret."""
+        self.inner.release(reuse=reuse)
 
     def _count(self, updates: int) -> None:
-        """One more round: for those who uploaded, if that is known of all; else for everyone."""
-        if len(self._present) == len(set(self._present)) == updates:
-            for client in self._present:
-                self._own[client] = self._own.get(client, 0) + 1
-        else:
-            self._rounds += 1
-        self._present.clear()
+        """Count the round for its members, if all of them are in the sum; else for everyone."""
+        known = self._members is not None and len(self._members) == updates
+        self._accountant.count(self._members if known else None)
 
-    def state(self) -> dict[str, Any]:
-        """The inner defence's state, and the rounds that were spent, under which settings."""
-        spent = {"clip": self.clip, "noise": self.noise, "rounds": self._rounds, "own": dict(self._own)}
-        return {"inner": self.inner.state(), **spent}
+    def _spent(self) -> dict[str, float]:
+        return {"epsilon": self._accountant.epsilon()} if self._settings.noise else {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on counting; refuses rounds that were spent with other settings."""
-        for name in ("clip", "noise"):
-            if state[name] != getattr(self, name):
-                what = f"the rounds so far had {name} = {state[name]:g}, not {getattr(self, name):g}"
-                raise BadArgument("Private", what, "go on with the settings that the run began with")
-        self.inner.restore(state["inner"])
-        self._rounds, self._own = int(state["rounds"]), dict(state["own"])
-        self._present.clear()
-
-    def count_lost(self) -> None:
-        """Count a round for everyone: one that clients saw, and that is not in the state that was restored."""
-        self._rounds += 1
-
-
-def innermost(defence: Defence) -> Defence:
-    """The defence without privacy on top."""
-    return defence.inner if isinstance(defence, Private) else defence
+    def _add_noise(self, total: Tensor) -> Tensor:
+        settings = self._settings
+        if not settings.noise:
+            return total
+        drawn = torch.from_numpy(settings.entropy.normal(len(total))).to(total.device)
+        return total + (settings.noise * settings.clip) * drawn
 
 
 def shorten(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Tensor, float, bool]:
-    """A float64 vector of norm `clip` at most, that norm, and whether it was cut.
+    """Return a float64 vector with norm at most `clip`, that norm, and whether it was clipped.
 
     The norm is bounded in exact arithmetic: the slack is what rounding may add to a norm of that many numbers and to
     their product with a factor. Scaling by the largest number first keeps squares from overflowing.
@@ -218,8 +236,8 @@ def shorten(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Tensor,
     return unit * (clip / length * (1 - slack)), clip, True
 
 
-def moving_buffers(model: nn.Module, example: Inputs) -> list[str]:
-    """Names of the buffers that a forward pass changes; the model's own stay as they are."""
+def find_moving_buffers(model: nn.Module, example: Inputs) -> list[str]:
+    """Return the names of buffers that a forward pass changes; the model's own stay as they are."""
     before = dict(model.named_buffers())
     own = {name: buffer.clone() for name, buffer in before.items()}
     if not own:

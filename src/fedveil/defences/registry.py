@@ -1,4 +1,4 @@
-"""Every defence, one record each: its class, its settings, its serialiser, its attackers.
+"""Every defence, one record each: its class, its settings, its attackers.
 
 Nothing is imported before it is used. A package of your own enters its defences in the group "fedveil.defences" of
 entry points, or they are named as `package.module:Name`.
@@ -17,8 +17,7 @@ from fedveil.errors import BadArgument, FedveilError
 from fedveil.lookup import imported, installed
 
 if TYPE_CHECKING:
-    from fedveil.defences.interface import Defence
-    from fedveil.defences.plain import PlainMessages
+    from fedveil.defences.interface import AnyCodec, AnyDefence
 
 GROUP = "fedveil.defences"
 EXAMPLE = "my_package.defences:Mine"
@@ -40,7 +39,6 @@ class Record:
     summary: str  # one line of help
     target: str  # its class, or a function that makes one
     settings: Mapping[str, str] = field(default_factory=dict)  # key of a configuration -> argument of the target
-    messages: str | None = None  # serialiser of its broadcasts and updates, an object like `PlainMessages`
     attackers: Mapping[str, str] = field(default_factory=dict)  # adaptive ones, by label
     generic: Collection[str] = tuple(GENERIC)  # labels of generic ones that also run
     strongest: tuple[str, ...] = ()  # labels of the strongest of them, which long attacks are run with
@@ -63,7 +61,6 @@ BUILT_IN = (
         "no defence: clients get the model and send gradients",
         "fedveil.defences.plain:Plain",
         settings={"rounding": "rounding"},
-        messages="fedveil.defences.plain:MESSAGES",
         generic=(),
     ),
     Record(
@@ -71,7 +68,6 @@ BUILT_IN = (
         "one-time noise on the model, removed from what clients send",
         "fedveil.defences.veil:Veil",
         settings={name: name for name in _VEIL},
-        messages="fedveil.defences.veil:MESSAGES",
         generic=(),  # its own are stronger
         attackers={
             "offset removed": "fedveil.attacks.veil:centred",
@@ -90,7 +86,6 @@ BUILT_IN = (
         "clients clip, select and noise their gradients",
         "fedveil.defences.ppdl:PPDL.named",
         settings={"ppdl": "setting", "fraction": "fraction", "sigma": "sigma"},
-        messages="fedveil.defences.ppdl:MESSAGES",
         generic=(),  # clients have the model
         rebuilders={"rounds stacked": "fedveil.attacks.ppdl:stacked"},
         rebuild_rounds=6,
@@ -101,7 +96,6 @@ BUILT_IN = (
         "clients train on a random sketch of the weights",
         "fedveil.defences.dbcl:DBCL",
         settings={"sketch": "q"},
-        messages="fedveil.defences.dbcl:MESSAGES",
         attackers={"sketches stacked": "fedveil.attacks.dbcl:stacked"},
         generic=(),  # the mean of two sketches is no sketch, and calibration adds nothing (docs/audit.md)
         strongest=("sketches stacked",),
@@ -114,7 +108,6 @@ BUILT_IN = (
         "a private head at every client (our re-implementation)",
         "fedveil.defences.spn:SPN",
         settings={"spn_weight": "weight", "spn_bits": "bits", "lr": "lr"},
-        messages="fedveil.defences.spn:MESSAGES",
         generic=(),  # clients have the model
     ),
 )
@@ -149,7 +142,7 @@ def find(name: str) -> Record:
     return record
 
 
-def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, object] = NOTHING) -> "Defence":
+def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, object] = NOTHING) -> "AnyDefence":
     """A defence with those of a configuration's values that it has a setting for, unless they are None.
 
     `more` are further arguments of its class, by their own names.
@@ -175,30 +168,37 @@ def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, 
     return defence
 
 
-def build_for_client(name: str, settings: Mapping[str, Any]) -> "tuple[PlainMessages, Defence]":
-    """Client: a defence that a server asks for, and the serialiser of its messages.
+def add_privacy(defence: "AnyDefence", clip: float, noise: float, delta: float) -> "AnyDefence":
+    """Return a defence with differential privacy for clients on top."""
+    from fedveil.defences.private import Private
 
-    Servers choose among the defences that are installed here, and set what the serialiser lists in `settings`, with
-    plain values. All else stays the client's: seeds and sources of noise, files, code. A defence whose secrets follow
-    from a seed is refused.
+    return Private(defence, clip, noise, delta=delta)
+
+
+def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
+    """Client: build the defence that a server asks for.
+
+    Servers choose among the defences that are installed here, and may set what a defence lists in `remote_settings`,
+    with plain values. All else stays the client's: seeds and sources of noise, files, code. A defence whose secrets
+    follow from a seed is refused.
     """
     one_of(ASK, "defence", name, names())  # never imports what a server names
-    messages = messages_of(find(name), name)
+    kind = _find_class(find(name))
     for key, value in settings.items():
-        if key not in messages.settings:
-            known = ", ".join(messages.settings) or "nothing"
+        if key not in kind.remote_settings:
+            known = ", ".join(kind.remote_settings) or "nothing"
             raise BadArgument(ASK, f"a server cannot set {key[:40]!a} of {name}", f"send no settings but: {known}")
         if not _is_plain(value):
             raise BadArgument(ASK, f"{key} of {name} is neither a number nor a short text nor a short list of these")
     try:
-        defence = messages.build(**settings)
+        defence = kind(**settings)
     except FedveilError:
         raise
     except Exception as error:  # whatever a class of another package makes of such values
         what = f"{name} cannot be built with the server's settings: {type(error).__name__}"
         raise BadArgument(ASK, what, "install the same packages on server and clients") from error
     refuse_repeatable(ASK, defence)
-    return messages, defence
+    return defence
 
 
 def _is_plain(value: object) -> bool:
@@ -208,10 +208,10 @@ def _is_plain(value: object) -> bool:
     return plain and finite and len(repr(value)) <= LONGEST_SETTING
 
 
-def refuse_repeatable(where: str, defence: "Defence") -> None:
-    """Refuse a client's defence whose secrets follow from a seed."""
+def refuse_repeatable(where: str, defence: "AnyDefence") -> None:
+    """Refuse a defence whose secrets follow from a seed."""
     if defence.repeatable:
-        what = f"{defence.name} with a seed is for tests: on a network its secrets are none"
+        what = f"{defence.name} with a seed is for tests: seeded noise is not secret"
         raise BadArgument(where, what, "leave seed= and entropy= out of the defence")
 
 
@@ -230,10 +230,22 @@ def record_of(defence: object) -> Record | None:
     return None
 
 
-def messages_of(record: Record | None, name: str) -> "PlainMessages":
-    """The serialiser of a defence's messages."""
-    if record is None or record.messages is None:
-        fix = f"fedveil.defences.registry.Record(..., messages=...); those of {', '.join(names())} can travel"
-        raise BadArgument(name, "no serialiser is registered for it", fix)
-    found: Any = imported(record.messages, "how a defence's messages travel", f"{EXAMPLE}_MESSAGES")
-    return found  # type: ignore[no-any-return]
+def _find_class(record: Record) -> "type[AnyDefence]":
+    """Return the class of a defence; a class method stands for its class."""
+    from fedveil.defences.interface import Defence
+
+    target = imported(record.target, "a defence", EXAMPLE)
+    kind = getattr(target, "__self__", target)
+    if not isinstance(kind, type) or not issubclass(kind, Defence):
+        what = f"{record.target} is neither a class that derives from Defence nor a class method of one"
+        raise BadArgument(record.name, what, "register the class, so that clients can build it")
+    return kind
+
+
+def find_codec(defence: "AnyDefence") -> "AnyCodec":
+    """Return the codec of a defence; one without cannot be used over a network or under secure aggregation."""
+    codec = defence.base.codec
+    if codec is None:
+        fix = f"give it a codec (fedveil.defences.Codec); {', '.join(names())} have one"
+        raise BadArgument(defence.name, "its messages cannot travel", fix)
+    return codec

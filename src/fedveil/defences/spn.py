@@ -1,5 +1,6 @@
 """SPN, secret polarization networks (Fan et al. 2020, arXiv 2006.11601): our re-implementation, no code is public."""
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,8 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.checks import number, whole
-from fedveil.defences.interface import Samples
-from fedveil.defences.plain import Plain, PlainMessages, PlainUpdate, check_number, gradients_of, tensors_of
+from fedveil.defences.interface import Defence, Samples, State
+from fedveil.defences.plain import (
+    PlainClient,
+    PlainCodec,
+    PlainServer,
+    PlainUpdate,
+    check_number,
+    compute_gradients,
+    split_tensors,
+)
 from fedveil.errors import AnalysisError, BadArgument
 from fedveil.graph.export import export
 from fedveil.graph.head import find_head
@@ -58,7 +67,7 @@ class SPNUpdate(PlainUpdate):
     step: Tensor = field(repr=False)
 
 
-class SPN(Plain):
+class SPN(Defence[nn.Module, PlainUpdate]):
     """A private head at every client pulls the shared network's features; our re-implementation.
 
     With h what enters the model's last Linear and u the model's outputs, client k minimises
@@ -79,14 +88,13 @@ class SPN(Plain):
         seed: for tests: whoever knows it knows every client's secrets. By default the operating system draws them.
     """
 
-    linear = False
-    fuses = False  # every client has its own head
+    name = "SPN (our re-implementation)"
+    fusable = False  # every client has its own head
+    remote_settings = ("weight", "bits", "margin", "lr")  # heads and codes stay with clients
 
     def __init__(
         self, weight: float = 0.1, bits: int = 32, margin: float = 1.0, lr: float = 1e-3, seed: int | None = None
     ) -> None:
-        super().__init__()
-        self.name = "SPN (our re-implementation)"
         fix = "leave it out for the default"
         numbers = ("weight", weight), ("margin", margin), ("lr", lr)
         for name, value in numbers:
@@ -97,78 +105,90 @@ class SPN(Plain):
         whole("SPN", "seed", 0 if seed is None else seed, 0, fix)
         self.weight, self.margin, self.lr = (check_number("SPN", *own) for own in numbers)
         self.bits = bits
-        self._seed = seed
-        self._split: Split | None = None
-        self._heads: dict[int, PrivateHead] = {}
-
-    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
-        """Find where the model divides into body and classifier."""
-        self._split = find_split(model, example)
-        super().prepare(model, example, loss)
-
-    prepare_client = prepare
+        self.seed, self.repeatable = seed, seed is not None
 
     @property
-    def split(self) -> Split:
-        """Where the model divides into body and classifier."""
-        if self._split is None:
-            raise BadArgument("SPN", "no model was prepared yet", "prepare(model, example, loss) first")
-        return self._split
+    def codec(self) -> PlainCodec:
+        """The model down, its gradients and buffers up."""
+        return PlainCodec()
 
-    def client_step(self, model: nn.Module, broadcast: nn.Module, samples: Samples, client: int = 0) -> SPNUpdate:
-        """Gradients of the public network, and of the client's head; a client's first step draws its secrets."""
-        trainable, own = tensors_of(broadcast)
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PlainServer:
+        """Prepare the server for a run; a model that does not divide into body and classifier is refused."""
+        find_split(model, example)
+        return PlainServer(model)
+
+    def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "SPNClient":
+        """Find where the model divides into body and classifier."""
+        return SPNClient(self, find_split(model, example), model, loss)
+
+    def client_view(self, model: nn.Module, broadcast: nn.Module) -> nn.Module:
+        """Return a copy of the public network."""
+        return copy.deepcopy(broadcast)
+
+
+class SPNClient(PlainClient):
+    """Keeps each client's private head and codes."""
+
+    def __init__(self, settings: SPN, split: Split, model: nn.Module, loss: Loss) -> None:
+        super().__init__(model, loss)
+        self.split, self._settings = split, settings
+        self._heads: dict[int, PrivateHead] = {}
+
+    def step(self, broadcast: nn.Module, samples: Samples, client: int = 0) -> SPNUpdate:
+        """Compute gradients of the public network and of the client's head; the first step draws its secrets."""
+        trainable, own = split_tensors(broadcast)
         with calls_of([broadcast.get_submodule(self.split.path)]) as calls:
             outputs = outputs_of(broadcast, samples.inputs, own)
         hidden = calls[0].entered
         with torch.no_grad():
-            wanted = self._loss.dense(samples.targets, outputs)
-            share = per_sample(self._loss, outputs, samples.weights)
-            delta = self._loss.gradient(outputs, wanted) * share
+            wanted = self.loss.dense(samples.targets, outputs)
+            share = per_sample(self.loss, outputs, samples.weights)
+            delta = self.loss.gradient(outputs, wanted) * share
             features = hidden.detach().reshape(-1, self.split.features)
             shares = (torch.ones_like(outputs) * share).reshape(len(features), -1)[:, :1]
-            private = self._of(client, hidden)
+            private = self._find_head(client, hidden)
             classes = find_classes(wanted, len(features), self.split.outputs, client)
-            pull = private.pull(features, classes, self.margin) * (self.weight * shares)
+            pull = private.pull(features, classes, self._settings.margin) * (self._settings.weight * shares)
             roots, slopes = (outputs, hidden), (delta, (pull @ private.head).reshape(hidden.shape))
-        return SPNUpdate(gradients_of(trainable, roots, slopes), own, pull.T @ features)
+        return SPNUpdate(compute_gradients(trainable, roots, slopes), own, pull.T @ features)
 
-    def _of(self, client: int, like: Tensor) -> PrivateHead:
+    def _find_head(self, client: int, like: Tensor) -> PrivateHead:
         if client not in self._heads:
-            entropy = Entropy() if self._seed is None else Entropy.for_tests(self._seed << 32 | client)
-            self._heads[client] = draw_head(self.split, self.bits, entropy)
+            seed = self._settings.seed
+            entropy = Entropy() if seed is None else Entropy.for_tests(seed << 32 | client)
+            self._heads[client] = draw_head(self.split, self._settings.bits, entropy)
         own = self._heads[client]
         self._heads[client] = PrivateHead(own.head.to(like), own.codes.to(like))
         return self._heads[client]
 
-    def accumulate(self, broadcast: nn.Module, total: Any, update: Any) -> tuple[nn.Module, Any]:
-        """Sums of both gradients; the head stays as it is until the round's end."""
-        if total is not None:
+    def accumulate(
+        self, broadcast: nn.Module, total: PlainUpdate | None, update: PlainUpdate
+    ) -> tuple[nn.Module, PlainUpdate]:
+        """Sum both gradients; the head stays as it is until the end of the round."""
+        if isinstance(total, SPNUpdate) and isinstance(update, SPNUpdate):
             update = replace(update, step=total.step + update.step)
         return super().accumulate(broadcast, total, update)
 
-    def upload(self, update: SPNUpdate, client: int = 0) -> PlainUpdate:
+    def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
         """Let the client's head take its step, and send the rest."""
-        private = self._of(client, update.step)
-        self._heads[client] = PrivateHead(private.head - self.lr * update.step, private.codes)
+        assert isinstance(update, SPNUpdate)
+        private = self._find_head(client, update.step)
+        self._heads[client] = PrivateHead(private.head - self._settings.lr * update.step, private.codes)
         return PlainUpdate(update.gradients, update.buffers)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """The server keeps nothing; clients go on from what `restore_client` gives them, or draw anew."""
-        self._heads.clear()
-
-    def client_state(self, client: int) -> dict[str, Any]:
-        """The client's head and codes; nothing before its first step."""
+    def state(self, client: int) -> State:
+        """Return the client's head and codes; nothing before its first step."""
         return dict(vars(self._heads[client])) if client in self._heads else {}
 
-    def restore_client(self, client: int, state: Mapping[str, Any]) -> None:
-        """Go on with that head and those codes."""
-        wanted = {"head": (self.bits, self.split.features), "codes": (self.split.classes, self.bits)}
+    def restore(self, client: int, state: Mapping[str, Any]) -> None:
+        """Continue with that head and those codes."""
+        bits = self._settings.bits
+        wanted = {"head": (bits, self.split.features), "codes": (self.split.classes, bits)}
         for name, shape in wanted.items():
             found = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
             if found != shape:
                 what = f"client {client}'s {name} has shape {found}, want {shape}"
-                raise BadArgument("SPN", what, "go on with the model and the bits that the run began with")
+                raise BadArgument("SPN", what, "continue with the model and the bits of the first part of the run")
         self._heads[client] = PrivateHead(state["head"], state["codes"])
 
 
@@ -212,6 +232,3 @@ def draw_head(split: Split, bits: int, entropy: Entropy) -> PrivateHead:
     head = normal.reshape(bits, split.features) / math.sqrt(split.features)
     signs = 1.0 - 2.0 * (entropy.words(split.classes * bits) & np.uint64(1))
     return PrivateHead(head, torch.from_numpy(signs).reshape(split.classes, bits))
-
-
-MESSAGES = PlainMessages(SPN, ("weight", "bits", "margin", "lr"))  # heads and codes stay with clients

@@ -3,14 +3,22 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.defences.interface import Defence, Samples
-from fedveil.defences.plain import PlainMessages, check_names, check_tensors, largest
-from fedveil.errors import BadArgument, UpdateRefused
+from fedveil.defences.interface import (
+    Codec,
+    Defence,
+    DefenceClient,
+    DefenceRound,
+    DefenceServer,
+    Ranges,
+    Samples,
+    State,
+)
+from fedveil.defences.plain import check_names, check_tensors, largest
 from fedveil.graph import Plan, analyse
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import (
@@ -27,10 +35,12 @@ from fedveil.scheme import (
 )
 from fedveil.scheme.client import check_broadcast
 from fedveil.scheme.losses import Function
-from fedveil.wire import Packed, Tensors, Values, under
+from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
+
+HeadMode = Literal["linear", "exposed"]
 
 
-class Veil(Defence):
+class Veil(Defence[Broadcast, Update]):
     """Perturb the model with new noise in every round.
 
     By itself, without a federation::
@@ -69,7 +79,7 @@ class Veil(Defence):
         multiplicative: float = 4.0,
         *,
         permute: bool = True,
-        head: str = "linear",
+        head: HeadMode = "linear",
         min_coverage: float = 0.0,
         public: Collection[str] = (),
         decoys: int | None = None,
@@ -77,10 +87,9 @@ class Veil(Defence):
         entropy: Entropy | None = None,
     ) -> None:
         self.noise = NoiseSettings(groups, additive, multiplicative, permute, decoys, keep_noise)
-        self._entropy = entropy
-        self._analyse = partial(analyse, head=head, min_coverage=min_coverage, public=tuple(public))  # type: ignore[arg-type]
-        self._session: VeilSession | None = None
-        self._current: Perturbation | None = None
+        self.largest_factor = self.noise.multiplicative
+        self._entropy, self.repeatable = entropy, entropy is not None and entropy.for_tests_only
+        self._analyse = partial(analyse, head=head, min_coverage=min_coverage, public=tuple(public))
 
     def start(self, plan: Plan, loss: str | Loss | Function = "squared_error") -> VeilSession:
         """Return the secret state of a run, which draws new noise for each broadcast; keep it for the whole run."""
@@ -90,50 +99,88 @@ class Veil(Defence):
         """Perturb a model once; `start` is faster for many rounds."""
         return self.start(plan, loss).perturb(model)
 
-    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
-        """Analyse the model; noise that was kept for another one is dropped."""
-        self._session, self._current = self.start(self._analyse(model, example), loss), None
+    @property
+    def codec(self) -> "VeilCodec":
+        """`Broadcast` and `Update` as they are."""
+        return VeilCodec()
 
-    def prepare_client(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
-        """Do nothing: all that a client needs is in the broadcast."""
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "VeilServer":
+        """Analyse the model."""
+        return VeilServer(self.start(self._analyse(model, example), loss))
+
+    def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "VeilClient":
+        """Return a client; all else that it needs is in the broadcast."""
+        return VeilClient(model)
+
+    def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
+        """Return the model as the paper sends it: base plus offset."""
+        with torch.no_grad():
+            return client_view(model, broadcast)
+
+
+class VeilServer(DefenceServer[Broadcast, Update]):
+    """New noise for each broadcast."""
+
+    def __init__(self, session: VeilSession) -> None:
+        self.session, self.plan = session, session.plan
 
     @property
-    def repeatable(self) -> bool:
-        """Whether entropy is `Entropy.for_tests`."""
-        return self._entropy is not None and self._entropy.for_tests_only
-
-    @property
-    def session(self) -> VeilSession:
-        """The state of the run."""
-        if self._session is None:
-            raise BadArgument("veil", "no model was prepared yet", "call prepare(model, example, loss) first")
-        return self._session
-
-    @property
-    def plan(self) -> Plan:
-        """The analysis of the model."""
-        return self.session.plan
-
-    @property
-    def draws(self) -> int:
+    def draws(self) -> int:  # type: ignore[override]
         """How often noise to keep was drawn."""
         return self.session.draws
 
-    @property
-    def current(self) -> Perturbation:
-        """The perturbation of the last broadcast."""
-        if self._current is None:
-            raise BadArgument("veil", "there is no broadcast to answer", "call broadcast(model) first")
-        return self._current
+    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "VeilRound":
+        """Perturb the model with new noise."""
+        return VeilRound(self.session.perturb(model))
 
-    def broadcast(self, model: nn.Module) -> Broadcast:
-        """Perturb the model with new noise; that of the last broadcast is dropped."""
-        self._current = self.session.perturb(model)
-        return self._current.broadcast
+    def state(self) -> State:
+        """Return how often noise to keep was drawn, which clients can see anyway; never the noise."""
+        return {"draws": self.draws} if self.session.settings.keep_noise else {}
 
-    def client_step(self, model: nn.Module, broadcast: Broadcast, samples: Samples, client: int = 0) -> Update:
-        """Compute the perturbed gradient and its correction terms."""
-        return client_step(model, broadcast, samples.inputs, samples.targets, samples.weights)
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with new noise: what was kept is in no checkpoint, and noise of this process is dropped."""
+        self.session.forget()
+        self.session.draws = int(state.get("draws", 0))
+
+
+class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
+    """A `Perturbation` and its recovery."""
+
+    def __init__(self, perturbation: Perturbation) -> None:
+        self.perturbation, self.broadcast = perturbation, perturbation.broadcast
+
+    def recover(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
+        """Recover the gradient from the weighted sum."""
+        return self.perturbation.recover(updates, weights)
+
+    def release(self, *, reuse: bool = False) -> None:
+        """Drop the secret; noise that is kept for all rounds stays with the server."""
+        self.perturbation.release(reuse=reuse)
+
+    def expect(self, update: Update, last: Mapping[str, Tensor] | None = None) -> Tensors:
+        """Predict each pass of the next round before its factors are applied."""
+        return self.perturbation.expect(update, last)
+
+    def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
+        """Bound passes by the last ones under the new noise, and buffers by their perturbed values."""
+        passes = self.perturbation.bound_passes(expected)
+        buffers = largest(add_prefix("buffer", self.broadcast.buffers))
+        return {f"passes/{name}": own for name, own in passes.items()} | buffers
+
+    def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
+        """Bound the gradient error by each pass's error, times its coefficient and its factors."""
+        return self.perturbation.bound_rounding(strip_prefix("passes", rows))
+
+
+class VeilClient(DefenceClient[Broadcast, Update]):
+    """Computes the perturbed gradient and its correction terms."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def step(self, broadcast: Broadcast, samples: Samples, client: int = 0) -> Update:
+        """Compute the update for one batch; see `fedveil.client_step`."""
+        return client_step(self._model, broadcast, samples.inputs, samples.targets, samples.weights)
 
     def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:
         """Sum passes; perturbed statistics continue from where the last batch left them."""
@@ -145,83 +192,45 @@ class Veil(Defence):
             update = dataclasses.replace(update, passes=passes, samples=total.samples + update.samples)
         return broadcast, update
 
-    def forget(self, *, reuse: bool = False) -> None:
-        """Drop the secret of the round; noise that is kept for all rounds stays until `prepare` or `restore`."""
-        if self._current is not None:
-            self._current.release(reuse=reuse)
-        self._current = None
 
-    def state(self) -> dict[str, Any]:
-        """Return how often noise to keep was drawn, which clients can see anyway; never the noise."""
-        return {"draws": self.draws} if self.noise.keep_noise else {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with new noise: what was kept is in no checkpoint, and noise of this process is dropped."""
-        self.forget()
-        self.session.forget()
-        self.session.draws = int(state.get("draws", 0))
-
-    def expect(self, update: Update, last: Mapping[str, Tensor] | None = None) -> Tensors:
-        """Predict each pass of the next round before its factors are applied."""
-        return self.current.expect(update, last)
-
-    def sizes(self, broadcast: Broadcast, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """Bound passes by the last ones under the new noise, and buffers by their perturbed values."""
-        passes = self.current.bound_passes(expected)
-        return {f"passes/{name}": own for name, own in passes.items()} | largest(under("buffer", broadcast.buffers))
-
-    def rounding(self, each: Mapping[str, Sequence[float]]) -> float:
-        """Bound the gradient error by each pass's error, times its coefficient and its factors."""
-        start = "passes/"
-        passes = {name.removeprefix(start): own for name, own in each.items() if name.startswith(start)}
-        return self.current.bound_rounding(passes)
-
-    def aggregate(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
-        """Recover the gradient of the weighted sum."""
-        return self.current.recover(updates, weights)
-
-    def each(self, updates: Sequence[Update]) -> list[Aggregate | UpdateRefused]:
-        """Recover the gradient of every update separately."""
-        return self.current.recover_each(updates)
-
-    def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
-        """Return the model as the paper sends it: base plus offset."""
-        with torch.no_grad():
-            return client_view(model, broadcast)
-
-
-class VeilMessages(PlainMessages):
+class VeilCodec(Codec[Broadcast, Update]):
     """`Broadcast` and `Update`; all that a client needs is in the broadcast."""
 
-    def pack(self, defence: Veil, broadcast: Broadcast) -> Packed:
-        """The broadcast without its loss, which travels beside it for every defence."""
+    def encode_broadcast(self, broadcast: Broadcast) -> Packed:
+        """Encode the broadcast without its loss, which travels beside it for every defence."""
         values, tensors = broadcast.pack()
         return {name: value for name, value in values.items() if name not in ("loss", "loss_settings")}, tensors
 
-    def unpack(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> Broadcast:
-        """See `Broadcast.unpack`; refuses one that is for another model."""
+    def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> Broadcast:
+        """Decode a broadcast, see `Broadcast.unpack`; one for another model is refused."""
         broadcast = Broadcast.unpack(values, tensors, loss)
         check_broadcast(model, broadcast)
         return broadcast
 
-    def pack_update(self, defence: Veil, update: Update) -> Packed:
-        """See `Update.pack`."""
+    def encode_update(self, update: Update) -> Packed:
+        """Encode an update, see `Update.pack`."""
         return update.pack()
 
-    def blank(self, defence: Veil, model: nn.Module) -> Packed:
-        """An `Update` of this round, of one record."""
-        return defence.current.template().pack()
-
-    def unpack_update(self, defence: Veil, model: nn.Module, values: Values, tensors: Tensors, position: int) -> Update:
-        """What `recover` asks of an update, and that counters have their shape."""
+    def decode_update(
+        self,
+        own: DefenceRound[Broadcast, Update],
+        model: nn.Module,
+        values: Values,
+        tensors: Tensors,
+        position: int,
+    ) -> Update:
+        """Decode an update that `recover` accepts, with counters of the model's shapes."""
+        assert isinstance(own, VeilRound)
         check_names(position, tensors, ("passes/", "buffer/"))
         device = next(model.parameters()).device
         update = Update.unpack(values, {name: tensor.to(device) for name, tensor in tensors.items()})
-        defence.current.check(update, position)
+        own.perturbation.check(update, position)
         counters = {name: b for name, b in model.named_buffers() if not b.is_floating_point()}
         found = {name: b for name, b in update.buffers.items() if not b.is_floating_point()}
         check_tensors(position, "buffer", found, counters)
         return update
 
-
-MESSAGES = VeilMessages(Veil)
+    def template(self, own: DefenceRound[Broadcast, Update], model: nn.Module) -> Packed:
+        """Return an `Update` of this round, as of one record."""
+        assert isinstance(own, VeilRound)
+        return own.perturbation.template().pack()

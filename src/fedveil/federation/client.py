@@ -1,33 +1,30 @@
 """A client's part of a round, on the server's machine or on its own."""
 
-from typing import Any
-
 import torch
-from torch import nn
 
-from fedveil.defences import Defence, Samples
+from fedveil.defences.interface import B, DefenceClient, Samples, U
 from fedveil.federation.shards import Shards
 
 
 def client_update(
-    defence: Defence,
-    model: nn.Module,
-    broadcast: Any,
+    own: DefenceClient[B, U],
+    broadcast: B,
     shards: Shards,
     *,
     client: int,
     number: int,
     whole_shard: bool,
     dtype: torch.dtype,
-) -> Any:
-    """What a client uploads in round `number`: of its next batch, or of all its records in batches."""
+) -> U:
+    """Compute what a client uploads in round `number`: for its next batch, or for all its records in batches."""
     if not whole_shard:
         samples = Samples(*shards.take(shards.rows(client, number)))
-        return defence.upload(defence.client_step(model, broadcast, samples, client), client)
-    total = None
+        return own.upload(own.step(broadcast, samples, client), client)
+    total: U | None = None
     for rows in shards.shard(client):
         inputs, targets = shards.take(rows)
         weights = torch.full((len(rows),), 1 / shards.sizes[client], dtype=dtype, device=targets.device)
-        update = defence.client_step(model, broadcast, Samples(inputs, targets, weights), client)
-        broadcast, total = defence.accumulate(broadcast, total, update)
-    return defence.upload(total, client)
+        update = own.step(broadcast, Samples(inputs, targets, weights), client)
+        broadcast, total = own.accumulate(broadcast, total, update)
+    assert total is not None
+    return own.upload(total, client)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import one_of, positive, share, whole
-from fedveil.defences import Aggregate, Defence, Private, innermost
+from fedveil.defences.interface import AnyDefence, AnyRound
 from fedveil.defences.plain import split
 from fedveil.errors import BadArgument, ExcessiveUpdate, NonFiniteUpdate, UpdateRefused
 from fedveil.federation.aggregators import RULES
 from fedveil.federation.engine import Member
-from fedveil.scheme.result import Note
+from fedveil.scheme.result import Aggregate, Note
 
 MEAN = "mean"
 AGGREGATORS = (MEAN, *RULES)
@@ -88,14 +88,14 @@ class Limits:
         return claimed if most is None else min(claimed, most)
 
 
-def limits_for(defence: Defence, limits: Limits | None) -> Limits | None:
+def limits_for(defence: AnyDefence, limits: Limits | None) -> Limits | None:
     """The limits, as far as the defence can have them; what cannot be combined is refused."""
     if limits is not None and not isinstance(limits, Limits):
         what = f"limits is a {type(limits).__name__}"
         raise BadArgument(
             "Limits", what, "use an object, such as limits=fedveil.Limits(aggregator='median', hostile=1)"
         )
-    if limits is None or not isinstance(defence, Private):
+    if limits is None or defence.dp_clip is None:
         return limits
     neutral = Limits(max_records=limits.max_records, max_share=limits.max_share, norm_factor=limits.norm_factor)
     if limits != neutral:
@@ -139,7 +139,7 @@ class Outcome:
 
 
 def aggregate(
-    defence: Defence,
+    own_round: AnyRound,
     updates: Mapping[Member, Any],
     claims: Mapping[Member, int],
     model: nn.Module,
@@ -152,7 +152,7 @@ def aggregate(
     """Judge each client's update, and combine those that are not refused.
 
     Args:
-        defence: the one whose broadcast the updates answer.
+        own_round: the round whose broadcast the updates answer.
         updates: by client.
         claims: the records that each client says it has.
         model: the server's, as it was broadcast.
@@ -161,7 +161,7 @@ def aggregate(
         left_out: clients that were refused before in this round.
         least: the fewest updates that may be left.
     """
-    judged = dict(zip(updates, judge(defence, list(updates.values()), model, limits, past), strict=True))
+    judged = dict(zip(updates, judge(own_round, list(updates.values()), model, limits, past), strict=True))
     refused = {client: one for client, one in judged.items() if isinstance(one, UpdateRefused)}
     kept = {client: one for client, one in judged.items() if isinstance(one, Aggregate)}
     out = left_out + len(refused)
@@ -171,25 +171,26 @@ def aggregate(
     shares = shares_of(list(records.values()), limits.max_share if len(kept) >= FEWEST else 1.0)
     whole_share = [own / sum(records.values()) for own in records.values()]
     lower = [own < before - 1e-12 for own, before in zip(shares, whole_share, strict=True)]
-    result = combine(defence, list(kept.values()), shares, limits, model)
+    private = own_round.combine(list(kept.values()))
+    result = private or combine(list(kept.values()), shares, limits, model)
     capped = [c for c, less in zip(kept, lower, strict=True) if less or records[c] < claims[c]]
-    counted = limits.aggregator == MEAN and not isinstance(defence, Private)
+    counted = limits.aggregator == MEAN and private is None
     return Outcome(result, refused, tuple(capped) if counted else ())
 
 
 def judge(
-    defence: Defence, updates: Sequence[Any], model: nn.Module, limits: Limits, past: Sequence[Mapping[str, Any]]
+    own_round: AnyRound, updates: Sequence[Any], model: nn.Module, limits: Limits, past: Sequence[Mapping[str, Any]]
 ) -> list[Aggregate | UpdateRefused]:
     """What each update says by itself, or why it is refused. Norms are taken in float64.
 
     Args:
-        defence: the one whose broadcast the updates answer.
+        own_round: the round whose broadcast the updates answer.
         updates: one per client.
         model: the server's, as it was broadcast.
         limits: bounds on each.
         past: records of the rounds so far.
     """
-    found = innermost(defence).each(updates)
+    found = own_round.base.recover_each(updates)
     lengths = [None if isinstance(one, UpdateRefused) else _norms(one, model) for one in found]
     bounds = _bounds([own for own in lengths if own], model, limits, past)
     judged: list[Aggregate | UpdateRefused] = []
@@ -198,7 +199,7 @@ def judge(
             judged.append(one)
             continue
         why = _refusal(f"client {position}", one, own, bounds, model)
-        seen = {} if isinstance(defence, Private) else own  # a norm without noise would tell about its client
+        seen = own if own_round.base is own_round else {}  # a norm without noise would tell about its client
         judged.append(why or dataclasses.replace(one, figures={**one.figures, **seen}))
     return judged
 
@@ -263,20 +264,15 @@ def _refusal(
     return None
 
 
-def combine(
-    defence: Defence, found: Sequence[Aggregate], shares: Sequence[float], limits: Limits, model: nn.Module
-) -> Aggregate:
+def combine(found: Sequence[Aggregate], shares: Sequence[float], limits: Limits, model: nn.Module) -> Aggregate:
     """One gradient from those that were not refused.
 
     Args:
-        defence: one with differential privacy combines them itself.
         found: what `judge` returned, without refusals.
         shares: of each client in a mean.
         limits: how.
         model: the server's, as it was broadcast.
     """
-    if isinstance(defence, Private):
-        return defence.total(found)
 
     def one(vectors: Sequence[Tensor]) -> Tensor:
         rows = torch.stack(list(vectors))

@@ -1,6 +1,6 @@
 """Training together in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import check_boolean, share
-from fedveil.defences import Aggregate, Defence, Samples
+from fedveil.defences.interface import AnyDefence, AnyRound, Samples
 from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate, TooFewAnswers, UpdateRefused
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update
@@ -30,6 +30,7 @@ from fedveil.federation.targets import one_output, usual_loss
 from fedveil.files import make_folder, sweep
 from fedveil.graph.wrapped import refuse_wrapped
 from fedveil.scheme.losses import Function, Loss, couples_samples
+from fedveil.scheme.result import Aggregate
 from fedveil.secagg import threshold
 
 __all__ = ["Federation", "History", "Record"]
@@ -86,7 +87,7 @@ class Federation(Server):
         self,
         model: nn.Module,
         clients: Sequence[Given],
-        defence: str | Defence = "veil",
+        defence: str | AnyDefence = "veil",
         optimizer: Optimizer = torch.optim.Adam,
         *,
         schedule: Schedule | None = None,
@@ -130,19 +131,20 @@ class Federation(Server):
         self.whole_shard, self.participation = whole_shard, participation
         norms = [module for module in model.modules() if isinstance(module, _NormBase)]
         tied = couples_samples(self.loss) or any(norm.training or norm.running_mean is None for norm in norms)
-        self.fused = fuse and self.defence.fuses and not tied and not whole_shard and limits is None
+        self.fused = fuse and self.defence.fusable and not tied and not whole_shard and limits is None
         self.fused = self.fused and not secure_aggregation
         taking_part = len(self.shards.chosen(0, participation))
         if limits is not None and taking_part < limits.needed():
             what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
             raise BadArgument("Federation", f"{what}, not {taking_part}", "more clients, or a smaller hostile=")
-        self.defence.prepare(model, self.shards.example, self.loss)
+        self.defence_server = self.defence.server(model, self.shards.example, self.loss)
+        self._client = self.defence.client(model, self.shards.example, self.loss)
         self._parties, self._sums = None, None
         if secure_aggregation:
             check_combination(self.defence, model, limits)
             threshold(taking_part)  # refuses too few
             self._parties = LocalParties(len(sources))
-            self._sums = Sums(self.defence, model, self.shards.example, self.loss, sum(self.shards.sizes))
+            self._sums = Sums(self.defence, self._client, model, self.shards.example, sum(self.shards.sizes))
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -156,10 +158,19 @@ class Federation(Server):
     def exchange(self, seen: Seen | None = None) -> Aggregate:
         """Broadcast, the clients' work, and what the server makes of it; the model stays as it is."""
         clients = self.shards.chosen(self.round, self.participation)
-        sizes = [float(self.claims(client)) for client in clients]
-        if self._sums is not None and self._parties is not None:
-            return self._summed(self._sums, self._parties, clients)
-        broadcast = self.defence.broadcast(self.model)
+        own_round, reuse = self.defence_server.start_round(self.model, clients), False
+        try:
+            if self._sums is not None and self._parties is not None:
+                result = self._aggregate_securely(self._sums, self._parties, own_round, clients)
+            else:
+                result = self._aggregate(own_round, clients, seen)
+            reuse = seen is None
+            return result
+        finally:
+            own_round.release(reuse=reuse)  # no secret is left, however the exchange ends
+
+    def _aggregate(self, own_round: AnyRound, clients: Sequence[int], seen: Seen | None) -> Aggregate:
+        sizes, broadcast = [float(self.claims(client)) for client in clients], own_round.broadcast
         if self.fused:
             updates, sizes = [self._together(broadcast, clients, sizes)], [1.0]
         else:
@@ -167,45 +178,48 @@ class Federation(Server):
         if seen:
             seen(broadcast, updates)
         if self.limits is not None:
-            return self._limited(self.limits, clients, updates)
+            return self._aggregate_limited(own_round, self.limits, clients, updates)
         try:
-            return self.defence.aggregate(updates, sizes)
+            return own_round.recover(updates, sizes)
         except NonFiniteUpdate as error:
             who = "the pass that all clients share" if self.fused else _name_client(error, clients)
             raise NonFiniteUpdate(who, f"{error.what}, {FINITE}") from error
 
-    def _summed(self, sums: Sums, parties: LocalParties, clients: Sequence[int]) -> Aggregate:
-        """One round under secure aggregation; a sum that wrapped around is lost, and the model stays as it is.
+    def _aggregate_securely(
+        self, sums: Sums, parties: LocalParties, own_round: AnyRound, clients: Sequence[int]
+    ) -> Aggregate:
+        """Run one round of secure aggregation; a sum that wrapped around is lost, and the model stays as it is.
 
         Elsewhere a client whose update is not finite contributes nothing; here, where nothing is hidden, it is named.
         """
-        broadcast = self.defence.broadcast(self.model)
-        opening = parties.opening(clients, self.round, sums.layout(broadcast))
+        opening = parties.opening(clients, self.round, sums.layout(own_round))
         words = {}
-        for client, update in zip(clients, self.answers(broadcast, clients), strict=True):
-            _, tensors = sums.messages.pack_update(sums.defence, update)
+        for client, update in zip(clients, self.answers(own_round.broadcast, clients), strict=True):
+            _, tensors = sums.codec.encode_update(update)
             words[client] = words_of(tensors, self.claims(client), opening, sums.clip)
             if not words[client][1]:
                 raise NonFiniteUpdate(f"client {client}", f"its update holds NaN or infinity, {FINITE}")
         try:
-            return sums.aggregate(parties.total(opening, words), opening)
+            return sums.aggregate(own_round, parties.total(opening, words), opening)
         except Aborted as error:
             return Aggregate({}, {}, 0.0, notes={"skipped": error.what})
 
     def answers(self, broadcast: Any, clients: Sequence[int]) -> list[Any]:
         """What each of the clients uploads."""
-        answer = partial(client_update, self.defence, self.model, broadcast, self.shards, number=self.round)
+        answer = partial(client_update, self._client, broadcast, self.shards, number=self.round)
         return [answer(client=client, whole_shard=self.whole_shard, dtype=self.dtype) for client in clients]
 
     def claims(self, client: int) -> int:
         """The records that a client says it has."""
         return self.shards.sizes[client]
 
-    def _limited(self, limits: Limits, clients: Sequence[int], updates: Sequence[Any]) -> Aggregate:
+    def _aggregate_limited(
+        self, own_round: AnyRound, limits: Limits, clients: Sequence[int], updates: Sequence[Any]
+    ) -> Aggregate:
         """Aggregate what is not refused; the record names who was."""
         claims: dict[Member, int] = {client: self.claims(client) for client in clients}
         own: dict[Member, Any] = dict(zip(clients, updates, strict=True))
-        outcome = aggregate(self.defence, own, claims, self.model, limits, past=self.history.records)
+        outcome = aggregate(own_round, own, claims, self.model, limits, past=self.history.records)
         told = [f"client {client}: {error.what}" for client, error in outcome.refused.items()]
         if outcome.result is None:
             if len(told) == len(clients) and all(isinstance(e, NonFiniteUpdate) for e in outcome.refused.values()):
@@ -221,7 +235,7 @@ class Federation(Server):
         inputs, targets = self.shards.take(torch.cat(rows))
         weights = _weights(tuple(sizes), tuple([len(r) for r in rows]), self.dtype, targets.device)
         samples = Samples(inputs, targets, weights)
-        return self.defence.upload(self.defence.client_step(self.model, broadcast, samples))
+        return self._client.upload(self._client.step(broadcast, samples))
 
     def state(self) -> dict[str, Any]:
         """Return everything that the checkpoint holds: of clients, numbers of records, a checksum, who has a state."""
@@ -245,8 +259,14 @@ class Federation(Server):
             self._checked = run, checksum_records(self.shards, run)
         return self._checked[1]
 
+    def _restore_clients(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Restore the clients' private states; clients without one start again."""
+        self._client = self.defence.client(self.model, self.shards.example, self.loss)
+        for client, state in states.items():
+            self._client.restore(client, state)
+
     def _private(self) -> dict[int, dict[str, Any]]:
-        states = {client: self.defence.client_state(client) for client in range(len(self.shards.sizes))}
+        states = {client: self._client.state(client) for client in range(len(self.shards.sizes))}
         return {client: state for client, state in states.items() if state}
 
     def _save(self, folder: Path) -> set[int]:

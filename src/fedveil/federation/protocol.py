@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 from torch import nn
 
 from fedveil.checks import whole
-from fedveil.defences.interface import Defence
-from fedveil.defences.plain import PlainMessages
+from fedveil.defences.interface import AnyCodec, AnyRound
 from fedveil.errors import BadArgument, StaleUpdate
 from fedveil.wire import HEAD, Tensors, checked, from_bytes, to_bytes
 
@@ -121,11 +120,11 @@ class Taken(NamedTuple):
     seconds: float
 
 
-def take(data: bytes, ask: Ask, messages: PlainMessages, defence: Defence, model: nn.Module, position: int) -> Taken:
+def take(data: bytes, ask: Ask, codec: AnyCodec, own_round: AnyRound, model: nn.Module, position: int) -> Taken:
     """Server: the update in an answer to this ask, and what the client says about it; any other is refused."""
     found = read(data, Answer, most=bound_tensors(model))
     _of_this_exchange(found, ask, position)
-    update = messages.unpack_update(defence, model, found.values, found.tensors, position)
+    update = codec.decode_update(own_round, model, found.values, found.tensors, position)
     return Taken(update, found.records, found.seconds)
 
 

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from fedveil.defences.interface import Defence
-from fedveil.defences.plain import PlainMessages
-from fedveil.defences.registry import build_for_client, messages_of, record_of, refuse_repeatable
+from fedveil.defences.interface import AnyCodec, AnyDefence
+from fedveil.defences.registry import build_for_client, find_codec, record_of, refuse_repeatable
 from fedveil.errors import BadArgument, FedveilError
 from fedveil.federation import checkpoint, masked
 from fedveil.federation.client import client_update
@@ -85,7 +84,7 @@ def reply(
     data: Data,
     *,
     client: int,
-    defence: Defence | None = None,
+    defence: AnyDefence | None = None,
     loss: Function | None = None,
     party: Party | None = None,
     policy: Policy | None = None,
@@ -132,7 +131,7 @@ def reply(
 
     def work() -> Words:
         own = copy.deepcopy(model)  # what a forward pass leaves in it must not show in a later answer
-        _, tensors, records = _update(ask, task, own, data, {}, client, least)
+        _, tensors, records, _ = _update(ask, task, own, data, {}, client, least)
         return words_of(tensors, records, admitted.opening, admitted.clip)
 
     upload = party.upload(admitted.ticket, masked.contribute(admitted, work))
@@ -188,22 +187,23 @@ def server_files() -> tuple[Identity | None, Roster | None]:
 class _Task(NamedTuple):
     """A client's task, from the ask and its own architecture alone."""
 
-    messages: PlainMessages
-    defence: Defence
+    codec: AnyCodec
+    defence: AnyDefence
     loss: Loss
     broadcast: Any
     dtype: torch.dtype  # that travels, and that the client computes in
 
 
-def _task(ask: Ask, model: nn.Module, defence: Defence | None, loss: Function | None) -> _Task:
-    messages, own = _defence(ask, defence)
+def _task(ask: Ask, model: nn.Module, defence: AnyDefence | None, loss: Function | None) -> _Task:
+    own = _defence(ask, defence)
+    codec = find_codec(own)
     own_loss = known_loss("answer", ask.loss, ask.loss_settings, None if loss is None else find_loss(loss))
     with refuse_failures():
-        broadcast = messages.unpack(model, ask.values, ask.tensors, own_loss)
+        broadcast = codec.decode_broadcast(model, ask.values, ask.tensors, own_loss)
     parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]
     if not parameters:
         raise BadArgument("ask", "it holds no parameters")
-    return _Task(messages, own, own_loss, broadcast, parameters[0].dtype)
+    return _Task(codec, own, own_loss, broadcast, parameters[0].dtype)
 
 
 def _source(data: Data) -> Source:
@@ -218,20 +218,19 @@ def _count(data: Data) -> int:
 
 def _update(
     ask: Ask, task: _Task, model: nn.Module, data: Data, private: Mapping[str, Any], client: int, least: int = 2
-) -> tuple[dict[str, Any], Tensors, int]:
-    """A client's update as it travels, of a batch of `least` records or more, and how many the client has."""
+) -> tuple[dict[str, Any], Tensors, int, dict[str, Any]]:
+    """Compute a client's update as it travels, from `least` records or more; its records, and its private state."""
     shards = shards_of(model, task.loss, [_source(data)], ask.batch_size, ask.seed, task.dtype)
     shards = dataclasses.replace(shards, names=(client,), least=max(2, least))
-    own = task.defence
-    own.prepare_client(model, shards.example, task.loss)
+    own = task.defence.client(model, shards.example, task.loss)
     if private:
-        own.restore_client(0, private)
+        own.restore(0, private)
     number, whole_shard, dtype = ask.round, ask.whole_shard, task.dtype
     with refuse_failures():
         update = client_update(
-            own, model, task.broadcast, shards, client=0, number=number, whole_shard=whole_shard, dtype=dtype
+            own, task.broadcast, shards, client=0, number=number, whole_shard=whole_shard, dtype=dtype
         )
-    return *task.messages.pack_update(own, update), shards.sizes[0]
+    return *task.codec.encode_update(update), shards.sizes[0], own.state(0)
 
 
 def _answer(
@@ -239,17 +238,17 @@ def _answer(
 ) -> tuple[bytes, dict[str, Any]]:
     """A client's update as bytes, and what the client keeps to itself for its next one."""
     began = time.perf_counter()
-    values, tensors, records = _update(ask, task, model, data, private, client)
+    values, tensors, records, kept = _update(ask, task, model, data, private, client)
     found = Answer(ask.round, ask.token, ask.defence, records, time.perf_counter() - began, values, tensors)
-    return write(found), task.defence.client_state(0)
+    return write(found), kept
 
 
-def _defence(ask: Ask, own: Defence | None) -> tuple[PlainMessages, Defence]:
-    """A serialiser of messages, and the client's defence: of the server's kind, and not one for tests."""
+def _defence(ask: Ask, own: AnyDefence | None) -> AnyDefence:
+    """Return the client's defence: of the server's kind, and not one for tests."""
     if own is None:
         return build_for_client(ask.defence, ask.settings)
     record = record_of(own)
     if record is None or record.name != ask.defence:
         raise BadArgument("answer", f"the server's defence is {ask.defence!r}, this client insists on {own.name!r}")
     refuse_repeatable("answer", own)
-    return messages_of(record, own.name), own
+    return own

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fedveil.checks import positive, share, whole
-from fedveil.defences import Aggregate, Defence, Veil, innermost
-from fedveil.defences.registry import messages_of, record_of
+from fedveil.defences.interface import AnyDefence, AnyRound
+from fedveil.defences.registry import find_codec, record_of
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate, TooFewAnswers
 from fedveil.federation.engine import Engine, Fault, Member, fault
 from fedveil.federation.evaluate import moved
@@ -26,6 +26,7 @@ from fedveil.graph.describe import in_words
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
+from fedveil.scheme.result import Aggregate
 from fedveil.secagg import Identity, Roster
 from fedveil.secagg.signed import sign
 
@@ -87,7 +88,7 @@ class RemoteServer(Server):
         engine: Engine,
         model: nn.Module,
         example: Inputs,
-        defence: str | Defence = "veil",
+        defence: str | AnyDefence = "veil",
         optimizer: Optimizer = torch.optim.Adam,
         *,
         schedule: Schedule | None = None,
@@ -134,15 +135,18 @@ class RemoteServer(Server):
         for name, seconds in {"timeout": timeout, "patience": patience}.items():
             positive(type(self).__name__, name, seconds, f"{name}=600, in seconds")
         share(type(self).__name__, "participation", participation)
-        self.inner = innermost(self.defence)  # what travels; privacy on top is the server's
+        self.inner = self.defence.base  # what travels; privacy on top is the server's
         self.record = record_of(self.inner)
-        self.engine, self.messages = engine, messages_of(self.record, type(self.inner).__name__)
+        if self.record is None:
+            fix = "enter it in the group fedveil.defences of your package's entry points"
+            raise BadArgument(type(self).__name__, f"clients cannot find the defence {self.inner.name}", fix)
+        self.engine, self.codec = engine, find_codec(self.defence)
         self.whole_shard, self.batch_size, self.seed = whole_shard, batch_size, seed
         self.participation, self.min_answers, self.wait_for = participation, min_answers, wait_for or min_answers
         self.timeout, self.patience, self.attempts, self.pause = timeout, patience, attempts, pause
         self._epoch, self._session, self._started = rounds_per_epoch, Entropy().token(), False
         example = moved(example, self.device)
-        self.defence.prepare(model, example, self.loss)
+        self.defence_server = self.defence.server(model, example, self.loss)
         own, roster = server_files()
         self._identity = identity or own
         self.secure: SecureRounds | None = None
@@ -153,8 +157,8 @@ class RemoteServer(Server):
                 fix = f"set {ROSTER} and {IDENTITY}, or pass secure_aggregation=Roster.read(...) and identity=..."
                 raise BadArgument(type(self).__name__, what, fix)
             self.secure = SecureRounds(self, example, known)
-        if isinstance(self.inner, Veil):
-            LOG.info("of the model's values, %s", in_words(self.inner.plan))
+        if self.defence_server.plan is not None:
+            LOG.info("of the model's values, %s", in_words(self.defence_server.plan))
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -178,16 +182,19 @@ class RemoteServer(Server):
             guilty = {found.member for found in faults if found.guilty}
             nodes = self._nodes(deadline, guilty)
             began = time.perf_counter()
-            broadcast, down, heard = self._ask(nodes, faults)
-            finite, answered = finite or bool(heard), time.perf_counter()
-            outcome = self._aggregated(broadcast, heard, faults, len(guilty - set(nodes)), seen)
+            own_round = self.defence_server.start_round(self.model)
+            try:
+                down, heard = self._ask(own_round, nodes, faults)
+                finite, answered = finite or bool(heard), time.perf_counter()
+                outcome = self._aggregated(own_round, heard, faults, len(guilty - set(nodes)), seen)
+            finally:
+                own_round.release()  # no secret is left, however the attempt ends
             if outcome is not None and outcome.result is not None:
                 counted = [answer for answer in heard if answer.member not in outcome.refused]
                 spent = {"seconds_waiting": answered - began, "seconds_recovery": time.perf_counter() - answered}
                 figures = _count_traffic(len(nodes), down, counted, attempt) | spent
                 result = outcome.recorded([str(found) for found in faults[:KEPT_FAULTS]])
                 return dataclasses.replace(result, figures={**result.figures, **figures})
-            self.defence.forget()
             if attempt < self.attempts:
                 time.sleep(self.pause)
         if faults and not finite and all(found.kind == "not finite" for found in faults):
@@ -198,7 +205,7 @@ class RemoteServer(Server):
         raise self._too_few(f"{self.attempts} exchanges did not bring {wanted}", faults)
 
     def _aggregated(
-        self, broadcast: Any, heard: list[_Heard], faults: list[Fault], left_out: int, seen: Seen | None
+        self, own_round: AnyRound, heard: list[_Heard], faults: list[Fault], left_out: int, seen: Seen | None
     ) -> Outcome | None:
         """What became of the answers; None if there are too few. Refusals go to the faults."""
         if len(heard) < self.min_answers:
@@ -206,12 +213,12 @@ class RemoteServer(Server):
         updates = {answer.member: answer.update for answer in heard}
         records = {answer.member: answer.records for answer in heard}
         if seen:
-            seen(broadcast, list(updates.values()))
+            seen(own_round.broadcast, list(updates.values()))
         if self.limits is None:
             sizes = [float(own) for own in records.values()]
-            return Outcome(self.defence.aggregate(list(updates.values()), sizes), {}, ())
+            return Outcome(own_round.recover(list(updates.values()), sizes), {}, ())
         outcome = aggregate(
-            self.defence,
+            own_round,
             updates,
             records,
             self.model,
@@ -250,20 +257,19 @@ class RemoteServer(Server):
         order = torch.randperm(len(nodes), generator=generator("nodes", self.seed, self.round))
         return [nodes[place] for place in sorted(order[:count].tolist())]
 
-    def _ask(self, nodes: list[Member], faults: list[Fault]) -> tuple[Any, int, list[_Heard]]:
-        """One exchange: the broadcast, its bytes for each node, and the answers in order; faults go to the list."""
-        broadcast = self.defence.broadcast(self.model)
-        ask = self._ask_of(broadcast)
+    def _ask(self, own_round: AnyRound, nodes: list[Member], faults: list[Fault]) -> tuple[int, list[_Heard]]:
+        """Exchange messages once: return the bytes for each node and the valid replies; faults go to the list."""
+        ask = self._ask_of(own_round)
         data, heard = write(ask), list[_Heard]()
         own = dict.fromkeys(nodes, b"")
         for node, reply in self._send(data, own, str(self.round), self.timeout):
-            found = reply if isinstance(reply, Fault) else self._hear(ask, node, reply, len(heard))
+            found = reply if isinstance(reply, Fault) else self._hear(own_round, ask, node, reply, len(heard))
             if isinstance(found, Fault):
                 self._note(found, faults)
             else:
                 heard.append(found)
         heard.sort(key=lambda answer: nodes.index(answer.member))  # sums do not depend on who was first
-        return broadcast, len(data), heard
+        return len(data), heard
 
     def _send(
         self, common: bytes, own: Mapping[Member, bytes], label: str, timeout: float, *, tagged: bool = False
@@ -274,16 +280,16 @@ class RemoteServer(Server):
             own = {member: made[extra] for member, extra in own.items()}
         return self.engine.ask(common, own, label=label, timeout=timeout)
 
-    def _ask_of(self, broadcast: Any, secure: Mapping[str, Any] | None = None) -> Ask:
+    def _ask_of(self, own_round: AnyRound, secure: Mapping[str, Any] | None = None) -> Ask:
         """What clients are sent; `secure` is the opening of secure aggregation."""
-        values, tensors = self.messages.pack(self.inner, broadcast)
+        values, tensors = self.codec.encode_broadcast(own_round.broadcast)
         assert self.record is not None
         return Ask(
             self._session,
             self.round,
             Entropy().token(),
             self.record.name,
-            {name: getattr(self.inner, name) for name in self.messages.settings},
+            {name: getattr(self.inner, name) for name in self.inner.remote_settings},
             self.loss.name,
             self.loss.settings(),
             self.whole_shard,
@@ -294,9 +300,9 @@ class RemoteServer(Server):
             tensors,
         )
 
-    def _hear(self, ask: Ask, node: Member, data: bytes, position: int) -> _Heard | Fault:
+    def _hear(self, own_round: AnyRound, ask: Ask, node: Member, data: bytes, position: int) -> _Heard | Fault:
         try:
-            found = take(data, ask, self.messages, self.inner, self.model, position)
+            found = take(data, ask, self.codec, own_round.base, self.model, position)
         except FedveilError as error:
             return refusal(node, error)
         except Exception as error:  # nothing that a node sends may end the run

@@ -8,7 +8,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,20 +17,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil import secagg
-from fedveil.defences import Aggregate, Defence, Plain, Private, Samples, Veil, innermost
-from fedveil.defences.interface import Linear
+from fedveil.defences.interface import AnyClient, AnyDefence, AnyRound, Ranges, Samples
 from fedveil.defences.plain import split
 from fedveil.defences.private import shorten
-from fedveil.defences.registry import messages_of, record_of
+from fedveil.defences.registry import find_codec
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.federation.limits import Limits
 from fedveil.federation.targets import one_output
 from fedveil.graph.inputs import Inputs, count, each
-from fedveil.scheme.losses import Loss
+from fedveil.scheme.result import Aggregate
 from fedveil.secagg import Aborted, Identity, Opening, Party, Policy, Roster, Tally
 from fedveil.secagg.fixed import HIGHEST, LARGEST, LOWEST, decode_rows, encode_rows, wrapped_rows
 from fedveil.secagg.messages import HEAD
-from fedveil.wire import Tensors, under
+from fedveil.wire import Tensors, add_prefix
 
 LOG = logging.getLogger("fedveil")
 FIRST = 24  # exponent of rows of which nothing is known
@@ -165,17 +164,17 @@ def no_words(opening: Opening) -> Words:
     return words
 
 
-def check_combination(defence: Defence, model: nn.Module, limits: Limits | None) -> None:
+def check_combination(defence: AnyDefence, model: nn.Module, limits: Limits | None) -> None:
     """Refuse what needs single updates, or cannot be had from their sum."""
     where, alone = "secure_aggregation", "leave secure_aggregation out, or use plain or veil"
-    inner = innermost(defence)
-    if isinstance(defence, Private) and type(inner) is not Plain:
+    inner = defence.base
+    if defence.dp_clip is not None and not inner.clippable:
         what = f"differential privacy under a {inner.name} clips what the noise is removed from, which no client has"
         raise BadArgument(where, what, "plain with differential privacy, where clients clip their own gradients")
     if not inner.linear:
         raise BadArgument(where, f"{inner.name} is not linear: the sum of its updates does not give its result", alone)
-    if isinstance(inner, Veil) and inner.noise.multiplicative > MOST_FACTOR:
-        what = f"factors up to {inner.noise.multiplicative:g} leave too few digits in fixed point"
+    if inner.largest_factor > MOST_FACTOR:
+        what = f"factors up to {inner.largest_factor:g} leave too few digits in fixed point"
         raise BadArgument(where, what, f"multiplicative={MOST_FACTOR:g} or less")
     if limits is not None:
         what = "limits and rules judge single updates, and the server sees their sum only"
@@ -207,41 +206,38 @@ class Sums:
 
     Args:
         defence: what the run is trained with.
+        client: computes an update, to estimate the numbers of the first round.
         model: the server's.
-        example: inputs from which the numbers of the first round are estimated.
-        loss: what clients minimise.
+        example: inputs from which they are estimated.
         records: that all clients have together, if that is known.
     """
 
     def __init__(
-        self, defence: Defence, model: nn.Module, example: Inputs, loss: Loss, records: int | None = None
+        self, defence: AnyDefence, client: AnyClient, model: nn.Module, example: Inputs, records: int | None = None
     ) -> None:
-        self.whole, self.defence, self.model = defence, innermost(defence), model
-        self.messages = messages_of(record_of(self.defence), type(self.defence).__name__)
-        self.clip = defence.clip if isinstance(defence, Private) else None
+        self.model, self.codec, self.clip = model, find_codec(defence), defence.dp_clip
         self.form: Form | None = None
-        self._example, self._loss = example, loss
-        self._linear = cast(Linear, self.defence)
+        self._example, self._client = example, client
         self._expected: Mapping[str, Tensor] | None = None
         self._records = records or RECORDS
         self.wider = 0  # bits of headroom that the next attempt has besides
 
-    def layout(self, broadcast: Any) -> Layout:
-        """For the next attempt."""
-        _, template = self.messages.blank(self.defence, self.model)
+    def layout(self, own_round: AnyRound) -> Layout:
+        """Return the layout of an attempt."""
+        _, template = self.codec.template(own_round.base, self.model)
         if self.clip is not None:
             template = {name: own for name, own in template.items() if name.startswith("gradient/")}
         self.form = form = Form.of(template)
         if self.clip is not None:  # what is clipped to it always fits
             return Layout((_clipped_exponent(self.clip),) * len(form.rows), form.rows, False)
         if self._expected is None:
-            self._expect_first(broadcast)
+            self._expect_first(own_round)
         if self._expected is None:
             return Layout((min(FIRST + self.wider, HIGHEST),) * len(form.rows), form.rows, True)
-        sizes = self._linear.sizes(broadcast, self._expected)
+        sizes = _find_ranges(own_round).bound(self._expected)
         return Layout(form.exponents(sizes, self._records, self.wider), form.rows, True)
 
-    def _expect_first(self, broadcast: Any) -> None:
+    def _expect_first(self, own_round: AnyRound) -> None:
         """Estimate the numbers of the first round: take a client's step on records that are drawn at random."""
         draw, device = torch.Generator().manual_seed(0), next(self.model.parameters()).device
         inputs = each(lambda like: _drawn_like(like, draw), self._example)
@@ -251,14 +247,14 @@ class Sums:
             samples = Samples(inputs, targets.expand(count(inputs), *targets.shape[1:]).to(device))
             try:
                 with torch.random.fork_rng(devices=[]):
-                    expected = self._linear.expect(self.defence.client_step(self.model, broadcast, samples))
+                    expected = _find_ranges(own_round).expect(self._client.step(own_round.broadcast, samples))
             except Exception:  # the loss takes other targets; then nothing is known
                 continue
             if all(bool(own.isfinite().all()) for own in expected.values()):
                 self._expected, self.wider = expected, self.wider + PROBED
                 return
 
-    def aggregate(self, total: Words, opening: Opening) -> Aggregate:
+    def aggregate(self, own_round: AnyRound, total: Words, opening: Opening) -> Aggregate:
         """The round's result from the sum of its words; Aborted if it wrapped around, or holds nothing."""
         assert self.form is not None
         clients = len(opening.roster)
@@ -268,19 +264,26 @@ class Sums:
             what = f"{len(wrapped)} of its {len(opening.rows)} rows wrapped around"
             raise Aborted("sum", "the sum", f"{what}; the next round has {WIDER} more bits of headroom")
         records, tensors = self.form.opened(total, opening)
-        values, template = self.messages.blank(self.defence, self.model)
-        own = under("buffer", dict(self.model.named_buffers())) if self.clip is not None else {}
+        values, template = self.codec.template(own_round.base, self.model)
+        own = add_prefix("buffer", dict(self.model.named_buffers())) if self.clip is not None else {}
         tensors = {name: (tensors | own)[name] for name in template}  # in the model's order
-        update = self.messages.unpack_update(self.defence, self.model, values, tensors, 0)
+        update = self.codec.decode_update(own_round.base, self.model, values, tensors, 0)
         rows = self.form.rounding(opening.exponents, clients, records)
-        expected, rounding = self._linear.expect(update, self._expected), self._linear.rounding(rows)
-        result = self.defence.aggregate([update], [1.0])
+        ranges = _find_ranges(own_round)
+        expected, rounding = ranges.expect(update, self._expected), ranges.bound_rounding(rows)
+        result = own_round.base.recover([update], [1.0])
         size = math.hypot(*[float(torch.linalg.vector_norm(g.double())) for g in result.gradients.values()])
         self._expected, self._records, self.wider = expected, records, 0
         error = result.error + (rounding / size if size else 0.0)
         figures = {**result.figures, "records": records, "fixed_point_error": rounding / size if size else 0.0}
         result = dataclasses.replace(result, error=error, figures=figures)
-        return self.whole.summed(result, int(total[0])) if isinstance(self.whole, Private) else result
+        return own_round.finish_sum(result, int(total[0]))
+
+
+def _find_ranges(own_round: AnyRound) -> Ranges[Any]:
+    """Return the ranges of a linear defence's round."""
+    assert isinstance(own_round.base, Ranges)
+    return own_round.base
 
 
 def _drawn_like(like: Tensor, draw: torch.Generator) -> Tensor:

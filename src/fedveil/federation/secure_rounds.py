@@ -7,19 +7,19 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedveil import secagg
-from fedveil.defences import Aggregate
+from fedveil.defences.interface import AnyRound
 from fedveil.errors import BadArgument, FedveilError, UpdateRefused
 from fedveil.federation.engine import Fault, Member, fault
 from fedveil.federation.masked import CHALLENGE
 from fedveil.federation.protocol import Step, read, take_masked, write
 from fedveil.federation.secure import Sums, Words, check_combination, open_sum
 from fedveil.graph.inputs import Inputs
-from fedveil.scheme.result import Note
+from fedveil.scheme.result import Aggregate, Note
 from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally, signed
 from fedveil.secagg.identity import SIGNATURE
 from fedveil.secagg.masks import proper_key
@@ -73,7 +73,8 @@ class SecureRounds:
 
     def __init__(self, server: "RemoteServer", example: Inputs, roster: Roster) -> None:
         check_combination(server.defence, server.model, server.limits)
-        self.server, self.sums = server, Sums(server.defence, server.model, example, server.loss)
+        client = server.defence.client(server.model, example, server.loss)
+        self.server, self.sums = server, Sums(server.defence, client, server.model, example)
         self.conduct = Conduct()
         self._greeted: dict[Member, _Greeted] = {}  # also members that are away
         self._doubtful: set[Member] = set()  # members that may have lost their key
@@ -98,10 +99,14 @@ class SecureRounds:
             calm = [node for node in nodes if node not in self._quarrelling]
             nodes = calm if len(calm) >= secagg.LEAST else nodes
             began = time.perf_counter()
-            opened = self._attempted(nodes, faults, traffic)
-            answered = time.perf_counter()
-            if opened is not None:
-                result = self._result(opened)
+            own_round = server.defence_server.start_round(server.model)
+            try:
+                opened = self._attempted(own_round, nodes, faults, traffic)
+                answered = time.perf_counter()
+                result = self._result(own_round, opened) if opened is not None else None
+            finally:
+                own_round.release()  # no secret is left, however the attempt ends
+            if opened is not None and result is not None:
                 figures: dict[str, float] = {"asked": len(nodes), "answers": len(opened.tally.survivors)}
                 figures |= {"exchanges": traffic.exchanges, "seconds_waiting": answered - began}
                 figures |= {"bytes_down": round(traffic.down / traffic.asked), "bytes_total": traffic.down + traffic.up}
@@ -113,7 +118,6 @@ class SecureRounds:
                 notes |= {"excluded": new} if new else {}
                 notes |= {"faults": [str(found) for found in faults[:KEPT_FAULTS]]} if faults else {}
                 return dataclasses.replace(result, figures={**result.figures, **figures}, notes=notes)
-            server.defence.forget()
             if attempt < server.attempts:
                 time.sleep(server.pause)
         wanted = max(server.min_answers, secagg.threshold(secagg.LEAST))
@@ -127,7 +131,9 @@ class SecureRounds:
             own = self._tagged(message, dict.fromkeys(members, b""))
             list(self.server._send(message, own, "end", FAREWELL, tagged=True))
 
-    def _attempted(self, nodes: list[Member], faults: list[Fault], traffic: _Traffic) -> _Opened | None:
+    def _attempted(
+        self, own_round: AnyRound, nodes: list[Member], faults: list[Fault], traffic: _Traffic
+    ) -> _Opened | None:
         """One attempt; None if it may be repeated."""
         server = self.server
         present = self._greet(nodes, faults, traffic)
@@ -137,11 +143,10 @@ class SecureRounds:
             text = f"{len(names)} members are there, and secure aggregation needs {needed} or more"
             self._note(fault("server", "too few", text), faults)
             return None
-        broadcast = server.defence.broadcast(server.model)
         self._attempt += 1
-        opening = self._opening(sorted(names), names, broadcast)
+        opening = self._opening(sorted(names), names, own_round)
         clip = {} if self.sums.clip is None else {"clip": self.sums.clip}
-        ask = server._ask_of(broadcast, opening.values() | clip)
+        ask = server._ask_of(own_round, opening.values() | clip)
         data = write(ask)
         tally = Tally(opening, Digest.of(data).whole(), self._roster, self.conduct)
 
@@ -153,13 +158,13 @@ class SecureRounds:
             self._hear(member, partial(take, member, reply), faults)
         return self._open(opening, tally, names, faults, traffic)
 
-    def _opening(self, order: list[str], names: Mapping[str, Member], broadcast: Any) -> Opening:
+    def _opening(self, order: list[str], names: Mapping[str, Member], own_round: AnyRound) -> Opening:
         hellos = []
         for name in order:
             known = self._greeted[names[name]]
             self._greeted[names[name]] = known._replace(uses=known.uses + 1)
             hellos.append(known.hello)
-        layout = self.sums.layout(broadcast)
+        layout = self.sums.layout(own_round)
         return Opening(self.server._session, self.server.round, self._attempt, tuple(hellos), *layout)
 
     def _open(
@@ -186,12 +191,12 @@ class SecureRounds:
             self._quarrelling |= {names[name] for name in tally.quarrelling}
             return _Opened(None, opening, tally, error.what) if revealing else None
 
-    def _result(self, opened: _Opened) -> Aggregate:
+    def _result(self, own_round: AnyRound, opened: _Opened) -> Aggregate:
         """The gradient; nothing if there is no sum, or if a client has spoilt it."""
         why = opened.why
         if opened.total is not None:
             try:
-                return self.sums.aggregate(opened.total, opened.opening)
+                return self.sums.aggregate(own_round, opened.total, opened.opening)
             except (Aborted, UpdateRefused) as error:
                 why = error.what
         return Aggregate({}, {}, 0.0, notes={"skipped": why})

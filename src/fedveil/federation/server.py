@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fedveil.checks import one_of, positive, whole
-from fedveil.defences import Aggregate, Defence
+from fedveil.defences.interface import AnyDefence, Defence
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, NonFiniteUpdate
 from fedveil.federation.evaluate import better, counting, metrics, predict_source
@@ -31,6 +31,7 @@ from fedveil.graph.wrapped import refuse_wrapped
 from fedveil.locks import locked
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
+from fedveil.scheme.result import Aggregate
 
 __all__ = ["Callback", "Folder", "History", "Record", "Seen", "Server"]
 Seen = Callable[[Any, Sequence[Any]], None]
@@ -45,7 +46,7 @@ class Server(Stored):
     def __init__(
         self,
         model: nn.Module,
-        defence: str | Defence,
+        defence: str | AnyDefence,
         optimizer: Optimizer,
         *,
         schedule: Schedule | None = None,
@@ -58,7 +59,7 @@ class Server(Stored):
         self.model = model
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
-        if not isinstance(defence, str) and (isinstance(defence, type) or not hasattr(defence, "broadcast")):
+        if not isinstance(defence, str) and (isinstance(defence, type) or not isinstance(defence, Defence)):
             what = f"defence is {defence!r}"
             raise BadArgument(
                 type(self).__name__, what, '"plain" for none, "veil", or an object like fedveil.defences.Veil()'
@@ -105,15 +106,10 @@ class Server(Stored):
             return result
 
     def _exchange(self, seen: Seen | None = None) -> Aggregate:
-        unseen = False
         try:
-            result = self.exchange(seen)
-            unseen = seen is None
-            return result
+            return self.exchange(seen)
         except NonFiniteUpdate as error:
             raise self._divergence(f"{error.where}: {error.what}", LOWER if self.round else SCALE) from error
-        finally:
-            self.defence.forget(reuse=unseen)  # no secret is left, however the exchange ends
 
     def _advance(self, result: Aggregate) -> None:
         """Step the optimiser, the round and the schedule."""

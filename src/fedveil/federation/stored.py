@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from fedveil.defences import Defence, Private
+from fedveil.defences.interface import AnyDefence, AnyServer
 from fedveil.errors import BadArgument, Diverged
 from fedveil.federation import checkpoint
 from fedveil.federation.finite import find_non_finite, find_non_finite_state, select_floats
@@ -39,7 +39,8 @@ class Stored(ABC):
     device: torch.device
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler | None
-    defence: Defence
+    defence: AnyDefence
+    defence_server: AnyServer
     loss: Loss
     clip_norm: float | None
     round: int
@@ -59,7 +60,7 @@ class Stored(ABC):
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict() if self.schedule else None,
-            "defence": {"name": self.defence.name, **self.defence.state()},
+            "defence": {"name": self.defence.name, **self.defence_server.state()},
             "best": self.best,
             "setting": dict(self.setting()),
             "records": json.dumps(self.history.records),  # as one text: torch pickles a long list slowly
@@ -136,8 +137,8 @@ class Stored(ABC):
         LOG.warning("fedveil: %s", text)
         if self.history.records:
             self.history.records[-1]["went_back"] = text
-        if isinstance(self.defence, Private):
-            self.defence.count_lost()
+        if self.defence_server.accountant is not None:
+            self.defence_server.accountant.count()
 
     def _restore(self, folder: Path, state: dict[str, Any], private: Mapping[int, dict[str, Any]]) -> None:
         wrote = state["defence"]["name"]
@@ -161,12 +162,15 @@ class Stored(ABC):
             LOG.warning("fedveil: the checkpoint's learning rate is used, %s", told)
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
-        self.defence.restore(state["defence"])
-        for client, kept_there in private.items():
-            self.defence.restore_client(client, kept_there)
+        self.defence_server.restore(state["defence"])
+        self._restore_clients(private)
         self.round, self.best = state["round"], state["best"]
         records = state["records"]
         self.history = History(parse_json(str(folder), records) if isinstance(records, str) else list(records))
+
+    def _restore_clients(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Restore the private states of clients in this process; remote clients keep their own."""
+        return
 
     def _compare(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Record which settings changed, and warn of them; earlier versions wrote no settings."""
@@ -210,7 +214,8 @@ class Stored(ABC):
         try:
             with handle(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C must not stop the save
                 self._undo(diverged=isinstance(error, Diverged))
-                counted = isinstance(self.defence, Private) and self.defence.rounds > 0
+                accountant = self.defence_server.accountant
+                counted = accountant is not None and accountant.rounds > 0
                 if (self.round or counted) and (self.defence.durable or self._saved != self._mark(folder)):
                     self.save(folder)
         except Exception as failure:

@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Context, Message
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fedveil.defences.interface import Defence
+from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation import remote
 from fedveil.federation.remote import Data
@@ -37,7 +37,7 @@ def answer(
     model: nn.Module,
     data: Data,
     *,
-    defence: Defence | None = None,
+    defence: AnyDefence | None = None,
     loss: Function | None = None,
     client: int | None = None,
     folder: Path | None = None,
@@ -95,7 +95,7 @@ def client_app(
     make_model: Callable[[Context], nn.Module],
     load_data: Callable[[Context], Given],
     *,
-    defence: Callable[[], Defence] | None = None,
+    defence: Callable[[], AnyDefence] | None = None,
     loss: Function | None = None,
     folder: Callable[[Context], Path] | None = None,
     party: Callable[[Context], Party] | None = None,

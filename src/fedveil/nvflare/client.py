@@ -11,7 +11,7 @@ from pathlib import Path
 from nvflare.collab import collab
 from torch import nn
 
-from fedveil.defences.interface import Defence
+from fedveil.defences.interface import AnyDefence
 from fedveil.errors import FedveilError
 from fedveil.federation import remote
 from fedveil.federation.engine import clean
@@ -55,7 +55,7 @@ class Client(ABC):
     attributes of the same names. Records are loaded once, with the first round, and stay in memory.
     """
 
-    defence: Defence | None = None  # insist on these settings of a defence, whatever the server says
+    defence: AnyDefence | None = None  # insist on these settings of a defence, whatever the server says
     loss: Function | None = None  # the server's own function, if its loss has no name
     folder: Path | None = None  # where private state (SPN's head, PPDL's noise) outlives the job
     party: Party | None = None  # for secure aggregation; by default from the site's FEDVEIL_IDENTITY, FEDVEIL_ROSTER

@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnP
 
 from fedveil import data as datasets
 from fedveil.data import Data, Part, split
-from fedveil.defences import Defence, Private, registry
+from fedveil.defences import registry
+from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
@@ -145,13 +146,13 @@ def _made(spec: str, kind: str, example: str, made: type) -> object:
     return found()
 
 
-def build_defence(config: Config) -> Defence:
+def build_defence(config: Config) -> AnyDefence:
     """The named defence with its settings, private if that is asked for."""
     privacy = config.privacy
     defence = registry.build(config.defence.name, config.flat(), own_settings(config.defence.settings))
     if privacy.dp_clip is None or privacy.dp_noise is None:
         return defence
-    return Private(defence, privacy.dp_clip, privacy.dp_noise, delta=privacy.dp_delta)
+    return registry.add_privacy(defence, privacy.dp_clip, privacy.dp_noise, privacy.dp_delta)
 
 
 def own_settings(words: Sequence[str]) -> dict[str, bool | int | float | str]:
@@ -219,7 +220,7 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
 
 
 def federation_of(
-    config: Config, data: Data, defence: Defence | None = None, make: Callable[..., Federation] = Federation
+    config: Config, data: Data, defence: AnyDefence | None = None, make: Callable[..., Federation] = Federation
 ) -> Federation:
     """The federation that a configuration describes, or with another defence, before its first round.
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedveil.data import Data
-from fedveil.defences import Defence, Private, Veil, innermost
+from fedveil.defences.interface import AnyServer
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import BEST, MODEL
@@ -178,18 +178,19 @@ def resumed(config: Config, folder: Path, data: Data) -> Federation:
     return federation
 
 
-def spent(defence: Defence) -> dict[str, float | None]:
+def spent(server: AnyServer) -> dict[str, float | None]:
     """What a private run has spent: epsilon if a client is left out, and if its data are replaced; None if infinite."""
-    if not isinstance(defence, Private):
+    own = server.accountant
+    if own is None:
         return {}
-    found = {"epsilon": defence.epsilon(), "epsilon_replace": defence.epsilon(replace=True), "delta": defence.delta}
+    found = {"epsilon": own.epsilon(), "epsilon_replace": own.epsilon(replace=True), "delta": own.delta}
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
-def covered(defence: Defence) -> dict[str, float]:
+def covered(server: AnyServer) -> dict[str, float]:
     """How much of the model a veil covers: shares of the parameters' values, and of those that known ones reveal."""
-    inner = innermost(defence)
-    return {**inner.plan.shares, "revealed": inner.plan.known.share} if isinstance(inner, Veil) else {}
+    plan = server.plan
+    return {**plan.shares, "revealed": plan.known.share} if plan is not None else {}
 
 
 def train(
@@ -291,8 +292,8 @@ def summary_of(server: Server, folder: Path, repeat: str, data: Data) -> dict[st
         "best": server.best[0] if server.best else None,
         "model": str(folder / MODEL),
         **({"best_model": str(folder / BEST)} if server.best else {}),
-        **covered(server.defence),
-        **spent(server.defence),
+        **covered(server.defence_server),
+        **spent(server.defence_server),
         "largest_error": max((record["error"] for record in history.records), default=0.0),
         "seconds": history.records[-1]["seconds"] if history.records else 0.0,
         "repeat": repeat,

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.data import Data
-from fedveil.defences import Private, Veil, innermost
 from fedveil.federation.evaluate import METRICS, metrics, moved, predict, predicted
 from fedveil.federation.history import History
 from fedveil.federation.server import Server
 from fedveil.graph import Plan
 from fedveil.graph.describe import known_in_words
 from fedveil.report import Beside, Curves, Facts, Matrix, Page, Section, Table, Text
-from fedveil.scheme import Loss, client_view
+from fedveil.scheme import Broadcast, Loss, client_view
 from fedveil.scheme.outputs import head_axis
 
 SERVER, NO_DATA = "the server's model", " (no data needed)"
@@ -49,11 +48,12 @@ def confusion(outputs: Tensor, targets: Tensor, classes: int, axis: int | None =
 def client_models(federation: Server) -> dict[str, nn.Module]:
     """The model as the server has it, as received by a client, and with the offset removed."""
     defence, model = federation.defence, federation.model
-    broadcast = defence.broadcast(model)
+    own_round = federation.defence_server.start_round(model)
+    broadcast = own_round.broadcast
     views = {SERVER: model, "as received by a client": defence.client_view(model, broadcast)}
-    if isinstance(innermost(defence), Veil):
+    if isinstance(broadcast, Broadcast):
         views[f"offset removed{NO_DATA}"] = client_view(model, broadcast, centred=True)
-    defence.forget()
+    own_round.release()
     return views
 
 
@@ -175,8 +175,8 @@ def cost_section(histories: Mapping[str, History]) -> Section:
 def run_page(server: Server, data: Data, config: Mapping[str, Any], summary: Mapping[str, Any]) -> Page:
     """The page of one run."""
     defence, name = server.defence, server.defence.name
-    histories, inner = {name: server.history}, innermost(defence)
-    veil = veil_sections(inner.plan, inner.draws) if isinstance(inner, Veil) else []  # before the page's own broadcast
+    histories, own = {name: server.history}, server.defence_server
+    veil = veil_sections(own.plan, own.draws) if own.plan is not None else []  # before the page's own broadcast
     views = client_models(server)
     every = scores(views, data, server.loss)
     metric = next(one for one in METRICS if one in next(iter(every.values())))
@@ -185,7 +185,7 @@ def run_page(server: Server, data: Data, config: Mapping[str, Any], summary: Map
         *curve_sections(histories),
         *view_sections(views, data, metric, found),
         *veil,
-        *([Text("Differential privacy", (GUARANTEE,))] if isinstance(defence, Private) else []),
+        *([Text("Differential privacy", (GUARANTEE,))] if defence.dp_clip is not None else []),
         cost_section(histories),
         Facts("Configuration", {key: str(value) for key, value in config.items()}),
     ]

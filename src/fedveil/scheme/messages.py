@@ -16,7 +16,7 @@ from fedveil.graph.head import TAILS, WITHIN, Tail
 from fedveil.graph.layout import Inside
 from fedveil.scheme.decoys import MOST_DECOYS
 from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_loss
-from fedveil.wire import Packed, Tensors, checked, those_under, under
+from fedveil.wire import Packed, Tensors, add_prefix, checked, strip_prefix
 
 MOST_GROUPS = MOST_DECOYS
 MOST_PASSES = MOST_GROUPS + 2  # gradients that a client computes of a batch, and sends
@@ -205,13 +205,13 @@ class Broadcast:
 
     def pack(self) -> Packed:
         """Plain values and tensors."""
-        tensors = under("parameter", self.parameters) | under("buffer", self.buffers)
+        tensors = add_prefix("parameter", self.parameters) | add_prefix("buffer", self.buffers)
         values: dict[str, Any] = {"round": self.round, "model": self.model}
         values |= {"trainable": list(self.trainable), "training": list(self.training)}
         values |= {"loss": self.loss.name, "loss_settings": self.loss.settings(), "head": None}
         if self.head:
             values["head"] = {name: getattr(self.head, name) for name in _HEAD}
-            tensors |= under("head", {name: getattr(self.head, name) for name in _HEAD_TENSORS})
+            tensors |= add_prefix("head", {name: getattr(self.head, name) for name in _HEAD_TENSORS})
         return values, tensors
 
     @classmethod
@@ -226,9 +226,9 @@ class Broadcast:
         own = None if loss is None else find_loss(loss)
         if own is None or "loss" in values:
             own = known_loss(where, **checked(where, values, {"loss": str, "loss_settings": dict}), own=own)
-        parameters, buffers = those_under("parameter", tensors), those_under("buffer", tensors)
+        parameters, buffers = strip_prefix("parameter", tensors), strip_prefix("buffer", tensors)
         check_trainable(found["trainable"], parameters)
-        public, head = those_under("head", tensors), None
+        public, head = strip_prefix("head", tensors), None
         if values.get("head") is not None:
             head = _read_head(where, checked(where, values, {"head": dict})["head"], public, parameters)
             if not head.decoys and (head.within or not isinstance(own, SquaredError)):
@@ -289,7 +289,7 @@ class Update:
 
     def pack(self) -> Packed:
         """Plain values and tensors."""
-        tensors = under("passes", self.passes) | under("buffer", self.buffers)
+        tensors = add_prefix("passes", self.passes) | add_prefix("buffer", self.buffers)
         return {name: getattr(self, name) for name in _UPDATE}, tensors
 
     @classmethod
@@ -298,7 +298,7 @@ class Update:
         where = "Update.unpack"
         _check_forms(where, values, tensors)
         found = checked(where, values, _UPDATE)
-        update = cls(**found, passes=those_under("passes", tensors), buffers=those_under("buffer", tensors))
+        update = cls(**found, passes=strip_prefix("passes", tensors), buffers=strip_prefix("buffer", tensors))
         if len(update.passes) + len(update.buffers) < len(tensors):
             strange = next(name for name in tensors if not name.startswith(("passes/", "buffer/")))
             raise BadArgument(where, f"{strange[:80]!a} was not asked for")

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 from fedveil.attacks.broadcasts import two_broadcasts
 from fedveil.data import load, split
-from fedveil.defences import Aggregate, Plain, Veil
-from fedveil.defences.interface import Samples
+from fedveil.defences import Plain, Samples, Veil
+from fedveil.defences.plain import PlainClient
+from fedveil.defences.veil import VeilClient, VeilRound, VeilServer
 from fedveil.federation import Federation, History
 from fedveil.federation.server import Record
 from fedveil.graph.inputs import Inputs
 from fedveil.models import mlp
 from fedveil.report import Beside, Facts, Matrix, Section, Text
 from fedveil.runs.page import NO_DATA, PROTECTION, client_models, confusions, curve_sections, scores
-from fedveil.scheme import Broadcast, Loss, Update
+from fedveil.scheme import Aggregate, Broadcast, Loss, Perturbation, Update, VeilSession
 from fedveil.studies.jobs import Done, Failed, Job, Progress, Result
 from fedveil.studies.study import Shown, Study
 from fedveil.studies.victim import observe, on_round
@@ -80,33 +81,62 @@ class Watched(Veil):
         super().__init__(additive=additive)
         self.errors: list[float] = []
         self.flips = 0
-        self._plain = Plain()
-        self._truth: dict[str, Tensor] = {}
-        self._flipped = False
+        self.truth: Mapping[str, Tensor] = {}
+        self.flipped = False
 
-    def prepare(self, model: nn.Module, example: Inputs, loss: Loss) -> None:
-        """As the veil does."""
-        super().prepare(model, example, loss)
-        self._plain.prepare(model, example, loss)
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "WatchedServer":
+        """Prepare a server whose rounds are compared."""
+        return WatchedServer(super().server(model, example, loss).session, self)
 
-    def client_step(self, model: nn.Module, broadcast: Broadcast, samples: Samples, client: int = 0) -> Update:
-        """As the veil does; the truth is computed beside it."""
-        inputs = samples.inputs
-        assert isinstance(inputs, Tensor)  # digits
-        self._truth = self._plain.client_step(model, model, samples).gradients
+    def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "WatchedClient":
+        """Prepare a client that also computes the true gradient."""
+        return WatchedClient(model, PlainClient(model, loss), self)
+
+
+class WatchedClient(VeilClient):
+    """Computes the true gradient beside the perturbed one."""
+
+    def __init__(self, model: nn.Module, plain: PlainClient, watched: Watched) -> None:
+        super().__init__(model)
+        self._true, self._plain, self._watched = model, plain, watched
+
+    def step(self, broadcast: Broadcast, samples: Samples, client: int = 0) -> Update:
+        """Compute both gradients, and note whether rounding moved a ReLU across 0."""
+        assert isinstance(samples.inputs, Tensor)  # digits
+        self._watched.truth = self._plain.step(self._true, samples).gradients
         with torch.no_grad():
-            sent = self.client_view(model, broadcast)
-            pairs = zip(active(model, inputs), active(sent, inputs), strict=True)
-            self._flipped = any(bool((a != b).any()) for a, b in pairs)
-        return super().client_step(model, broadcast, samples)
+            sent = self._watched.client_view(self._true, broadcast)
+            pairs = zip(active(self._true, samples.inputs), active(sent, samples.inputs), strict=True)
+            self._watched.flipped = any(bool((a != b).any()) for a, b in pairs)
+        return super().step(broadcast, samples, client)
 
-    def aggregate(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
-        """As the veil does; rounds in which rounding moved a ReLU across 0 are counted apart."""
-        result = super().aggregate(updates, weights)
-        error = max(float((result.gradients[name] - g).norm() / g.norm()) for name, g in self._truth.items())
-        self.flips += self._flipped
-        if not self._flipped:
-            self.errors.append(error)
+
+class WatchedServer(VeilServer):
+    """Starts rounds that are compared."""
+
+    def __init__(self, session: VeilSession, watched: Watched) -> None:
+        super().__init__(session)
+        self._watched = watched
+
+    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "WatchedRound":
+        """Perturb the model with new noise."""
+        return WatchedRound(self.session.perturb(model), self._watched)
+
+
+class WatchedRound(VeilRound):
+    """Compares the recovered gradient with the true one."""
+
+    def __init__(self, perturbation: Perturbation, watched: Watched) -> None:
+        super().__init__(perturbation)
+        self._watched = watched
+
+    def recover(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
+        """Recover the gradient; rounds in which rounding moved a ReLU across 0 are counted separately."""
+        result, watched = super().recover(updates, weights), self._watched
+        error = max(float((result.gradients[name] - g).norm() / g.norm()) for name, g in watched.truth.items())
+        watched.flips += watched.flipped
+        if not watched.flipped:
+            watched.errors.append(error)
         return dataclasses.replace(result, error=error)
 
 

@@ -91,14 +91,14 @@ def configs_in(value: V) -> Iterator[Config]:
 def specs_of(config: Config) -> list[str]:
     """Return all code of other packages that a configuration names, as `package.module:name`.
 
-    Attackers and messages in the record of a defence are among it.
+    Attackers in the record of a defence are among it.
     """
     specs = [name for name in (config.data.name, config.model.name, config.defence.name) if ":" in name]
     with contextlib.suppress(BadArgument):  # the job that builds it says what is wrong with it
         record = registry.find(config.defence.name)
         specs += [installed(registry.GROUP).get(config.defence.name, record.target)]
         named = (record.attackers, record.rebuilders, record.leaks)
-        specs += [record.target, *([record.messages] if record.messages else [])]
+        specs.append(record.target)
         specs += [spec for some in named for spec in some.values()]
     return [spec for spec in specs if not _is_ours(spec)]
 

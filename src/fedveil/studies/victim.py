@@ -162,7 +162,7 @@ def observe(federation: Federation, rounds: int = 1) -> Observed:
     """
     defence, shards = federation.defence, federation.shards
     seen = [watch(federation)[ATTACKER] for _ in range(rounds - 1)]
-    broadcast = defence.broadcast(federation.model)
+    broadcast = federation.defence_server.start_round(federation.model).broadcast
     seen.append(Round(broadcast, defence.client_view(federation.model, broadcast)))
     inputs, targets = shards.records(ATTACKER)
     return Observed(

@@ -20,7 +20,6 @@ from fedveil.attacks.leaks import Leak, from_difference, from_upload
 from fedveil.attacks.observed import DoesNotApply
 from fedveil.attacks.similarity import match, mse, psnr, ssim
 from fedveil.data import Data, Part
-from fedveil.defences import innermost
 from fedveil.defences.registry import record_of
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
@@ -230,7 +229,7 @@ def leaks_of(federation: Federation) -> tuple[dict[str, Leak], Observed]:
     }
     if isinstance(rounds[ATTACKER].broadcast, Broadcast):
         leaks[MISMATCHED] = dataclasses.replace(leaks["V-up"], model=true)
-    record = record_of(innermost(federation.defence))
+    record = record_of(federation.defence.base)
     for label, spec in record.leaks.items() if record else ():
         derive = cast(Callable[[Observed], Leak], imported(spec, "a leak", "my_package.attacks:derive"))
         with contextlib.suppress(DoesNotApply):

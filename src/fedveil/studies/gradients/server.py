@@ -16,7 +16,6 @@ from fedveil.attacks.observed import DoesNotApply
 from fedveil.attacks.similarity import psnr, ssim
 from fedveil.attacks.sums import secure_sum
 from fedveil.data import Data
-from fedveil.defences import innermost
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import generator
@@ -90,9 +89,9 @@ def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]
 
 def updates_of(federation: Federation, clients: Sequence[int]) -> list[Gradients]:
     """Each client's gradient as the server has it without secure aggregation: its own noise removed, no other added."""
-    broadcast = federation.defence.broadcast(federation.model)
+    own_round = federation.defence_server.start_round(federation.model).base
     found = []
-    for one in innermost(federation.defence).each(federation.answers(broadcast, clients)):
+    for one in own_round.recover_each(federation.answers(own_round.broadcast, clients)):
         if isinstance(one, UpdateRefused):
             raise one
         found.append(dict(one.gradients))
