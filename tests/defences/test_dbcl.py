@@ -348,11 +348,11 @@ def test_the_view_answers_as_the_sketched_network_in_both_modes(build, shape, tr
     run = federation(build, shape, DBCL(seed=3))
     run.fit(rounds=2)
     model = run.model.train(training)
-    sent = run.defence.broadcast(model)
+    sent = run.defence_server.start_round(model).broadcast
     view, (inputs, _) = run.defence.client_view(model, sent), batch(shape)
     assert all(module.training == training for module in view.modules())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    dense = spread_out(model, sent, run.defence.sketched)(dict(model.named_parameters()), buffers, inputs)
+    dense = spread_out(model, sent, run.defence_server.sketched)(dict(model.named_parameters()), buffers, inputs)
     answers, allowed = view(inputs), rounding(model, inputs)
     assert (answers - dense).norm() <= allowed * dense.norm()
     assert (answers - model(inputs)).norm() > 0.01 * dense.norm()
@@ -365,7 +365,7 @@ def test_the_view_answers_as_the_sketched_network_in_both_modes(build, shape, tr
 
 def test_a_view_is_its_owners_and_takes_its_sketch_along():
     run = federation(*NETS["resnet, batch"], DBCL())
-    sent = run.defence.broadcast(run.model)
+    sent = run.defence_server.start_round(run.model).broadcast
     view = run.defence.client_view(run.model, sent).eval()
     assert sent.network.training
     inputs, _ = batch(NETS["resnet, batch"][1])
@@ -454,13 +454,13 @@ def test_with_a_seed_a_resumed_run_ends_bit_for_bit_as_the_whole_one(tmp_path, n
     run().fit(rounds=3, folder=tmp_path)
     again = run()
     again.resume(tmp_path)
-    assert again.defence.state() == {"number": 3}
+    assert again.defence_server.state() == {"number": 3}
     again.fit(rounds=6)
     other = federation(*NETS[name], DBCL(seed=6), optimizer=adam)
     other.fit(rounds=6)
     ends = [r.model.state_dict() for r in (whole, again, other)]
     assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
-    assert not torch.equal(*[end[whole.defence.sketched[0]] for end in (ends[0], ends[2])])
+    assert not torch.equal(*[end[whole.defence_server.sketched[0]] for end in (ends[0], ends[2])])
 
 
 def test_sketches_are_new_in_every_round_and_run_unless_seeded():

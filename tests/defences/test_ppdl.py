@@ -114,7 +114,7 @@ def test_steps_that_change_nothing_leave_every_bit(neutral):
 def test_clients_are_never_fused_and_see_the_true_model():
     run = federation(PPDL())
     assert not run.fused
-    view = run.defence.client_view(run.model, run.defence.broadcast(run.model))
+    view = run.defence.client_view(run.model, run.defence_server.start_round(run.model).broadcast)
     assert view is not run.model
     assert same(view.state_dict(), run.model.state_dict())
 
@@ -438,7 +438,7 @@ def test_clients_that_had_not_yet_taken_part_begin_anew_in_the_same_object(tmp_p
     assert len(list(tmp_path.glob("clients/*/2.pt"))) < 3
     run.fit(rounds=12)
     first = {name: value.clone() for name, value in run.model.state_dict().items()}
-    assert all(run.defence.client_state(client) for client in range(3))
+    assert all(run._client.state(client) for client in range(3))
     run.resume(tmp_path)
     run.fit(rounds=12)
     assert same(run.model.state_dict(), first)
@@ -470,7 +470,7 @@ def test_the_server_keeps_nothing_and_neither_does_a_client_that_only_selects(tm
     assert {path.parent.name for path in tmp_path.glob("clients/*/1.pt")} == {"0", "1", "2"}
     run = federation(PPDL())
     run.step()
-    assert run.defence.client_state(0) == {}
+    assert run._client.state(0) == {}
 
 
 # Arguments

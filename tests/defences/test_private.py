@@ -234,8 +234,8 @@ def test_with_few_participants_the_client_that_took_part_most_counts():
     run = federation(private(), clients=8, participation=0.25)
     run.fit(rounds=12)
     counts = [sum(client in run.shards.chosen(number, 0.25) for number in range(12)) for client in range(8)]
-    assert run.defence.rounds == max(counts) < 12
-    assert run.defence.epsilon() == epsilon(max(counts), 1.0, 1e-5)
+    assert run.defence_server.accountant.rounds == max(counts) < 12
+    assert run.defence_server.accountant.epsilon() == epsilon(max(counts), 1.0, 1e-5)
 
 
 def test_where_nobody_says_who_took_part_a_round_counts_for_all():
@@ -257,7 +257,7 @@ def test_the_error_is_the_inner_defence_s():
 
     run = federation(private(Doubtful()))
     result = run.step()
-    assert run.defence.rounds == 1
+    assert run.defence_server.accountant.rounds == 1
     assert result.error == pytest.approx(0.5)  # noise does not count
 
 
@@ -281,7 +281,7 @@ def test_every_defence_trains_with_it_and_a_resumed_run_has_spent_the_same(tmp_p
     federation(private(make(), noise=0.5)).fit(rounds=2, folder=tmp_path)
     again = federation(private(make(), noise=0.5))
     again.resume(tmp_path)
-    assert again.defence.rounds == 2
+    assert again.defence_server.accountant.rounds == 2
     history = again.fit(rounds=6)
     assert again.defence.name == f"{make().name}+dp"
     assert not again.fused
@@ -337,7 +337,7 @@ def test_whole_shards_are_one_contribution_under_one_veil():
 
 def test_a_client_gets_what_the_inner_defence_sends_and_its_view_is_the_inners():
     run = federation(private(Veil()))
-    sent = run.defence.broadcast(run.model)
+    sent = run.defence_server.start_round(run.model).broadcast
     assert sent.head is not None
     inputs, _ = batch((6,))
     assert not torch.allclose(run.defence.client_view(run.model, sent)(inputs), run.model(inputs))
@@ -384,13 +384,13 @@ def test_a_veil_recovers_nothing_once_its_secret_is_forgotten():
 @pytest.mark.parametrize("make", [Plain, lambda: Veil(), PPDL, DBCL])
 def test_a_gradient_that_is_not_finite_is_refused_by_its_clients_place(make):
     run = federation(private(make()))
-    sent = run.defence.broadcast(run.model)
+    sent = run.defence_server.start_round(run.model).broadcast
     x, y = batch((6,), 4)
     steps = [run.defence.client_step(run.model, sent, Samples(x, y.softmax(1)), k) for k in range(3)]
     bad = run.defence.client_step(run.model, sent, Samples(x * math.inf, y.softmax(1)), 1)
     with pytest.raises(errors.NonFiniteUpdate, match=r"client 1: .* holds NaN or infinity"):
         run.defence.aggregate([steps[0], bad, steps[2]], [1.0] * 3)
-    assert run.defence.rounds == 0  # nothing was given away
+    assert run.defence_server.accountant.rounds == 0  # nothing was given away
     with pytest.raises(errors.NonFiniteUpdate, match="client 4: its gradient holds NaN or infinity"):
         shorten(torch.tensor([1.0, math.nan]), 1.0, "client 4")
 

@@ -254,7 +254,7 @@ def test_no_secret_leaves_its_client(tmp_path, net, options):
     run = federation(net, Spied(lr=0.1), optimizer=torch.optim.Adam, **options)
     run.fit(rounds=3, folder=tmp_path, test=parts(net[1])[0])
     assert len(secrets) == 4 * 3 * 3
-    server = [sent, run.defence.state(), run.state(), checkpoint.load(tmp_path / "checkpoint.pt")]
+    server = [sent, run.defence_server.state(), run.state(), checkpoint.load(tmp_path / "checkpoint.pt")]
     assert not any(leaked(server, secrets))
     assert all(leaked([server, kept], secrets))  # they would be seen
     assert not any(module._forward_pre_hooks for module in run.model.modules())
@@ -307,8 +307,8 @@ def test_networks_train(net, loss, clients):
     after = values(run.model)
     assert all(torch.isfinite(tensor).all() for tensor in after.values())
     assert not any(torch.equal(after[name], before[name]) for name in before)
-    assert all(run.defence.client_state(client) for client in range(clients))
-    assert run.defence.client_state(clients) == {}
+    assert all(run._client.state(client) for client in range(clients))
+    assert run._client.state(clients) == {}
 
 
 @pytest.mark.parametrize("clients", [1, 10])
@@ -321,7 +321,7 @@ def test_one_yes_or_no_output_is_learnt_in_float32(clients, loss):
     model = built(lambda: mlp(6, 1, layers=2, hidden=16), dtype=torch.float32)
     run = fedveil.Federation(model, data, SPN(seed=0), lambda p: torch.optim.Adam(p, 1e-2), batch_size=8, loss=loss)
     run.fit(rounds=100)
-    assert run.defence.client_state(0)["head"].dtype == torch.float32
+    assert run._client.state(0)["head"].dtype == torch.float32
     fresh = torch.randn(500, 6, generator=generator)
     middle = 0.5 if loss == "squared_error" else 0.0
     right = (model(fresh)[:, 0] > middle) == (fresh[:, 0] > 0)
@@ -338,7 +338,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, options):
     again.resume(tmp_path)
     again.fit(rounds=8)
     assert same(values(again.model), values(whole.model))
-    assert all(same(again.defence.client_state(k), whole.defence.client_state(k)) for k in range(3))
+    assert all(same(again._client.state(k), whole._client.state(k)) for k in range(3))
     forgetful = federation(NORMED, SPN(lr=0.1), **options)
     for private in (tmp_path / "clients").glob("*/*.pt"):
         private.unlink()
@@ -502,7 +502,7 @@ def test_steps_without_a_model_and_states_of_another_are_refused(tmp_path):
     with pytest.raises(BadArgument, match=text):
         other.resume(tmp_path)
     with pytest.raises(BadArgument, match="client 5's codes has shape None"):
-        other.defence.restore_client(5, {"head": torch.zeros(8, 10)})
+        other._client.restore(5, {"head": torch.zeros(8, 10)})
 
 
 def test_a_client_that_joined_after_the_checkpoint_draws_anew_when_the_same_object_goes_back():

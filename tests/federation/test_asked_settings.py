@@ -46,16 +46,14 @@ def test_a_server_cannot_choose_the_seed_of_a_clients_noise():
 
 
 OWN = """
-from fedveil.defences.plain import Plain, PlainMessages
+from fedveil.defences.plain import Plain, PlainClient
 from fedveil.defences.registry import Record
 
 
-class Halved(Plain):
-    def __init__(self, factor=0.5, table=None, seed=None, secret=None):
-        super().__init__()
-        self.name, self.factor, self.table, self._seed = "halved", {"half": 0.5}.get(factor, factor), table, seed
-        if isinstance(factor, str) and factor != "half":
-            raise KeyError(factor)
+class HalvedClient(PlainClient):
+    def __init__(self, factor, model, loss):
+        super().__init__(model, loss)
+        self.factor = factor
 
     def upload(self, update, client=0):
         for gradient in update.gradients.values():
@@ -63,8 +61,21 @@ class Halved(Plain):
         return update
 
 
-MESSAGES = PlainMessages(Halved, ("factor", "table", "seed"))
-RECORD = Record("any", "halved", "own_halved:Halved", messages="own_halved:MESSAGES")
+class Halved(Plain):
+    remote_settings = ("factor", "table", "seed")
+
+    def __init__(self, factor=0.5, table=None, seed=None, secret=None):
+        super().__init__()
+        self.name, self.factor, self.table = "halved", {"half": 0.5}.get(factor, factor), table
+        self.seed, self.repeatable = seed, seed is not None
+        if isinstance(factor, str) and factor != "half":
+            raise KeyError(factor)
+
+    def client(self, model, example, loss):
+        return HalvedClient(self.factor, model, loss)
+
+
+RECORD = Record("any", "halved", "own_halved:Halved")
 """
 
 

@@ -183,7 +183,7 @@ def test_kept_noise_is_drawn_anew_when_a_run_is_resumed_and_its_page_says_so(tmp
     assert state["defence"] == {"name": "veil", "draws": 2}
     for _ in range(2):
         _, federation = open_run(tmp_path)
-        sent = [federation.defence.broadcast(federation.model).head.direction for _ in range(2)]
+        sent = [federation.defence_server.start_round(federation.model).broadcast.head.direction for _ in range(2)]
         assert torch.equal(*sent)
         directions.append(sent[0])
     assert not torch.equal(*directions)

@@ -218,7 +218,7 @@ def test_a_round_that_is_lost_counts_for_privacy_however_often_that_happens(tmp_
         (tmp_path / LAST).write_bytes(b"garbage")
         again = make()
         again.resume(tmp_path)
-        assert (again.round, again.defence.rounds) == (3, 3 + lost)
+        assert (again.round, again.defence_server.accountant.rounds) == (3, 3 + lost)
         again.fit(rounds=4, folder=tmp_path)
 
 

@@ -12,7 +12,7 @@ from tests.configs import config_of
 from tests.small import SMALL, federation
 
 from fedveil.cli import main
-from fedveil.defences import Plain
+from fedveil.defences.plain import PlainRound
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
 from fedveil.locks import locked
@@ -165,7 +165,7 @@ def interrupt(*_):
 def test_a_run_that_ended_before_its_first_round_blocks_nobody(tmp_path, monkeypatch):
     config = config_of(**SMALL, epochs=1)
     with monkeypatch.context() as patch:
-        patch.setattr(Plain, "aggregate", interrupt)
+        patch.setattr(PlainRound, "recover", interrupt)
         with pytest.raises(KeyboardInterrupt):
             train(config, tmp_path)
     assert (tmp_path / "config.json").exists()

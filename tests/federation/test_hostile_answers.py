@@ -11,8 +11,8 @@ from tests.oracle import built
 from torch import nn
 
 from fedveil import Limits
-from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil, innermost
-from fedveil.defences.registry import messages_of, record_of
+from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
+from fedveil.defences.registry import find_codec, record_of
 from fedveil.errors import FedveilError
 from fedveil.federation.limits import aggregate, limits_for
 from fedveil.federation.protocol import Ask, read, take, write
@@ -49,18 +49,17 @@ class Round:
     def __init__(self, name):
         make, build, loss = DEFENCES[name]
         self.model, self.defence = built(build).float(), make()
-        self.inner, self.limits = innermost(self.defence), limits_for(self.defence, Limits())
+        self.limits = limits_for(self.defence, Limits())
         draw = torch.Generator().manual_seed(0)
         data = [(torch.randn(n, 6, generator=draw), torch.randint(4, (n,), generator=draw)) for n in SIZES]
-        self.defence.prepare(self.model, data[0][0][:2], find_loss(loss))
-        self.messages = messages_of(record_of(self.inner), name)
-        packed = self.messages.pack(self.inner, self.defence.broadcast(self.model))
-        options = {name: getattr(self.inner, name) for name in self.messages.settings}
-        record = record_of(self.inner).name
+        self.round = self.defence.server(self.model, data[0][0][:2], find_loss(loss)).start_round(self.model)
+        self.codec, inner = find_codec(self.defence), self.defence.base
+        packed = self.codec.encode_broadcast(self.round.broadcast)
+        options = {name: getattr(inner, name) for name in inner.remote_settings}
+        record = record_of(inner).name
         self.ask = Ask(
             "session", 0, "token", record, options, loss, find_loss(loss).settings(), True, 8, 0, {}, *packed
         )
-        self.secret = vars(self.inner).get("_secret")
         ask = write(self.ask)  # each client unpacks its own
         self.honest = [reply(ask, ClientState(), built(build).float(), own, client=0)[0] for own in data]
         moved = [self.step({client: data})[0] for client, data in enumerate(self.honest)]
@@ -68,17 +67,15 @@ class Round:
 
     def step(self, answers):
         """How far the round moves the model with a learning rate of 1, and who was refused."""
-        if self.secret is not None:
-            self.inner._secret = self.secret  # every round here answers the same broadcast
         taken, refused = {}, set()
         for client, data in answers.items():
             try:
-                taken[client] = take(data, self.ask, self.messages, self.inner, self.model, client)
+                taken[client] = take(data, self.ask, self.codec, self.round.base, self.model, client)
             except FedveilError:
                 refused.add(client)
 
         updates, claims = {c: own[0] for c, own in taken.items()}, {c: own[1] for c, own in taken.items()}
-        outcome = aggregate(self.defence, updates, claims, self.model, self.limits)
+        outcome = aggregate(self.round, updates, claims, self.model, self.limits)
         assert outcome.result is not None
         before = dict(self.model.named_buffers())
         changes = {"parameters": list(outcome.result.gradients.values()), "buffers": [], "counters": []}

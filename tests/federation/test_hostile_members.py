@@ -257,8 +257,8 @@ def trained(kind, n, hostile):
     server = server_of("veil", known=known, sizes=SIZES[:n])
     inside, result = [], server.secure._result
 
-    def watched(opened):
-        found = result(opened)
+    def watched(own_round, opened):
+        found = result(own_round, opened)
         inside.append(() if "skipped" in found.notes else opened.tally.survivors)
         return found
 

@@ -30,6 +30,7 @@ from tests.federation.kept import (
     sgd,
     told,
 )
+from tests.sessions import watch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import Dataset
@@ -82,20 +83,15 @@ def test_what_a_callback_raises_goes_through_and_its_round_is_saved(tmp_path, er
     check_whole(tmp_path)
 
 
-class Broken(Plain):
-    """A defence whose exchange ends by an interrupt."""
-
-    at = 7
-
-    def aggregate(self, updates, weights):
-        self.at -= 1
-        if not self.at:
-            raise KeyboardInterrupt
-        return super().aggregate(updates, weights)
-
-
 def test_an_interrupt_in_the_exchange_leaves_the_round_before(tmp_path):
-    run = make(defence=Broken())
+    rounds = []
+
+    def interrupt(own):
+        rounds.append(own)
+        if len(rounds) == 7:
+            raise KeyboardInterrupt
+
+    run = make(defence=watch(Plain(), on_recover=interrupt))
     with pytest.raises(KeyboardInterrupt):
         run.fit(**HOW, folder=tmp_path)
     assert run.round == round_in(tmp_path) == 6

@@ -120,7 +120,7 @@ def test_a_private_round_is_on_disk_before_a_callback_hears_of_it(tmp_path):
     def look(record):
         again = make(defence=private())
         again.resume(tmp_path)
-        spent.append((record["epsilon"], again.defence.epsilon()))
+        spent.append((record["epsilon"], again.defence_server.accountant.epsilon()))
 
     make(defence=private()).fit(rounds=3, folder=tmp_path, on_round=look)
     assert len(spent) == 3
@@ -213,14 +213,14 @@ def test_a_round_whose_noise_was_drawn_counts_although_it_is_undone(tmp_path):
     run = make(sgd(HalfWay), defence=private())
     with pytest.raises(KeyboardInterrupt):
         run.fit(rounds=9, folder=tmp_path)
-    assert (run.round, run.defence.rounds) == (4, 5)
+    assert (run.round, run.defence_server.accountant.rounds) == (4, 5)
     again = make(sgd(torch.optim.SGD), defence=private())
     again.fit(rounds=9, folder=tmp_path, resume=True)
-    assert (again.round, again.defence.rounds) == (9, 10)
+    assert (again.round, again.defence_server.accountant.rounds) == (9, 10)
     (tmp_path / LAST).write_bytes(b"garbage")
     back = make(sgd(torch.optim.SGD), defence=private())
     back.resume(tmp_path)
-    assert (back.round, back.defence.rounds) == (8, 10)
+    assert (back.round, back.defence_server.accountant.rounds) == (8, 10)
 
 
 def test_the_one_before_counts_the_noise_of_a_round_that_was_undone(tmp_path):
@@ -229,7 +229,7 @@ def test_the_one_before_counts_the_noise_of_a_round_that_was_undone(tmp_path):
     (tmp_path / LAST).write_bytes(b"garbage")
     back = make(sgd(torch.optim.SGD), defence=private())
     back.resume(tmp_path)
-    assert (back.round, back.defence.rounds) == (4, 5)
+    assert (back.round, back.defence_server.accountant.rounds) == (4, 5)
 
 
 def test_the_last_record_is_there_without_an_evaluation_and_a_metric_says_why_it_is_not(tmp_path):

@@ -287,10 +287,14 @@ def test_what_cannot_be_combined_is_refused():
 
 def test_an_update_of_the_veil_keeps_its_secret_whatever_is_refused():
     seen = []
+    rounds = []
     run = hostile(times(1e30), defence="veil", limits=Limits())
+    start = run.defence_server.start_round
+    run.defence_server.start_round = lambda *given: rounds.append(start(*given)) or rounds[-1]
     run.step(lambda broadcast, updates: seen.extend(updates))
     assert isinstance(seen[0], Update)
-    assert run.defence._current is None
+    with pytest.raises(BadArgument, match="was released"):
+        rounds[0].recover(seen, [1.0] * len(seen))
 
 
 def test_a_client_with_many_more_batches_than_the_others_is_not_refused():

@@ -5,6 +5,7 @@ import torch
 from tests.configs import config_of
 from tests.federation.test_engine import net, normed, parts, sgd, trained, veil
 from tests.oracle import built, worst
+from tests.sessions import Session
 
 from fedveil import BatchLoss, CrossEntropy, errors
 from fedveil.defences import Plain, Samples
@@ -59,9 +60,9 @@ def test_a_loss_of_the_whole_batch_never_fuses_clients():
     inputs, targets = data[0][0][:4], data[0][1][:4]
     weights = torch.tensor([0.3, 0.3, 0.2, 0.2]).double()
     for defence in (Plain(), veil()):
-        defence.prepare(run.model, inputs, run.loss)
+        session = Session(defence, run.model, inputs, run.loss)
         with pytest.raises(errors.BadArgument, match="ranked compares samples of a batch with one another"):
-            defence.client_step(run.model, defence.broadcast(run.model), Samples(inputs, targets, weights))
+            session.step(session.broadcast(), Samples(inputs, targets, weights))
 
 
 def test_whole_shards_go_through_one_veil():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.configs import config_of
 from tests.oracle import built, worst
+from tests.sessions import watch
 
 from fedveil.defences import Plain, Veil
 from fedveil.errors import BadArgument
@@ -90,14 +91,11 @@ def test_killed_twenty_times_at_random_moments_a_run_ends_the_same(tmp_path, mak
 def test_a_resumed_veil_draws_new_secrets(tmp_path):
     seen = []
 
-    class Listening(Veil):
-        def broadcast(self, model):
-            sent = super().broadcast(model)
-            seen.append(sent.round)
-            return sent
+    def listening():
+        return watch(Veil(), on_broadcast=lambda own: seen.append(own.broadcast.round))
 
-    federation(Listening()).fit(rounds=4, folder=tmp_path)
-    again = federation(Listening())
+    federation(listening()).fit(rounds=4, folder=tmp_path)
+    again = federation(listening())
     again.resume(tmp_path)
     again.fit(rounds=8)
     assert len(set(seen)) == 8
@@ -106,12 +104,10 @@ def test_a_resumed_veil_draws_new_secrets(tmp_path):
 def test_no_secret_is_in_a_checkpoint(tmp_path):
     secrets = []
 
-    class Leaky(Veil):
-        def aggregate(self, updates, weights):
-            secrets.extend(self.current.recovery.transform.scale.tolist())
-            return super().aggregate(updates, weights)
+    def leak(own):
+        secrets.extend(own.perturbation.recovery.transform.scale.tolist())
 
-    federation(Leaky()).fit(rounds=3, folder=tmp_path)
+    federation(watch(Veil(), on_recover=leak)).fit(rounds=3, folder=tmp_path)
     state = checkpoint.load(tmp_path / "checkpoint.pt")
     numbers = set()
 

@@ -22,6 +22,7 @@ from tests.federation.secured import (
     server_of,
 )
 from tests.oracle import built, worst
+from tests.sessions import Session
 from torch import nn
 
 from fedveil import Entropy, Federation, Limits
@@ -32,7 +33,6 @@ from fedveil.federation.protocol import Masked, Step, read
 from fedveil.federation.rounds import RemoteServer
 from fedveil.federation.secure import Form, Layout
 from fedveil.models import mlp, resnet
-from fedveil.scheme.losses import find_loss
 from fedveil.secagg import Identity, Opening, Party, Roster
 from fedveil.wire import kind_of
 
@@ -293,24 +293,24 @@ def test_private_plain_training_clips_on_the_clients_and_counts_each_of_them_onc
     server.fit(rounds=3)
     whole = one_process(private(), rounds=3, whole_shard=True) if not noise else None
     assert whole is None or worst(floats(server.model), floats(whole.model)) < 1e-6
-    assert server.defence.rounds == 3
+    assert server.defence_server.accountant.rounds == 3
 
 
 @pytest.mark.parametrize(("absent", "records"), [(0, None), (2, None), (3, None), (1, -8), (1, 2**40)])
 def test_no_client_counts_more_than_the_clip_whoever_contributes_nothing(absent, records):
     """The sum is divided by the members, not by a word that clients choose."""
     model, clip = nn.Linear(4, 2, bias=False).double(), 1.0
-    private = Private(Plain(), clip, 0.0)
-    private.prepare(model, torch.zeros(2, 4).double(), find_loss("squared_error"))
-    sums = secure.Sums(private, model, torch.zeros(2, 4).double(), find_loss("squared_error"))
+    session = Session(Private(Plain(), clip, 0.0), model, torch.zeros(2, 4).double())
+    session.broadcast()
+    sums = secure.Sums(session.defence, session.client, model, torch.zeros(2, 4).double())
     known = secure.LocalParties(4)
-    opening = known.opening(range(4), 0, sums.layout(private.broadcast(model)))
+    opening = known.opening(range(4), 0, sums.layout(session.round))
     long, none = torch.full((2, 4), 5.0).double(), torch.full((2, 4), torch.nan).double()
     updates = [long, *[torch.zeros(2, 4).double()] * (3 - absent), *[none] * absent]
     words = {k: secure.words_of({"gradient/weight": own}, 50, opening, clip) for k, own in enumerate(updates)}
     if records is not None:
         words[3][1] = records % 2**64
-    mean = sums.aggregate(known.total(opening, words), opening).gradients["weight"]
+    mean = sums.aggregate(session.round, known.total(opening, words), opening).gradients["weight"]
     assert 4 * float(mean.norm()) == pytest.approx(clip, rel=1e-9)
 
 

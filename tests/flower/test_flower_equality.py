@@ -83,7 +83,7 @@ def test_differential_privacy_on_top_is_the_servers(inner):
     theirs = in_engine(Private(Plain(), 0.1, 0.0), data, whole_shard=True)
     assert worst(values(ours.model), values(theirs.model)) < 1e-9
     assert ours.history.records[0]["dp_clipped"] == 1
-    assert ours.defence.rounds == ROUNDS
+    assert ours.defence_server.accountant.rounds == ROUNDS
     with pytest.raises(BadArgument, match="draws from a test seed"):
         on_flower(Private(inner(), 0.1, 0.0, entropy=Entropy.for_tests(1)), data)
 
@@ -95,7 +95,9 @@ def test_noise_for_privacy_reaches_the_model_and_is_accounted_for():
     assert worst(values(loud.model), values(quiet.model)) > 1e-3
     spent = [record["epsilon"] for record in loud.history.records]
     assert spent == sorted(set(spent))
-    assert spent[-1] == pytest.approx(in_engine(Private(Plain(), 0.1, 2.0), data, whole_shard=True).defence.epsilon())
+    assert spent[-1] == pytest.approx(
+        in_engine(Private(Plain(), 0.1, 2.0), data, whole_shard=True).defence_server.accountant.epsilon()
+    )
 
 
 def test_batches_over_flower_are_those_of_the_engine():
@@ -152,9 +154,9 @@ def test_clients_keep_their_private_state_where_it_belongs(make, on_disk, tmp_pa
     engine = Federation(net(), data, make(seed=7), adam, schedule=falling, loss="squared_error", whole_shard=True)
     first = Federation(net(), data, make(seed=7), adam, loss="squared_error", whole_shard=True)
     first.step()  # draws each client's state
-    states = [first.defence.client_state(k) for k in range(3)]
+    states = [first._client.state(k) for k in range(3)]
     for k, state in enumerate(states):
-        engine.defence.restore_client(k, copy.deepcopy(state))
+        engine._client.restore(k, copy.deepcopy(state))
     engine.fit(rounds=ROUNDS)
 
     app = app_of(data, folder=lambda _: tmp_path) if on_disk else app_of(data)
@@ -169,7 +171,7 @@ def test_clients_keep_their_private_state_where_it_belongs(make, on_disk, tmp_pa
     assert len(list(tmp_path.iterdir())) == (3 if on_disk else 0)
     sent = b"".join(a.data for m in grid.sent for r in m.content.array_records.values() for a in r.values())
     for k in range(3):
-        own = next(v for v in engine.defence.client_state(k).values() if isinstance(v, torch.Tensor))
+        own = next(v for v in engine._client.state(k).values() if isinstance(v, torch.Tensor))
         assert own.numpy().tobytes()[:64] not in sent
 
 

@@ -137,14 +137,15 @@ class Federation(Server):
         if limits is not None and taking_part < limits.needed():
             what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
             raise BadArgument("Federation", f"{what}, not {taking_part}", "more clients, or a smaller hostile=")
-        self.defence_server = self.defence.server(model, self.shards.example, self.loss)
-        self._client = self.defence.client(model, self.shards.example, self.loss)
+        self._example = self.shards.example
+        self.defence_server = self.defence.server(model, self._example, self.loss)
+        self._client = self.defence.client(model, self._example, self.loss)
         self._parties, self._sums = None, None
         if secure_aggregation:
             check_combination(self.defence, model, limits)
             threshold(taking_part)  # refuses too few
             self._parties = LocalParties(len(sources))
-            self._sums = Sums(self.defence, self._client, model, self.shards.example, sum(self.shards.sizes))
+            self._sums = Sums(self.defence, self._client, model, self._example, sum(self.shards.sizes))
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -261,7 +262,7 @@ class Federation(Server):
 
     def _restore_clients(self, states: Mapping[int, dict[str, Any]]) -> None:
         """Restore the clients' private states; clients without one start again."""
-        self._client = self.defence.client(self.model, self.shards.example, self.loss)
+        self._client = self.defence.client(self.model, self._example, self.loss)
         for client, state in states.items():
             self._client.restore(client, state)
 
