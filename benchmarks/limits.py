@@ -45,18 +45,15 @@ def federation(network: str, defence: str, limits: Limits | None) -> Federation:
 
 def server_part(run: Federation) -> Callable[[], object]:
     """What follows the answers of one round, again and again."""
-    broadcast = run.defence.broadcast(run.model)
     clients = list(range(CLIENTS))
-    updates = run.answers(broadcast, clients)
-    secret = vars(run.defence).get("_secret")
+    own_round = run.defence_server.start_round(run.model, clients)
+    updates = run.answers(own_round.broadcast, clients)
     sizes = [float(size) for size in run.shards.sizes]
 
     def work() -> object:
-        if secret is not None:
-            run.defence._secret = secret  # type: ignore[attr-defined]
         if run.limits is None:
-            return run.defence.aggregate(updates, sizes)
-        return run._limited(run.limits, clients, updates)
+            return own_round.recover(updates, sizes)
+        return run._aggregate_limited(own_round, run.limits, clients, updates)
 
     return work
 

@@ -1,7 +1,7 @@
 # %% [markdown]
 """# Audit a defence of your own: it looks safe, and is not.
 
-- Shows: a defence in thirty lines, lossless by construction, and what `fedveil audit` makes of it.
+- Shows: a defence in forty lines, lossless by construction, and what `fedveil audit` makes of it.
 - Who attacks: a client. Published attacks take the model as received, adaptive ones try to undo the defence first.
 - Needs: `pip install fedveil`
 - Last line: `the model: not protected`
@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fedveil.defences import Plain
-from fedveil.defences.interface import Aggregate, Samples
-from fedveil.defences.plain import PlainUpdate
+import fedveil
+from fedveil.defences import DefenceRound, Plain, Samples
+from fedveil.defences.plain import PlainClient, PlainServer, PlainUpdate, average
 from fedveil.runs.config import configure
+from fedveil.scheme import Loss
 from fedveil.studies.attack import Asked
 from fedveil.studies.audit.run import AUDIT, Options
 from fedveil.studies.study import gather, publish
@@ -42,30 +43,49 @@ class Shifted(Plain):
 
     linear = False  # updates have two parts: secure aggregation, which adds up plain ones, is not for them
 
-    def broadcast(self, model: nn.Module) -> nn.Module:
-        """What clients receive."""
-        network, self.secret = copy.deepcopy(model), secrets.SystemRandom().gauss(0, 100)
+    def server(self, model: nn.Module, example: Tensor, loss: Loss) -> "ShiftedServer":
+        """The server's side."""
+        return ShiftedServer(model)
+
+    def client(self, model: nn.Module, example: Tensor, loss: Loss) -> "ShiftedClient":
+        """The clients' side."""
+        return ShiftedClient(model, loss)
+
+
+class ShiftedServer(PlainServer):
+    """Shifts the outputs of each broadcast by another secret number."""
+
+    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "ShiftedRound":
+        """Make what clients receive."""
+        network, secret = copy.deepcopy(model), secrets.SystemRandom().gauss(0, 100)
         network.direction = torch.randn_like(network[-1].bias)
         with torch.no_grad():
-            network[-1].bias += self.secret * network.direction
-        return network
+            network[-1].bias += secret * network.direction
+        return ShiftedRound(network, secret)
 
-    def client_step(self, model: nn.Module, broadcast: nn.Module, samples: Samples, client: int = 0) -> tuple:
-        """What a client sends: the gradient of its loss, and that of its outputs along the direction."""
-        update, outputs = super().client_step(model, broadcast, samples), broadcast(samples.inputs)
+
+class ShiftedClient(PlainClient):
+    """Computes the gradient of its loss, and that of its outputs along the direction."""
+
+    def step(self, broadcast: nn.Module, samples: Samples, client: int = 0) -> tuple:
+        """Make what a client sends."""
+        update, outputs = super().step(broadcast, samples), broadcast(samples.inputs)
         share = 1 / len(outputs) if samples.weights is None else samples.weights[:, None]
         along = torch.autograd.grad((share * outputs * broadcast.direction).sum(), broadcast.parameters())
         return update, PlainUpdate(dict(zip(update.gradients, along, strict=True)), {})
 
-    def aggregate(self, updates: Sequence[tuple], weights: Sequence[float]) -> Aggregate:
-        """The true gradient."""
-        seen, along = (super(Shifted, self).aggregate(part, weights) for part in zip(*updates, strict=True))
-        true = {name: seen.gradients[name] - self.secret * along.gradients[name] for name in seen.gradients}
-        return Aggregate(true, seen.buffers, seen.error)
 
-    def forget(self) -> None:
-        """The round is over."""
-        self.secret = 0.0
+class ShiftedRound(DefenceRound):
+    """Subtracts the shift from what clients send."""
+
+    def __init__(self, broadcast: nn.Module, secret: float) -> None:
+        self.broadcast, self._secret = broadcast, secret
+
+    def recover(self, updates: Sequence[tuple], weights: Sequence[float]) -> fedveil.Aggregate:
+        """Return the true gradient."""
+        seen, along = (average(part, weights, {}) for part in zip(*updates, strict=True))
+        true = {name: seen.gradients[name] - self._secret * along.gradients[name] for name in seen.gradients}
+        return fedveil.Aggregate(true, seen.buffers, seen.error)
 
 
 # %% [markdown]

@@ -67,13 +67,14 @@ for each true digit, one column for each answer.
 """
 
 # %%
-broadcast = veil.defence.broadcast(veil.model)
+own_round = veil.defence_server.start_round(veil.model)
+broadcast = own_round.broadcast
 views = {
     "the server's model": veil.model,
     "as received by a client": fedveil.client_view(veil.model, broadcast),
     "public offset removed": fedveil.client_view(veil.model, broadcast, centred=True),
 }
-veil.defence.forget()  # the secret of this broadcast, as after every round
+own_round.release()  # the secret of this broadcast, as after every round
 
 
 def answers(model: nn.Module) -> Tensor:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from tests.oracle import built
+from tests.sessions import Session
 
 import fedveil
 from fedveil.attacks import Observed, Round
@@ -35,10 +36,9 @@ def records(model, shape, count=200):
 
 
 def observe(defence, model, inputs, targets, loss, rounds=2):
-    defence.prepare(model, inputs[:2], loss)
-    seen = []
+    session, seen = Session(defence, model, inputs[:2], loss), []
     for _ in range(rounds):
-        broadcast = defence.broadcast(model)
+        broadcast = session.broadcast()
         seen.append(Round(copy.deepcopy(broadcast), defence.client_view(model, broadcast)))
     empty = copy.deepcopy(model)
     for tensor in [*empty.parameters(), *empty.buffers()]:

@@ -9,6 +9,7 @@ from tests.attacks.test_adaptive import NETWORKS, OUTPUTS, apart, observe, recor
 from tests.oracle import built
 from torch import nn
 
+from fedveil import analyse
 from fedveil.attacks import Round
 from fedveil.attacks.broadcasts import Heads, fit_noise, pick_candidates, six_broadcasts, two_broadcasts
 from fedveil.attacks.observed import DoesNotApply
@@ -46,7 +47,7 @@ def seen(name, loss, rounds=2, moved=0.0, **noise):
         with torch.no_grad():
             for value in model.parameters():
                 value += moved * value.std() * torch.randn(value.shape, generator=chance, dtype=value.dtype)
-        broadcast = veil.broadcast(model)
+        broadcast = veil.perturb(model, analyse(model, inputs[:2]), loss).broadcast
         found.append(Round(copy.deepcopy(broadcast), veil.client_view(model, broadcast)))
     return model, inputs, dataclasses.replace(observed, model=found[-1].model, rounds=tuple(found))
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.sessions import Session
 from torch import nn
 from torch.nn import functional as F
 
@@ -10,7 +11,7 @@ from fedveil.attacks.whitebox import standardised
 from fedveil.defences import DBCL, SPN, Veil
 from fedveil.errors import BadArgument
 from fedveil.models import cnn, densenet, mlp, resnet
-from fedveil.scheme import CrossEntropy, SquaredError, find_loss
+from fedveil.scheme import CrossEntropy, SquaredError
 
 IMAGES = torch.randn(7, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 CLASSES = torch.tensor([0, 3, 1, 2, 4, 0, 1])
@@ -71,8 +72,7 @@ def test_sequences_keep_their_steps():
 @pytest.mark.parametrize("defence", [Veil, DBCL, SPN])
 def test_views_of_every_defence_have_three_layers_and_a_head(build, defence):
     net, chosen = made(build), defence()
-    chosen.prepare(net, IMAGES[:2], find_loss("squared_error"))
-    view = chosen.client_view(net, chosen.broadcast(net))
+    view = chosen.client_view(net, Session(chosen, net, IMAGES[:2]).broadcast())
     found = record_features(view, IMAGES, CLASSES, SquaredError(), extras=("label", "loss", "gradient"))
     assert list(found) == ["last", "second", "third", "label", "loss", "gradient"]
     assert all(len(values) == 7 and torch.isfinite(values).all() for values in found.values())
@@ -82,8 +82,7 @@ def test_views_of_every_defence_have_three_layers_and_a_head(build, defence):
 
 def test_a_veils_factors_vanish_when_features_are_standardised():
     net, veil = made(lambda: cnn(3, 5, width=4, size=16)), Veil(permute=False)
-    veil.prepare(net, IMAGES[:2], SquaredError())
-    view = veil.client_view(net, veil.broadcast(net))
+    view = veil.client_view(net, Session(veil, net, IMAGES[:2]).broadcast())
     for plain, veiled in zip(layer_outputs(net, IMAGES)[1:], layer_outputs(view, IMAGES)[1:], strict=True):
         a, b = (standardised({"layer": v})({"layer": v})["layer"] for v in (plain, veiled))
         assert torch.allclose(a, b, atol=1e-3)

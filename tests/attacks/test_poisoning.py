@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from tests.sessions import Session
 from torch import nn
 
 from fedveil.attacks.poisoning import (
@@ -34,7 +35,6 @@ from fedveil.defences.registry import build
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation, Limits
 from fedveil.models import mlp
-from fedveil.scheme import find_loss
 
 counts = st.tuples(st.integers(2, 9), st.integers(1, 4)).filter(lambda pair: pair[1] < pair[0])
 
@@ -139,13 +139,12 @@ def lifted(defence_name, loss, attack):
     torch.manual_seed(0)
     model, inputs = mlp(6, 3, hidden=5).double(), torch.randn(40, 6, dtype=torch.float64)
     targets = torch.nn.functional.one_hot(inputs[:, :3].argmax(1), 3).double()
-    defence = build(defence_name)
-    defence.prepare(model, inputs[:2], find_loss(loss))
-    broadcast = defence.broadcast(model)
-    uploads = [defence.client_step(model, broadcast, Samples(inputs[k::4], targets[k::4])) for k in range(4)]
+    defence = Session(build(defence_name), model, inputs[:2], loss)
+    broadcast = defence.broadcast()
+    uploads = [defence.step(broadcast, Samples(inputs[k::4], targets[k::4])) for k in range(4)]
     honest = [sent(upload) for upload in uploads[:3]]
     bad = poisoned(attack, uploads[3], Sight(sent(uploads[3]), honest, 1, 1.0, torch.Generator()))
-    return [one.gradients for one in defence.each([*uploads, bad])]
+    return [one.gradients for one in defence.recover_each([*uploads, bad])]
 
 
 @pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])

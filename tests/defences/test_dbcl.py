@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.oracle import batch, built, worst
+from tests.sessions import Session
 from torch import nn
 from torch.nn import functional as F
 
@@ -46,9 +47,7 @@ def every_sketch(n, q):
 
 
 def prepared(model, inputs, loss=None, **options):
-    defence = DBCL(**{"seed": 0, **options})
-    defence.prepare(model, inputs[:2], loss or SquaredError())
-    return defence
+    return Session(DBCL(**{"seed": 0, **options}), model, inputs[:2], loss or SquaredError())
 
 
 def sgd(parameters):
@@ -212,8 +211,8 @@ def two_clients(build, shape, loss, **options):
         data = [(x, y.argmax(1)) for x, y in data]
     defence = prepared(model, data[0][0], loss, **options)
     sent = defence.broadcast(model)
-    updates = [defence.client_step(model, sent, Samples(*part)) for part in data]
-    run, losses, buffers = spread_out(model, sent, defence.sketched), [], []
+    updates = [defence.step(sent, Samples(*part)) for part in data]
+    run, losses, buffers = spread_out(model, sent, defence.server.sketched), [], []
     for x, y in data:
         buffers.append({name: buffer.clone() for name, buffer in model.named_buffers()})
         outputs = run(dict(model.named_parameters()), buffers[-1], x)
@@ -226,22 +225,21 @@ def two_clients(build, shape, loss, **options):
 @pytest.mark.parametrize("q", [2, 4])
 def test_a_round_is_the_gradient_of_the_sketched_loss_with_respect_to_the_weights(build, shape, loss, q):
     model, data, defence, updates, losses, _ = two_clients(build, shape, loss, q=q)
-    found = defence.aggregate(updates, [30.0, 10.0]).gradients
+    found = defence.recover(updates, [30.0, 10.0]).gradients
     parameters = dict(model.named_parameters())
     gradients = torch.autograd.grad(0.75 * losses[0] + 0.25 * losses[1], list(parameters.values()))
     true = dict(zip(parameters, gradients, strict=True))
     assert all(found[name].shape == p.shape for name, p in parameters.items())
     assert worst(found, true) < rounding(model, *[x for x, _ in data])
-    plain = Plain()
-    plain.prepare(model, data[0][0], loss)
-    theirs = plain.aggregate([plain.client_step(model, model, Samples(*part)) for part in data], [30.0, 10.0])
+    plain = Session(Plain(), model, data[0][0], loss)
+    theirs = plain.broadcast() and plain.recover([plain.step(model, Samples(*part)) for part in data], [30.0, 10.0])
     assert worst(theirs.gradients, true) > 0.1  # it is not that of the plain loss,
-    assert worst(defence.aggregate(updates, [10.0, 30.0]).gradients, true) > 0.1  # and weights matter
+    assert worst(defence.recover(updates, [10.0, 30.0]).gradients, true) > 0.1  # and weights matter
 
 
 def test_statistics_of_norms_are_averaged_with_the_clients_weights():
     model, data, defence, updates, _, buffers = two_clients(*NETS["resnet, batch"], SquaredError())
-    found = defence.aggregate(updates, [30.0, 10.0]).buffers
+    found = defence.recover(updates, [30.0, 10.0]).buffers
     assert set(found) == {name for name, _ in model.named_buffers()}
     for name, value in found.items():
         expected = 0.75 * buffers[0][name] + 0.25 * buffers[1][name]
@@ -253,8 +251,8 @@ def mean_gradient(monkeypatch, model, loss, inputs, targets, n, q):
     defence, total, count = prepared(model, inputs, loss, q=q, skip_last=False), 0, 0
     for sketch in every_sketch(n, q):
         monkeypatch.setattr(Sketch, "draw", lambda *_, given=sketch: given)
-        update = defence.client_step(model, defence.broadcast(model), Samples(inputs, targets))
-        total, count = total + defence.aggregate([update], [1.0]).gradients["weight"], count + 1
+        update = defence.step(defence.broadcast(model), Samples(inputs, targets))
+        total, count = total + defence.recover([update], [1.0]).gradients["weight"], count + 1
     return total / count
 
 
@@ -326,17 +324,20 @@ def leaked(thing, secrets):
 def test_a_client_can_reach_no_sketched_weight(build, shape):
     run = federation(build, shape, DBCL())
     run.fit(rounds=2)  # the server's parameters have gradients now
-    defence, model = run.defence, run.model
-    model.extra = [dict(model.named_parameters())[name] for name in defence.sketched]  # a reference beside the layer's
-    secrets = {name: model.get_parameter(name).detach() for name in defence.sketched}
+    model = run.model
+    defence = Session(run.defence, model, batch(shape, 4)[0])
+    model.extra = [
+        dict(model.named_parameters())[name] for name in defence.server.sketched
+    ]  # a reference beside the layer's
+    secrets = {name: model.get_parameter(name).detach() for name in defence.server.sketched}
     assert len(secrets) == sum(isinstance(m, nn.Linear | nn.Conv2d) for m in model.modules()) - 1 - (len(shape) == 3)
     sent = defence.broadcast(model)
-    update = defence.client_step(model, sent, Samples(*batch(shape, 4)))
+    update = defence.step(sent, Samples(*batch(shape, 4)))
     further, _ = defence.accumulate(sent, None, update)
-    for held in (sent, update, further, defence.client_view(model, sent), defence.upload(update)):
+    for held in (sent, update, further, defence.client_view(sent), defence.upload(update)):
         assert reachable(held)
         assert not leaked(held, secrets)
-    assert leaked(Plain().broadcast(model), secrets) == set(secrets)  # the search finds what is there
+    assert leaked(model, secrets) == set(secrets)  # the search finds what is there
     open_ = {name: p for name, p in model.named_parameters() if name not in secrets}
     copies = dict(sent.network.named_parameters())
     assert all(torch.equal(copies[name], p) and copies[name] is not p for name, p in open_.items())
@@ -407,7 +408,7 @@ def test_training_lowers_the_loss_of_the_network_without_sketches(build, shape, 
 def test_sketched_weights_learn_by_themselves(build, shape):
     def others_frozen():
         model = build()
-        sketched = prepared(model, torch.zeros(2, *shape)).sketched
+        sketched = prepared(model, torch.zeros(2, *shape)).server.sketched
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in sketched)
         return model
@@ -432,7 +433,7 @@ def test_a_whole_shard_in_batches_is_one_gradient_under_one_sketch():
     found = whole.step().gradients
     model, data = built(NETS["mlp"][0]), (whole.shards.inputs, whole.shards.targets)
     defence = prepared(model, data[0])
-    true = defence.aggregate([defence.client_step(model, defence.broadcast(model), Samples(*data))], [1.0]).gradients
+    true = defence.recover([defence.step(defence.broadcast(model), Samples(*data))], [1.0]).gradients
     assert worst(found, true) < rounding(model, data[0])
 
 
@@ -491,7 +492,7 @@ def test_frozen_weights_are_sketched_and_get_no_gradient():
     model[2].weight.requires_grad_(False)
     defence = prepared(model, x)
     sent = defence.broadcast(model)
-    result = defence.aggregate([defence.client_step(model, sent, Samples(x, y))], [1.0])
+    result = defence.recover([defence.step(sent, Samples(x, y))], [1.0])
     assert sent.network[2].weight.shape == (10, 5)
     assert set(result.gradients) == {name for name, p in model.named_parameters() if p.requires_grad}
 
@@ -522,15 +523,19 @@ class Backwards(nn.Module):
 
 def test_the_first_convolution_and_the_last_linear_are_those_that_are_called_so():
     model, (x, _) = built(Backwards), batch((2, 4, 4))
-    assert prepared(model, x).sketched == ("hidden.weight", "second.weight")
-    assert set(prepared(model, x, skip_first_conv=False).sketched) == {"first.weight", "hidden.weight", "second.weight"}
-    assert set(prepared(model, x, skip_last=False).sketched) == {"head.weight", "hidden.weight", "second.weight"}
-    assert prepared(model, x, skip=["hidden"]).sketched == ("second.weight",)
-    assert prepared(model, x, skip="hidden.weight").sketched == ("second.weight",)
+    assert prepared(model, x).server.sketched == ("hidden.weight", "second.weight")
+    assert set(prepared(model, x, skip_first_conv=False).server.sketched) == {
+        "first.weight",
+        "hidden.weight",
+        "second.weight",
+    }
+    assert set(prepared(model, x, skip_last=False).server.sketched) == {"head.weight", "hidden.weight", "second.weight"}
+    assert prepared(model, x, skip=["hidden"]).server.sketched == ("second.weight",)
+    assert prepared(model, x, skip="hidden.weight").server.sketched == ("second.weight",)
 
 
 def test_the_first_linear_of_a_perceptron_is_sketched():
-    assert prepared(built(NETS["mlp"][0]), batch((6,))[0]).sketched == ("0.weight", "2.weight", "4.weight")
+    assert prepared(built(NETS["mlp"][0]), batch((6,))[0]).server.sketched == ("0.weight", "2.weight", "4.weight")
 
 
 def tied():
@@ -580,7 +585,7 @@ def test_what_is_refused_may_be_sent_as_it_is(build, skip):
     model, (x, y) = built(build), batch((4,), 3)
     defence = prepared(model, x, skip=skip, skip_last=False)
     sent = defence.broadcast(model)
-    result = defence.aggregate([defence.client_step(model, sent, Samples(x, y))], [1.0])
+    result = defence.recover([defence.step(sent, Samples(x, y))], [1.0])
     assert set(result.gradients) == {name for name, _ in model.named_parameters()}
     for path in skip:
         assert torch.equal(sent.network.get_submodule(path).weight, model.get_submodule(path).weight)
@@ -589,10 +594,13 @@ def test_what_is_refused_may_be_sent_as_it_is(build, skip):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"q": 1}, r"q must be a whole number of at least 2, got 1(?s:.*)Fix: DBCL\(q=2\): with one input per bucket"),
+        (
+            {"q": 1},
+            r"q must be a whole number of at least 2, got 1(?s:.*)Fix: use DBCL\(q=2\)",
+        ),
         ({"q": 2.0}, r"q must be a whole number of at least 2, got 2\.0"),
         ({"q": True}, "q must be a whole number of at least 2, got True"),
-        ({"seed": -1}, r"seed must be a whole number of at least 0, got -1(?s:.*)Fix: DBCL\(seed=0\)"),
+        ({"seed": -1}, r"seed must be a whole number of at least 0, got -1(?s:.*)Fix: use DBCL\(seed=0\)"),
         ({"seed": 0.5}, r"seed must be a whole number of at least 0, got 0\.5"),
     ],
 )
@@ -601,18 +609,14 @@ def test_arguments_without_meaning_are_refused(options, text):
         DBCL(**options)
 
 
-def test_calls_out_of_order_are_refused():
+def test_late_updates_and_foreign_states_are_refused():
     model, (x, y) = built(NETS["mlp"][0]), batch((6,), 4)
-    with pytest.raises(errors.BadArgument, match="dbcl: no model was prepared yet"):
-        DBCL().broadcast(model)
     defence = prepared(model, x)
-    with pytest.raises(errors.BadArgument, match="dbcl: there is no broadcast to answer"):
-        defence.aggregate([], [])
-    late = defence.client_step(model, defence.broadcast(model), Samples(x, y))
-    fresh = defence.client_step(model, defence.broadcast(model), Samples(x, y))
+    late = defence.step(defence.broadcast(model), Samples(x, y))
+    fresh = defence.step(defence.broadcast(model), Samples(x, y))
     with pytest.raises(
         errors.StaleUpdate, match="client 1: it answers broadcast 1, whose sketch is gone; the last one"
     ):
-        defence.aggregate([fresh, late], [1.0, 1.0])
+        defence.recover([fresh, late], [1.0, 1.0])
     with pytest.raises(errors.BadArgument, match="dbcl: the checkpoint is of another defence"):
-        defence.restore({})
+        defence.server.restore({})

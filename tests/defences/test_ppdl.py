@@ -15,10 +15,11 @@ from torch import nn
 from fedveil import errors
 from fedveil.defences import Plain
 from fedveil.defences.plain import PlainUpdate
-from fedveil.defences.ppdl import MEDIAN_ROUNDS, PPDL
+from fedveil.defences.ppdl import MEDIAN_ROUNDS, PPDL, PPDLClient, PPDLRound
 from fedveil.federation import Federation
 from fedveil.federation.checkpoint import read, save
 from fedveil.models import cnn, mlp, resnet
+from fedveil.scheme import SquaredError
 
 T = 30.0  # statistical bounds below fail by chance with probability at most 2 exp(-T) = 2e-13
 EPS = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
@@ -78,6 +79,22 @@ def flat(sent):
     return torch.cat([g.flatten() for g in sent.gradients.values()])
 
 
+class Use:
+    """A client of PPDL and a round, for updates of any shape."""
+
+    def __init__(self, defence):
+        self.client = PPDLClient(defence, nn.Linear(1, 1), SquaredError())
+        self.upload, self.recover = self.client.upload, PPDLRound(defence, nn.Linear(1, 1), {}).recover
+
+
+def use(*settings, **named):
+    return Use(PPDL(*settings, **named))
+
+
+def use_named(*settings, **named):
+    return Use(PPDL.named(*settings, **named))
+
+
 def noise(defence, count=100_000, client=0):
     """What a client adds to a gradient of zeros."""
     return flat(defence.upload(update(torch.zeros(count, dtype=torch.float64)), client))
@@ -130,14 +147,14 @@ def test_clients_are_never_fused_and_see_the_true_model():
 def test_selection_keeps_exactly_the_largest_of_all_and_the_first_of_equals(rows, fraction, dtype):
     gradient = update(*[torch.tensor(row, dtype=dtype) for row in rows])
     values = flat(gradient).numpy()
-    sent = flat(PPDL(fraction).upload(gradient))
+    sent = flat(use(fraction).upload(gradient))
     assert sent.dtype == dtype
     np.testing.assert_array_equal(sent.numpy(), selected(values, max(1, round(fraction * len(values)))))
 
 
 @pytest.mark.parametrize(("fraction", "n", "count"), [(0.1, 30, 3), (0.1, 8200, 820), (0.01, 8, 1), (0.5, 11, 6)])
 def test_the_number_of_selected_coordinates_is_the_nearest_to_the_fraction(fraction, n, count):
-    sent = flat(PPDL(fraction).upload(update(torch.ones(n))))
+    sent = flat(use(fraction).upload(update(torch.ones(n))))
     assert sent.tolist() == [1.0] * count + [0.0] * (n - count)
 
 
@@ -158,12 +175,12 @@ def test_a_round_is_a_step_along_the_weighted_mean_of_what_each_client_selects()
 
 
 def test_a_whole_shard_is_perturbed_once():
-    defence, data = PPDL.named("both", sigma=0.1, seed=0), parts(sizes=(40,))
-    run = federation(defence, clients=data, whole_shard=True)
+    data = parts(sizes=(40,))
+    run = federation(PPDL.named("both", sigma=0.1, seed=0), clients=data, whole_shard=True)
     n = sum(p.numel() for p in run.model.parameters())
     result = run.step()
     assert sum(int(g.count_nonzero()) for g in result.gradients.values()) == round(0.1 * n)
-    assert len(defence.client_state(0)["norms"]) == 1
+    assert len(run._client.state(0)["norms"]) == 1
     at_once = federation(PPDL.named("both", sigma=0.1, seed=0), clients=data, batch_size=40).step()
     assert worst(result.gradients, at_once.gradients) < 40 * n * EPS[torch.float64]  # sums over 40 records, regrouped
 
@@ -179,7 +196,7 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient_and_keeps_its_direction(
     before = flat(update(*pieces)).tolist()
     norm = math.hypot(*before)
     bound = 0.3 * norm
-    after = flat(PPDL(1.0, clip=bound).upload(update(*pieces))).tolist()
+    after = flat(use(1.0, clip=bound).upload(update(*pieces))).tolist()
     # the factor and each product are rounded once in dtype; the norm in float64 sums 507 squares
     slack = 2 * EPS[dtype] + (len(before) + 4) * EPS[torch.float64]
     assert abs(math.hypot(*after) / bound - 1) <= slack
@@ -189,14 +206,14 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient_and_keeps_its_direction(
 def test_gradients_within_the_bound_stay_as_they_are():
     gradient = update(torch.tensor([3.0, 4.0]), torch.tensor([[12.0]]))
     for bound in (13.0, 13.1, 1e9):
-        assert same(PPDL(1.0, clip=bound).upload(gradient).gradients, gradient.gradients)
-    assert not same(PPDL(1.0, clip=12.9).upload(gradient).gradients, gradient.gradients)
+        assert same(use(1.0, clip=bound).upload(gradient).gradients, gradient.gradients)
+    assert not same(use(1.0, clip=12.9).upload(gradient).gradients, gradient.gradients)
 
 
 def test_a_clients_bound_is_the_median_of_its_first_hundred_norms():
     chance = np.random.Generator(np.random.PCG64(0))
     norms = chance.lognormal(size=(2, MEDIAN_ROUNDS + 50)) * [[1.0], [1000.0]]
-    defence, shortened = PPDL(1.0, clip="median"), 0
+    defence, shortened = use(1.0, clip="median"), 0
     for number in range(norms.shape[1]):
         for client in range(2):
             (sent,) = flat(defence.upload(update(torch.tensor([norms[client, number]])), client)).tolist()
@@ -207,17 +224,17 @@ def test_a_clients_bound_is_the_median_of_its_first_hundred_norms():
 
 
 def test_norms_of_zero_and_of_no_number_do_not_count_for_the_median():
-    defence = PPDL(1.0, clip="median")
+    defence = use(1.0, clip="median")
     for value in (0.0, math.nan, math.inf, 2.0, 0.0):
         (sent,) = flat(defence.upload(update(torch.tensor([value])))).tolist()
         assert sent == value or math.isnan(value)
-    assert defence.client_state(0)["norms"] == [2.0]
+    assert defence.client.state(0)["norms"] == [2.0]
 
 
 def test_a_finite_gradient_whose_norm_overflows_is_not_clipped_to_nothing():
     gradient = update(torch.tensor([1e200, -1e200], dtype=torch.float64))
     for bound in (1.0, "median"):
-        assert same(PPDL(1.0, clip=bound).upload(gradient).gradients, gradient.gradients)
+        assert same(use(1.0, clip=bound).upload(gradient).gradients, gradient.gradients)
 
 
 # Noise
@@ -225,7 +242,7 @@ def test_a_finite_gradient_whose_norm_overflows_is_not_clipped_to_nothing():
 
 @pytest.mark.parametrize("sigma", [1e-4, 3.0])
 def test_noise_has_the_stated_standard_deviation(sigma):
-    drawn = noise(PPDL(1.0, sigma, seed=0)) / sigma
+    drawn = noise(use(1.0, sigma, seed=0)) / sigma
     n = len(drawn)
     spread = 2 * math.sqrt(n * T)  # Laurent and Massart 2000, Lemma 1, for a chi-square of n degrees of freedom
     assert n - spread <= float(drawn.square().sum()) <= n + spread + 2 * T
@@ -236,24 +253,24 @@ def test_noise_has_the_stated_standard_deviation(sigma):
 
 
 def test_noise_is_new_for_every_client_round_and_seed():
-    first, second = PPDL(1.0, 1.0, seed=0), PPDL(1.0, 1.0, seed=2**32)
+    first, second = use(1.0, 1.0, seed=0), use(1.0, 1.0, seed=2**32)
     draws = [noise(first), noise(first), noise(first, client=1), noise(first, client=2**32), noise(second)]
-    draws += [noise(PPDL(1.0, 1.0)), noise(PPDL(1.0, 1.0))]
+    draws += [noise(use(1.0, 1.0)), noise(use(1.0, 1.0))]
     for number, a in enumerate(draws):
         for b in draws[:number]:
             assert abs(float(a @ b / b.norm())) <= math.sqrt(2 * T)  # standard normal if they are independent
-    again = PPDL(1.0, 1.0, seed=0)
+    again = use(1.0, 1.0, seed=0)
     assert torch.equal(noise(again, client=1), draws[2])  # whatever other clients drew before
     assert torch.equal(noise(again), draws[0])
 
 
 @pytest.mark.parametrize("seed", [None, 0])
 def test_the_source_of_noise_is_drawn_at_full_width(seed):
-    defence = PPDL(1.0, 1.0, seed=seed)
+    defence = use(1.0, 1.0, seed=seed)
     first, second = noise(defence), noise(defence)
-    key = bytes(defence.client_state(0)["key"].tolist())
+    key = bytes(defence.client.state(0)["key"].tolist())
     assert len(key) == 16
-    assert key not in {bytes(PPDL(1.0, 1.0, seed=s)._client(c).key) for s, c in ((None, 0), (0, 1), (1, 0))}
+    assert key not in {bytes(use(1.0, 1.0, seed=s).client._client(c).key) for s, c in ((None, 0), (0, 1), (1, 0))}
     words = np.frombuffer(key, dtype="<u8")
     for number, drawn in enumerate((first, second), 1):  # numpy reads the key as we wrote it, with a counter per draw
         source = np.random.Generator(np.random.Philox(key=words, counter=[0, 0, 0, number]))
@@ -261,19 +278,19 @@ def test_the_source_of_noise_is_drawn_at_full_width(seed):
 
 
 def test_a_state_of_an_older_version_is_refused():
-    with pytest.raises(errors.BadArgument, match="client 3's state is of an older version or of another defence"):
-        PPDL(1.0, 1.0).restore_client(3, {"noise": torch.Generator().get_state(), "norms": [1.0]})
+    with pytest.raises(errors.BadArgument, match="client 3's state is of another defence"):
+        use(1.0, 1.0).client.restore(3, {"noise": torch.Generator().get_state(), "norms": [1.0]})
 
 
 def test_clipping_comes_first_then_selection_then_noise_on_what_was_selected():
     generator = torch.Generator().manual_seed(1)
     gradient = torch.randn(200, generator=generator, dtype=torch.float64)
     bound = 0.5 * float(gradient.norm())
-    clipped = flat(PPDL(1.0, clip=bound).upload(update(gradient)))
-    count, drawn = 50, noise(PPDL(1.0, 0.1, seed=0), 50)
+    clipped = flat(use(1.0, clip=bound).upload(update(gradient)))
+    count, drawn = 50, noise(use(1.0, 0.1, seed=0), 50)
     expected = selected(clipped.numpy(), count)
     expected[expected != 0] += drawn.numpy()
-    sent = flat(PPDL(0.25, 0.1, bound, seed=0).upload(update(gradient)))
+    sent = flat(use(0.25, 0.1, bound, seed=0).upload(update(gradient)))
     np.testing.assert_array_equal(sent.numpy(), expected)
     assert int(sent.count_nonzero()) == count
 
@@ -331,11 +348,11 @@ def test_a_gradient_that_is_not_finite_stops_the_run(setting):
 def test_one_number_that_is_not_finite_is_never_thinned_away(bad, others):
     gradient = torch.full((50,), others)
     gradient[17] = bad
-    for defence in (PPDL(0.02), PPDL(0.02, clip=0.1), PPDL.named("both")):
+    for defence in (use(0.02), use(0.02, clip=0.1), use_named("both")):
         sent = defence.upload(update(gradient))
         with pytest.raises(errors.NonFiniteUpdate, match="client 0"):
-            defence.aggregate([sent], [1.0])
-    fine = defence.aggregate([defence.upload(update(torch.ones(50)))], [1.0])  # nothing is left of the round before
+            defence.recover([sent], [1.0])
+    fine = defence.recover([defence.upload(update(torch.ones(50)))], [1.0])  # nothing is left of the round before
     assert math.isfinite(fine.error)
 
 
@@ -358,9 +375,9 @@ def test_a_rounds_record_says_how_large_noise_and_change_are():
 
 
 def test_a_rounds_error_is_the_clients_mean_by_weight():
-    defence = PPDL(0.5, clip=4.0)
+    defence = use(0.5, clip=4.0)
     sent = [defence.upload(update(torch.tensor(g)), k) for k, g in enumerate([[3.0, 1.0], [0.0, 8.0], [0.0, 2.0]])]
-    result = defence.aggregate(sent, [5.0, 2.0, 3.0])
+    result = defence.recover(sent, [5.0, 2.0, 3.0])
     expected = (5 * 1 + 2 * 4 + 3 * 0) / (5 * math.sqrt(10) + 2 * 8 + 3 * 2)
     assert result.error == pytest.approx(expected, rel=4 * EPS[torch.float64])
     assert result.figures["clipped"] == pytest.approx(1 / 3)
@@ -368,23 +385,24 @@ def test_a_rounds_error_is_the_clients_mean_by_weight():
 
 
 def test_a_first_gradient_is_its_own_median_and_counts_as_not_clipped():
-    defence = PPDL(1.0, clip="median")
+    defence = use(1.0, clip="median")
     shares = []
     for size in (2.0, 3.0):
         sent = [defence.upload(update(torch.tensor([g])), client) for client, g in enumerate([size, 1.0])]
-        shares.append(defence.aggregate(sent, [1.0, 1.0]).figures["clipped"])
+        shares.append(defence.recover(sent, [1.0, 1.0]).figures["clipped"])
     assert shares == [0.0, 0.5]
 
 
 def test_where_others_made_the_uploads_the_record_makes_no_claim():
-    defence, other = PPDL.named("both"), PPDL.named("both")
-    result = defence.aggregate([other.upload(update(torch.ones(20)))], [1.0])
+    defence, other = use_named("both"), use_named("both")
+    sent = other.upload(update(torch.ones(20)))
+    result = defence.recover([PlainUpdate(sent.gradients, sent.buffers)], [1.0])  # as it comes from a message
     assert (result.error, result.figures) == (0.0, {})
 
 
 def test_gradients_of_zero_leave_a_record_of_finite_numbers():
-    defence = PPDL.named("both", seed=0)
-    result = defence.aggregate([defence.upload(update(torch.zeros(20)))], [1.0])
+    defence = use_named("both", seed=0)
+    result = defence.recover([defence.upload(update(torch.zeros(20)))], [1.0])
     assert result.error == 0.0
     assert result.figures["clipped"] == 0.0
     assert "noise_over_rms" not in result.figures
@@ -445,21 +463,20 @@ def test_clients_that_had_not_yet_taken_part_begin_anew_in_the_same_object(tmp_p
 
 
 def test_nothing_is_left_of_a_round_that_was_broken_off():
-    defence, fresh = PPDL.named("both", seed=0), PPDL.named("both", seed=0)
+    defence, fresh = use_named("both", seed=0), use_named("both", seed=0)
     defence.upload(update(torch.full((20,), 7.0)))
-    defence.restore({})
     for client in range(2):
-        defence.restore_client(client, {})
-    results = [d.aggregate([d.upload(update(torch.ones(20)))], [1.0]) for d in (defence, fresh)]
+        defence.client.restore(client, {})
+    results = [d.recover([d.upload(update(torch.ones(20)))], [1.0]) for d in (defence, fresh)]
     assert same(*[result.gradients for result in results])
     assert results[0].figures == results[1].figures != {}
 
 
 def test_a_client_restored_to_nothing_begins_anew():
-    defence = PPDL(1.0, 1.0, seed=0)
+    defence = use(1.0, 1.0, seed=0)
     first = noise(defence, 50)
     assert not torch.equal(noise(defence, 50), first)
-    defence.restore_client(0, defence.client_state(1))
+    defence.client.restore(0, defence.client.state(1))
     assert torch.equal(noise(defence, 50), first)
 
 

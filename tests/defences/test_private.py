@@ -1,5 +1,6 @@
 """Differential privacy on top: what a client can move, what noise covers it, what is counted, and what is refused."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -12,14 +13,15 @@ from hypothesis import strategies as st
 from scipy import stats
 from tests.configs import config_of
 from tests.oracle import batch, built, worst
+from tests.sessions import Session
 from torch import nn
 
 from fedveil import Entropy, cli, errors
 from fedveil.data import load, split
-from fedveil.defences import DBCL, PPDL, SPN, Aggregate, Plain, Private, Samples, Veil, innermost
-from fedveil.defences.accountant import epsilon
-from fedveil.defences.plain import PlainUpdate
-from fedveil.defences.private import moving_buffers, shorten
+from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Samples, Veil
+from fedveil.defences.accountant import Accountant, epsilon
+from fedveil.defences.plain import PlainRound, PlainUpdate, average
+from fedveil.defences.private import PrivateRound, find_moving_buffers, shorten
 from fedveil.federation import Federation, checkpoint
 from fedveil.models import cnn, mlp, resnet
 from fedveil.runs.build import build_defence
@@ -62,6 +64,12 @@ def federation(defence, clients=3, **options):
     return Federation(net(), parts, defence, sgd, batch_size=4, **{"loss": "cross_entropy", **options})
 
 
+def round_of(defence, accountant=None, members=None):
+    """A round of plain updates of any shape."""
+    accountant = accountant or Accountant(defence.noise, defence.delta)
+    return PrivateRound(defence, accountant, PlainRound(nn.Linear(1, 1), {}), members)
+
+
 def updates_of(*gradients):
     return [PlainUpdate({"w": g}, {}) for g in gradients]
 
@@ -96,7 +104,7 @@ def test_leaving_a_client_out_moves_the_sum_by_clip_at_most(rows, clip):
     found = [torch.tensor(row, dtype=torch.float64) for row in rows]
     silent = [*found[:-1], torch.zeros(3, dtype=torch.float64)]
     sums = [
-        private(clip=clip, noise=0.0).aggregate(updates_of(*own), [1.0] * len(own)).gradients["w"] * len(own)
+        round_of(private(clip=clip, noise=0.0)).recover(updates_of(*own), [1.0] * len(own)).gradients["w"] * len(own)
         for own in (found, silent)
     ]
     assert (sums[0] - sums[1]).norm() <= clip * (1 + 4 * len(rows) ** 2 * EPS)  # the sum itself is rounded
@@ -113,8 +121,8 @@ def test_the_whole_gradient_is_clipped_not_each_tensor():
 
 def test_without_noise_and_with_a_huge_clip_it_is_plain_with_equal_weights():
     found = [torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(k)) for k in range(5)]
-    ours = private(clip=1e30, noise=0.0).aggregate(updates_of(*found), [1.0, 2.0, 3.0, 4.0, 5.0])
-    plain = Plain().aggregate(updates_of(*found), [1.0] * 5)
+    ours = round_of(private(clip=1e30, noise=0.0)).recover(updates_of(*found), [1.0, 2.0, 3.0, 4.0, 5.0])
+    plain = average(updates_of(*found), [1.0] * 5, {})
     size = torch.stack(found).abs().mean(0)
     assert ((ours.gradients["w"] - plain.gradients["w"]).abs() <= (5 + 2) * EPS * size).all()
     assert ours.figures == {"dp_clipped": 0.0}  # no noise, no epsilon
@@ -122,7 +130,7 @@ def test_without_noise_and_with_a_huge_clip_it_is_plain_with_equal_weights():
 
 def test_weights_play_no_part_and_the_share_that_was_clipped_is_told():
     found = updates_of(*[torch.full((4,), size, dtype=torch.float64) for size in (0.1, 1.0, 10.0, 0.2)])
-    one, other = (private(noise=2.0).aggregate(found, weights) for weights in ([1.0] * 4, [9.0, 1.0, 1.0, 0.0]))
+    one, other = (round_of(private(noise=2.0)).recover(found, weights) for weights in ([1.0] * 4, [9.0, 1.0, 1.0, 0.0]))
     assert torch.equal(one.gradients["w"], other.gradients["w"])
     assert one.figures["dp_clipped"] == 0.5
 
@@ -132,7 +140,8 @@ def test_weights_play_no_part_and_the_share_that_was_clipped_is_told():
 
 def noise_of(defence, count, clients=1, dtype=torch.float64):
     """What a round adds to the sum of clients that send zeros."""
-    result = defence.aggregate(updates_of(*[torch.zeros(count, dtype=dtype)] * clients), [1.0] * clients)
+    own_round = defence if isinstance(defence, PrivateRound) else round_of(defence)
+    result = own_round.recover(updates_of(*[torch.zeros(count, dtype=dtype)] * clients), [1.0] * clients)
     assert result.gradients["w"].dtype == dtype
     return result.gradients["w"].double() * clients
 
@@ -239,23 +248,29 @@ def test_with_few_participants_the_client_that_took_part_most_counts():
 
 
 def test_where_nobody_says_who_took_part_a_round_counts_for_all():
-    defence = private()
+    accountant = Accountant(1.0, 1e-5)
     for _ in range(3):
-        noise_of(defence, 4, clients=2)  # updates from elsewhere: `upload` ran on the clients
-    assert defence.rounds == 3
-    for client in (5, 5):
-        defence.upload(None, client)
-    noise_of(defence, 4, clients=2)  # and where two updates have one name
-    assert defence.rounds == 4
+        noise_of(round_of(private(), accountant), 4, clients=2)  # updates from elsewhere
+    assert accountant.rounds == 3
+    noise_of(round_of(private(), accountant, members=[5, 6, 7]), 4, clients=2)  # and where one was refused
+    assert accountant.rounds == 4
+    noise_of(round_of(private(), accountant, members=[5, 6]), 4, clients=2)
+    assert accountant.rounds == 5
+    noise_of(round_of(private(), accountant, members=[7, 8]), 4, clients=2)
+    assert accountant.rounds == 5
 
 
 def test_the_error_is_the_inner_defence_s():
-    class Doubtful(Plain):
-        def aggregate(self, updates, weights):
-            found = super().aggregate(updates, weights)
-            return Aggregate(found.gradients, found.buffers, 0.5, found.figures)
+    run = federation(private())
+    inner, start = run.defence_server.inner, run.defence_server.inner.start_round
 
-    run = federation(private(Doubtful()))
+    def start_round(model, members):
+        own = start(model, members)
+        recover = own.recover
+        own.recover = lambda updates, weights: dataclasses.replace(recover(updates, weights), error=0.5)
+        return own
+
+    inner.start_round = start_round
     result = run.step()
     assert run.defence_server.accountant.rounds == 1
     assert result.error == pytest.approx(0.5)  # noise does not count
@@ -264,13 +279,16 @@ def test_the_error_is_the_inner_defence_s():
 def test_every_round_is_on_disk_before_the_next_broadcast(tmp_path):
     seen = []
 
-    class Watching(Private):
-        def broadcast(self, model):
-            state = checkpoint.load(tmp_path / "checkpoint.pt") if self.rounds else {"round": 0}
-            seen.append((self.rounds, state["round"], max(state["defence"]["own"].values()) if self.rounds else 0))
-            return super().broadcast(model)
+    run = federation(Private(Plain(), 1.0, 1.0))
 
-    federation(Watching(Plain(), 1.0, 1.0)).fit(rounds=4, folder=tmp_path)
+    def look(own):
+        rounds = run.defence_server.accountant.rounds
+        state = checkpoint.load(tmp_path / "checkpoint.pt") if rounds else {"round": 0}
+        seen.append((rounds, state["round"], max(state["defence"]["own"].values()) if rounds else 0))
+
+    start = run.defence_server.start_round
+    run.defence_server.start_round = lambda *given: look(None) or start(*given)
+    run.fit(rounds=4, folder=tmp_path)
     assert seen == [(n, n, n) for n in range(4)]
 
 
@@ -341,8 +359,8 @@ def test_a_client_gets_what_the_inner_defence_sends_and_its_view_is_the_inners()
     assert sent.head is not None
     inputs, _ = batch((6,))
     assert not torch.allclose(run.defence.client_view(run.model, sent)(inputs), run.model(inputs))
-    assert isinstance(innermost(run.defence), Veil)
-    assert innermost(run.defence.inner) is run.defence.inner
+    assert isinstance(run.defence.base, Veil)
+    assert run.defence.inner.base is run.defence.inner
 
 
 @every_defence
@@ -354,43 +372,42 @@ def test_each_is_what_aggregate_says_of_one_client(make, loss, build):
     data = [(x, nn.functional.one_hot(y.argmax(1), 4).double()) for x, y in data]
 
     def answered(clients):
-        defence = make()
-        defence.prepare(model, data[0][0], loss)
-        sent = defence.broadcast(model)
-        steps = {k: defence.client_step(model, sent, Samples(*data[k]), k) for k in clients}
+        defence = Session(make(), model, data[0][0], loss)
+        sent = defence.broadcast()
+        steps = {k: defence.step(sent, Samples(*data[k]), k) for k in clients}
         return defence, [defence.upload(step, k) for k, step in steps.items()]
 
     defence, updates = answered(range(3))
-    found = defence.each(updates)
+    found = defence.recover_each(updates)
     for client in range(3):
         alone, own = answered([client])
-        truth = alone.aggregate(own, [1.0])
-        tolerance = 1e-7 if loss.name == "cross_entropy" and defence.name == "veil" else 1e-9
+        truth = alone.recover(own, [1.0])
+        tolerance = 1e-7 if loss.name == "cross_entropy" and defence.defence.name == "veil" else 1e-9
         assert worst(found[client].gradients, truth.gradients) < tolerance
         assert found[client].figures == pytest.approx(truth.figures)
         assert set(found[client].buffers) == set(truth.buffers)
 
 
 def test_a_veil_recovers_nothing_once_its_secret_is_forgotten():
-    defence = federation(Veil()).defence
-    model, (x, y) = net(), batch((6,), 4)
-    step = defence.client_step(model, defence.broadcast(model), Samples(x, y.softmax(1)))
-    assert len(defence.each([step, step])) == 2
-    defence.forget()
-    with pytest.raises(errors.BadArgument, match="there is no broadcast to answer"):
-        defence.each([step])
+    x, y = batch((6,), 4)
+    defence = Session(Veil(), net(), x)
+    step = defence.step(defence.broadcast(), Samples(x, y.softmax(1)))
+    assert len(defence.recover_each([step, step])) == 2
+    defence.round.release()
+    with pytest.raises(errors.BadArgument, match="was released"):
+        defence.recover_each([step])
 
 
 @pytest.mark.parametrize("make", [Plain, lambda: Veil(), PPDL, DBCL])
 def test_a_gradient_that_is_not_finite_is_refused_by_its_clients_place(make):
-    run = federation(private(make()))
-    sent = run.defence_server.start_round(run.model).broadcast
     x, y = batch((6,), 4)
-    steps = [run.defence.client_step(run.model, sent, Samples(x, y.softmax(1)), k) for k in range(3)]
-    bad = run.defence.client_step(run.model, sent, Samples(x * math.inf, y.softmax(1)), 1)
+    run = Session(private(make()), net(), x, "cross_entropy")
+    sent = run.broadcast()
+    steps = [run.upload(run.step(sent, Samples(x, y.softmax(1)), k), k) for k in range(3)]
+    bad = run.upload(run.step(sent, Samples(x * math.inf, y.softmax(1)), 1), 1)
     with pytest.raises(errors.NonFiniteUpdate, match=r"client 1: .* holds NaN or infinity"):
-        run.defence.aggregate([steps[0], bad, steps[2]], [1.0] * 3)
-    assert run.defence_server.accountant.rounds == 0  # nothing was given away
+        run.recover([steps[0], bad, steps[2]])
+    assert run.server.accountant.rounds == 0  # nothing was given away
     with pytest.raises(errors.NonFiniteUpdate, match="client 4: its gradient holds NaN or infinity"):
         shorten(torch.tensor([1.0, math.nan]), 1.0, "client 4")
 
@@ -401,7 +418,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_its_clients_place(make):
 def test_models_whose_buffers_follow_the_data_are_refused():
     images = [batch((1, 8, 8), 4, seed=k) for k in range(2)]
     normed = built(lambda: resnet(8, 1, 4, width=4))
-    text = r"(?s)Private: buffer \S+running_mean follows the clients' data in training.*Fix: GroupNorm"
+    text = r"(?s)Private: buffer \S+running_mean follows the clients' data in training.*Fix: use GroupNorm"
     with pytest.raises(errors.BadArgument, match=text):
         Federation(normed, images, private(), sgd)
     tracked = built(lambda: nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), cnn(1, 4, width=4, size=8)))
@@ -411,11 +428,11 @@ def test_models_whose_buffers_follow_the_data_are_refused():
     Federation(built(lambda: resnet(8, 1, 4, width=4, norm="none")), images, private(), sgd).fit(rounds=1)
 
 
-def test_the_search_for_moving_buffers_leaves_model_and_chance_alone():
+def test_the_search_for_find_moving_buffers_leaves_model_and_chance_alone():
     model = built(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout()))
     before, state = {name: b.clone() for name, b in model.named_buffers()}, torch.get_rng_state()
     moving = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
-    assert moving_buffers(model, batch((6,))[0]) == moving
+    assert find_moving_buffers(model, batch((6,))[0]) == moving
     assert all(torch.equal(before[name], b) for name, b in model.named_buffers())
     assert torch.equal(state, torch.get_rng_state())
 
@@ -457,9 +474,9 @@ def test_bad_arguments_are_refused(arguments, text):
 
 def test_single_gradients_and_empty_rounds_are_refused():
     with pytest.raises(errors.BadArgument, match="no single client's gradient"):
-        private().each([])
+        round_of(private()).recover_each([])
     with pytest.raises(errors.BadArgument, match="a round needs at least one update"):
-        private().aggregate([], [])
+        round_of(private()).recover([], [])
 
 
 def test_a_missing_library_is_named_with_its_install_line(monkeypatch):

@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from tests.oracle import built, worst
+from tests.sessions import Session
 from torch import nn
 from torch.nn import functional as F
 
 import fedveil
 from fedveil.defences import Plain, Samples
+from fedveil.defences.plain import PlainClient
 from fedveil.defences.spn import SPN, Split, draw_head
 from fedveil.errors import BadArgument, Diverged
 from fedveil.federation import checkpoint
 from fedveil.models import cnn, mlp, resnet
-from fedveil.scheme import Entropy, SquaredError, find_loss
+from fedveil.scheme import Entropy, find_loss
 
 CLASSES = 4
 IMAGE = (1, 8, 8)
@@ -71,9 +73,8 @@ def federation(net, defence, clients=None, **options):
 
 def prepared(net, loss="squared_error", **options):
     build, shape = net
-    model, spn = built(build), SPN(**{"seed": 1, **options})
-    spn.prepare(model, torch.zeros(2, *shape, dtype=torch.float64), find_loss(loss))
-    return model, spn
+    model = built(build)
+    return model, Session(SPN(**{"seed": 1, **options}), model, torch.zeros(2, *shape, dtype=torch.float64), loss)
 
 
 def values(model):
@@ -127,10 +128,10 @@ def test_what_is_uploaded_is_the_gradient_of_the_whole_loss(net, loss, weighted)
     model, spn = prepared(NETS[net], loss, weight=0.3, bits=5, margin=0.7)
     inputs, targets = records(NETS[net][1])
     hot, weights = F.one_hot(targets, CLASSES).double(), torch.linspace(0.05, 0.4, 8).double() if weighted else None
-    update = spn.client_step(model, spn.broadcast(model), Samples(inputs, hot, weights), 3)
-    private = spn.client_state(3)
+    update = spn.step(spn.broadcast(model), Samples(inputs, hot, weights), 3)
+    private = spn.client.state(3)
     expected, step = naive(
-        model, spn.split.path, inputs, hot, *private.values(), loss=loss, weight=0.3, margin=0.7, weights=weights
+        model, spn.client.split.path, inputs, hot, *private.values(), loss=loss, weight=0.3, margin=0.7, weights=weights
     )
     assert worst(spn.upload(update, 3).gradients, expected) < rounding(model, inputs)
     assert worst({"P": update.step}, {"P": step}) < rounding(model, inputs)
@@ -141,10 +142,10 @@ def test_one_output_has_two_codes():
     inputs, targets = records((6,), classes=2)
     assert set(targets.tolist()) == {0, 1}
     hot = targets.double().reshape(-1, 1)
-    update = spn.client_step(model, model, Samples(inputs, hot))
-    private = spn.client_state(0)
+    update = spn.step(model, Samples(inputs, hot))
+    private = spn.client.state(0)
     assert private["codes"].shape == (2, 5)
-    expected, _ = naive(model, spn.split.path, inputs, hot, *private.values(), loss="squared_error")
+    expected, _ = naive(model, spn.client.split.path, inputs, hot, *private.values(), loss="squared_error")
     assert worst(update.gradients, expected) < rounding(model, inputs)
 
 
@@ -153,11 +154,11 @@ def test_positions_of_a_sample_count_each_and_may_be_reshaped_behind_the_head():
     inputs, targets = records((6,), samples=8, classes=2)
     both = torch.stack([targets, 1 - targets], 1).double()
     weights = torch.linspace(0.05, 0.4, 8).double()
-    update = spn.client_step(model, model, Samples(inputs, both, weights))
+    update = spn.step(model, Samples(inputs, both, weights))
     rows, hot, each = inputs.reshape(16, 3), both.reshape(16, 1), weights.repeat_interleave(2)
 
     flat = nn.Sequential(model.body, nn.Tanh(), model.head)
-    expected, step = naive(flat, "2", rows, hot, *spn.client_state(0).values(), loss="squared_error", weights=each)
+    expected, step = naive(flat, "2", rows, hot, *spn.client.state(0).values(), loss="squared_error", weights=each)
     names = dict(zip(update.gradients, expected, strict=True))
     found = {names[name]: gradient for name, gradient in update.gradients.items()}
     assert worst(found, expected) < rounding(model, inputs)
@@ -167,25 +168,24 @@ def test_positions_of_a_sample_count_each_and_may_be_reshaped_behind_the_head():
 @pytest.mark.parametrize("net", NETS)
 def test_the_classifiers_gradient_is_plain_and_every_other_is_not(net):
     model, spn = prepared(NETS[net], "cross_entropy")
-    plain = Plain()
-    plain.prepare(model, torch.zeros(1), find_loss("cross_entropy"))
+    plain = PlainClient(model, find_loss("cross_entropy"))
     batch = records(NETS[net][1])
-    found = spn.upload(spn.client_step(model, model, Samples(*batch))).gradients
-    expected = plain.client_step(model, model, Samples(*batch)).gradients
+    found = spn.upload(spn.step(model, Samples(*batch))).gradients
+    expected = plain.step(model, Samples(*batch)).gradients
     clean = {name for name in found if torch.equal(found[name], expected[name])}
-    assert clean == {f"{spn.split.path}.weight", f"{spn.split.path}.bias"}
+    assert clean == {f"{spn.client.split.path}.weight", f"{spn.client.split.path}.bias"}
 
 
 def test_the_private_head_takes_a_step_of_sgd_when_its_gradient_is_uploaded_and_the_codes_stay():
     model, spn = prepared(NETS["mlp"], lr=0.5)
     batch = hot_records()
-    spn.client_step(model, model, Samples(*batch), 7)
+    spn.step(model, Samples(*batch), 7)
     for _ in range(3):
-        before = spn.client_state(7)
-        update = spn.client_step(model, model, Samples(*batch), 7)
-        assert spn.client_state(7)["head"] is before["head"]
+        before = spn.client.state(7)
+        update = spn.step(model, Samples(*batch), 7)
+        assert spn.client.state(7)["head"] is before["head"]
         spn.upload(update, 7)
-        after = spn.client_state(7)
+        after = spn.client.state(7)
         assert update.step.abs().max() > 0
         assert torch.equal(after["head"], before["head"] - 0.5 * update.step)
         assert torch.equal(after["codes"], before["codes"])
@@ -193,17 +193,13 @@ def test_the_private_head_takes_a_step_of_sgd_when_its_gradient_is_uploaded_and_
 
 
 def test_a_shard_in_batches_is_one_step_of_model_and_head():
-    small, large = SPN(seed=0, lr=5.0), SPN(seed=0, lr=5.0)
-    runs = [
-        federation(NETS["mlp"], small, whole_shard=True),
-        federation(NETS["mlp"], large, whole_shard=True, batch_size=100),
-    ]
+    runs = [federation(NETS["mlp"], SPN(seed=0, lr=5.0), whole_shard=True, batch_size=size) for size in (8, 100)]
     for run in runs:
         run.step()
     bound = rounding(runs[0].model, runs[0].shards.inputs)
     assert worst(values(runs[0].model), values(runs[1].model)) < bound
     for client in range(3):
-        assert worst(small.client_state(client), large.client_state(client)) < bound
+        assert worst(*[run._client.state(client) for run in runs]) < bound
 
 
 def tensors(thing):
@@ -239,19 +235,22 @@ def leaked(thing, secrets):
 def test_no_secret_leaves_its_client(tmp_path, net, options):
     secrets, sent, kept = [], [], []
 
-    class Spied(SPN):
-        def broadcast(self, model):
-            sent.append(copy.deepcopy(super().broadcast(model)))
-            return super().broadcast(model)
+    run = federation(net, SPN(lr=0.1), optimizer=torch.optim.Adam, **options)
+    clients, server, upload = run._client, run.defence_server, run._client.upload
+    start = server.start_round
 
-        def upload(self, update, client=0):
-            before = self.client_state(client)
-            sent.append(super().upload(update, client))
-            kept.append((before, update, self.client_state(client)))
-            secrets.extend([*before.values(), self.client_state(client)["head"], update.step])
-            return sent[-1]
+    def start_round(model, members):
+        sent.append(copy.deepcopy(model))
+        return start(model, members)
 
-    run = federation(net, Spied(lr=0.1), optimizer=torch.optim.Adam, **options)
+    def spy(update, client=0):
+        before = clients.state(client)
+        sent.append(upload(update, client))
+        kept.append((before, update, clients.state(client)))
+        secrets.extend([*before.values(), clients.state(client)["head"], update.step])
+        return sent[-1]
+
+    server.start_round, clients.upload = start_round, spy
     run.fit(rounds=3, folder=tmp_path, test=parts(net[1])[0])
     assert len(secrets) == 4 * 3 * 3
     server = [sent, run.defence_server.state(), run.state(), checkpoint.load(tmp_path / "checkpoint.pt")]
@@ -264,11 +263,11 @@ def test_no_secret_leaves_its_client(tmp_path, net, options):
 def test_every_client_has_its_own_secrets_whoever_comes_first():
     def drawn(clients, **options):
         model, spn = prepared(NETS["mlp"], **options)
-        assert spn.client_state(0) == {}
+        assert spn.client.state(0) == {}
         batch = hot_records()
         for client in clients:
-            spn.client_step(model, model, Samples(*batch), client)
-        return [spn.client_state(client) for client in sorted(clients)]
+            spn.step(model, Samples(*batch), client)
+        return [spn.client.state(client) for client in sorted(clients)]
 
     first, second = drawn([0, 1])
     assert same(drawn([1, 0])[0], first)
@@ -355,20 +354,20 @@ def test_a_function_as_loss_takes_class_indices():
     gradients = []
     for loss in (mine, "cross_entropy"):
         model, spn = prepared(NETS["mlp"], loss)
-        gradients.append(spn.client_step(model, model, Samples(inputs, targets)).gradients)
+        gradients.append(spn.step(model, Samples(inputs, targets)).gradients)
     assert worst(*gradients) < rounding(model, inputs)
 
 
 def test_soft_targets_have_the_code_of_their_largest_entry():
     inputs, hot = hot_records()
     model, spn = prepared(NETS["mlp"], "cross_entropy")
-    steps = [spn.client_step(model, model, Samples(inputs, rows)).step for rows in (hot, 0.4 * hot + 0.15)]
+    steps = [spn.step(model, Samples(inputs, rows)).step for rows in (hot, 0.4 * hot + 0.15)]
     assert torch.equal(*steps)
 
 
 def test_the_view_of_a_client_is_a_copy_of_the_public_network():
     model, spn = prepared(NORMED)
-    view = spn.client_view(model, spn.broadcast(model))
+    view = spn.client_view(spn.broadcast())
     assert view is not model
     assert same(values(view), values(model))
 
@@ -376,7 +375,7 @@ def test_the_view_of_a_client_is_a_copy_of_the_public_network():
 def test_a_single_records_features_are_in_the_clean_gradient():
     model, spn = prepared(NETS["mlp"], weight=1.0)
     inputs, hot = (part[:1] for part in hot_records())
-    gradients = spn.upload(spn.client_step(model, model, Samples(inputs, hot))).gradients
+    gradients = spn.upload(spn.step(model, Samples(inputs, hot))).gradients
     seen = gradients["4.weight"] / gradients["4.bias"][:, None]
     features = model[:4](inputs)
     assert worst({"h": seen}, {"h": features.detach().expand_as(seen)}) < 4 * torch.finfo(torch.float64).eps
@@ -394,13 +393,13 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_are_those_of_the_page(name):
     build, shape = MODELS[name]
-    model, spn = build(), SPN()
-    spn.prepare(model, torch.zeros(2, *shape), find_loss("squared_error"))
-    targets = torch.eye(10)[:2] if spn.split.outputs > 1 else torch.tensor([0.0, 1.0])
-    sent = spn.upload(spn.client_step(model, spn.broadcast(model), Samples(torch.randn(2, *shape), targets)))
+    model = build()
+    spn = Session(SPN(), model, torch.zeros(2, *shape))
+    targets = torch.eye(10)[:2] if spn.client.split.outputs > 1 else torch.tensor([0.0, 1.0])
+    sent = spn.upload(spn.step(spn.broadcast(model), Samples(torch.randn(2, *shape), targets)))
     down, up, kept = (
         sum(tensor.numel() * tensor.element_size() for tensor in parts.values())
-        for parts in (model.state_dict(), {**sent.gradients, **sent.buffers}, spn.client_state(0))
+        for parts in (model.state_dict(), {**sent.gradients, **sent.buffers}, spn.client.state(0))
     )
     page = Path(__file__).parents[2] / "docs" / "defences" / "spn.md"
     rows = [line for line in page.read_text().splitlines() if line.startswith(f"| `{name}`")]
@@ -493,21 +492,11 @@ def test_targets_that_name_no_class_are_refused(outputs, targets, loss, want):
     assert caught.value.fix == 'for other targets use defence "plain" or "veil"'
 
 
-def test_steps_without_a_model_and_states_of_another_are_refused(tmp_path):
-    with pytest.raises(BadArgument, match=r"(?s)SPN: no model was prepared yet.*Fix: prepare\(model, example, loss\)"):
-        SPN().client_step(mlp(6, 4), mlp(6, 4), Samples(*records((6,))))
+def test_states_of_another_model_are_refused(tmp_path):
     federation(NETS["mlp"], SPN()).fit(rounds=1, folder=tmp_path)
     other = federation(NETS["mlp"], SPN(bits=8))
-    text = r"(?s)SPN: client 0's head has shape \(32, 10\), want \(8, 10\).*Fix: go on with"
+    text = r"(?s)SPN: client 0's head has shape \(32, 10\), want \(8, 10\).*Fix: continue with"
     with pytest.raises(BadArgument, match=text):
         other.resume(tmp_path)
     with pytest.raises(BadArgument, match="client 5's codes has shape None"):
         other._client.restore(5, {"head": torch.zeros(8, 10)})
-
-
-def test_a_client_that_joined_after_the_checkpoint_draws_anew_when_the_same_object_goes_back():
-    defence = SPN()
-    defence.prepare(mlp(6, 4), torch.zeros(1, 6), SquaredError())
-    defence._of(3, torch.zeros(1))
-    defence.restore({})
-    assert defence.client_state(3) == {}

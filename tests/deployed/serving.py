@@ -46,8 +46,20 @@ class Leaky(Veil):
         super().__init__(groups=3, additive=100.0)
         self.path = Path(path)
 
-    def each(self, updates):
-        recovery, head = self.current.recovery, self.current.broadcast.head
+    def server(self, model, example, loss):
+        found = super().server(model, example, loss)
+        start = found.start_round
+
+        def start_round(model, members=None):
+            own = start(model, members)
+            self.leak(own.perturbation)
+            return own
+
+        found.start_round = start_round
+        return found
+
+    def leak(self, perturbation):
+        recovery, head = perturbation.recovery, perturbation.broadcast.head
         coefficients = recovery.coefficients
         gamma = [offset - c for offset, c in zip(head.offset.tolist(), coefficients[1:-1], strict=True)]
         numbers = [*recovery.transform.scale.double().tolist(), *gamma, *coefficients]
@@ -55,7 +67,6 @@ class Leaky(Veil):
         line = {"secret": sorted({x for x in numbers if abs(x) != 1}), "public": head.direction.double().tolist()}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        return super().each(updates)
 
 
 def defence_of(config):

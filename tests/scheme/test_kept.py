@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from tests.oracle import batch, built, worst
+from tests.sessions import Session
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,7 +16,7 @@ from fedveil.defences import Samples, Veil
 from fedveil.graph import analyse
 from fedveil.models import mlp
 from fedveil.runs.page import veil_sections
-from fedveil.scheme import client_view, find_loss
+from fedveil.scheme import client_view
 
 FLOAT64 = 1e-9  # the project's promise
 ROUNDS = 6
@@ -31,17 +32,15 @@ def model():
 
 
 def keeping(model, loss="squared_error", **settings):
-    veil = Veil(keep_noise=True, **settings)
-    veil.prepare(model, torch.zeros(2, 6, dtype=torch.float64), find_loss(loss))
-    return veil
+    return Session(Veil(keep_noise=True, **settings), model, torch.zeros(2, 6, dtype=torch.float64), loss)
 
 
 def answered(veil, model, inputs, labels):
     """One round: the broadcast, and what the server makes of its only client's answer."""
     sent = veil.broadcast(model)
     samples = Samples(inputs, F.one_hot(labels, 10).double())
-    found = veil.aggregate([veil.client_step(model, sent, samples)], [1.0])
-    veil.forget()
+    found = veil.recover([veil.step(sent, samples)])
+    veil.round.release()
     return sent, found.gradients
 
 
@@ -64,8 +63,10 @@ def test_everything_is_kept_but_the_offset_and_the_anchor(model, groups):
     veil, seen, noise = keeping(model, groups=groups), [], []
     for _ in range(2):
         seen.append(veil.broadcast(model))
-        noise.append((veil.session._state.kept[0], seen[-1].round, veil.current.recovery.coefficients))
-        veil.forget()
+        noise.append(
+            (veil.server.session._state.kept[0], seen[-1].round, veil.round.perturbation.recovery.coefficients)
+        )
+        veil.round.release()
         with torch.no_grad():
             [parameter.mul_(1.01) for parameter in model.parameters()]
     (first, one, before), (second, two, after) = noise
@@ -94,16 +95,14 @@ def test_another_model_a_restored_state_and_another_process_s_veil_draw_anew(mod
     veil = keeping(model)
     first = veil.broadcast(model).head.direction
     assert torch.equal(veil.broadcast(model).head.direction, first)
-    assert veil.state() == {"draws": 1}
+    assert veil.server.state() == {"draws": 1}
     again = keeping(model)
-    again.restore(veil.state())
+    again.server.restore(veil.server.state())
     for other in (veil, again):
-        other.restore({"draws": 1})
+        other.server.restore({"draws": 1})
         assert not torch.equal(other.broadcast(model).head.direction, first)
-        assert other.state() == {"draws": 2}
-    veil.prepare(model, torch.zeros(2, 6, dtype=torch.float64), find_loss("squared_error"))
-    assert veil.state() == {"draws": 0}
-    assert Veil().state() == {}
+        assert other.server.state() == {"draws": 2}
+    assert keeping(model).server.state() == {"draws": 0}
 
 
 def test_the_page_says_that_noise_was_kept_and_how_often_it_was_drawn(model):
@@ -118,23 +117,22 @@ def test_the_page_says_that_noise_was_kept_and_how_often_it_was_drawn(model):
 def test_kept_noise_shows_nothing_and_is_neither_pickled_nor_copied(model, caplog):
     veil = keeping(model)
     veil.broadcast(model)
-    numbers = [number for number in veil.session._state.kept[0].scale if abs(number) != 1]
-    veil.forget()
+    numbers = [number for number in veil.server.session._state.kept[0].scale if abs(number) != 1]
+    veil.round.release()
     with caplog.at_level(logging.DEBUG):
-        logging.getLogger("test").warning("%s %r %s %s", veil, veil.session, vars(veil), vars(veil.session))
-    shown = f"{veil!r} {vars(veil)} {veil.state()} {vars(veil.session._state)} {caplog.text}"
+        logging.getLogger("test").warning("%s %s %s", vars(veil), vars(veil.server), vars(veil.server.session))
+    shown = f"{vars(veil)} {veil.server.state()} {vars(veil.server.session._state)} {caplog.text}"
     assert "<VeilSession, redacted>" in shown
     assert not any(f"{number:.6g}" in shown for number in numbers)
     for leak in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="a VeilSession cannot be pickled or copied"):
-            leak(veil.session)
+            leak(veil.server.session)
     with pytest.raises(TypeError):
-        pickle.dumps(veil)
+        pickle.dumps(veil.server)
 
 
 def test_noise_of_an_exposed_head_is_kept(model):
-    veil = Veil(keep_noise=True, head="exposed")
-    veil.prepare(model, torch.zeros(2, 6, dtype=torch.float64), find_loss("squared_error"))
+    veil = Session(Veil(keep_noise=True, head="exposed"), model, torch.zeros(2, 6, dtype=torch.float64))
     first, second = (veil.broadcast(model).parameters for _ in range(2))
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
@@ -153,13 +151,14 @@ def test_with_kept_noise_two_candidate_sets_give_the_true_offset_away(model, kee
     """The true offset moves with the model, decoys are new: the nearest pair of two rounds is the true one."""
     hits, veil = 0, keeping(model, "cross_entropy", decoys=3)
     if not keep:
-        veil = Veil(decoys=3)
-        veil.prepare(model, torch.zeros(2, 6, dtype=torch.float64), find_loss("cross_entropy"))
+        veil = Session(Veil(decoys=3), model, torch.zeros(2, 6, dtype=torch.float64), "cross_entropy")
     for _ in range(40):
-        veil.restore({})
+        veil.server.restore({})
         rounds = []
         for _ in range(2):
-            rounds.append((veil.broadcast(model).head.candidates, veil.current.recovery.coefficients.index(1.0)))
+            rounds.append(
+                (veil.broadcast(model).head.candidates, veil.round.perturbation.recovery.coefficients.index(1.0))
+            )
         (first, true), (second, _) = rounds
         hits += int((first - second.T).abs().min(1).values.argmin()) == true
     assert hits == 40 if keep else hits < 25  # a guess is right in 10 +- 3

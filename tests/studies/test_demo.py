@@ -4,10 +4,10 @@ import re
 
 import torch
 from tests.oracle import built
+from tests.sessions import Session
 
 from fedveil.defences import Samples
 from fedveil.models import mlp
-from fedveil.scheme import SquaredError
 from fedveil.studies import demo
 from fedveil.studies.study import gather, publish
 
@@ -35,10 +35,10 @@ def test_the_demo_shows_equal_accuracy_a_small_error_and_a_client_near_chance(tm
 def watched_rounds(model, inputs):
     watched = demo.Watched(1.0)
     targets = torch.zeros(len(inputs), 10)
-    watched.prepare(model, inputs, SquaredError())
+    session = Session(watched, model, inputs)
     for _ in range(30):
-        update = watched.client_step(model, watched.broadcast(model), Samples(inputs, targets))
-        watched.aggregate([update], [1.0])
+        update = session.step(session.broadcast(), Samples(inputs, targets))
+        session.recover([update])
     assert watched.flips + len(watched.errors) == 30
     return watched
 

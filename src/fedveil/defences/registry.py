@@ -163,7 +163,7 @@ def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, 
         raise BadArgument(name, f"{record.target} lacks {', '.join(sorted(make.__abstractmethods__))}")
     defence = make(**arguments)
     if not isinstance(defence, Defence):
-        what = f"{record.target} gave {type(defence).__name__}, which does not have the methods of a defence"
+        what = f"{record.target} gave {type(defence).__name__}, which is not a defence"
         raise BadArgument(name, what, "derive it from fedveil.defences.Defence")
     return defence
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.defences import Plain
-from fedveil.defences.interface import Aggregate, Samples
-from fedveil.defences.plain import PlainUpdate
-from fedveil.scheme.losses import per_sample
+from fedveil import Aggregate
+from fedveil.defences import Defence, DefenceClient, DefenceRound, DefenceServer, Samples
+from fedveil.defences.plain import PlainClient, PlainUpdate, accumulate, average
+from fedveil.graph.inputs import Inputs
+from fedveil.scheme.losses import Loss, per_sample
 
 
 def last_bias(model: nn.Module) -> Tensor:
@@ -44,57 +45,84 @@ class Answer:
     along: PlainUpdate
 
 
-class Shifted(Plain):
+class Shifted(Defence[Sent, Answer]):
     """Adds a secret multiple of a public direction to the outputs; for squared error only.
 
     Args:
         size: standard deviation of the secret number.
     """
 
-    fuses = False
+    fusable = False
 
     def __init__(self, size: float = 10.0) -> None:
-        super().__init__()
         self.name, self.size = "shifted", size
-        self._chance = torch.Generator().manual_seed(secrets.randbits(63))
-        self._secret = 0.0
 
-    def broadcast(self, model: nn.Module) -> Sent:
-        """A copy of the model with shifted outputs."""
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "ShiftedServer":
+        """Prepare the server for a run."""
+        return ShiftedServer(self.size)
+
+    def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "ShiftedClient":
+        """Prepare clients for a run."""
+        return ShiftedClient(PlainClient(model, loss))
+
+    def client_view(self, model: nn.Module, broadcast: Sent) -> nn.Module:
+        """Return the network as received."""
+        return copy.deepcopy(broadcast.network)
+
+
+class ShiftedServer(DefenceServer[Sent, Answer]):
+    """Draws a new direction and a new secret number for each broadcast."""
+
+    def __init__(self, size: float) -> None:
+        self._size = size
+        self._chance = torch.Generator().manual_seed(secrets.randbits(63))
+
+    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "ShiftedRound":
+        """Copy the model, and shift the outputs of the copy."""
         network = copy.deepcopy(model)
         bias = last_bias(network)
         direction = torch.randn(bias.shape, generator=self._chance).to(bias)
-        self._secret = self.size * float(torch.randn((), generator=self._chance))
+        secret = self._size * float(torch.randn((), generator=self._chance))
         with torch.no_grad():
-            bias += self._secret * direction
-        return Sent(network, direction)
+            bias += secret * direction
+        return ShiftedRound(Sent(network, direction), secret)
 
-    def client_step(self, model: nn.Module, broadcast: Sent, samples: Samples, client: int = 0) -> Answer:
-        """Both gradients, with the same weight for each sample."""
-        update = super().client_step(model, broadcast.network, samples)
+
+class ShiftedRound(DefenceRound[Sent, Answer]):
+    """A broadcast, and the secret number that it was made with."""
+
+    def __init__(self, broadcast: Sent, secret: float) -> None:
+        self.broadcast, self._secret = broadcast, secret
+
+    def recover(self, updates: Sequence[Answer], weights: Sequence[float]) -> Aggregate:
+        """Return the true gradient."""
+        seen = average([answer.update for answer in updates], weights, {})
+        along = average([answer.along for answer in updates], weights, {}).gradients
+        true = {name: value - self._secret * along[name] for name, value in seen.gradients.items()}
+        return dataclasses.replace(seen, gradients=true)
+
+    def release(self, *, reuse: bool = False) -> None:
+        """Drop the secret."""
+        self._secret = 0.0
+
+
+class ShiftedClient(DefenceClient[Sent, Answer]):
+    """Computes two gradients."""
+
+    def __init__(self, plain: PlainClient) -> None:
+        self._plain = plain
+
+    def step(self, broadcast: Sent, samples: Samples, client: int = 0) -> Answer:
+        """Compute both gradients, with the same weight for each sample."""
+        update = self._plain.step(broadcast.network, samples)
         outputs = broadcast.network(samples.inputs)
-        along = (outputs * broadcast.direction * per_sample(self._loss, outputs, samples.weights)).sum()
+        along = (outputs * broadcast.direction * per_sample(self._plain.loss, outputs, samples.weights)).sum()
         gradients = torch.autograd.grad(along, list(broadcast.network.parameters()))
         names = [name for name, _ in broadcast.network.named_parameters()]
         return Answer(update, PlainUpdate(dict(zip(names, gradients, strict=True)), {}))
 
     def accumulate(self, broadcast: Sent, total: Answer | None, update: Answer) -> tuple[Sent, Answer]:
-        """Sums of both."""
-        network, first = super().accumulate(broadcast.network, total and total.update, update.update)
-        _, second = super().accumulate(broadcast.network, total and total.along, update.along)
+        """Sum both gradients."""
+        network, first = accumulate(broadcast.network, total and total.update, update.update)
+        _, second = accumulate(broadcast.network, total and total.along, update.along)
         return dataclasses.replace(broadcast, network=network), Answer(first, second)
-
-    def aggregate(self, updates: Sequence[Answer], weights: Sequence[float]) -> Aggregate:
-        """The true gradient."""
-        seen = super().aggregate([answer.update for answer in updates], weights)
-        along = super().aggregate([answer.along for answer in updates], weights).gradients
-        true = {name: value - self._secret * along[name] for name, value in seen.gradients.items()}
-        return dataclasses.replace(seen, gradients=true)
-
-    def forget(self) -> None:
-        """Drop the round's secret."""
-        self._secret = 0.0
-
-    def client_view(self, model: nn.Module, broadcast: Sent) -> nn.Module:
-        """The network as received."""
-        return copy.deepcopy(broadcast.network)
