@@ -14,7 +14,7 @@ from tests.oracle import built, worst
 from fedveil.errors import TooFewAnswers
 from fedveil.federation import Federation
 from fedveil.federation.evaluate import rows_of
-from fedveil.flower import Server, client_app, prepared
+from fedveil.flower import Server, client_app
 
 ROUNDS = 3
 
@@ -91,21 +91,3 @@ def test_a_client_whose_records_are_broken_is_named():
     data = [(good, torch.zeros(4, 4).double()), (inputs, torch.zeros(4, 4).double())]
     with pytest.raises(TooFewAnswers, match=r"record 0: inputs\['b'\] hold NaN or infinity"):
         on_flower(lambda: network(FORMS["dict"][0]), data, "plain", attempts=1, min_answers=2)
-
-
-@pytest.mark.parametrize("form", [*FORMS, "tensor"])
-def test_records_that_were_prepared_come_back_in_their_form(form, tmp_path):
-    change = FORMS[form][1] if form in FORMS else (lambda x: x)
-    numbers, targets = records((4,), classes=True)[0]
-    made = []
-
-    def make():
-        made.append(1)
-        return change(numbers), targets
-
-    first, second = (prepared(tmp_path / "node" / "records.safetensors", make) for _ in range(2))
-    for inputs, labels in (first, second):
-        assert repr(inputs) == repr(change(numbers))
-        assert torch.equal(labels, targets)
-    assert len(made) == 1
-    assert (tmp_path / "node" / "records.safetensors").stat().st_mode & 0o777 == 0o600

@@ -8,7 +8,7 @@ import torch
 from flwr.app import Context
 from torch import Tensor, nn
 
-from fedveil.flower import prepared
+from fedveil.flower import cache_records
 from fedveil.models import mlp
 
 SHAPES = {"bank": (63, 1), "digits": (64, 10)}  # inputs and outputs, so that a client builds the network without data
@@ -41,4 +41,4 @@ def load_part(context: Context) -> tuple[Tensor, Tensor]:
 
     home = Path(str(node.get("cache", "~/.cache/fedveil/flower"))).expanduser()
     source = hashlib.sha256(path.encode()).hexdigest()[:8]
-    return prepared(home / f"{name}-{source}-{part}-of-{parts}-seed-{config['seed']}.safetensors", make)
+    return cache_records(home / f"{name}-{source}-{part}-of-{parts}-seed-{config['seed']}.safetensors", make)

@@ -1,4 +1,4 @@
-"""A run over Flower is the run of the one-machine engine, for every defence."""
+"""A run over Flower is the run of one process, for every defence."""
 
 import copy
 
@@ -16,7 +16,8 @@ from fedveil import Entropy
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil, dbcl
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
-from fedveil.flower import Server, client_app
+from fedveil.federation.remote import ClientState
+from fedveil.flower import Server, client, client_app
 from fedveil.models import mlp
 
 ROUNDS = 5
@@ -159,10 +160,9 @@ def test_clients_keep_their_private_state_where_it_belongs(make, on_disk, tmp_pa
 
     app = app_of(data, folder=lambda _: tmp_path) if on_disk else app_of(data)
     grid = LocalGrid(app, 3)
-    from fedveil.flower import client
-
     for k, (context, state) in enumerate(zip(grid.contexts.values(), states, strict=True)):
-        client._keep(state, context, tmp_path / f"fedveil-client-{k}.pt" if on_disk else None)
+        file = tmp_path / f"fedveil-client-{k}.pt" if on_disk else None
+        client._save_state(ClientState(private=state), context, file)
     server = Server(grid, net(), data[0][0][:2], make(), adam, schedule=falling, loss="squared_error")
     server.fit(rounds=ROUNDS)
     assert worst(values(server.model), values(engine.model)) < 1e-9
