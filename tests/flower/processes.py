@@ -90,7 +90,7 @@ class Deployment:
         )  # fmt: skip
         wait_until(lambda: listening(self.port), 60, "the SuperLink")
 
-    def start_node(self, part, *, parts=3, superlink=None, trust=None, name=None, loop=None):
+    def start_node(self, part, *, parts=3, superlink=None, trust=None, name=None, loop=None, more=""):
         if trust is None and self.tls:
             trust = ["--root-certificates", f"{self.tls}/ca.crt"]
             trust += ["--auth-supernode-private-key", f"{self.tls}/node{part}"]
@@ -98,7 +98,7 @@ class Deployment:
         return self.start(
             name or f"node{part}", *before, *(trust or ["--insecure"]), "--superlink",
             superlink or f"127.0.0.1:{self.port}", "--port", free_port(),
-            "--node-config", f"partition-id={part} num-partitions={parts}",
+            "--node-config", f"partition-id={part} num-partitions={parts} {more}".strip(),
         )  # fmt: skip
 
     def flwr(self, *words, timeout=120.0, check=True):
