@@ -1,6 +1,7 @@
 """A run over Flower is the run of one process, for every defence."""
 
 import copy
+import inspect
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil, dbcl
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
 from fedveil.federation.remote import ClientState
+from fedveil.federation.rounds import RemoteServer
 from fedveil.flower import Server, client, client_app
 from fedveil.models import mlp
 
@@ -206,3 +208,8 @@ def test_single_precision_travels_as_such():
     assert 3 * 4 * count < record["bytes_up"] < 3 * 4 * count + 1000  # G^, sigma~ and beta
     assert 4 * count < record["bytes_down"] < 4 * count + 2500
     assert record["bytes_total"] == 3 * (record["bytes_down"] + record["bytes_up"])
+
+
+def test_a_server_takes_the_arguments_of_every_remote_server():
+    ours, theirs = (list(inspect.signature(kind).parameters.values())[1:] for kind in (Server, RemoteServer))
+    assert [str(parameter) for parameter in ours] == [str(parameter) for parameter in theirs]
