@@ -1,11 +1,11 @@
-"""Seconds per round on every engine: one process, Flower's simulation, stock SuperNodes, nodes that stay, FLARE.
+"""Seconds per round on every engine: one process, Flower's simulation, SuperNodes, FLARE.
 
-    python -m benchmarks.engines [--quick] [--only flower-node,nvflare] [--nets mlp-8.7k]
+    python -m benchmarks.engines [--quick] [--only flower,nvflare] [--nets mlp-8.7k]
 
 Three clients on this machine, each with all of its records in every round: MLPs of 8,700 and 228,480 parameters on
 digits (about 480 records each), ResNet20 on 32 images each. Plain and veiled rounds alternate. Processes talk over TLS,
 but for the simulations. Goals, for the MLP of 8,700 parameters: FLARE with mTLS at most 100 ms and 50 times faster than
-stock SuperNodes, a round of nodes that stay at most 2 s, veil over plain at most 1.3 on every engine with processes.
+Flower's SuperNodes, veil over plain at most 1.3 on every engine with processes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from fedveil.federation import Federation
 APP = Path(__file__).parent / "flower_app"
 SMALL = "mlp-8.7k"
 NETS = (SMALL, "mlp-228k", "resnet20-32")
-MOST_SECONDS = {"flower-node": 2.0, "nvflare": 0.1}
+MOST_SECONDS = {"nvflare": 0.1}
 FASTER, MOST_RATIO = 50.0, 1.3
 Pairs = list[dict[str, Any]]
 Run = Callable[[str, Path, int], Pairs]
@@ -69,13 +69,12 @@ def one_process(folder: Path) -> AbstractContextManager[Run]:
 
 
 class OnFlower:
-    """A SuperLink, and what its nodes are."""
+    """A SuperLink with SuperNodes, or Flower's simulation."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, simulation: bool) -> None:
         from tests.flower.processes import SCRIPT, Deployment
 
-        self.kind, keys = kind, folder / "keys"
-        simulation = kind == "simulation"
+        self.simulation, keys = simulation, folder / "keys"
         if not simulation:
             subprocess.run([SCRIPT, keys, str(CLIENTS)], check=True, capture_output=True)
         self.deployment: Any = Deployment(folder / "flwr", simulation=simulation, tls=None if simulation else keys)
@@ -83,12 +82,9 @@ class OnFlower:
 
     def __enter__(self) -> Run:
         self.deployment.__enter__()
-        for part in range(CLIENTS) if self.kind != "simulation" else ():
+        for part in () if self.simulation else range(CLIENTS):
             self.deployment.flwr("supernode", "register", self.keys / f"node{part}.pub", "lab")
-            if self.kind == "stock":
-                self.deployment.start_node(part)
-            else:
-                self.deployment.start_resident(part, app="overhead.client_app:app", folder=APP)
+            self.deployment.start_node(part)
         return self.run
 
     def run(self, net: str, out: Path, pairs: int) -> Pairs:
@@ -136,9 +132,8 @@ def written(out: Path) -> Pairs:
 
 ENGINES = {
     "one process": Engine(one_process, 60, processes=False),
-    "flower simulation": Engine(lambda folder: OnFlower(folder, "simulation"), 30, processes=False),
-    "flower": Engine(lambda folder: OnFlower(folder, "stock"), 6),
-    "flower-node": Engine(lambda folder: OnFlower(folder, "resident"), 20),
+    "flower simulation": Engine(lambda folder: OnFlower(folder, simulation=True), 30, processes=False),
+    "flower": Engine(lambda folder: OnFlower(folder, simulation=False), 6),
     "nvflare simulator": Engine(lambda folder: OnFlare(folder, simulator=True), 60, processes=False),
     "nvflare": Engine(lambda folder: OnFlare(folder, simulator=False), 60),
 }

@@ -35,7 +35,11 @@ class Ear:
             while True:
                 near, _ = self.door.accept()
                 self.lines.append(near)
-                far = socket.create_connection(("127.0.0.1", self.target))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self.target))
+                except ConnectionRefusedError:
+                    hang_up(near)
+                    continue
                 self.lines.append(far)
                 for one, other, keep in ((near, far, False), (far, near, True)):
                     self.threads.append(threading.Thread(target=self._carry, args=(one, other, keep)))

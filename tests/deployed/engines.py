@@ -5,10 +5,8 @@ import signal
 import subprocess
 from abc import ABC, abstractmethod
 
-from tests.flower.processes import BIN, SCRIPT, Deployment, free_port, wait_until
+from tests.flower.processes import LOOP, SCRIPT, Deployment, wait_until
 from tests.nvflare.processes import Flare
-
-LOOP = 'while true; do "$@"; sleep 2; done'  # as docs/flower.md has it
 
 
 class Deployed(ABC):
@@ -100,22 +98,16 @@ class Flower(Deployed):
     def stop(self):
         self.deployment.__exit__()
 
-    def trust(self, part, folder="keys"):
-        keys = self.home / folder
-        return ["--root-certificates", keys / "ca.crt", "--auth-supernode-private-key", keys / f"node{part}"]
-
     def start_client(self, part):
-        self.deployment.start(
-            f"node{part}", "/bin/bash", "-c", LOOP, "loop", BIN / "flower-supernode", *self.trust(part), "--superlink",
-            f"127.0.0.1:{self.deployment.port}", "--port", free_port(),
-            "--node-config", f"partition-id={part} num-partitions=3",
-        )  # fmt: skip
+        self.deployment.start_node(part, loop=LOOP)
 
     def kill_client(self, part):
         self.deployment.kill(f"node{part}")
 
     def client_with_wrong_certificate(self, part):
-        return self.deployment.start_node(part, trust=self.trust(part, "strangers"))
+        keys = self.home / "strangers"
+        trust = ["--root-certificates", keys / "ca.crt", "--auth-supernode-private-key", keys / f"node{part}"]
+        return self.deployment.start_node(part, trust=trust)
 
     def run(self, out, *, wait=True, **config):
         self.deployment.run(out, wait=False, marks=str(self.marks), **config)
@@ -133,18 +125,6 @@ class Flower(Deployed):
 
     def logs(self):
         return self.deployment.logs()
-
-
-class FlowerNode(Flower):
-    """The same SuperLink, and nodes that stay."""
-
-    timeout = 20.0
-
-    def start_client(self, part):
-        self.deployment.start_resident(part)
-
-    def client_with_wrong_certificate(self, part):
-        return self.deployment.start_resident(part, trust=self.trust(part, "strangers"))
 
 
 class Nvflare(Deployed):
@@ -186,4 +166,4 @@ class Nvflare(Deployed):
         return self.deployment.logs()
 
 
-ENGINES = {"flower": Flower, "flower-node": FlowerNode, "nvflare": Nvflare}
+ENGINES = {"flower": Flower, "nvflare": Nvflare}

@@ -23,9 +23,6 @@ OUTCOMES = {
             "012 02 * 012",
             "The SuperNode notices after about 55 s and reports error 8; the client takes part in the next round then.",
         ),
-        "flower-node": Outcome(
-            GOES_ON, "012 02 02", "It is the node itself: the round goes on without it at its timeout."
-        ),
         "nvflare": Outcome(
             BY_ITSELF,
             "012 * 012",
@@ -34,7 +31,6 @@ OUTCOMES = {
     },
     "a site is killed": {
         "flower": Outcome(GOES_ON, "012 02 02", "The round goes on without it at its timeout."),
-        "flower-node": Outcome(GOES_ON, "012 02 02", "The round goes on without it at its timeout."),
         "nvflare": Outcome(
             GOES_ON, "012 02 02", "The round goes on without it at its timeout; later rounds do not ask it."
         ),
@@ -45,11 +41,6 @@ OUTCOMES = {
             "012 012 012",
             "The SuperLink refuses its key for up to a minute, as if it were still there; a loop starts it until then.",
         ),
-        "flower-node": Outcome(
-            GOES_ON,
-            "012 012 012",
-            "The SuperLink refuses its key for up to a minute, as if it were still there; the node tries until then.",
-        ),
         "nvflare": Outcome(
             BY_ITSELF,
             "012 012 012",
@@ -58,7 +49,6 @@ OUTCOMES = {
     },
     "a straggler": {
         "flower": Outcome(GOES_ON, "012 02 012", "The round goes on without it; its late answer is ignored."),
-        "flower-node": Outcome(GOES_ON, "012 02 012", "The round goes on without it; its late answer is ignored."),
         "nvflare": Outcome(
             GOES_ON,
             "012 02 " + "* " * 25 + "012",
@@ -67,19 +57,14 @@ OUTCOMES = {
     },
     "garbage": {
         "flower": Outcome(GOES_ON, "012 02 012", "The answer is refused, and the round goes on without it."),
-        "flower-node": Outcome(GOES_ON, "012 02 012", "The answer is refused, and the round goes on without it."),
         "nvflare": Outcome(GOES_ON, "012 02 012", "The answer is refused, and the round goes on without it."),
     },
     "a wrong certificate": {
         "flower": Outcome(GOES_ON, "02 02", "The SuperNode ends with exit code 305 and never takes part."),
-        "flower-node": Outcome(GOES_ON, "02 02", "The node says so, ends and never takes part."),
         "nvflare": Outcome(GOES_ON, "02 02", "The site is not let in; it tries again and again and never takes part."),
     },
     "the server is killed and started again": {
         "flower": Outcome(
-            RESUMES, "012 012 012 012", "With --database nodes stay registered; a new run goes on from the checkpoint."
-        ),
-        "flower-node": Outcome(
             RESUMES, "012 012 012 012", "With --database nodes stay registered; a new run goes on from the checkpoint."
         ),
         "nvflare": Outcome(

@@ -12,7 +12,7 @@ BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
 APP = Path(__file__).parent / "app"
 SCRIPT = ROOT / "examples" / "flower_app" / "make_certificates.sh"
-CLIENT_APP = "veiltest.client_app:app"
+LOOP = 'while true; do "$@"; sleep 2; done'  # as docs/flower.md has it
 
 
 def free_port():
@@ -90,25 +90,15 @@ class Deployment:
         )  # fmt: skip
         wait_until(lambda: listening(self.port), 60, "the SuperLink")
 
-    def start_node(self, part, *, parts=3, superlink=None, trust=None, name=None, more=""):
+    def start_node(self, part, *, parts=3, superlink=None, trust=None, name=None, loop=None, more=""):
         if trust is None and self.tls:
             trust = ["--root-certificates", f"{self.tls}/ca.crt"]
             trust += ["--auth-supernode-private-key", f"{self.tls}/node{part}"]
-        where = f"partition-id={part} num-partitions={parts} {more}".strip()
+        before = ["/bin/bash", "-c", loop, "loop", BIN / "flower-supernode"] if loop else ["flower-supernode"]
         return self.start(
-            name or f"node{part}", "flower-supernode", *(trust or ["--insecure"]), "--superlink",
-            superlink or f"127.0.0.1:{self.port}", "--port", free_port(), "--node-config", where,
-        )  # fmt: skip
-
-    def start_resident(self, part, *, parts=3, superlink=None, trust=None, name=None, app=CLIENT_APP, folder=APP):
-        """`fedveil flower-node` in place of a SuperNode."""
-        if trust is None and self.tls:
-            trust = ["--root-certificates", f"{self.tls}/ca.crt"]
-            trust += ["--auth-supernode-private-key", f"{self.tls}/node{part}"]
-        where = f"partition-id={part} num-partitions={parts}"
-        return self.start(
-            name or f"node{part}", "fedveil", "flower-node", app, "--app-dir", folder, *(trust or ["--insecure"]),
-            "--superlink", superlink or f"127.0.0.1:{self.port}", "--node-config", where,
+            name or f"node{part}", *before, *(trust or ["--insecure"]), "--superlink",
+            superlink or f"127.0.0.1:{self.port}", "--port", free_port(),
+            "--node-config", f"partition-id={part} num-partitions={parts} {more}".strip(),
         )  # fmt: skip
 
     def flwr(self, *words, timeout=120.0, check=True):

@@ -1,6 +1,9 @@
-"""The example app as it is in the repository: its own modules and settings, in a grid within this process."""
+"""The example app as it is in the repository: in a grid within this process, and by the commands of docs/flower.md."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -13,9 +16,9 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedvei
 from flwr.app import Context, RecordDict
 from tests.data.making import bank_row, bank_text
 from tests.flower.grid import LocalGrid
-from tests.flower.processes import Deployment
+from tests.flower.processes import BIN, ROOT, Deployment, free_port, mentions, wait_until
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"
+EXAMPLE = ROOT / "examples" / "flower_app"
 
 
 @pytest.fixture
@@ -86,3 +89,44 @@ def test_certificates_are_made_once_and_name_their_hosts(tmp_path):
     again = subprocess.run([script, keys, "2"], capture_output=True, text=True, check=False)
     assert again.returncode == 1
     assert "holds certificates already" in again.stderr
+
+
+def commands():
+    """The page's shell blocks, step by step."""
+    page = (ROOT / "docs" / "flower.md").read_text()
+    section = page.split("## From nothing")[1].split("\n## ")[0]
+    return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_pages_commands_train_over_tls(tmp_path):
+    install, *steps = commands()[:6]
+    assert "flower-supernode" in steps[3]
+    assert "pip install" in install
+    exports = [line for line in install.splitlines() if line.startswith("export")]
+    script = "\n".join(["set -e", *exports, *steps, "kill $(jobs -p)"])
+    script = script.replace(":8000", f":{(port := free_port())}")
+    script = script.replace("flower-superlink ", f"flower-superlink --port {port} ")
+    script = re.sub(r"909\$k", "$((" + str(free_port()) + " + k))", script)
+    for name in ("examples", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "runs").mkdir()
+    path = f"{os.environ.get('PYTHONPATH', '')}:{ROOT / 'src'}"
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        text, _ = process.communicate(timeout=900)
+        assert process.returncode == 0, text
+    finally:
+        home = f"FLWR_HOME={tmp_path}/runs/flwr"
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            if mentions(file, home) and file.parent.name != str(os.getpid()):
+                os.kill(int(file.parent.name), signal.SIGKILL)
+        wait_until(lambda: not any(mentions(f, home) for f in Path("/proc").glob("[0-9]*/environ")), 20, "their end")
+    found = [json.loads(line) for line in (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["answers"] for record in found] == [2] * 10
+    assert found[-1]["accuracy"] > found[0]["accuracy"]
+    assert (tmp_path / "runs" / "first" / "report.html").exists()

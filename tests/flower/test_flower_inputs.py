@@ -8,13 +8,14 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedvei
 from tests.federation.test_inputs import words
 from tests.federation.test_positions import draw, pixelwise
 from tests.flower.grid import LocalGrid
+from tests.flower.test_flower_server import app_of, values
 from tests.forms import FORMS, Words, network, records, reformed
 from tests.oracle import built, worst
 
 from fedveil.errors import TooFewAnswers
 from fedveil.federation import Federation
 from fedveil.federation.evaluate import rows_of
-from fedveil.flower import Server, client_app, prepared
+from fedveil.flower import Server
 
 ROUNDS = 3
 
@@ -23,13 +24,8 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, 0.1)
 
 
-def values(model):
-    return {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
-
-
 def on_flower(build, data, defence, **options):
-    app = client_app(lambda _: build(), lambda context: data[int(context.node_config["partition-id"])])
-    grid = LocalGrid(app, len(data))
+    grid = LocalGrid(app_of(data, build), len(data))
     server = Server(
         grid, build(), rows_of(data[0][0], 0, 2), defence, sgd, batch_size=8, **{"loss": "squared_error", **options}
     )
@@ -71,8 +67,9 @@ def test_token_ids_stay_whole_and_numbers_take_the_models_dtype():
 
     data = words((5, 9))
     short = [({"ids": x["ids"], "numbers": x["numbers"].float()}, y) for x, y in data]
-    app = client_app(lambda _: single(), lambda context: data[int(context.node_config["partition-id"])])
-    server = Server(LocalGrid(app, 2), single(), short[0][0], "plain", sgd, loss="cross_entropy", batch_size=8)
+    server = Server(
+        LocalGrid(app_of(data, single), 2), single(), short[0][0], "plain", sgd, loss="cross_entropy", batch_size=8
+    )
     server.fit(rounds=ROUNDS)
     engine = in_engine(single, short, loss="cross_entropy")
     assert worst(values(server.model), values(engine.model)) < 1e-5
@@ -91,21 +88,3 @@ def test_a_client_whose_records_are_broken_is_named():
     data = [(good, torch.zeros(4, 4).double()), (inputs, torch.zeros(4, 4).double())]
     with pytest.raises(TooFewAnswers, match=r"record 0: inputs\['b'\] hold NaN or infinity"):
         on_flower(lambda: network(FORMS["dict"][0]), data, "plain", attempts=1, min_answers=2)
-
-
-@pytest.mark.parametrize("form", [*FORMS, "tensor"])
-def test_records_that_were_prepared_come_back_in_their_form(form, tmp_path):
-    change = FORMS[form][1] if form in FORMS else (lambda x: x)
-    numbers, targets = records((4,), classes=True)[0]
-    made = []
-
-    def make():
-        made.append(1)
-        return change(numbers), targets
-
-    first, second = (prepared(tmp_path / "node" / "records.safetensors", make) for _ in range(2))
-    for inputs, labels in (first, second):
-        assert repr(inputs) == repr(change(numbers))
-        assert torch.equal(labels, targets)
-    assert len(made) == 1
-    assert (tmp_path / "node" / "records.safetensors").stat().st_mode & 0o777 == 0o600

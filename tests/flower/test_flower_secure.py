@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
 
 from tests.flower.grid import LocalGrid, parts
-from tests.flower.test_flower_equality import adam, net, values
+from tests.flower.test_flower_server import adam, net, values
 from tests.oracle import worst
 
 from fedveil.errors import BadArgument

@@ -1,4 +1,4 @@
-"""Text classifiers over Flower: trained as plain ones in one process, and their pages say what is covered."""
+"""Text classifiers over Flower train as plain ones in one process, and their reports state the coverage."""
 
 import json
 import logging
@@ -13,11 +13,12 @@ from benchmarks.networks.encoders import EncoderClassifier
 from benchmarks.networks.recurrent import LstmClassifier
 from benchmarks.tasks import TOPICS, VOCABULARY, WORDS, passages
 from tests.flower.grid import LocalGrid
+from tests.flower.test_flower_server import app_of
 from tests.oracle import built, worst
 
 from fedveil.data import from_tensors
 from fedveil.federation import Federation
-from fedveil.flower import Server, client_app
+from fedveil.flower import Server
 from fedveil.runs.folder import record_run
 
 BUILD = {
@@ -45,7 +46,7 @@ def test_a_text_classifier_trains_over_flower_as_a_plain_one_does_in_one_process
     clients, test = parts()
     plain = Federation(built(BUILD[name]), clients, "plain", sgd, loss="cross_entropy", batch_size=10, whole_shard=True)
     plain.fit(rounds=ROUNDS, test=test)
-    app = client_app(lambda _: built(BUILD[name]), lambda context: clients[int(context.node_config["partition-id"])])
+    app = app_of(clients, lambda: built(BUILD[name]))
     with caplog.at_level(logging.INFO, logger="fedveil"):
         server = Server(
             LocalGrid(app, 3), built(BUILD[name]), clients[0][0][:2], "veil", sgd, loss="cross_entropy", batch_size=10

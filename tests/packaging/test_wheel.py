@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 OPTIONAL = ("flwr", "nvflare", "pillow", "dp-accounting", "httpx", "pandas", "tensorboard", "pytest", "ruff", "mkdocs")
 EXTRAS = {
-    "flower": ["fedveil", "flower-node", "bank_app.client_app:app", "--insecure"],
     "nvflare": ["fedveil", "flare-kit", "kit"],
     "images": ["fedveil", "train", "--data", "images", "--path", "pictures", "--epochs", "1"],
     "dp": ["fedveil", "train", "--data", "digits", "--epochs", "1", "--dp-clip", "1", "--dp-noise", "1"],

@@ -9,15 +9,15 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedveil.flower import answer, prepared
+from fedveil.flower import answer, cache_records
 
 app = ClientApp()
 
 
 @cache
-def loaded(net: str, part: int, ready: Path) -> tuple[Tensor, Tensor]:
-    """Records that are ready on disk, and stay in memory if this process stays."""
-    return prepared(ready, lambda: records(net, part))  # type: ignore[return-value]
+def load_records(net: str, part: int, ready: Path) -> tuple[Tensor, Tensor]:
+    """Load records from disk once per process: a simulation answers many messages in one."""
+    return cache_records(ready, lambda: records(net, part))  # type: ignore[return-value]
 
 
 @app.train()
@@ -26,4 +26,4 @@ def train(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)
     net, part = str(context.run_config["net"]), int(context.node_config["partition-id"])
     ready = Path(str(context.run_config["out"])) / f"{part}.safetensors"
-    return answer(message, context, make_model(net), lambda: loaded(net, part, ready))
+    return answer(message, context, make_model(net), lambda: load_records(net, part, ready))

@@ -1,4 +1,4 @@
-"""What server and clients agree on: the network and the data."""
+"""The network and the data that server and clients agree on."""
 
 import hashlib
 from pathlib import Path
@@ -8,14 +8,14 @@ import torch
 from flwr.app import Context
 from torch import Tensor, nn
 
-from fedveil.flower import prepared
+from fedveil.flower import cache_records
 from fedveil.models import mlp
 
 SHAPES = {"bank": (63, 1), "digits": (64, 10)}  # inputs and outputs, so that a client builds the network without data
 
 
 def make_model(config: Any) -> nn.Module:
-    """The paper's MLP without biases; with the same initial values everywhere."""
+    """Build the paper's MLP without biases, with the same initial values everywhere."""
     inputs, outputs = SHAPES[str(config["data"])]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(config["seed"]))
@@ -23,10 +23,10 @@ def make_model(config: Any) -> nn.Module:
 
 
 def load_part(context: Context) -> tuple[Tensor, Tensor]:
-    """This node's records.
+    """Load the records of this node.
 
-    A node's config says where they are: path="..." for its data, partition-id=0 num-partitions=3 to take a part of
-    one common file, cache="..." for a folder of its own in which they are kept ready to use.
+    The node's config says where they are: path="..." for its data, partition-id=0 num-partitions=3 to take a part of
+    one common file, cache="..." for a folder in which they are kept ready to use.
     """
     node, config = context.node_config, context.run_config
     path, name = str(node.get("path", config["path"])), str(config["data"])
@@ -41,4 +41,4 @@ def load_part(context: Context) -> tuple[Tensor, Tensor]:
 
     home = Path(str(node.get("cache", "~/.cache/fedveil/flower"))).expanduser()
     source = hashlib.sha256(path.encode()).hexdigest()[:8]
-    return prepared(home / f"{name}-{source}-{part}-of-{parts}-seed-{config['seed']}.safetensors", make)
+    return cache_records(home / f"{name}-{source}-{part}-of-{parts}-seed-{config['seed']}.safetensors", make)

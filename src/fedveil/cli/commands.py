@@ -7,11 +7,6 @@ COMMANDS = {
     "attack": ("studies:Attack", "measure what a curious participant learns", "membership --defence plain,veil"),
     "audit": ("studies:Audit", "measure what published and adaptive attackers learn under each defence", "runs/a"),
     "reproduce": ("studies:reproduce", "the paper's tables and figures, its values beside ours", "all --scale cpu"),
-    "flower-node": (
-        "flower:flower_node",
-        "run a Flower node that stays, with an app of its own",
-        "bank_app.client_app:app --app-dir examples/flower_app --root-certificates ca.crt",
-    ),
     "data": ("training:data", "list data sets, or download one", "get bank"),
     "demo": ("studies:demo", "train digits with five clients, plain and veiled, and compare", "--out runs/demo"),
     "keys": ("keys:keys", "make or show a member's signing key, for secure aggregation", "new alice --out keys"),

@@ -1,6 +1,6 @@
-"""The same federation over Flower: `Server` in a ServerApp, `answer` or `client_app` in a ClientApp.
+"""A federation on Flower: `Server` for the ServerApp, `answer` or `client_app` for the ClientApp.
 
-Nothing is imported before it is used: a Flower deployment starts a new process for every message.
+Names are imported when they are first used: a Flower deployment starts a new process for every message.
 """
 
 from typing import TYPE_CHECKING
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from fedveil.lookup import lazily
 
 if TYPE_CHECKING:
-    from fedveil.flower.client import answer, client_app, prepared
+    from fedveil.flower.client import answer, client_app
+    from fedveil.flower.records import cache_records
     from fedveil.flower.server import Server
 else:
-    _HOMES = dict.fromkeys(("answer", "client_app", "prepared"), "client") | {"Server": "server"}
+    _HOMES = {"answer": "client", "client_app": "client", "cache_records": "records", "Server": "server"}
     __getattr__ = lazily(__name__, _HOMES, needs="flwr")
 
-__all__ = ["Server", "answer", "client_app", "prepared"]
+__all__ = ["Server", "answer", "cache_records", "client_app"]

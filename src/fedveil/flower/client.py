@@ -1,34 +1,29 @@
-"""The client's side: from a message to the answer."""
+"""The client's side of a Flower app: from a message to its answer."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from flwr.app import ConfigRecord, Context, Message
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation import remote
-from fedveil.federation.remote import Data
-from fedveil.federation.shards import PLAIN
-from fedveil.federation.sources import Batch, Given
-from fedveil.files import OWNER, make_folder, write_whole
-from fedveil.flower.carry import own_of, unwrap, wrap
-from fedveil.graph.inputs import Inputs
+from fedveil.federation.remote import ClientState, Data
+from fedveil.federation.sources import Given
+from fedveil.flower.messages import unwrap, unwrap_own, wrap
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
-from fedveil.wire import from_bytes, to_bytes
+from fedveil.wire import Values, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
 
 SEEN, PRIVATE = "fedveil.seen", "fedveil.private"
-SUPERLINK = 1  # the node that a ServerApp's messages come from
-LARGEST_STATE = 2**24  # bytes; Flower loses large states without a word
+SUPERLINK = 1  # the node id of a ServerApp
+MAX_STATE = 2**24  # bytes; Flower loses large states silently
 
 
 def answer(
@@ -43,51 +38,46 @@ def answer(
     folder: Path | None = None,
     party: Party | None = None,
 ) -> Message:
-    """What a ClientApp returns for a message of `fedveil.flower.Server`.
+    """Answer a message of `fedveil.flower.Server`: the reply that a ClientApp returns.
 
     Args:
-        message: what arrived.
-        context: Flower's; remembers the last round, and what this client keeps to itself.
-        model: gives the architecture; its values are ignored and stay what they are.
-        data: this client's (inputs, targets), or a function that loads them; called after the message was checked.
+        message: the message of this round.
+        context: Flower's context; keeps the number of the last round and this client's private state.
+        model: gives the architecture; its values are ignored and not changed.
+        data: this client's (inputs, targets), or a function that loads them, called after the message was checked.
             Inputs have the form of the server's `example` (docs/inputs.md).
-        defence: insist on these settings of a defence (for example PPDL's noise), whatever the server says.
-        loss: the server's own function, if its loss has no name.
-        client: this client's number, which decides the order of its batches; by default the node's `partition-id`.
-        folder: where to keep private state (SPN's head, PPDL's source of noise) on this node's disk, in place of
-            Flower's context, which is lost when the SuperNode or the run ends.
+        defence: use these settings (for example PPDL's noise), whatever the server asks for.
+        loss: the server's custom loss function, if its loss has no name.
+        client: the index of this client, which determines the order of its batches; by default the node's
+            `partition-id`.
+        folder: keep private state (SPN's head, PPDL's noise generator) in this folder of the node in place of Flower's
+            context, which is lost when the SuperNode or the run ends.
         party: for secure aggregation, `fedveil.secagg.Party`; by default from FEDVEIL_IDENTITY, FEDVEIL_ROSTER and
-            FEDVEIL_POLICY in the node's environment. One without a memory on disk must live as long as the run.
+            FEDVEIL_POLICY in the node's environment. A party without a memory on disk must live as long as the run.
 
     Raises:
-        FedveilError: a message that is stale, malformed or for another model; Flower reports it to the server.
+        FedveilError: the message is stale, malformed or for another model; Flower reports this to the server.
     """
     if message.metadata.src_node_id != SUPERLINK:
         what = f"the message comes from node {message.metadata.src_node_id}, not from the server"
         raise BadArgument("message", what, "send it with fedveil.flower.Server")
     if client is None:
         client = int(str(context.node_config.get("partition-id", context.node_id)))
-    seen = context.state.get(SEEN)
     file = folder / f"fedveil-client-{client}.pt" if folder is not None else None
-    before = remote.ClientState(seen if isinstance(seen, ConfigRecord) else {}, _kept(context, file))
-    sent = unwrap(message.content, "ask")
-    own = own_of(message.content, "ask")
-    reply, after = remote.reply(
-        sent,
-        before,
-        model,
-        data,
-        client=client,
-        defence=defence,
-        loss=loss,
-        party=party or remote.own_party(),
-        policy=remote.own_policy(),
-        own=own,
-    )
-    if after.private:
-        _keep(after.private, context, file)
-    if after.seen:
-        context.state[SEEN] = ConfigRecord(dict(after.seen))
+    with remote.refuse_failures():  # Flower sends the text of an exception to the server, and it may hold records
+        reply, state = remote.reply(
+            unwrap(message.content, "ask"),
+            _load_state(context, file),
+            model,
+            data,
+            client=client,
+            defence=defence,
+            loss=loss,
+            party=party or remote.own_party(),
+            policy=remote.own_policy(),
+            own=unwrap_own(message.content, "ask"),
+        )
+    _save_state(state, context, file)
     return Message(content=wrap(reply), reply_to=message)
 
 
@@ -100,18 +90,32 @@ def client_app(
     folder: Callable[[Context], Path] | None = None,
     party: Callable[[Context], Party] | None = None,
 ) -> "ClientApp":
-    """A whole ClientApp: the architecture, and how a node loads its records. See `answer` for the rest."""
+    """Return a complete ClientApp.
+
+    Args:
+        make_model: builds the network.
+        load_data: loads the records of a node.
+        defence: see `answer`.
+        loss: see `answer`.
+        folder: see `answer`.
+        party: see `answer`; called once for each node.
+    """
     from flwr.clientapp import ClientApp
 
-    made: dict[int, Party] = {}
+    parties: dict[int, Party] = {}
 
     def train(message: Message, context: Context) -> Message:
-        if party and context.node_id not in made:
-            made[context.node_id] = party(context)
-        own, home = defence() if defence else None, folder(context) if folder else None
-        model, data = make_model(context), lambda: load_data(context)
+        if party and context.node_id not in parties:
+            parties[context.node_id] = party(context)
         return answer(
-            message, context, model, data, defence=own, loss=loss, folder=home, party=made.get(context.node_id)
+            message,
+            context,
+            make_model(context),
+            lambda: load_data(context),
+            defence=defence() if defence else None,
+            loss=loss,
+            folder=folder(context) if folder else None,
+            party=parties.get(context.node_id),
         )
 
     app = ClientApp()
@@ -119,43 +123,22 @@ def client_app(
     return app
 
 
-def prepared(path: Path, make: Callable[[], Batch]) -> Batch:
-    """A node's (inputs, targets), made once and then read from a file of this node: a message is a new process."""
-    try:
-        values, tensors = from_bytes(_unsealed(path.read_bytes()), "records")
-    except (FileNotFoundError, BadArgument):  # also a damaged one, and one that an older version wrote
-        inputs, targets = make()
-        values, tensors = _packed(inputs)
-        data = to_bytes("records", values, {**tensors, "targets": targets})
-        make_folder(path.parent, 0o700)
-        write_whole(path, hashlib.sha256(data).digest() + data, OWNER)
-        return inputs, targets
-    others, form = values["others"], pytree.treespec_loads(values["form"])
-    leaves = [others[str(k)] if str(k) in others else tensors[f"inputs.{k}"] for k in range(form.num_leaves)]
-    return cast(Inputs, pytree.tree_unflatten(leaves, form)), tensors["targets"]
+def _load_state(context: Context, file: Path | None) -> ClientState:
+    seen = context.state.get(SEEN)
+    private = remote.load_private(file) if file is not None else _load_from_context(context)
+    return ClientState(seen if isinstance(seen, ConfigRecord) else {}, private)
 
 
-def _unsealed(content: bytes) -> bytes:
-    """What is behind its own checksum."""
-    size = hashlib.sha256().digest_size
-    if hashlib.sha256(data := content[size:]).digest() != content[:size]:
-        raise BadArgument("prepared", "the file is damaged, its checksum differs")
-    return data
+def _save_state(state: ClientState, context: Context, file: Path | None) -> None:
+    if state.private and file is not None:
+        remote.save_private(file, state.private)
+    elif state.private:
+        _save_to_context(state.private, context)
+    if state.seen:
+        context.state[SEEN] = ConfigRecord(dict(state.seen))
 
 
-def _packed(inputs: Inputs) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    leaves, form = pytree.tree_flatten(inputs)
-    others = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
-    for leaf in others.values():
-        if not isinstance(leaf, PLAIN):
-            raise BadArgument("prepared", f"inputs hold a {type(leaf).__name__}, which is no tensor", "tensors")
-    tensors = {f"inputs.{k}": leaf for k, leaf in enumerate(leaves) if k not in others}
-    return {"form": pytree.treespec_dumps(form), "others": others}, tensors
-
-
-def _kept(context: Context, file: Path | None) -> dict[str, Any]:
-    if file is not None:
-        return remote.load_private(file)
+def _load_from_context(context: Context) -> Values:
     record = context.state.get(PRIVATE)
     if not isinstance(record, ConfigRecord):
         return {}
@@ -163,13 +146,10 @@ def _kept(context: Context, file: Path | None) -> dict[str, Any]:
     return values | tensors
 
 
-def _keep(state: Mapping[str, Any], context: Context, file: Path | None) -> None:
-    if file is not None:
-        remote.save_private(file, state)
-        return
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    data = to_bytes("state", {name: value for name, value in state.items() if name not in tensors}, tensors)
-    if len(data) > LARGEST_STATE:
-        what = f"this client's private state has {len(data)} bytes, and Flower's context keeps less"
-        raise BadArgument("answer", what, "answer(..., folder=Path('a folder on this node'))")
+def _save_to_context(private: Mapping[str, object], context: Context) -> None:
+    tensors = {name: value for name, value in private.items() if isinstance(value, torch.Tensor)}
+    data = to_bytes("state", {name: value for name, value in private.items() if name not in tensors}, tensors)
+    if len(data) > MAX_STATE:
+        what = f"this client's private state has {len(data)} bytes; Flower's context holds at most {MAX_STATE}"
+        raise BadArgument("answer", what, "pass a folder of the node: answer(..., folder=Path(...))")
     context.state[PRIVATE] = ConfigRecord({"state": data})

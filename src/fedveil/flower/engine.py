@@ -1,4 +1,4 @@
-"""Flower's grid as an engine: asking nodes and collecting what comes back: answers, errors, silence, garbage."""
+"""Flower's grid as an engine: send messages to nodes, collect replies, and name what goes wrong."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,33 +9,23 @@ from flwr.serverapp import Grid
 
 from fedveil.errors import BadArgument
 from fedveil.federation.engine import Fault, Member, fault
-from fedveil.flower.carry import unwrap, wrap
+from fedveil.flower.messages import unwrap, wrap
 
-SHORTEST_POLL, LONGEST_POLL = 0.005, 0.5  # seconds
-POLL_SHARE = 0.05  # of the time waited so far: what a late look can add to a round
+MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between two looks for replies
+POLL_FRACTION = 0.05  # of the time waited so far: the most that polling adds to a round
 
 
 def push(grid: Grid, content: RecordDict, nodes: Sequence[int], group: str, ttl: float) -> dict[str, int]:
-    """Send the same content to every node; returns the node of each message that went out."""
+    """Send the same content to every node; return the node of each message by the message's id."""
     messages = [Message(content, dst_node_id=n, message_type="train", group_id=group, ttl=ttl) for n in nodes]
     grid.push_messages(messages)
     return {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
 
 
-def _pull(grid: Grid, message: str, node: int) -> Iterable[Message | Fault]:
-    """Replies to one message. One at a time, so that a reply that cannot be read takes no other with it."""
-    try:
-        return list(grid.pull_messages([message]))
-    except httpx.HTTPError:
-        raise  # the SuperLink is gone for longer than Flower tries again: no node's fault
-    except Exception as error:  # Flower raises whatever garbage makes of its decoder
-        return [fault(node, "unreadable", f"{type(error).__name__}: {error}")]
-
-
-def collect(grid: Grid, asked: Mapping[str, int], timeout: float) -> Iterator[tuple[int, Message | Fault]]:
-    """Each node's first answer or fault as it comes; after `timeout` seconds those that are missing are silent."""
-    began, pending = time.monotonic(), dict(asked)
-    deadline = began + timeout
+def collect(grid: Grid, sent: Mapping[str, int], timeout: float) -> Iterator[tuple[int, Message | Fault]]:
+    """Yield the first reply or fault of each node as it arrives; nodes are silent after `timeout` seconds."""
+    start, pending = time.monotonic(), dict(sent)
+    deadline = start + timeout
     while pending:
         for message, node in list(pending.items()):
             for reply in _pull(grid, message, node):
@@ -48,18 +38,28 @@ def collect(grid: Grid, asked: Mapping[str, int], timeout: float) -> Iterator[tu
                     yield node, fault(node, "twice", "only its first answer counts")
                 else:
                     del pending[message]
-                    yield node, _sorted_out(node, reply)
-        if not pending or time.monotonic() >= deadline:
-            break
+                    yield node, _check_sender(node, reply)
         now = time.monotonic()
-        poll = min(max(SHORTEST_POLL, POLL_SHARE * (now - began)), LONGEST_POLL)
+        if not pending or now >= deadline:
+            break
+        poll = min(max(MIN_POLL, POLL_FRACTION * (now - start)), MAX_POLL)
         time.sleep(max(0.0, min(poll, deadline - now)))
     for node in pending.values():
         yield node, fault(node, "silent", f"no answer within {timeout:g} s")
 
 
-def _sorted_out(node: int, reply: Message) -> Message | Fault:
-    """The reply, or why it is none: Flower's own errors come from node 1, the SuperLink."""
+def _pull(grid: Grid, message: str, node: int) -> Iterable[Message | Fault]:
+    """Return the replies to one message: pulled separately, so that an unreadable reply affects no other node."""
+    try:
+        return list(grid.pull_messages([message]))
+    except httpx.HTTPError:
+        raise  # the SuperLink has been gone for longer than Flower retries: not the node's fault
+    except Exception as error:  # Flower's decoder raises anything on garbage
+        return [fault(node, "unreadable", f"{type(error).__name__}: {error}")]
+
+
+def _check_sender(node: int, reply: Message) -> Message | Fault:
+    """Return the reply, or a fault: an error of Flower, which the SuperLink may send, or another node's reply."""
     if reply.has_error():
         return fault(node, f"error {reply.error.code}", reply.error.reason)
     if reply.metadata.src_node_id != node:
@@ -67,33 +67,33 @@ def _sorted_out(node: int, reply: Message) -> Message | Fault:
     return reply
 
 
+def _read_content(node: int, reply: Message) -> bytes | Fault:
+    try:
+        return unwrap(reply.content, "answer")
+    except BadArgument as error:
+        return fault(node, "malformed", f"{error.where}: {error.what}")
+
+
 class FlowerEngine:
-    """Nodes of a Flower federation, through the grid that `@app.main()` gets."""
+    """The nodes of a Flower federation, through the grid of a ServerApp."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
 
     def members(self) -> list[Member]:
-        """The nodes that are connected."""
+        """Return the nodes that are connected."""
         return [*sorted(self.grid.get_node_ids())]
 
     def ask(
         self, common: bytes, own: Mapping[Member, bytes], *, label: str, timeout: float
     ) -> Iterator[tuple[Member, bytes | Fault]]:
-        """See `Engine.ask`; messages live as long as the exchange."""
-        asked: dict[str, int] = {}
+        """See `Engine.ask`; messages expire with the exchange."""
+        sent: dict[str, int] = {}
         for extra in dict.fromkeys(own.values()):
-            nodes = [int(node) for node, given in own.items() if given == extra]
-            asked |= push(self.grid, wrap(common, extra), nodes, label, timeout)
-        for node, reply in collect(self.grid, asked, timeout):
-            yield node, reply if isinstance(reply, Fault) else _content(node, reply)
+            nodes = [int(node) for node, bytes_ in own.items() if bytes_ == extra]
+            sent |= push(self.grid, wrap(common, extra), nodes, label, timeout)
+        for node, reply in collect(self.grid, sent, timeout):
+            yield node, reply if isinstance(reply, Fault) else _read_content(node, reply)
 
     def close(self) -> None:
-        """Nothing to do: Flower ends the run."""
-
-
-def _content(node: int, reply: Message) -> bytes | Fault:
-    try:
-        return unwrap(reply.content, "answer")
-    except BadArgument as error:
-        return fault(node, "malformed", f"{error.where}: {error.what}")
+        """Do nothing: Flower ends the run."""

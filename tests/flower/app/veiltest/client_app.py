@@ -7,8 +7,8 @@ from flwr.clientapp import ClientApp
 from tests.deployed.misbehaving import after, before
 from tests.deployed.task import images, make_model, parts
 
-from fedveil.flower import answer, prepared
-from fedveil.flower.carry import unwrap, wrap
+from fedveil.flower import answer, cache_records
+from fedveil.flower.messages import unwrap, wrap
 
 app = ClientApp()
 
@@ -19,5 +19,5 @@ def train(message, context):
     kind = before(config, part, unwrap(message.content, "ask"))
     make = (lambda: parts()[part]) if config["net"] != "resnet20" else (lambda: images(part))
     ready = Path(config["out"]) / f"{part}.safetensors"
-    reply = answer(message, context, make_model(config), lambda: prepared(ready, make))
+    reply = answer(message, context, make_model(config), lambda: cache_records(ready, make))
     return Message(content=wrap(after(kind, unwrap(reply.content, "answer"))), reply_to=message)

@@ -1,6 +1,7 @@
-"""A run over Flower is the run of the one-machine engine, for every defence."""
+"""A run over Flower is the run of one process, for every defence."""
 
 import copy
+import inspect
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from fedveil import Entropy
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil, dbcl
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
-from fedveil.flower import Server, client_app
+from fedveil.federation.remote import ClientState
+from fedveil.federation.rounds import RemoteServer
+from fedveil.flower import Server, client, client_app
 from fedveil.models import mlp
 
 ROUNDS = 5
@@ -161,10 +164,9 @@ def test_clients_keep_their_private_state_where_it_belongs(make, on_disk, tmp_pa
 
     app = app_of(data, folder=lambda _: tmp_path) if on_disk else app_of(data)
     grid = LocalGrid(app, 3)
-    from fedveil.flower import client
-
     for k, (context, state) in enumerate(zip(grid.contexts.values(), states, strict=True)):
-        client._keep(state, context, tmp_path / f"fedveil-client-{k}.pt" if on_disk else None)
+        file = tmp_path / f"fedveil-client-{k}.pt" if on_disk else None
+        client._save_state(ClientState(private=state), context, file)
     server = Server(grid, net(), data[0][0][:2], make(), adam, schedule=falling, loss="squared_error")
     server.fit(rounds=ROUNDS)
     assert worst(values(server.model), values(engine.model)) < 1e-9
@@ -208,3 +210,8 @@ def test_single_precision_travels_as_such():
     assert 3 * 4 * count < record["bytes_up"] < 3 * 4 * count + 1000  # G^, sigma~ and beta
     assert 4 * count < record["bytes_down"] < 4 * count + 2500
     assert record["bytes_total"] == 3 * (record["bytes_down"] + record["bytes_up"])
+
+
+def test_a_server_takes_the_arguments_of_every_remote_server():
+    ours, theirs = (list(inspect.signature(kind).parameters.values())[1:] for kind in (Server, RemoteServer))
+    assert [str(parameter) for parameter in ours] == [str(parameter) for parameter in theirs]

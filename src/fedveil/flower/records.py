@@ -1,0 +1,58 @@
+"""A file in which a node keeps its records ready to use."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fedveil.errors import BadArgument
+from fedveil.federation.shards import PLAIN
+from fedveil.federation.sources import Batch
+from fedveil.files import OWNER, make_folder, write_whole
+from fedveil.graph.inputs import Inputs
+from fedveil.wire import Packed, from_bytes, to_bytes
+
+KIND = "records"
+DIGEST = hashlib.sha256().digest_size
+
+
+def cache_records(path: Path, make: Callable[[], Batch]) -> Batch:
+    """Return (inputs, targets) from a file, or make them and write it: a SuperNode starts a process per message.
+
+    Args:
+        path: the file, in a folder of the node. One that is damaged, or that another version wrote, is written again.
+        make: loads the records; called if the file cannot be used.
+    """
+    try:
+        values, tensors = from_bytes(_verify_checksum(path.read_bytes()), KIND)
+    except (FileNotFoundError, BadArgument):
+        inputs, targets = make()
+        values, tensors = _flatten(inputs)
+        data = to_bytes(KIND, values, {**tensors, "targets": targets})
+        make_folder(path.parent, 0o700)
+        write_whole(path, hashlib.sha256(data).digest() + data, OWNER)
+        return inputs, targets
+    constants, form = values["others"], pytree.treespec_loads(values["form"])
+    leaves = [constants[str(k)] if str(k) in constants else tensors[f"inputs.{k}"] for k in range(form.num_leaves)]
+    return cast(Inputs, pytree.tree_unflatten(leaves, form)), tensors["targets"]
+
+
+def _verify_checksum(content: bytes) -> bytes:
+    """Return the content without the checksum in front of it."""
+    if hashlib.sha256(data := content[DIGEST:]).digest() != content[:DIGEST]:
+        raise BadArgument("cache_records", "the file is damaged: its checksum differs")
+    return data
+
+
+def _flatten(inputs: Inputs) -> Packed:
+    leaves, form = pytree.tree_flatten(inputs)
+    constants = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    for leaf in constants.values():
+        if not isinstance(leaf, PLAIN):
+            what = f"inputs hold a {type(leaf).__name__}, which cannot be written to a file"
+            raise BadArgument("cache_records", what, "convert it to a tensor")
+    tensors = {f"inputs.{k}": leaf for k, leaf in enumerate(leaves) if k not in constants}
+    return {"form": pytree.treespec_dumps(form), "others": constants}, tensors
