@@ -6,7 +6,7 @@ argument, use a tuple of one: ``({"ids": ids, "mask": mask},)``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -53,7 +53,7 @@ class ModuleCall:
 
     module: nn.Module
     entered: Tensor
-    output: object = None
+    output: Any = None
 
 
 @contextmanager
@@ -69,11 +69,8 @@ def calls_of(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
         for call in started[-1:]:
             call.output = output
 
-    handles = []
-    for module in modules:
-        handles += [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(end)]
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(end))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()

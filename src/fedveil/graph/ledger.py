@@ -20,11 +20,7 @@ from fedveil.graph.symmetry import Symmetry
 from fedveil.graph.units import Dims, Units, first_along, varying_dims
 
 Rank = Callable[[Tensor], Tensor]
-LIMITS = {
-    Symmetry.NOTHING: "it lets no factor through",
-    Symmetry.SIGN: "it lets only signs through",
-    Symmetry.POSITIVE: "it lets only positive factors through",
-}
+FACTORS = {Symmetry.NOTHING: "no factor", Symmetry.SIGN: "only signs", Symmetry.POSITIVE: "only positive factors"}
 
 
 class Limit(NamedTuple):
@@ -114,7 +110,8 @@ class Ledger:
             return
         for factor in factors:
             members = torch.from_numpy(np.unique(factor.abs().numpy()))
-            self.limits.append(Limit(members[members > 0], symmetry, where, why or LIMITS[symmetry]))
+            reason = why or f"it lets {FACTORS[symmetry]} through"
+            self.limits.append(Limit(members[members > 0], symmetry, where, reason))
 
     def note(self, where: str, why: str) -> None:
         """Record that a tensor gets no noise."""
@@ -162,13 +159,9 @@ class Ledger:
 
     # Order.
 
-    def mark(self, order: Tensor, values: Tensor) -> None:
-        """Forbid swaps of units whose elements have different `values`, in order of position."""
-        self.marks.append(Mark(order, lambda _: values))
-
     def count(self, order: Tensor) -> None:
         """Forbid swaps of units that occur here in different numbers."""
-        self.mark(order, torch.zeros_like(order))
+        self.marks.append(Mark(order, lambda _: torch.zeros_like(order)))
 
     def fix(self, *factors: Tensor) -> None:
         """Forbid all permutations of these factors."""
@@ -208,7 +201,11 @@ class Ledger:
         self.marks.append(Mark(after, origins))
         return after
 
-    def fold(self, factor: Tensor, dims: Dims) -> Tensor | None:
+    def fold(self, factors: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        """Return order factors after a sum over `dims`, as far as they remain."""
+        return [folded for factor in factors if (folded := self._fold(factor, dims)) is not None]
+
+    def _fold(self, factor: Tensor, dims: Dims) -> Tensor | None:
         """Return an order factor after a sum over `dims`; None if nothing remains.
 
         Elements along `dims` form one block per remaining position; the result holds the blocks' parents.
@@ -233,8 +230,8 @@ class Ledger:
         `distinct` are the dims along which a tensor's elements may differ; along the others it is broadcast, and moving
         the other tensor does not change it.
         """
-        left = [(factor, self.fold(factor, dims - distinct_b)) for factor in a if (dims := varying_dims(factor))]
-        right = [(factor, self.fold(factor, dims - distinct_a)) for factor in b if (dims := varying_dims(factor))]
+        left = [(factor, self._fold(factor, dims - distinct_b)) for factor in a if (dims := varying_dims(factor))]
+        right = [(factor, self._fold(factor, dims - distinct_a)) for factor in b if (dims := varying_dims(factor))]
         waiting = [(factor, seen) for factor, seen in right if seen is not None and varying_dims(factor) & distinct_a]
         result = [factor for factor, _ in right if not varying_dims(factor) & distinct_a]
         for factor, seen in left:

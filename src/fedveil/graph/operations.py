@@ -6,32 +6,26 @@ LAYERS = CONVOLUTIONS | {"linear"}
 
 AVERAGE_POOLS = frozenset(f"{kind}avg_pool{n}d" for kind in ("", "adaptive_", "_adaptive_") for n in SPATIAL_DIMS)
 MAX_POOLS = frozenset(f"{kind}max_pool{n}d" for kind in ("", "adaptive_") for n in SPATIAL_DIMS)
-UPSAMPLINGS = frozenset(
-    [
-        "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
-        "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
-        *[f"{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in SPATIAL_DIMS],
-    ]
-)  # fmt: skip
-RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten", "_unsafe_view"])
+UPSAMPLINGS = {
+    "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
+    "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+    *[f"{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in SPATIAL_DIMS],
+}  # fmt: skip
+RESHAPES = {"view", "reshape", "flatten", "unflatten", "_unsafe_view"}
 
 # Functions of one number, by the factors that they commute with.
-POSITIVE = frozenset(["relu", "leaky_relu", "abs", "rrelu"])
-ODD = frozenset(
-    [
-        "tanh", "sin", "asinh", "atan", "erf", "sign", "softshrink", "hardshrink", "sinh", "tan", "asin", "atanh",
-        "erfinv",
-    ]
-)  # fmt: skip
-EVEN = frozenset(["square", "cos", "cosh"])
-OTHER = frozenset(
-    [
-        "gelu", "silu", "sigmoid", "log_sigmoid", "softplus", "elu", "selu", "celu", "mish", "relu6", "hardswish",
-        "hardsigmoid", "exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "clamp", "clamp_min", "clamp_max",
-        "threshold", "alpha_dropout", "feature_alpha_dropout", "erfc", "exp2", "logit", "round", "floor", "ceil",
-        "trunc", "nan_to_num", "sinc",
-    ]
-)  # fmt: skip
+POSITIVE = {"relu", "leaky_relu", "abs", "rrelu"}
+ODD = {
+    "tanh", "sin", "asinh", "atan", "erf", "sign", "softshrink", "hardshrink", "sinh", "tan", "asin", "atanh",
+    "erfinv",
+}  # fmt: skip
+EVEN = {"square", "cos", "cosh"}
+OTHER = {
+    "gelu", "silu", "sigmoid", "log_sigmoid", "softplus", "elu", "selu", "celu", "mish", "relu6", "hardswish",
+    "hardsigmoid", "exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "clamp", "clamp_min", "clamp_max",
+    "threshold", "alpha_dropout", "feature_alpha_dropout", "erfc", "exp2", "logit", "round", "floor", "ceil",
+    "trunc", "nan_to_num", "sinc",
+}  # fmt: skip
 
 
 def count_spatial_dims(name: str) -> int:

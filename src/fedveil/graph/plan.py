@@ -173,15 +173,13 @@ def build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:
     births = [(where, classes[units.numpy()]) for where, units in ledger.births]
     pairs = [(np.full_like(own, number), len(births) + own) for number, (_, own) in enumerate(births)]
     found = components(len(births) + len(scales.symmetries), pairs)  # of births, then of classes: the first birth
-    groups: dict[int, list[int]] = {}
-    for number in range(len(births)):
-        groups.setdefault(int(found[number]), []).append(number)
     limits: dict[int, dict[tuple[str, str], None]] = {}
     for limit in ledger.limits:
         for first in np.unique(found[len(births) + classes[limit.members.numpy()]]):
             limits.setdefault(int(first), {})[(limit.where, limit.why)] = None
     axes = []
-    for first, numbers in groups.items():
+    for first in dict.fromkeys(found[: len(births)].tolist()):
+        numbers = np.flatnonzero(found[: len(births)] == first)
         own = np.unique(np.concatenate([births[n][1] for n in numbers]))
         symmetry = Symmetry(int(np.bitwise_and.reduce(scales.symmetries[own])))
         names = tuple(dict.fromkeys(births[n][0] for n in numbers))
@@ -203,21 +201,12 @@ def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collecti
     inside, layout = look_inside(model), lay_out(model, frozenset(walk.used))
     builder = SlotBuilder(scales, orders)
     pieces = {e.name: [builder.add(region) for region in ledger.regions.get(e.name, ())] for e in layout.entries}
-    small = [entry for entry in layout.entries if entry.shape.numel() <= POOLED]
+    pool = build_pool([e for e in layout.entries if e.shape.numel() <= POOLED], pieces, layout.device)
     pins = {(lim.where, lim.why): None for lim in ledger.limits if not lim.symmetry and lim.where != "output"}
+    name, axes, slots = type(model).__name__, build_axes(ledger, scales), builder.finish()
+    known = _find_known_names(inside.parameters, layout, public)
     return Plan(
-        type(model).__name__,
-        build_axes(ledger, scales),
-        head,
-        layout,
-        inside.modes,
-        scales.symmetries,
-        orders,
-        builder.finish(),
-        MappingProxyType(pieces),
-        build_pool(small, pieces, layout.device),
-        tuple(pins),
-        _find_known_names(inside.parameters, layout, public),
+        name, axes, head, layout, inside.modes, scales.symmetries, orders, slots, pieces, pool, tuple(pins), known
     )
 
 

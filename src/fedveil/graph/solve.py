@@ -7,7 +7,6 @@ inverse can only be +1 or -1.
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -134,11 +133,7 @@ def ranks(labels: Integers) -> Integers:
     return out
 
 
-class _Use(NamedTuple):
-    """A tensor in which order classes occur: the class and a value of each of its elements, in order."""
-
-    labels: Integers
-    values: Integers
+_Use = tuple[Integers, Integers]  # of a tensor in which order classes occur: the class and a value of each element
 
 
 def _hash_uses(found: Hashes, uses: Iterable[_Use], first: int) -> Hashes:
@@ -164,10 +159,10 @@ def _find_uses(ledger: Ledger, classes: Integers) -> Iterator[_Use]:
 
     for mark in ledger.marks:
         values = mark.values(rank).expand(mark.order.shape).numpy().ravel()
-        yield _Use(classes[mark.order.numpy()].ravel(), values)
+        yield classes[mark.order.numpy()].ravel(), values
     for region in itertools.chain.from_iterable(ledger.regions.values()):
         for factor in region.units.order:
-            yield _Use(classes[factor.numpy()].ravel(), np.zeros(factor.numel(), np.int64))
+            yield classes[factor.numpy()].ravel(), np.zeros(factor.numel(), np.int64)
 
 
 def solve_orders(ledger: Ledger) -> Orders:
@@ -180,11 +175,12 @@ def solve_orders(ledger: Ledger) -> Orders:
     pairs = [(children.ravel(), np.repeat(parents, children.shape[1])) for children, parents in blocks]
     component = components(count, pairs)  # classes that share blocks, named by the smallest
     position = ranks(component)  # of a class in its component, by number
-    by_row, by_kind = [], []  # uses that tell the rows of a block apart, and uses that do not
+    by_row: list[_Use] = []  # uses that tell the rows of a block apart
+    by_kind: list[_Use] = []  # uses that do not
     for children, parents in blocks:
         kinds = mix_hashes(position[parents], ranks(parents)).astype(np.int64)
         for found, label in ((by_row, np.arange(len(parents))), (by_kind, kinds)):
-            found += [_Use(children.ravel(), np.repeat(label, children.shape[1])), _Use(parents, label)]
+            found += [(children.ravel(), np.repeat(label, children.shape[1])), (parents, label)]
     common, first = _hash_uses(np.zeros(count, np.uint64), uses, 1), len(uses) + 1
     cells = renumber(_hash_uses(common, by_row, first).view(np.int64))
     cells = np.where(np.arange(count) == 0, 0, cells + 1)

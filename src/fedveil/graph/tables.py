@@ -62,6 +62,7 @@ class Slots:
     """All slots of a model. Slot 0 of either kind does nothing.
 
     Attributes:
+        classes: the number of scale classes.
         unit: scale class of each scale slot; 0 is pinned.
         power: +1 or -1, its exponent.
         order: order class of each order slot; 0 does not move.
@@ -69,9 +70,9 @@ class Slots:
         repeat: how often each class of the kind occurs there.
         place: its index in the tensor's flat elements, along the slot's dims.
         table: indices of each tensor, sorted by kind, class and occurrence.
-        classes: the number of scale classes.
     """
 
+    classes: int
     unit: Integers
     power: Integers
     order: Integers
@@ -79,7 +80,6 @@ class Slots:
     repeat: Integers
     place: Integers
     table: Integers
-    classes: int
 
     def factors(self, scale: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the factor of each scale slot, from one number per scale class; for one secret, or one per row."""
@@ -147,11 +147,9 @@ class SlotBuilder:
 
     def finish(self) -> Slots:
         """Return all slots."""
-        scale, order = (
-            [np.concatenate(column) for column in zip(*columns, strict=True)]
-            for columns in (self._scale_columns, self._order_columns)
-        )
-        return Slots(*scale, *order, int(self._scales.classes.max()) + 1)
+        unit, power = map(np.concatenate, zip(*self._scale_columns, strict=True))
+        columns = map(np.concatenate, zip(*self._order_columns, strict=True))
+        return Slots(int(self._scales.classes.max()) + 1, unit, power, *columns)
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,7 +89,7 @@ def _keeps_samples_apart(step: fx.Node, parameters: list[fx.Node]) -> bool:
     if name in ALONG_DIMS:
         return bool(dims) and 0 not in dims
     if name == "permute":
-        return dims[0] == 0
+        return bool(dims[0] == 0)
     if name in RESHAPES:
         return value.dim() > 0 and value.shape[0] == first.shape[0]
     return name in SAMPLE_BY_SAMPLE

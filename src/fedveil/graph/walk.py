@@ -77,7 +77,7 @@ class Walk:
             return pytree.tree_map_only(Tensor, Activation, output)
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
             return output
-        arguments = fx.map_arg(named_arguments(node), lambda n: self.values[n])
+        arguments = pytree.tree_map_only(fx.Node, self.values.__getitem__, named_arguments(node))
         call = Call(operation_name(node), describe_location(node), arguments, output, node.target, self.ledger)  # type: ignore[arg-type]
         if not is_in_place(node):
             return self._find_views(call) or self._follow(node, call)

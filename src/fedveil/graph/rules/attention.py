@@ -27,6 +27,5 @@ def attention(call: Call) -> Outcome:
         part = Call(call.name, call.where, {}, weights.value, call.run, call.ledger)
         weights.units = add_tensors(part, weights, as_tensor(call["attn_mask"]))
     weights.units = call.drop_scale(weights.units)
-    for factor in weights.units.order:
-        call.ledger.fold(factor, frozenset({len(shape) - 1}))
+    call.ledger.fold(weights.units.order, frozenset({len(shape) - 1}))
     return contract(call, weights, [*ahead, "i", "j"], v, [*ahead, "j", "e"], [*ahead, "i", "e"])

@@ -27,11 +27,6 @@ def rearrange(factor: Tensor, own: Labels, wanted: Labels) -> Tensor:
     return factor.permute(kept + [d for d in range(len(own)) if d not in kept]).reshape(sizes)
 
 
-def varying_labels(factor: Tensor, labels: Labels) -> set[str]:
-    """Return the labels along which a factor varies."""
-    return {labels[d] for d in varying_dims(factor)}
-
-
 def find_dims(labels: Labels, chosen: Collection[str]) -> Dims:
     """Return the dims of these labels."""
     return frozenset(d for d, label in enumerate(labels) if label in chosen)
@@ -50,141 +45,99 @@ class Weight:
         view = self.view.unflatten(0, (groups, -1))  # type: ignore[no-untyped-call]
         return Weight(self.tensor, view, ("g", *self.labels))
 
-    def attach(self, units: Units, labels: Labels | None = None) -> None:
-        """Record its noise, given over `labels`; by default its own."""
-        own = units if labels is None else units.each(lambda factor: rearrange(factor, labels, self.labels))
-        self.tensor.attach(own, self.view)
+    def attach(self, scale: Sequence[Tensor], order: Sequence[Tensor], space: Labels) -> None:
+        """Record its noise, given over the dims `space`."""
+        units = Units(tuple(scale), tuple(order))
+        self.tensor.attach(units.each(lambda factor: rearrange(factor, space, self.labels)), self.view)
 
 
 def project(
     call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight | None, out: Labels, *, head: bool = False
 ) -> Units:
     """Multiply by a weight; labels that neither weight nor output has are mixed. A head starts no units."""
-    ledger = call.ledger
-    sizes = dict(zip(weight.labels, weight.view.shape, strict=True))
-    summed = {label for label in sizes if label in labels and label not in out}
-    shared = {label for label in sizes if label in labels and label in out}
-    outer = {label for label in labels if label in out and label not in sizes}
-    mixed = find_dims(labels, set(labels) - summed - shared)
+    ledger, sizes = call.ledger, weight.view.shape
+    space = list(dict.fromkeys([*weight.labels, *labels, *out]))
+    own, inputs, outputs = (find_dims(space, names) for names in (weight.labels, labels, out))
+    summed, shared, outer = (own & inputs) - outputs, own & inputs & outputs, (inputs & outputs) - own
+    x = x.each(lambda factor: rearrange(factor, labels, space))
     passing, columns = [], []
     for factor in x.scale:
-        changes = varying_labels(factor, labels)
-        if changes and changes <= outer and bias is None and not head:
-            passing.append(rearrange(factor, labels, out))
+        dims = varying_dims(factor)
+        if dims and dims <= outer and bias is None and not head:
+            passing.append(factor)
         else:
-            one = ledger.merge_scale(factor, mixed, call.where)
-            columns.append(-rearrange(one, labels, weight.labels))
-    staying, moving, parents = _split_orders(call, x.order, labels, summed, shared, outer)
-    staying = [rearrange(factor, labels, out) for factor in staying]
-    moving, above = ([rearrange(f, labels, weight.labels) for f in factors] for factors in (moving, parents))
-    if head:
-        weight.attach(Units(tuple(columns), tuple(moving)))
-        return Units(tuple(passing), tuple(staying))
-    shape = [size if label in out else 1 for label, size in sizes.items()]
-    rows = ledger.fresh_scale(shape, weight.tensor.name)
-    if shared and all(sizes[label] == 1 for label in summed):  # depthwise: outputs are in the inputs' order
-        order = above[0].expand(shape) if above else torch.zeros_like(rows)
-    else:
-        order = ledger.fresh_order(shape)
-        _put_below(call, order, find_dims(weight.labels, set(out) - shared), above)
-    if order.numel() > 1:
-        ledger.count(order)
-    weight.attach(Units((rows, *columns), (order, *moving)))
-    if bias is not None:
-        bias.attach(Units((rows,), (order,)), weight.labels)
-    new = Units((rows,), (order,)).each(lambda factor: rearrange(factor, weight.labels, out))
-    return Units((*passing, *new.scale), (*staying, *new.order))
-
-
-def _put_below(call: Call, order: Tensor, inner: Dims, above: Sequence[Tensor]) -> None:
-    """Let outputs of a group move only with the group's inputs."""
-    if not varying_dims(order) - inner:
-        return
-    own = call.ledger.fold(order, inner)
-    assert own is not None
-    for other in above:
-        call.ledger.unite_order(own, other)
-    if not above:
-        call.ledger.fix(own)
-
-
-def _split_orders(
-    call: Call, orders: Sequence[Tensor], labels: Labels, summed: set[str], shared: set[str], outer: set[str]
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return order factors that bypass the weight, those that it follows, and their parents along shared dims."""
-    ledger = call.ledger
-    staying, moving, parents = [], [], []
-    inner = summed | shared
-    for factor in orders:
-        changes = varying_labels(factor, labels)
-        if changes and changes <= outer:
+            columns.append(-ledger.merge_scale(factor, inputs - own, call.where))
+    staying: list[Tensor] = []  # orders that bypass the weight
+    moving: list[Tensor] = []  # orders that it follows
+    parents: list[Tensor] = []  # of those, along shared dims
+    for factor in x.order:
+        dims = varying_dims(factor)
+        if dims and dims <= outer:
             staying.append(factor)
-        elif changes & inner and changes <= inner | outer:
-            (one,) = call.merge_order([factor], find_dims(labels, set(labels) - inner))
-            moving.append(one)
-            above = ledger.fold(one, find_dims(labels, summed)) if changes & shared else None
-            parents += [] if above is None else [above]
-        elif changes:
+        elif dims & own and dims <= own | outer:
+            moving += call.merge_order([factor], inputs - own)
+            parents += ledger.fold(moving[-1:], summed) if dims & shared else []
+        elif dims:
             ledger.fix(factor)
-    return staying, moving, parents
+    if head:
+        weight.attach(columns, moving, space)
+    else:
+        shape = [sizes[d] if d in own & outputs else 1 for d in range(len(space))]
+        rows = ledger.fresh_scale(shape, weight.tensor.name)
+        if shared and all(sizes[d] == 1 for d in summed):  # depthwise: outputs are in the inputs' order
+            order = parents[0].expand(shape) if parents else torch.zeros_like(rows)
+        else:
+            order = ledger.fresh_order(shape)
+            _put_below(call, order, outputs - shared, parents)
+        if order.numel() > 1:
+            ledger.count(order)
+        weight.attach([rows, *columns], [order, *moving], space)
+        if bias is not None:
+            bias.attach([rows], [order], space)
+        passing, staying = [*passing, rows], [*staying, order]
+    return Units(tuple(passing), tuple(staying)).each(lambda factor: rearrange(factor, space, out))
+
+
+def _put_below(call: Call, order: Tensor, inner: Dims, parents: Sequence[Tensor]) -> None:
+    """Let outputs of a group move only with the group's inputs."""
+    if varying_dims(order) - inner:
+        (own,) = call.ledger.fold([order], inner)
+        for parent in parents:
+            call.ledger.unite_order(own, parent)
+        if not parents:
+            call.ledger.fix(own)
 
 
 def contract(call: Call, x: Traced, labels: Labels, y: Traced, others: Labels, out: Labels) -> Units:
     """Multiply two activations and sum over the labels that the output lacks."""
     ledger = call.ledger
-    summed = {label for label in labels if label in others and label not in out}
-    shared = [label for label in labels if label in others and label in out]
-    both = [*shared, *sorted(summed)]
-    scale: list[Tensor] = []
-    inside: list[list[Tensor]] = [[], []]
-    for found, units, own in zip(inside, (x.units, y.units), (labels, others), strict=True):
-        for factor in units.scale:
-            if varying_labels(factor, own) & summed:
-                one = ledger.merge_scale(factor, find_dims(own, set(own) - set(both)), call.where)
-                found.append(rearrange(one, own, both))
-            else:
-                scale.append(rearrange(factor, own, out))
-    left, right = inside
+    shared_labels = [label for label in labels if label in others and label in out]
+    summed_labels = sorted(label for label in labels if label in others and label not in out)
+    space = list(dict.fromkeys([*shared_labels, *summed_labels, *labels, *others]))
+    everywhere, shared, summed = (find_dims(space, names) for names in (space, shared_labels, summed_labels))
+    sides = ((x, labels), (y, others))
+    units = [operand.units.each(lambda f, own=own: rearrange(f, own, space)) for operand, own in sides]  # type: ignore[misc]
+    distinct = [find_dims(space, [own[d] for d in distinct_dims(operand.value)]) for operand, own in sides]
+    alone = everywhere - shared - summed
+    scale = [f for side in units for f in side.scale if not varying_dims(f) & summed]
+    left, right = (call.merge_scale([f for f in side.scale if varying_dims(f) & summed], alone) for side in units)
     if left and right:
         why = "the two tensors carry different factors along the dims that it sums over"
         ledger.agree_scale(left, [-factor for factor in right], call.where, why)
     else:
-        rest = call.merge_scale(left or right, find_dims(both, summed))
-        scale += [rearrange(factor, both, out) for factor in rest]
-    return Units(tuple(scale), _contract_order(call, x, labels, y, others, out, summed, shared))
-
-
-def _contract_order(
-    call: Call, x: Traced, labels: Labels, y: Traced, others: Labels, out: Labels, summed: set[str], shared: list[str]
-) -> tuple[Tensor, ...]:
-    """Return the order of a product: summed and shared labels move alike on both sides."""
-    ledger = call.ledger
-    both = [*shared, *sorted(summed)]
-    inner: list[list[Tensor]] = [[], []]  # of each side, factors over summed labels
-    outer: list[list[Tensor]] = [[], []]  # and over shared ones only
-    free: list[Tensor] = []
-    sides = ((x, labels), (y, others))
-    for side, (operand, own) in enumerate(sides):
-        for factor in operand.units.order:
-            changes = varying_labels(factor, own)
-            if changes & summed:
-                one = ledger.merge_order(factor, find_dims(own, set(own) - set(both)))
-                inner[side].append(rearrange(one, own, both))
-                continue
-            if changes - set(shared):
-                free.append(rearrange(factor, own, out))
-            above = ledger.fold(factor, find_dims(own, set(own) - set(shared))) if changes & set(shared) else None
-            outer[side] += [] if above is None else [rearrange(above, own, both)]
-    distinct = [find_dims(both, {own[d] for d in distinct_dims(operand.value)}) for operand, own in sides]
+        scale += call.merge_scale(left or right, summed)
+    free = [f for side in units for f in side.order if not varying_dims(f) & summed and varying_dims(f) - shared]
+    inner = [[ledger.merge_order(f, alone) for f in side.order if varying_dims(f) & summed] for side in units]
+    rest = [[f for f in side.order if varying_dims(f) & shared and not varying_dims(f) & summed] for side in units]
+    outer = [ledger.fold(factors, alone) for factors in rest]
     agreed = ledger.agree_order(inner[0], distinct[0], inner[1], distinct[1])
-    tops = [ledger.fold(factor, find_dims(both, summed)) for factor in agreed]
-    everywhere = frozenset(range(len(both)))
+    tops = ledger.fold(agreed, summed)
     blocks = ledger.agree_order(outer[0], distinct[0], outer[1], distinct[1])
-    for factor in [top for top in tops if top is not None]:
+    for factor in tops:
         blocks = ledger.agree_order([factor], everywhere, blocks, everywhere) if blocks else (factor,)
     used = frozenset[int]().union(*map(varying_dims, free))
-    spare = [rearrange(factor, both, out) for factor in blocks]
-    return (*free, *[factor for factor in spare if not varying_dims(factor) & used])
+    order = [*free, *[factor for factor in blocks if not varying_dims(factor) & used]]
+    return Units(tuple(scale), tuple(order)).each(lambda factor: rearrange(factor, space, out))
 
 
 # The operations.
@@ -192,7 +145,7 @@ def _contract_order(
 
 def _bias(call: Call, label: str, head: bool) -> Weight | None:
     bias = None if head else call.state("bias")
-    return bias and Weight(bias, bias.value, (label,))
+    return None if bias is None else Weight(bias, bias.value, (label,))
 
 
 @rule("linear")

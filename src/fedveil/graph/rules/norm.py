@@ -1,5 +1,6 @@
 """Normalisations: which factors their statistics absorb exactly."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,13 +42,17 @@ def group_norm(call: Call) -> Outcome:
     """Normalise groups of channels: no factor passes; channels of a group are permuted, and so are groups."""
     inputs = call.channels(call.x.units, 1, call.x.value.dim())
     inputs = call.drop_scale(inputs, "statistics over several channels let no factor through")
-    for factor in inputs.order:
-        call.ledger.fold(factor.reshape(*call.integers("num_groups"), -1), frozenset({1}))
+    groups = [factor.reshape(*call.integers("num_groups"), -1) for factor in inputs.order]
+    call.ledger.fold(groups, frozenset({1}))
     return _apply_affine(call, inputs)
 
 
-def _normalise_last_dims(call: Call, symmetry: Symmetry, why: str) -> Units:
-    """Normalise over the last dims; a weight there moves with what it multiplies."""
+@rule("layer_norm", "rms_norm")
+def normalise_last_dims(call: Call) -> Outcome:
+    """Normalise over the last dims, which commutes with permutations; a weight there moves with what it multiplies."""
+    symmetry, why = Symmetry.NOTHING, "statistics over several features let no factor through"
+    if call.name == "rms_norm":
+        symmetry, why = Symmetry.SIGN, "a mean square over several features lets only signs through"
     units, weight, bias = call.x.units, call.state("weight"), call.state("bias")
     rank = call.x.value.dim()
     ahead = rank - len(call.integers("normalized_shape"))
@@ -55,8 +60,7 @@ def _normalise_last_dims(call: Call, symmetry: Symmetry, why: str) -> Units:
     call.limit(units.scale, symmetry, why)
     scale = units.scale if symmetry else ()
     if weight is None:
-        for factor in units.order:
-            call.ledger.fold(factor, inside)
+        call.ledger.fold(units.order, inside)
         return Units(scale, units.order)
     order, own = _merge_orders(call, units.order, inside)
     new = call.ledger.fresh_scale(weight.value.shape, weight.name)
@@ -79,18 +83,6 @@ def _merge_orders(call: Call, orders: Sequence[Tensor], inside: Dims) -> tuple[t
             own.append(factor.reshape(factor.shape[min(inside) :]))
         result.append(factor)
     return tuple(result), tuple(own)
-
-
-@rule("layer_norm")
-def layer_norm(call: Call) -> Outcome:
-    """Subtract a mean over features, which commutes with every permutation and no factor."""
-    return _normalise_last_dims(call, Symmetry.NOTHING, "statistics over several features let no factor through")
-
-
-@rule("rms_norm")
-def rms_norm(call: Call) -> Outcome:
-    """Divide by a root mean square, which commutes with every permutation and signs."""
-    return _normalise_last_dims(call, Symmetry.SIGN, "a mean square over several features lets only signs through")
 
 
 @dataclass(eq=False)
@@ -127,13 +119,7 @@ class NormedWeight(StateTensor):
 
 def _row_dims(shape: Sequence[int], count: int) -> Dims:
     """Return the leading dims that count rows, of a weight that may be in groups."""
-    total, dims = 1, []
-    for dim, size in enumerate(shape):
-        if total == count and size > 1:
-            break
-        total *= size
-        dims.append(dim)
-    return frozenset(dims)
+    return frozenset(dim for dim in range(len(shape)) if math.prod(shape[: dim + 1]) <= count)
 
 
 @rule("_weight_norm")

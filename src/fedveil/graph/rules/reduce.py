@@ -23,8 +23,8 @@ def _reduce(call: Call, units: Units) -> Units:
     """Return the units of a sum: the terms share their factor and may be in any order."""
     rank = call.x.value.dim()
     dims = frozenset(d % rank for d in call.integers("dim") or range(rank)) if rank else frozenset[int]()
-    folds = [call.ledger.fold(factor, dims) for factor in units.order]
-    found = Units(call.merge_scale(units.scale, dims), tuple(factor for factor in folds if factor is not None))
+    order = call.ledger.fold(units.order, dims)
+    found = Units(call.merge_scale(units.scale, dims), tuple(order))
     if call.get("keepdim"):
         return found
     return found.each(lambda factor: factor.reshape([size for d, size in enumerate(factor.shape) if d not in dims]))
@@ -57,8 +57,7 @@ def _(call: Call) -> Outcome:
 def softmax(call: Call) -> Outcome:
     """Let no factor through; the elements of a row may be permuted."""
     units = call.drop_scale(call.x.units)
-    for factor in units.order:
-        call.ledger.fold(factor, frozenset({call.dim()}))
+    call.ledger.fold(units.order, frozenset({call.dim()}))
     return units
 
 

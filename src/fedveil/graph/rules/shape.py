@@ -10,9 +10,7 @@ from torch.nn import functional as F
 
 from fedveil.graph.calls import Activation, Call, NoRule, Outcome, Traced, as_tensor, rule
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Dims, Units, compress, reshape_factor, varying_dims
-
-GAP = torch.iinfo(torch.int64).min  # marks positions that padding adds
+from fedveil.graph.units import Dims, Units, compress, factor_along, reshape_factor, varying_dims
 
 
 def move(call: Call, units: Units, operation: Callable[[Tensor], Tensor]) -> Units:
@@ -77,10 +75,9 @@ def _(call: Call) -> Outcome:
 
 @rule("split", "chunk", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk")
 def _(call: Call) -> Outcome:
-    dim = call.dim()
-    sizes = [piece.shape[dim] for piece in call.output]
-    starts = [0, *itertools.accumulate(sizes)]
-    return [narrow(call, dim, start, size) for start, size in zip(starts, sizes, strict=False)]
+    sizes = [piece.shape[call.dim()] for piece in call.output]
+    starts = itertools.accumulate([0, *sizes[:-1]])
+    return [narrow(call, call.dim(), start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
 @rule("expand", "expand_as", "broadcast_to", "expand_copy")
@@ -206,35 +203,26 @@ def pad(call: Call) -> Outcome:
     if mode == "constant" and call.get("value"):
         return mix_neighbours(call, call.drop_scale(units, "it pads with a constant that is not 0"), frozenset(ends))
 
-    def widen(factor: Tensor) -> Tensor:
-        for dim, (before, after) in ends.items():
-            if factor.shape[dim] > 1 and mode == "constant":
-                factor = F.pad(factor, [0, 0] * (last - dim) + [before, after], value=GAP)
-            elif factor.shape[dim] > 1:
-                factor = factor.index_select(dim, _pad_index(factor.shape[dim], before, after, mode))
-        return factor
+    def widen(factor: Tensor, fresh: Callable[[Sequence[int]], Tensor]) -> Callable[[Tensor], Tensor]:
+        index = torch.arange(factor.numel()).reshape(factor.shape)  # of the element that each one comes from
+        for dim in [dim for dim in ends if factor.shape[dim] > 1]:
+            source = _pad_index(factor.shape[dim], ends[dim], mode)
+            index = index.index_select(dim, source.clamp(min=0))
+            index = index.masked_fill(factor_along(source < 0, dim, factor.dim()), -1)
+        new = fresh([int((index < 0).sum())]) if (index < 0).any() else index.new_empty(0)
+        index[index < 0] = factor.numel() + torch.arange(len(new))
+        return lambda other: torch.cat([other.flatten(), new])[index]
 
-    def fill(factor: Tensor, fresh: Callable[[Sequence[int]], Tensor]) -> Tensor:
-        after = widen(factor)
-        gaps = after == GAP
-        return after.masked_scatter(gaps, fresh([int(gaps.sum())])) if gaps.any() else after
-
-    def widen_again(after: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        found = widen(factors[0])
-        return torch.where(found == GAP, after, found)
-
-    scale = [fill(factor, partial(call.ledger.fresh_scale, where=call.where)) for factor in units.scale]
-    order = []
-    for factor in units.order:
-        after = fill(factor, call.ledger.fresh_order)
-        order.append(call.ledger.move(partial(widen_again, after), [factor]))
-    return call.activation(Units(tuple(scale), tuple(order)))
+    scale = [widen(factor, partial(call.ledger.fresh_scale, where=call.where))(factor) for factor in units.scale]
+    order = [(widen(factor, call.ledger.fresh_order), factor) for factor in units.order]
+    moves = [call.ledger.move(lambda given, pad=pad: pad(given[0]), [factor]) for pad, factor in order]  # type: ignore[misc]
+    return call.activation(Units(tuple(scale), tuple(moves)))
 
 
-def _pad_index(size: int, before: int, after: int, mode: str) -> Tensor:
-    """Return the index that each element after padding comes from."""
-    row = torch.arange(size, dtype=torch.float64).reshape(1, 1, size)
-    return F.pad(row, (before, after), mode=mode).long().flatten()
+def _pad_index(size: int, ends: tuple[int, int], mode: str) -> Tensor:
+    """Return the index that each element after padding comes from; -1 for zeros that are added."""
+    row = torch.arange(1, size + 1, dtype=torch.float64).reshape(1, 1, size)
+    return F.pad(row, ends, mode=mode).long().flatten() - 1
 
 
 @rule("index_select", "index")
@@ -245,17 +233,9 @@ def index(call: Call) -> Outcome:
     indices = {dim: as_tensor(found) for dim, found in enumerate(call.sequence("indices")) if found is not None}
     if any(i.value.dtype == torch.bool for i in indices.values()):
         raise NoRule("its index is a mask, so the number of selected elements is unknown")
-    units, dims = _share(call, frozenset(indices)), list(indices)
-    shape = torch.broadcast_shapes(*[tuple(i.value.shape) for i in indices.values()])  # type: ignore[no-untyped-call]
-    adjacent = dims == list(range(dims[0], dims[-1] + 1))
-    rest = [d for d in range(call.x.value.dim()) if d not in dims]
-    ahead = [d for d in rest if d < dims[0]] if adjacent else []
-
-    def arrange(factor: Tensor) -> Tensor:
-        sizes = [[factor.shape[d] for d in rest if (d in ahead) == front] for front in (True, False)]
-        return factor.reshape([*sizes[0], *[1] * len(shape), *sizes[1]])
-
-    return units.each(arrange)
+    first = torch.zeros((1,) * max(i.value.dim() for i in indices.values()), dtype=torch.int64)
+    key = tuple(first if dim in indices else slice(None) for dim in range(call.x.value.dim()))
+    return _share(call, frozenset(indices)).each(lambda factor: factor[key])
 
 
 def _share(call: Call, dims: Dims) -> Units:
