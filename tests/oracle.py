@@ -100,3 +100,8 @@ def veiled_round(  # type: ignore[no-untyped-def]
     secret = fedveil.draw_secret(planned(model, inputs), entropy=entropy, **noise)
     update = fedveil.client_step(model, fedveil.perturb(model, secret), inputs, targets)
     return fedveil.recover(secret, [update])
+
+
+def recovery_error(model: nn.Module, inputs: Inputs, targets: Tensor, **noise) -> float:  # type: ignore[no-untyped-def]
+    """The largest error of a gradient after a veiled round."""
+    return worst(veiled_round(model, inputs, targets, seed=0, **noise).gradients, plain(model, inputs, targets)[0])
