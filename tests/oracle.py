@@ -124,3 +124,8 @@ def veiled_round(  # type: ignore[no-untyped-def]
     entropy = None if seed is None else fedveil.Entropy.for_tests(seed)
     perturbation = perturb(model, planned(model, inputs), entropy=entropy, **noise)
     return perturbation.recover([fedveil.client_step(model, perturbation.broadcast, inputs, targets)])
+
+
+def recovery_error(model: nn.Module, inputs: Inputs, targets: Tensor, **noise) -> float:  # type: ignore[no-untyped-def]
+    """The largest error of a gradient after a veiled round."""
+    return worst(veiled_round(model, inputs, targets, seed=0, **noise).gradients, plain(model, inputs, targets)[0])

@@ -26,11 +26,11 @@ MODEL = "tests.test_cli:small"
 def test_inspect_prints_axes_symmetry_coverage_and_limits(capsys):
     assert main(["inspect", MODEL, "--input", "3,8,8"]) == 0
     assert capsys.readouterr().out == (
-        "Plan of Sequential: 1,570 parameters: 92.9% scaled by secret factors or masked, 7.1% changed in sign, "
+        "Plan of Sequential: 1,570 parameters: 92.9% scaled or with additive noise, 7.1% changed in sign, "
         "0.0% only moved, 0.0% bare\n"
-        "the final layer, 4 with 10 outputs, is masked additively\n"
+        "the final layer, 4 with 10 outputs, takes additive noise\n"
         "The factors (or signs) of 7.6% of the values follow from values that clients know (1.weight): only their "
-        "places, and signs where factors have any, stay secret.\n"
+        "positions, and signs where factors have any, stay secret.\n"
         "\n"
         "  channels from  units  factors   limited by\n"
         "  0.weight           4  signs     1 (BatchNorm2d): batch statistics let only signs through, because of eps\n"
@@ -62,7 +62,7 @@ def test_inspect_as_json_is_read_by_machines(capsys):
         (["tests.test_cli:MODEL"], "cannot be called without arguments"),
         (["tests.test_cli:dict"], "has no 'dict'"),
         (["builtins:dict"], "gave dict, not a torch.nn.Module"),
-        (["tests.test_cli:headless"], "Sequential: no layer can be masked additively"),
+        (["tests.test_cli:headless"], "Sequential: no layer can take additive noise"),
     ],
 )
 def test_misuse_exits_with_2_and_says_what_is_wrong(capsys, arguments, message):

@@ -51,7 +51,7 @@ def test_a_text_classifier_trains_over_flower_as_a_plain_one_does_in_one_process
         server = Server(
             LocalGrid(app, 3), built(BUILD[name]), clients[0][0][:2], "veil", sgd, loss="cross_entropy", batch_size=10
         )
-    assert "% scaled by secret factors or masked" in caplog.text
+    assert "% scaled or with additive noise" in caplog.text
     data = from_tensors("help texts", clients[0], test, classes=TOPICS)
     config = {"clients": 3, "model": name}
     summary = record_run(server, tmp_path, data, config, "repeat", rounds=ROUNDS)

@@ -59,11 +59,11 @@ def test_the_network_of_dlg_has_its_size_and_sigmoids_take_permutations_only(act
 
 
 def test_what_cannot_be_built_is_refused():
-    with pytest.raises(BadArgument, match="there is no activation 'tanh'"):
+    with pytest.raises(BadArgument, match="unknown activation 'tanh'"):
         lenet(activation="tanh")
     with pytest.raises(BadArgument, match="depth must be one of 8, 20, 32, 44, 56, got 18"):
         resnet(18)
-    with pytest.raises(BadArgument, match='norm is "batch" or "none"'):
+    with pytest.raises(BadArgument, match='norm must be "batch" or "none"'):
         resnet(20, norm="layer")
     with pytest.raises(BadArgument, match="layers must be at least 1, got 0"):
         mlp(3, 1, layers=0)

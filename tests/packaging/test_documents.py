@@ -111,7 +111,7 @@ def test_targets_and_commands_that_a_document_names_exist(document):
 def test_tables_that_the_recipe_of_a_rule_names_are_in_its_tests():
     for table in ("ELEMENTWISE", "CHANNELS", "SEQUENCES"):
         assert f"`{table}`" in CONTRIBUTING
-        assert f"\n{table} = {{" in text_of("tests/graph/test_symmetries.py")
+        assert f"\n{table} = {{" in text_of("tests/graph/test_rules.py")
 
 
 def test_the_order_of_the_house_in_contributing_is_the_one_that_is_checked():

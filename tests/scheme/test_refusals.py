@@ -47,7 +47,7 @@ class WithBranch(nn.Module):
 
 
 def test_a_model_that_cannot_be_traced_is_named():
-    with refused(errors.NotTraceable, "inner (Branching), line", "its forward looks at the values", "Fix: let no `if`"):
+    with refused(errors.NotTraceable, "inner (Branching), line", "its forward reads the values", "Fix: replace `if`"):
         fedveil.analyse(WithBranch(), torch.zeros(1, 3))
 
 
@@ -73,7 +73,7 @@ def test_too_few_examples_are_refused():
     with refused(
         errors.BadArgument,
         "analyse: example_inputs do not fit forward: missing a required argument: 'other'",
-        "Fix: analyse(model, (first",
+        "Fix: pass positional arguments",
     ):
         fedveil.analyse(Two(), torch.zeros(1, 5), head="exposed")
 
@@ -91,7 +91,7 @@ def test_too_few_examples_are_refused():
 )
 def test_a_model_without_a_layer_that_can_take_noise_is_refused_with_the_way_out(net, why):
     way_out = 'analyse(model, inputs, head="exposed"): then clients read the true predictions'
-    with refused(errors.HeadNotLinear, "Sequential: no layer can be masked additively", why, "Fix:", way_out):
+    with refused(errors.HeadNotLinear, "Sequential: no layer can take additive noise", why, "Fix:", way_out):
         fedveil.analyse(net, torch.zeros(1, 5, 5))
 
 
@@ -114,7 +114,7 @@ def test_two_outputs_are_refused():
     with refused(
         errors.AnalysisError,
         "TwoOutputs: the model returns more than one tensor, or a dict",
-        "Fix: return the logits alone",
+        "Fix: wrap it in a module that returns the logits alone",
     ):
         fedveil.analyse(TwoOutputs(), torch.zeros(1, 5))
 

@@ -22,7 +22,7 @@ from fedveil.federation.remote import IDENTITY, ROSTER, server_files
 from fedveil.federation.secure_rounds import SecureRounds
 from fedveil.federation.server import Seen, Server
 from fedveil.federation.shards import generator
-from fedveil.graph.describe import in_words
+from fedveil.graph.describe import shares_in_words
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
@@ -158,7 +158,7 @@ class RemoteServer(Server):
                 raise BadArgument(type(self).__name__, what, fix)
             self.secure = SecureRounds(self, example, known)
         if self.defence_server.plan is not None:
-            LOG.info("of the model's values, %s", in_words(self.defence_server.plan))
+            LOG.info("of the model's values, %s", shares_in_words(self.defence_server.plan))
 
     @property
     def rounds_per_epoch(self) -> int:

@@ -1,4 +1,4 @@
-"""From a model to its plan."""
+"""The analysis of a model."""
 
 import warnings
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from fedveil.graph.plan import Plan, build_plan
 from fedveil.graph.walk import Walk
 from fedveil.graph.wrapped import refuse_wrapped
 
-MOST_BARE = 0.1  # share of the parameters' values that may be sent as they are without a warning
+MAX_BARE = 0.1  # fraction of the parameters' values that may be sent as they are without a warning
 
 
 def analyse(
@@ -26,7 +26,7 @@ def analyse(
     min_coverage: float = 0.0,
     public: Collection[str] = (),
 ) -> Plan:
-    """Find out which layers of a model can be masked, and how.
+    """Find out which layers of a model can be perturbed, and how.
 
     The model is neither run nor changed: torch.export records the operations of a forward pass for its shapes, dtypes
     and modes (train or eval), and the plan holds for these. Operations without a rule let no noise through, and the
@@ -36,20 +36,20 @@ def analyse(
         model: any network that torch.export can record.
         example_inputs: one tensor, a tuple with one per argument of forward, or a dict of keyword arguments; the first
             dimension of each counts samples.
-        head: "linear" masks the last Linear or convolution that can be masked additively; other operations may follow
-            it. "exposed" masks none: **clients then read the true predictions**, only hidden layers are covered.
-        min_coverage: refuse a model if less than this share of the parameters' values can be covered.
-        public: names, or beginnings of names, of parameters whose values clients know, such as a published backbone;
-            `plan.known` then counts what they reveal.
+        head: "linear" adds noise to the last Linear or convolution that can take it; other operations may follow it.
+            "exposed" adds none: **clients then read the true predictions**, only hidden layers are perturbed.
+        min_coverage: refuse a model if less than this fraction of the parameters' values can be perturbed.
+        public: names, or prefixes of names, of parameters whose values clients know, such as a published backbone;
+            `plan.known` then counts the values that they reveal.
 
     Returns:
-        The plan. `print(plan)` shows axes, symmetries, and what is pinned and why; `plan.shares` how much is covered.
+        The plan. `print(plan)` shows axes, symmetries and pinned operations; `plan.shares` tells the coverage.
 
     Raises:
         NotTraceable: torch.export cannot follow forward.
-        HeadNotLinear: no Linear or convolution can be masked additively, and `head` is not "exposed".
+        HeadNotLinear: no Linear or convolution can take additive noise, and `head` is not "exposed".
         NothingToVeil: every axis is pinned.
-        TooLittleCovered: less than `min_coverage` can be covered.
+        TooLittleCovered: less than `min_coverage` can be perturbed.
         AnalysisError: forward returns more than one tensor, no parameter requires a gradient, tensors differ in dtype
             or device, or are not float32 or float64.
 
@@ -59,7 +59,7 @@ def analyse(
     >>> import torch, fedveil
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> fedveil.analyse(net, torch.zeros(1, 4))
-    <Plan of Sequential: 1 axes, coverage 100.0%>
+    <Plan of Sequential: coverage 100.0%, head 2, 8 symmetric units>
     """
     if head not in ("linear", "exposed"):
         raise BadArgument("analyse", f'head is {head!r}, not one of "linear", "exposed"')
@@ -67,11 +67,11 @@ def analyse(
         raise BadArgument("analyse", f"min_coverage must be from 0 to 1, got {min_coverage}")
     refuse_wrapped("analyse", model)
     check_precision(model)
-    exported = export(model, example_inputs)
-    masked, node = (None, None) if head == "exposed" else find_head(model, exported, example_inputs)
-    walk = Walk(exported, node)
+    graph = export(model, example_inputs)
+    layer, node = (None, None) if head == "exposed" else find_head(model, graph, example_inputs)
+    walk = Walk(graph, node)
     walk.run()
-    plan = build_plan(model, walk, masked, public)
+    plan = build_plan(model, walk, layer, public)
     if not plan.layout.trainable:
         fix = "call requires_grad_(True) on the parameters to train"
         raise AnalysisError(plan.model_name, "no parameter that forward reads requires a gradient", fix)
@@ -79,12 +79,11 @@ def analyse(
     if plan.head is None and plan.coverage == 0:
         fix = 'put a ReLU, BatchNorm or pooling between two layers with weights, or use head="linear"'
         raise NothingToVeil(plan.model_name, f"a veil would change nothing, because {reasons}", fix)
-    bare = plan.shares["bare"]
     if plan.coverage < min_coverage:
-        found = f"{plan.coverage:.1%} of its values can be covered, less than the {min_coverage:.1%} asked for"
-        fix = "print(analyse(...)) shows what is pinned and why; or lower min_coverage"
+        found = f"the coverage is {plan.coverage:.1%}, less than min_coverage, {min_coverage:.1%}"
+        fix = "lower min_coverage, or change the layers that print(analyse(model, inputs)) lists as pinned"
         raise TooLittleCovered(plan.model_name, f"{found}: {reasons}", fix)
-    if bare > MOST_BARE:
+    if (bare := plan.shares["bare"]) > MAX_BARE:
         what = f"{plan.model_name}: {bare:.1%} of the parameters' values are sent as they are, because {reasons}."
         warnings.warn(f"{what} print(plan) shows all; min_coverage= refuses such a model.", UserWarning, stacklevel=2)
     return plan
@@ -94,5 +93,5 @@ def check_precision(model: nn.Module) -> None:
     """Refuse a model in half precision."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-6):
-            what = f"it is {tensor.dtype}: factors and sums of a veil would lose more digits than plain training does"
-            raise AnalysisError(name, what, "model.float(); float32 and float64 are as exact as plain training")
+            what = f"it is {tensor.dtype}: a veil would lose more digits than plain training does"
+            raise AnalysisError(name, what, "call model.float(); float32 and float64 are as exact as plain training")

@@ -2,25 +2,20 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedveil.graph.ledger import Ledger, Region
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Dims, Units, aligned, varying
+from fedveil.graph.units import Dims, Units, align, distinct_dims, varying_dims
 
-MOST_ELEMENTS = 2**20  # of a parameter that is used element by element
+MAX_ELEMENTS = 2**20  # of a parameter that is used element by element
 
 
 class NoRule(Exception):
     """An operation, or this use of it, has no rule; the text says why."""
-
-
-def differing(value: Tensor) -> Dims:
-    """The dims along which a tensor's elements may differ: not those along which it is broadcast."""
-    return frozenset(d for d in range(value.dim()) if value.shape[d] > 1 and value.stride(d) != 0)
 
 
 @dataclass(eq=False)
@@ -33,51 +28,51 @@ class Activation:
 
 
 @dataclass(eq=False)
-class Stored:
+class StateTensor:
     """A parameter or buffer of the model, or a view of one; `whole` is the full tensor.
 
-    Unless an operation handles it specially, it counts as an activation: every element of a parameter is a unit of its
-    own, and a buffer has none.
+    Unless an operation handles it specially, it counts as an activation: a parameter has one unit per element, and a
+    buffer has none. `element_units` holds the units of parameters that were used in this way.
     """
 
     value: Tensor
     name: str
     is_parameter: bool
     ledger: Ledger
-    known: dict[str, Units]
+    element_units: dict[str, Units]
     whole: Tensor
 
     zero = False
 
     @property
     def units(self) -> Units:
-        """As an activation."""
+        """The noise on it as an activation."""
         if not self.is_parameter:
             return Units()
-        if self.name not in self.known:
+        if self.name not in self.element_units:
             shape = self.whole.shape
-            if shape.numel() > MOST_ELEMENTS:
+            if shape.numel() > MAX_ELEMENTS:
                 self.leave_bare(self.name, "its elements are used one by one, and it is too large for that")
                 return Units()
             units = Units((self.ledger.fresh_scale(shape, self.name),), (self.ledger.fresh_order(shape),))
-            self.known[self.name] = units
-            self.ledger.attach(self.name, Region(0, tuple(shape), tuple(self.whole.stride()), units))
-        whole = self.known[self.name]
+            self.element_units[self.name] = units
+            self.attach(units, self.whole)
+        units = self.element_units[self.name]
         if self.value is self.whole:
-            return whole
+            return units
         form = tuple(self.value.shape), tuple(self.value.stride()), int(self.value.storage_offset())
 
-        def view(given: Sequence[Tensor]) -> Tensor:
-            return given[0].contiguous().as_strided(*form)
+        def view(factors: Sequence[Tensor]) -> Tensor:
+            return factors[0].contiguous().as_strided(*form)
 
-        order = tuple(self.ledger.moved(view, [factor]) for factor in whole.order)
-        return Units(tuple(view([factor]) for factor in whole.scale), order)
+        order = tuple(self.ledger.move(view, [factor]) for factor in units.order)
+        return Units(tuple(view([factor]) for factor in units.scale), order)
 
-    def attach(self, units: Units, shape: Sequence[int] | None = None, strides: Sequence[int] | None = None) -> None:
+    def attach(self, units: Units, view: Tensor | None = None) -> None:
         """Record the noise on it, or on a reshaped view of it."""
-        own = tuple(shape if shape is not None else self.value.shape)
-        steps = tuple(strides if strides is not None else self.value.stride())
-        self.ledger.attach(self.name, Region(int(self.value.storage_offset()), own, steps, units))
+        part = self.value if view is None else view
+        region = Region(int(part.storage_offset()), tuple(part.shape), tuple(part.stride()), units)
+        self.ledger.attach(self.name, region)
 
     def leave_bare(self, where: str, why: str) -> None:
         """Record that it gets no noise."""
@@ -86,8 +81,22 @@ class Stored:
             self.ledger.note(where, why)
 
 
-Traced = Activation | Stored
-Outcome = Units | Activation | Stored | Sequence[Units | None]
+Traced = Activation | StateTensor
+Outcome = Units | Activation | StateTensor | list[Units]
+
+
+def as_tensor(argument: object) -> Traced:
+    """Return an argument that must be a tensor."""
+    if not isinstance(argument, Traced):
+        raise NoRule(f"it has an operand of type {type(argument).__name__}")
+    return argument
+
+
+def as_state(argument: object) -> StateTensor:
+    """Return an argument that must be a parameter or buffer of the model itself."""
+    if not isinstance(argument, StateTensor):
+        raise NoRule("its weight is computed, not a parameter itself")
+    return argument
 
 
 @dataclass(eq=False)
@@ -96,8 +105,8 @@ class Call:
 
     Attributes:
         name: of the ATen operation, without overload and in-place underscore.
-        where: the operation's place in the model, for messages.
-        arguments: by their names in the operation's schema; tensors as `Activation` or `Stored`.
+        where: the operation's location in the model, for messages.
+        arguments: by their names in the operation's schema; tensors as `Activation` or `StateTensor`.
         output: its result, as fake tensors.
         run: the operation itself, as a function of its arguments.
         ledger: where rules record their results.
@@ -105,22 +114,38 @@ class Call:
 
     name: str
     where: str
-    arguments: Mapping[str, Any]
-    output: Any
-    run: Callable[..., Any]
+    arguments: Mapping[str, object]
+    output: Tensor | Sequence[Tensor]
+    run: Callable[..., Tensor]
     ledger: Ledger
     operands: list[Traced] = field(init=False)
 
     def __post_init__(self) -> None:
-        leaves = pytree.tree_leaves(dict(self.arguments))
-        self.operands = [leaf for leaf in leaves if isinstance(leaf, Activation | Stored)]
+        self.operands = [leaf for leaf in pytree.tree_leaves(dict(self.arguments)) if isinstance(leaf, Traced)]
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return self.arguments[name]
 
-    def get(self, *names: str, default: Any = None) -> Any:
-        """The first of these arguments that the operation has."""
-        return next((self.arguments[name] for name in names if name in self.arguments), default)
+    def get(self, *names: str) -> object:
+        """Return the first of these arguments that the operation has, else None."""
+        return next((self.arguments[name] for name in names if name in self.arguments), None)
+
+    def tensor(self, *names: str) -> Traced:
+        """Return an argument that must be a tensor."""
+        return as_tensor(self.get(*names))
+
+    def state(self, name: str) -> StateTensor | None:
+        """Return an argument that must be a parameter, a buffer or None."""
+        return None if self.get(name) is None else as_state(self[name])
+
+    def sequence(self, *names: str) -> list[object]:
+        """Return an argument as a list; a single value is a list of one."""
+        found = self.get(*names)
+        return list(found) if isinstance(found, list | tuple) else [found]
+
+    def integers(self, *names: str) -> list[int]:
+        """Return an argument of integers; empty if it is None."""
+        return [n for n in self.sequence(*names) if isinstance(n, int)]
 
     @property
     def x(self) -> Traced:
@@ -128,87 +153,82 @@ class Call:
         return self.operands[0]
 
     @property
+    def value(self) -> Tensor:
+        """The only output."""
+        assert isinstance(self.output, Tensor)
+        return self.output
+
+    @property
     def rank(self) -> int:
-        """Dims of the output."""
-        return len(self.output.shape)
+        """The number of dims of the output."""
+        return self.value.dim()
 
-    def on(self, factor: Tensor) -> Tensor:
-        """The operation itself, on a factor in place of the first tensor."""
-        rest = {name: value for name, value in self.arguments.items() if value is not self.x}
-        found: Tensor = self.run(factor, **rest)
-        return found
+    def replay(self, factor: Tensor) -> Tensor:
+        """Run the operation itself on a factor in place of the first tensor."""
+        return self.run(factor, **{name: value for name, value in self.arguments.items() if value is not self.x})
 
-    def dim(self, name: str = "dim", of: Traced | None = None) -> int:
-        """A dim given as an argument, counted from 0."""
-        found = self.arguments[name] % max(1, (of or self.x).value.dim())
-        assert isinstance(found, int)
-        return found
+    def dim(self, rank: int | None = None) -> int:
+        """Return the argument `dim`, counted from 0 in a tensor with `rank` dims; by default in the first tensor."""
+        (found,) = self.integers("dim")
+        return found % max(1, self.x.value.dim() if rank is None else rank)
+
+    def activation(self, units: Units) -> Activation:
+        """Return the output with these units; it is all zeros if the first tensor is."""
+        return Activation(self.value, units, self.x.zero)
+
+    def pack(self, units: Units) -> Outcome:
+        """Give the units to the first of one or several outputs; the others carry no noise."""
+        return units if isinstance(self.output, Tensor) else [units]
 
     def broadcast(self, operand: Traced) -> Units:
-        """The operand's units, with as many dims as the output."""
-        return operand.units.each(lambda factor: aligned(factor, self.rank))
+        """Return the operand's units with as many dims as the output."""
+        return operand.units.each(lambda factor: align(factor, self.rank))
 
-    def differs(self, operand: Traced) -> Dims:
-        """The dims of the output along which the operand's elements may differ."""
+    def distinct_dims(self, operand: Traced) -> Dims:
+        """Return the dims of the output along which the operand's elements may differ."""
         ahead = self.rank - operand.value.dim()
-        return frozenset(d + ahead for d in differing(operand.value))
+        return frozenset(d + ahead for d in distinct_dims(operand.value))
 
     def limit(self, factors: Sequence[Tensor], symmetry: Symmetry, why: str | None = None) -> None:
-        """Record that only numbers of `symmetry` pass this operation."""
+        """Record that this operation commutes only with factors of `symmetry`."""
         self.ledger.limit(factors, symmetry, self.where, why)
 
-    def unscaled(self, units: Units, why: str | None = None) -> Units:
-        """The units without their factors, because this operation lets none through."""
+    def drop_scale(self, units: Units, why: str | None = None) -> Units:
+        """Return the units without scale, because this operation commutes with no factor."""
         self.limit(units.scale, Symmetry.NOTHING, why)
-        return units.unscaled()
+        return Units((), units.order)
 
-    def merged(self, factors: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
-        """Scale factors made equal along `dims`, because this operation sums over them."""
+    def merge_scale(self, factors: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
+        """Make scale factors equal along `dims`, because this operation sums over them."""
         return tuple(self.ledger.merge_scale(factor, dims, self.where) for factor in factors)
 
-    def channels(self, units: Units, dim: int, rank: int) -> Units:
-        """Units along `dim` of a tensor with `rank` dims, as 1-d factors; made equal along all other dims."""
-        others = frozenset(range(rank)) - {dim}
-        order = []
-        for factor in units.order:
-            if dim in varying(factor):
-                order.append(self.ledger.merge_order(factor, others))
-                self.ledger.count(order[-1])
-            elif varying(factor):
-                self.ledger.fix(factor)
-        return Units(self.merged(units.scale, others), tuple(order)).each(Tensor.flatten)
+    def merge_order(self, factors: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
+        """Make order factors equal along `dims`, because one weight is applied to all elements along them."""
+        merged = tuple(self.ledger.merge_order(factor, dims) for factor in factors)
+        for factor in merged:
+            self.ledger.count(factor)
+        return merged
 
-    def packed(self, units: Units) -> Outcome:
-        """For the first of one or several outputs; the others carry no noise."""
-        return [units] if isinstance(self.output, tuple | list) else units
+    def channels(self, units: Units, dim: int, rank: int) -> Units:
+        """Return units along `dim` of a tensor with `rank` dims as 1-d factors, made equal along all other dims."""
+        others = frozenset(range(rank)) - {dim}
+        order = self.merge_order([factor for factor in units.order if factor.shape[dim] > 1], others)
+        self.ledger.fix(*[factor for factor in units.order if varying_dims(factor) and factor.shape[dim] == 1])
+        return Units(self.merge_scale(units.scale, others), order).each(Tensor.flatten)
 
 
 Rule = Callable[[Call], Outcome]
-Kept = TypeVar("Kept", bound=Callable[..., Outcome])
+RuleFunction = TypeVar("RuleFunction", bound=Callable[..., Outcome])
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Kept], Kept]:
+def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
     """Register a rule for ATen operations."""
 
-    def register(function: Kept) -> Kept:
+    def register(function: RuleFunction) -> RuleFunction:
         for name in names:
             assert name not in RULES, f"two rules for {name}"
             RULES[name] = function
         return function
 
     return register
-
-
-def tensor(argument: Any) -> Traced:
-    """An argument that must be a tensor."""
-    if not isinstance(argument, Activation | Stored):
-        raise NoRule(f"it has an operand of type {type(argument).__name__}")
-    return argument
-
-
-def stored(argument: Any) -> Stored:
-    """An argument that must be a parameter or buffer of the model itself."""
-    if isinstance(argument, Stored):
-        return argument
-    raise NoRule("its weight is computed, not a parameter itself")

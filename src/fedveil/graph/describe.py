@@ -1,14 +1,13 @@
-"""A plan in words."""
+"""Descriptions of a plan, as text and as plain values."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from fedveil.graph.head import Head
 from fedveil.graph.plan import Plan
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """The plan in plain values, as `fedveil inspect --json` prints it."""
+def as_dict(plan: Plan) -> dict[str, object]:
+    """Return the plan in plain values, as `fedveil inspect --json` prints it."""
     layout = plan.layout
     return {
         "model": plan.model_name,
@@ -35,23 +34,23 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def in_words(plan: Plan) -> str:
-    """The shares in one line."""
+def shares_in_words(plan: Plan) -> str:
+    """Return the shares in one line."""
     shares = plan.shares
     return (
-        f"{shares['scaled']:.1%} scaled by secret factors or masked, {shares['signed']:.1%} changed in sign, "
+        f"{shares['scaled']:.1%} scaled or with additive noise, {shares['signed']:.1%} changed in sign, "
         f"{shares['moved']:.1%} only moved, {shares['bare']:.1%} bare"
     )
 
 
 def known_in_words(plan: Plan) -> str | None:
-    """What known values reveal, in one sentence; None if nothing."""
+    """Say in one sentence how much known values reveal; None if nothing."""
     if not plan.known.share:
         return None
     names = ", ".join(plan.known.names[:3]) + (", ..." if len(plan.known.names) > 3 else "")
     return (
         f"The factors (or signs) of {plan.known.share:.1%} of the values follow from values that clients know "
-        f"({names}): only their places, and signs where factors have any, stay secret."
+        f"({names}): only their positions, and signs where factors have any, stay secret."
     )
 
 
@@ -59,24 +58,21 @@ def _first(names: Sequence[str], more: str = "") -> str:
     return "".join(names[:1]) + (f" (+{len(names) - 1}{more})" if len(names) > 1 else "")
 
 
-def _about(head: Head | None) -> str:
-    """Which layer is masked additively, and how clients run the layers that follow."""
+def _describe_head(head: Head | None) -> str:
+    """Say which layer takes additive noise, and how clients run the layers that follow."""
     if head is None:
         return "HEAD EXPOSED: no additive noise, clients read the true predictions"
     layer = f"{head.path or head.weight} with {head.outputs} outputs"
     if not head.within:
-        return f"the final layer, {layer}, is masked additively"
-    runs = "on all candidates for its noise at once"
-    if head.tail != "stacked":
-        runs = "once for each candidate for its noise"
-    return f"{layer} is masked additively; clients run what follows it {runs}"
+        return f"the final layer, {layer}, takes additive noise"
+    runs = "on all candidates for its noise at once" if head.tail == "stacked" else "once per candidate for its noise"
+    return f"{layer} takes additive noise; clients run the layers after it {runs}"
 
 
 def describe(plan: Plan) -> str:
-    """The plan as a table: axes, their factors, what limits them; then what is pinned and why."""
-    lines = [f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {in_words(plan)}", _about(plan.head)]
-    known = known_in_words(plan)
-    lines += [known, ""] if known else [""]
+    """Return the plan as a table of axes, their factors and limits, then the pinned operations with reasons."""
+    first = f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {shares_in_words(plan)}"
+    lines = [line for line in (first, _describe_head(plan.head), known_in_words(plan)) if line] + [""]
     rows = [("channels from", "units", "factors", "limited by")]
     for axis in plan.axes:
         limits = _first([f"{where}: {why}" for where, why in axis.limited_by], " more")

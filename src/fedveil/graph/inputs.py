@@ -1,4 +1,4 @@
-"""What a model's forward takes: one tensor, a tuple of arguments, or a dict of keyword arguments.
+"""Inputs of a model's forward: one tensor, a tuple of arguments, or a dict of keyword arguments.
 
 Tuples and dicts may be nested and hold integers or floating-point numbers; the first dimension of every tensor counts
 samples. A dict is passed as keyword arguments, ``model(**inputs)``; for a forward that takes a dict as its first
@@ -6,7 +6,7 @@ argument, use a tuple of one: ``({"ids": ids, "mask": mask},)``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of forward."""
+    """Return positional and keyword arguments of forward."""
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):
@@ -26,30 +26,30 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """The model's output."""
+    """Return the model's output."""
     args, kwargs = arguments(inputs)
     return model(*args, **kwargs)
 
 
 def tensors(inputs: Inputs) -> list[Tensor]:
-    """All tensors, in a fixed order."""
+    """Return all tensors, in a fixed order."""
     return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 def each(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
-    """The same structure with `change` applied to every tensor."""
+    """Return the same structure with `change` applied to every tensor."""
     return cast(Inputs, pytree.tree_map_only(Tensor, change, inputs))
 
 
 def count(inputs: Inputs) -> int:
-    """The number of samples; 0 if there is no tensor."""
+    """Return the number of samples; 0 if there is no tensor."""
     found = tensors(inputs)
     return found[0].shape[0] if found and found[0].dim() else 0
 
 
 @dataclass(eq=False)
-class Call:
-    """A module's call in a forward pass: the first tensor that enters it, and what it returns."""
+class ModuleCall:
+    """A module's call in a forward pass: the first tensor that enters it, and its output."""
 
     module: nn.Module
     entered: Tensor
@@ -57,24 +57,20 @@ class Call:
 
 
 @contextmanager
-def calls_of(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
-    """The calls of these modules in forward passes, in the order in which they begin."""
-    calls: list[Call] = []
+def calls_of(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
+    """Record the calls of these modules in forward passes, in the order in which they begin."""
+    calls: list[ModuleCall] = []
 
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.extend(Call(module, tensor) for tensor in tensors((args, kwargs))[:1])
+    def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        calls.extend(ModuleCall(module, tensor) for tensor in tensors((args, kwargs))[:1])
 
-    def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for call in reversed(calls):
-            if call.module is module and call.output is None:
-                call.output = output
-                break
+    def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        started = [call for call in calls if call.module is module and call.output is None]
+        for call in started[-1:]:
+            call.output = output
 
-    handles = []
-    for module in modules:
-        handles += [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(end)]
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(end))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()

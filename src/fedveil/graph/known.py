@@ -1,10 +1,10 @@
-"""What a client can infer from values that it knows beforehand.
+"""Inferences that a client can draw from values that it knows beforehand.
 
-A new BatchNorm's weight is known to be 1 everywhere, so its masked value is the product of its factors. Once all but
+A new BatchNorm's weight is known to be 1 everywhere, so its perturbed value is the product of its factors. Once all but
 one of them are known, so is the last, here and wherever else it is used.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,33 +18,29 @@ from fedveil.graph.tables import Piece, Slots, count_all
 
 
 @dataclass(frozen=True)
-class Known:
-    """Values that clients know, and what they reveal.
+class KnownValues:
+    """Values that clients know, and how much they reveal.
 
     Attributes:
         names: the parameters with known values: those that hold one number throughout, and those declared public.
-        share: of the parameters' values that known ones uncover: the sizes of all their factors (or, where only signs
-            are secret, the signs) follow from known values. Places, and signs of factors that have a size, stay
-            secret; a public tensor of distinct values reveals places too.
+        share: fraction of the parameters' values that known ones reveal: the sizes of all their factors (or, where only
+            signs are secret, the signs) follow from known values. Positions, and signs of factors that have a size,
+            stay secret; a public tensor of distinct values reveals positions too.
     """
 
     names: tuple[str, ...]
     share: float
 
 
-def constant(values: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Parameters of several elements that are all equal and not 0: new norms, new layer scales."""
-    found = []
-    for name, value in values.items():
-        flat = value.detach().reshape(-1)
-        one = flat[:1]
-        if flat.numel() > 1 and bool(one != 0) and bool((flat[:64] == one).all()) and bool((flat == one).all()):
-            found.append(name)
-    return tuple(found)
+def is_constant(value: Tensor) -> bool:
+    """Return whether all of several elements are equal and not 0, as in new norms and new layer scales."""
+    flat = value.detach().reshape(-1)
+    one = flat[:1]
+    return flat.numel() > 1 and bool(one != 0) and bool((flat[:64] == one).all()) and bool((flat == one).all())
 
 
-def revealed_classes(pieces: Sequence[Piece], slots: Slots, symmetries: Integers, part: Symmetry) -> set[int]:
-    """Scale classes whose size (or sign) follows from known values, because all others in a product are known."""
+def _find_revealed_classes(pieces: Sequence[Piece], slots: Slots, symmetries: Integers, part: Symmetry) -> set[int]:
+    """Return the scale classes whose size (or sign) follows from known values: all others in a product are known."""
     secret = (symmetries & part) > 0
     products = [p for piece in pieces for p in _products(piece, slots, secret)]
     found: set[int] = set()
@@ -56,7 +52,7 @@ def revealed_classes(pieces: Sequence[Piece], slots: Slots, symmetries: Integers
 
 
 def _products(piece: Piece, slots: Slots, secret: NDArray[np.bool_]) -> set[frozenset[int]]:
-    """The sets of secret classes that multiply an element of the piece; how often a class occurs is ignored."""
+    """Return the sets of secret classes that multiply an element of the piece, however often a class occurs."""
     if not piece.scale:
         return set()
     unit = torch.from_numpy(slots.unit)
@@ -65,11 +61,11 @@ def _products(piece: Piece, slots: Slots, secret: NDArray[np.bool_]) -> set[froz
     return {frozenset(int(c) for c in row if secret[c]) for row in table}
 
 
-def count_uncovered(pieces: Sequence[Piece], known: Sequence[Piece], slots: Slots, symmetries: Integers) -> int:
-    """How many elements of the pieces have factors that known values reveal."""
+def count_revealed_elements(pieces: Sequence[Piece], known: Sequence[Piece], slots: Slots, symmetries: Integers) -> int:
+    """Count the elements of the pieces whose factors known values reveal."""
     sized, signed = ((symmetries[slots.unit] & part) > 0 for part in (Symmetry.POSITIVE, Symmetry.SIGN))
     open_size, open_sign = (
-        secret & ~np.isin(slots.unit, sorted(revealed_classes(known, slots, symmetries, part)))
+        secret & ~np.isin(slots.unit, sorted(_find_revealed_classes(known, slots, symmetries, part)))
         for secret, part in ((sized, Symmetry.POSITIVE), (signed, Symmetry.SIGN))
     )
 

@@ -107,7 +107,7 @@ class Layout:
 
     @cached_property
     def name(self) -> str:
-        """A short name for the architecture: equal for equal names, shapes and dtype of the tensors that are sent."""
+        """A short name for the architecture, equal for equal names, shapes and dtype of the tensors that are sent."""
         text = repr((sorted((entry.name, tuple(entry.shape)) for entry in self.entries), str(self.dtype)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -117,43 +117,38 @@ def _length(entries: tuple[Entry, ...]) -> int:
 
 
 def flatten(tensors: Mapping[str, Tensor], entries: tuple[Entry, ...]) -> Tensor:
-    """The entries' tensors as one vector."""
+    """Return the entries' tensors as one vector."""
     flat: Tensor = _flatten_dense_tensors([tensors[entry.name] for entry in entries])  # type: ignore[no-untyped-call]
     return flat
 
 
 def unflatten(flat: Tensor, entries: tuple[Entry, ...]) -> dict[str, Tensor]:
-    """The inverse of `flatten`, as views."""
-    likes = [entry.like for entry in entries]
-    pieces = _unflatten_dense_tensors(flat, likes)  # type: ignore[no-untyped-call]
+    """Invert `flatten`, by views."""
+    pieces = _unflatten_dense_tensors(flat, [entry.like for entry in entries])  # type: ignore[no-untyped-call]
     return {entry.name: piece for entry, piece in zip(entries, pieces, strict=True)}
 
 
 def lay_out(model: nn.Module, used: frozenset[str]) -> Layout:
-    """The order of the model's tensors in the flat vector."""
+    """Choose the order of the model's tensors in the flat vector."""
     inside = look_inside(model)
-    parameters, buffers = inside.parameters, inside.buffers
-    floating = {name: b for name, b in buffers.items() if b.is_floating_point()}
+    parameters = {name: p for name, p in inside.parameters.items() if name in used}
     kinds = (
-        [(name, p) for name, p in parameters.items() if name in used and p.requires_grad],
-        [(name, p) for name, p in parameters.items() if name in used and not p.requires_grad],
-        list(floating.items()),
+        {name: p for name, p in parameters.items() if p.requires_grad},
+        {name: p for name, p in parameters.items() if not p.requires_grad},
+        {name: b for name, b in inside.buffers.items() if b.is_floating_point()},
     )
-    dtypes = {(tensor.dtype, tensor.device) for kind in kinds for _, tensor in kind}
+    dtypes = {(tensor.dtype, tensor.device) for kind in kinds for tensor in kind.values()}
     if len(dtypes) != 1:
         found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in dtypes)) or "no parameters"
-        fix = "model.to(device, torch.float32) before analyse"
+        fix = "call model.to(device, torch.float32) before analyse"
         raise AnalysisError(type(model).__name__, f"its tensors must share one dtype and device, found {found}", fix)
-    entries: list[tuple[Entry, ...]] = []
+    entries: list[list[Entry]] = [[], [], []]
     start = 0
-    for kind in kinds:
-        row = []
-        for name, tensor in kind:
+    for row, kind in zip(entries, kinds, strict=True):
+        for name, tensor in kind.items():
             row.append(Entry(name, tensor.shape, start, start + tensor.numel(), tensor.detach().to("meta")))
             start += tensor.numel()
-        entries.append(tuple(row))
-    dtype, device = dtypes.pop()
-    counters = tuple(name for name in buffers if name not in floating)
-    unused = tuple(name for name in parameters if name not in used)
-    trainable, frozen, floats = entries
-    return Layout(trainable, frozen, floats, counters, unused, dtype, device)
+    trainable, frozen, buffers = map(tuple, entries)
+    counters = tuple(name for name in inside.buffers if name not in kinds[2])
+    unused = tuple(name for name in inside.parameters if name not in used)
+    return Layout(trainable, frozen, buffers, counters, unused, *dtypes.pop())

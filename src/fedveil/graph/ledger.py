@@ -1,7 +1,7 @@
 """The constraints that rules record: which values share noise, and what limits it.
 
-Rules only add constraints: equal units, factors that an operation does not let through, fixed places, blocks of units
-that trade places together. `solve.py` solves them after the walk over the model.
+Rules only add constraints: equal units, factors that an operation does not commute with, fixed positions, blocks of
+units that are permuted together. `solve.py` solves them after the walk over the model.
 
 A permutation acts on order units. It moves the k-th element of unit u to the k-th element of unit v in every tensor at
 once, which is a symmetry of the network if every operation treats u and v alike. A `Mark` records how an operation uses
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Dims, Units, first_along, varying
+from fedveil.graph.units import Dims, Units, first_along, varying_dims
 
 Rank = Callable[[Tensor], Tensor]
-WORDS = {0: "no factor", 1: "only signs", 2: "only positive factors"}
+FACTORS = {Symmetry.NOTHING: "no factor", Symmetry.SIGN: "only signs", Symmetry.POSITIVE: "only positive factors"}
 
 
 class Limit(NamedTuple):
-    """An operation that does not let every factor through."""
+    """An operation that does not commute with every factor."""
 
     members: Tensor
     symmetry: Symmetry
@@ -33,14 +33,14 @@ class Limit(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """How an operation uses order units: units stay exchangeable if their values, in order of place, are equal."""
+    """How an operation uses order units: units stay exchangeable if their values, in order of position, are equal."""
 
     order: Tensor
     values: Callable[[Rank], Tensor]
 
 
 class Block(NamedTuple):
-    """Rows of order units that stay together; each row has a parent unit, which moves when the row does."""
+    """Rows of order units that stay together; each row has a parent unit, which moves with the row."""
 
     children: Tensor
     parents: Tensor
@@ -55,15 +55,15 @@ class Region:
     strides: tuple[int, ...]
     units: Units
 
-    def sorted(self) -> "Region":
-        """The same elements with the largest stride first: a transposed view is the same region."""
+    def sort_dims(self) -> "Region":
+        """Return the same elements with the largest stride first: a transposed view is the same region."""
         dims = sorted(range(len(self.shape)), key=lambda d: (-self.strides[d], d))
         shape, strides = (tuple(values[d] for d in dims) for values in (self.shape, self.strides))
         return Region(self.offset, shape, strides, self.units.each(lambda factor: factor.permute(dims)))
 
     @property
-    def place(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Which elements these are."""
+    def view(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Offset, shape and strides."""
         return self.offset, self.shape, self.strides
 
 
@@ -87,7 +87,7 @@ class Ledger:
     # New units.
 
     def fresh_scale(self, shape: Sequence[int], where: str) -> Tensor:
-        """New scale units, named after the tensor of the model that begins them."""
+        """Create scale units, named after the tensor of the model at which they begin."""
         count = torch.Size(shape).numel()
         units = torch.arange(self.scales, self.scales + count)
         self.scales += count
@@ -95,7 +95,7 @@ class Ledger:
         return units.reshape(tuple(shape))
 
     def fresh_order(self, shape: Sequence[int]) -> Tensor:
-        """New order units."""
+        """Create order units."""
         count = torch.Size(shape).numel()
         units = torch.arange(self.orders, self.orders + count).reshape(tuple(shape))
         self.orders += count
@@ -105,20 +105,20 @@ class Ledger:
     # Scale.
 
     def limit(self, factors: Sequence[Tensor], symmetry: Symmetry, where: str, why: str | None = None) -> None:
-        """Only numbers of `symmetry` pass here."""
+        """Allow only factors of `symmetry`."""
         if symmetry == Symmetry.EVERYTHING:
             return
         for factor in factors:
             members = torch.from_numpy(np.unique(factor.abs().numpy()))
-            reason = why or f"it lets {WORDS[int(symmetry)]} through"
+            reason = why or f"it lets {FACTORS[symmetry]} through"
             self.limits.append(Limit(members[members > 0], symmetry, where, reason))
 
     def note(self, where: str, why: str) -> None:
-        """Record that something gets no noise here."""
+        """Record that a tensor gets no noise."""
         self.limits.append(Limit(torch.empty(0, dtype=torch.int64), Symmetry.NOTHING, where, why))
 
     def unite_scale(self, a: Tensor, b: Tensor, where: str, why: str) -> None:
-        """Make factors equal at the same place; where one of them has none, the other has none either."""
+        """Make factors equal element by element; where one of them has none, the other has none either."""
         if a is b:
             return
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
@@ -130,13 +130,13 @@ class Ledger:
             self.scale_pairs.append((a[both], b[both]))
 
     def merge_scale(self, factor: Tensor, dims: Dims, where: str) -> Tensor:
-        """One factor along all of `dims`, because an operation sums over them."""
+        """Make a factor constant along `dims`, because an operation sums over them."""
         first = first_along(factor, dims)
         self.unite_scale(factor, first, where, "it adds up elements of which some carry no factor")
         return first
 
     def agree_scale(self, a: Sequence[Tensor], b: Sequence[Tensor], where: str, why: str) -> tuple[Tensor, ...]:
-        """Make two products of factors equal; returns the common product.
+        """Make two products of factors equal and return the common product.
 
         Factors of only one side are paired with one another, or limited to 1; products of many factors may have more
         solutions than this finds.
@@ -146,12 +146,12 @@ class Ledger:
         same = [x for x in a if any(x is y for y in b)]
         while left and right:
             x = left.pop(0)
-            y = min(right, key=lambda other: (varying(other) != varying(x), len(varying(other) ^ varying(x))))
+            y = min(right, key=lambda other: len(varying_dims(other) ^ varying_dims(x)))
             right = [other for other in right if other is not y]
             self.unite_scale(x, y, where, why)
             same.append(min(x, y, key=Tensor.numel))
         rest = left or right
-        if len(rest) == 2 and varying(rest[0]) == varying(rest[1]):
+        if len(rest) == 2 and varying_dims(rest[0]) == varying_dims(rest[1]):
             self.unite_scale(rest[0], -rest[1], where, why)
         else:
             self.limit(rest, Symmetry.NOTHING, where, why)
@@ -159,25 +159,21 @@ class Ledger:
 
     # Order.
 
-    def mark(self, order: Tensor, values: Tensor) -> None:
-        """Units whose elements have different `values`, in order of place, do not trade places."""
-        self.marks.append(Mark(order, lambda _: values))
-
     def count(self, order: Tensor) -> None:
-        """Units that do not occur here, or not equally often, do not trade places."""
-        self.mark(order, torch.zeros_like(order))
+        """Forbid swaps of units that occur here in different numbers."""
+        self.marks.append(Mark(order, lambda _: torch.zeros_like(order)))
 
     def fix(self, *factors: Tensor) -> None:
-        """Their elements keep their places."""
+        """Forbid all permutations of these factors."""
         self.order_pairs += [(factor, torch.zeros_like(factor)) for factor in factors]
 
     def fix_along(self, factors: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
-        """Fix the factors that change along `dims`; returns the others."""
-        self.fix(*[factor for factor in factors if varying(factor) & dims])
-        return tuple(factor for factor in factors if not varying(factor) & dims)
+        """Fix the factors that vary along `dims` and return the others."""
+        self.fix(*[factor for factor in factors if varying_dims(factor) & dims])
+        return tuple(factor for factor in factors if not varying_dims(factor) & dims)
 
     def unite_order(self, a: Tensor, b: Tensor) -> None:
-        """The same unit at the same place."""
+        """Make order factors equal element by element."""
         if a is b:
             return
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
@@ -186,34 +182,38 @@ class Ledger:
             self.order_pairs.append((a[differ], b[differ]))
 
     def merge_order(self, factor: Tensor, dims: Dims) -> Tensor:
-        """One unit along all of `dims`: its elements move together."""
+        """Make an order factor constant along `dims`: its elements move together."""
         first = first_along(factor, dims)
         self.unite_order(factor, first)
         return first
 
-    def moved(self, operation: Callable[[Sequence[Tensor]], Tensor], factors: Sequence[Tensor]) -> Tensor:
-        """An order factor after an operation that only moves elements."""
+    def move(self, operation: Callable[[Sequence[Tensor]], Tensor], factors: Sequence[Tensor]) -> Tensor:
+        """Apply an operation that only moves elements to order factors."""
         after = operation(factors)
         if len(factors) == 1 and torch.equal(after.flatten(), factors[0].flatten()):
             return after
 
         def origins(rank: Rank) -> Tensor:
-            place = operation([rank(f) for f in factors])
+            position = operation([rank(f) for f in factors])
             which = operation([torch.full(f.shape, i) for i, f in enumerate(factors)])
-            return place * (len(factors) + 1) + which
+            return position * (len(factors) + 1) + which
 
         self.marks.append(Mark(after, origins))
         return after
 
-    def fold(self, factor: Tensor, dims: Dims) -> Tensor | None:
-        """An order factor after summing over `dims`; None if nothing remains.
+    def fold(self, factors: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        """Return order factors after a sum over `dims`, as far as they remain."""
+        return [folded for factor in factors if (folded := self._fold(factor, dims)) is not None]
 
-        Elements along `dims` form one block per remaining place; the result has the blocks' parents.
+    def _fold(self, factor: Tensor, dims: Dims) -> Tensor | None:
+        """Return an order factor after a sum over `dims`; None if nothing remains.
+
+        Elements along `dims` form one block per remaining position; the result holds the blocks' parents.
         """
-        inner = varying(factor) & dims
+        inner = varying_dims(factor) & dims
         if not inner:
             return factor
-        outer = sorted(varying(factor) - inner)
+        outer = sorted(varying_dims(factor) - inner)
         if not outer:
             self.count(factor)
             return None
@@ -223,34 +223,34 @@ class Ledger:
         return parents
 
     def agree_order(
-        self, a: Sequence[Tensor], differs_a: Dims, b: Sequence[Tensor], differs_b: Dims
+        self, a: Sequence[Tensor], distinct_a: Dims, b: Sequence[Tensor], distinct_b: Dims
     ) -> tuple[Tensor, ...]:
-        """Make the elements of two tensors of an element-wise operation move alike; returns how the result moves.
+        """Give two tensors of an element-wise operation the same order and return that of the result.
 
-        `differs` are the dims along which a tensor's elements may differ; along the others it is broadcast, and moving
+        `distinct` are the dims along which a tensor's elements may differ; along the others it is broadcast, and moving
         the other tensor does not change it.
         """
-        left = [(factor, self.fold(factor, varying(factor) - differs_b)) for factor in a if varying(factor)]
-        right = [(factor, self.fold(factor, varying(factor) - differs_a)) for factor in b if varying(factor)]
-        met = [(factor, seen) for factor, seen in right if seen is not None and varying(factor) & differs_a]
-        result = [factor for factor, _ in right if not varying(factor) & differs_a]
+        left = [(factor, self._fold(factor, dims - distinct_b)) for factor in a if (dims := varying_dims(factor))]
+        right = [(factor, self._fold(factor, dims - distinct_a)) for factor in b if (dims := varying_dims(factor))]
+        waiting = [(factor, seen) for factor, seen in right if seen is not None and varying_dims(factor) & distinct_a]
+        result = [factor for factor, _ in right if not varying_dims(factor) & distinct_a]
         for factor, seen in left:
-            if seen is None or not varying(factor) & differs_b:
+            if seen is None or not varying_dims(factor) & distinct_b:
                 result.append(factor)
                 continue
-            like = [pair for pair in met if varying(pair[1]) & varying(seen)]
-            fits = [p for p in like if varying(p[1]) <= varying(seen) or varying(seen) <= varying(p[1])]
+            own = varying_dims(seen)
+            fits = [pair for pair in waiting if _are_nested(own, varying_dims(pair[1]))]
             if not fits:
                 self.fix(factor)
                 continue
-            other, view = max(fits, key=lambda pair: len(varying(pair[1]) & varying(seen)))
-            met = [pair for pair in met if pair[0] is not other]
+            other, view = max(fits, key=lambda pair: len(varying_dims(pair[1]) & own))
+            waiting = [pair for pair in waiting if pair[0] is not other]
             self.unite_order(seen, view)
             if factor is seen and other is view:
                 result.append(min(factor, other, key=Tensor.numel))
-            else:  # the one with the inner places
+            else:  # the one with the inner positions
                 result.append(other if factor is seen else factor)
-        self.fix(*[factor for factor, _ in met])
+        self.fix(*[factor for factor, _ in waiting])
         return tuple(result)
 
     # The model's own tensors.
@@ -258,14 +258,14 @@ class Ledger:
     def attach(self, name: str, region: Region) -> None:
         """Record the noise on a part of the tensor `name`; a part used twice has the same noise in both uses."""
         known = self.regions.setdefault(name, [])
-        region = region.sorted()
+        region = region.sort_dims()
         for number, old in enumerate(known):
-            if old.place == region.place:
+            if old.view == region.view:
                 why = "it is used in two ways that ask for different noise"
                 scale = self.agree_scale(old.units.scale, region.units.scale, name, why)
                 everywhere = frozenset(range(len(old.shape)))
                 order = self.agree_order(old.units.order, everywhere, region.units.order, everywhere)
-                known[number] = Region(*old.place, Units(scale, order))
+                known[number] = Region(*old.view, Units(scale, order))
                 return
         overlapping = [old for old in known if _overlap(old, region)]
         for other in [*overlapping, region] if overlapping else []:
@@ -273,13 +273,17 @@ class Ledger:
         known.append(region)
 
     def pin(self, units: Units, where: str, why: str) -> None:
-        """No noise passes here."""
+        """Allow no noise."""
         self.limit(units.scale, Symmetry.NOTHING, where, why)
         self.fix(*units.order)
 
 
+def _are_nested(a: Dims, b: Dims) -> bool:
+    return bool(a & b) and (a <= b or b <= a)
+
+
 def _overlap(a: Region, b: Region) -> bool:
-    """Whether two views may share an element; conservative for different strides and views that wrap around."""
+    """Return whether two views may share an element; in doubt, True."""
     if a.strides != b.strides:
         ends = [r.offset + sum((n - 1) * s for n, s in zip(r.shape, r.strides, strict=True)) for r in (a, b)]
         return not (ends[0] < b.offset or ends[1] < a.offset)

@@ -7,16 +7,16 @@ from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from fedveil.errors import ModelMismatch
 from fedveil.graph.head import Head
-from fedveil.graph.known import Known, constant, count_uncovered
+from fedveil.graph.known import KnownValues, count_revealed_elements, is_constant
 from fedveil.graph.layout import Entry, Inside, Layout, lay_out, look_inside
 from fedveil.graph.ledger import Ledger
 from fedveil.graph.solve import Integers, Orders, Scales, components, solve_orders, solve_scales
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.tables import POOLED, Piece, Pool, SlotRows, Slots, build_pool, count_levels
+from fedveil.graph.tables import POOLED, Piece, Pool, SlotBuilder, Slots, build_pool, count_levels
 from fedveil.graph.walk import Walk
 
 KINDS = ("bare", "moved", "signed", "scaled")
@@ -34,7 +34,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Moves:
-    """Order classes that trade places, in the form in which new places are drawn.
+    """Order classes that may be swapped, in the form in which new positions are drawn.
 
     Attributes:
         classes: those that move, sorted by cell.
@@ -55,26 +55,23 @@ class Moves:
     first: Integers
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """Which layers of a model can be masked, and how. `print(plan)` shows it; `shares` has how much is covered.
+    """Which layers of a model can be perturbed, and how. `print(plan)` shows it; `shares` tells the coverage.
 
     Attributes:
         model_name: class of the model.
         axes: the hidden axes with the factors that each allows.
-        head: the layer that is masked additively; None if exposed.
+        head: the layer that takes additive noise; None if exposed.
         layout: the tensors that are sent.
         modes: for each module, whether it was in training mode.
         symmetries: for each scale class, the factors that it allows.
-        orders: which units trade places.
+        orders: which units may be swapped.
         slots: see `Slots`.
         pieces: for each tensor, its parts and the slots that act on them.
         pool: the small tensors.
         pinned: operations that let no factor through, or tensors that stay bare, and why.
-        shares: of the parameters' values that are "scaled" (multiplied by secret factors, or masked additively),
-            "signed" (multiplied by secret signs), only "moved" (to secret places) and "bare" (sent as they are). Each
-            value counts once, under the strongest; they add up to 1.
-        known: values that clients know beforehand, and what they reveal.
+        known_names: parameters whose values clients know beforehand.
     """
 
     model_name: str
@@ -88,17 +85,50 @@ class Plan:
     pieces: Mapping[str, list[Piece]]
     pool: Pool
     pinned: tuple[tuple[str, str], ...]
-    shares: Mapping[str, float]
-    known: Known
+    known_names: tuple[str, ...]
+
+    @cached_property
+    def shares(self) -> Mapping[str, float]:
+        """Fractions of the parameters' values by the strongest perturbation of each; they add up to 1.
+
+        "scaled": multiplied by secret factors, or with additive noise; "signed": multiplied by secret signs; "moved":
+        only permuted; "bare": sent as they are.
+        """
+        counts = np.zeros(len(KINDS), np.int64)
+        for entry in self.layout.trainable + self.layout.frozen:
+            if entry.name in self._head_names:
+                counts[-1] += entry.shape.numel()
+                continue
+            own = np.zeros(len(KINDS), np.int64)
+            for piece in self.pieces[entry.name]:
+                own += count_levels(piece, self.slots, self.symmetries)
+            own[0] = entry.shape.numel() - own[1:].sum()
+            counts += own
+        total = max(1, int(counts.sum()))
+        return MappingProxyType({kind: float(counts[n] / total) for n, kind in reversed(list(enumerate(KINDS)))})
+
+    @cached_property
+    def known(self) -> KnownValues:
+        """The values that clients know beforehand, and how much they reveal."""
+        names = {entry.name for entry in self.layout.trainable + self.layout.frozen} - self._head_names
+        pieces = [piece for name in names for piece in self.pieces[name]]
+        known = [piece for name in self.known_names for piece in self.pieces[name]]
+        count = count_revealed_elements(pieces, known, self.slots, self.symmetries) if known else 0
+        return KnownValues(self.known_names, count / max(1, self.layout.parameters))
+
+    @property
+    def _head_names(self) -> set[str | None]:
+        """Weight and bias of the head, perturbed by a number that no known value reveals."""
+        return {self.head.weight, self.head.bias} if self.head else set()
 
     @property
     def coverage(self) -> float:
-        """Share of the parameters' values that a veil can change, 0 to 1."""
+        """The fraction of the parameters' values that a veil can change, 0 to 1."""
         return 1.0 - self.shares["bare"]
 
     @property
     def cells(self) -> Integers:
-        """For each order class, its cell; classes of a cell trade places, those of cell 0 stay."""
+        """For each order class, its cell; classes of a cell may be swapped, those of cell 0 stay."""
         return self.orders.cells
 
     @cached_property
@@ -132,25 +162,24 @@ class Plan:
         return describe(self)
 
     def __repr__(self) -> str:
-        return f"<Plan of {self.model_name}: {len(self.axes)} axes, coverage {self.coverage:.1%}>"
+        head = self.head.path or self.head.weight if self.head else "exposed"
+        units = sum(axis.size for axis in self.axes if axis.symmetry)
+        return f"<Plan of {self.model_name}: coverage {self.coverage:.1%}, head {head}, {units} symmetric units>"
 
 
 def build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:
-    """Scale units grouped into axes: axes that share a class are one."""
+    """Group scale units into axes: axes that share a class are one."""
     classes = scales.classes
     births = [(where, classes[units.numpy()]) for where, units in ledger.births]
     pairs = [(np.full_like(own, number), len(births) + own) for number, (_, own) in enumerate(births)]
     found = components(len(births) + len(scales.symmetries), pairs)  # of births, then of classes: the first birth
-    groups: dict[int, list[int]] = {}
-    for number in range(len(births)):
-        groups.setdefault(int(found[number]), []).append(number)
-    home = found[len(births) :]
     limits: dict[int, dict[tuple[str, str], None]] = {}
     for limit in ledger.limits:
-        for first in np.unique(home[classes[limit.members.numpy()]]):
+        for first in np.unique(found[len(births) + classes[limit.members.numpy()]]):
             limits.setdefault(int(first), {})[(limit.where, limit.why)] = None
     axes = []
-    for first, numbers in groups.items():
+    for first in dict.fromkeys(found[: len(births)].tolist()):
+        numbers = np.flatnonzero(found[: len(births)] == first)
         own = np.unique(np.concatenate([births[n][1] for n in numbers]))
         symmetry = Symmetry(int(np.bitwise_and.reduce(scales.symmetries[own])))
         names = tuple(dict.fromkeys(births[n][0] for n in numbers))
@@ -158,65 +187,26 @@ def build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
-def measure(
-    layout: Layout, pieces: Mapping[str, list[Piece]], slots: Slots, symmetries: Integers, head: Head | None
-) -> Mapping[str, float]:
-    """How many of the parameters' values are bare, moved, changed in sign, scaled."""
-    counts = np.zeros(len(KINDS), np.int64)
-    for entry in layout.trainable + layout.frozen:
-        size = entry.shape.numel()
-        if head and entry.name in (head.weight, head.bias):
-            counts[-1] += size
-            continue
-        own = np.zeros(len(KINDS), np.int64)
-        for piece in pieces.get(entry.name, ()):
-            own += count_levels(piece, slots, symmetries)
-        own[0] = size - own[1:].sum()
-        counts += own
-    total = max(1, int(counts.sum()))
-    return MappingProxyType({kind: float(counts[n] / total) for n, kind in reversed(list(enumerate(KINDS)))})
-
-
-def find_known(
-    model: nn.Module, layout: Layout, pieces: Mapping[str, list[Piece]], slots: Slots, symmetries: Integers,
-    head: Head | None, public: Collection[str],
-) -> Known:  # fmt: skip
-    """What clients know of the model's current values."""
-    values = look_inside(model).parameters
+def _find_known_names(parameters: Mapping[str, Tensor], layout: Layout, public: Collection[str]) -> tuple[str, ...]:
+    """Return the parameters that hold one number throughout, then those that are declared public."""
     names = [entry.name for entry in layout.trainable + layout.frozen]
-    told = {name for name in names if any(name == p or name.startswith(p.rstrip(".") + ".") for p in public)}
-    known = tuple(dict.fromkeys([*constant({name: values[name] for name in names}), *sorted(told)]))
-    masked = (head.weight, head.bias) if head else ()  # by a number that no known value reveals
-    parts = [piece for name in names if name not in masked for piece in pieces.get(name, ())]
-    told_by = [piece for name in known for piece in pieces.get(name, ())]
-    shown = count_uncovered(parts, told_by, slots, symmetries) if known else 0
-    return Known(known, shown / max(1, layout.parameters))
+    declared = [name for name in names if any(name == p or name.startswith(p.rstrip(".") + ".") for p in public)]
+    return tuple(dict.fromkeys([*[name for name in names if is_constant(parameters[name])], *sorted(declared)]))
 
 
 def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collection[str] = ()) -> Plan:
-    """Turn what the walk recorded into a plan."""
+    """Turn the constraints that the walk recorded into a plan."""
     ledger = walk.ledger
     scales, orders = solve_scales(ledger), solve_orders(ledger)
-    layout = lay_out(model, frozenset(walk.used))
-    rows = SlotRows(scales, orders)
-    pieces = {e.name: [rows.piece(region) for region in ledger.regions.get(e.name, ())] for e in layout.entries}
-    slots = rows.finish()
-    small = [entry for entry in layout.entries if entry.shape.numel() <= POOLED]
+    inside, layout = look_inside(model), lay_out(model, frozenset(walk.used))
+    builder = SlotBuilder(scales, orders)
+    pieces = {e.name: [builder.add(region) for region in ledger.regions.get(e.name, ())] for e in layout.entries}
+    pool = build_pool([e for e in layout.entries if e.shape.numel() <= POOLED], pieces, layout.device)
     pins = {(lim.where, lim.why): None for lim in ledger.limits if not lim.symmetry and lim.where != "output"}
+    name, axes, slots = type(model).__name__, build_axes(ledger, scales), builder.finish()
+    known = _find_known_names(inside.parameters, layout, public)
     return Plan(
-        type(model).__name__,
-        build_axes(ledger, scales),
-        head,
-        layout,
-        look_inside(model).modes,
-        scales.symmetries,
-        orders,
-        slots,
-        MappingProxyType(pieces),
-        build_pool(small, pieces, layout.device),
-        tuple(pins),
-        measure(layout, pieces, slots, scales.symmetries, head),
-        find_known(model, layout, pieces, slots, scales.symmetries, head, public),
+        name, axes, head, layout, inside.modes, scales.symmetries, orders, slots, pieces, pool, tuple(pins), known
     )
 
 
@@ -225,10 +215,8 @@ def check_model(plan: Plan, model: nn.Module) -> Inside:
     inside = look_inside(model)
     layout = plan.layout
     fix = "analyse the model again after changing it"
-    for entries, tensors in (
-        (layout.trainable + layout.frozen, inside.parameters),
-        (layout.buffers, inside.buffers),
-    ):
+    parameters = layout.trainable + layout.frozen
+    for entries, tensors in ((parameters, inside.parameters), (layout.buffers, inside.buffers)):
         for entry in entries:
             tensor = tensors.get(entry.name)
             if tensor is None or tensor.shape != entry.shape or tensor.dtype != layout.dtype:

@@ -1,10 +1,11 @@
-"""Solve the rules' constraints: which units share a factor, which trade places, which move in blocks.
+"""Solve the rules' constraints: which units share a factor, which may be swapped, which move in blocks.
 
 For inverse units (5 = -7), each unit has two nodes, itself and its inverse: a unit in the same component as its own
 inverse can only be +1 or -1.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,14 +23,14 @@ Hashes = NDArray[np.uint64]
 
 
 def lowest(labels: Integers, values: Integers) -> Integers:
-    """For each position, the smallest value among the positions that have its label."""
+    """Return for each position the smallest value among the positions that have its label."""
     found: Integers = np.full(int(labels.max()) + 1, np.iinfo(np.int64).max)
     np.minimum.at(found, labels, values)
     return found[labels]
 
 
 def components(count: int, pairs: Sequence[tuple[Integers, Integers]]) -> Integers:
-    """The smallest member of each node's component."""
+    """Return the smallest member of each node's component."""
     if not pairs:
         return np.arange(count)
     left, right = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
@@ -37,8 +38,8 @@ def components(count: int, pairs: Sequence[tuple[Integers, Integers]]) -> Intege
     return lowest(connected_components(graph, directed=False)[1], np.arange(count))
 
 
-def compress(labels: Integers) -> Integers:
-    """Numbers 0, 1, 2, ... for the distinct labels, keeping 0."""
+def renumber(labels: Integers) -> Integers:
+    """Number the distinct labels 0, 1, 2, ..., keeping 0."""
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
 
 
@@ -56,8 +57,8 @@ class Scales:
     powers: Integers
     symmetries: Integers
 
-    def of(self, factor: Tensor) -> tuple[Integers, Integers]:
-        """Class and power of each element of a scale factor."""
+    def classify(self, factor: Tensor) -> tuple[Integers, Integers]:
+        """Return class and power of each element of a scale factor."""
         refs = factor.numpy()
         unit = np.abs(refs)
         return self.classes[unit], self.powers[unit] * np.sign(refs)
@@ -76,7 +77,7 @@ def solve_scales(ledger: Ledger) -> Scales:
         pairs += [(node(a), node(b)), (node(-a), node(-b))]
     first = components(2 * n, pairs)
     own, inverse = first[:n], first[n:]
-    classes = compress(np.where(np.arange(n) == 0, 0, np.minimum(own, inverse)))
+    classes = renumber(np.where(np.arange(n) == 0, 0, np.minimum(own, inverse)))
     powers = np.where(own <= inverse, 1, -1)
     symmetries = np.full(classes.max() + 1, int(Symmetry.EVERYTHING), np.int64)
     symmetries[0] = 0
@@ -91,7 +92,7 @@ class Orders:
     """Order units in classes, classes in cells, cells in kinds.
 
     Any permutation within a cell is allowed. Classes that move in blocks (the features of a head) are in cells of one
-    kind, which trade places as a whole with the rest of their block.
+    kind, which are permuted together with the rest of their block.
 
     Attributes:
         classes: of each unit; class 0 does not move.
@@ -99,7 +100,7 @@ class Orders:
         kinds: of each class; 0 if it does not move. All classes of a kind occur alike in every tensor.
         members: each class's number in its kind: its block's number times the cell's size, plus its number in the cell.
         blocks: of each class; 0 if it has none.
-        families: of each block; blocks of a family trade places. 0 for block 0.
+        families: of each block; blocks of a family may be swapped. 0 for block 0.
     """
 
     classes: Integers
@@ -109,14 +110,9 @@ class Orders:
     blocks: Integers
     families: Integers
 
-    def of(self, factor: Tensor) -> Integers:
-        """The class of each element of an order factor."""
-        found: Integers = self.classes[factor.numpy()]
-        return found
 
-
-def mixed(*parts: Hashes | Integers | int) -> Hashes:
-    """A 64-bit hash of numbers (splitmix64), element by element."""
+def mix_hashes(*parts: Hashes | Integers | int) -> Hashes:
+    """Return a 64-bit hash of numbers (splitmix64), element by element."""
     state = np.zeros((), np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:
@@ -128,40 +124,32 @@ def mixed(*parts: Hashes | Integers | int) -> Hashes:
 
 
 def ranks(labels: Integers) -> Integers:
-    """For each position, how many earlier positions have the same label."""
+    """Return for each position how many earlier positions have the same label."""
     by_label = np.argsort(labels, kind="stable")
-    place = np.arange(labels.size)
+    position = np.arange(labels.size)
     starts = np.flatnonzero(np.diff(labels[by_label], prepend=labels[by_label][:1] - 1))
-    out = np.empty_like(place)
-    out[by_label] = place - np.repeat(starts, np.diff(np.append(starts, labels.size)))
+    out = np.empty_like(position)
+    out[by_label] = position - np.repeat(starts, np.diff(np.append(starts, labels.size)))
     return out
 
 
-class _Signatures:
-    """A hash of each order class's uses: classes that are used alike have the same."""
+_Use = tuple[Integers, Integers]  # of a tensor in which order classes occur: the class and a value of each element
 
-    def __init__(self, classes: Integers) -> None:
-        self.classes = classes
-        self.found = np.zeros(classes.max() + 1, np.uint64)
-        self._number = 0
 
-    def add(self, labels: Integers, values: Integers) -> None:
-        """Add a tensor: the class and a value of each of its elements, in order."""
-        self._number += 1
+def _hash_uses(found: Hashes, uses: Iterable[_Use], first: int) -> Hashes:
+    """Add uses, numbered from `first`, to a hash of each class; classes that are used alike have the same."""
+    found = found.copy()
+    for number, (labels, values) in enumerate(uses, first):
         present, inverse = np.unique(labels, return_inverse=True)
         seen = np.zeros(len(present), np.uint64)
         with np.errstate(over="ignore"):
-            np.add.at(seen, inverse, mixed(ranks(labels), values))
-        self.found[present] = mixed(self.found[present], self._number, seen)
-
-    def copy(self) -> "_Signatures":
-        other = _Signatures(self.classes)
-        other.found, other._number = self.found.copy(), self._number
-        return other
+            np.add.at(seen, inverse, mix_hashes(ranks(labels), values))
+        found[present] = mix_hashes(found[present], number, seen)
+    return found
 
 
-def _uses(ledger: Ledger, classes: Integers) -> _Signatures:
-    """The signatures of all marks and regions."""
+def _find_uses(ledger: Ledger, classes: Integers) -> Iterator[_Use]:
+    """Yield the uses by all marks and regions."""
     known: dict[int, Tensor] = {}
 
     def rank(order: Tensor) -> Tensor:
@@ -169,59 +157,59 @@ def _uses(ledger: Ledger, classes: Integers) -> _Signatures:
             known[id(order)] = torch.from_numpy(ranks(classes[order.numpy()].ravel()).reshape(order.shape))
         return known[id(order)]
 
-    uses = _Signatures(classes)
     for mark in ledger.marks:
         values = mark.values(rank).expand(mark.order.shape).numpy().ravel()
-        uses.add(classes[mark.order.numpy()].ravel(), values)
-    for regions in ledger.regions.values():
-        for factor in [factor for region in regions for factor in region.units.order]:
-            uses.add(classes[factor.numpy()].ravel(), np.zeros(factor.numel(), np.int64))
-    return uses
+        yield classes[mark.order.numpy()].ravel(), values
+    for region in itertools.chain.from_iterable(ledger.regions.values()):
+        for factor in region.units.order:
+            yield classes[factor.numpy()].ravel(), np.zeros(factor.numel(), np.int64)
 
 
 def solve_orders(ledger: Ledger) -> Orders:
-    """Solve the constraints on places."""
+    """Solve the constraints on positions."""
     pairs = [(a.numpy().ravel(), b.numpy().ravel()) for a, b in ledger.order_pairs]
-    classes = compress(components(ledger.orders, pairs))
+    classes = renumber(components(ledger.orders, pairs))
     count = int(classes.max()) + 1
-    uses = _uses(ledger, classes)
+    uses = list(_find_uses(ledger, classes))
     blocks = [(classes[b.children.numpy()], classes[b.parents.numpy()]) for b in ledger.blocks]
     pairs = [(children.ravel(), np.repeat(parents, children.shape[1])) for children, parents in blocks]
-    inside = components(count, pairs)  # classes that share blocks, named by the smallest
-    place = ranks(inside)  # of a class among those of its component, by number
-    apart, alike = uses, uses.copy()
+    component = components(count, pairs)  # classes that share blocks, named by the smallest
+    position = ranks(component)  # of a class in its component, by number
+    by_row: list[_Use] = []  # uses that tell the rows of a block apart
+    by_kind: list[_Use] = []  # uses that do not
     for children, parents in blocks:
-        rows = np.arange(len(parents))
-        for signatures, label in ((apart, rows), (alike, mixed(place[parents], ranks(parents)).astype(np.int64))):
-            signatures.add(children.ravel(), np.repeat(label, children.shape[1]))
-            signatures.add(parents, label)
-    cells = compress(apart.found.view(np.int64))
+        kinds = mix_hashes(position[parents], ranks(parents)).astype(np.int64)
+        for found, label in ((by_row, np.arange(len(parents))), (by_kind, kinds)):
+            found += [(children.ravel(), np.repeat(label, children.shape[1])), (parents, label)]
+    common, first = _hash_uses(np.zeros(count, np.uint64), uses, 1), len(uses) + 1
+    cells = renumber(_hash_uses(common, by_row, first).view(np.int64))
     cells = np.where(np.arange(count) == 0, 0, cells + 1)
-    return _arranged(classes, cells, *_families(inside, place, alike.found, cells))
+    uses_by_kind = _hash_uses(common, by_kind, first)
+    return _number_kinds(classes, cells, *_find_families(component, position, uses_by_kind, cells))
 
 
-def _families(inside: Integers, place: Integers, uses: Hashes, cells: Integers) -> tuple[Integers, Integers]:
-    """Block of each class, and family of each block: blocks of one family are used alike, class by class."""
-    count = len(inside)
-    sizes = np.bincount(inside, minlength=count)
+def _find_families(component: Integers, position: Integers, uses: Hashes, cells: Integers) -> tuple[Integers, Integers]:
+    """Return the block of each class and the family of each block: blocks of a family are used alike."""
+    count = len(component)
+    sizes = np.bincount(component, minlength=count)
     whole = np.zeros(count, np.uint64)
     with np.errstate(over="ignore"):
-        np.add.at(whole, inside, mixed(place, uses, lowest(cells, place)))
-    heads = np.flatnonzero((sizes > 1) & (np.arange(count) == inside) & (inside != inside[0]))
-    families, counts = np.unique(mixed(whole[heads], sizes[heads]), return_inverse=True, return_counts=True)[1:]
+        np.add.at(whole, component, mix_hashes(position, uses, lowest(cells, position)))
+    heads = np.flatnonzero((sizes > 1) & (np.arange(count) == component) & (component != component[0]))
+    families, counts = np.unique(mix_hashes(whole[heads], sizes[heads]), return_inverse=True, return_counts=True)[1:]
     kept = heads[counts[families] > 1]
-    family = compress(families[counts[families] > 1]) + 1 if len(kept) else families[:0]
+    family = renumber(families[counts[families] > 1]) + 1 if len(kept) else families[:0]
     by_head = np.zeros(count, np.int64)
     by_head[kept] = np.arange(1, len(kept) + 1)
-    return by_head[inside], np.concatenate([[0], family]).astype(np.int64)
+    return by_head[component], np.concatenate([[0], family]).astype(np.int64)
 
 
-def _arranged(classes: Integers, cells: Integers, blocks: Integers, families: Integers) -> Orders:
-    """Number kinds and their classes; a class without a partner to trade places with does not move."""
-    inner = lowest(cells, ranks(blocks))  # the place in its block of the first class of its cell
-    kinds = compress(mixed(families[blocks], np.where(blocks > 0, inner, -1 - cells)).view(np.int64)) + 1
+def _number_kinds(classes: Integers, cells: Integers, blocks: Integers, families: Integers) -> Orders:
+    """Number kinds and their classes; a class without a partner to be swapped with does not move."""
+    inner = lowest(cells, ranks(blocks))  # the position in its block of the first class of its cell
+    kinds = renumber(mix_hashes(families[blocks], np.where(blocks > 0, inner, -1 - cells)).view(np.int64)) + 1
     kinds[0] = 0
-    kinds = compress(np.where(np.bincount(kinds)[kinds] < 2, 0, kinds))
+    kinds = renumber(np.where(np.bincount(kinds)[kinds] < 2, 0, kinds))
     number = np.concatenate([[0], ranks(families[1:])])  # of a block within its family
     members = number[blocks] * np.bincount(cells)[cells] + ranks(cells)
     moving = kinds > 0

@@ -1,15 +1,15 @@
-"""From units to what they do to the elements of parameters and buffers.
+"""The effect of units on the elements of parameters and buffers.
 
-Each factor of each tensor becomes a few *slots*, one per place along it. A scale slot has the class of one secret
-number and its exponent, an order slot the places of one class of units in this tensor. A secret is then two short
+Each factor of each tensor becomes a few *slots*, one per position along it. A scale slot has the class of one secret
+number and its exponent, an order slot the positions of one class of units in this tensor. A secret is then two short
 vectors, one number per scale slot and one distance per order slot, whatever the size of the model.
 
-Small tensors are pooled in one flat vector, which is masked by one product and one gather; a large one is multiplied by
-broadcasting and gathered dim by dim.
+Small tensors are pooled in one flat vector, which is perturbed by one product and one gather; a large one is multiplied
+by broadcasting and gathered dim by dim.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from fedveil.graph.layout import Entry
 from fedveil.graph.ledger import Region
 from fedveil.graph.solve import Integers, Orders, Scales, ranks
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import along, compressed, varying
+from fedveil.graph.units import Dims, compress, factor_along, varying_dims
 
 POOLED = 2**15  # elements of the largest tensor that goes into the pool
 
@@ -33,7 +33,7 @@ class Spread:
     shape: tuple[int, ...]
 
     def of(self, slots: Tensor) -> Tensor:
-        """Their values in the factor's shape."""
+        """Return their values in the factor's shape."""
         return slots[self.first : self.first + torch.Size(self.shape).numel()].reshape(self.shape)
 
 
@@ -48,7 +48,7 @@ class Piece:
     order: tuple[Spread, ...]
 
     def part(self, flat: Tensor) -> Tensor:
-        """This part of a tensor's flat elements, which may have dims in front."""
+        """Return this part of a tensor's flat elements, which may have leading dims."""
         ahead = flat.dim() - 1
         return flat.as_strided(
             (*flat.shape[:ahead], *self.shape),
@@ -62,16 +62,17 @@ class Slots:
     """All slots of a model. Slot 0 of either kind does nothing.
 
     Attributes:
+        classes: the number of scale classes.
         unit: scale class of each scale slot; 0 is pinned.
         power: +1 or -1, its exponent.
         order: order class of each order slot; 0 does not move.
         origin: index in `table` of the same occurrence of the first class of its kind, in this tensor.
         repeat: how often each class of the kind occurs there.
-        place: its place in the tensor's flat elements, along its own dims.
-        table: places of each tensor, sorted by kind, class and occurrence.
-        classes: the number of scale classes.
+        place: its index in the tensor's flat elements, along the slot's dims.
+        table: indices of each tensor, sorted by kind, class and occurrence.
     """
 
+    classes: int
     unit: Integers
     power: Integers
     order: Integers
@@ -79,87 +80,76 @@ class Slots:
     repeat: Integers
     place: Integers
     table: Integers
-    classes: int
 
     def factors(self, scale: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The factor of each scale slot, from one number per scale class; for one secret, or one per row."""
+        """Return the factor of each scale slot, from one number per scale class; for one secret, or one per row."""
         return np.concatenate([scale, 1 / scale], -1)[..., self.unit + self.classes * (self.power < 0)]
 
     def shifts(self, member: Integers) -> Integers:
-        """The distance from which each order slot gets its content, from each order class's new number in its kind."""
+        """Return the distance from which each order slot gets its content, from each class's new number in its kind."""
         found: Integers = self.table[self.origin + member[..., self.order] * self.repeat] - self.place
         return found
 
 
-@dataclass
-class SlotRows:
-    """Slots under construction."""
+class SlotBuilder:
+    """Collects the slots of all tensors."""
 
-    scales: Scales
-    orders: Orders
-    scale_columns: list[tuple[Integers, Integers]] = field(
-        default_factory=lambda: [(np.zeros(1, np.int64), np.ones(1, np.int64))]
-    )
-    order_columns: list[tuple[Integers, ...]] = field(default_factory=lambda: [(np.zeros(1, np.int64),) * 4])
-    table: list[Integers] = field(default_factory=lambda: [np.zeros(1, np.int64)])
-    scale_count: int = 1
-    order_count: int = 1
+    def __init__(self, scales: Scales, orders: Orders) -> None:
+        zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+        self._scales, self._orders = scales, orders
+        self._scale_columns = [(zero, one)]
+        self._order_columns = [(zero,) * 5]
+        self._scale_count = self._order_count = 1
 
-    def piece(self, region: Region) -> Piece:
-        """The region with its slots."""
-        scale = [s for s in map(self._scale, region.units.scale) if s]
-        order, covered = [], frozenset[int]()
+    def add(self, region: Region) -> Piece:
+        """Return the region with its slots."""
+        scale = [spread for spread in map(self._add_scale, region.units.scale) if spread]
+        order, used = [], frozenset[int]()
         for factor in region.units.order:
-            found = self._order(factor, region, covered)
-            if found:
-                order.append(found)
-                covered |= frozenset(d for d, n in enumerate(found.shape) if n > 1)
-        return Piece(*region.place, tuple(scale), tuple(order))
+            spread = self._add_order(factor, region, used)
+            if spread:
+                order.append(spread)
+                used |= frozenset(d for d, n in enumerate(spread.shape) if n > 1)
+        return Piece(*region.view, tuple(scale), tuple(order))
 
-    def _scale(self, factor: Tensor) -> Spread | None:
-        unit, power = self.scales.of(factor)
-        unit = np.where(self.scales.symmetries[unit] > 0, unit, 0)
-        whole = compressed(torch.from_numpy(np.asarray(2 * unit + (power < 0) * (unit > 0))))
-        unit, power = (whole // 2).numpy().ravel(), np.where((whole % 2).numpy().ravel() > 0, -1, 1)
+    def _add_scale(self, factor: Tensor) -> Spread | None:
+        unit, power = self._scales.classify(factor)
+        unit = np.where(self._scales.symmetries[unit] > 0, unit, 0)
+        signed = compress(torch.from_numpy(np.asarray(2 * unit + (power < 0) * (unit > 0))))
+        unit, inverse = np.divmod(signed.numpy().ravel(), 2)
         if not unit.any():
             return None
-        self.scale_columns.append((unit, power))
-        first, self.scale_count = self.scale_count, self.scale_count + len(unit)
-        return Spread(first, tuple(whole.shape))
+        self._scale_columns.append((unit, 1 - 2 * inverse))
+        first, self._scale_count = self._scale_count, self._scale_count + len(unit)
+        return Spread(first, tuple(signed.shape))
 
-    def _order(self, factor: Tensor, region: Region, covered: frozenset[int]) -> Spread | None:
-        kinds, members = self.orders.kinds, self.orders.members
-        label = self.orders.of(factor)
-        label = np.where(kinds[label] > 0, label, 0)
-        if not label.any():
+    def _add_order(self, factor: Tensor, region: Region, used: Dims) -> Spread | None:
+        kinds, members = self._orders.kinds, self._orders.members
+        label = self._orders.classes[factor.numpy()]
+        short = compress(torch.from_numpy(np.asarray(np.where(kinds[label] > 0, label, 0))))
+        dims = varying_dims(short) - used
+        if not dims or not short.any():
             return None
-        short = compressed(torch.from_numpy(np.asarray(label)))
-        dims = varying(short) - covered
-        if not dims:
-            return None
-        place = torch.zeros((1,) * short.dim(), dtype=torch.int64)
+        position = torch.zeros((1,) * short.dim(), dtype=torch.int64)
         for d in dims:
-            place = place + along(torch.arange(short.shape[d]) * region.strides[d], d, short.dim())
-        label, position = short.numpy().ravel(), place.expand(short.shape).numpy().ravel()
+            position = position + factor_along(torch.arange(short.shape[d]) * region.strides[d], d, short.dim())
+        label, place = short.numpy().ravel(), position.expand(short.shape).numpy().ravel()
         count = len(label)
         rank, kind, member = ranks(label), kinds[label], members[label]
-        group = np.where(kind == 0, -1 - np.arange(count), kind)  # a fixed place is a kind of its own
+        group = np.where(kind == 0, -1 - np.arange(count), kind)  # a fixed position is the only one of its kind
         by_kind = np.lexsort((rank, member, group))
         starts = np.searchsorted(group[by_kind], group)
         repeat = np.where(kind == 0, 0, np.bincount(label)[label])
-        origin = self.order_count + starts + np.where(kind == 0, 0, rank)
-        self.order_columns.append((np.where(kind == 0, 0, label), origin, repeat, position))
-        self.table.append(position[by_kind])
-        first, self.order_count = self.order_count, self.order_count + count
+        origin = self._order_count + starts + np.where(kind == 0, 0, rank)
+        self._order_columns.append((np.where(kind == 0, 0, label), origin, repeat, place, place[by_kind]))
+        first, self._order_count = self._order_count, self._order_count + count
         return Spread(first, tuple(short.shape))
 
     def finish(self) -> Slots:
-        """All of them."""
-        unit, power = (np.concatenate(column) for column in zip(*self.scale_columns, strict=True))
-        order, origin, repeat, place = (np.concatenate(column) for column in zip(*self.order_columns, strict=True))
-        table = np.concatenate(self.table)
-        classes = int(self.scales.classes.max()) + 1
-        return Slots(unit, power, order, origin, repeat, place, table, classes)
+        """Return all slots."""
+        unit, power = map(np.concatenate, zip(*self._scale_columns, strict=True))
+        columns = map(np.concatenate, zip(*self._order_columns, strict=True))
+        return Slots(int(self._scales.classes.max()) + 1, unit, power, *columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +157,7 @@ class Pool:
     """Tensors concatenated in one flat vector.
 
     Attributes:
-        entries: the tensors, with their places in the pool.
+        entries: the tensors, with their positions in the pool.
         scale: for each element its scale slots, one row per factor.
         order: its order slots.
         arange: 0, 1, 2, ... along the vector.
@@ -179,48 +169,45 @@ class Pool:
     arange: Tensor
 
     def factors(self, slots: Tensor) -> Tensor:
-        """The factor of each element."""
-        return _combined(slots, self.scale, torch.mul)
+        """Return the factor of each element."""
+        return _combine(slots, self.scale, torch.mul)
 
     def sources(self, slots: Tensor) -> Tensor:
-        """The place that each element comes from."""
-        return self.arange + _combined(slots, self.order, torch.add)
+        """Return the index that each element comes from."""
+        return self.arange + _combine(slots, self.order, torch.add)
 
 
-def _combined(slots: Tensor, sides: Tensor, combine: object) -> Tensor:
+def _combine(slots: Tensor, sides: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     total = slots.index_select(0, sides[0])
     for side in sides[1:]:
-        total = combine(total, slots.index_select(0, side))  # type: ignore[operator]
+        total = combine(total, slots.index_select(0, side))
     return total
 
 
-def build_pool(entries: Sequence[Entry], pieces: dict[str, list[Piece]], device: torch.device) -> Pool:
+def build_pool(entries: Sequence[Entry], pieces: Mapping[str, list[Piece]], device: torch.device) -> Pool:
     """Put tensors into one flat vector, with the slots of each element."""
-    moved, start = [], 0
+    pooled, start = [], 0
     for entry in entries:
-        size = entry.shape.numel()
-        moved.append(Entry(entry.name, entry.shape, start, start + size, entry.like))
-        start += size
-    every = [piece for entry in moved for piece in pieces.get(entry.name, ())]
-    depth = [max([1, *map(len, kind)]) for kind in ([p.scale for p in every], [p.order for p in every])]
-    sides = [torch.zeros((count, start), dtype=torch.int32) for count in depth]
-    for entry in moved:
-        for piece in pieces.get(entry.name, ()):
-            for side, spreads in zip(sides, (piece.scale, piece.order), strict=True):
-                for row, spread in zip(side, spreads, strict=False):
-                    slots = torch.arange(spread.first, spread.first + torch.Size(spread.shape).numel())
-                    part = piece.part(row[entry.start : entry.stop])
-                    part.copy_(slots.reshape(spread.shape).expand(piece.shape))
-    scale, order = (side.to(device) for side in sides)
-    return Pool(tuple(moved), scale, order, torch.arange(start, device=device))
+        pooled.append(replace(entry, start=start, stop=start + entry.shape.numel()))
+        start = pooled[-1].stop
+    parts = [(entry, piece) for entry in pooled for piece in pieces.get(entry.name, ())]
+    depths = (max([1, *[len(piece.scale) for _, piece in parts]]), max([1, *[len(piece.order) for _, piece in parts]]))
+    scale, order = (torch.zeros((depth, start), dtype=torch.int32) for depth in depths)
+    for entry, piece in parts:
+        for rows, spreads in ((scale, piece.scale), (order, piece.order)):
+            for row, spread in zip(rows, spreads, strict=False):
+                slots = torch.arange(spread.first, spread.first + torch.Size(spread.shape).numel())
+                part = piece.part(row[entry.start : entry.stop])
+                part.copy_(slots.reshape(spread.shape).expand(piece.shape))
+    return Pool(tuple(pooled), scale.to(device), order.to(device), torch.arange(start, device=device))
 
 
 def count_all(piece: Piece, spreads: Sequence[Spread], values: Tensor) -> int:
-    """How many elements of a part have `values` true in all factors; independent dims multiply."""
+    """Count the elements of a part that have `values` true in all factors; independent dims multiply."""
     groups: list[tuple[frozenset[int], Tensor]] = []
     for spread in spreads:
         own = spread.of(values)
-        dims = varying(own)
+        dims = varying_dims(own)
         for other, known in [group for group in groups if group[0] & dims]:
             groups = [group for group in groups if group[0] is not other]
             own, dims = own & known, dims | other
@@ -234,7 +221,7 @@ def count_all(piece: Piece, spreads: Sequence[Spread], values: Tensor) -> int:
 
 
 def count_levels(piece: Piece, slots: Slots, symmetries: Integers) -> list[int]:
-    """How many elements of a part are bare, moved, signed, scaled; each counts once, under the strongest."""
+    """Count the elements of a part that are bare, moved, signed, scaled; each once, under the strongest."""
     sized = torch.from_numpy((symmetries[slots.unit] & Symmetry.POSITIVE) > 0)
     free = torch.from_numpy(symmetries[slots.unit] > 0)
     size = torch.Size(piece.shape).numel()

@@ -1,6 +1,6 @@
 """The noise on each element of a tensor, described by axes.
 
-A tensor carries *scale* (its elements are multiplied by secret factors) and *order* (its elements trade places). Each
+A tensor carries *scale* (its elements are multiplied by secret factors) and *order* (its elements are permuted). Each
 is a tuple of *factors*: integer tensors with as many dims as the tensor itself, of size 1 along every dim along which
 they are constant. The channels of an (N, C, H, W) activation are one factor of shape (1, C, 1, 1).
 
@@ -27,18 +27,19 @@ class Units(NamedTuple):
         """Apply `change` to all factors."""
         return Units(tuple(map(change, self.scale)), tuple(map(change, self.order)))
 
-    def unscaled(self) -> "Units":
-        """The same places without factors."""
-        return Units((), self.order)
 
-
-def varying(factor: Tensor) -> Dims:
-    """The dims along which a factor changes."""
+def varying_dims(factor: Tensor) -> Dims:
+    """Return the dims along which a factor varies."""
     return frozenset(dim for dim, size in enumerate(factor.shape) if size > 1)
 
 
-def compressed(factor: Tensor) -> Tensor:
-    """The factor with size 1 along every dim along which it is constant."""
+def distinct_dims(value: Tensor) -> Dims:
+    """Return the dims along which a tensor's elements may differ: those along which it is not broadcast."""
+    return frozenset(d for d in range(value.dim()) if value.shape[d] > 1 and value.stride(d) != 0)
+
+
+def compress(factor: Tensor) -> Tensor:
+    """Reduce a factor to size 1 along every dim along which it is constant."""
     for dim, size in enumerate(factor.shape):
         if size > 1:
             first = factor.narrow(dim, 0, 1)
@@ -47,25 +48,18 @@ def compressed(factor: Tensor) -> Tensor:
     return factor
 
 
-def widened(factor: Tensor, shape: Sequence[int], dims: Sequence[int] | Dims) -> Tensor:
-    """The factor in full size along `dims`."""
-    return factor.expand([shape[d] if d in dims else size for d, size in enumerate(factor.shape)])
+def factor_along(values: Tensor, dim: int, rank: int) -> Tensor:
+    """Return 1-d values as a factor that varies along `dim` of a tensor with `rank` dims."""
+    return values.reshape([-1 if d == dim else 1 for d in range(rank)])
 
 
-def along(values: Tensor, dim: int, rank: int) -> Tensor:
-    """A 1-d list as a factor that changes along `dim` of a tensor with `rank` dims."""
-    shape = [1] * rank
-    shape[dim] = -1
-    return values.reshape(shape)
-
-
-def aligned(factor: Tensor, rank: int) -> Tensor:
-    """The factor with leading dims of size 1 added, as broadcasting does."""
+def align(factor: Tensor, rank: int) -> Tensor:
+    """Add leading dims of size 1 to a factor, as broadcasting does."""
     return factor.reshape((1,) * (rank - factor.dim()) + tuple(factor.shape))
 
 
-def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
-    """Runs of dims before and after a reshape that hold the same elements."""
+def _match_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
+    """Return the runs of dims before and after a reshape that hold the same elements."""
     found, i, j = [], 0, 0
     while i < len(old) and j < len(new):
         first, other, left, right = i, j, old[i], new[j]
@@ -76,28 +70,28 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]
             else:
                 right, j = right * new[j], j + 1
         found.append((range(first, i), range(other, j)))
-    if found:  # what is left over are dims of size 1
+    if found:  # dims of size 1 are left over
         before, after = found.pop()
         found.append((range(before.start, len(old)), range(after.start, len(new))))
     return found
 
 
-def reshaped(factor: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
-    """The factor of a tensor of shape `old` after it was reshaped to `new`."""
+def reshape_factor(factor: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
+    """Return the factor of a tensor of shape `old` after it was reshaped to `new`."""
     if not old or not new:
         return factor.reshape([1] * len(new))
     wide, sizes = list(factor.shape), [1] * len(new)
-    for before, after in _groups(old, new):
+    for before, after in _match_dims(old, new):
         if any(factor.shape[d] > 1 for d in before):
             for d in before:
                 wide[d] = old[d]
             for d in after:
                 sizes[d] = new[d]
-    return compressed(factor.expand(wide).reshape(sizes))
+    return compress(factor.expand(wide).reshape(sizes))
 
 
 def first_along(factor: Tensor, dims: Dims) -> Tensor:
-    """The factor's first element along each of `dims`; the factor itself if it changes along none."""
-    for dim in dims & varying(factor):
+    """Return a factor's first element along each of `dims`; the factor itself if it varies along none."""
+    for dim in dims & varying_dims(factor):
         factor = factor.narrow(dim, 0, 1)
     return factor

@@ -1,4 +1,4 @@
-"""The paper's networks. Nothing else in Fedveil knows them: any nn.Module will do in their place."""
+"""The paper's networks. The rest of Fedveil does not depend on them and takes any nn.Module."""
 
 from fedveil.models.cnn import cnn
 from fedveil.models.densenet import densenet

@@ -4,7 +4,7 @@ from torch import nn
 
 
 def cnn(channels: int = 3, outputs: int = 10, *, width: int = 16, size: int = 32) -> nn.Sequential:
-    """Three convolutions with ReLU, two max-poolings and two linear layers; for square images from 4 x 4 on."""
+    """Build three convolutions with ReLU, two max-poolings and two linear layers, for square images from 4 x 4 on."""
     side = size // 4
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),

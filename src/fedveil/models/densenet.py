@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class DenseLayer(nn.Module):
-    """Norm, ReLU, convolution; its output joins its input."""
+    """Norm, ReLU and convolution, whose output is concatenated to the input."""
 
     def __init__(self, channels: int, growth: int) -> None:
         super().__init__()
@@ -14,12 +14,12 @@ class DenseLayer(nn.Module):
         self.conv = nn.Conv2d(channels, growth, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Input and new channels side by side."""
+        """Return the input with the new channels."""
         return torch.cat([x, self.conv(F.relu(self.norm(x)))], 1)
 
 
 class Transition(nn.Module):
-    """Halves channels and pixels."""
+    """A layer that halves channels and pixels."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Transition(nn.Module):
         self.conv = nn.Conv2d(before, after, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm, ReLU, 1x1 convolution, average pooling."""
+        """Apply norm, ReLU, 1x1 convolution and average pooling."""
         return F.avg_pool2d(self.conv(F.relu(self.norm(x))), 2)
 
 
@@ -51,11 +51,11 @@ class DenseNet(nn.Module):
         self.head = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs of the head."""
+        """Return the outputs of the head."""
         x = F.relu(self.norm(self.blocks(self.conv(x))))
         return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))  # type: ignore[no-any-return]
 
 
 def densenet(channels: int = 3, outputs: int = 10, *, growth: int = 12, layers: int = 4, blocks: int = 3) -> DenseNet:
-    """DenseNet with `blocks` blocks of `layers` layers that add `growth` channels each."""
+    """Build a DenseNet with `blocks` blocks of `layers` layers that add `growth` channels each."""
     return DenseNet(channels, outputs, growth, layers, blocks)

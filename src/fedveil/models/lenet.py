@@ -9,7 +9,7 @@ CHANNELS, KERNEL, STRIDES, SPREAD = 12, 5, (2, 2, 1), 0.5
 
 
 def lenet(channels: int = 3, outputs: int = 10, *, size: int = 32, activation: str = "relu") -> nn.Sequential:
-    """Three convolutions of 12 channels and 5 x 5 pixels with strides 2, 2, 1, and a linear head.
+    """Build three convolutions of 12 channels and 5 x 5 pixels with strides 2, 2, 1, and a linear head.
 
     With sigmoids, all parameters start uniform in [-1/2, 1/2], as published, so that the gradients of all layers are of
     similar size. With ReLU they start with PyTorch's defaults.
@@ -23,7 +23,7 @@ def lenet(channels: int = 3, outputs: int = 10, *, size: int = 32, activation: s
         activation: "relu" or "sigmoid".
     """
     if activation not in ACTIVATIONS:
-        raise BadArgument("lenet", f"there is no activation {activation!r}", " or ".join(ACTIVATIONS))
+        raise BadArgument("lenet", f"unknown activation {activation!r}", f"choose {' or '.join(ACTIVATIONS)}")
     stack: list[nn.Module] = []
     before, side = channels, size
     for stride in STRIDES:

@@ -8,7 +8,7 @@ from fedveil.errors import BadArgument
 
 
 def mlp(inputs: int, outputs: int, *, layers: int = 3, hidden: int = 50, bias: bool = True) -> nn.Sequential:
-    """ReLU network with `layers` hidden layers of `hidden` units and a linear head.
+    """Build a ReLU network with `layers` hidden layers of `hidden` units and a linear head.
 
     The paper's L in {3, 5, 7} is `layers`, as its public code counts: L hidden layers, L + 1 weight matrices. The
     paper's networks have no biases (`bias=False`).

@@ -17,7 +17,7 @@ def _norm(kind: Norm, channels: int) -> nn.Module:
 
 
 class PadShortcut(nn.Module):
-    """Option A: every second pixel, and zeros for the channels that are new."""
+    """Shortcut A: every second pixel, and zeros for new channels."""
 
     def __init__(self, extra: int) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ def _shortcut(before: int, after: int, stride: int, norm: Norm, kind: Shortcut) 
     return nn.Sequential(conv, _norm(norm, after))
 
 
-class Block(nn.Module):
-    """Two 3x3 convolutions around which the input passes."""
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut around them."""
 
     def __init__(self, before: int, after: int, stride: int, norm: Norm, shortcut: Shortcut) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
         self.shortcut = _shortcut(before, after, stride, norm, shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of both ways."""
+        """Return the sum of both branches."""
         out = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
 
@@ -70,27 +70,27 @@ class ResNet(nn.Module):
             blocks = []
             for number in range((depth - 2) // 6):
                 stride = 2 if stage and not number else 1
-                blocks.append(Block(before, after, stride, norm, shortcut))
+                blocks.append(BasicBlock(before, after, stride, norm, shortcut))
                 before = after
             stages.append(nn.Sequential(*blocks))
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(before, outputs)
         if norm == "none":
-            self._quiet_branches()
+            self._shrink_branches()
 
-    def _quiet_branches(self) -> None:
-        """Without a norm, residual branches start small so that activations keep their size (Fixup-like)."""
+    def _shrink_branches(self) -> None:
+        """Start residual branches small, so that activations keep their size without a norm (as Fixup does)."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        blocks = [module for module in self.modules() if isinstance(module, BasicBlock)]
         for block in blocks:
             block.conv2.weight.data.mul_(len(blocks) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs of the head."""
+        """Return the outputs of the head."""
         x = self.stages(F.relu(self.norm(self.conv(x))))
         return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
 
@@ -104,7 +104,7 @@ def resnet(
     norm: Norm = "batch",
     shortcut: Shortcut = "A",
 ) -> ResNet:
-    """ResNet8, 20, 32, 44 or 56 for images of any size.
+    """Build ResNet8, 20, 32, 44 or 56 for images of any size.
 
     Args:
         depth: number of layers with weights.
@@ -117,5 +117,5 @@ def resnet(
     if depth not in DEPTHS:
         raise BadArgument("resnet", f"depth must be one of {', '.join(map(str, DEPTHS))}, got {depth!r}")
     if norm not in ("batch", "none") or shortcut not in ("A", "B"):
-        raise BadArgument("resnet", f'norm is "batch" or "none", shortcut "A" or "B"; got {norm!r}, {shortcut!r}')
+        raise BadArgument("resnet", f'norm must be "batch" or "none", shortcut "A" or "B"; got {norm!r}, {shortcut!r}')
     return ResNet(depth, channels, outputs, width, norm, shortcut)

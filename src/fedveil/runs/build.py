@@ -27,7 +27,6 @@ from fedveil.runs.loss_choice import check_choice
 from fedveil.scheme import CrossEntropy, Loss, find_loss
 
 RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56")
-LENETS = {"lenet": "relu", "lenet-sigmoid": "sigmoid"}
 
 
 def load_data(config: Config) -> Data:
@@ -83,8 +82,8 @@ def named_model(asked: ModelSettings, shape: torch.Size, outputs: int) -> nn.Mod
     channels = shape[0] if len(shape) == 3 else 1
     if name == "cnn":
         return cnn(channels, outputs, width=width, size=shape[-1])
-    if name in LENETS:
-        return lenet(channels, outputs, size=shape[-1], activation=LENETS[name])
+    if name == "lenet":
+        return lenet(channels, outputs, size=shape[-1], activation=asked.activation)
     if name == "densenet":
         return densenet(channels, outputs)
     return resnet(
@@ -94,7 +93,7 @@ def named_model(asked: ModelSettings, shape: torch.Size, outputs: int) -> nn.Mod
 
 def _check_name(name: str) -> None:
     """Refuse a name that no network of the library has; the nearest one is named."""
-    known = ("mlp", "cnn", *LENETS, *RESNETS, "densenet")
+    known = ("mlp", "cnn", "lenet", *RESNETS, "densenet")
     if name in known or (name.startswith("resnet") and name[6:].isdigit()):
         return
     near = difflib.get_close_matches(name, known, 1)

@@ -78,12 +78,13 @@ class ModelSettings(Settings):
     """The network."""
 
     name: Annotated[str, arg(name="model")] = _name(
-        "model", "mlp", "mlp, cnn, lenet, lenet-sigmoid, resnet8 to resnet56, densenet, or package.module:factory"
+        "model", "mlp", "mlp, cnn, lenet, resnet8 to resnet56, densenet, or package.module:factory"
     )
     layers: Positive = Field(3, description="mlp: hidden layers")
     hidden: Positive = Field(50, description="mlp: units per hidden layer")
     bias: bool = Field(True, description="mlp: layers have biases")
     width: Positive = Field(16, description="cnn, resnet: channels of the first layer")
+    activation: Literal["relu", "sigmoid"] = Field("relu", description="lenet: activation function")
     norm: Literal["batch", "none"] = Field("batch", description="resnet: batch normalisation or none")
     shortcut: Literal["A", "B"] = Field("A", description="resnet: shortcuts by padding (A) or by 1 x 1 convolution (B)")
 

@@ -1,8 +1,9 @@
-"""Functions of one number, applied to each element: they let some factors and every permutation through."""
+"""Functions of one number, applied to each element: they commute with some factors and every permutation."""
 
 import torch
 
-from fedveil.graph.calls import Activation, Call, NoRule, Outcome, rule
+from fedveil.graph import operations
+from fedveil.graph.calls import Call, NoRule, Outcome, as_state, rule
 from fedveil.graph.symmetry import Symmetry
 from fedveil.graph.units import Units
 
@@ -10,49 +11,37 @@ LINEAR = (
     "neg", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "lift_fresh", "positive",
     "dropout", "feature_dropout", "native_dropout", "type_as",
 )  # fmt: skip
-ODD = (
-    "tanh", "sin", "asinh", "atan", "erf", "sign", "softshrink", "hardshrink", "sinh", "tan", "asin", "atanh", "erfinv",
-)  # fmt: skip
-OTHER = (
-    "gelu", "silu", "sigmoid", "log_sigmoid", "softplus", "elu", "selu", "celu", "mish", "relu6", "hardswish",
-    "hardsigmoid", "exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "clamp", "clamp_min", "clamp_max",
-    "threshold", "alpha_dropout", "feature_alpha_dropout", "erfc", "exp2", "logit", "round", "floor", "ceil", "trunc",
-    "nan_to_num", "sinc",
-)  # fmt: skip
 SYMMETRIES = {
-    **dict.fromkeys(("relu", "leaky_relu", "abs", "rrelu"), Symmetry.POSITIVE),
-    **dict.fromkeys(ODD, Symmetry.SIGN),
-    **dict.fromkeys(OTHER, Symmetry.NOTHING),
+    **dict.fromkeys(operations.POSITIVE, Symmetry.POSITIVE),
+    **dict.fromkeys(operations.ODD, Symmetry.SIGN),
+    **dict.fromkeys(operations.OTHER, Symmetry.NOTHING),
 }
 
 
-def through(call: Call, symmetry: Symmetry) -> Units:
-    """The units of the only operand, limited to `symmetry`."""
+def _apply(call: Call, symmetry: Symmetry) -> Units:
+    """Return the units of the only operand, limited to `symmetry`."""
     if len(call.operands) != 1:
         raise NoRule("it has an argument that is a tensor")
-    units = call.x.units
-    call.limit(units.scale, symmetry)
-    return units if symmetry else units.unscaled()
+    call.limit(call.x.units.scale, symmetry)
+    return call.x.units if symmetry else Units((), call.x.units.order)
 
 
 @rule(*SYMMETRIES)
 def _(call: Call) -> Outcome:
-    return through(call, SYMMETRIES[call.name])
+    return _apply(call, SYMMETRIES[call.name])
 
 
 @rule(*LINEAR)
 def _(call: Call) -> Outcome:
-    if isinstance(call.output, tuple | list):
-        return [call.x.units]
-    return Activation(call.output, call.x.units, call.x.zero)
+    return [call.x.units] if isinstance(call.output, tuple | list) else call.activation(call.x.units)
 
 
 @rule("to", "_to_copy")
 def convert(call: Call) -> Outcome:
-    """To another dtype or device; not to fewer digits, which would round scaled values differently."""
-    before, after = call.x.value.dtype, call.output.dtype
+    """Convert to another dtype or device; not to fewer digits, which would round scaled values differently."""
+    before, after = call.x.value.dtype, call.value.dtype
     if not before.is_floating_point:
-        return Activation(call.output, Units(), call.x.zero)
+        return call.activation(Units())
     if after != before and not after.is_floating_point:
         raise NoRule(f"it turns {before} into {after}")
     if after != before and torch.finfo(after).eps > torch.finfo(before).eps:
@@ -60,17 +49,18 @@ def convert(call: Call) -> Outcome:
     return call.x.units
 
 
-@rule("square", "cos", "cosh")
-def even(call: Call) -> Units:
-    """An even function: it lets signs through, and its output carries none."""
+@rule(*operations.EVEN)
+def apply_even(call: Call) -> Units:
+    """Apply an even function: it commutes with signs, and its output carries none."""
     call.limit(call.x.units.scale, Symmetry.SIGN)
-    return call.x.units.unscaled()
+    return Units((), call.x.units.order)
 
 
 @rule("hardtanh")
 def _(call: Call) -> Outcome:
-    symmetric = call["min_val"] == -call["max_val"]
-    return through(call, Symmetry.SIGN if symmetric else Symmetry.NOTHING)
+    low, high = call["min_val"], call["max_val"]
+    symmetric = isinstance(low, int | float) and -low == high
+    return _apply(call, Symmetry.SIGN if symmetric else Symmetry.NOTHING)
 
 
 @rule("pow")
@@ -78,21 +68,18 @@ def _(call: Call) -> Outcome:
     exponent = call["exponent"]
     if exponent == 1:
         return call.x.units
-    return even(call) if exponent in (2, 4) else through(call, Symmetry.NOTHING)
+    return apply_even(call) if exponent in (2, 4) else _apply(call, Symmetry.NOTHING)
 
 
 @rule("prelu", "_prelu_kernel")
 def prelu(call: Call) -> Outcome:
-    """Positive factors; its own weight keeps its scale and moves with the channels."""
-    x, weight = call.x, call["weight"]
-    call.limit(x.units.scale, Symmetry.POSITIVE)
+    """Let positive factors through; its own weight takes no factor and moves with the channels."""
+    units, weight = call.x.units, as_state(call["weight"])
+    call.limit(units.scale, Symmetry.POSITIVE)
     if weight.value.numel() == 1:
         weight.attach(Units())
-        return x.units
-    channels = frozenset(range(x.value.dim())) - {1}
-    order = [call.ledger.merge_order(factor, channels) for factor in x.units.order if factor.shape[1] > 1]
-    for factor in order:
-        call.ledger.count(factor)
+        return units
+    others = frozenset(range(call.x.value.dim())) - {1}
+    order = call.merge_order([factor for factor in units.order if factor.shape[1] > 1], others)
     weight.attach(Units((), tuple(factor.flatten() for factor in order)))
-    others = tuple(factor for factor in x.units.order if factor.shape[1] == 1)
-    return Units(x.units.scale, (*others, *order))
+    return Units(units.scale, (*[factor for factor in units.order if factor.shape[1] == 1], *order))

@@ -1,26 +1,19 @@
 """Normalisations: which factors their statistics absorb exactly."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from fedveil.graph.calls import Call, NoRule, Outcome, Stored, rule
+from fedveil.graph.calls import Call, NoRule, Outcome, StateTensor, rule
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Dims, Units, aligned, along, varying
+from fedveil.graph.units import Dims, Units, align, factor_along, varying_dims
 
 
-def _weights(call: Call) -> tuple[Stored | None, Stored | None]:
-    found = call["weight"], call.get("bias")
-    if any(tensor is not None and not isinstance(tensor, Stored) for tensor in found):
-        raise NoRule("its weight is computed, not a parameter itself")
-    return found
-
-
-def _affine(call: Call, inputs: Units) -> Units:
-    """The output's units, which change along the channels: a new axis if there is a weight, else the input's."""
-    weight, bias = _weights(call)
+def _apply_affine(call: Call, inputs: Units) -> Units:
+    """Return the output's units along the channels: a new axis if there is a weight, else the input's."""
+    weight, bias = call.state("weight"), call.state("bias")
     outputs = inputs
     if weight is not None:
         new = call.ledger.fresh_scale(weight.value.shape, weight.name)
@@ -28,129 +21,112 @@ def _affine(call: Call, inputs: Units) -> Units:
         outputs = Units((new,), inputs.order)
     if bias is not None:
         bias.attach(outputs)
-    return outputs.each(lambda factor: along(factor, 1, call.x.value.dim()))
+    return outputs.each(lambda factor: factor_along(factor, 1, call.x.value.dim()))
 
 
 @rule("batch_norm", "instance_norm", "_native_batch_norm_legit_functional")
 def batch_norm(call: Call) -> Outcome:
-    """Batch statistics absorb signs exactly (and factors only up to eps); stored ones absorb everything."""
+    """Normalise channels: batch statistics absorb signs exactly (factors only up to eps), stored ones everything."""
     inputs = call.channels(call.x.units, 1, call.x.value.dim())
     if call.get("training", "use_input_stats", "train"):
         call.limit(inputs.scale, Symmetry.SIGN, "batch statistics let only signs through, because of eps")
-    for name, units in (("running_mean", inputs), ("running_var", inputs.unscaled())):
-        if isinstance(call.get(name), Stored):
-            call[name].attach(units)
-    return call.packed(_affine(call, inputs))
+    for name, units in (("running_mean", inputs), ("running_var", Units((), inputs.order))):
+        statistic = call.get(name)
+        if isinstance(statistic, StateTensor):
+            statistic.attach(units)
+    return call.pack(_apply_affine(call, inputs))
 
 
 @rule("group_norm")
 def group_norm(call: Call) -> Outcome:
-    """A mean over channels lets no factor through; channels of a group may trade places, and so may groups."""
+    """Normalise groups of channels: no factor passes; channels of a group are permuted, and so are groups."""
     inputs = call.channels(call.x.units, 1, call.x.value.dim())
-    inputs = call.unscaled(inputs, "statistics over several channels let no factor through")
-    for factor in inputs.order:
-        call.ledger.fold(factor.reshape(call["num_groups"], -1), frozenset({1}))
-    return _affine(call, inputs)
+    inputs = call.drop_scale(inputs, "statistics over several channels let no factor through")
+    groups = [factor.reshape(*call.integers("num_groups"), -1) for factor in inputs.order]
+    call.ledger.fold(groups, frozenset({1}))
+    return _apply_affine(call, inputs)
 
 
-def _last_dims(call: Call, symmetry: Symmetry, why: str) -> Units:
-    """Normalise over the last dims; a weight there moves with what it multiplies."""
-    x, (weight, bias) = call.x, _weights(call)
-    rank = x.value.dim()
-    ahead = rank - len(call["normalized_shape"])
+@rule("layer_norm", "rms_norm")
+def normalise_last_dims(call: Call) -> Outcome:
+    """Normalise over the last dims, which commutes with permutations; a weight there moves with what it multiplies."""
+    symmetry, why = Symmetry.NOTHING, "statistics over several features let no factor through"
+    if call.name == "rms_norm":
+        symmetry, why = Symmetry.SIGN, "a mean square over several features lets only signs through"
+    units, weight, bias = call.x.units, call.state("weight"), call.state("bias")
+    rank = call.x.value.dim()
+    ahead = rank - len(call.integers("normalized_shape"))
     inside = frozenset(range(ahead, rank))
-    call.limit(x.units.scale, symmetry, why)
-    scale = x.units.scale if symmetry else ()
+    call.limit(units.scale, symmetry, why)
+    scale = units.scale if symmetry else ()
     if weight is None:
-        for factor in x.units.order:
-            call.ledger.fold(factor, inside)
-        return Units(scale, x.units.order)
-    order, own = _own_order(call, x.units.order, inside)
+        call.ledger.fold(units.order, inside)
+        return Units(scale, units.order)
+    order, own = _merge_orders(call, units.order, inside)
     new = call.ledger.fresh_scale(weight.value.shape, weight.name)
-    absorbed = [factor for factor in scale if varying(factor) <= inside]
-    passing = [factor for factor in scale if not varying(factor) <= inside]
+    absorbed = [factor for factor in scale if varying_dims(factor) <= inside]
+    passing = [factor for factor in scale if not varying_dims(factor) <= inside]
     weight.attach(Units((new, *[-factor.reshape(factor.shape[ahead:]) for factor in absorbed]), own))
     if bias is not None:
-        call.limit(passing, Symmetry.NOTHING, "its bias is the same wherever else the input changes")
+        call.limit(passing, Symmetry.NOTHING, "its bias is constant along the other dims of the input")
         passing = []
         bias.attach(Units((new,), own))
-    return Units((*passing, aligned(new, rank)), order)
+    return Units((*passing, align(new, rank)), order)
 
 
-def _own_order(call: Call, orders: tuple[Tensor, ...], inside: Dims) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Places after a norm over the dims `inside`, and those of its weight."""
+def _merge_orders(call: Call, orders: Sequence[Tensor], inside: Dims) -> tuple[tuple[Tensor, ...], ...]:
+    """Return the order after a norm over the dims `inside`, and that of its weight."""
     result, own = [], []
     for factor in orders:
-        if varying(factor) & inside:
-            one = call.ledger.merge_order(factor, frozenset(range(factor.dim())) - inside)
-            call.ledger.count(one)
-            result.append(one)
-            own.append(one.reshape(one.shape[min(inside) :]))
-        else:
-            result.append(factor)
+        if varying_dims(factor) & inside:
+            (factor,) = call.merge_order([factor], frozenset(range(factor.dim())) - inside)
+            own.append(factor.reshape(factor.shape[min(inside) :]))
+        result.append(factor)
     return tuple(result), tuple(own)
 
 
-@rule("layer_norm")
-def layer_norm(call: Call) -> Outcome:
-    """A mean over features lets every permutation and no factor through."""
-    return _last_dims(call, Symmetry.NOTHING, "statistics over several features let no factor through")
-
-
-@rule("rms_norm")
-def rms_norm(call: Call) -> Outcome:
-    """A mean square lets every permutation and signs through."""
-    return _last_dims(call, Symmetry.SIGN, "a mean square over several features lets only signs through")
-
-
 @dataclass(eq=False)
-class Normed(Stored):
+class NormedWeight(StateTensor):
     """The weight of weight_norm, g v / |v| by rows.
 
-    Factors of its rows go to g; columns only change sign, because the lengths of rows must not change; rows and columns
+    Factors of its rows go to g; columns only change sign, because the norms of rows must not change; rows and columns
     of v move, and g moves with the rows.
     """
 
-    length: Stored | None = None
+    norm: StateTensor | None = None
 
     @property
     def units(self) -> Units:
-        """As an activation it carries nothing."""
-        for tensor in (self, self.length):
+        """No noise, as an activation."""
+        for tensor in (self, self.norm):
             if tensor is not None:
-                Stored.leave_bare(tensor, tensor.name, "a normed weight is used in another way than as a weight")
+                StateTensor.leave_bare(tensor, tensor.name, "it is normalised and then not used as a weight")
         return Units()
 
-    def attach(self, units: Units, shape: Sequence[int] | None = None, strides: Sequence[int] | None = None) -> None:
+    def attach(self, units: Units, view: Tensor | None = None) -> None:
         """Record the noise on v and g, from that of the weight."""
-        own = tuple(shape if shape is not None else self.value.shape)
-        rows = _rows(own, self.value.shape[0])
-        outputs = [factor for factor in units.scale if varying(factor) <= rows]
-        columns = [factor for factor in units.scale if not varying(factor) <= rows]
+        assert self.norm is not None
+        shape = (self.value if view is None else view).shape
+        rows = _row_dims(shape, self.value.shape[0])
+        outputs = tuple(factor for factor in units.scale if varying_dims(factor) <= rows)
+        columns = tuple(factor for factor in units.scale if not varying_dims(factor) <= rows)
         self.ledger.limit(columns, Symmetry.SIGN, self.name, "each row of the weight is normalised")
-        super().attach(Units(tuple(columns), units.order), shape, strides)
-        assert self.length is not None
-        above = [factor for factor in units.order if varying(factor) <= rows]
-        first = [size if dim in rows else 1 for dim, size in enumerate(own)]
-        steps = torch.empty(first, device="meta").stride()
-        self.length.attach(Units(tuple(outputs), tuple(above)), first, steps)
+        super().attach(Units(columns, units.order), view)
+        order = tuple(factor for factor in units.order if varying_dims(factor) <= rows)
+        norms = self.norm.value.reshape([size if dim in rows else 1 for dim, size in enumerate(shape)])
+        self.norm.attach(Units(outputs, order), norms)
 
 
-def _rows(shape: Sequence[int], count: int) -> Dims:
-    """The leading dims that count rows, of a weight that may be in groups."""
-    total, dims = 1, []
-    for dim, size in enumerate(shape):
-        if total == count and size > 1:
-            break
-        total *= size
-        dims.append(dim)
-    return frozenset(dims)
+def _row_dims(shape: Sequence[int], count: int) -> Dims:
+    """Return the leading dims that count rows, of a weight that may be in groups."""
+    return frozenset(dim for dim in range(len(shape)) if math.prod(shape[: dim + 1]) <= count)
 
 
 @rule("_weight_norm")
 def weight_norm(call: Call) -> Outcome:
-    """torch.nn.utils.weight_norm over all but the first dim."""
-    direction, length = call["v"], call["g"]
-    if not isinstance(direction, Stored) or not isinstance(length, Stored) or call["dim"] != 0:
+    """Normalise a weight over all but the first dim, as torch.nn.utils.weight_norm does."""
+    direction, norm = call["v"], call["g"]
+    if not isinstance(direction, StateTensor) or not isinstance(norm, StateTensor) or call["dim"] != 0:
         raise NoRule("the parameters of weight_norm are computed, or its dim is not 0")
-    return Normed(direction.value, direction.name, True, call.ledger, direction.known, direction.whole, length)
+    form = direction.value, direction.name, True, call.ledger, direction.element_units, direction.whole
+    return NormedWeight(*form, norm)

@@ -14,7 +14,8 @@ import fedveil
 
 FLOAT64, BROKEN = 1e-9, 1e-3
 EXAMPLES = 20
-NOISE = {"additive": st.sampled_from([1e-3, 1.0, 1e3]), "multiplicative": st.sampled_from([1.0, 4.0, 10.0])}
+SIZES = {"additive": st.sampled_from([1e-3, 1.0, 1e3]), "multiplicative": st.sampled_from([1.0, 4.0, 10.0])}
+NOISE = st.fixed_dictionaries({"groups": st.integers(1, 4), **SIZES})
 
 
 def tokens(seed=0, samples=5):
@@ -36,15 +37,15 @@ def assert_exact(model, seed, **noise):
 
 
 @settings(max_examples=EXAMPLES)
-@given(model=attention_networks(), groups=st.integers(1, 4), seed=st.integers(0, 2**64 - 1), **NOISE)
-def test_any_attention_network_recovers_the_plain_gradient(model, groups, seed, additive, multiplicative):
-    assert_exact(model, seed, groups=groups, additive=additive, multiplicative=multiplicative)
+@given(model=attention_networks(), seed=st.integers(0, 2**64 - 1), noise=NOISE)
+def test_any_attention_network_recovers_the_plain_gradient(model, seed, noise):
+    assert_exact(model, seed, **noise)
 
 
 @settings(max_examples=EXAMPLES)
-@given(model=recurrent_networks(), groups=st.integers(1, 4), seed=st.integers(0, 2**64 - 1), **NOISE)
-def test_any_recurrent_network_recovers_the_plain_gradient(model, groups, seed, additive, multiplicative):
-    assert_exact(model, seed, groups=groups, additive=additive, multiplicative=multiplicative)
+@given(model=recurrent_networks(), seed=st.integers(0, 2**64 - 1), noise=NOISE)
+def test_any_recurrent_network_recovers_the_plain_gradient(model, seed, noise):
+    assert_exact(model, seed, **noise)
 
 
 def attention_model(form="fused"):
@@ -76,16 +77,15 @@ def error_after(model, tamper, seed=3):
     return worst(secret.recover([update]).gradients, plain(model, ids, targets)[0])
 
 
-def slots_of(plan, name, kind):
-    """The slots of a tensor's first factor."""
-    spread = getattr(plan.pieces[name][0], kind)[0]
+def slots_of(plan, name, kind, number=0):
+    """The slots of one of a tensor's factors."""
+    spread = getattr(plan.pieces[name][0], kind)[number]
     return slice(spread.first, spread.first + torch.Size(spread.shape).numel())
 
 
 def test_nothing_is_broken_before_it_is_tampered_with():
-    assert error_after(attention_model(), lambda plan: None) < FLOAT64
-    assert error_after(recurrent_model(nn.LSTM), lambda plan: None) < FLOAT64
-    assert error_after(recurrent_model(nn.GRU), lambda plan: None) < FLOAT64
+    for model in (attention_model(), recurrent_model(nn.LSTM), recurrent_model(nn.GRU)):
+        assert error_after(model, lambda plan: None) < FLOAT64
 
 
 @pytest.mark.parametrize("name", ["blocks.0.inner.k.weight", "blocks.0.inner.q.weight"])
@@ -99,8 +99,7 @@ def test_queries_and_keys_need_inverse_factors(name):
 
 def test_values_and_the_output_projection_need_inverse_factors():
     def without(plan):
-        spread = plan.pieces["blocks.0.inner.o.weight"][0].scale[-1]
-        plan.slots.unit[spread.first : spread.first + torch.Size(spread.shape).numel()] = 0
+        plan.slots.unit[slots_of(plan, "blocks.0.inner.o.weight", "scale", -1)] = 0
 
     assert error_after(attention_model(), without) > BROKEN
 

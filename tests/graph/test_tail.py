@@ -34,6 +34,13 @@ def veiled(model, loss, inputs, targets, seed=7, **noise):
     return secret.recover([fedveil.client_step(model, broadcast, inputs, targets)])
 
 
+def assert_close(found, gradients):
+    """A bias before BatchNorm has no gradient, only rounding errors: it is compared with all gradients."""
+    total = torch.stack([g.norm() for g in gradients.values()]).norm()
+    for key, g in gradients.items():
+        assert (found[key] - g).norm() <= 1e-9 * g.norm() + 1e-12 * total, key
+
+
 def apart(outputs, targets):
     """One value per sample, for outputs of any shape."""
     return (outputs.flatten(1).sin() * torch.linspace(1, 2, outputs[0].numel()).to(outputs)).sum(1)
@@ -118,29 +125,20 @@ REPEATED = {
     "a way around": Around,
     "twice": Twice,
 }
+NETWORKS = STACKED | REPEATED
 
 
-def noises():
-    return [{"groups": 1}, {"groups": 3, "additive": 1e4, "multiplicative": 10.0, "decoys": 3}]
-
-
-@pytest.mark.parametrize("name", [*STACKED, *REPEATED])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_whatever_follows_is_exact(name):
-    model = built({**STACKED, **REPEATED}[name])
+    model = built(NETWORKS[name])
     inputs, _ = batch((3, 8, 8))
-    head = planned(model, inputs).head
-    assert head.tail == ("stacked" if name in STACKED else "repeated")
+    assert planned(model, inputs).head.tail == ("stacked" if name in STACKED else "repeated")
     if name == "samples and classes changed":
         return  # outputs whose first dim does not count samples have no loss per sample
     gradients, buffers = truth(model, apart, inputs, None)
-    for noise in noises():
+    for noise in ({"groups": 1}, {"groups": 3, "additive": 1e4, "multiplicative": 10.0, "decoys": 3}):
         found = veiled(model, apart, inputs, torch.zeros(6), **noise)
-        total = torch.stack([g.norm() for g in gradients.values()]).norm()
-        for (
-            key,
-            g,
-        ) in gradients.items():  # a bias before BatchNorm has no gradient: what it is compared with is rounding
-            assert (found.gradients[key] - g).norm() <= 1e-9 * g.norm() + 1e-12 * total, key
+        assert_close(found.gradients, gradients)
         for key, value in buffers.items():
             torch.testing.assert_close(found.buffers[key], value, rtol=1e-9, atol=1e-12)
 
@@ -176,10 +174,7 @@ def test_a_loss_of_the_batch_is_computed_for_each_candidate_by_itself():
         return (near + 1e-3).sqrt().mean()
 
     found = veiled(model, fedveil.BatchLoss(smooth), inputs, torch.zeros(6), groups=2)
-    gradients, _ = truth(model, smooth, inputs, None)
-    total = torch.stack([g.norm() for g in gradients.values()]).norm()
-    for key, g in gradients.items():
-        assert (found.gradients[key] - g).norm() <= 1e-9 * g.norm() + 1e-12 * total, key
+    assert_close(found.gradients, truth(model, smooth, inputs, None)[0])
 
 
 @pytest.mark.filterwarnings("ignore:Around. 17.6%")
@@ -188,17 +183,13 @@ def test_a_loss_of_the_batch_is_computed_for_each_candidate_by_itself():
 def test_training_is_lossless(name, whole_shard):
     loss = "cross_entropy" if name != "softmax" else "squared_error"
     clients = [(batch((3, 8, 8), samples=n, seed=n)[0], torch.arange(n) % 4) for n in (8, 12)]
-    build = {
-        **{key: make for key, make in (*STACKED.items(), *REPEATED.items())},
-        "batch norm": lambda: Then(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())),
-    }[name]
+    pooled = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    build = (lambda: Then(copy.deepcopy(pooled))) if name == "batch norm" else NETWORKS[name]
     runs = []
     for defence in (Plain(), Veil(groups=2, additive=100.0, entropy=fedveil.Entropy.for_tests(0))):
         model = built(build)
-        federation = Federation(
-            model, clients, defence, lambda p: torch.optim.SGD(p, 0.1), batch_size=4, loss=loss, whole_shard=whole_shard
-        )
-        federation.fit(rounds=5)
+        settings = {"batch_size": 4, "loss": loss, "whole_shard": whole_shard}
+        Federation(model, clients, defence, lambda p: torch.optim.SGD(p, 0.1), **settings).fit(rounds=5)
         runs.append({key: v for key, v in model.state_dict().items() if v.is_floating_point()})
     assert worst(runs[1], runs[0]) < 1e-9
 
@@ -250,7 +241,7 @@ def test_the_head_s_node_is_none_where_something_follows():
 
 @pytest.mark.parametrize("name", ["squeeze", "batch norm"])
 def test_broadcast_and_update_travel(name):
-    model = built({**STACKED, **REPEATED}[name])
+    model = built(NETWORKS[name])
     inputs, _ = batch((3, 8, 8))
     secret = perturb(model, planned(model, inputs), apart, groups=3)
     values, tensors = secret.broadcast.pack()
@@ -259,7 +250,5 @@ def test_broadcast_and_update_travel(name):
     found, gradients = secret.recover([update]).gradients, truth(model, apart, inputs, None)[0]
     assert worst({"layer.weight": found["layer.weight"]}, {"layer.weight": gradients["layer.weight"]}) < 1e-9
     values["head"]["tail"] = "somewhere"
-    with pytest.raises(
-        errors.BadArgument, match=r"(?s)there is no tail 'somewhere'.*one of 'alike', 'repeated', 'reshaped', 'stacked'"
-    ):
+    with pytest.raises(errors.BadArgument, match="there is no tail 'somewhere'"):
         fedveil.Broadcast.unpack(values, tensors, loss=apart)
