@@ -14,7 +14,7 @@ from torch import nn
 
 from fedveil.cli import main
 from fedveil.cli.inputs import example_inputs
-from fedveil.data import from_tensors
+from fedveil.data import from_records
 from fedveil.graph.inputs import call
 
 HERE = "tests.test_cli_inputs"
@@ -51,7 +51,7 @@ def pairs():
 
 
 def data():
-    return from_tensors("named", *(((x["ids"], x["numbers"]), y) for x, y in pairs()), classes=["low", "high"])
+    return from_records("named", *(((x["ids"], x["numbers"]), y) for x, y in pairs()), classes=["low", "high"])
 
 
 NAMED = data()

@@ -10,8 +10,8 @@ import torch
 from tests.configs import config_of
 
 from fedveil.errors import BadArgument
-from fedveil.federation.shards import generator
 from fedveil.models import lenet
+from fedveil.records.shards import generator
 from fedveil.runs.build import load_data
 from fedveil.runs.folder import train
 from fedveil.studies.attack import Asked

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fedveil.defences import Defence, Samples
-from fedveil.federation.shards import Shards
+from fedveil.records.shards import Shards
 
 
 def client_update(

@@ -14,11 +14,12 @@ from fedveil.defences.interface import Defence
 from fedveil.errors import BadArgument
 from fedveil.federation import remote
 from fedveil.federation.remote import Data
-from fedveil.federation.shards import PLAIN
-from fedveil.federation.sources import Batch, Given
 from fedveil.files import OWNER, make_folder, write_whole
 from fedveil.flower.carry import own_of, unwrap, wrap
 from fedveil.graph.inputs import Inputs
+from fedveil.records.checks import PLAIN
+from fedveil.records.inputs import Batch
+from fedveil.records.sources import Given
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
 from fedveil.wire import from_bytes, to_bytes

@@ -19,7 +19,7 @@ from fedveil.data import Data
 from fedveil.defences import innermost
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.federation.local import Federation
-from fedveil.federation.shards import generator
+from fedveil.records.shards import generator
 from fedveil.runs.build import build_model, build_optimizer, load_data
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resumed
