@@ -173,7 +173,7 @@ def test_divergence_stops_with_the_round_and_a_way_out(defence):
         (
             [*parts((3,)), (torch.zeros(3, 5), torch.zeros(3, 4))],
             {},
-            r"client 1: inputs is float of shape \(5,\), that of client 0",
+            r"client 1: inputs is float of shape \(5,",
         ),
         ([(torch.full((3, 6), torch.nan), torch.zeros(3, 4))], {}, "client 0, record 0: inputs hold NaN"),
         (parts(), {"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),

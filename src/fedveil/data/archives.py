@@ -27,12 +27,12 @@ class Archive:
     def reader(self) -> Iterator[Callable[[str], bytes]]:
         """Open the archive; gives a function from a member's name to its bytes."""
         if self.path.is_dir():
-            yield lambda name: self._read(name, lambda: _read_file(self.path / name))
+            yield lambda name: self._read_bytes(name, lambda: _read_file(self.path / name))
             return
         with zipfile.ZipFile(self.path) as opened:
-            yield lambda name: self._read(name, lambda: read_member(opened, name))
+            yield lambda name: self._read_bytes(name, lambda: read_member(opened, name))
 
-    def _read(self, name: str, read: Callable[[], bytes]) -> bytes:
+    def _read_bytes(self, name: str, read: Callable[[], bytes]) -> bytes:
         try:
             content = read()
         except _DAMAGE as error:

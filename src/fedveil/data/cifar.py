@@ -23,7 +23,7 @@ from torch.nn.functional import avg_pool2d
 from fedveil.data.archives import stamp
 from fedveil.data.catalogue import MOST_BYTES, About, Download, dataset, find_files
 from fedveil.data.dataset import Data, Part, Progress
-from fedveil.data.images import Arrays, Bytes, Channels, Folders, ImageSet, assemble, load_cached, read_folders
+from fedveil.data.images import Arrays, Bytes, Channels, Folders, ImageSet, assemble, read_folders, use_cache
 from fedveil.errors import BadArgument
 
 SIDE = 32
@@ -120,7 +120,7 @@ def _load(
     source = find_files(form.name, path)
     batches = source.is_file() and source.name.endswith((".tar.gz", ".tgz", ".tar"))
     if batches or (source / form.train[0]).is_file():
-        arrays = load_cached(_cache_key(form, source), lambda: _read_batches(form, source))
+        arrays = use_cache(_cache_key(form, source), lambda: _read_batches(form, source))
         train, test = (ImageSet(arrays[f"{part}_pixels"], arrays[f"{part}_labels"]) for part in ("train", "test"))
         folders = Folders(train, test, form.classes)
     else:

@@ -18,7 +18,7 @@ from fedveil.checks import whole
 from fedveil.data.archives import Archive, open_archive
 from fedveil.data.catalogue import About, cache_folder, dataset, require_path, require_regular, shorten
 from fedveil.data.dataset import Data, Part, Progress
-from fedveil.data.splits import check_test_share, choose_stratified, divide_classes
+from fedveil.data.splits import check_test_share, choose_subset, divide_classes
 from fedveil.errors import BadArgument
 from fedveil.files import require_memory, write_whole
 
@@ -86,7 +86,7 @@ def images(
     whole(where, "size", size)
     check_test_share(where, TEST_SHARE if test_share is None else test_share)
     archive, notes = open_archive(source), []
-    files = _list_divided(archive) or _list_undivided(archive)
+    files = _find_split_images(archive) or _find_class_folders(archive)
     if any(file.purpose == "test" for file in files):
         if test_share is not None:
             raise BadArgument(str(source), "it is divided into train/ and test/ already", "leave out test_share")
@@ -119,7 +119,7 @@ def assemble(
     """
     parts, rows = [], []
     for option, size, part in zip(("train_size", "test_size"), sizes, folders[:2], strict=True):
-        rows.append(choose_stratified(f"load of {name!r}", option, part.targets, size))
+        rows.append(choose_subset(f"load of {name!r}", option, part.targets, size))
         parts.append(_standardise(ImageSet(part.pixels[rows[-1]], part.targets[rows[-1]]), scale))
     chosen = {column: values[rows[0]] for column, values in (columns or {}).items()}
     return Data(name, parts[0], parts[1], classes=folders.classes, columns=chosen, scale=scale)
@@ -128,7 +128,7 @@ def assemble(
 def read_folders(path: Path, side: int, classes: Sequence[str], progress: Progress | None = None) -> Folders:
     """Read images of train/ and test/, whose folders must have the names of these classes."""
     archive = open_archive(path)
-    return _read_files(archive, _list_divided(archive), side, classes, progress)
+    return _read_files(archive, _find_split_images(archive), side, classes, progress)
 
 
 def _read_files(
@@ -144,7 +144,7 @@ def _read_files(
     return Folders(ImageSet(pixels[train], targets[train]), ImageSet(pixels[test], targets[test]), known)
 
 
-def _list_divided(archive: Archive) -> list[ImageFile]:
+def _find_split_images(archive: Archive) -> list[ImageFile]:
     """Return the files in train/ and test/, wherever these folders are."""
     found = []
     for name in archive.names:
@@ -159,7 +159,7 @@ def _list_divided(archive: Archive) -> list[ImageFile]:
     return found
 
 
-def _list_undivided(archive: Archive) -> list[ImageFile]:
+def _find_class_folders(archive: Archive) -> list[ImageFile]:
     """Return the images of an archive without train/ and test/; the folder of an image is its class."""
     images = {name: PurePosixPath(name) for name in archive.names if PurePosixPath(name).suffix.lower() in SUFFIXES}
     if not images:
@@ -216,7 +216,7 @@ def _check_classes(archive: Archive, found: dict[str, set[str]], known: tuple[st
 def decode_images(archive: Archive, names: Sequence[str], side: int, progress: Progress | None = None) -> Bytes:
     """Return members of an archive as (n, 3, side, side) bytes, in the order of `names`; cached."""
     key = (str(archive.path.resolve()), archive.stamp, str(side), *names)
-    return load_cached(key, lambda: {"images": _decode_all(archive, names, side, progress)})["images"]
+    return use_cache(key, lambda: {"images": _decode_all(archive, names, side, progress)})["images"]
 
 
 def _decode_all(archive: Archive, names: Sequence[str], side: int, progress: Progress | None) -> Bytes:
@@ -270,7 +270,7 @@ def _standardise(part: ImageSet, scale: tuple[Channels, Channels]) -> Part:
     return Part(inputs.sub_(mean).div_(deviation), targets)
 
 
-def load_cached(key: tuple[str, ...], build: Callable[[], Arrays]) -> Arrays:
+def use_cache(key: tuple[str, ...], build: Callable[[], Arrays]) -> Arrays:
     """Return the arrays that `build` makes, from the cache if they were made before for the same `key`.
 
     A damaged or unwritable cache costs time, never correctness.

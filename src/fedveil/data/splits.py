@@ -162,7 +162,7 @@ def divide_groups(groups: Indices, share: float, seed: int = SEED) -> tuple[Indi
     return records[inside], records[~inside]
 
 
-def choose_stratified(where: str, option: str, targets: Indices, size: int | None) -> Indices:
+def choose_subset(where: str, option: str, targets: Indices, size: int | None) -> Indices:
     """Choose a seeded subset in which each class keeps its share, in random order; all records if `size` is None.
 
     Larger subsets contain the smaller ones, up to one record per class.

@@ -21,7 +21,7 @@ FORMS = "(inputs, targets) of tensors, NumPy arrays or pandas frames, a Dataset 
 ITEMS = "(input, target) or (input, input, ..., target)"
 
 
-class Indexed(Protocol):
+class IndexedDataset(Protocol):
     """A Dataset with a length and records by index."""
 
     def __len__(self) -> int: ...
@@ -51,7 +51,7 @@ class Stream:
     """Records of a Dataset, read on demand: they need not fit into memory."""
 
     who: str
-    dataset: Indexed
+    dataset: IndexedDataset
     collate: Callable[[list[Any]], Any] = default_collate
 
     def __len__(self) -> int:
@@ -59,17 +59,17 @@ class Stream:
 
     def take(self, rows: Sequence[int]) -> Batch:
         """Read these records as one batch."""
-        return self._collate(rows, self._read(rows))
+        return self._collate(rows, self._read_items(rows))
 
     def take_all(self) -> Batch:
         """Read all records as one batch; refuse one that differs from the first in structure, shape or dtype."""
         rows = range(len(self))
-        items = self._read(rows)
+        items = self._read_items(rows)
         if self.collate is default_collate:
             self._check_alike(rows, items)
         return self._collate(rows, items)
 
-    def _read(self, rows: Sequence[int]) -> list[object]:
+    def _read_items(self, rows: Sequence[int]) -> list[object]:
         read_many = getattr(self.dataset, "__getitems__", None)
         items: list[object] = read_many(list(rows)) if read_many else [self.dataset[row] for row in rows]
         for row, item in zip(rows, items, strict=True) if self.collate is default_collate else ():
@@ -119,7 +119,7 @@ def _join_arguments(inputs: Sequence[object]) -> Inputs:
     return cast(Inputs, inputs[0] if len(inputs) == 1 else tuple(inputs))
 
 
-def _is_indexed(given: object) -> TypeGuard[Indexed]:
+def _has_index(given: object) -> TypeGuard[IndexedDataset]:
     return hasattr(given, "__len__") and hasattr(given, "__getitem__") and not isinstance(given, IterableDataset)
 
 
@@ -169,7 +169,7 @@ def as_source(who: str, given: object) -> Source:
         length = f" of {len(given)}" if isinstance(given, tuple | list) else ""
         what = f"it is a {type(given).__name__}{length}, not records with their targets"
         raise BadArgument(who, what, f"use {FORMS}")
-    if not _is_indexed(dataset):
+    if not _has_index(dataset):
         raise BadArgument(who, f"{type(dataset).__name__} has no length or no records by index", f"use {FORMS}")
     return Stream(who, dataset, collate)
 
@@ -198,7 +198,7 @@ def _store(who: str, inputs: object, targets: object) -> Rows:
 def _check_loader(who: str, loader: DataLoader[object]) -> None:
     """Refuse a DataLoader that does not give every record of a Dataset once."""
     sampler, dataset = loader.sampler, loader.dataset
-    if not _is_indexed(dataset):
+    if not _has_index(dataset):
         what = f"{type(dataset).__name__} has no length or no records by index"
         raise BadArgument(who, what, "use a Dataset with __len__ and __getitem__")
     shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)
