@@ -128,8 +128,8 @@ def _check_numeric(name: str, array: Array) -> None:
     for index, item in np.ndenumerate(array):
         large = isinstance(item, int) and abs(item) >= 2**63
         if large or not isinstance(item, _NUMBERS):
-            item = item.item() if isinstance(item, np.str_ | np.bytes_) else item
-            shown = f"{item!r:.40}" if isinstance(item, str | bytes | int) else _name_type(item)
+            plain = item.item() if isinstance(item, np.str_ | np.bytes_) else item
+            shown = f"{plain!r:.40}" if isinstance(plain, str | bytes | int) else _name_type(item)
             fix = NO_GAPS if item is None else CODES
             if isinstance(item, datetime.date | np.datetime64 | np.timedelta64):
                 shown, fix = f"the date {item}", "use numbers instead, such as days since a date"

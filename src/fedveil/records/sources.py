@@ -85,9 +85,8 @@ class Stream:
             if self.collate is default_collate:
                 self._check_alike(rows, items)
             first = ", ".join(map(str, rows[:3])) + (", ..." if len(rows) > 3 else "")
-            what = (
-                f"records {first} do not make a batch of inputs and targets: {str(error).splitlines()[0].rstrip('.')}"
-            )
+            why = str(error).splitlines()[0].rstrip(".")
+            what = f"records {first} do not make a batch of inputs and targets: {why}"
             fix = "use records of one shape, or a DataLoader whose collate_fn returns (inputs, targets)"
             raise BadArgument(self.who, what, fix) from error
         if not inputs or not isinstance(targets, Tensor):
@@ -135,12 +134,8 @@ def list_clients(given: object) -> list[Given]:
     """
     if isinstance(given, DataLoader | Dataset | Mapping | str) or _is_array(given):
         what = f"clients is a {type(given).__name__}, not a list of clients"
-        fix = (
-            "use list(clients.values())"
-            if isinstance(given, Mapping)
-            else f"use a list, [client] for one client; each is {FORMS}"
-        )
-        raise BadArgument("Federation", what, fix)
+        one = f"use a list, [client] for one client; each is {FORMS}"
+        raise BadArgument("Federation", what, "use list(clients.values())" if isinstance(given, Mapping) else one)
     return list(cast(Sequence[Given], given))
 
 
