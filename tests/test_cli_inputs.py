@@ -147,7 +147,7 @@ def test_a_class_at_each_pixel_is_trained_and_counted(tmp_path, capsys):
         (["--data", f"{HERE}:"], "data is named as package.module:name"),
         (["--data", f"{HERE}:wants"], "cannot be called without arguments"),
         (["--data", f"{HERE}:two"], "gave Bilinear, not data"),
-        (["--data", f"{HERE}:part"], "it is dict, not (inputs, targets)"),
+        (["--data", f"{HERE}:part"], "it is a dict, not records with their targets"),
         (["--data", f"{HERE}:pairs", "--train-size", "3"], "--train-size is for data sets of the library"),
         (["--data", f"{HERE}:pairs", "--path", "x"], "--path is for data sets of the library"),
         (["--data", f"{HERE}:pairs"], "mlp takes one tensor of floating numbers"),
