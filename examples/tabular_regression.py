@@ -42,8 +42,8 @@ def train(defence: str, data: Data) -> float:
     federation = fedveil.Federation(model, clinics, defence, torch.optim.Adam(model.parameters(), lr=1e-2))
     federation.fit(epochs=15, test=data.test)
     with torch.no_grad():
-        predicted = data.in_units(model(data.test.inputs))
-    return float((predicted - data.in_units(data.test.targets)).pow(2).mean().sqrt())
+        predicted = data.original_units(model(data.test.inputs))
+    return float((predicted - data.original_units(data.test.targets)).pow(2).mean().sqrt())
 
 
 with tempfile.TemporaryDirectory() as folder:
@@ -51,6 +51,6 @@ with tempfile.TemporaryDirectory() as folder:
     write_patients(path)
     data = load("csv", path=path, target="progression", missing="impute")
 print(data, *data.notes, sep="\n")
-guess = float(data.in_units(data.test.targets).sub(data.in_units(torch.zeros(1))).pow(2).mean().sqrt())
+guess = float(data.original_units(data.test.targets).sub(data.original_units(torch.zeros(1))).pow(2).mean().sqrt())
 told = ", ".join(f"{defence} {train(defence, data):.1f}" for defence in ("plain", "veil"))
 print(f"RMSE on new patients: {told}; always predicting the mean {guess:.1f}")

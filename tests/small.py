@@ -1,6 +1,7 @@
-"""A federation that trains in a blink, and the configuration of a small run."""
+"""A federation that trains in a blink, the configuration of a small run, and a small Dataset."""
 
 import torch
+from torch.utils.data import Dataset
 
 from fedveil.defences import Plain
 from fedveil.federation import Federation
@@ -17,3 +18,18 @@ def federation(defence=None):
         torch.manual_seed(0)
         model = mlp(3, 2, hidden=4, layers=2)
     return Federation(model, data, defence or Plain(), lambda p: torch.optim.Adam(p, 1e-2), batch_size=4)
+
+
+class Records(Dataset):
+    """A Dataset that is read record by record, and counts the reads."""
+
+    def __init__(self, *columns, items=None):
+        self.items = list(zip(*columns, strict=True)) if items is None else items
+        self.read = 0
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, row):
+        self.read += 1
+        return self.items[row]

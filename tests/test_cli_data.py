@@ -133,13 +133,13 @@ def test_odd_names_of_columns_survive_the_shell():
     [
         ([], ["it needs a path", "--path records.csv"]),
         (["--path", "gone.csv"], ["gone.csv: there is no such file", "--path"]),
-        (["--path", "."], [".: it is a folder, not a CSV file", "--path of one of its files: houses.csv"]),
+        (["--path", "."], [".: it is a folder, not a CSV file", "name one of its files with --path: houses.csv"]),
         (
             ["--path", "houses.csv"],
-            ["it needs the column to predict", "one of id, size in m2, zip, region, label, price"],
+            ["it needs the column to predict", "with one of id, size in m2, zip, region, label, price"],
         ),
         (FLAGS[2:], ["houses.csv, line 9, column 'size in m2': 'NA' means missing", "3 in 1 column", "--missing drop"]),
-        ([*FLAGS[2:6]], ["line 2, column 'size in m2': '50,5' is no number", "--decimal ,"]),
+        ([*FLAGS[2:6]], ["line 2, column 'size in m2': '50,5' is not a number", "--decimal ,"]),
         ([*FLAGS[2:], "--delimiter", "|"], ["only one column", "--delimiter ';'"]),
         ([*FLAGS[2:], "--ignore", "price"], ["'price' is both the target and in ignore"]),
         ([*FLAGS[2:], "--ignore", "idd"], ["there is no column 'idd'", "'id' is the nearest"]),

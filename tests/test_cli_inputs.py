@@ -14,7 +14,7 @@ from torch import nn
 
 from fedveil.cli import main
 from fedveil.cli.inputs import example_inputs
-from fedveil.data import from_tensors
+from fedveil.data import from_records
 from fedveil.graph.inputs import call
 
 HERE = "tests.test_cli_inputs"
@@ -51,7 +51,7 @@ def pairs():
 
 
 def data():
-    return from_tensors("named", *(((x["ids"], x["numbers"]), y) for x, y in pairs()), classes=["low", "high"])
+    return from_records("named", *(((x["ids"], x["numbers"]), y) for x, y in pairs()), classes=["low", "high"])
 
 
 NAMED = data()
@@ -147,7 +147,7 @@ def test_a_class_at_each_pixel_is_trained_and_counted(tmp_path, capsys):
         (["--data", f"{HERE}:"], "data is named as package.module:name"),
         (["--data", f"{HERE}:wants"], "cannot be called without arguments"),
         (["--data", f"{HERE}:two"], "gave Bilinear, not data"),
-        (["--data", f"{HERE}:part"], "it is dict, not (inputs, targets)"),
+        (["--data", f"{HERE}:part"], "it is a dict, not records with their targets"),
         (["--data", f"{HERE}:pairs", "--train-size", "3"], "--train-size is for data sets of the library"),
         (["--data", f"{HERE}:pairs", "--path", "x"], "--path is for data sets of the library"),
         (["--data", f"{HERE}:pairs"], "mlp takes one tensor of floating numbers"),

@@ -10,7 +10,6 @@ import fedveil
 
 SOURCE = Path(fedveil.__file__).parent
 EVERYONE = {
-    "arrays",
     "checks",
     "errors",
     "files",
@@ -20,18 +19,19 @@ EVERYONE = {
     "signals",
     "wire",
 }  # what every room may use
-LEAVES = ("data", "models", "report")
+LEAVES = ("data", "models", "records", "report")
 BELOW = {
     **{leaf: set() for leaf in LEAVES},
+    "data": {"records"},
     "graph": set(),
     "secagg": set(),
     "scheme": {"graph"},
     "defences": {"graph", "scheme"},
-    "federation": {"graph", "scheme", "defences", "secagg"},
-    "attacks": {"graph", "scheme", "defences", "federation"},
+    "federation": {"graph", "scheme", "defences", "secagg", "records"},
+    "attacks": {"graph", "scheme", "defences", "federation", "records"},
     "runs": {"graph", "scheme", "defences", "federation", *LEAVES},
-    "flower": {"graph", "scheme", "defences", "federation", "secagg"},
-    "nvflare": {"graph", "scheme", "defences", "federation", "secagg"},
+    "flower": {"graph", "scheme", "defences", "federation", "secagg", "records"},
+    "nvflare": {"graph", "scheme", "defences", "federation", "secagg", "records"},
     "studies": {"graph", "scheme", "defences", "federation", "attacks", "runs", *LEAVES},
     "cli": {"graph", "scheme", "defences", "federation", "attacks", "flower", "nvflare", "runs", "studies"}
     | {"secagg", *LEAVES},

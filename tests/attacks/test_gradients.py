@@ -12,8 +12,8 @@ from fedveil.attacks.leaks import Leak, gradients_of
 from fedveil.attacks.similarity import match, psnr, ssim
 from fedveil.data import load
 from fedveil.errors import BadArgument
-from fedveil.federation.shards import generator
 from fedveil.models import lenet, mlp
+from fedveil.records.shards import generator
 from fedveil.scheme import find_loss
 
 BOX = torch.zeros(1, 1, 1), torch.ones(1, 1, 1)

@@ -46,11 +46,11 @@ def test_a_numeric_target_is_a_regression_and_its_scale_is_kept(tmp_path):
     path = flowers(tmp_path)
     found = load("csv", path=path, target="size")
     assert (found.classes, found.outputs) == ((), 1)
-    sizes = torch.cat([found.in_units(part.targets) for part in (found.train, found.test)]).flatten()
+    sizes = torch.cat([found.original_units(part.targets) for part in (found.train, found.test)]).flatten()
     torch.testing.assert_close(sizes.sort().values, torch.arange(20) + 0.5)
     mean, deviation = found.target_scale
-    torch.testing.assert_close(torch.tensor(mean), found.in_units(found.train.targets).mean())
-    torch.testing.assert_close(torch.tensor(deviation), found.in_units(found.train.targets).std(correction=0))
+    torch.testing.assert_close(torch.tensor(mean), found.original_units(found.train.targets).mean())
+    torch.testing.assert_close(torch.tensor(deviation), found.original_units(found.train.targets).std(correction=0))
     first, *_, last = found.notes
     assert first == "a regression, as the target 'size' holds numbers; --task classification if they are classes"
     assert last == (
@@ -183,12 +183,12 @@ def test_decimal_commas_are_read_where_they_are_asked_for(tmp_path):
     found = load("csv", path=path, target="size", decimal=",")
     assert torch.equal(found.train.targets, wanted.train.targets)
     assert found.target_scale == wanted.target_scale
-    text = "line 2, column 'size': '0,5' is no number with '.' as the decimal mark, but would be one with ','"
+    text = "line 2, column 'size': '0,5' is not a number with '.' as the decimal mark, but would be one with ','"
     with refused(
         text, '--decimal , (in Python decimal=",")', '--task classification (in Python task="classification")'
     ):
         load("csv", path=path, target="size")
-    with refused(text, 'else --categorical size (in Python categorical=["size"])'):
+    with refused(text, 'else use --categorical size (in Python categorical=["size"])'):
         load("csv", path=path, target="kind")
 
 
@@ -200,7 +200,7 @@ def test_missing_cells_are_refused_with_their_number_and_the_choices(tmp_path):
     with refused(
         "mine.csv, line 3, column 'age': 'NA' means missing. 5 of 15 records have missing cells: "
         "5 in 3 columns (age: 2, colour: 2, y: 1)",
-        "--missing drop leaves these records out, --missing impute fills the cells in",
+        "use --missing drop to leave these records out, or --missing impute to fill the cells in",
         '(in Python missing="drop" or missing="impute")',
     ) as caught:
         load("csv", path=write_rows(tmp_path, *GAPS), target="y")
@@ -211,9 +211,7 @@ def test_missing_cells_are_refused_with_their_number_and_the_choices(tmp_path):
 
 def test_a_word_for_missing_may_be_a_value(tmp_path):
     path = write_rows(tmp_path, "region,y", *(f"{('NA', 'EU', '?')[n % 3]},{n}" for n in range(12)))
-    with refused(
-        "line 2, column 'region': 'NA' means missing", "--categorical region", "takes 'NA' as a value like any"
-    ):
+    with refused("line 2, column 'region': 'NA' means missing", "--categorical region", "if 'NA' is a value like any"):
         load("csv", path=path, target="y")
     found = load("csv", path=path, target="y", categorical="region")
     assert set(found.columns["region"]) == {"NA", "EU", "?"}
@@ -224,10 +222,10 @@ def test_records_with_missing_cells_are_dropped_on_request(tmp_path):
     found = load("csv", path=write_rows(tmp_path, *GAPS), target="y", missing="drop")
     assert len(found.train.targets) + len(found.test.targets) == 10
     assert found.notes[1:3] == (
-        "left out for lack of a target: 1 of 15 records",
+        "left out without a target: 1 of 15 records",
         "left out for missing cells (age: 2, colour: 2): 4 of 15 records",
     )
-    targets = torch.cat([found.in_units(part.targets) for part in (found.train, found.test)]).flatten()
+    targets = torch.cat([found.original_units(part.targets) for part in (found.train, found.test)]).flatten()
     torch.testing.assert_close(targets.sort().values, torch.tensor([0.5, 0.5, 1.5, 2.5, 3.5, 4.5, 4.5, 5.5, 6.5, 7.5]))
     assert set(found.columns["colour"]) <= {"red", "None", "unknown"}  # among words "None" is one
 
@@ -237,7 +235,7 @@ def test_missing_cells_are_imputed_on_request_and_targets_never(tmp_path):
     found = load("csv", path=path, target="y", missing="impute")
     assert len(found.train.targets) + len(found.test.targets) == 14
     median = np.median([float(cell) for cell in found.columns["age"]])  # which those that were filled in do not move
-    assert found.notes[1] == "left out for lack of a target: 1 of 15 records"
+    assert found.notes[1] == "left out without a target: 1 of 15 records"
     assert found.notes[3] == (
         f"filled in 4 missing cells (age: 2 with the median {median:.4g}, colour: 2 with the category 'missing')"
     )
@@ -274,7 +272,7 @@ def test_a_file_without_gaps_gives_the_same_records_whatever_is_asked(tmp_path):
         (["1,x,0", ",x,1", ",x,2"], {"missing": "drop"}, ["mine.csv: 1 records leave a part empty"]),
         ([",x,0", "NA,x,1", "?,y,2"], {}, ["column 'a': every cell is missing", "--ignore a"]),
         (["1,x,", "1,x,NA"], {"missing": "drop"}, ["column 'y': every cell is missing", "another target"]),
-        (["1,x,0"] * 4, {"missing": "guess"}, ["load('csv'): there is no way with missing cells, 'guess'", "'drop'"]),
+        (["1,x,0"] * 4, {"missing": "guess"}, ["load('csv'): there is no value for missing: 'guess'", "'drop'"]),
     ],
 )
 def test_gaps_that_leave_nothing_to_learn_from_are_refused(rows, options, texts, tmp_path):
@@ -285,11 +283,11 @@ def test_gaps_that_leave_nothing_to_learn_from_are_refused(rows, options, texts,
 @pytest.mark.parametrize(
     ("options", "texts"),
     [
-        ({"target": None}, ["load('csv'): it needs the column to predict", "target=) one of size, colour, kind"]),
+        ({"target": None}, ["load('csv'): it needs the column to predict", "target=) with one of size, colour, kind"]),
         ({"target": "kin"}, ["mine.csv: there is no column 'kin'", "'kind' is the nearest"]),
         ({"ignore": ["size", "colour"]}, ["no column is left for the inputs"]),
         ({"ignore": ["kind"]}, ["'kind' is both the target and in ignore"]),
-        ({"ignore": [3]}, ["ignore is [3]", "names of columns"]),
+        ({"ignore": [3]}, ["ignore is [3]", "give names of columns"]),
         ({"ignore": "sise"}, ["there is no column 'sise'", "'size' is the nearest"]),
         ({"task": "guess"}, ["there is no task 'guess'"]),
         ({"test_share": 1.0}, ["test_share is 1.0", "between 0 and 1"]),
@@ -348,7 +346,7 @@ def test_columns_that_cannot_be_encoded_are_named(rows, texts, tmp_path):
         (b"a,y\n", ["there is a header and no row"]),
         (b"y\n1\n2\n", ["line 1: with ',' between fields there is only one column, 'y'", "at least one other"]),
         (b"a y\n1 2\n", ["only one column, 'a y'", """--delimiter ' ' (in Python delimiter=" ")"""]),
-        (b"a;y\n1,5;2\n", ["line 2, column 'a': '1,5' is no number with '.' as the decimal mark"]),
+        (b"a;y\n1,5;2\n", ["line 2, column 'a': '1,5' is not a number with '.' as the decimal mark"]),
         (b"PK\x03\x04rest", ["it is an Excel workbook or a zip file, not a CSV file", "save the sheet as CSV UTF-8"]),
         (b"\xd0\xcf\x11\xe0rest", ["it is an Excel workbook"]),
         (b"PAR1rest", ["it is a Parquet file", "pandas.read_parquet(path).to_csv('records.csv', index=False)"]),
@@ -362,8 +360,8 @@ def test_columns_that_cannot_be_encoded_are_named(rows, texts, tmp_path):
             b"5.1,3.5,setosa\n4.9,3.0,setosa\n",
             ["line 1: the header should hold the names of the columns", "(5.1, 3.5)"],
         ),
-        (b"5.1,5.1,setosa\n4.9,3.0,setosa\n", ["line 1: columns are named twice: 5.1", "a name for each column"]),
-        (b"a,y\n1,2\n3\n", ["line 3: 1 fields, the header has 2", "fields are not separated by ','"]),
+        (b"5.1,5.1,setosa\n4.9,3.0,setosa\n", ["line 1: columns are named twice: 5.1", "give each column a name"]),
+        (b"a,y\n1,2\n3\n", ["line 3: 1 fields, the header has 2", "if it is not ','"]),
     ],
 )
 def test_files_that_are_no_tables_are_told_what_they_are(content, texts, tmp_path):
@@ -373,18 +371,18 @@ def test_files_that_are_no_tables_are_told_what_they_are(content, texts, tmp_pat
 
 
 def test_a_folder_is_told_which_files_it_has(tmp_path):
-    with refused(tmp_path, "it is a folder, not a CSV file", "--data images takes a folder of images"):
+    with refused(tmp_path, "it is a folder, not a CSV file", "use --data images for a folder of images"):
         load("csv", path=tmp_path, target="kind")
     flowers(tmp_path)
-    with refused(tmp_path, "it is a folder, not a CSV file", "--path of one of its files: mine.csv"):
+    with refused(tmp_path, "it is a folder, not a CSV file", "name one of its files with --path: mine.csv"):
         load("csv", path=tmp_path, target="kind")
 
 
 @pytest.mark.parametrize(
     ("cell", "fix"),
     [
-        (lambda k: f"€ {k},083.50", "numbers alone, without currency signs and separators of thousands"),
-        (lambda k: f"{2000 + k}-01-{1 + k % 28:02}", "dates as numbers, such as days since the first"),
+        (lambda k: f"€ {k},083.50", "remove currency signs and separators of thousands"),
+        (lambda k: f"{2000 + k}-01-{1 + k % 28:02}", "write dates as numbers, such as days since the first"),
         (lambda k: f"name {k} of {k}", "--ignore odd"),
     ],
     ids=["currency", "dates", "names"],

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from tests.data.making import bank_row, bank_text, cifar10_batches, class_folders, refused, write_folder, write_tar
-from tests.data.test_catalogue import files_in, offer, server
+from tests.data.test_download import files_in, offer, server
 
-from fedveil.data import archives, cifar, from_tensors, get, load
+from fedveil.data import archives, cifar, get, load
 from fedveil.data.catalogue import ABOUT
 
 __all__ = ["server"]
@@ -50,11 +50,11 @@ def table(tmp_path, rows):
 def test_a_number_that_overflows_when_scaled_is_refused_by_line_and_column(tmp_path, cell, task):
     rows = [f"{number},{number % 3},{number % 2}" for number in range(20)]
     path = table(tmp_path, [*rows[:7], f"1,{cell},1", *rows[7:]])
-    with refused(path, "line 9, column 'b'", f"{cell!r} is too large to be scaled", "Fix: mend the cell"):
+    with refused(path, "line 9, column 'b'", f"{cell!r} is too large to be standardised", "Fix: correct the cell"):
         load("csv", path=path, target="y", task=task)
     path = table(tmp_path, [*rows[:7], f"1,1,{cell}", *rows[7:]])
     if task == "regression":
-        with refused(path, "line 9, column 'y'", "is too large to be scaled"):
+        with refused(path, "line 9, column 'y'", "is too large to be standardised"):
             load("csv", path=path, target="y", task=task)
 
 
@@ -75,7 +75,7 @@ def test_so_it_is_for_the_bank(tmp_path):
     rows = [bank_row(number) for number in range(30)]
     rows[4] = bank_row(4, duration="1e308")
     (tmp_path / "bank.csv").write_text(bank_text(rows))
-    with refused("line 6, column 'duration'", "'1e308' is too large to be scaled"):
+    with refused("line 6, column 'duration'", "'1e308' is too large to be standardised"):
         load("bank", path=tmp_path / "bank.csv")
 
 
@@ -186,17 +186,6 @@ def test_a_bomb_within_a_download_is_not_unpacked(server, tmp_path, monkeypatch)
     with refused(server.url, "the download has no readable bank.csv", "Fix: put bank-additional"):
         get("bank", tmp_path)
     assert files_in(tmp_path) == []
-
-
-@pytest.mark.parametrize("place", ["inputs", "targets"])
-def test_own_numbers_beyond_float32_are_refused(place):
-    good, bad = torch.ones(3, 2, dtype=torch.float64), torch.full((3, 2), 1e300, dtype=torch.float64)
-    pair = (bad, good) if place == "inputs" else (good, bad)
-    with refused("mine.train: ", f"{place} hold NaN or infinity in float32"):
-        from_tensors("mine", pair, (good, good))
-    for odd in (good.to_sparse(), good.to("meta")):
-        with refused("mine.test: ", f"{place} are a sparse, nested or meta tensor"):
-            from_tensors("mine", (good, good), (odd, good) if place == "inputs" else (good, odd))
 
 
 def test_honest_batches_pass_the_check_of_memory():

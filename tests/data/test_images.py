@@ -141,7 +141,7 @@ def test_a_cache_is_written_whole_or_not_at_all(source, cache, monkeypatch):
         ({"train/cat/9.png": picture((1, 2, 3), 30, "JPEG")[:300]}, ["member train/cat/9.png: not a readable"]),
         ({"train/9.png": picture((1, 2, 3))}, ["member train/9.png: an image must lie in the folder of its class"]),
         ({"test/cat/more/9.png": picture((1, 2, 3))}, ["member test/cat/more/9.png: an image must lie"]),
-        ({"test/fish/9.png": picture((1, 2, 3))}, ["test/ has folders that are no class: fish", "cat, dog"]),
+        ({"test/fish/9.png": picture((1, 2, 3))}, ["test/ has unknown classes: fish", "cat, dog"]),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -204,7 +204,7 @@ def test_what_is_not_read_is_said(tmp_path):
     assert load("images", path=home, size=8).notes[1].startswith("left out 2 files, such as cat/a.txt: ")
 
 
-ANY_FORM = "<class>/<image> with two classes or more, or train/<class>/<image> and test/<class>/<image>"
+ANY_FORM = "use <class>/<image> with two classes or more, or train/<class>/<image> and test/<class>/<image>"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_folders_of_no_known_form_are_refused(files, texts, tmp_path):
 
 
 def test_a_share_for_what_is_divided_already_is_refused(source):
-    with refused(source, "it has a test/ of its own, and test_share would make one"):
+    with refused(source, "it is divided into train/ and test/ already"):
         load("images", path=source, size=8, test_share=0.2)
 
 
@@ -259,7 +259,7 @@ def test_a_damaged_member_of_a_zip_is_named(tmp_path):
     [
         ({"size": 0}, ["load('images'): size must be a whole number of at least 1, got 0"]),
         ({"train_size": 7}, ["load of 'pets': train_size is 7, there are 6 records"]),
-        ({"test_share": 1.0}, ["test_share is 1.0", "a number between 0 and 1"]),
+        ({"test_share": 1.0}, ["test_share is 1.0", "use a number between 0 and 1"]),
         ({"test_size": 0}, ["test_size must be a whole number of at least 1, got 0"]),
     ],
 )

@@ -61,7 +61,7 @@ def test_labels_are_read(text, labels):
     [
         ("", "'' of '' names no classes"),
         ("a-b", "names no classes"),
-        ("4-2", "no class or range"),
+        ("4-2", "not a class or a range"),
         ("0-9", "there are 9"),
     ],
 )
@@ -89,6 +89,6 @@ def test_a_federation_trains_on_some_classes(tmp_path, capsys):
 def test_pixels_become_inputs_and_back():
     data = dataclasses.replace(load("digits", flat=False), scale=((0.3,), (0.2,)))
     pixels = torch.rand((2, 1, 8, 8), generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(data.pixels(data.scaled(pixels)), pixels, atol=2 * torch.finfo(torch.float32).eps)
-    with pytest.raises(BadArgument, match="are no images"):
-        data.scaled(pixels.flatten(1))
+    assert torch.allclose(data.pixels(data.standardise(pixels)), pixels, atol=2 * torch.finfo(torch.float32).eps)
+    with pytest.raises(BadArgument, match="are not images"):
+        data.standardise(pixels.flatten(1))

@@ -4,7 +4,7 @@ import pytest
 
 from fedveil.data import load
 from fedveil.data.catalogue import ABOUT
-from fedveil.data.download import digest_of
+from fedveil.data.download import compute_digest
 
 
 def test_the_real_bank_has_its_records(real_data):
@@ -14,7 +14,7 @@ def test_the_real_bank_has_its_records(real_data):
     assert [len(part.inputs) for part in parts] == [32950, 4119, 4119]
     assert sum(int(part.targets.sum()) for part in parts) == 4640
     digest = ABOUT["bank"].download.digest
-    assert digest_of(folder / "bank-additional-full.csv", digest) == digest
+    assert compute_digest(folder / "bank-additional-full.csv", digest) == digest
 
 
 def test_the_real_lesions_are_loaded(real_data):

@@ -95,10 +95,10 @@ def test_records_of_a_client_are_mixed(how):
         ({"clients": 7}, ["7 clients for 6 records", "at most 6 clients"]),
         ({"seed": -1}, ["seed must be a whole number of at least 0, got -1"]),
         ({"how": "idd"}, ["there is no way to split, how = 'idd'", "'iid' is the nearest"]),
-        ({"how": "dirichlet", "alpha": 0}, ["alpha must be a finite number above 0, got 0", "0.5 is usual"]),
+        ({"how": "dirichlet", "alpha": 0}, ["alpha must be a finite number above 0, got 0", "use 0.5, which is usual"]),
         ({"how": "dirichlet", "alpha": float("inf")}, ["alpha must be a finite number above 0, got inf"]),
         ({"how": "dirichlet", "clients": 6, "alpha": 1e-3}, ["in 100 draws", "got no record", "larger alpha"]),
-        ({"how": "column"}, ["needs a column", "column= one of 'site'"]),
+        ({"how": "column"}, ["needs a column", "column= to one of 'site'"]),
         ({"how": "column", "column": "sites"}, ["there is no column 'sites'", "'site' is the nearest"]),
         ({"how": "column", "column": "site", "clients": 4}, ["has 2 values", "--clients 2"]),
         ({"column": "site"}, ["column='site' means nothing to how=\"iid\"", 'how="column"']),
@@ -112,5 +112,5 @@ def test_a_division_that_does_not_exist_is_refused(options, texts):
 
 def test_a_regression_has_no_dirichlet_division():
     part = Part(torch.zeros(9, 2), torch.zeros(9, 1))
-    with refused("a Dirichlet split needs classes, and 'plain' is a regression", 'how="iid"'):
+    with refused("a Dirichlet split needs one class per record, and 'plain' is a regression", 'how="iid"'):
         split(Data("plain", part, part), 2, how="dirichlet")

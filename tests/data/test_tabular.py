@@ -74,10 +74,10 @@ GOOD = [bank_row(number) for number in range(5)]
         (bank_text([*GOOD, bank_row(0, job="pirate")]).encode(), ["line 7, column 'job': 'pirate' is not a known"]),
         (bank_text([GOOD[0], bank_row(0, age="old")]).encode(), ["line 3, column 'age': 'old' is not a number"]),
         (bank_text([GOOD[0], bank_row(0, age="nan")]).encode(), ["line 3, column 'age': 'nan' is not a number"]),
-        (bank_text([bank_row(0, y="maybe")]).encode(), ["line 2, column 'y': 'maybe'", "one of no, yes"]),
+        (bank_text([bank_row(0, y="maybe")]).encode(), ["line 2, column 'y': 'maybe'", "use one of no, yes"]),
         (
             bank_text(GOOD).encode().rsplit(b";", 3)[0],
-            ["line 6: 18 fields, the header has 21", "the line is damaged or cut off"],
+            ["line 6: 18 fields, the header has 21", "correct the line"],
         ),
         (bank_text(GOOD).encode()[:-3], ["line 6: not CSV", "unclosed quote"]),
         (bank_text(GOOD).replace(";", ",").encode(), ["line 1: not CSV", "a delimiter that is not ';'"]),

@@ -29,7 +29,7 @@ def options(name):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_name_that_no_file_can_have_is_refused(name, tmp_path):
-    with refused(tmp_path / TOO_LONG, "cannot be read: File name too long", "Fix: files and folders that can be read"):
+    with refused(tmp_path / TOO_LONG, "cannot be read: File name too long", "Fix: use readable files and folders"):
         load(name, path=tmp_path / TOO_LONG, **options(name))
 
 

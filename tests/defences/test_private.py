@@ -242,7 +242,7 @@ def test_records_have_what_is_spent_so_far():
 def test_with_few_participants_the_client_that_took_part_most_counts():
     run = federation(private(), clients=8, participation=0.25)
     run.fit(rounds=12)
-    counts = [sum(client in run.shards.chosen(number, 0.25) for number in range(12)) for client in range(8)]
+    counts = [sum(client in run.shards.choose_clients(number, 0.25) for number in range(12)) for client in range(8)]
     assert run.defence_server.accountant.rounds == max(counts) < 12
     assert run.defence_server.accountant.epsilon() == epsilon(max(counts), 1.0, 1e-5)
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tests.deployed.task import images, make_model, parts
 
-from fedveil.data import from_tensors
+from fedveil.data import from_records
 from fedveil.defences import Plain, Veil
 from fedveil.runs.folder import record_run
 from fedveil.secagg import Identity, Roster
@@ -108,7 +108,7 @@ def record(server, config, out):
             (out / f"killed-{record['round']}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    data, about = from_tensors("digits", parts()[0], parts()[3]), {"clients": config["wait-for"], "model": "mlp"}
+    data, about = from_records("digits", parts()[0], parts()[3]), {"clients": config["wait-for"], "model": "mlp"}
     how = {"rounds": config["rounds"], "evaluate_every": config["evaluate-every"], "on_round": end}
     record_run(server, out, data, about, "the test", resume=True, **how)
     (out / "done.json").write_text(json.dumps({"to": server.round}))

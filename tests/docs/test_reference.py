@@ -14,7 +14,7 @@ import fedveil
 from fedveil.cli.commands import COMMANDS
 from fedveil.runs.config import HOME
 
-UNDOCUMENTED = {"Inputs", "innermost", "one_tensor"}  # a type alias, and what only the library itself calls
+UNDOCUMENTED = {"innermost", "one_tensor"}  # a type alias, and what only the library itself calls
 REFERENCE = ROOT / "docs" / "reference"
 
 

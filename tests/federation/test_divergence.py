@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.oracle import built
+from tests.small import Records
 from torch import nn
-from torch.utils.data import Dataset
 
 from fedveil import Limits
 from fedveil.defences import Plain, Private, Veil
@@ -18,19 +18,6 @@ from fedveil.models import mlp
 
 LAST, PREVIOUS = checkpoint.LAST, checkpoint.PREVIOUS
 DEFENCES = {"plain": Plain, "veil": Veil, "private": lambda: Private(Plain(), 1.0, 0.0)}
-
-
-class Lazily(Dataset):
-    """Records of a stream."""
-
-    def __init__(self, inputs, targets):
-        self.inputs, self.targets = inputs, targets
-
-    def __len__(self):
-        return len(self.targets)
-
-    def __getitem__(self, row):
-        return self.inputs[row], self.targets[row]
 
 
 def net(dtype=torch.float32):
@@ -67,7 +54,7 @@ def test_targets_that_are_not_finite_are_refused_with_their_client_and_record(va
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("place", PLACES)
 def test_records_of_streams_are_refused_when_they_are_read_and_by_the_number_of_their_client(place, fuse):
-    streams = [Lazily(*own) for own in changed(PLACES[place], 2, 5, math.nan)]
+    streams = [Records(*own) for own in changed(PLACES[place], 2, 5, math.nan)]
     run = Federation(net(), streams, "plain", batch_size=3, fuse=fuse)
     with pytest.raises(BadArgument, match=f"client 2, record 5: {place} hold NaN or infinity"):
         run.fit(1)
@@ -77,13 +64,13 @@ def test_records_of_streams_are_refused_when_they_are_read_and_by_the_number_of_
 @pytest.mark.parametrize("place", PLACES)
 def test_numbers_that_are_infinite_in_the_dtype_of_the_model_are_refused(place, stream):
     data = changed(PLACES[place], 2, 5, 1e300, torch.float64)
-    text = rf"(?s)client 2, record 5: {place} hold a number that is infinite in the model's torch.float32.*Fix: scale"
+    text = rf"(?s)client 2, record 5: {place} hold a number that is infinite in torch.float32.*Fix: scale"
     with pytest.raises(BadArgument, match=text):
-        Federation(net(), [Lazily(*own) for own in data] if stream else data, "plain").fit(1)
+        Federation(net(), [Records(*own) for own in data] if stream else data, "plain").fit(1)
     Federation(net(torch.float64), data, "plain")
     text = text.replace("client 2", "test data")
     with pytest.raises(BadArgument, match=text):
-        Federation(net(), parts(), "plain").fit(1, test=Lazily(*data[2]) if stream else data[2])
+        Federation(net(), parts(), "plain").fit(1, test=Records(*data[2]) if stream else data[2])
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -94,7 +81,7 @@ def test_test_data_that_are_not_finite_are_refused_as_test_data(place):
         run.fit(1, test=data)
     assert run.round == 0
     with pytest.raises(BadArgument, match=text):
-        run.fit(1, test=Lazily(*data))
+        run.fit(1, test=Records(*data))
 
 
 def huge(clients, which):

@@ -118,9 +118,9 @@ def test_every_record_is_taken_once_an_epoch_in_another_order():
 
 def test_clients_of_a_round_are_chosen_by_seed_and_number():
     shards = Federation(net(), parts((5,) * 10), "plain", batch_size=4, seed=3).shards
-    rounds = [tuple(shards.chosen(number, 0.3)) for number in range(200)]
+    rounds = [tuple(shards.choose_clients(number, 0.3)) for number in range(200)]
     assert {len(set(chosen)) for chosen in rounds} == {3}
-    assert rounds == [tuple(shards.chosen(number, 0.3)) for number in range(200)]
+    assert rounds == [tuple(shards.choose_clients(number, 0.3)) for number in range(200)]
     assert set(range(10)) == {client for chosen in rounds for client in chosen}
 
 
@@ -168,9 +168,13 @@ def test_divergence_stops_with_the_round_and_a_way_out(defence):
     ("clients", "options", "text"),
     [
         ([], {}, "there are no clients"),
-        (parts((3, 0)), {}, "client 1 has no records"),
-        ([(torch.zeros(3, 6), torch.zeros(2, 4))], {}, "client 0 has 3 inputs and 2 targets"),
-        ([*parts((3,)), (torch.zeros(3, 5), torch.zeros(3, 4))], {}, "client 1's records have another shape"),
+        (parts((3, 0)), {}, "client 1: there are no records"),
+        ([(torch.zeros(3, 6), torch.zeros(2, 4))], {}, "client 0: there are 3 records in inputs and 2 targets"),
+        (
+            [*parts((3,)), (torch.zeros(3, 5), torch.zeros(3, 4))],
+            {},
+            r"client 1: inputs is float of shape \(5,",
+        ),
         ([(torch.full((3, 6), torch.nan), torch.zeros(3, 4))], {}, "client 0, record 0: inputs hold NaN"),
         (parts(), {"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
         (parts(), {"participation": 0.0}, "participation must be above 0"),

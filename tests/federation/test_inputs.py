@@ -1,6 +1,5 @@
 """Federations whose models take more than one tensor: the same run as with one."""
 
-import copy
 import json
 
 import pytest
@@ -107,14 +106,6 @@ def test_a_resumed_run_ends_as_if_it_had_not_stopped(form, tmp_path):
     assert all(torch.equal(tensor, straight[name]) for name, tensor in values(second).items())
 
 
-@pytest.mark.parametrize(
-    ("targets", "text"), [(["a", "b"], "cannot become a tensor"), (torch.tensor(3), "are one number")]
-)
-def test_targets_without_records_are_refused(targets, text):
-    with pytest.raises(BadArgument, match=f"client 0: targets {text}"):
-        Federation(network(Whole), [(torch.zeros(2, 6).double(), targets)], "plain", sgd)
-
-
 def test_keys_in_another_order_are_the_same_form():
     clients = words()
     inputs, targets = clients[1]
@@ -156,60 +147,3 @@ def test_a_model_that_returns_several_tensors_is_refused():
 
     with pytest.raises(BadArgument, match="Several: its forward returns dict, not one tensor"):
         run(Several, records())
-
-
-def changed(number, change):
-    """Two clients with dicts of two tensors, of which one is changed."""
-    clients = [(dict(inputs), targets) for inputs, targets in reformed(records((4, 5)), FORMS["dict"][1])]
-    inputs, targets = clients[number]
-    clients[number] = (change(inputs), targets)
-    return clients
-
-
-def with_value(place, value):
-    def change(inputs):
-        inputs = copy.deepcopy(inputs)
-        inputs["b"][place] = value
-        return inputs
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("clients", "text"),
-    [
-        (
-            changed(1, lambda x: {"a": x["a"], "b": x["b"][:3]}),
-            r"client 1 has 3 records in inputs\['b'\] and 5",
-        ),
-        (changed(0, lambda x: {"a": x["a"], "b": torch.tensor(1.0)}), r"client 0 has 0 records in inputs\['b'\]"),
-        (
-            changed(1, lambda x: {"a": x["a"], "c": x["b"]}),
-            r"client 1 has inputs\['c'\], which .* not and no",
-        ),
-        (changed(1, lambda x: {"a": x["a"]}), r"client 1 has no inputs\['b'\], which client 0 has"),
-        (changed(1, lambda x: {**x, "c": x["a"]}), r"client 1 has inputs\['c'\], which client 0 has not"),
-        (changed(1, lambda x: {**x, "b": x["a"]}), r"another shape than client 0's: inputs\['b'\] \(2,\) and \(4,\)"),
-        (changed(1, lambda x: {**x, "b": x["b"].long()}), r"client 1's inputs\['b'\] are torch.int64, client 0's"),
-        (changed(1, lambda x: {**x, "b": None}), r"client 1's inputs\['b'\] is None, client 0's a tensor"),
-        (changed(0, lambda x: {**x, "b": {1, 2}}), r"client 0's inputs\['b'\] is a set, not a tensor"),
-        (changed(1, with_value((2, 1), torch.nan)), r"client 1, record 2: inputs\['b'\] hold NaN or infinity"),
-        (changed(0, with_value((3, 0), torch.inf)), r"client 0, record 3: inputs\['b'\] hold NaN or infinity"),
-        (changed(0, lambda x: {}), "client 0's inputs, a dict, hold no tensor"),
-        (changed(0, lambda x: 3), "client 0's inputs, a int, hold no tensor"),
-        (
-            [records((4,))[0], *reformed(records((4,)), FORMS["tuple"][1])],
-            "client 1's inputs are a tuple, client 0's a tensor",
-        ),
-        (
-            [*reformed(records((4,)), FORMS["tuple"][1]), records((4,))[0]],
-            "client 1's inputs are a tensor, client 0's a tuple",
-        ),
-    ],
-)
-@pytest.mark.parametrize("classes", [False, True], ids=["numbers", "classes"])
-def test_inputs_that_do_not_belong_together_are_named_before_the_model_is_called(clients, text, classes):
-    if classes:  # for these Federation asks the model for the shape of its outputs
-        clients = [(inputs, targets.argmax(1)) for inputs, targets in clients]
-    with pytest.raises(BadArgument, match=text):
-        Federation(network(Apart), clients, "plain", sgd)

@@ -31,9 +31,9 @@ from tests.federation.kept import (
     told,
 )
 from tests.sessions import watch
+from tests.small import Records
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import Dataset
 
 from fedveil.defences import Plain
 from fedveil.errors import Diverged, TooFewAnswers
@@ -98,20 +98,17 @@ def test_an_interrupt_in_the_exchange_leaves_the_round_before(tmp_path):
     check_whole(tmp_path)
 
 
-class Interrupted(Dataset):
-    """Test data that are read so often, and then no more."""
+class Interrupted(Records):
+    """Test data whose reading is interrupted after some records."""
 
     def __init__(self, reads):
+        super().__init__(*TEST)
         self.reads = reads
 
-    def __len__(self):
-        return len(TEST[0])
-
     def __getitem__(self, row):
-        self.reads -= 1
-        if not self.reads:
+        if self.read + 1 == self.reads:
             raise KeyboardInterrupt
-        return TEST[0][row], TEST[1][row]
+        return super().__getitem__(row)
 
 
 @pytest.mark.parametrize("evaluation", [2, 3])

@@ -26,7 +26,7 @@ from tests.small import federation
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import fedveil
-from fedveil.data import from_tensors
+from fedveil.data import from_records
 from fedveil.defences import Plain, Private
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation, checkpoint
@@ -157,7 +157,7 @@ def test_load_model_takes_the_checkpoint_if_it_is_newer(tmp_path, best):
     assert all(torch.equal(value, found[name]) for name, value in run.model.state_dict().items())
 
 
-DATA = from_tensors("numbers", records_of(4, 3), TEST)
+DATA = from_records("numbers", records_of(4, 3), TEST)
 
 
 ABOUT = {"clients": 2, "model": "mlp"}

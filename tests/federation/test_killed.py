@@ -13,7 +13,7 @@ from tests.configs import config_of
 from tests.federation.killing import Deadly
 from tests.small import federation
 
-from fedveil.data import from_tensors
+from fedveil.data import from_records
 from fedveil.federation import checkpoint
 from fedveil.runs.folder import record_run, train
 
@@ -50,7 +50,7 @@ def recorded(folder, kill_at=0):
     generator = torch.Generator().manual_seed(5)
     test = torch.randn(6, 3, generator=generator), torch.randn(6, 2, generator=generator)
     about, how = {"clients": 2, "model": "mlp"}, {"rounds": ROUNDS, "evaluate_every": EVERY, "resume": True}
-    return record_run(federation(), folder, from_tensors("numbers", test, test), about, "again", on_round=end, **how)
+    return record_run(federation(), folder, from_records("numbers", test, test), about, "again", on_round=end, **how)
 
 
 def test_a_run_in_python_that_is_killed_at_every_tenth_is_whole_in_the_end(tmp_path):

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from tests.small import Records
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from fedveil import BatchLoss, Federation
 from fedveil.errors import BadArgument
@@ -17,17 +17,6 @@ CLASSES = torch.arange(40) % 3
 YES = (X[:, :1] > 0).float()
 WEIGHT = torch.tensor([1.0, 2.0, 3.0])
 FACTOR = torch.tensor([3.0])
-
-
-class Streamed(Dataset):
-    def __init__(self, inputs, targets):
-        self.inputs, self.targets = inputs, targets
-
-    def __len__(self):
-        return len(self.targets)
-
-    def __getitem__(self, index):
-        return self.inputs[index], self.targets[index]
 
 
 def sigmoid():
@@ -45,7 +34,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("form", [lambda *pair: pair, Streamed])
+@pytest.mark.parametrize("form", [lambda *pair: pair, Records])
 @pytest.mark.parametrize("defence", ["plain", "veil"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_torchs_losses_are_trained_and_evaluated(name, defence, form):
@@ -129,7 +118,7 @@ def late(message):
     [
         (late("class 3"), lambda *pair: pair),
         (BatchLoss(lambda outputs, targets: late("class 3")(outputs, targets).mean()), lambda *pair: pair),
-        (BatchLoss(lambda outputs, targets: late("class 3")(outputs, targets).mean()), Streamed),
+        (BatchLoss(lambda outputs, targets: late("class 3")(outputs, targets).mean()), Records),
     ],
 )
 def test_what_evaluation_would_refuse_is_refused_before_the_first_round(loss, form):
@@ -141,7 +130,9 @@ def test_what_evaluation_would_refuse_is_refused_before_the_first_round(loss, fo
 
 def test_a_shape_that_torch_refuses_is_named_before_the_first_round():
     federation = Federation(sigmoid(), [(X, YES)], "plain", loss=nn.BCELoss(reduction="none"))
-    with pytest.raises(BadArgument, match=r"^test data: targets: BCELoss does not take them \(torch.float32 \(\)\)"):
+    with pytest.raises(
+        BadArgument, match=r"^test data: targets: BCELoss does not take them \(torch.float32 of shape \(\)\)"
+    ):
         federation.fit(1, test=(X, YES[:, 0]))
     assert federation.round == 0
 

@@ -16,7 +16,7 @@ from tests.flower.grid import LocalGrid
 from tests.flower.test_flower_server import app_of
 from tests.oracle import built, worst
 
-from fedveil.data import from_tensors
+from fedveil.data import from_records
 from fedveil.federation import Federation
 from fedveil.flower import Server
 from fedveil.runs.folder import record_run
@@ -52,7 +52,7 @@ def test_a_text_classifier_trains_over_flower_as_a_plain_one_does_in_one_process
             LocalGrid(app, 3), built(BUILD[name]), clients[0][0][:2], "veil", sgd, loss="cross_entropy", batch_size=10
         )
     assert "% scaled or with additive noise" in caplog.text
-    data = from_tensors("help texts", clients[0], test, classes=TOPICS)
+    data = from_records("help texts", clients[0], test, classes=TOPICS)
     config = {"clients": 3, "model": name}
     summary = record_run(server, tmp_path, data, config, "repeat", rounds=ROUNDS)
     assert worst(server.model.state_dict(), plain.model.state_dict()) < 1e-9

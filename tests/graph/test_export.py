@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.oracle import perturb
 from torch import nn
 
 import fedveil

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.oracle import batch, built, plain, planned, recovery_error, worst
+from tests.oracle import batch, built, perturb, plain, planned, recovery_error, worst
 from torch import nn
 from torch.nn import functional as F
 

@@ -7,7 +7,7 @@ from tests.configs import config_of
 
 from fedveil import cli
 from fedveil.data import Data
-from fedveil.data.records import Part
+from fedveil.data.dataset import Part
 from fedveil.runs.build import federation_of, load_data
 from fedveil.studies.audit.attackers import attacker_table, member_table
 from fedveil.studies.audit.members import LOOKS, MemberAttacks, averaged_members

@@ -10,8 +10,8 @@ import torch
 from tests.configs import config_of
 
 from fedveil.errors import BadArgument
-from fedveil.federation.shards import generator
 from fedveil.models import lenet
+from fedveil.records.shards import generator
 from fedveil.runs.build import load_data
 from fedveil.runs.folder import train
 from fedveil.studies.attack import Asked
@@ -93,7 +93,7 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "settings", "what"),
     [
-        ({"model": "mlp"}, QUICK, "are no images"),
+        ({"model": "mlp"}, QUICK, "are not? images"),
         ({"optimizer": "adamw"}, QUICK, "for plain SGD and Adam only"),
         ({"momentum": 0.9}, QUICK, "for plain SGD and Adam only"),
         ({"train_size": 30}, QUICK, "30 training records, the attacker and the victim need 34"),

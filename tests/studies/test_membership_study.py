@@ -12,7 +12,7 @@ from tests.configs import config_of
 
 from fedveil.cli import main
 from fedveil.data import Data
-from fedveil.data.records import Part
+from fedveil.data.dataset import Part
 from fedveil.errors import BadArgument
 from fedveil.runs.build import load_data
 from fedveil.studies.attack import Asked

@@ -15,12 +15,12 @@ from fedveil.attacks.leaks import gradients_of
 from fedveil.attacks.observed import DoesNotApply
 from fedveil.cli.studies import Audit
 from fedveil.data import Data, load
-from fedveil.data.records import Part
+from fedveil.data.dataset import Part
 from fedveil.defences import Plain, Private, Veil
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
-from fedveil.federation.shards import generator
 from fedveil.models import mlp
+from fedveil.records.shards import generator
 from fedveil.report import NOTHING
 from fedveil.runs.build import load_data
 from fedveil.runs.folder import resumed, train

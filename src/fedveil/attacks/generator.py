@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_for, save_for
-from fedveil.federation.shards import generator as source
+from fedveil.records.shards import generator as source
 
 Progress = Callable[[float, str], None]  # the share that is done, and what is being done
 CODE = 100  # numbers in a code z

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fedveil.attacks.generator import CODE, Gan, Progress
 from fedveil.attacks.similarity import total_variation
 from fedveil.federation.evaluate import evaluating
-from fedveil.federation.shards import generator as source
+from fedveil.records.shards import generator as source
 
 Model = Callable[[Tensor], Tensor]
 IDENTITY, MOMENTUM, BOUND = 100.0, 0.9, 1.0

@@ -27,7 +27,7 @@ from fedveil.checks import whole
 from fedveil.errors import BadArgument
 from fedveil.federation.limits import REMEMBERED, Limits, norm
 from fedveil.federation.local import Federation
-from fedveil.federation.shards import generator
+from fedveil.records.shards import generator
 
 Tensors = Mapping[str, Tensor]
 CLAIMED = 10**12  # records

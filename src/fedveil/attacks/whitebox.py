@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedveil.attacks.scores import balanced_accuracy
 from fedveil.errors import BadArgument
-from fedveil.federation.shards import generator
+from fedveil.records.shards import generator
 
 Features = Mapping[str, Tensor]  # by name: one row per record, gradients and sequences in rows, maps in channels
 Score = Callable[[Features], Tensor]

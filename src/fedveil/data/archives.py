@@ -1,4 +1,4 @@
-"""Folders and zip files seen alike: named members that can be read. Nothing is ever unpacked to disk."""
+"""Folders and zip files behind one interface: named members that can be read. Nothing is ever unpacked to disk."""
 
 import os
 import zipfile
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
-from fedveil.data.catalogue import MOST_BYTES, regular
+from fedveil.data.catalogue import MOST_BYTES, require_regular
 from fedveil.errors import BadArgument
 
 _DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError)
@@ -17,7 +17,7 @@ _DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplemented
 
 @dataclass(frozen=True)
 class Archive:
-    """A folder or a zip file, seen alike: named members that can be read."""
+    """A folder or a zip file."""
 
     path: Path
     names: tuple[str, ...]  # of the files in it, sorted, with `/` between folders; hidden files are left out
@@ -25,14 +25,14 @@ class Archive:
 
     @contextmanager
     def reader(self) -> Iterator[Callable[[str], bytes]]:
-        """A function from a member's name to its bytes."""
+        """Open the archive; gives a function from a member's name to its bytes."""
         if self.path.is_dir():
-            yield lambda name: self._guarded(name, lambda: _read_file(self.path / name))
+            yield lambda name: self._read_bytes(name, lambda: _read_file(self.path / name))
             return
         with zipfile.ZipFile(self.path) as opened:
-            yield lambda name: self._guarded(name, lambda: read_member(opened, name))
+            yield lambda name: self._read_bytes(name, lambda: read_member(opened, name))
 
-    def _guarded(self, name: str, read: Callable[[], bytes]) -> bytes:
+    def _read_bytes(self, name: str, read: Callable[[], bytes]) -> bytes:
         try:
             content = read()
         except _DAMAGE as error:
@@ -43,18 +43,18 @@ class Archive:
         return content
 
     def where(self, name: str) -> str:
-        """How messages name a member."""
+        """Return a member's name in messages."""
         return f"{self.path}, member {name}"
 
 
 def _read_file(path: Path) -> bytes:
-    if regular(path).stat().st_size > MOST_BYTES:
+    if require_regular(path).stat().st_size > MOST_BYTES:
         raise OSError(f"it has more than {MOST_BYTES} bytes")
     return path.read_bytes()
 
 
 def read_member(opened: zipfile.ZipFile, name: str, most: int = MOST_BYTES) -> bytes:
-    """A member of a zip file, unless it is larger than `most`; never unpacks more than the member claims to hold."""
+    """Read a member of a zip file, unless it is larger than `most`; never unpacks more than the member claims."""
     if opened.getinfo(name).file_size > most:
         raise zipfile.BadZipFile(f"it has more than {most} bytes")
     return opened.read(name)
@@ -63,37 +63,37 @@ def read_member(opened: zipfile.ZipFile, name: str, most: int = MOST_BYTES) -> b
 def open_archive(path: Path) -> Archive:
     """List a folder or a zip file; the stamp covers size and time of each file in a folder, or of the zip file."""
     if not path.is_dir():
-        return Archive(path, _zip_names(regular(path)), stamp(path))
+        return Archive(path, _list_zip(require_regular(path)), stamp(path))
     names = []
-    for folder, folders, files in os.walk(path, onerror=_refuse):
+    for folder, folders, files in os.walk(path, onerror=_refuse_folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         names += [Path(folder, file).relative_to(path).as_posix() for file in files]
-    names = sorted(name for name in names if not _hidden(name))
+    names = sorted(name for name in names if not _is_hidden(name))
     return Archive(path, tuple(names), " ".join(stamp(path / name) for name in names))
 
 
 def stamp(path: Path) -> str:
-    """Size and time of a file, of a link itself if it leads nowhere."""
+    """Return size and time of a file, or of a link that leads nowhere."""
     status = path.stat() if path.exists() else path.lstat()
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
-def _refuse(error: OSError) -> NoReturn:
-    """A folder that cannot be listed is an error: its images would be missed in silence."""
+def _refuse_folder(error: OSError) -> NoReturn:
+    """Refuse a folder that cannot be listed: its images would be skipped silently."""
     raise error
 
 
-def _zip_names(path: Path) -> tuple[str, ...]:
+def _list_zip(path: Path) -> tuple[str, ...]:
     with path.open("rb") as file:
         try:
             names = zipfile.ZipFile(file).namelist()
         except (OSError, zipfile.BadZipFile) as error:
             what = f"not a readable zip file: {error}" if path.stat().st_size else "the file is empty"
-            fix = "a folder or a zip file; if it is one, it is damaged or cut off: fetch it again"
+            fix = "use a folder or a zip file; if it is one, it is damaged or cut off: fetch it again"
             raise BadArgument(str(path), what, fix) from error
-    return tuple(sorted({name for name in names if not name.endswith("/") and not _hidden(name)}))
+    return tuple(sorted({name for name in names if not name.endswith("/") and not _is_hidden(name)}))
 
 
-def _hidden(name: str) -> bool:
-    """Whether a file is the operating system's, not the user's."""
+def _is_hidden(name: str) -> bool:
+    """Return whether a file belongs to the operating system, not to the user."""
     return any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in PurePosixPath(name).parts)

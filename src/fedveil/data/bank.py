@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from fedveil.checks import one_of
-from fedveil.data.catalogue import About, Download, dataset, source_of
-from fedveil.data.records import Data, tensor_part
-from fedveil.data.splits import parts
+from fedveil.data.catalogue import About, Download, dataset, find_files
+from fedveil.data.dataset import Data, part_from_arrays
+from fedveil.data.splits import divide
 from fedveil.data.tables import TASKS, read_table
 
 _NUMBERS = "age duration campaign pdays previous emp.var.rate cons.price.idx cons.conf.idx euribor3m nr.employed"
@@ -46,7 +46,7 @@ _ABOUT = About(
 
 @dataset("bank", _ABOUT)
 def bank(*, path: Path | None = None, task: str = "regression", duration: bool = True) -> Data:
-    """Bank Marketing: 41,188 calls, 20 inputs (63 numbers), 8:1:1 for training, validation and test.
+    """Load Bank Marketing: 41,188 calls, 20 inputs (63 numbers), 8:1:1 for training, validation and test.
 
     Differs from the paper: it counts 17 inputs, as the older bank-full.csv has; its 41,188 records are those of
     bank-additional-full.csv, which has 20.
@@ -54,19 +54,19 @@ def bank(*, path: Path | None = None, task: str = "regression", duration: bool =
     Args:
         path: bank-additional-full.csv, or a folder that holds it.
         task: "regression" (one target, 0 or 1, for the squared error) or "classification" (classes "no" and "yes").
-        duration: with the length of the call as an input. It is known only after the call, and nearly gives the
-            answer away.
+        duration: use the length of the call as an input. It is known only after the call, and nearly reveals the
+            answer.
     """
     one_of("load('bank')", "task", task, TASKS)
-    table = read_table(source_of("bank", path), ";")
+    table = read_table(find_files("bank", path), ";")
     table.need([*NUMBERS, *CATEGORIES, "y"])
     names = [column for column in NUMBERS if duration or column != "duration"]
-    train, validation, test = parts(len(table), (0.8, 0.1, 0.1))
-    numeric = table.scaled(names, train)
+    train, validation, test = divide(len(table), (0.8, 0.1, 0.1))
+    numeric = table.standardise(names, train)
     hot = [table.one_hot(column, known) for column, known in CATEGORIES.items()]
     answers = table.codes("y", ANSWERS)
     targets = answers if task == "classification" else answers[:, None].astype(np.float32)
-    records = tensor_part(np.concatenate([numeric, *hot], 1), targets)
+    records = part_from_arrays(np.concatenate([numeric, *hot], 1), targets)
     return Data(
         "bank",
         records.take(train),

@@ -2,29 +2,26 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.checks import one_of, whole
-from fedveil.data import gaps
-from fedveil.data.catalogue import About, dataset, few, required
-from fedveil.data.gaps import Column, flag
-from fedveil.data.records import Data, tensor_part
-from fedveil.data.splits import parts
-from fedveil.data.tables import DELIMITERS, TASKS, CsvTable, number, read_table
+from fedveil.data.catalogue import About, dataset, require_path, shorten
+from fedveil.data.dataset import FEW, Data, part_from_arrays
+from fedveil.data.missing_values import WAYS, Column, drop_records, flag, impute, inspect_column
+from fedveil.data.splits import check_test_share, divide
+from fedveil.data.tables import DELIMITERS, TASKS, CsvTable, moments, number, read_table
 from fedveil.errors import BadArgument
 
 WHERE = "load('csv')"
 MOST_CATEGORIES = 1000
-FEW = 20  # whole numbers that may be classes
 MANY = 0.2  # categories per record that help no model
 _TAB = {"\\t": "\t", "tab": "\t"}  # as typed in a shell
 _UNNAMED = re.compile(r"Unnamed: \d+")
-_PANDAS = "in Python: pandas.{reader}(path).to_csv('records.csv', index=False)"
+_PANDAS = "convert it in Python: pandas.{reader}(path).to_csv('records.csv', index=False)"
 _UTF16 = "save it as UTF-8, or convert it: iconv -f utf-16 -t utf-8 old.csv > new.csv"
 _OTHER_FILES = {
     b"PK\x03\x04": ("an Excel workbook or a zip file", "save the sheet as CSV UTF-8, or unpack the zip file"),
@@ -43,12 +40,6 @@ _OTHER_FILES = {
 }
 
 
-class _Wanted(NamedTuple):
-    inputs: tuple[str, ...]
-    target: str
-    categorical: tuple[str, ...]
-
-
 @dataset("csv", About("any CSV file with a header; needs --path and --target", "yours", "yours"))
 def csv_file(
     *,
@@ -63,11 +54,11 @@ def csv_file(
     ignore: str | Sequence[str] = (),
     categorical: str | Sequence[str] = (),
 ) -> Data:
-    """Any CSV file with a header: numeric columns standardised on the training part, others one-hot.
+    """Load any CSV file with a header: numeric columns standardised on the training part, others one-hot.
 
     A cell is missing if it is empty or NA, N/A, #N/A, <NA>, NaN, null or ?, in upper or lower case; among numbers also
     None. Any other word, such as "unknown", is a category. In columns named in `categorical` only the empty cell is
-    missing. What was guessed, left out or filled in is said in the `notes` of the result.
+    missing. The `notes` of the result list what was guessed, left out or filled in.
 
     Args:
         path: the file.
@@ -75,82 +66,74 @@ def csv_file(
         task: "classification" (classes are the sorted values of the target) or "regression" (a numeric target,
             standardised on the training part). By default a numeric target is a regression, unless it holds only two
             different integers, such as 0 and 1: these are classes, as words are.
-        delimiter: between fields; by default found among comma, semicolon, tab and |.
+        delimiter: between fields; by default recognised among comma, semicolon, tab and |.
         decimal: the decimal mark of numbers, "." or ",".
-        missing: what becomes of missing cells: "refuse" (an error that counts them), "drop" (their records are left
-            out) or "impute" (among numbers the median of the training part, which extreme values do not move; among
-            words a category of its own, "missing", so that no value is made up). A target is never filled in: its
-            record is left out.
+        missing: "refuse" missing cells (the error counts them), "drop" their records, or "impute" them: numbers by the
+            median of the training part, which extreme values do not change; words by the category "missing", so that
+            no value is invented. A target is never filled in: its record is left out.
         test_share: of the records, between 0 and 1.
         seed: of the division into training and test records.
-        ignore: columns that are not inputs; `split(..., how="column")` may still go by them. A column without a name,
+        ignore: columns that are not inputs; `split(..., how="column")` can still use them. A column without a name,
             which is mostly a row number, is never an input.
         categorical: columns to take as categories although they hold numbers.
     """
     notes: list[str] = []
-    if not 0 < test_share < 1:
-        raise BadArgument(WHERE, f"test_share is {test_share}", "a number between 0 and 1")
-    one_of(WHERE, "way with missing cells,", missing, gaps.WAYS)
-    table = _opened(required("csv", path, "records.csv"), delimiter, decimal, notes)
-    wanted = _wanted(table, target, _names("ignore", ignore), _names("categorical", categorical), notes)
-    inputs = [_input(table, name, name in wanted.categorical) for name in wanted.inputs]
-    answer = gaps.look_at(table, wanted.target, wanted.target in wanted.categorical)
-    task = _task(table, answer, task, answer.name in wanted.categorical, notes)
-    table, counts = gaps.complete(table, inputs, answer, missing, notes)
-    train, test = parts(len(table), (1 - test_share, test_share), whole(WHERE, "seed", seed, 0))
+    check_test_share(WHERE, test_share)
+    one_of(WHERE, "value for missing:", missing, WAYS)
+    table = _open_table(require_path("csv", path, "records.csv"), delimiter, decimal, notes)
+    words = _list_names("categorical", categorical)
+    target = _check_target(table, target, _list_names("ignore", ignore), words)
+    inputs = _inspect_inputs(table, target, _list_names("ignore", ignore), words, notes)
+    answer = inspect_column(table, target, target in words)
+    task = _choose_task(table, answer, task, target in words, notes)
+    table, counts = drop_records(table, inputs, answer, missing, notes)
+    train, test = divide(len(table), (1 - test_share, test_share), whole(WHERE, "seed", seed, 0))
     if not (len(train) and len(test)):
-        raise BadArgument(table.path, f"{len(table)} records leave a part empty", "more records, or another test_share")
+        fix = "use more records, or another test_share"
+        raise BadArgument(table.path, f"{len(table)} records leave a part empty", fix)
     notes.append(f"divided at random: {len(train):,} records for training, {len(test):,} for testing")
-    table = gaps.impute(table, inputs, counts, train, notes)
-    numbers = np.concatenate([_encoded(table, column, train) for column in inputs], 1)
-    table = _unify_spelling(table, answer) if answer.numeric and task == "classification" else table
-    classes = _classes(table, answer.name) if task == "classification" else ()
-    _describe(table, inputs, notes)
-    records = tensor_part(numbers, table.codes(answer.name, classes) if classes else _scaled(table, answer.name, train))
-    scale = None if classes else table.scale(answer.name, train)
-    return Data(
-        Path(table.path).stem,
-        records.take(train),
-        records.take(test),
-        classes=classes,
-        columns={
-            name: np.array(cells, dtype=object)[train] for name, cells in table.columns.items() if name != answer.name
-        },
-        target_scale=scale,
-        notes=(*notes, scale_note(f"the target {answer.name!r}", scale)) if scale else tuple(notes),
-    )
+    table = impute(table, inputs, counts, train, notes)
+    numbers = np.concatenate([_encode(table, column, train) for column in inputs], 1)
+    scale, classes = None, tuple[str, ...]()
+    if task == "classification":
+        table = _unify_spelling(table, answer) if answer.numeric else table
+        classes = _list_classes(table, target)
+    _note_columns(table, inputs, notes)
+    if classes:
+        records = part_from_arrays(numbers, table.codes(target, classes))
+    else:
+        _refuse_constant(table, target)
+        records = part_from_arrays(numbers, table.standardise([target], train))
+        mean, deviation = (float(value[0]) for value in moments(table.numbers(target)[:, None], train))
+        scale = mean, deviation
+        notes.append(
+            f"the target {target!r} is standardised (mean {mean:.4g} and deviation {deviation:.4g} become 0 and 1): "
+            f"an mse of 1 is a squared error of {deviation**2:.4g} in its own units"
+        )
+    cells = {name: np.array(cells, dtype=object)[train] for name, cells in table.columns.items() if name != target}
+    parts = records.take(train), records.take(test)
+    return Data(Path(table.path).stem, *parts, None, classes, cells, None, scale, tuple(notes))
 
 
-def scale_note(target: str, scale: tuple[float, float]) -> str:
-    """What it means for errors that a target is standardised."""
-    mean, deviation = scale
-    return (
-        f"{target} is standardised (mean {mean:.4g} and deviation {deviation:.4g} become 0 and 1): "
-        f"an mse of 1 is a squared error of {deviation**2:.4g} in its own units"
-    )
-
-
-def _names(option: str, names: str | Sequence[str]) -> tuple[str, ...]:
+def _list_names(option: str, names: str | Sequence[str]) -> tuple[str, ...]:
     listed = (names,) if isinstance(names, str) else tuple(names)
     if not all(isinstance(name, str) for name in listed):
-        raise BadArgument(WHERE, f"{option} is {names!r}", "names of columns")
+        raise BadArgument(WHERE, f"{option} is {names!r}", "give names of columns")
     return listed
 
 
-def _opened(path: Path, delimiter: str | None, decimal: str, notes: list[str]) -> CsvTable:
-    """The table in a file; what is no CSV file is told by its first bytes."""
+def _open_table(path: Path, delimiter: str | None, decimal: str, notes: list[str]) -> CsvTable:
+    """Read the table in a file; other kinds of files are recognised by their first bytes."""
     if path.is_dir():
-        inside = few(sorted(child.name for child in path.glob("*.csv")))
-        fix = (
-            f"--path of one of its files: {inside}" if inside else "a CSV file; --data images takes a folder of images"
-        )
+        inside = shorten(sorted(child.name for child in path.glob("*.csv")))
+        fix = f"name one of its files with --path: {inside}" if inside else "use --data images for a folder of images"
         raise BadArgument(str(path), "it is a folder, not a CSV file", fix)
     mark = _TAB.get(delimiter or "", delimiter)
     if mark is not None and (len(mark) != 1 or mark in '"\r\n'):
-        raise BadArgument(WHERE, f"delimiter is {delimiter!r}", 'one character, such as "," or ";", or "tab"')
+        raise BadArgument(WHERE, f"delimiter is {delimiter!r}", 'use one character, such as "," or ";", or "tab"')
     if decimal not in (".", ",") or decimal == mark:
         what = f"the decimal mark is {decimal!r}" + (", and so is the delimiter" if decimal == mark else "")
-        raise BadArgument(WHERE, what, 'decimal "." or ",", and another delimiter')
+        raise BadArgument(WHERE, what, 'use decimal "." or ",", and another delimiter')
     if path.is_file():
         with path.open("rb") as file:
             start = file.read(16)
@@ -168,81 +151,84 @@ def _opened(path: Path, delimiter: str | None, decimal: str, notes: list[str]) -
 def _refuse_one_column(table: CsvTable) -> NoReturn:
     (header,) = table.columns
     likely = max((*DELIMITERS, " "), key=header.count)
-    fix = "a file with the column to predict and at least one other"
+    fix = "use a file with the column to predict and at least one other"
     if likely in header:
-        fix = flag("delimiter", "tab" if likely == "\t" else likely)
+        fix = f"use {flag('delimiter', 'tab' if likely == chr(9) else likely)}"
     what = f"with {table.delimiter!r} between fields there is only one column, {header[:80]!r}"
     raise BadArgument(f"{table.path}, line 1", what, fix)
 
 
-def _wanted(
-    table: CsvTable, target: str | None, ignore: Sequence[str], categorical: Sequence[str], notes: list[str]
-) -> _Wanted:
-    """Inputs and target, if there are such columns and they go together."""
+def _check_target(table: CsvTable, target: str | None, ignore: Sequence[str], categorical: Sequence[str]) -> str:
+    """Return the target; refuse columns that are not in the table, and a header of numbers."""
     values = [name for name in table.columns if number(name, table.decimal) is not None]
     if values and target not in table.columns:
-        what = f"the header should hold the names of the columns, and has numbers ({few(values)})"
-        raise BadArgument(f"{table.path}, line 1", what, "a first line with a name for each column")
+        what = f"the header should hold the names of the columns, and has numbers ({shorten(values)})"
+        raise BadArgument(f"{table.path}, line 1", what, "add a first line with a name for each column")
     if target is None:
-        every = ", ".join(table.columns)
-        raise BadArgument(WHERE, "it needs the column to predict", f"--target (in Python target=) one of {every}")
+        fix = f"use --target (in Python target=) with one of {', '.join(table.columns)}"
+        raise BadArgument(WHERE, "it needs the column to predict", fix)
     for column in (target, *ignore, *categorical):
         one_of(table.path, "column", column, table.columns)
     if target in ignore:
         raise BadArgument(table.path, f"{target!r} is both the target and in ignore", "take it out of one of them")
+    return target
+
+
+def _inspect_inputs(
+    table: CsvTable, target: str, ignore: Sequence[str], categorical: Sequence[str], notes: list[str]
+) -> list[Column]:
+    """Choose and inspect the input columns; refuse words among numbers."""
     names = [column for column in table.columns if column != target and column not in ignore]
     unnamed = [column for column in names if _UNNAMED.fullmatch(column) and column not in categorical]
     if unnamed:
-        notes.append(f"left out columns without a name, which are mostly row numbers: {few(map(repr, unnamed))}")
-    inputs = tuple(column for column in names if column not in unnamed)
+        notes.append(f"left out columns without a name, which are mostly row numbers: {shorten(map(repr, unnamed))}")
+    inputs = [inspect_column(table, name, name in categorical) for name in names if name not in unnamed]
     if not inputs:
         raise BadArgument(table.path, "no column is left for the inputs", "ignore fewer columns")
-    return _Wanted(inputs, target, tuple(categorical))
+    for column in inputs:
+        if not column.numeric and column.name not in categorical:
+            _refuse_spoilt_numbers(table, column, flag("categorical", column.name))
+    return inputs
 
 
-def _input(table: CsvTable, name: str, categorical: bool) -> Column:
-    found = gaps.look_at(table, name, categorical)
-    if not found.numeric and not categorical:
-        _refuse_spoilt_numbers(table, found, flag("categorical", name))
-    return found
-
-
-def _not_numbers(table: CsvTable, column: Column) -> list[int]:
-    """Rows whose cell is neither a number nor missing."""
+def _find_words(table: CsvTable, column: Column) -> list[int]:
+    """Return the rows whose cell is neither a number nor missing."""
     values = set(table.columns[column.name]) - column.gaps
     words = {value for value in values if number(value, table.decimal) is None}
     return [row for row, cell in enumerate(table.columns[column.name]) if cell in words]
 
 
 def _refuse_spoilt_numbers(table: CsvTable, column: Column, otherwise: str) -> None:
-    """Refuse words in a column that looks as if it were meant to be numeric."""
-    cells, odd = table.columns[column.name], _not_numbers(table, column)
+    """Refuse words in a column that looks numeric."""
+    cells, odd = table.columns[column.name], _find_words(table, column)
     first, other = cells[odd[0]][:40], "," if table.decimal == "." else "."
     if all(number(cell, other) is not None for cell in set(cells) - column.gaps):
-        what = f"{first!r} is no number with {table.decimal!r} as the decimal mark, but would be one with {other!r}"
-        fix = f"{flag('decimal', other)}; if it separates thousands, take it out of the file; else {otherwise}"
+        what = f"{first!r} is not a number with {table.decimal!r} as the decimal mark, but would be one with {other!r}"
+        fix = f"use {flag('decimal', other)}; if it separates thousands, remove it from the file; else use {otherwise}"
         table.refuse(odd[0], column.name, what, fix)
     if len(odd) < sum(cell not in column.gaps for cell in cells) / 2:
         what = f"{first!r} is not a number, and most of this column is"
-        table.refuse(odd[0], column.name, what, f"mend the cell, empty it if the value is missing, or {otherwise}")
+        fix = f"correct the cell, empty it if the value is missing, or use {otherwise}"
+        table.refuse(odd[0], column.name, what, fix)
 
 
-def _task(table: CsvTable, target: Column, task: str | None, categorical: bool, notes: list[str]) -> str:
-    """The task that is asked for, or that the target suggests."""
+def _choose_task(table: CsvTable, target: Column, task: str | None, categorical: bool, notes: list[str]) -> str:
+    """Return the task that the user names, or that the target suggests."""
+    classes = flag("task", "classification")
     if task is not None:
         one_of(WHERE, "task", task, TASKS)
     if task == "regression" and categorical:
         what = f"a regression needs numbers, and the target {target.name!r} is in categorical"
-        raise BadArgument(table.path, what, "take it out, or " + flag("task", "classification"))
+        raise BadArgument(table.path, what, f"take it out, or use {classes}")
     if task == "regression" and not target.numeric:
-        row = _not_numbers(table, target)[0]
+        row = _find_words(table, target)[0]
         what = f"{table.columns[target.name][row][:40]!r} is not a number, and a regression needs numbers"
-        table.refuse(row, target.name, what, f"mend the cell, or {flag('task', 'classification')}")
+        table.refuse(row, target.name, what, f"correct the cell, or use {classes}")
     if task is not None or categorical:
         return task or "classification"
     values = set(table.columns[target.name]) - target.gaps
     if not target.numeric:
-        _refuse_spoilt_numbers(table, target, flag("task", "classification"))
+        _refuse_spoilt_numbers(table, target, classes)
         held = f"{len(values):,} different words such as {min(values)[:40]!r}"
         notes.append(f"a classification, as the target {target.name!r} holds {held}")
         return "classification"
@@ -258,74 +244,65 @@ def _task(table: CsvTable, target: Column, task: str | None, categorical: bool, 
 
 
 def _unify_spelling(table: CsvTable, target: Column) -> CsvTable:
-    """The table with one spelling of each number in the target: 1 and 1.0 are one class."""
+    """Return the table with one spelling of each number in the target: 1 and 1.0 are one class."""
     spelling: dict[float | None, str] = {}
-    for cell in sorted(set(table.columns[target.name]), key=lambda cell: (len(cell), cell)):
-        spelling.setdefault(number(cell, table.decimal), cell)
-    cells = tuple(spelling[number(cell, table.decimal)] for cell in table.columns[target.name])
-    return replace(table, columns=table.columns | {target.name: cells})
+    cells = sorted(set(table.columns[target.name]), key=lambda cell: (len(cell), cell))
+    values = {cell: spelling.setdefault(number(cell, table.decimal), cell) for cell in cells}
+    return table.replace_cells(target.name, values)
 
 
-def _encoded(table: CsvTable, column: Column, train: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One column as numbers: standardised if it is numeric, else one-hot."""
+def _encode(table: CsvTable, column: Column, train: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return one column as numbers: standardised if it is numeric, else one-hot."""
     if column.numeric:
-        return table.scaled([column.name], train)
-    categories = table.categories(column.name)
-    if len(categories) > MOST_CATEGORIES:
-        what = f"{len(categories):,} different values are too many for one-hot inputs (at most {MOST_CATEGORIES:,})"
-        fix = _disguised(categories) or flag("ignore", column.name)
-        raise BadArgument(f"{table.path}, column {column.name!r}", what, fix)
+        return table.standardise([column.name], train)
+    categories = _list_categories(table, column.name, "one-hot inputs", flag("ignore", column.name))
     return table.one_hot(column.name, categories)
 
 
-def _disguised(values: Sequence[str]) -> str | None:
-    """What to do about values that are mostly numbers with a sign or separators around them, or dates."""
+def _list_categories(table: CsvTable, column: str, purpose: str, otherwise: str) -> tuple[str, ...]:
+    """Return the different values of a column; refuse too many, which are often numbers with signs, or dates."""
+    values = table.categories(column)
+    if len(values) <= MOST_CATEGORIES:
+        return values
+    fix = f"use {otherwise}"
     if all(re.fullmatch(r"[-+]?[€$£¥]?\s*[-+]?\d[\d.,' ]*\s*[€$£¥%]?", value) for value in values):
-        return f"numbers alone, without currency signs and separators of thousands: {values[0][:20]!r} is none"
-    if all(re.match(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}", value) for value in values):
-        return "dates as numbers, such as days since the first; or leave the column out: --ignore"
-    return None
+        fix = f"remove currency signs and separators of thousands, as in {values[0][:20]!r}"
+    elif all(re.match(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}", value) for value in values):
+        fix = "write dates as numbers, such as days since the first, or leave the column out: --ignore"
+    what = f"{len(values):,} different values are too many for {purpose} (at most {MOST_CATEGORIES:,})"
+    raise BadArgument(f"{table.path}, column {column!r}", what, fix)
 
 
-def _describe(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -> None:
-    """Say which columns are categories: numbers that could not be read as such would be among them."""
+def _note_columns(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -> None:
+    """Note which columns are categories: numbers that could not be read as such would be among them."""
     sizes = {column.name: len(set(table.columns[column.name])) for column in inputs if not column.numeric}
     if sizes:
-        notes.append(f"taken as categories: {few(f'{name} ({size:,} values)' for name, size in sizes.items())}")
+        notes.append(f"taken as categories: {shorten(f'{name} ({size:,} values)' for name, size in sizes.items())}")
     rising = [column.name for column in inputs if column.numeric and _counts_rows(table, column)]
     if rising:
-        what = f"{few(map(repr, rising))} counts the rows, which says nothing about new ones"
+        what = f"{shorten(map(repr, rising))} counts the rows, which says nothing about new ones"
         notes.append(f"{what}: {flag('ignore', rising[0])} if it is an identifier")
     many = [name for name, size in sizes.items() if size > max(FEW, MANY * len(table))]
     if many:
-        what = f"nearly a category per record in {few(map(repr, many))}, which a model learns by heart"
-        notes.append(f"{what}: --ignore dates and identifiers, and take signs and separators out of numbers")
+        what = f"nearly a category per record in {shorten(map(repr, many))}, which a model learns by heart"
+        notes.append(f"{what}: --ignore dates and identifiers, and remove signs and separators from numbers")
 
 
 def _counts_rows(table: CsvTable, column: Column) -> bool:
-    """Whether a column holds consecutive integers, one for each row in their order."""
+    """Return whether a column holds consecutive integers, one for each row in their order."""
     numbers = table.numbers(column.name)
     return len(numbers) > FEW and bool((np.diff(numbers) == 1).all())
 
 
-def _classes(table: CsvTable, target: str) -> tuple[str, ...]:
-    """The classes of a target column, at least two."""
-    classes = table.categories(target)
-    if len(classes) > MOST_CATEGORIES:
-        what = f"{len(classes):,} different values are too many for classes (at most {MOST_CATEGORIES:,})"
-        fix = _disguised(classes) or f"{flag('task', 'regression')}, or another target"
-        raise BadArgument(f"{table.path}, column {target!r}", what, fix)
+def _list_classes(table: CsvTable, target: str) -> tuple[str, ...]:
+    """Return the classes of a target column, at least two."""
+    classes = _list_categories(table, target, "classes", f"{flag('task', 'regression')}, or another target")
     _refuse_constant(table, target)
     return classes
-
-
-def _scaled(table: CsvTable, target: str, train: NDArray[np.int64]) -> NDArray[np.float64]:
-    _refuse_constant(table, target)
-    return table.scaled([target], train)
 
 
 def _refuse_constant(table: CsvTable, target: str) -> None:
     values = set(table.columns[target])
     if len(values) == 1:
         what = f"every record has the value {values.pop()!r}"
-        raise BadArgument(f"{table.path}, column {target!r}", what, "a target with two different values or more")
+        raise BadArgument(f"{table.path}, column {target!r}", what, "use a target with at least two different values")

@@ -1,4 +1,4 @@
-"""Downloads that can be resumed and are checked, with the standard library alone."""
+"""Downloads that can be resumed and are verified, with the standard library alone."""
 
 import hashlib
 import http.client
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from fedveil.checks import one_of
 from fedveil.data.archives import read_member
-from fedveil.data.catalogue import ABOUT, Download, data_folder, regular
-from fedveil.data.records import Progress
+from fedveil.data.catalogue import ABOUT, Download, data_folder, require_regular
+from fedveil.data.dataset import Progress
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
 
 _BLOCK = 1 << 18
 _TIMEOUT = 30.0
-_DONE_ALREADY = 416
+_COMPLETE = 416
 
 
 def get(name: str, folder: str | Path | None = None, progress: Progress | None = None) -> Path:
@@ -33,11 +33,11 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
         progress: called with (done, total) in bytes.
 
     Raises:
-        BadArgument: it needs no download, cannot be downloaded, or the download failed; says what to put where.
+        BadArgument: it needs no download, cannot be downloaded, or the download failed; says which file to put where.
     """
     about = ABOUT[one_of("get", "data set", name, ABOUT)]
     if not about.files:
-        raise BadArgument("get", f"{name!r} needs no download", f"fedveil.data.load({name!r})")
+        raise BadArgument("get", f"{name!r} needs no download", f"use fedveil.data.load({name!r})")
     home = (data_folder() if folder is None else Path(os.path.expanduser(folder))) / name
     if about.download is None:
         fix = f"get it from {about.source} (its terms must be accepted there) and put {about.wanted} into {home}"
@@ -52,15 +52,15 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
         finally:
             archive.unlink()
     except (OSError, http.client.HTTPException) as error:
-        fix = f"run again (what is there already is kept), or {_by_hand(target)}"
-        raise BadArgument(source.url, _why(error), fix) from error
+        fix = f"run again (the part that arrived is kept), or {_manual_fix(target)}"
+        raise BadArgument(source.url, _explain(error), fix) from error
 
 
-def _by_hand(target: Path) -> str:
+def _manual_fix(target: Path) -> str:
     return f"put {target.name} into {target.parent} yourself"
 
 
-def _why(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         error.close()
         return f"the server answered {error.code} {error.reason}"
@@ -70,24 +70,24 @@ def _why(error: Exception) -> str:
 
 
 def _unpack(archive: Path, source: Download, target: Path) -> Path:
-    """Take one file out of a zip, or out of zips within it, check it and put it in place whole."""
+    """Extract one file from a zip, or from zips within it, verify it and write it as a whole."""
     content = archive.read_bytes()
     for member in source.inside:
         try:
             with zipfile.ZipFile(io.BytesIO(content)) as opened:
                 content = read_member(opened, member, source.most)
         except (zipfile.BadZipFile, KeyError, zlib.error, RuntimeError, NotImplementedError) as error:
-            raise BadArgument(source.url, f"the download has no readable {member}", _by_hand(target)) from error
-    if digest_of(content, source.digest) != source.digest:
+            raise BadArgument(source.url, f"the download has no readable {member}", _manual_fix(target)) from error
+    if compute_digest(content, source.digest) != source.digest:
         what = f"{source.file} in the download is not the expected file, and was not kept"
-        raise BadArgument(source.url, what, _by_hand(target))
+        raise BadArgument(source.url, what, _manual_fix(target))
     return write_whole(target, content)
 
 
 def _fetch(source: Download, target: Path, digest: str | None, progress: Progress | None) -> Path:
-    """Download a file, or go on with an earlier attempt; until it is whole and checked it is called `<target>.part`."""
+    """Download a file, or resume an earlier attempt; until it is complete and verified it is called `<target>.part`."""
     if target.exists():
-        if not target.is_file() or (digest and digest_of(target, digest) != digest):
+        if not target.is_file() or (digest and compute_digest(target, digest) != digest):
             what = f"there is another file of this name (its checksum is not {digest})"
             raise BadArgument(str(target), what, "move it away and run again")
         return target
@@ -95,36 +95,36 @@ def _fetch(source: Download, target: Path, digest: str | None, progress: Progres
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         _transfer(source, part, progress)
-    except _TooLarge as error:
+    except _TooLargeError as error:
         part.unlink(missing_ok=True)
         what = f"it sends more than the {source.most} bytes that are expected at most, and nothing was kept"
-        raise BadArgument(source.url, what, _by_hand(target)) from error
-    if digest and digest_of(part, digest) != digest:
+        raise BadArgument(source.url, what, _manual_fix(target)) from error
+    if digest and compute_digest(part, digest) != digest:
         part.unlink()
         what = f"the download is not the expected file (its checksum is not {digest}), and was not kept"
-        raise BadArgument(source.url, what, f"run again, or {_by_hand(target)}")
+        raise BadArgument(source.url, what, f"run again, or {_manual_fix(target)}")
     return part.replace(target)
 
 
-def digest_of(content: Path | bytes, like: str) -> str:
-    """The checksum of a file or of bytes, in the form of `like`, such as "md5:..."."""
+def compute_digest(content: Path | bytes, like: str) -> str:
+    """Return the checksum of a file or of bytes, in the form of `like`, such as "md5:..."."""
     kind = like.partition(":")[0]
     with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
         return f"{kind}:{hashlib.file_digest(file, kind).hexdigest()}"
 
 
-class _TooLarge(Exception):
+class _TooLargeError(Exception):
     pass
 
 
 def _transfer(source: Download, part: Path, progress: Progress | None) -> None:
-    """Bring `part` to full length, from where it stands if the server can do that."""
-    start = regular(part).stat().st_size if part.exists() else 0
+    """Complete `part`, from its present length if the server supports that."""
+    start = require_regular(part).stat().st_size if part.exists() else 0
     request = urllib.request.Request(source.url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
         answer = urllib.request.urlopen(request, timeout=_TIMEOUT)
     except urllib.error.HTTPError as error:
-        if start and error.code == _DONE_ALREADY:  # nothing is left to send: the checksum decides
+        if start and error.code == _COMPLETE:  # nothing is left to send: the checksum decides
             error.close()
             return
         raise
@@ -133,12 +133,12 @@ def _transfer(source: Download, part: Path, progress: Progress | None) -> None:
         length = answer.headers.get("Content-Length")
         total = done + int(length[:20]) if length and length.isdecimal() else 0
         if max(total, done) > source.most:
-            raise _TooLarge
+            raise _TooLargeError
         with part.open("ab" if done else "wb") as file:
             while block := answer.read(_BLOCK):
                 done += len(block)
                 if done > source.most:
-                    raise _TooLarge
+                    raise _TooLargeError
                 file.write(block)
                 if progress:
                     progress(done, total)
@@ -147,6 +147,6 @@ def _transfer(source: Download, part: Path, progress: Progress | None) -> None:
 
 
 def _continues(answer: http.client.HTTPResponse, start: int) -> bool:
-    """Whether the answer is the rest of the file, and not all of it again."""
+    """Return whether the answer is the rest of the file, and not all of it again."""
     ranged = answer.headers.get("Content-Range", "")
     return start > 0 and answer.status == http.HTTPStatus.PARTIAL_CONTENT and ranged.startswith(f"bytes {start}-")

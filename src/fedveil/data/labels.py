@@ -1,4 +1,4 @@
-"""Some classes of a data set as a data set of its own, as where one part of the labels is private and one public."""
+"""Subsets of a data set by class, for example where some labels are private and the others public."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fedveil.data.records import Data, Part
+from fedveil.data.dataset import Data, Part
 from fedveil.errors import BadArgument
 
 HALVES = ("first-half", "second-half")
-FORM = "class indices such as 0-4 or 1,3,5, or first-half, or second-half"
+FORM = "use class indices such as 0-4 or 1,3,5, or first-half, or second-half"
 
 
 def parse_labels(text: str, classes: int) -> tuple[int, ...]:
-    """The class indices that a text names, in rising order.
+    """Return the class indices that a text names, in increasing order.
 
     Of an odd number of classes the first half is the smaller one.
 
@@ -31,30 +31,31 @@ def parse_labels(text: str, classes: int) -> tuple[int, ...]:
             raise BadArgument("labels", f"{part.strip()!r} of {text!r} names no classes", FORM)
         low, high = int(first), int(last or first)
         if not low <= high < classes:
-            what = f"{part.strip()!r} is no class or range of classes: there are {classes}, from 0"
+            what = f"{part.strip()!r} is not a class or a range of classes: there are {classes}, from 0"
             raise BadArgument("labels", what, FORM)
         found |= set(range(low, high + 1))
     return tuple(sorted(found))
 
 
 def other_labels(labels: Sequence[int], classes: int) -> tuple[int, ...]:
-    """The classes that are not among `labels`."""
+    """Return the classes that are not among `labels`."""
     return tuple(label for label in range(classes) if label not in labels)
 
 
 def keep_labels(data: Data, labels: Sequence[int]) -> Data:
-    """The records of some classes, in their order; the class `labels[k]` becomes class k.
+    """Return the records of some classes, in their order; the class `labels[k]` becomes class k.
 
-    Guarantees: a record keeps its input, its name of the class and its columns
+    Guarantees: a record keeps its input, the name of its class and its columns
       (test_kept_records_keep_their_input_their_name_and_their_columns).
 
     Raises:
         BadArgument: the data set has no classes, or a part has no record of these.
     """
     if not data.classes:
-        raise BadArgument("labels", f"{data.name!r} is a regression and has no classes", "a data set with classes")
+        raise BadArgument("labels", f"{data.name!r} is a regression and has no classes", "use a data set with classes")
     if data.train.targets.dim() > 1:
-        raise BadArgument("labels", f"records of {data.name!r} have a class at each position", "a class per record")
+        what = f"records of {data.name!r} have a class at each position"
+        raise BadArgument("labels", what, "use data with one class per record")
     rows = np.isin(data.train.targets.numpy(), labels)
     return dataclasses.replace(
         data,
@@ -67,10 +68,11 @@ def keep_labels(data: Data, labels: Sequence[int]) -> Data:
 
 
 def _with_labels(data: Data, part: Part, labels: Sequence[int]) -> Part:
-    place = part.targets.new_full((len(data.classes),), -1)
-    place[list(labels)] = torch.arange(len(labels))
-    renumbered = place[part.targets]
+    numbers = part.targets.new_full((len(data.classes),), -1)
+    numbers[list(labels)] = torch.arange(len(labels))
+    renumbered = numbers[part.targets]
     if not (renumbered >= 0).any():
         names = ", ".join(data.classes[label] for label in labels)
-        raise BadArgument("labels", f"a part of {data.name!r} has no record of {names}", "other classes, more records")
+        what = f"a part of {data.name!r} has no record of {names}"
+        raise BadArgument("labels", what, "choose other classes, or use more records")
     return Part(part.inputs, renumbered).take(renumbered >= 0)

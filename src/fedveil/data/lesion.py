@@ -5,10 +5,10 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from fedveil.data.archives import Archive, open_archive
-from fedveil.data.catalogue import About, dataset, source_of
-from fedveil.data.images import decoded, image_part
-from fedveil.data.records import Data, Progress
-from fedveil.data.splits import group_parts, stratified
+from fedveil.data.catalogue import About, dataset, find_files
+from fedveil.data.dataset import Data, Progress
+from fedveil.data.images import Folders, ImageSet, assemble, decode_images
+from fedveil.data.splits import divide_groups
 from fedveil.data.tables import CsvTable, parse_table, read_table
 from fedveil.errors import BadArgument
 
@@ -37,42 +37,35 @@ def lesion(
     size: int = SIDE,
     progress: Progress | None = None,
 ) -> Data:
-    """HAM10000: up to 10,015 images of skin lesions, seven classes, 80:20; no lesion is in both parts.
+    """Load HAM10000: up to 10,015 images of skin lesions, seven classes, 80:20; no lesion is in both parts.
 
     Images that the metadata lists and the archive lacks are left out.
 
     Args:
         path: a folder or zip with the images; HAM10000_metadata.csv is in it or beside it.
-        train_size: how many training records, each class with its share; all by default.
-        test_size: how many test records.
+        train_size: number of training records, each class in proportion; all by default.
+        test_size: number of test records.
         size: sides of the images, 64 as in the paper or less.
         progress: called with (done, total) while images are decoded.
     """
     if not 8 <= size <= SIDE:
-        raise BadArgument("load('lesion')", f"size must be from 8 to {SIDE}, got {size}")
-    archive = open_archive(source_of("lesion", path))
+        raise BadArgument("load('lesion')", f"size must be from 8 to {SIDE}, got {size}", f"use size={SIDE}")
+    archive = open_archive(find_files("lesion", path))
     table = _metadata(archive)
-    names, rows = _matched(archive, table)
+    names, rows = _match_images(archive, table)
     targets = table.codes("dx", CLASSES)[rows]
     _, lesions = np.unique(np.array(table.columns["lesion_id"])[rows], return_inverse=True)
-    train, test = group_parts(lesions, 0.8)
+    train, test = divide_groups(lesions, 0.8)
     if not (len(train) and len(test)):
-        raise BadArgument(str(archive.path), f"{len(rows)} images leave a part empty", "more images")
-    train = train[stratified("load('lesion')", "train_size", targets[train], train_size)]
-    test = test[stratified("load('lesion')", "test_size", targets[test], test_size)]
-    pixels = decoded(archive, names, size, progress)
-    return Data(
-        "lesion",
-        image_part(pixels[train], targets[train], MEAN, DEVIATION),
-        image_part(pixels[test], targets[test], MEAN, DEVIATION),
-        classes=CLASSES,
-        columns={column: np.array(table.columns[column])[rows][train] for column in COLUMNS},
-        scale=(MEAN, DEVIATION),
-    )
+        raise BadArgument(str(archive.path), f"{len(rows)} images leave a part empty", "use more images")
+    pixels = decode_images(archive, names, size, progress)
+    columns = {column: np.array(table.columns[column])[rows][train] for column in COLUMNS}
+    folders = Folders(ImageSet(pixels[train], targets[train]), ImageSet(pixels[test], targets[test]), CLASSES)
+    return assemble("lesion", folders, (MEAN, DEVIATION), (train_size, test_size), columns)
 
 
 def _metadata(archive: Archive) -> CsvTable:
-    """The table of images, from inside the archive or from beside it."""
+    """Read the table of images, inside the archive or beside it."""
     inside = [name for name in archive.names if PurePosixPath(name).name == METADATA]
     beside = archive.path.parent / METADATA
     if inside:
@@ -86,20 +79,22 @@ def _metadata(archive: Archive) -> CsvTable:
     return table
 
 
-def _matched(archive: Archive, table: CsvTable) -> tuple[list[str], list[int]]:
-    """Image files, and for each the row of the metadata that describes it."""
+def _match_images(archive: Archive, table: CsvTable) -> tuple[list[str], list[int]]:
+    """Return image files, and for each the row of the metadata that describes it."""
     row_of: dict[str, int] = {}
     for row, image in enumerate(table.columns["image_id"]):
         if image in row_of:
-            table.refuse(row, "image_id", f"{image!r} is listed twice", "one row per image")
+            table.refuse(row, "image_id", f"{image!r} is listed twice", "give one row per image")
         row_of[image] = row
     names = [name for name in archive.names if PurePosixPath(name).suffix.lower() in _SUFFIXES]
     if not names:
-        raise BadArgument(str(archive.path), "there are no images in it", "the images of HAM10000, as .jpg")
+        raise BadArgument(str(archive.path), "there are no images in it", "add the images of HAM10000, as .jpg")
     rows = []
     for name in names:
         image = PurePosixPath(name).stem
         if image not in row_of:
-            raise BadArgument(archive.where(name), f"{METADATA} has no image {image!r}", "remove it, or mend the table")
+            raise BadArgument(
+                archive.where(name), f"{METADATA} has no image {image!r}", "remove it, or correct the table"
+            )
         rows.append(row_of[image])
     return names, rows

@@ -1,4 +1,4 @@
-"""Seeded divisions of records: among clients, into training and test, and subsets that keep the shares of classes."""
+"""Seeded divisions of records: among clients, into training and test, and subsets with all classes in proportion."""
 
 import math
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedveil.checks import one_of, positive, whole
-from fedveil.data.records import Data
+from fedveil.checks import number, one_of, positive, whole
+from fedveil.data.dataset import Data
 from fedveil.errors import BadArgument
 
 Indices = NDArray[np.int64]
 DRAWS = 100  # of a Dirichlet division before a client without records is an error
-SEED = 20220  # of every division that a data set comes with
+SEED = 20220  # of every division that belongs to a data set
 
 
 class _Request(NamedTuple):
@@ -27,12 +27,12 @@ class _Request(NamedTuple):
 
 
 def _iid(request: _Request, rng: Generator) -> list[Indices]:
-    """Equal shares, give or take one record, at random."""
+    """Divide records at random into shares that differ by one record at most."""
     return list(np.array_split(rng.permutation(len(request.data.train.targets)), request.clients))
 
 
 def _draw_dirichlet(groups: list[Indices], request: _Request, rng: Generator) -> list[Indices]:
-    """One draw: each class is cut in proportions of its own; [] if numpy could not draw for so extreme an alpha."""
+    """Cut each class in proportions drawn for it; return [] if numpy cannot draw for so extreme an alpha."""
     shares: list[list[Indices]] = [[] for _ in range(request.clients)]
     for records in groups:
         proportions = rng.dirichlet(np.full(request.clients, request.alpha))
@@ -45,15 +45,13 @@ def _draw_dirichlet(groups: list[Indices], request: _Request, rng: Generator) ->
 
 
 def _dirichlet(request: _Request, rng: Generator) -> list[Indices]:
-    """Clients with classes of different frequency: the smaller alpha, the more different."""
+    """Give clients different frequencies of classes: the smaller alpha, the more different."""
     data, alpha, clients = request.data, request.alpha, request.clients
-    if not data.classes:
-        what = f"a Dirichlet split needs classes, and {data.name!r} is a regression"
-        raise BadArgument("split", what, 'how="iid" or how="column"')
-    if data.train.targets.dim() > 1:
-        what = f"a Dirichlet split needs one class per record, and {data.name!r} has one at each position"
-        raise BadArgument("split", what, 'how="iid" or how="column"')
-    positive("split", "alpha", alpha, "0.5 is usual, 100 is nearly iid")
+    if not data.classes or data.train.targets.dim() > 1:
+        has = "has one at each position" if data.classes else "is a regression"
+        what = f"a Dirichlet split needs one class per record, and {data.name!r} {has}"
+        raise BadArgument("split", what, 'use how="iid" or how="column"')
+    positive("split", "alpha", alpha, "use 0.5, which is usual; 100 is nearly iid")
     targets = data.train.targets.numpy()
     groups = [np.flatnonzero(targets == label) for label in range(len(data.classes))]
     for _ in range(DRAWS):
@@ -61,21 +59,21 @@ def _dirichlet(request: _Request, rng: Generator) -> list[Indices]:
         if shares and all(len(share) for share in shares):
             return shares
     what = f"in {DRAWS} draws with alpha={alpha} some of {clients} clients always got no record"
-    raise BadArgument("split", what, "a larger alpha or fewer clients")
+    raise BadArgument("split", what, "use a larger alpha or fewer clients")
 
 
 def _column(request: _Request, rng: Generator) -> list[Indices]:
-    """Records with one value stay with one client; the largest group goes to the smallest client so far."""
+    """Keep records with one value at one client; the largest group goes to the smallest client so far."""
     data, clients = request.data, request.clients
     if request.column is None:
         named = ", ".join(repr(name) for name in sorted(data.columns))
-        fix = f"column= one of {named}" if named else f"use 'iid' or 'dirichlet': {data.name!r} has no columns"
+        fix = f"set column= to one of {named}" if named else f"use 'iid' or 'dirichlet': {data.name!r} has no columns"
         raise BadArgument("split", 'how="column" needs a column', fix)
     column = one_of(f"split of {data.name!r}", "column", request.column, data.columns)
     values, group_of = np.unique(np.asarray(data.columns[column]), return_inverse=True)
     if clients > len(values):
         what = f"{clients} clients, but column {column!r} has {len(values)} values and none is divided"
-        raise BadArgument("split", what, f"--clients {len(values)} (in Python clients={len(values)}), or fewer")
+        raise BadArgument("split", what, f"use --clients {len(values)} (in Python clients={len(values)}), or fewer")
     groups = sorted((np.flatnonzero(group_of == g) for g in range(len(values))), key=len, reverse=True)
     shares: list[list[Indices]] = [[] for _ in range(clients)]
     for records in groups:
@@ -94,7 +92,7 @@ def split(
 
     Args:
         data: the data set.
-        clients: how many clients.
+        clients: number of clients.
         how: "iid" (equal shares at random), "dirichlet" (each class is cut in proportions drawn from a symmetric
             Dirichlet distribution) or "column" (records with the same value stay together).
         seed: the same seed gives the same division.
@@ -119,24 +117,30 @@ def split(
     records = len(data.train.targets)
     whole("split", "seed", seed, 0)
     if whole("split", "clients", clients, 1) > records:
-        raise BadArgument("split", f"{clients} clients for {records} records", f"at most {records} clients")
+        raise BadArgument("split", f"{clients} clients for {records} records", f"use at most {records} clients")
     if column is not None and how != "column":
-        raise BadArgument("split", f'column={column!r} means nothing to how="{how}"', 'how="column"')
+        raise BadArgument("split", f'column={column!r} means nothing to how="{how}"', 'use how="column"')
     rng = np.random.default_rng(seed)
     shares = way(_Request(data, clients, alpha, column), rng)
     # in random order, so that batches cut from a share are mixed
     return [torch.from_numpy(rng.permutation(share).astype(np.int64)) for share in shares]
 
 
-def parts(records: int, shares: tuple[float, ...], seed: int = SEED) -> list[Indices]:
-    """Record indices in random order, cut in shares that add up to 1."""
+def check_test_share(where: str, share: object) -> None:
+    """Refuse a share of test records that is not between 0 and 1."""
+    if not number(share) or not 0 < share < 1:
+        raise BadArgument(where, f"test_share is {share}", "use a number between 0 and 1")
+
+
+def divide(records: int, shares: tuple[float, ...], seed: int = SEED) -> list[Indices]:
+    """Return record indices in random order, cut in shares that add up to 1."""
     order = np.random.default_rng(seed).permutation(records)
     cuts = np.rint(np.cumsum(shares)[:-1] * records).astype(np.int64)
     return list(np.split(order, cuts))
 
 
-def class_parts(targets: NDArray[np.int64], share: float, seed: int) -> tuple[Indices, Indices]:
-    """Two parts of about 1 - `share` and `share` of each class; a class with two records or more is in both."""
+def divide_classes(targets: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
+    """Return two parts of about 1 - `share` and `share` of each class; a class with two records or more is in both."""
     rng = np.random.default_rng(seed)
     train, test = [], []
     for label in np.unique(targets):
@@ -147,8 +151,8 @@ def class_parts(targets: NDArray[np.int64], share: float, seed: int) -> tuple[In
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
 
 
-def group_parts(groups: NDArray[np.int64], share: float, seed: int = SEED) -> tuple[Indices, Indices]:
-    """Two parts of about `share` and 1 - `share` of all records, no group in both; in random order."""
+def divide_groups(groups: Indices, share: float, seed: int = SEED) -> tuple[Indices, Indices]:
+    """Return two parts of about `share` and 1 - `share` of all records, no group in both; in random order."""
     rng = np.random.default_rng(seed)
     names, sizes = np.unique(groups, return_counts=True)
     order = rng.permutation(len(names))
@@ -158,17 +162,17 @@ def group_parts(groups: NDArray[np.int64], share: float, seed: int = SEED) -> tu
     return records[inside], records[~inside]
 
 
-def stratified(where: str, option: str, targets: NDArray[np.int64], size: int | None) -> Indices:
-    """A seeded subset in which each class keeps its share, in random order; all records if `size` is None.
+def choose_subset(where: str, option: str, targets: Indices, size: int | None) -> Indices:
+    """Choose a seeded subset in which each class keeps its share, in random order; all records if `size` is None.
 
-    Larger subsets hold the smaller ones, up to one record per class.
+    Larger subsets contain the smaller ones, up to one record per class.
     """
     rng = np.random.default_rng(SEED)
     order = rng.permutation(len(targets))
     if size is None:
         return order
     if whole(where, option, size, 1) > len(targets):
-        raise BadArgument(where, f"{option} is {size}, there are {len(targets)} records", f"at most {len(targets)}")
+        raise BadArgument(where, f"{option} is {size}, there are {len(targets)} records", f"use at most {len(targets)}")
     counts = np.bincount(targets)
     exact = counts * (size / len(targets))
     quota = np.floor(exact).astype(np.int64)

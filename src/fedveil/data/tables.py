@@ -1,24 +1,24 @@
-"""CSV files as tables of cells, read with line numbers so that an error can say where."""
+"""CSV files as tables of cells, read with line numbers so that errors can name the line."""
 
 import csv
 import io
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.data.catalogue import few, regular
+from fedveil.data.catalogue import require_regular, shorten
 from fedveil.errors import BadArgument
 
 TASKS = ("classification", "regression")
-DELIMITERS = (",", ";", "\t", "|")  # that are looked for
+DELIMITERS = (",", ";", "\t", "|")  # that are recognised
 _AS_UTF8 = "save it as UTF-8, or convert it: iconv -f latin1 -t utf-8 old.csv > new.csv"
-LARGEST = 1e150  # of a number that is scaled: squares of larger ones overflow
+LARGEST = 1e150  # number that can be standardised: squares of larger ones overflow
 
 
 @dataclass(frozen=True)
@@ -42,59 +42,54 @@ class CsvTable:
         """Refuse a table that lacks a column."""
         missing = [column for column in wanted if column not in self.columns]
         if missing:
-            what = f"no column {few(missing)}; found {few(self.columns, 8)}"
-            raise BadArgument(f"{self.path}, line 1", what, "check the delimiter")
+            what = f"no column {shorten(missing)}; found {shorten(self.columns, 8)}"
+            raise BadArgument(f"{self.path}, line 1", what, "correct the header or the delimiter")
 
     def numbers(self, column: str) -> NDArray[np.float64]:
-        """A numeric column; any other cell is an error."""
+        """Return a numeric column; refuse any other cell."""
         values = [number(cell, self.decimal) for cell in self.columns[column]]
         for row, value in enumerate(values):
             if value is None:
-                self.refuse(row, column, f"{self.columns[column][row]!r} is not a number", "mend the cell")
+                self.refuse(row, column, f"{self.columns[column][row]!r} is not a number", "correct the cell")
         return np.array(values, dtype=np.float64)
 
     def take(self, rows: NDArray[np.int64]) -> "CsvTable":
-        """Some of the rows."""
+        """Return some of the rows."""
         columns = {name: tuple(cells[row] for row in rows) for name, cells in self.columns.items()}
         return replace(self, columns=columns, lines=tuple(self.lines[row] for row in rows))
 
-    def filled(self, column: str, gaps: Collection[str], value: str) -> "CsvTable":
-        """The table with another cell in place of some."""
-        cells = tuple(value if cell in gaps else cell for cell in self.columns[column])
+    def replace_cells(self, column: str, values: Mapping[str, str]) -> "CsvTable":
+        """Return the table with other values for some cells of a column."""
+        cells = tuple(values.get(cell, cell) for cell in self.columns[column])
         return replace(self, columns=self.columns | {column: cells})
 
-    def scaled(self, columns: Sequence[str], train: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Numeric columns, standardised on the training rows; a cell that is too large for float32 is an error."""
+    def standardise(self, columns: Sequence[str], train: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return numeric columns, standardised on the training rows; refuse a cell that is too large for float32."""
         values = np.stack([self.numbers(column) for column in columns], 1)
         self._refuse_first(np.abs(values) > LARGEST, columns)
-        found = standardised(values, train)
+        found = standardise(values, train)
         self._refuse_first(np.abs(found) > np.finfo(np.float32).max, columns)
         return found
 
-    def scale(self, column: str, train: NDArray[np.int64]) -> tuple[float, float]:
-        """Mean and deviation that `scaled` takes out of a column."""
-        mean, deviation = moments(self.numbers(column)[:, None], train)
-        return float(mean[0]), float(deviation[0])
-
     def _refuse_first(self, bad: NDArray[np.bool_], columns: Sequence[str]) -> None:
-        for row, place in np.argwhere(bad)[:1].tolist():
-            cell = self.columns[columns[place]][row]
-            self.refuse(row, columns[place], f"{cell[:40]!r} is too large to be scaled", "mend the cell")
+        for row, index in np.argwhere(bad)[:1].tolist():
+            cell = self.columns[columns[index]][row]
+            self.refuse(row, columns[index], f"{cell[:40]!r} is too large to be standardised", "correct the cell")
 
     def codes(self, column: str, categories: Sequence[str]) -> NDArray[np.int64]:
-        """Positions in `categories` of the cells of a column; any other cell is an error."""
-        position = {category: index for index, category in enumerate(categories)}
+        """Return the indices in `categories` of the cells of a column; refuse any other cell."""
+        codes = {category: index for index, category in enumerate(categories)}
         for row, cell in enumerate(self.columns[column]):
-            if cell not in position:
-                self.refuse(row, column, f"{cell!r} is not a known value", f"one of {few(categories, 20)}")
-        return np.array([position[cell] for cell in self.columns[column]], dtype=np.int64)
+            if cell not in codes:
+                self.refuse(row, column, f"{cell!r} is not a known value", f"use one of {shorten(categories, 20)}")
+        return np.array([codes[cell] for cell in self.columns[column]], dtype=np.int64)
 
     def one_hot(self, column: str, categories: Sequence[str]) -> NDArray[np.float64]:
-        """A column of categories as one column of 0 and 1 for each of them."""
+        """Return a column of categories as one column of 0 and 1 for each of them."""
         return np.eye(len(categories))[self.codes(column, categories)]
 
     def categories(self, column: str) -> tuple[str, ...]:
-        """The values of a column, sorted: numbers by size, words by letter."""
+        """Return the values of a column, sorted: numbers by size, words by letter."""
         values = sorted(set(self.columns[column]))
         sizes = [number(value, self.decimal) for value in values]
         if all(size is not None for size in sizes):
@@ -103,12 +98,12 @@ class CsvTable:
 
 
 def read_table(path: Path, delimiter: str | None = ",", decimal: str = ".") -> CsvTable:
-    """A CSV file with a header."""
-    return parse_table(str(path), regular(path).read_bytes(), delimiter, decimal)
+    """Read a CSV file with a header."""
+    return parse_table(str(path), require_regular(path).read_bytes(), delimiter, decimal)
 
 
 def parse_table(path: str, content: bytes, delimiter: str | None = ",", decimal: str = ".") -> CsvTable:
-    """The table that the bytes of a CSV file hold; without a delimiter it is found."""
+    """Parse the bytes of a CSV file; without a delimiter it is recognised."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -124,12 +119,12 @@ def parse_table(path: str, content: bytes, delimiter: str | None = ",", decimal:
     except csv.Error as error:
         fix = f"look for an unclosed quote or a delimiter that is not {delimiter!r}, or fetch the file again"
         raise BadArgument(f"{path}, line {reader.line_num}", f"not CSV: {error}", fix) from error
-    columns, lines = _checked(path, [row for row, _ in rows], [line for _, line in rows], delimiter)
-    return CsvTable(path, columns, lines, delimiter, decimal)
+    columns = _read_columns(path, rows, delimiter)
+    return CsvTable(path, columns, tuple(line for _, line in rows[1:]), delimiter, decimal)
 
 
 def find_delimiter(text: str) -> str:
-    """The delimiter that gives the most columns, and as many in each of the first rows if one does."""
+    """Return the delimiter that gives the most columns, preferably as many in each of the first rows."""
     sample = text[:100_000]
     if len(sample) < len(text):
         sample = sample[: sample.rfind("\n") + 1]
@@ -145,29 +140,27 @@ def find_delimiter(text: str) -> str:
     return max(DELIMITERS, key=columns)
 
 
-def _checked(
-    path: str, rows: list[list[str]], lines: list[int], delimiter: str
-) -> tuple[dict[str, tuple[str, ...]], tuple[int, ...]]:
-    """Columns and lines from a header and rows of equal width; columns without a name get that which pandas gives."""
+def _read_columns(path: str, rows: list[tuple[list[str], int]], delimiter: str) -> dict[str, tuple[str, ...]]:
+    """Return columns from rows, each with its line; columns without a name are named as pandas names them."""
     if not rows:
-        raise BadArgument(path, "the file is empty", "a CSV file with a header")
-    header = [name.strip() or f"Unnamed: {place}" for place, name in enumerate(rows[0])]
+        raise BadArgument(path, "the file is empty", "use a CSV file with a header")
+    header = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(rows[0][0])]
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:
-        what = f"columns are named twice: {few(repeated)}"
-        raise BadArgument(f"{path}, line {lines[0]}", what, "a first line with a name for each column")
+        what = f"columns are named twice: {shorten(repeated)}"
+        raise BadArgument(f"{path}, line {rows[0][1]}", what, "give each column a name in the first line")
     if len(rows) == 1:
-        raise BadArgument(path, "there is a header and no row", "a CSV file with records")
-    for row, line in zip(rows[1:], lines[1:], strict=True):
+        raise BadArgument(path, "there is a header and no row", "use a CSV file with records")
+    for row, line in rows[1:]:
         if len(row) != len(header):
             what = f"{len(row)} fields, the header has {len(header)}"
-            fix = f"the line is damaged or cut off, or fields are not separated by {delimiter!r}"
+            fix = f"correct the line, or name the delimiter if it is not {delimiter!r}"
             raise BadArgument(f"{path}, line {line}", what, fix)
-    return dict(zip(header, zip(*rows[1:], strict=True), strict=True)), tuple(lines[1:])
+    return dict(zip(header, zip(*(row for row, _ in rows[1:]), strict=True), strict=True))
 
 
 def number(cell: str, decimal: str = ".") -> float | None:
-    """The finite number in a cell; None if it holds anything else.
+    """Return the finite number in a cell; None if it holds anything else.
 
     >>> number("1.5"), number("1,5"), number("1,5", decimal=","), number("nan")
     (1.5, None, 1.5, None)
@@ -182,15 +175,14 @@ def number(cell: str, decimal: str = ".") -> float | None:
 
 
 def moments(values: NDArray[np.float64], train: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and deviation of columns over the training rows; a deviation of 0 is given as 1."""
+    """Return mean and deviation of columns over the training rows; a deviation of 0 becomes 1."""
     mean, deviation = values[train].mean(0), values[train].std(0)
     flat = deviation <= 1e-12 * np.maximum(1.0, np.abs(mean))
     return mean, np.where(flat, 1.0, deviation)
 
 
-def standardised(values: NDArray[Any], train: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Columns with mean 0 and deviation 1 over the training rows; a column that is constant there becomes 0 there."""
-    table = np.asarray(values, dtype=np.float64)
-    mean, deviation = moments(table, train)
-    scaled: NDArray[np.float64] = (table - mean) / deviation
-    return scaled
+def standardise(values: NDArray[np.float64], train: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return columns with mean 0 and deviation 1 over the training rows; one that is constant there becomes 0 there."""
+    mean, deviation = moments(values, train)
+    found: NDArray[np.float64] = (values - mean) / deviation
+    return found

@@ -3,7 +3,7 @@
 import torch
 
 from fedveil.defences.interface import B, DefenceClient, Samples, U
-from fedveil.federation.shards import Shards
+from fedveil.records.shards import Shards
 
 
 def client_update(

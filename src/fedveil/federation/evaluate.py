@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
-from fedveil.federation.sources import Rows, Source, check_finite, check_range
 from fedveil.graph.inputs import Inputs, count, each
+from fedveil.records.checks import check_finite, check_range
+from fedveil.records.sources import Rows, Source
 from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss, SquaredError, match_targets
 from fedveil.scheme.outputs import are_classes, class_axis, outputs_of, values
 

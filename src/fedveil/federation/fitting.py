@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from fedveil.errors import BadArgument
 from fedveil.federation.history import Record
-from fedveil.federation.sources import Source
+from fedveil.records.sources import Source
 
 CHECKPOINT_SECONDS = 60.0  # the maximum between two checkpoints, but for the length of a round
 Callback = Callable[[Record], object]

@@ -15,20 +15,18 @@ from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate, TooFewAnswers,
 from fedveil.federation import checkpoint
 from fedveil.federation.client import client_update
 from fedveil.federation.engine import Member
-from fedveil.federation.held_out import read_held_out
 from fedveil.federation.history import History, Record
 from fedveil.federation.limits import Limits, aggregate
-from fedveil.federation.loss_check import warn_of_activation
 from fedveil.federation.optimise import Optimizer, Schedule
+from fedveil.federation.prepare import make_shards, read_held_out, refuse_single
 from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
 from fedveil.federation.server import Seen, Server
 from fedveil.federation.setting import RECORDS, Setting, checksum_records
-from fedveil.federation.shards import checked, shards_of
-from fedveil.federation.single import refuse_single
-from fedveil.federation.sources import Given, Source, as_source, batch_size_of, list_clients
-from fedveil.federation.targets import one_output, usual_loss
+from fedveil.federation.targets import one_output, usual_loss, warn_of_activation
 from fedveil.files import make_folder, sweep
 from fedveil.graph.wrapped import refuse_wrapped
+from fedveil.records.checks import check_sources
+from fedveil.records.sources import Given, Source, as_source, choose_batch_size, list_clients
 from fedveil.scheme.losses import Function, Loss, couples_samples
 from fedveil.scheme.result import Aggregate
 from fedveil.secagg import threshold
@@ -110,7 +108,7 @@ class Federation(Server):
         for name, value in {"whole_shard": whole_shard, "secure_aggregation": secure_aggregation, "fuse": fuse}.items():
             check_boolean("Federation", name, value)
         clients = list_clients(clients)
-        sources = checked([as_source(f"client {number}", client) for number, client in enumerate(clients)])
+        sources = check_sources([as_source(f"client {number}", client) for number, client in enumerate(clients)])
         one = one_output(model, sources[0].take(range(min(2, len(sources[0]))))[0])  # refuses a model that does not fit
         super().__init__(
             model,
@@ -122,8 +120,8 @@ class Federation(Server):
             loss=usual_loss(model, sources) if loss is None else loss,
             limits=limits,
         )
-        size = batch_size_of(clients, batch_size, BATCH)
-        self.shards = shards_of(model, self.loss, sources, size, seed, self.dtype)
+        size = choose_batch_size(clients, batch_size, BATCH)
+        self.shards = make_shards(model, self.loss, sources, size, seed, self.dtype)
         warn_of_activation(model, self.loss, one)
         self._checked: tuple[bytes, str | None] | None = None
         refuse_single(model, self.shards)
@@ -133,7 +131,7 @@ class Federation(Server):
         tied = couples_samples(self.loss) or any(norm.training or norm.running_mean is None for norm in norms)
         self.fused = fuse and self.defence.fusable and not tied and not whole_shard and limits is None
         self.fused = self.fused and not secure_aggregation
-        taking_part = len(self.shards.chosen(0, participation))
+        taking_part = len(self.shards.choose_clients(0, participation))
         if limits is not None and taking_part < limits.needed():
             what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
             raise BadArgument("Federation", f"{what}, not {taking_part}", "more clients, or a smaller hostile=")
@@ -158,7 +156,7 @@ class Federation(Server):
 
     def exchange(self, seen: Seen | None = None) -> Aggregate:
         """Broadcast, the clients' work, and what the server makes of it; the model stays as it is."""
-        clients = self.shards.chosen(self.round, self.participation)
+        clients = self.shards.choose_clients(self.round, self.participation)
         own_round, reuse = self.defence_server.start_round(self.model, clients), False
         try:
             if self._sums is not None and self._parties is not None:

@@ -22,12 +22,12 @@ from fedveil.defences.registry import build_for_client, find_codec, record_of, r
 from fedveil.errors import BadArgument, FedveilError
 from fedveil.federation import checkpoint, masked
 from fedveil.federation.client import client_update
+from fedveil.federation.prepare import make_shards
 from fedveil.federation.protocol import Answer, Ask, Masked, Step, bound_tensors, read, refuse_old, write
 from fedveil.federation.secure import Words, words_of
-from fedveil.federation.shards import checked as checked_records
-from fedveil.federation.shards import shards_of
-from fedveil.federation.sources import Given, Source, as_source
 from fedveil.files import make_folder
+from fedveil.records.checks import check_sources
+from fedveil.records.sources import Given, Source, as_source
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.messages import known_loss
 from fedveil.secagg import Identity, Memory, Party, Policy, Roster
@@ -208,7 +208,7 @@ def _task(ask: Ask, model: nn.Module, defence: AnyDefence | None, loss: Function
 
 def _source(data: Data) -> Source:
     given = data if isinstance(data, Dataset) or not callable(data) else data()
-    return checked_records([as_source("this client", given)])[0]
+    return check_sources([as_source("this client", given)])[0]
 
 
 def _count(data: Data) -> int:
@@ -220,7 +220,7 @@ def _update(
     ask: Ask, task: _Task, model: nn.Module, data: Data, private: Mapping[str, Any], client: int, least: int = 2
 ) -> tuple[dict[str, Any], Tensors, int, dict[str, Any]]:
     """Compute a client's update as it travels, from `least` records or more; its records, and its private state."""
-    shards = shards_of(model, task.loss, [_source(data)], ask.batch_size, ask.seed, task.dtype)
+    shards = make_shards(model, task.loss, [_source(data)], ask.batch_size, ask.seed, task.dtype)
     shards = dataclasses.replace(shards, names=(client,), least=max(2, least))
     own = task.defence.client(model, shards.example, task.loss)
     if private:

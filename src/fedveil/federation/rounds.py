@@ -21,9 +21,9 @@ from fedveil.federation.protocol import Ask, take, write
 from fedveil.federation.remote import IDENTITY, ROSTER, server_files
 from fedveil.federation.secure_rounds import SecureRounds
 from fedveil.federation.server import Seen, Server
-from fedveil.federation.shards import generator
 from fedveil.graph.describe import shares_in_words
 from fedveil.graph.inputs import Inputs
+from fedveil.records.shards import generator
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
 from fedveil.scheme.result import Aggregate

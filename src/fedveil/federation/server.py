@@ -18,17 +18,17 @@ from fedveil.errors import BadArgument, NonFiniteUpdate
 from fedveil.federation.evaluate import better, counting, metrics, predict_source
 from fedveil.federation.finite import find_non_finite, find_non_finite_state, select_floats
 from fedveil.federation.fitting import Callback, Plan, list_callbacks
-from fedveil.federation.held_out import read_held_out
 from fedveil.federation.history import History, Record
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, optimizer_of, plateau_value, schedule_of
+from fedveil.federation.prepare import read_held_out
 from fedveil.federation.snapshot import Snapshot
-from fedveil.federation.sources import Given, Source
 from fedveil.federation.stored import LOG, LOWER, Folder, Stored
-from fedveil.federation.targets import targets_of
+from fedveil.federation.targets import attribute_targets
 from fedveil.federation.threads import OneThread
 from fedveil.graph.wrapped import refuse_wrapped
 from fedveil.locks import locked
+from fedveil.records.sources import Given, Source
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
 from fedveil.scheme.result import Aggregate
@@ -280,7 +280,7 @@ class Server(Stored):
     def _evaluate(self, test: Source, record: Record, started: float) -> None:
         """Enter the metrics of the test data into a record, and let those who wait for them know."""
         outputs, targets = predict_source(self.model, test)
-        with targets_of(test.who):
+        with attribute_targets(test.who):
             found = metrics(outputs, targets, self.loss, axis=head_axis(self.model))
         name = counting(found)
         value = found[name]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedveil.federation.shards import Shards, Stored
+from fedveil.records.shards import MemoryShards, Shards
 
 Setting = Mapping[str, object]  # by its name in messages
 CHUNK = 2**20  # values that are hashed at once
@@ -17,7 +17,7 @@ RECORDS = "records"
 
 def checksum_records(shards: Shards, key: bytes) -> str | None:
     """Return a short keyed checksum of all clients' records; None if they are read batch by batch."""
-    if not isinstance(shards, Stored):
+    if not isinstance(shards, MemoryShards):
         return None
     found = hashlib.blake2b(key=key, digest_size=CHECKSUM)
     for leaf in [*pytree.tree_leaves(shards.inputs), shards.targets]:

@@ -1,5 +1,6 @@
-"""Targets as losses take them, and the loss that suits them."""
+"""Targets in the form that losses take, and the default loss. Messages describe targets, never a value of them."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -8,16 +9,29 @@ from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import moved, predict, rows_of
-from fedveil.federation.loss_check import check_loss, is_binary
-from fedveil.federation.sources import Batch, Rows, Source
-from fedveil.graph.inputs import Inputs, tensors
-from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss
+from fedveil.records.inputs import Batch, Inputs, name_tensors
+from fedveil.records.sources import Rows, Source
+from fedveil.scheme.losses import (
+    OF_CLASSES,
+    USERS,
+    BinaryCrossEntropy,
+    CrossEntropy,
+    Hinge,
+    Loss,
+    Poisson,
+    match_targets,
+)
 from fedveil.scheme.outputs import are_classes, check_classes, class_axis, head_axis, spread, without
+
+HALF = 2.0**-8  # by which the sum of probabilities changes at most when they are rounded to bfloat16
+QUANTITIES = "loss='squared_error' for quantities"
+YES_NO = "loss='binary_cross_entropy' for 0 and 1"
+PER_CLASS = "a model with one output per class"
 
 
 @contextmanager
-def targets_of(who: str) -> Iterator[None]:
-    """Says whose targets they are that a loss refuses."""
+def attribute_targets(who: str) -> Iterator[None]:
+    """Name the owner of the targets in errors that a loss raises about them."""
     try:
         yield
     except BadArgument as error:
@@ -27,43 +41,39 @@ def targets_of(who: str) -> Iterator[None]:
 
 
 def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
-    """The loss for such records: of classes, which are integers, or of quantities; one output means yes or no.
+    """Return the name of the loss for such records: of classes, which are integers, or of quantities.
 
-    Floating-point targets of nothing but 0 and 1 may be either, and are refused; of a stream nothing is read for it.
+    One output with integers 0 and 1 means yes or no. Floating-point targets of nothing but 0 and 1 may be classes or
+    quantities, and are refused. Of a stream, only the first record is read.
     """
     inputs, targets = sources[0].take([0])
     known = [source.targets for source in sources if isinstance(source, Rows)]
     binary = len(known) == len(sources) and all(is_binary(own) for own in known)
     single = one_output(model, inputs).numel() == 1
     if targets.is_floating_point():
-        if binary and any(bool(own.any()) for own in known) and not all(bool(own.all()) for own in known):
-            _refuse_binary(single)
-        return "squared_error"
+        if not binary or not any(bool(own.any()) for own in known) or all(bool(own.all()) for own in known):
+            return "squared_error"
+        what = "targets are floating-point numbers, all of them 0 or 1: classes or quantities?"
+        classes = "loss='binary_cross_entropy' for yes or no"
+        if not single:
+            classes = f"loss='cross_entropy' for one-hot rows of classes, {classes} at each output"
+        raise BadArgument("Federation", what, f"name the loss: {classes}, {QUANTITIES}")
     if not single:
         return "cross_entropy"
     if binary:
         return "binary_cross_entropy"
-    what = "targets are whole numbers, and the model has one output: classes or quantities?"
-    fix = "loss='binary_cross_entropy' for 0 and 1, floating-point targets for quantities, or one output per class"
+    what = "targets are integers, and the model has one output: classes or quantities?"
+    fix = f"use {YES_NO}, floating-point targets for quantities, or {PER_CLASS}"
     raise BadArgument("Federation", what, fix)
 
 
-def _refuse_binary(single: bool) -> None:
-    """Ask for a loss where targets say neither that they are classes nor that they are quantities."""
-    what = "targets are floating-point numbers, all of them 0 or 1: classes or quantities?"
-    classes = "loss='binary_cross_entropy' for yes or no"
-    if not single:
-        classes = "loss='cross_entropy' for one-hot rows of classes, loss='binary_cross_entropy' for several yes or no"
-    raise BadArgument("Federation", what, f"name the loss: {classes}, loss='squared_error' for quantities")
-
-
 def target_maker(model: nn.Module, loss: Loss, example: Batch, axis: int | None = None) -> Callable[[Tensor], Tensor]:
-    """A function that turns class indices into one-hot rows in the shape of the model's outputs for such records.
+    """Return a function that turns class indices into one-hot rows in the shape of the model's outputs.
 
     It refuses targets from which the loss cannot learn. A user's own loss gets targets as they are. Cross-entropy at
     several positions of a record (pixels, tokens) keeps indices: one-hot targets would take the memory of the outputs,
-    and indices say which axis of the outputs counts classes. Where shapes leave that open, `axis` does; by default it
-    is the one that the model's last layer writes.
+    and indices tell which axis of the outputs counts classes. Where shapes leave that open, `axis` decides; by default
+    it is the one that the model's last layer writes.
     """
     if isinstance(loss, USERS):
         return lambda targets: targets
@@ -79,29 +89,56 @@ def target_maker(model: nn.Module, loss: Loss, example: Batch, axis: int | None 
 
 
 def one_output(model: nn.Module, inputs: Inputs) -> Tensor:
-    """The model's output for the first of these records; refuses a model that does not take them."""
+    """Return the model's output for the first of these records; refuse a model that does not take them."""
+    fix = "use a model whose forward takes these records (docs/inputs.md), or other records"
+    if any(tensor.dtype == torch.uint8 for tensor in name_tensors(inputs).values()):
+        fix += ": .float() for bytes"
+    return try_model(model, inputs, "the clients' records", fix)[:1].cpu()
+
+
+def try_model(model: nn.Module, inputs: Inputs, who: str, fix: str, like: Inputs | None = None) -> Tensor:
+    """Return the model's outputs for the first two records; refuse records on which it fails.
+
+    Args:
+        model: in any mode; its outputs are those in evaluation mode.
+        inputs: of the records.
+        who: the records' name in the error.
+        fix: for the error.
+        like: inputs of clients, which the error describes beside these.
+    """
     first = next(model.parameters())
     try:
-        return predict(model, moved(rows_of(inputs, 0, 2), first.device, first.dtype))[:1].cpu()
+        return predict(model, moved(rows_of(inputs, 0, 2), first.device, first.dtype))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, BadArgument):
             raise
-        forms = ", ".join(f"{tensor.dtype} of shape {tuple(tensor.shape[1:])}" for tensor in tensors(inputs))
-        what = f"it does not take the clients' records ({forms}): {str(error).splitlines()[0]}"
-        fix = "a model whose forward takes these records (docs/inputs.md), or other records"
-        if any(tensor.dtype == torch.uint8 for tensor in tensors(inputs)):
-            fix += ": .float() for bytes"
-        raise BadArgument(type(model).__name__, what, fix) from error
+        what = f"{type(model).__name__} does not take them ({_describe_inputs(inputs)})"
+        what += "" if like is None else f", clients have {_describe_inputs(like)}"
+        raise BadArgument(who, f"{what}: {first_line(error)}", fix) from error
+
+
+def describe(tensor: Tensor) -> str:
+    """Describe the dtype and the shape of one record."""
+    return f"{tensor.dtype} of shape {tuple(tensor.shape[1:])}"
+
+
+def _describe_inputs(inputs: Inputs) -> str:
+    return ", ".join(f"{path}: {describe(tensor)}" for path, tensor in name_tensors(inputs).items())
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> Tensor:
-    """Whole numbers as targets for outputs like the template."""
+    """Return integers as targets for outputs like the template."""
     if isinstance(loss, BinaryCrossEntropy):
         return loss.dense(targets, template)
     targets = targets.long()
     if not are_classes(template, targets):
-        wanted = " or ".join(sorted({str(tuple(without(template.shape, place))) for place in (-1, 1)}))
-        fix = "targets[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else f"give targets of shape {wanted}"
+        wanted = " or ".join(sorted({str(tuple(without(template.shape, dim))) for dim in (-1, 1)}))
+        fix = "use targets[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else f"use targets of shape {wanted}"
         if targets.shape == template.shape and is_binary(targets):
             fix = f"use targets.argmax({class_axis(template, targets, axis)}) of one-hot rows, or targets.float()"
         raise BadArgument("targets", f"shape is {tuple(targets.shape)}, want class indices of shape {wanted}", fix)
@@ -109,3 +146,93 @@ def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> T
         return spread(targets, template, axis).contiguous()
     check_classes(targets, template.shape[class_axis(template, targets, axis)])
     return targets
+
+
+def check_loss(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | None = None) -> None:
+    """Refuse targets from which this loss cannot learn; a user's own function gets any targets.
+
+    Args:
+        loss: the clients' objective.
+        targets: of all records.
+        outputs: of as many records; only their shape is read.
+        axis: of classes, where shapes leave it open.
+    """
+    if isinstance(loss, USERS):
+        return
+    if isinstance(loss, OF_CLASSES):
+        _check_classes(loss, targets, outputs, axis)
+    elif isinstance(loss, BinaryCrossEntropy):
+        _check_probabilities(targets, outputs)
+    else:
+        _check_quantities(loss, targets, outputs)
+
+
+def is_binary(targets: Tensor) -> bool:
+    """Return whether all targets are 0 or 1."""
+    return bool(((targets == 0) | (targets == 1)).all())
+
+
+def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | None) -> None:
+    """Refuse a single output, which has nothing to be compared with, and rows that are not a distribution."""
+    floats, place = targets.is_floating_point(), class_axis(outputs, targets, axis)
+    if outputs.dim() < 2 or outputs.shape[place] < 2:
+        what = f"{loss.name} compares classes with one another, and the model has one output: nothing can be learned"
+        fix = f"use {QUANTITIES}" if floats else f"use {PER_CLASS}, or {QUANTITIES} with targets.float()"
+        raise BadArgument("targets", what, f"use {YES_NO}, {QUANTITIES}, or {PER_CLASS}" if is_binary(targets) else fix)
+    if not floats:
+        return
+    if targets.shape != outputs.shape and not _has_positions(targets, outputs):
+        form = f"{targets.dtype} of shape {tuple(targets.shape)}"
+        what = f"they are {form}, and {loss.name} takes class indices, or probabilities of shape {tuple(outputs.shape)}"
+        column = "[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else ""
+        integers = bool((targets == targets.round()).all())
+        quantities = f"use {QUANTITIES}, and a model with one output per quantity"
+        raise BadArgument("targets", what, f"use targets{column}.long() for classes" if integers else quantities)
+    if isinstance(loss, Hinge) and not is_binary(targets):
+        what = "hinge takes one-hot rows, and there are other values than 0 and 1"
+        raise BadArgument("targets", what, "use loss='cross_entropy'")
+    if bool((targets < 0).any()) or bool(((targets.double().sum(place) - 1).abs() > HALF).any()):
+        what = f"{loss.name} takes probabilities, and there are rows with negative values or a sum that is not 1"
+        several = "loss='binary_cross_entropy' for several yes/no answers per record"
+        raise BadArgument("targets", what, f"use class indices or rows with the sum 1, {several}, or {QUANTITIES}")
+
+
+def _has_positions(targets: Tensor, outputs: Tensor) -> bool:
+    """Return whether both have positions: sequences of another batch may be longer than those of the template."""
+    return targets.dim() == outputs.dim() > 2
+
+
+def _check_probabilities(targets: Tensor, outputs: Tensor) -> None:
+    if not _has_positions(targets, outputs):
+        match_targets(outputs, targets)
+    if targets.dtype != torch.bool and bool(((targets < 0) | (targets > 1)).any()):
+        what = "binary_cross_entropy takes targets from 0 to 1, and there are others"
+        raise BadArgument("targets", what, f"use {QUANTITIES}, or loss='cross_entropy' and {PER_CLASS}")
+
+
+def _check_quantities(loss: Loss, targets: Tensor, outputs: Tensor) -> None:
+    """Refuse integers that cannot be classes, and negative counts; class indices of several outputs are one-hot."""
+    single = outputs[0].numel() == 1
+    if not targets.is_floating_point():
+        if single or targets.shape == outputs.shape:
+            what = f"they are {targets.dtype}, which means class indices, and {loss.name} compares quantities here"
+            fix = "use targets.float() for quantities" + (f", or {YES_NO}" if single else "")
+            raise BadArgument("targets", what, fix)
+        return
+    if not _has_positions(targets, outputs):
+        match_targets(outputs, targets)
+    if isinstance(loss, Poisson) and bool((targets < 0).any()):
+        what = "poisson takes counts, and there are negative targets"
+        raise BadArgument("targets", what, f"use counts from 0, or {QUANTITIES}")
+
+
+def warn_of_activation(model: nn.Module, loss: Loss, outputs: Tensor) -> None:
+    """Warn of probabilities where a loss takes logits: it would squash them once more, and learn slowly."""
+    found, last = outputs.double(), list(model.modules())[-1]
+    inside = bool(((found >= 0) & (found <= 1)).all())
+    rows = bool(((found.sum(-1) - 1).abs() <= outputs.shape[-1] * torch.finfo(outputs.dtype).eps).all())
+    softmax = isinstance(loss, CrossEntropy) and inside and rows
+    if softmax or (isinstance(loss, BinaryCrossEntropy) and inside and isinstance(last, nn.Sigmoid)):
+        layer = "softmax" if softmax else "sigmoid"
+        what = f"Federation: {loss.name} takes logits, and the model's outputs are probabilities already."
+        warnings.warn(f"{what} Remove the {layer} at the end of the model.", UserWarning, stacklevel=3)

@@ -12,8 +12,8 @@ from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation import remote
 from fedveil.federation.remote import ClientState, Data
-from fedveil.federation.sources import Given
 from fedveil.flower.messages import unwrap, unwrap_own, wrap
+from fedveil.records.sources import Given
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
 from fedveil.wire import Values, from_bytes, to_bytes

@@ -9,10 +9,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fedveil.errors import BadArgument
-from fedveil.federation.shards import PLAIN
-from fedveil.federation.sources import Batch
 from fedveil.files import OWNER, make_folder, write_whole
 from fedveil.graph.inputs import Inputs
+from fedveil.records.checks import PLAIN
+from fedveil.records.inputs import Batch
 from fedveil.wire import Packed, from_bytes, to_bytes
 
 KIND = "records"

@@ -4,7 +4,7 @@ import torch
 from flwr.serverapp import Grid
 from torch import nn
 
-from fedveil.defences import Defence
+from fedveil.defences.interface import AnyDefence
 from fedveil.federation.limits import Limits
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.rounds import RemoteServer
@@ -29,7 +29,7 @@ class Server(RemoteServer):
         grid: Grid,
         model: nn.Module,
         example: Inputs,
-        defence: str | Defence = "veil",
+        defence: str | AnyDefence = "veil",
         optimizer: Optimizer = torch.optim.Adam,
         *,
         schedule: Schedule | None = None,

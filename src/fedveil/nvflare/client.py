@@ -15,8 +15,8 @@ from fedveil.defences.interface import AnyDefence
 from fedveil.errors import FedveilError
 from fedveil.federation import remote
 from fedveil.federation.engine import clean
-from fedveil.federation.sources import Given
 from fedveil.nvflare.transport import connects_directly, decline_direct_connections, require_secure_transport
+from fedveil.records.sources import Given
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
 

@@ -17,11 +17,11 @@ from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
-from fedveil.federation.shards import batches
 from fedveil.files import require_memory
 from fedveil.lookup import imported
 from fedveil.models import cnn, densenet, lenet, mlp, resnet
 from fedveil.plain_json import parse_json
+from fedveil.records.shards import count_batches
 from fedveil.runs.config import Config, DataSettings, LimitSettings, ModelSettings, TrainingSettings
 from fedveil.runs.loss_choice import check_choice
 from fedveil.scheme import CrossEntropy, Loss, find_loss
@@ -114,7 +114,7 @@ def load_factory(spec: str) -> nn.Module:
 def load_own_data(spec: str, options: Sequence[str] = ()) -> Data:
     """The data that `package.module:factory` loads: a `fedveil.data.Data`, or train and test in any form.
 
-    That is (inputs, targets) of tensors, arrays or frames, a Dataset or a DataLoader; see `fedveil.data.from_parts`.
+    That is (inputs, targets) of tensors, arrays or frames, a Dataset or a DataLoader; see `fedveil.data.from_records`.
     `options` are those that were given for data sets of the library, and that mean nothing here.
     """
     if options:
@@ -124,7 +124,7 @@ def load_own_data(spec: str, options: Sequence[str] = ()) -> Data:
     if isinstance(found, Data):
         return found
     if isinstance(found, tuple | list) and len(found) == 2:
-        return datasets.from_parts(spec, found[0], found[1])
+        return datasets.from_records(spec, found[0], found[1])
     length = f" of {len(found)}" if isinstance(found, tuple | list) else ""
     fix = "return (train, test), each (inputs, targets), a Dataset or a DataLoader; or return fedveil.data.Data"
     raise BadArgument(spec, f"gave {type(found).__name__}{length}, not data", fix)
@@ -238,7 +238,7 @@ def federation_of(
         parts,
         defence or build_defence(config),
         build_optimizer(training),
-        schedule=build_schedule(training, 1 if training.whole_shard else batches(largest, training.batch_size)),
+        schedule=build_schedule(training, 1 if training.whole_shard else count_batches(largest, training.batch_size)),
         schedule_every=training.schedule_every,
         clip_norm=training.clip_norm,
         batch_size=training.batch_size,

@@ -2,7 +2,7 @@
 
 from fedveil.data import Data
 from fedveil.errors import BadArgument
-from fedveil.federation.loss_check import is_binary
+from fedveil.federation.targets import is_binary
 from fedveil.runs.config import Config, of_users
 
 HAS_TASK = ("csv", "bank")  # data sets with --task

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedveil.data import Data
-from fedveil.data.catalogue import ABOUT, source_of
+from fedveil.data.catalogue import ABOUT, find_files
 from fedveil.defences import registry
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
@@ -121,7 +121,7 @@ def source_in(asked: DataSettings) -> Path | None:
     """Return the file or folder that a data set is read from; None if it comes with the library."""
     path = Path(os.path.expanduser(asked.path)) if asked.path else None
     about = ABOUT.get(asked.name)
-    return source_of(asked.name, path) if about and about.files else path
+    return find_files(asked.name, path) if about and about.files else path
 
 
 def digest_of_files(source: Path) -> str:

@@ -10,7 +10,7 @@ from fedveil.attacks.observed import PUBLISHED, DoesNotApply, Observed, named, t
 from fedveil.attacks.similarity import psnr
 from fedveil.data import Data
 from fedveil.defences.registry import find
-from fedveil.federation.shards import generator
+from fedveil.records.shards import generator
 from fedveil.runs.build import build_model
 from fedveil.runs.config import Config
 from fedveil.studies.estimates import Estimate, average

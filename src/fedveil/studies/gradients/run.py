@@ -24,8 +24,8 @@ from fedveil.defences.registry import record_of
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.federation.local import Federation
-from fedveil.federation.shards import generator
 from fedveil.lookup import imported
+from fedveil.records.shards import generator
 from fedveil.runs.build import build_defence, build_loss, build_model, build_optimizer, load_data, on_device
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resumed
@@ -157,7 +157,7 @@ def searched(
     if search.method != "dlg":
         guessed = [single_label(leak)] if size == 1 else batch_labels(leak, size, own)
         labels = torch.tensor(guessed, device=own.device)
-    black, white = (data.scaled(own.new_full((1, own.shape[1], 1, 1), pixel))[0] for pixel in (0, 1))
+    black, white = (data.standardise(own.new_full((1, own.shape[1], 1, 1), pixel))[0] for pixel in (0, 1))
     return reconstruct(
         leak,
         (size, *own.shape[1:]),

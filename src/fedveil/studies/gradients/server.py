@@ -18,7 +18,7 @@ from fedveil.attacks.sums import secure_sum
 from fedveil.data import Data
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.federation.local import Federation
-from fedveil.federation.shards import generator
+from fedveil.records.shards import generator
 from fedveil.runs.build import build_model, build_optimizer, load_data
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resumed

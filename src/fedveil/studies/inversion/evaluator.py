@@ -14,8 +14,8 @@ from fedveil.data import Data
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.evaluate import evaluating
-from fedveil.federation.shards import generator as source
 from fedveil.graph.inputs import calls_of
+from fedveil.records.shards import generator as source
 from fedveil.studies.inversion.results import Judged
 from fedveil.studies.jobs import Progress
 
@@ -168,7 +168,7 @@ class Bench:
         targets = self.data.train.targets.to(self.device)
         parts = zip(images.chunk(len(models)), wanted.chunk(len(models)), strict=True)
         for model, (part, labels) in zip(models, parts, strict=True):
-            outputs, features = look(model, self.data.scaled(part))
+            outputs, features = look(model, self.data.standardise(part))
             _, known = look(model, self.data.train.tensor.to(self.device))
             far.append(distances(features, labels, known, targets, same_class=False))
             right.append(outputs.argmax(1) == labels)

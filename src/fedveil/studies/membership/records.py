@@ -17,8 +17,8 @@ from fedveil.data import Data, Part, split
 from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import metrics, predict
-from fedveil.federation.shards import generator
 from fedveil.files import write_whole
+from fedveil.records.shards import generator
 from fedveil.runs.build import federation_of, load_data
 from fedveil.runs.config import Config
 from fedveil.studies.jobs import Done, Job, Progress, Result

@@ -1,12 +1,12 @@
-"""Losses and targets that do not go together are refused before a round: by whom, why, and which loss would do."""
+"""Losses and targets that do not fit are refused before a round: whose, why, and which loss would fit."""
 
 import pytest
 import torch
 from tests.asks import INPUTS, OUTPUTS, RECORDS, ask_of
 from tests.engines import Loopback, member
 from tests.oracle import built
+from tests.small import Records
 from torch import nn
-from torch.utils.data import Dataset
 
 from fedveil import Federation
 from fedveil.errors import BadArgument
@@ -20,13 +20,14 @@ NUMBERS = torch.randn(SIZE, generator=DRAW)
 CLASSES = torch.arange(SIZE) % 3
 YES = (torch.arange(SIZE) % 2).float()
 ROWS = torch.rand(SIZE, 3, generator=DRAW)
+X, ZEROS = torch.zeros(9, 6), torch.zeros(9, 4)
 
 
 def inputs():
     return torch.randn(SIZE, 4, generator=torch.Generator().manual_seed(1))
 
 
-def federation(targets, outputs, loss=None, good=None):
+def make(targets, outputs, loss=None, good=None):
     """Two clients; only the second has these targets, if there are good ones."""
     first = targets if good is None else good
     return Federation(mlp(4, outputs, hidden=8), [(inputs(), first), (inputs(), targets)], "plain", loss=loss)
@@ -59,7 +60,7 @@ REFUSED = {
 def test_targets_from_which_a_loss_cannot_learn_are_refused_before_a_round(name):
     targets, outputs, loss, text, fix = REFUSED[name]
     with pytest.raises(BadArgument, match=rf"(?s)^client 0: targets: .*{text}.*\n  Fix: .*{fix}") as caught:
-        federation(targets, outputs, loss)
+        make(targets, outputs, loss)
     assert not any(f"{value:.3f}" in str(caught.value) for value in targets.flatten().tolist() if value % 1)
 
 
@@ -73,23 +74,12 @@ def test_targets_from_which_a_loss_cannot_learn_are_refused_before_a_round(name)
 )
 def test_the_client_whose_targets_do_not_fit_is_named(good, bad, outputs, loss, text):
     with pytest.raises(BadArgument, match=f"^client 1: targets: .*{text}"):
-        federation(bad, outputs, loss, good)
-
-
-class Read(Dataset):
-    def __init__(self, targets):
-        self.inputs, self.targets = inputs(), targets
-
-    def __len__(self):
-        return SIZE
-
-    def __getitem__(self, index):
-        return self.inputs[index], self.targets[index]
+        make(bad, outputs, loss, good)
 
 
 def test_records_that_are_read_batch_by_batch_are_checked_too():
     with pytest.raises(BadArgument, match="client 0: targets: cross_entropy compares classes"):
-        Federation(mlp(4, 1), [Read(NUMBERS)], "plain", loss="cross_entropy").step()
+        Federation(mlp(4, 1), [Records(inputs(), NUMBERS)], "plain", loss="cross_entropy").step()
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
@@ -97,16 +87,57 @@ def test_floating_zeros_and_ones_need_a_loss_by_name(outputs):
     targets = YES if outputs == 1 else nn.functional.one_hot(CLASSES, 3).float()
     text = r"(?s)all of them 0 or 1: classes or quantities\?\n.*loss='binary_cross_entropy'.*loss='squared_error'"
     with pytest.raises(BadArgument, match=text):
-        federation(targets, outputs)
+        make(targets, outputs)
     for loss in ("binary_cross_entropy", "squared_error"):
-        assert federation(targets, outputs, loss).fit(1).records
+        assert make(targets, outputs, loss).fit(1).records
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "loss"),
+    [
+        (4, torch.randn(20, 4), "squared_error"),
+        (4, torch.arange(20) % 4, "cross_entropy"),
+        (1, torch.arange(20) % 2, "binary_cross_entropy"),
+        (1, torch.randn(20), "squared_error"),
+    ],
+)
+def test_the_default_loss_suits_the_targets(outputs, targets, loss):
+    federation = Federation(mlp(6, outputs), [(torch.randn(20, 6), targets)], "veil")
+    assert federation.loss.name == loss
+    federation.fit(rounds=1)
+
+
+def test_integers_for_one_output_need_a_loss_by_name():
+    with pytest.raises(BadArgument, match=r"(?s)classes or quantities\?\n.*binary_cross_entropy.*floating"):
+        Federation(mlp(6, 1), [(torch.randn(20, 6), torch.arange(20))])
+
+
+@pytest.mark.parametrize(
+    ("model", "client", "options", "text"),
+    [
+        (mlp(6, 4), (torch.zeros(9, 5), ZEROS), {}, r"the clients' records: .* does not take them .*shape \(5,\)"),
+        (mlp(6, 4), (torch.zeros(9, 6).byte(), ZEROS), {}, r"torch.uint8 .*\n.*\.float\(\) for bytes"),
+        (mlp(6, 4), (X, torch.arange(9) % 4 + 1), {}, "client 0: targets: classes are from 1 to 4.*\n.*from 0 to 3"),
+        (mlp(6, 4), (X, torch.zeros(9, 1).long()), {}, r"(?s)shape is \(9, 1\).*Fix: use targets\[:, 0\]"),
+        (mlp(6, 4), (X, torch.zeros(9)), {}, r"(?s)shape is \(9,\).*for classes, whole numbers: targets.long"),
+        (mlp(6, 4), (X, torch.zeros(8, 4)), {}, "9 records in inputs and 8 targets.*\n.*one target per record"),
+        (mlp, (X, ZEROS), {}, r"not a torch.nn.Module"),
+        (mlp(6, 4).requires_grad_(False), (X, ZEROS), {}, "no parameter of the model requires a gradient"),
+        (mlp(6, 4), (X, ZEROS), {"loss": nn.CrossEntropyLoss}, "CrossEntropyLoss is a class"),
+        (mlp(6, 4), (X, ZEROS), {"defence": None}, "defence is None"),
+        (mlp(6, 4), (X, torch.zeros(9).long()), {"loss": nn.CrossEntropyLoss()}, "CrossEntropyLoss takes the mean"),
+    ],
+)
+def test_models_records_and_losses_that_do_not_fit_are_refused_at_once(model, client, options, text):
+    with pytest.raises(BadArgument, match=text):
+        Federation(model, [client], **options)
 
 
 def client(model, targets):
-    return lambda message: reply(message, ClientState(), model, (inputs_of(len(targets)), targets), client=0)
+    return lambda message: reply(message, ClientState(), model, (remote_inputs(len(targets)), targets), client=0)
 
 
-def inputs_of(size):
+def remote_inputs(size):
     return torch.randn(size, INPUTS, generator=torch.Generator().manual_seed(1))
 
 
@@ -123,9 +154,9 @@ def test_a_server_elsewhere_is_told_why_a_client_does_not_train():
     def net():
         return built(lambda: mlp(INPUTS, 1)).float()
 
-    sites = {"site": member(net, (inputs_of(SIZE), NUMBERS), 0)}
+    sites = {"site": member(net, (remote_inputs(SIZE), NUMBERS), 0)}
     server = RemoteServer(
-        Loopback(sites), net(), inputs_of(2), "plain", loss="cross_entropy", timeout=60.0, pause=0.0, min_answers=1
+        Loopback(sites), net(), remote_inputs(2), "plain", loss="cross_entropy", timeout=60.0, pause=0.0, min_answers=1
     )
     with pytest.raises(Exception, match="this client: targets: cross_entropy compares classes"):
         server.fit(rounds=1)

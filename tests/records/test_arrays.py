@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 import torch
 
-from fedveil.arrays import as_tensor
 from fedveil.errors import BadArgument
+from fedveil.records.arrays import as_tensor
 
 
 def tensor(value):
@@ -89,34 +89,34 @@ class Sparse:
 
 
 REFUSED = {
-    "text": (np.array(["red"]), ["it holds text, such as 'red'", "pandas.get_dummies"]),
-    "bytes": (np.array([b"red"]), ["it holds bytes, such as b'red'"]),
-    "dates": (np.array(["2020-01-01"], dtype="M8[D]"), ["it holds dates"]),
-    "records": (FIELDS, ["it holds records of several fields"]),
-    "None": (np.array([[1, 2], [3, None]]), ["it holds objects, and the one at [1, 1] is None", "leave these records"]),
-    "objects": (np.array([1, "red"], dtype=object), ["the one at [1] is 'red'"]),
-    "numbers as objects": (np.array([1, 2], dtype=object), ["it holds numbers as objects", ".astype(numpy.float32)"]),
+    "text": (np.array(["red"]), ["it holds 'red', at [0]", "pandas.get_dummies"]),
+    "bytes": (np.array([b"red"]), ["it holds b'red'"]),
+    "dates": (np.array(["2020-01-01"], dtype="M8[D]"), ["it holds the date 2020-01-01", "days since a date"]),
+    "records": (FIELDS, ["it holds numpy.void"]),
+    "None": (np.array([[1, 2], [3, None]]), ["it holds None, at [1, 1]", "leave these records"]),
+    "objects": (np.array([1, "red"], dtype=object), ["it holds 'red', at [1]"]),
+    "numbers as objects": (np.array([1, 2], dtype=object), ["it has type object", ".astype(float)"]),
     "too large": (np.array([2**63], dtype=np.uint64), ["9223372036854775808 is too large for torch's int64"]),
     "long complex": (np.array([1], dtype=np.clongdouble), ["torch has no complex"]),
     "masked": (np.ma.array([1, 2], mask=[0, 1]), ["1 of its values are masked, the first at [1]", ".filled(value)"]),
-    "ragged": ([[1, 2], [3]], ["rows have 1 to 2 numbers"]),
-    "a word": ([[1, 2], [3, "red"]], ["[1][1] is 'red'"]),
-    "a gap": ([1, None], ["[1] is None"]),
-    "too large a number": ([1, 2**70], ["[1] is 1180591620717411303424, too large a number"]),
+    "ragged": ([[1, 2], [3]], ["its rows differ in length"]),
+    "a word": ([[1, 2], [3, "red"]], ["it holds 'red', at [1, 1]"]),
+    "a gap": ([1, None], ["it holds None, at [1]"]),
+    "too large a number": ([1, 2**70], ["it holds 1180591620717411303424, at [1], too large for int64"]),
     "tensors": ([torch.zeros(2), torch.ones(2)], ["it is a list of tensors", "torch.stack"]),
-    "arrays": ([np.zeros(2), np.zeros(3)], ["it is a list of arrays that are not alike"]),
-    "a frame with text": (pd.DataFrame({"a": [1], "b": ["red"]}), ["column 'b' has type", "such as 'red'"]),
+    "arrays": ([np.zeros(2), np.zeros(3)], ["its rows differ in length or shape"]),
+    "a frame with text": (pd.DataFrame({"a": [1], "b": ["red"]}), ["column 'b' holds 'red', at [0]"]),
     "a frame with gaps": (
         pd.DataFrame({"a": [1.0, 2, 3], "b": [1, None, None]}, index=[7, 8, 9]),
         ["column 'b' has 2 missing values, the first in row 1 (index 8)", "leave these records out"],
     ),
     "Int64 with a gap": (pd.Series(pd.array([1, None], dtype="Int64")), ["it has 1 missing value, the first in row 1"]),
-    "words as categories": (pd.DataFrame({"a": pd.Categorical(["red"])}), ["column 'a' has type category"]),
-    "days": (pd.DataFrame({"day": pd.to_datetime(["2020-05-01"])}), ["column 'day' has type datetime64", "2020-05-01"]),
-    "days of a zone": (pd.Series(pd.to_datetime(["2020-05-01"], utc=True)), ["UTC]", "such as days since a date"]),
-    "a column of objects": (pd.DataFrame({"a": [1, 2]}, dtype=object), ["type object", ".astype(float)"]),
+    "words as categories": (pd.DataFrame({"a": pd.Categorical(["red"])}), ["column 'a' holds 'red'"]),
+    "days": (pd.DataFrame({"day": pd.to_datetime(["2020-05-01"])}), ["column 'day' holds the date 2020-05-01"]),
+    "days of a zone": (pd.Series(pd.to_datetime(["2020-05-01"], utc=True)), ["the date 2020-05-01", "days since"]),
+    "a column of objects": (pd.DataFrame({"a": [1, 2]}, dtype=object), ["'a' has type object", ".astype(float)"]),
     "no columns": (pd.DataFrame(index=[0, 1]), ["the DataFrame has no columns"]),
-    "a frame of another library": (Foreign(), ["Foreign", "(.to_numpy() of this one)"]),
+    "a frame of another library": (Foreign(), ["Foreign", "(its .to_numpy())"]),
     "sparse": (Sparse(), ["Sparse", ".toarray()"]),
     "nothing": (None, ["it is None", "a tensor, a NumPy array, a pandas DataFrame or Series, or numbers"]),
     "a word alone": ("red", ["it is str"]),
@@ -124,7 +124,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_number_is_named(name):
+def test_other_values_are_refused_by_place_and_reason(name):
     value, texts = REFUSED[name]
     with pytest.raises(BadArgument) as caught:
         tensor(value)

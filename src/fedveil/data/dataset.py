@@ -1,0 +1,228 @@
+"""A data set in memory: tensors for training and testing, and the names of the classes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedveil.errors import BadArgument
+from fedveil.records.checks import check_finite, check_form, check_range
+from fedveil.records.inputs import Inputs, check_alike, describe_forms, map_tensors, name_tensors
+from fedveil.records.sources import Given, Stream, as_source
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) during a long job."""
+FEW = 20  # integers that may be classes
+
+
+class Part(NamedTuple):
+    """Records of one purpose: training, validation or test.
+
+    Attributes:
+        inputs: tensors whose first dimension counts records; float32 or integers (token ids). Mostly one tensor, but
+            also a tuple or a dict of them; images are (n, channels, height, width).
+        targets: int64 (n,), an index into the classes, or (n, ...) with one at each pixel or token; float32
+            (n, outputs) or (n, ...) for regression.
+    """
+
+    inputs: Inputs
+    targets: Tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The inputs, if they are a single tensor; refuses others."""
+        return one_tensor("inputs", self.inputs)
+
+    def take(self, rows: Tensor | NDArray[np.generic] | Sequence[int]) -> "Part":
+        """Return some of the records."""
+        return Part(map_tensors(lambda tensor: tensor[rows], self.inputs), self.targets[rows])
+
+
+def one_tensor(where: str, inputs: Inputs) -> Tensor:
+    """Return the inputs, if they are a single tensor."""
+    if not isinstance(inputs, Tensor):
+        what = f"records are a {type(inputs).__name__} of tensors, and this takes records of one tensor only"
+        raise BadArgument(where, what, "use data whose inputs are one tensor")
+    return inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """A data set in memory.
+
+    Attributes:
+        name: under which it was loaded.
+        train: the records that are divided among clients.
+        test: the records that nobody trains on.
+        validation: records for choosing settings, if the data set has such a part.
+        classes: names by class index; () for regression.
+        columns: for each training record, values by which `split(..., how="column")` may divide.
+        scale: for images, mean and deviation of each channel by which pixels in [0, 1] were standardised.
+        target_scale: for a standardised regression target, its mean and deviation in the training part.
+        notes: decisions of the loader (guessed, left out, filled in, divided), a sentence each, for the user to read.
+    """
+
+    name: str
+    train: Part
+    test: Part
+    validation: Part | None = None
+    classes: tuple[str, ...] = ()
+    columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+    scale: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    target_scale: tuple[float, float] | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for purpose, part in self._parts().items():
+            _check_part(f"{self.name}.{purpose}", part, self.classes)
+        records = len(self.train.targets)
+        for column, values in self.columns.items():
+            if len(values) != records:
+                what = f"{len(values)} values for {records} training records"
+                raise BadArgument(f"{self.name}.columns[{column!r}]", what, "give one value per training record")
+
+    def _parts(self) -> dict[str, Part]:
+        parts = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {purpose: part for purpose, part in parts.items() if part is not None}
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs that a model for this data needs: one for each class, or each number of a target."""
+        return len(self.classes) or self.train.targets[0].numel()
+
+    def pixels(self, inputs: Tensor) -> Tensor:
+        """Return images as pixels, clipped to [0, 1]: the inverse of `standardise`."""
+        mean, deviation = self._channel_scale(inputs)
+        return (inputs * deviation + mean).clamp(0, 1)
+
+    def standardise(self, pixels: Tensor) -> Tensor:
+        """Return pixels in [0, 1] as images that a model of this data takes; differentiable."""
+        mean, deviation = self._channel_scale(pixels)
+        return (pixels - mean) / deviation
+
+    def original_units(self, targets: Tensor) -> Tensor:
+        """Return regression targets, or predictions of them, in the units of the source."""
+        mean, deviation = self.target_scale or (0.0, 1.0)
+        return targets * deviation + mean
+
+    def _channel_scale(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and deviation of the channels, in a shape that broadcasts over these images."""
+        if self.scale is None or images.dim() != 4:
+            what = f"records of shape {tuple(images.shape[1:])} are not images"
+            raise BadArgument(self.name, what, "use a data set of images, and a model that takes them as images")
+        mean, deviation = (torch.tensor(part, dtype=images.dtype, device=images.device) for part in self.scale)
+        return mean.view(-1, 1, 1), deviation.view(-1, 1, 1)
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{purpose}={len(part.targets)}" for purpose, part in self._parts().items())
+        task = f"{len(self.classes)} classes" if self.classes else f"{self.outputs} regression targets"
+        shapes = {path: tuple(tensor.shape[1:]) for path, tensor in name_tensors(self.train.inputs).items()}
+        inputs = ", ".join(f"{'input' if path == 'inputs' else path} {shape}" for path, shape in shapes.items())
+        return f"Data({self.name!r}, {parts}, {inputs}, {task})"
+
+
+def _check_part(where: str, part: Part, classes: tuple[str, ...]) -> None:
+    """Refuse a part whose tensors do not belong together."""
+    check_form(where, part)
+    inputs, targets = part
+    for path, tensor in name_tensors(inputs).items():
+        real = tensor.dtype == torch.float32 or not (tensor.is_floating_point() or tensor.is_complex())
+        if not real or tensor.dim() < (2 if tensor is inputs else 1):
+            what = f"{path} are {tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise BadArgument(where, what, "use float32 or integers of shape (records, ...)")
+    dtype, least = (torch.int64, 1) if classes else (torch.float32, 2)
+    if targets.dtype != dtype or targets.dim() < least:
+        form = "(records,), or (records, ...) for a class at each position" if classes else "(records, outputs)"
+        what = f"targets are {targets.dtype} of shape {tuple(targets.shape)}"
+        raise BadArgument(where, what, f"use {dtype} targets of shape {form}")
+    if classes and not 0 <= int(targets.min()) <= int(targets.max()) < len(classes):
+        what = f"a target is {int(targets.min())} or {int(targets.max())}, there are {len(classes)} classes"
+        raise BadArgument(where, what, f"use targets from 0 to {len(classes) - 1}")
+
+
+def part_from_arrays(inputs: NDArray[np.generic], targets: NDArray[np.generic]) -> Part:
+    """Return a part from arrays: int64 targets if they are integers, else float32."""
+    kind = np.int64 if targets.dtype.kind in "iu" else np.float32
+    return Part(
+        torch.from_numpy(np.ascontiguousarray(inputs, dtype=np.float32)),
+        torch.from_numpy(np.ascontiguousarray(targets, dtype=kind)),
+    )
+
+
+def from_records(name: str, train: Given, test: Given, *, classes: Sequence[str] = ()) -> Data:
+    """Read a user's training and test records into memory.
+
+    `Federation` takes Datasets as clients too and reads them batch by batch: use that where they do not fit.
+
+    Args:
+        name: of the result.
+        train: (inputs, targets), each a tensor, a NumPy array or a pandas DataFrame or Series, targets also a list of
+            numbers; or a Dataset of (input, target) or (input, input, ..., target), or a DataLoader, whose collate_fn
+            makes one batch of all records. Inputs may be a tuple or dict: the arguments or keyword arguments of a
+            model's forward. The columns of a DataFrame of inputs are features and become float32, integers too; for
+            token ids give ``frame.to_numpy()``.
+        test: of the same form.
+        classes: names of the classes; by default "0", "1", ... if targets are integers, and () (a regression) if they
+            are not.
+
+    Returns:
+        The data set. Integers (token ids) stay integers, as int64; bytes (pixels) and other numbers become float32,
+        not scaled. Targets may have a class at each pixel or token.
+
+    Raises:
+        BadArgument: records have no such form, or differ from one another; says which.
+
+    Example:
+        >>> train = np.zeros((3, 2)), np.array([0, 1, 1])
+        >>> test = torch.utils.data.TensorDataset(torch.zeros(2, 2), torch.tensor([0, 1]))
+        >>> from_records("mine", train, test)
+        Data('mine', train=3, test=2, input (2,), 2 classes)
+    """
+    first, second = _read_part(f"{name}.train", train), _read_part(f"{name}.test", test)
+    check_alike(f"{name}.test", describe_forms(second), f"{name}.train", describe_forms(first))
+    if first.targets.is_floating_point():
+        if classes:
+            raise BadArgument(f"{name}.train", "classes are named, but targets are not integers", "leave out classes=")
+        return Data(name, first, second, notes=_note_classes(first.targets))
+    count = 1 + max(0, *(int(part.targets.max()) for part in (first, second)))
+    return Data(name, first, second, classes=tuple(classes or map(str, range(count))))
+
+
+def _read_part(where: str, given: Given) -> Part:
+    """Read records in any form as a part."""
+    source = as_source(where, given)
+    if not len(source):
+        raise BadArgument(where, "there are no records", "give at least one record")
+    batch = source.take_all() if isinstance(source, Stream) else (source.inputs, source.targets)
+    check_form(where, batch)
+    check_finite(where, batch, range(len(source)))
+    check_range(where, batch, range(len(source)), torch.float32)
+    inputs, targets = map_tensors(_as_feature, batch[0]), batch[1].detach()
+    if isinstance(inputs, Tensor) and inputs.dim() == 1:
+        inputs = inputs[:, None]
+    if targets.is_floating_point():
+        return Part(inputs, targets.float() if targets.dim() > 1 else targets.float()[:, None])
+    return Part(inputs, targets.long().reshape(len(targets)) if targets[0].numel() == 1 else targets.long())
+
+
+def _as_feature(inputs: Tensor) -> Tensor:
+    """Return bytes and floating-point numbers as float32, other integers as int64, bool as it is."""
+    if inputs.dtype == torch.bool or inputs.is_complex():
+        return inputs
+    features = inputs.is_floating_point() or inputs.dtype == torch.uint8
+    return inputs.detach().to(torch.float32 if features else torch.int64)
+
+
+def _note_classes(targets: Tensor) -> tuple[str, ...]:
+    """Return a note if floating-point targets look like classes."""
+    if targets[0].numel() > 1:
+        return ()
+    values = np.unique(targets.cpu().numpy())
+    if len(values) > FEW or (values != np.rint(values)).any():
+        return ()
+    found = f"targets are floating-point numbers with {len(values)} different integer values"
+    return (f"{found}: taken as a regression; give them as int64 if they are classes",)

@@ -1,0 +1,158 @@
+"""NumPy arrays, pandas frames and lists of numbers as tensors."""
+
+import datetime
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedveil.errors import BadArgument
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+Array = NDArray[np.generic]
+FORMS = "a tensor, a NumPy array, a pandas DataFrame or Series, or numbers"
+NO_GAPS = "leave these records out, or fill in a number such as the column's mean"
+CODES = "use numbers instead: pandas.get_dummies for inputs, pandas.factorize for classes"
+_WIDER = {"f2": "f4", "f16": "f8", "u2": "i4", "u4": "i8", "u8": "i8"}  # types that torch lacks or supports in part
+_NUMBERS = bool | int | float | np.number | np.bool_
+
+
+class _NotNumericError(Exception):
+    """Why a value does not hold numbers, and a fix."""
+
+
+def as_tensor(where: str, kind: str, value: object) -> Tensor:
+    """Convert numbers in any usual form to a tensor.
+
+    Args:
+        where: the object that messages name first, such as "client 0".
+        kind: the role of the value there, such as "inputs" or "targets".
+        value: a tensor, a NumPy array or scalar, a pandas DataFrame (a column per feature) or Series, a number, or a
+            list of numbers, nested or not.
+
+    Returns:
+        A tensor is returned as it is. Integers stay integers, and True and False stay bool. float16 becomes float32,
+        unsigned integers wider than a byte become signed ones that hold them, Python's floats get torch's default
+        dtype. A DataFrame gets the dtype that holds all its columns. Memory is shared with an array that torch can use
+        as it is; one that is read-only, reversed or otherwise strided is copied. A file larger than memory is therefore
+        opened with ``numpy.load(file, mmap_mode="c")``, not with "r".
+
+    Raises:
+        BadArgument: it is something else, holds text, dates or objects, or a frame has missing values; says where.
+
+    Example:
+        >>> as_tensor("client 0", "inputs", np.arange(3)[::-1])
+        tensor([2, 1, 0])
+    """
+    if isinstance(value, Tensor):
+        return value
+    try:
+        tensor = _from_array(_read_array(value))
+    except _NotNumericError as error:
+        why, fix = error.args
+        raise BadArgument(where, f"{kind} cannot become a tensor: {why}", fix) from error.__cause__
+    plain = isinstance(value, int | float | list | tuple) and not isinstance(value, np.generic)
+    return tensor.to(torch.get_default_dtype()) if plain and tensor.is_floating_point() else tensor
+
+
+def is_frame(value: object) -> TypeGuard["DataFrame"]:
+    """Return whether a value is a pandas DataFrame, without importing pandas."""
+    return "pandas" in sys.modules and isinstance(value, sys.modules["pandas"].DataFrame)
+
+
+def is_series(value: object) -> TypeGuard["Series"]:
+    """Return whether a value is a pandas Series, without importing pandas."""
+    return "pandas" in sys.modules and isinstance(value, sys.modules["pandas"].Series)
+
+
+def _read_array(value: object) -> Array:
+    """Return numbers in any form as an array."""
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asanyarray(value)
+    if is_frame(value):
+        columns = [_read_column(f"column {name!r}", column) for name, column in value.items()]
+        if not columns:
+            raise _NotNumericError("the DataFrame has no columns", "use a DataFrame with a column per feature")
+        return np.stack(columns, 1)
+    if is_series(value):
+        return _read_column("it", value)
+    if isinstance(value, bool | int | float | list | tuple):
+        return _read_numbers(value)
+    fix = f"use {FORMS}" + (" (its .to_numpy())" if hasattr(value, "to_numpy") else "")
+    if hasattr(value, "toarray"):
+        fix = "convert it to a dense array: .toarray()"
+    if type(value).__module__.startswith("PIL."):
+        fix = "give the dataset a transform that returns tensors, such as torchvision.transforms.ToTensor()"
+    raise _NotNumericError(f"it is {_name_type(value)}", fix)
+
+
+def _name_type(value: object) -> str:
+    kind = type(value)
+    home = kind.__module__.partition(".")[0]
+    return "None" if value is None else kind.__name__ if home == "builtins" else f"{home}.{kind.__name__}"
+
+
+def _read_numbers(value: object) -> Array:
+    """Return Python's numbers, in lists or not, as an array."""
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        raise _NotNumericError(f"it is a {type(value).__name__} of tensors", "stack them: torch.stack")
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise _NotNumericError("its rows differ in length or shape", "use rows of one shape") from None
+    return np.asarray(value, dtype=object) if array.dtype.kind in "SU" else array  # one word makes all others words
+
+
+def _read_column(name: str, series: "Series") -> Array:
+    """Return the values of a column, which must be numbers."""
+    missing = np.flatnonzero(series.isna().to_numpy())
+    if len(missing):
+        row, label = int(missing[0]), series.index[missing[0]]
+        first = f"row {row}" + ("" if label == row else f" (index {label})")
+        why = f"{name} has {len(missing)} missing value{'s' * (len(missing) > 1)}, the first in {first}"
+        raise _NotNumericError(why, NO_GAPS)
+    array: Array = series.to_numpy(dtype=getattr(series.dtype, "numpy_dtype", None))  # of nullable types such as Int64
+    _check_numeric(name, array)
+    return array
+
+
+def _check_numeric(name: str, array: Array) -> None:
+    """Refuse text, dates and objects; name the first value that is not a number."""
+    if array.dtype.kind in "biufc":
+        return
+    for index, item in np.ndenumerate(array):
+        large = isinstance(item, int) and abs(item) >= 2**63
+        if large or not isinstance(item, _NUMBERS):
+            plain = item.item() if isinstance(item, np.str_ | np.bytes_) else item
+            shown = f"{plain!r:.40}" if isinstance(plain, str | bytes | int) else _name_type(item)
+            fix = NO_GAPS if item is None else CODES
+            if isinstance(item, datetime.date | np.datetime64 | np.timedelta64):
+                shown, fix = f"the date {item}", "use numbers instead, such as days since a date"
+            at = f", at {list(index)}" if index else ""
+            raise _NotNumericError(f"{name} holds {shown}{at}" + ", too large for int64" * large, fix)
+    raise _NotNumericError(f"{name} has type {array.dtype}", "convert it: .astype(float)")
+
+
+def _from_array(array: Array) -> Tensor:
+    """Return an array as a tensor that shares its memory where that is safe."""
+    if isinstance(array, np.ma.MaskedArray):
+        masked = np.argwhere(np.ma.getmaskarray(array)).tolist()
+        if masked:
+            why = f"{len(masked)} of its values are masked, the first at {masked[0]}"
+            raise _NotNumericError(why, "call .filled(value), or leave these records out")
+        array = np.asarray(array)
+    _check_numeric("it", array)
+    dtype = array.dtype.newbyteorder("=")
+    if dtype == np.uint64 and array.size and (largest := array.max()) > np.iinfo(np.int64).max:
+        raise _NotNumericError(f"{largest} is too large for torch's int64", "use smaller integers")
+    dtype = np.dtype(_WIDER.get(dtype.str[1:], dtype))
+    array = array.astype(dtype, order="C", copy=not (array.flags.writeable and array.flags.c_contiguous))
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise _NotNumericError(f"torch has no {array.dtype}", "use an array of float32, say") from error

@@ -1,0 +1,137 @@
+"""Shards: the clients' records, and the batch that each client takes in each round."""
+
+import hashlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fedveil.records.checks import check_finite
+from fedveil.records.inputs import Batch, Inputs, join_batches, map_tensors
+from fedveil.records.sources import Source
+
+Prepare = Callable[[str, Batch, Sequence[int]], Batch]
+"""Makes a batch of a client's records with these indices fit a model and its loss."""
+
+
+def generator(*parts: object) -> torch.Generator:
+    """Return a random generator that depends on its parts alone, so that a run can be resumed."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
+
+
+def count_batches(size: int, batch_size: int, least: int = 2) -> int:
+    """Count the batches of a client; a last one of fewer than `least` records joins the one before."""
+    full, rest = divmod(size, batch_size)
+    return max(1, full + (rest >= least))
+
+
+@dataclass(frozen=True, eq=False)
+class Shards(ABC):
+    """All clients' records, one client after the other, and the rows that each client takes in each round.
+
+    The order of a client's records in an epoch depends on seed, client and epoch alone. `names` are the clients'
+    indices in the federation, where only some of them are here.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    batch_size: int
+    seed: int
+    names: tuple[int, ...]
+    least: int = field(default=2, kw_only=True)  # records in a batch: statistics need two
+
+    @abstractmethod
+    def take(self, rows: Tensor) -> Batch:
+        """Return the records of these rows."""
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        """Rounds until the largest client has seen each of its records."""
+        return self.batches(max(self.sizes))
+
+    def batches(self, size: int) -> int:
+        """Count the batches of a client with this many records."""
+        return count_batches(size, self.batch_size, self.least)
+
+    def choose_clients(self, number: int, participation: float) -> list[int]:
+        """Return the clients that take part in a round."""
+        clients = len(self.sizes)
+        count = max(1, round(participation * clients))
+        if count == clients:
+            return list(range(clients))
+        return sorted(torch.randperm(clients, generator=generator("clients", self.seed, number))[:count].tolist())
+
+    def rows(self, client: int, number: int) -> Tensor:
+        """Return the rows of a client's batch in a round; every epoch has a new order."""
+        per_epoch = self.batches(self.sizes[client])
+        epoch, batch = divmod(number, per_epoch)
+        name = self.names[client] if self.names else client
+        order = _order(self.seed, name, epoch, self.sizes[client], self.starts[client])
+        stop = (batch + 1) * self.batch_size if batch < per_epoch - 1 else len(order)
+        return order[batch * self.batch_size : stop]
+
+    def shard(self, client: int) -> list[Tensor]:
+        """Return the rows of all records of a client, in batches."""
+        start, stop = self.starts[client], self.starts[client] + self.sizes[client]
+        begins = [start + batch * self.batch_size for batch in range(self.batches(stop - start))]
+        return [torch.arange(a, b) for a, b in itertools.pairwise([*begins, stop])]
+
+    def records(self, client: int) -> Batch:
+        """Return all records of a client."""
+        return self.take(torch.arange(self.starts[client], self.starts[client] + self.sizes[client]))
+
+    @property
+    def example(self) -> Inputs:
+        """The inputs of two records, or of the only one."""
+        return self.take(torch.arange(min(2, sum(self.sizes))))[0]
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryShards(Shards):
+    """Shards in memory."""
+
+    inputs: Inputs
+    targets: Tensor
+
+    def take(self, rows: Tensor) -> Batch:
+        """Return the records of these rows."""
+        inputs, targets = self.inputs, self.targets
+        rows = rows if targets.device.type == "cpu" else rows.to(targets.device)
+        if isinstance(inputs, Tensor):  # the fast path of every round
+            return inputs.index_select(0, rows), targets.index_select(0, rows)
+        return map_tensors(lambda tensor: tensor.index_select(0, rows), inputs), targets.index_select(0, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamShards(Shards):
+    """Shards that are read when a round needs them."""
+
+    clients: tuple[Source, ...]
+    prepare: Prepare
+
+    def take(self, rows: Tensor) -> Batch:
+        """Read and check the records of these rows."""
+        owners, parts = torch.bucketize(rows, torch.tensor(self.starts[1:], dtype=torch.int64), right=True), []
+        for client in sorted(set(owners.tolist())):  # rows of a client follow one another
+            numbers, source = (rows[owners == client] - self.starts[client]).tolist(), self.clients[client]
+            batch = source.take(numbers)
+            check_finite(source.who, batch, numbers)
+            parts.append(self.prepare(source.who, batch, numbers))
+        return join_batches(parts)
+
+
+def _draw_order(seed: int, client: int, epoch: int, size: int, start: int) -> Tensor:
+    return torch.randperm(size, generator=generator("order", seed, client, epoch)) + start
+
+
+_orders, _long_orders = lru_cache(maxsize=256)(_draw_order), lru_cache(maxsize=16)(_draw_order)
+
+
+def _order(seed: int, client: int, epoch: int, size: int, start: int) -> Tensor:
+    """Return the order of a client's records in an epoch; it takes 8 bytes per record, so few long ones are cached."""
+    return (_orders if size <= 2**17 else _long_orders)(seed, client, epoch, size, start)

@@ -1,0 +1,214 @@
+"""Sources of records: arrays and frames in memory, or a Dataset that is read batch by batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeGuard, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data.dataloader import default_collate
+
+from fedveil.errors import BadArgument
+from fedveil.records.arrays import as_tensor, is_frame, is_series
+from fedveil.records.inputs import Batch, Inputs, check_alike, describe, map_tensors, name_leaves
+
+Given: TypeAlias = tuple[object, object] | Dataset[object] | DataLoader[object]
+"""Records of a client or for testing, in any form that users may have."""
+FORMS = "(inputs, targets) of tensors, NumPy arrays or pandas frames, a Dataset of (input, target), or a DataLoader"
+ITEMS = "(input, target) or (input, input, ..., target)"
+
+
+class IndexedDataset(Protocol):
+    """A Dataset with a length and records by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> object: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Records in memory."""
+
+    who: str  # the owner's name in messages, such as "client 0"
+    inputs: Inputs
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        """Return these records as one batch."""
+        chosen = torch.tensor(rows, dtype=torch.int64, device=self.targets.device)
+        return map_tensors(lambda tensor: tensor[chosen.to(tensor.device)], self.inputs), self.targets[chosen]
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Records of a Dataset, read on demand: they need not fit into memory."""
+
+    who: str
+    dataset: IndexedDataset
+    collate: Callable[[list[Any]], Any] = default_collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        """Read these records as one batch."""
+        return self._collate(rows, self._read_items(rows))
+
+    def take_all(self) -> Batch:
+        """Read all records as one batch; refuse one that differs from the first in structure, shape or dtype."""
+        rows = range(len(self))
+        items = self._read_items(rows)
+        if self.collate is default_collate:
+            self._check_alike(rows, items)
+        return self._collate(rows, items)
+
+    def _read_items(self, rows: Sequence[int]) -> list[object]:
+        read_many = getattr(self.dataset, "__getitems__", None)
+        items: list[object] = read_many(list(rows)) if read_many else [self.dataset[row] for row in rows]
+        for row, item in zip(rows, items, strict=True) if self.collate is default_collate else ():
+            if not _is_pair(item):
+                what = f"it is a {type(item).__name__}, not (input, target)"
+                raise BadArgument(f"{self.who}, record {row}", what, f"use a Dataset of {ITEMS}")
+        return items
+
+    def _collate(self, rows: Sequence[int], items: list[object]) -> Batch:
+        try:
+            *inputs, targets = self.collate(items)
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            if self.collate is default_collate:
+                self._check_alike(rows, items)
+            first = ", ".join(map(str, rows[:3])) + (", ..." if len(rows) > 3 else "")
+            why = str(error).splitlines()[0].rstrip(".")
+            what = f"records {first} do not make a batch of inputs and targets: {why}"
+            fix = "use records of one shape, or a DataLoader whose collate_fn returns (inputs, targets)"
+            raise BadArgument(self.who, what, fix) from error
+        if not inputs or not isinstance(targets, Tensor):
+            fix = "use a collate_fn that returns (inputs, targets)"
+            raise BadArgument(self.who, "a batch does not end with a tensor of targets", fix)
+        return _join_arguments(inputs), targets
+
+    def _check_alike(self, rows: Sequence[int], items: list[object]) -> None:
+        """Refuse a record that differs from the first one."""
+        first: dict[str, str] = {}
+        for row, item in zip(rows, items, strict=True):
+            where = f"{self.who}, record {row}"
+            *inputs, target = cast(Sequence[object], item)
+            leaves = {**name_leaves(_join_arguments(inputs)), "target": target}
+            forms = {path: describe(as_tensor(where, path, leaf)) for path, leaf in leaves.items()}
+            first = first or forms
+            check_alike(where, forms, f"record {rows[0]}", first)
+
+
+Source = Rows | Stream
+
+
+def _is_pair(item: object) -> bool:
+    return isinstance(item, tuple | list) and len(item) > 1
+
+
+def _join_arguments(inputs: Sequence[object]) -> Inputs:
+    """Return one input as it is, several as a tuple of forward's arguments."""
+    return cast(Inputs, inputs[0] if len(inputs) == 1 else tuple(inputs))
+
+
+def _has_index(given: object) -> TypeGuard[IndexedDataset]:
+    return hasattr(given, "__len__") and hasattr(given, "__getitem__") and not isinstance(given, IterableDataset)
+
+
+def _is_array(given: object) -> bool:
+    return isinstance(given, Tensor | np.ndarray | np.generic) or is_frame(given) or is_series(given)
+
+
+def list_clients(given: object) -> list[Given]:
+    """Return the clients one by one; refuse the records of one client, whose batches or columns would become clients.
+
+    Args:
+        given: the sequence of clients that a user passes.
+    """
+    if isinstance(given, DataLoader | Dataset | Mapping | str) or _is_array(given):
+        what = f"clients is a {type(given).__name__}, not a list of clients"
+        one = f"use a list, [client] for one client; each is {FORMS}"
+        raise BadArgument("Federation", what, "use list(clients.values())" if isinstance(given, Mapping) else one)
+    return list(cast(Sequence[Given], given))
+
+
+def as_source(who: str, given: object) -> Source:
+    """Return a user's records as a source.
+
+    Args:
+        who: their owner's name in messages, such as "client 0" or "test data".
+        given: see `Given`. Arrays, frames and TensorDatasets stay in memory; other Datasets are read on demand. The
+            order of batches is not that of a DataLoader, so that a resumed run continues with the next batch.
+
+    Raises:
+        BadArgument: it has no such form.
+    """
+    dataset, collate = given, default_collate
+    if isinstance(given, DataLoader):
+        _check_loader(who, given)
+        dataset, collate = given.dataset, given.collate_fn
+    if isinstance(dataset, TensorDataset) and collate is default_collate:
+        if len(dataset.tensors) < 2:
+            raise BadArgument(who, "a TensorDataset of one tensor has no targets", "use TensorDataset(inputs, targets)")
+        return _store(who, _join_arguments(dataset.tensors[:-1]), dataset.tensors[-1])
+    if isinstance(given, tuple | list) and len(given) == 2:
+        return _store(who, *given)
+    if isinstance(given, tuple | list | Mapping | str) or _is_array(given):
+        length = f" of {len(given)}" if isinstance(given, tuple | list) else ""
+        what = f"it is a {type(given).__name__}{length}, not records with their targets"
+        raise BadArgument(who, what, f"use {FORMS}")
+    if not _has_index(dataset):
+        raise BadArgument(who, f"{type(dataset).__name__} has no length or no records by index", f"use {FORMS}")
+    return Stream(who, dataset, collate)
+
+
+def _store(who: str, inputs: object, targets: object) -> Rows:
+    """Return a pair in memory as tensors; other leaves of the inputs are left to `check_form`."""
+
+    def convert(path: pytree.KeyPath, leaf: object) -> object:
+        if not _is_array(leaf):
+            return leaf
+        tensor = as_tensor(who, "inputs" + pytree.keystr(path), leaf)
+        return tensor.double() if is_frame(leaf) else tensor  # columns are features, also those of integers
+
+    parts = targets if isinstance(targets, tuple | list) else ()
+    if any(isinstance(part, Tensor | np.ndarray) and part.ndim for part in parts):
+        what = f"its targets are a {type(targets).__name__} of tensors; these look like the records of several clients"
+        raise BadArgument(who, what, "give one (inputs, targets): torch.cat of all inputs, and of all targets")
+    found = as_tensor(who, "targets", targets)
+    if is_frame(targets):  # one column of classes, or several of numbers
+        found = found[:, 0] if found.shape[1] == 1 and not found.is_floating_point() else found.double()
+    if not found.dim():
+        raise BadArgument(who, "targets are one number, not one per record", "give a target per record")
+    return Rows(who, cast(Inputs, pytree.tree_map_with_path(convert, inputs)), found)
+
+
+def _check_loader(who: str, loader: DataLoader[object]) -> None:
+    """Refuse a DataLoader that does not give every record of a Dataset once."""
+    sampler, dataset = loader.sampler, loader.dataset
+    if not _has_index(dataset):
+        what = f"{type(dataset).__name__} has no length or no records by index"
+        raise BadArgument(who, what, "use a Dataset with __len__ and __getitem__")
+    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)
+    if loader.batch_size is None or not (shuffles or type(sampler) is SequentialSampler):
+        kind = type(sampler if loader.batch_size else loader.batch_sampler or sampler).__name__
+        what = f"the DataLoader chooses its records by a {kind}, which would be ignored"
+        raise BadArgument(who, what, "use a DataLoader over torch.utils.data.Subset(dataset, indices)")
+
+
+def choose_batch_size(clients: Sequence[object], given: int | None, default: int) -> int:
+    """Return the batch size that was given, else that of the clients' DataLoaders if they agree, else the default."""
+    sizes = {client.batch_size for client in clients if isinstance(client, DataLoader)}
+    if given is not None or not sizes:
+        return default if given is None else given
+    if len(sizes) > 1 or None in sizes:
+        what = f"the clients' DataLoaders have batches of {', '.join(map(str, sorted(sizes, key=str)))}"
+        raise BadArgument("Federation", what, "set batch_size=32, for all of them")
+    return cast(int, sizes.pop())

@@ -1,0 +1,248 @@
+"""Data sets in memory, and users' records as such: several tensors, integers, targets at each position."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from tests.data.making import refused
+from tests.small import Records
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from fedveil.data import Data, Part, from_records, keep_labels, split
+
+IDS = torch.arange(12).reshape(4, 3)
+MASK = torch.tensor([[True, False]] * 4)
+LABELS = torch.tensor([0, 1, 1, 0])
+PAIRS = TensorDataset(IDS.float(), LABELS)
+
+
+def read(given, **options):
+    """Data of the same records for training and testing."""
+    return from_records("mine", given, given, **options)
+
+
+def test_integers_stay_integers_and_other_numbers_become_single_precision():
+    rows = [({"ids": IDS[k].int(), "mask": MASK[k], "age": 40.5 + k}, int(LABELS[k])) for k in range(4)]
+    inputs, targets = read(Records(items=rows)).train
+    assert torch.equal(inputs["ids"], IDS)
+    assert (inputs["ids"].dtype, inputs["mask"].dtype, inputs["age"].dtype) == (torch.int64, torch.bool, torch.float32)
+    assert inputs["age"].tolist() == [40.5, 41.5, 42.5, 43.5]
+    assert torch.equal(targets, LABELS)
+    dtypes = {torch.int32: torch.int64, torch.uint8: torch.float32, torch.float64: torch.float32}
+    for given, wanted in dtypes.items():
+        assert read(Records(IDS.to(given), LABELS)).train.tensor.dtype == wanted
+
+
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: DataLoader(rows, 2)])
+def test_inputs_are_the_arguments_of_forward(wrap):
+    numbers = np.arange(8.0).reshape(4, 2)
+    nested = Records(items=[((ids, row), 0.5) for ids, row in zip(IDS, numbers, strict=True)])
+    for given in (nested, Records(IDS, numbers, [0.5] * 4)):
+        inputs, targets = read(wrap(given)).train
+        assert (inputs[0].tolist(), inputs[1].tolist(), targets.shape) == (IDS.tolist(), numbers.tolist(), (4, 1))
+    in_memory = read(TensorDataset(IDS, torch.from_numpy(numbers), torch.full((4,), 0.5))).train
+    assert isinstance(in_memory.inputs, tuple)
+
+
+def test_keys_in_another_order_are_the_same_record():
+    inputs, _ = read(Records(items=[({"ids": IDS[0], "age": 1.0}, 0), ({"age": 2.0, "ids": IDS[1]}, 1)])).train
+    assert torch.equal(inputs["ids"], IDS[:2])
+
+
+def test_targets_may_have_a_class_at_each_position():
+    targets = torch.stack([torch.tensor([[0, 1, 2], [2, 1, k]]) for k in range(4)])
+    data = read(Records(torch.zeros(4, 1, 2, 3), targets))
+    assert (data.train.targets.shape, data.classes, data.outputs) == ((4, 2, 3), ("0", "1", "2", "3"), 4)
+
+
+def test_tensors_in_memory_are_taken_as_they_are():
+    data = read(((IDS, torch.ones(4, 3, dtype=torch.float64)), LABELS), classes=["no", "yes"])
+    assert repr(data) == "Data('mine', train=4, test=4, inputs[0] (3,), inputs[1] (3,), 2 classes)"
+    assert data.train.inputs[1].dtype == torch.float32
+    numbers = read((IDS, torch.ones(4)))
+    assert (numbers.train.targets.shape, numbers.outputs, numbers.classes) == ((4, 1), 1, ())
+    assert read(PAIRS, classes=["a", "b", "c", "d"]).outputs == 4
+
+
+def test_records_stay_together_when_some_are_taken():
+    part = Part({"ids": IDS, "more": (IDS.float(),)}, LABELS)
+    for rows in (torch.tensor([2, 0]), np.array([2, 0]), [2, 0]):
+        taken = part.take(rows)
+        assert taken.inputs["ids"].tolist() == taken.inputs["more"][0].tolist() == [[6, 7, 8], [0, 1, 2]]
+        assert taken.targets.tolist() == [1, 0]
+    data = read(({"ids": IDS, "age": IDS[:, 0].float()}, LABELS))
+    kept = keep_labels(data, [1])
+    assert (kept.train.inputs["ids"].tolist(), kept.train.inputs["age"].tolist()) == ([[3, 4, 5], [6, 7, 8]], [3, 6])
+    assert sorted(torch.cat(split(data, 2)).tolist()) == [0, 1, 2, 3]
+
+
+def test_classes_at_each_position_divide_no_records():
+    data = read((IDS.float(), IDS % 2))
+    with refused("a Dirichlet split needs one class per record, and 'mine' has one at each position"):
+        split(data, 2, how="dirichlet")
+    with refused("records of 'mine' have a class at each position"):
+        keep_labels(data, [1])
+
+
+def test_a_single_tensor_is_required_by_name():
+    assert torch.equal(Part(IDS, LABELS).tensor, IDS)
+    with refused("records are a dict of tensors, and this takes records of one tensor only"):
+        _ = Part({"ids": IDS}, LABELS).tensor
+
+
+ZERO = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("items", "texts"),
+    [
+        ([({"ids": IDS[0]}, 0), ({"words": IDS[0]}, 0)], [", record 1: inputs['ids'] is missing, that of record 0"]),
+        ([((IDS[0],), 0), ((IDS[0], IDS[1]), 0)], [", record 1: inputs[1] is integer", "record 0 is missing"]),
+        ([((IDS[0],), 0), (IDS[0], 0)], [", record 1: inputs[0] is missing"]),
+        ([((IDS[0], IDS[0]), 0), ((IDS[0], IDS[0, :2]), 0)], [", record 1: inputs[1] is integer of shape (2,)"]),
+        ([(ZERO, 0), (torch.zeros(3), 0)], [", record 1: inputs is float of shape (3,), that of record 0 is", "(2,)"]),
+        ([(ZERO, 0), (ZERO, 0.5)], [", record 1: target is float of shape ()"]),
+        ([((IDS[0], torch.tensor([torch.nan])), 0)], [", record 0: inputs[1] hold NaN"]),
+        ([({"ids": "text"}, 0)], [", record 0: inputs['ids'] cannot become a tensor: it is str"]),
+        ([(Image.new("L", (2, 2)), 1)], [", record 0: inputs cannot", "it is PIL.Image", "transforms.ToTensor()"]),
+        ([(np.array(["a"]), 1)], [", record 0: inputs cannot become a tensor"]),
+        ([({}, 0)], [": inputs, a dict, hold no tensor"]),
+        ([], [": there are no records"]),
+        ([3], [", record 0: it is a int, not (input, target)"]),
+        ([(ZERO, -1)], [": a target is -1"]),
+    ],
+)
+def test_records_of_other_forms_are_named(items, texts):
+    with refused("mine.train" + texts[0], *texts[1:]):
+        read(Records(items=items))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(PAIRS)
+
+
+FRAME = pd.DataFrame({"age": [3, 4, 5, 6], "member": [True, False, True, False]}, index=[7, 5, 3, 1])
+HUGE = torch.full((4, 2), 1e300, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        (({"ids": IDS, "mask": MASK[:3]}, LABELS), [": there are 3 records in inputs['mask'] and 4 targets"]),
+        (({"ids": IDS, "age": torch.full((4, 1), torch.inf)}, LABELS), [", record 0: inputs['age'] hold NaN"]),
+        (({"x": np.array([[1.0], [2], [np.nan], [4]])}, LABELS), [", record 2: inputs['x'] hold NaN"]),
+        ((HUGE, LABELS), [", record 0: inputs hold a number that is infinite in torch.float32"]),
+        ((IDS, HUGE), [", record 0: targets hold a number that is infinite in torch.float32"]),
+        ((IDS.to_sparse(), LABELS), [": inputs are a sparse, nested or meta tensor"]),
+        ((IDS, LABELS.to_sparse()), [": targets are a sparse, nested or meta tensor"]),
+        ((IDS.to("meta"), LABELS), [": inputs are a sparse, nested or meta tensor"]),
+        (({}, LABELS), [": inputs, a dict, hold no tensor"]),
+        (([[1, 2], [3, 4]], LABELS), [": inputs, a list, hold no tensor", "torch.tensor(inputs)"]),
+        ((IDS, [0, 1]), [": there are 4 records in inputs and 2 targets"]),
+        ((IDS, 3), [": targets are one number"]),
+        ((IDS, LABELS, LABELS), [": it is a tuple of 3, not records with their targets"]),
+        (({"t": pd.DataFrame({"a": [1, None, 3, 4]})}, LABELS), [": inputs['t'] cannot", "column 'a' has 1 missing"]),
+        (Stream(), [": Stream has no length"]),
+        (DataLoader(Stream()), [": Stream has no length"]),
+        *[(odd, [": it is a ", "not records with their targets"]) for odd in (IDS, FRAME, {"x": IDS}, "file.csv")],
+    ],
+)
+def test_records_that_cannot_be_read_are_refused(given, texts):
+    with refused("mine.train" + texts[0], *texts[1:]):
+        from_records("mine", given, PAIRS)
+
+
+def test_both_parts_have_one_form_and_classes_are_integers():
+    with refused("mine.test: inputs is float of shape (3,), that of mine.train is integer of shape (3,)"):
+        from_records("mine", (IDS, LABELS), PAIRS)
+    with refused("mine.train: classes are named, but targets are not integers"):
+        read((IDS, torch.rand(4)), classes=["a"])
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        FRAME,
+        FRAME.astype({"age": "Int64", "member": "boolean"}),
+        FRAME.to_numpy(dtype=np.float16),
+        FRAME.to_numpy(dtype=">f8")[::-1][::-1],
+    ],
+)
+@pytest.mark.parametrize("targets", [LABELS.numpy(), pd.Series(LABELS.tolist(), index=FRAME.index), [0, 1, 1, 0]])
+def test_arrays_and_frames_are_tables_of_numbers(inputs, targets):
+    found = read((inputs, targets))
+    assert found.train.tensor.dtype == torch.float32
+    assert found.train.tensor.tolist() == [[3, 1], [4, 0], [5, 1], [6, 0]]
+    assert (found.train.targets.tolist(), found.classes) == ([0, 1, 1, 0], ("0", "1"))
+
+
+def test_columns_of_frames_are_features_and_targets_are_one_class_or_several_numbers():
+    assert read((IDS.numpy(), LABELS)).train.tensor.dtype == torch.int64
+    assert read((pd.DataFrame(IDS.numpy()), LABELS)).train.tensor.dtype == torch.float32
+    assert read((FRAME["age"], LABELS)).train.tensor.tolist() == [[3], [4], [5], [6]]
+    assert read((FRAME, pd.DataFrame({"y": [0, 1, 1, 0]}))).classes == ("0", "1")
+    several = read((FRAME, pd.DataFrame({"y": [0, 1, 1, 0], "z": [1, 2, 3, 4]})))
+    assert (several.classes, several.outputs, several.train.targets.dtype) == ((), 2, torch.float32)
+
+
+def test_floating_targets_that_look_like_classes_are_a_regression_with_a_note():
+    found = read((FRAME, LABELS.double().numpy()))
+    assert (found.classes, found.outputs) == ((), 1)
+    (note,) = found.notes
+    assert "2 different integer values: taken as a regression" in note
+    for targets in (LABELS, torch.tensor([0.5, 1, 2, 3]), torch.arange(8.0).reshape(4, 2)):
+        assert read((FRAME, targets)).notes == ()
+
+
+def test_the_users_array_is_neither_copied_nor_changed():
+    array = np.ones((4, 2), dtype=np.float32)
+    assert read((array, LABELS)).train.tensor.data_ptr() == array.ctypes.data
+    assert np.array_equal(array, np.ones((4, 2)))
+
+
+def pad(items):
+    return pad_sequence([item[0] for item in items], batch_first=True), torch.tensor([item[1] for item in items])
+
+
+@pytest.mark.parametrize("how", [{"batch_size": 3}, {"batch_size": 2, "shuffle": True, "drop_last": True}])
+def test_a_loader_gives_every_record_once_in_one_batch_of_its_collate_fn(how):
+    rows = Records(items=[(torch.arange(k + 1), k % 2) for k in range(4)])
+    found = read(DataLoader(rows, collate_fn=pad, **how)).train
+    assert found.tensor.tolist() == [[0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 2, 0], [0, 1, 2, 3]]
+    assert found.targets.tolist() == [0, 1, 0, 1]
+
+
+def test_the_parts_may_be_given_in_different_forms():
+    array, wanted = (IDS.numpy().astype(np.float64), LABELS.numpy()), read(PAIRS)
+    for train, test in ((array, PAIRS), (DataLoader(PAIRS), array), (Records(*PAIRS.tensors), [IDS.float(), LABELS])):
+        found = from_records("mine", train, test)
+        assert torch.equal(found.train.tensor, wanted.train.tensor)
+        assert torch.equal(found.test.tensor, wanted.test.tensor)
+
+
+INPUTS, TARGETS = torch.zeros(3, 2), torch.zeros(3, 1)
+
+
+@pytest.mark.parametrize(
+    ("part", "classes", "columns", "texts"),
+    [
+        (Part(INPUTS[:0], TARGETS[:0]), (), {}, ["x.train: there are 0 records in inputs"]),
+        (Part(INPUTS.to(torch.complex64), TARGETS), (), {}, ["x.train: inputs are torch.complex64"]),
+        (Part({"age": INPUTS.double()}, TARGETS), (), {}, ["x.train: inputs['age'] are torch.float64"]),
+        (Part(INPUTS, TARGETS[:2]), (), {}, ["x.train: there are 3 records in inputs and 2 targets"]),
+        (
+            Part(INPUTS, TARGETS),
+            ("a",),
+            {},
+            ["targets are torch.float32", "torch.int64 targets of shape (records,)"],
+        ),
+        (Part(INPUTS, torch.tensor([0, 1, 5])), ("a", "b"), {}, ["a target is 0 or 5, there are 2"]),
+        (Part(INPUTS, TARGETS), (), {"c": np.zeros(2)}, ["x.columns['c']: 2 values for 3"]),
+    ],
+)
+def test_tensors_that_do_not_belong_together_are_refused(part, classes, columns, texts):
+    with refused(*texts):
+        Data("x", part, part, classes=classes, columns=columns)

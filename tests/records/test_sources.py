@@ -1,0 +1,217 @@
+"""Records in every form that users have train the same model; other objects are refused."""
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from tests.oracle import built, worst
+from tests.small import Records
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
+
+from fedveil import Federation, errors
+from fedveil.models import mlp
+
+
+def pairs(classes=None, sizes=(20, 13)):
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in sizes]
+    if classes:
+        return [(x, torch.randint(0, classes, (len(x),), generator=generator)) for x in inputs]
+    return [(x, torch.randn(len(x), 4, generator=generator, dtype=torch.float64)) for x in inputs]
+
+
+def small_mlp():
+    return built(lambda: mlp(6, 4, hidden=8))
+
+
+def values(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def trained(clients, defence="plain", *, test=None, model=None, rounds=5, **options):
+    model = model or small_mlp()
+    federation = Federation(model, clients, defence, lambda p: torch.optim.SGD(p, 0.1), batch_size=8, **options)
+    return values(model), federation.fit(rounds=rounds, test=test).last
+
+
+def stack(items):
+    return torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
+
+
+def frame(tensor):
+    return pandas.Series(tensor.numpy()) if tensor.dim() == 1 else pandas.DataFrame(tensor.numpy())
+
+
+FORMS = {
+    "numpy": lambda x, y: (x.numpy(), y.numpy()),
+    "pandas": lambda x, y: (frame(x), frame(y)),
+    "list": lambda x, y: [x, y],
+    "classes as a list": lambda x, y: (x, y.tolist() if y.dim() == 1 else y),
+    "TensorDataset": TensorDataset,
+    "Dataset": Records,
+    "Subset": lambda x, y: Subset(Records(x, y), range(len(y))),
+    "DataLoader": lambda x, y: DataLoader(Records(x, y), batch_size=8, shuffle=True),
+    "DataLoader in memory": lambda x, y: DataLoader(TensorDataset(x, y), batch_size=8),
+    "own collate": lambda x, y: DataLoader(Records(x, y), 8, collate_fn=stack),
+}
+
+
+@pytest.mark.parametrize("classes", [None, 4], ids=["numbers", "classes"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_records_trains_the_model_that_tensors_train(form, classes):
+    data = pairs(classes)
+    expected, measured = trained(data, test=data[0])
+    found, same = trained([FORMS[form](*pair) for pair in data], test=FORMS[form](*data[0]))
+    assert worst(found, expected) < 1e-12
+    name = "accuracy" if classes else "mse"
+    assert same[name] == pytest.approx(measured[name], abs=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse": False}, {"whole_shard": True}, {"participation": 0.5}])
+def test_a_veiled_run_on_streams_is_the_plain_run_in_memory(options):
+    data = pairs(4)
+    expected, _ = trained(data, **options)
+    found, _ = trained([Records(*data[0]), data[1]], "veil", **options)
+    assert worst(found, expected) < 1e-9
+
+
+def test_a_client_larger_than_memory_is_read_batch_by_batch():
+    class Huge(Dataset):  # a million records of 8 MB each: 8 TB
+        read = 0
+
+        def __len__(self):
+            return 10**6
+
+        def __getitem__(self, row):
+            Huge.read += 1
+            return torch.full((1_000_000,), row / 1e6, dtype=torch.float64)[:6], row % 4
+
+    federation = Federation(small_mlp(), [Huge(), Huge()], "veil", batch_size=4)
+    before = Huge.read
+    federation.fit(rounds=3)
+    assert Huge.read - before == 3 * 2 * 4
+    assert before <= 10  # the form of the records, and the analysis of the model
+
+
+def test_a_resumed_run_on_a_stream_continues_with_the_next_batch(tmp_path):
+    def start():
+        clients = [Records(*pair) for pair in pairs(4)]
+        return Federation(small_mlp(), clients, "plain", lambda p: torch.optim.SGD(p, 0.1), batch_size=8)
+
+    straight, first, second = start(), start(), start()
+    straight.fit(rounds=6)
+    first.fit(rounds=4, folder=str(tmp_path))
+    second.resume(str(tmp_path))
+    second.fit(rounds=6)
+    expected = values(straight.model)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in values(second.model).items())
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other, self.head = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 4)
+
+    def forward(self, a, b):
+        return self.head(torch.relu(self.one(a) + self.other(b)))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x, y: ((x.numpy(), x.flip(1).numpy()), y.numpy()),
+        lambda x, y: TensorDataset(x, x.flip(1), y),
+        lambda x, y: DataLoader([(a, a.flip(0), t) for a, t in zip(x, y, strict=True)], batch_size=8),
+        lambda x, y: ({"a": x.numpy(), "b": pandas.DataFrame(x.flip(1).numpy())}, y),
+    ],
+    ids=["arrays", "TensorDataset", "DataLoader", "dict"],
+)
+def test_models_with_several_inputs_take_them_in_every_form(form):
+    data = pairs(4)
+    expected, _ = trained([((x, x.flip(1)), y) for x, y in data], model=built(Two))
+    found, _ = trained([form(*pair) for pair in data], "veil", model=built(Two), test=form(*data[0]))
+    assert worst(found, expected) < 1e-9
+
+
+def test_numbers_get_the_dtype_of_the_model_and_frames_hold_features():
+    (x, y), *_ = pairs()
+    federation = Federation(mlp(6, 4), [(x.numpy(), y.numpy())], "veil")
+    assert federation.fit(1, test=(x.numpy(), y.numpy())).last["mse"] > 0
+    assert federation.shards.inputs.dtype == federation.shards.targets.dtype == torch.float32
+    table = pandas.DataFrame(np.arange(54).reshape(9, 6))
+    classes = Federation(mlp(6, 4), [(table, pandas.DataFrame({"y": np.arange(9) % 4}))], "plain")
+    assert (classes.loss.name, classes.shards.inputs.dtype) == ("cross_entropy", torch.float32)
+    numbers = Federation(mlp(6, 2), [(table, pandas.DataFrame({"y": np.arange(9), "z": np.arange(9)}))], "plain")
+    assert numbers.loss.name == "squared_error"
+
+
+def test_the_batch_size_is_that_of_the_loaders_unless_one_is_given():
+    loaders = [DataLoader(Records(*pair), batch_size=5) for pair in pairs()]
+    assert Federation(small_mlp(), loaders, "plain").shards.batch_size == 5
+    assert Federation(small_mlp(), loaders, "plain", batch_size=7).shards.batch_size == 7
+    assert Federation(small_mlp(), pairs(), "plain").shards.batch_size == 32
+    with pytest.raises(errors.BadArgument, match="DataLoaders have batches of 3, 5"):
+        Federation(small_mlp(), [loaders[0], DataLoader(Records(*pairs()[0]), batch_size=3)])
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(6), 0
+
+
+def second(item):
+    """Four records, all like the first but for their form."""
+    return Records(items=[(torch.zeros(6), 0), item, item, item])
+
+
+TABLE = pandas.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"]})
+SPARSE = torch.eye(6).to_sparse()
+LISTED = Records(*pairs()[0])
+
+
+@pytest.mark.parametrize(
+    ("client", "text"),
+    [
+        (Endless(), "client 0: Endless has no length"),
+        (DataLoader(Endless()), "client 0: Endless has no length"),
+        (None, "client 0: NoneType has no length"),
+        (torch.zeros(3, 6), "client 0: it is a Tensor"),
+        (TABLE, "client 0: it is a DataFrame, not records with their targets"),
+        ([(torch.zeros(6), 0)] * 3, "client 0: it is a list of 3"),
+        ((TABLE, [0, 1]), "client 0: inputs cannot become a tensor: column 'b'"),
+        (({"t": TABLE}, [0, 1]), r"client 0: inputs\['t'\] cannot become a tensor: column 'b'"),
+        ((torch.zeros(2, 6), ["a", "b"]), "client 0: targets cannot become a tensor"),
+        ((torch.zeros(3, 6), 1), "client 0: targets are one number, not one per record"),
+        ((torch.zeros(2, 6), [torch.zeros(3), torch.zeros(3)]), "targets are a list of tensors; .* several clients"),
+        ((SPARSE, torch.arange(6) % 4), "client 0: inputs are a sparse, nested or meta tensor.\n.*to_dense"),
+        ((torch.zeros(6, 6), SPARSE), "client 0: targets are a sparse, nested or meta tensor"),
+        (Records(items=[(SPARSE[0], 0)] * 3), "client 0: records 0, 1 do not make a batch .* sparse tensors are not"),
+        (({"x": torch.zeros(6, 6), "y": torch.zeros(6, 6, device="meta")}, torch.zeros(6)), r"inputs\['y'\] are a sp"),
+        (TensorDataset(torch.zeros(3, 6)), "client 0: a TensorDataset of one tensor has no targets"),
+        (second({"x": 1}), r"client 0, record 1: it is a dict, not \(input, target\)"),
+        (second((torch.zeros(5), 0)), r"client 0, record 1: inputs is float of shape \(5,\), that of record 0 is .*6"),
+        (second(("text", 0)), "client 0, record 1: inputs cannot become a tensor: it is str"),
+        (second((torch.full((6,), torch.nan), 0)), "client 0, record 1: inputs hold NaN or infinity"),
+        (Records(torch.zeros(0, 6), torch.zeros(0)), "client 0: there are no records"),
+        (DataLoader(LISTED, batch_size=None), "chooses its records by a"),
+        (DataLoader(LISTED, sampler=torch.utils.data.SubsetRandomSampler([0, 1])), "by a SubsetRandomSampler, which"),
+        (DataLoader(LISTED, sampler=RandomSampler(range(20), replacement=True)), "by a RandomSampler, which"),
+        (DataLoader(LISTED, sampler=RandomSampler(LISTED, num_samples=2)), "by a RandomSampler, which"),
+        (DataLoader(LISTED, batch_sampler=[[0, 1]]), "by a list, which"),
+        (
+            DataLoader(LISTED, collate_fn=len),
+            "do not make a batch of inputs and targets",
+        ),
+        (DataLoader(LISTED, collate_fn=lambda items: {"x": items}), "does not end with a tensor of targets"),
+    ],
+)
+def test_records_that_cannot_be_trained_on_are_refused(client, text):
+    with pytest.raises(errors.BadArgument, match=text):
+        Federation(small_mlp(), [client], "plain").fit(rounds=2)
+
+
+@pytest.mark.parametrize("clients", [{"a": pairs()[0]}, LISTED, torch.zeros(3, 6), TABLE, "client"])
+def test_the_records_of_one_client_are_not_a_list_of_clients(clients):
+    with pytest.raises(errors.BadArgument, match=f"clients is a {type(clients).__name__}, not a list of clients"):
+        Federation(small_mlp(), clients)
