@@ -53,6 +53,7 @@ def test_every_built_in_defence_has_attackers():
         assert bool(own.strongest) == bool(own.models)
         assert not own.generic
     assert [own.collected for own in (*ATTACKERS.values(), Attackers())] == [1, 6, 1, 6, 1, 6]
+    assert ATTACKERS["veil"].shadows == "plain"
 
 
 def test_a_copy_of_a_built_in_record_keeps_its_attackers_and_others_get_the_generic_ones():

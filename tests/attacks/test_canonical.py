@@ -27,4 +27,4 @@ def test_two_veils_of_one_model_have_the_same_form(name, permute):
     for other in others:
         assert torch.allclose(match_units(plan, other, first), first, rtol=1e-6, atol=1e-6)
     found = copy_with_values(observed.architecture, unflatten(first, plan.layout.entries))
-    torch.testing.assert_close(predict(found, inputs), outputs, rtol=0, atol=1e-6 * float(outputs.norm()))
+    assert (predict(found, inputs) - outputs).norm() < 1e-6 * outputs.norm()  # it computes the same

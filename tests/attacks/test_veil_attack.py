@@ -12,6 +12,7 @@ from fedveil.attacks.observation import DoesNotApply
 from fedveil.attacks.veil import Heads, fit_noise, fit_own_labels, pick_candidates, remove_noise, remove_offset
 from fedveil.defences import Plain, Veil
 from fedveil.federation.evaluate import predict
+from fedveil.graph import analyse
 from fedveil.scheme import CrossEntropy, Entropy, SquaredError
 from fedveil.scheme.losses import BinaryCrossEntropy, LogCosh
 
@@ -88,6 +89,7 @@ def test_an_exposed_head_needs_no_calibration():
     model, inputs, outputs = build_victim("mlp")
     observed = observe_broadcasts(Veil(head="exposed"), model, inputs, outputs, SquaredError())
     assert error(fit_own_labels(observed), model) < 1e-9
+    assert analyse(model, inputs[:2]).head is not None  # it could have been veiled
 
 
 @pytest.mark.parametrize(("groups", "loss"), [(1, CrossEntropy()), (OUTPUTS, SquaredError())])
