@@ -2,34 +2,32 @@
 
 import pytest
 import torch
+from tests.attacks.victims import chance
+from tests.oracle import built
 from tests.sessions import Session
 from torch import nn
 from torch.nn import functional as F
 
 from fedveil.attacks.features import ends_in_linear, layer_outputs, losses, record_features
-from fedveil.attacks.whitebox import standardised
+from fedveil.attacks.whitebox import make_standardiser
 from fedveil.defences import DBCL, SPN, Veil
 from fedveil.errors import BadArgument
 from fedveil.models import cnn, densenet, mlp, resnet
 from fedveil.scheme import CrossEntropy, SquaredError
 
-IMAGES = torch.randn(7, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+IMAGES = torch.randn(7, 3, 16, 16, generator=chance(1))
+ROWS = torch.randn(4, 6, generator=chance())
 CLASSES = torch.tensor([0, 3, 1, 2, 4, 0, 1])
 
 
 def made(build):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return build()
+    return built(build, dtype=torch.float32)
 
 
 def test_layers_of_an_mlp_are_its_hidden_activations():
     net = made(lambda: mlp(6, 5, layers=3, hidden=8))
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    last, second, third = layer_outputs(net, x)
-    assert torch.allclose(last, net(x))
-    assert torch.allclose(second, net[:6](x))
-    assert torch.allclose(third, net[:4](x))
+    for found, module in zip(layer_outputs(net, ROWS), (net, net[:6], net[:4]), strict=True):
+        assert torch.allclose(found, module(ROWS))
 
 
 def test_layers_of_a_resnet_are_its_maps_and_their_mean():
@@ -59,7 +57,7 @@ def test_maps_that_a_network_flattens_stay_maps_up_to_eight_by_eight():
 
 def test_sequences_keep_their_steps():
     net = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)))
-    x = torch.randn(4, 9, 6, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, 9, 6, generator=chance())
     last, second = layer_outputs(net, x)
     assert torch.allclose(last, net(x))
     assert torch.allclose(second, net[:2](x))
@@ -84,7 +82,7 @@ def test_a_veils_factors_vanish_when_features_are_standardised():
     net, veil = made(lambda: cnn(3, 5, width=4, size=16)), Veil(permute=False)
     view = veil.client_view(net, Session(veil, net, IMAGES[:2]).broadcast())
     for plain, veiled in zip(layer_outputs(net, IMAGES)[1:], layer_outputs(view, IMAGES)[1:], strict=True):
-        a, b = (standardised({"layer": v})({"layer": v})["layer"] for v in (plain, veiled))
+        a, b = (make_standardiser({"layer": v})({"layer": v})["layer"] for v in (plain, veiled))
         assert torch.allclose(a, b, atol=1e-3)
         assert not torch.allclose(plain, veiled, rtol=0.1)
 
@@ -92,22 +90,19 @@ def test_a_veils_factors_vanish_when_features_are_standardised():
 @pytest.mark.parametrize("loss", [CrossEntropy(), SquaredError()])
 def test_the_head_gradient_is_that_of_autograd(loss):
     net = made(lambda: mlp(6, 5, layers=2, hidden=8))
-    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
-    found = record_features(net, x, CLASSES[:3], loss, extras=("gradient", "loss"))
-    for row in range(3):
-        value = losses(loss, net(x[row : row + 1]), CLASSES[row : row + 1]).sum()
+    found = record_features(net, ROWS, CLASSES[:4], loss, extras=("gradient", "loss"))
+    for row in range(4):
+        value = losses(loss, net(ROWS[row : row + 1]), CLASSES[row : row + 1]).sum()
         weight, bias = torch.autograd.grad(value, [net[-1].weight, net[-1].bias])
         assert torch.allclose(found["gradient"][row], torch.cat([weight, bias.unsqueeze(1)], 1), atol=1e-6)
         assert float(found["loss"][row, 0]) == pytest.approx(float(value.detach()), rel=1e-5)
 
 
 def test_shallow_networks_have_fewer_layers_and_odd_ones_are_refused():
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    assert len(layer_outputs(made(lambda: mlp(6, 5, layers=1)), x)) == 2
-    assert len(layer_outputs(made(lambda: nn.Linear(6, 5)), x)) == 1
+    assert len(layer_outputs(made(lambda: mlp(6, 5, layers=1)), ROWS)) == 2
+    assert len(layer_outputs(made(lambda: nn.Linear(6, 5)), ROWS)) == 1
     softmax = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.Softmax(1))
-    assert not ends_in_linear(softmax, x)
-    with pytest.raises(BadArgument, match=r"ends in nn\.Linear"):
-        record_features(softmax, x, CLASSES[:4], CrossEntropy(), extras=("gradient",))
-    with pytest.raises(BadArgument, match="there is no feature 'colour'"):
-        record_features(softmax, x, CLASSES[:4], CrossEntropy(), extras=("colour",))
+    assert not ends_in_linear(softmax, ROWS)
+    for feature, why in (("gradient", r"ends in nn\.Linear"), ("colour", "unknown feature 'colour'")):
+        with pytest.raises(BadArgument, match=why):
+            record_features(softmax, ROWS, CLASSES[:4], CrossEntropy(), extras=(feature,))

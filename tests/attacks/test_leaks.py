@@ -1,48 +1,25 @@
-"""The gradients that an attacker gets hold of are what they are said to be."""
+"""The gradients that an attacker obtains are those of the victim."""
 
-import copy
 import dataclasses
 
 import pytest
 import torch
+from tests.attacks.victims import observe_leaks
+from tests.oracle import built
 
-from fedveil.attacks.leaks import as_sketched, from_difference, from_upload, full_weights, gradients_of
-from fedveil.data import load
+from fedveil.attacks.leaks import from_difference, from_upload, full_weights, mean_gradients, sketch_weights
+from fedveil.attacks.observation import DoesNotApply
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
 from fedveil.errors import BadArgument
-from fedveil.federation.local import Federation
 from fedveil.models import lenet
 from fedveil.scheme import Entropy, find_loss
-from fedveil.studies.gradients.run import MISMATCHED, leaks_of
+from fedveil.studies.gradients.run import MISMATCHED
 
-RATE = 0.1
 EPS = torch.finfo(torch.float64).eps
-DEFENCES = {
-    "plain": Plain,
-    "ppdl": lambda: PPDL(fraction=0.1, seed=0),
-    "dbcl": lambda: DBCL(seed=0),
-    "spn": lambda: SPN(seed=0),
-    "veil": lambda: Veil(entropy=Entropy.for_tests(0)),
-}
 
 
-@pytest.fixture(scope="module")
-def digits():
-    return load("digits", flat=False)
-
-
-def caught(digits, defence, loss="cross_entropy", records=2):
-    """One round of two clients, the second of them the victim; the server's model before it."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        net = lenet(1, 10, size=8).double()
-    inputs, targets = digits.train.inputs.double(), digits.train.targets
-    parts = [(inputs[10:20], targets[10:20]), (inputs[:records], targets[:records])]
-    optimizer = lambda p: torch.optim.SGD(p, RATE)  # noqa: E731
-    federation = Federation(net, parts, DEFENCES[defence](), optimizer, loss=loss, fuse=False)
-    before = copy.deepcopy(net)
-    leaks, observed = leaks_of(federation)
-    return before, leaks, observed, parts[1]
+def network():
+    return lenet(1, 10, size=8)
 
 
 def relative(found, wanted, names=None):
@@ -51,47 +28,46 @@ def relative(found, wanted, names=None):
     return (sum(gaps) / sum(sizes)) ** 0.5
 
 
-def rounding(before, observed, gradients):
-    """What W - lr g and back loses: a few halves of a unit of each weight, over lr and the victim's share."""
-    size = torch.cat([p.detach().flatten() for p in before.parameters()]).norm()
+def rounding(observed, gradients):
+    """The error of W - lr g and back: a few halves of a unit of each weight, over lr and the victim's share."""
+    size = torch.cat([p.detach().flatten() for p in built(network).parameters()]).norm()
     wanted = torch.cat([g.flatten() for g in gradients.values()]).norm()
-    return 8 * EPS * float(size / wanted) / (RATE * (1 - observed.share))
+    return 8 * EPS * float(size / wanted) / (observed.learning_rate * (1 - observed.share))
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
-def test_two_broadcasts_are_the_victims_gradient(digits, loss):
-    before, leaks, observed, victim = caught(digits, "plain", loss)
-    wanted = gradients_of(before, find_loss(loss), *victim)
-    assert relative(leaks["V-diff"].gradients, wanted) < rounding(before, observed, wanted)
+def test_two_broadcasts_show_the_victims_gradient(loss):
+    leaks, observed, victim = observe_leaks(network, Plain(), loss)
+    wanted = mean_gradients(built(network), find_loss(loss), *victim)
+    assert relative(leaks["V-diff"].gradients, wanted) < rounding(observed, wanted)
     assert relative(leaks["V-up"].gradients, wanted) < 1e3 * EPS
 
 
-@pytest.mark.parametrize("defence", ["ppdl", "spn"])
-def test_two_broadcasts_are_the_victims_upload_where_the_model_is_sent(digits, defence):
-    before, leaks, observed, _ = caught(digits, defence)
+@pytest.mark.parametrize("defence", [PPDL(fraction=0.1, seed=0), SPN(seed=0)])
+def test_two_broadcasts_show_the_victims_upload_where_the_model_is_sent(defence):
+    leaks, observed, _ = observe_leaks(network, defence)
     wanted = leaks["V-up"].gradients
-    assert relative(leaks["V-diff"].gradients, wanted) < rounding(before, observed, wanted)
+    assert relative(leaks["V-diff"].gradients, wanted) < rounding(observed, wanted)
 
 
-def test_sketches_give_the_layers_away_that_are_not_sketched(digits):
-    before, leaks, observed, victim = caught(digits, "dbcl")
+def test_sketches_show_the_layers_that_are_not_sketched():
+    leaks, observed, victim = observe_leaks(network, DBCL(seed=0))
     own = leaks["V-up"].model
-    wanted = gradients_of(own, find_loss("cross_entropy"), *victim)
+    wanted = mean_gradients(own, find_loss("cross_entropy"), *victim)
     assert relative(leaks["V-up"].gradients, wanted) < 1e3 * EPS
-    open_names, hidden = ["0.weight", "0.bias", "7.weight", "7.bias"], ["2.weight", "4.weight"]
-    assert relative(leaks["V-diff"].gradients, wanted, open_names) < rounding(before, observed, wanted)
-    assert relative(leaks["V-diff"].gradients, wanted, hidden) > 1
-    parameters = dict(own.named_parameters())
-    again = as_sketched(own, full_weights(own))
-    assert all(torch.allclose(again[name], parameters[name], rtol=1e-14, atol=0) for name in parameters)
+    plain, sketched = ["0.weight", "0.bias", "7.weight", "7.bias"], ["2.weight", "4.weight"]
+    assert relative(leaks["V-diff"].gradients, wanted, plain) < rounding(observed, wanted)
+    assert relative(leaks["V-diff"].gradients, wanted, sketched) > 1
+    again = sketch_weights(own, full_weights(own))
+    assert all(torch.allclose(again[name], value, rtol=1e-14, atol=0) for name, value in own.named_parameters())
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
-def test_a_veils_upload_is_a_gradient_of_a_network_that_every_client_knows(digits, loss):
-    before, leaks, _, victim = caught(digits, "veil", loss)
-    leak = leaks["V-up"]
-    assert relative(leak.gradients, gradients_of(leak.model, find_loss(loss), *victim)) < 1e4 * EPS
-    plain = gradients_of(before, find_loss(loss), *victim)
+def test_a_veils_upload_is_a_gradient_of_a_network_that_every_client_knows(loss):
+    leaks, _, victim = observe_leaks(network, Veil(entropy=Entropy.for_tests(0)), loss)
+    leak, before = leaks["V-up"], built(network)
+    assert relative(leak.gradients, mean_gradients(leak.model, find_loss(loss), *victim)) < 1e4 * EPS
+    plain = mean_gradients(before, find_loss(loss), *victim)
     assert relative(leak.gradients, plain) > 0.5
     assert relative(leaks["V-diff"].gradients, plain) > 1
     assert leaks[MISMATCHED].gradients is leak.gradients
@@ -99,15 +75,13 @@ def test_a_veils_upload_is_a_gradient_of_a_network_that_every_client_knows(digit
     assert all(torch.equal(value, own[name]) for name, value in before.named_parameters())
 
 
-def test_the_difference_of_an_earlier_round_is_that_rounds(digits):
-    _, leaks, observed, _ = caught(digits, "plain")
+def test_the_round_of_a_difference_can_be_chosen_and_must_have_a_next_one_and_gradients():
+    leaks, observed, _ = observe_leaks(network, Plain())
     longer = dataclasses.replace(observed, rounds=(*observed.rounds, observed.rounds[-1]))
     assert relative(from_difference(longer, 0).gradients, leaks["V-diff"].gradients) == 0
-
-
-def test_what_holds_no_gradient_is_refused(digits):
-    _, _, observed, _ = caught(digits, "plain")
-    with pytest.raises(BadArgument, match="a difference needs a round and the one after it"):
-        from_difference(dataclasses.replace(observed, rounds=observed.rounds[-1:]))
+    with pytest.raises(DoesNotApply, match="the attacker has not answered this round"):
+        from_difference(longer)
+    with pytest.raises(DoesNotApply, match="it needs a round and the one after it"):
+        from_difference(observed, -1)
     with pytest.raises(BadArgument, match="a str holds no gradients"):
         from_upload(observed.rounds[0], "letter", observed.loss)

@@ -1,6 +1,7 @@
 """Loss, LiRA and RMIA: against their formulas, on models that leak, and on models that cannot."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
-from tests.attacks.leaking import CLASSES, learnt_by_heart, records
+from tests.attacks.leaking import CLASSES, memorise, records
+from tests.attacks.victims import chance as seeded
 
 from fedveil.attacks.features import losses
 from fedveil.attacks.membership import (
@@ -26,26 +28,22 @@ from fedveil.attacks.membership import (
 )
 from fedveil.attacks.scores import auc
 from fedveil.errors import BadArgument
+from fedveil.federation.evaluate import predict
 from fedveil.scheme import CrossEntropy, LogCosh, SquaredError
 
 COUNT = 200
 
 
-def outputs_of(net, inputs):
-    with torch.no_grad():
-        return net(inputs).double()
-
-
 @pytest.fixture(scope="module")
 def pool():
-    """Records, four shadows on halves of them, and a target that knows the first half by heart or none of them."""
+    """Records, four shadows on halves of them, and a target that memorised the first half or none of them."""
     inputs, targets = records(2 * COUNT, seed=1)
-    inside = halves(2 * COUNT, 4, torch.Generator().manual_seed(0))
-    nets = [learnt_by_heart(inputs[rows], targets[rows], seed) for seed, rows in enumerate(map(torch.tensor, inside))]
-    shadow = np.stack([outputs_of(net, inputs).numpy() for net in nets])
+    inside = halves(2 * COUNT, 4, seeded(0))
+    nets = [memorise(inputs[rows], targets[rows], seed) for seed, rows in enumerate(map(torch.tensor, inside))]
+    shadow = np.stack([predict(net, inputs).double().numpy() for net in nets])
     one_hot = torch.nn.functional.one_hot(targets, CLASSES).double().numpy()
-    leaks = outputs_of(learnt_by_heart(inputs[:COUNT], targets[:COUNT], 7), inputs)
-    silent = outputs_of(learnt_by_heart(*records(COUNT, seed=3), 7), inputs)
+    leaks = predict(memorise(inputs[:COUNT], targets[:COUNT], 7), inputs).double()
+    silent = predict(memorise(*records(COUNT, seed=3), 7), inputs).double()
     return {"targets": targets, "shadows": Shadows(shadow, inside, one_hot, SquaredError()), True: leaks, False: silent}
 
 
@@ -84,7 +82,7 @@ def test_log_odds_are_those_of_softmax(seed):
 
 def test_lira_is_the_ratio_of_two_normal_densities():
     chance = np.random.default_rng(0)
-    inside = halves(5, 4, torch.Generator().manual_seed(0))
+    inside = halves(5, 4, seeded(0))
     shadow, phi = chance.normal(0, 2, (4, 5)), chance.normal(0, 2, 5)
     spread, middle = {}, {}
     for kind, chosen in (("in", inside), ("out", ~inside)):
@@ -97,7 +95,7 @@ def test_lira_is_the_ratio_of_two_normal_densities():
 
 def test_with_64_shadows_each_record_has_its_own_spread():
     chance = np.random.default_rng(0)
-    inside = halves(3, 64, torch.Generator().manual_seed(0))
+    inside = halves(3, 64, seeded(0))
     shadow, phi = chance.normal(0, [1, 5, 20], (64, 3)), np.ones(3)
     outs = [shadow[~inside[:, x], x] for x in range(3)]
     want = [norm.cdf(1, np.median(values), values.std()) for values in outs]
@@ -107,7 +105,7 @@ def test_with_64_shadows_each_record_has_its_own_spread():
 @pytest.mark.parametrize("a", [0.0, 0.3, 1.0])
 def test_rmia_counts_population_records_that_are_less_likely_members(a):
     chance = np.random.default_rng(0)
-    inside = halves(8, 4, torch.Generator().manual_seed(0))
+    inside = halves(8, 4, seeded(0))
     shadow, target = chance.uniform(0, 1, (4, 8)), chance.uniform(0, 1, 8)
 
     def ratio(x):
@@ -128,26 +126,25 @@ def test_a_is_chosen_on_a_shadow_and_falls_back_without_one_to_spare(pool):
 
 @given(records=st.integers(2, 40), pairs=st.integers(1, 4), seed=st.integers(0, 100))
 def test_every_record_is_in_half_of_the_shadows(records, pairs, seed):
-    inside = halves(records, 2 * pairs, torch.Generator().manual_seed(seed))
+    inside = halves(records, 2 * pairs, seeded(seed))
     assert (inside.sum(0) == pairs).all()
     assert abs(inside.sum(1) - records / 2).max() <= 0.5
     size = max(1, records // 3)
-    smaller = halves(records, 2 * pairs, torch.Generator().manual_seed(seed), size)
+    smaller = halves(records, 2 * pairs, seeded(seed), size)
     assert (smaller.sum(1) == size).all()
     assert not (smaller[::2] & smaller[1::2]).any()
 
 
 def test_shadows_that_do_not_fit_are_refused(pool):
-    shadows = pool["shadows"]
+    own = pool["shadows"]
     with pytest.raises(BadArgument, match="they come in pairs, got 3"):
         halves(10, 3, torch.Generator())
     with pytest.raises(BadArgument, match="inside all shadows"):
-        Shadows(shadows.outputs[:1], shadows.inside[:1], shadows.targets, SquaredError())
-    nowhere = Shadows(shadows.outputs, shadows.inside & False, shadows.targets, SquaredError())
-    with pytest.raises(BadArgument, match="inside no shadow"):
-        shadow_scores(shadows.outputs[0], nowhere, np.arange(5), both=True)
+        Shadows(own.outputs[:1], own.inside[:1], own.targets, own.loss)
     with pytest.raises(BadArgument, match="4 shadows of 400 records"):
-        Shadows(shadows.outputs[:3], shadows.inside, shadows.targets, SquaredError())
+        Shadows(own.outputs[:3], own.inside, own.targets, own.loss)
+    with pytest.raises(BadArgument, match="inside no shadow"):
+        shadow_scores(own.outputs[0], replace(own, inside=own.inside & False), np.arange(5), both=True)
     with pytest.raises(BadArgument, match="log_cosh gives no probabilities"):
-        _ = Shadows(shadows.outputs, shadows.inside, shadows.targets, LogCosh()).temperature
-    assert Shadows(shadows.outputs, shadows.inside, shadows.targets, CrossEntropy()).temperature == 1
+        _ = replace(own, loss=LogCosh()).temperature
+    assert replace(own, loss=CrossEntropy()).temperature == 1

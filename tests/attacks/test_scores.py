@@ -15,7 +15,7 @@ from fedveil.attacks.scores import (
     average,
     balanced_accuracy,
     best_threshold,
-    enough,
+    has_enough,
     proportion,
     roc,
     threshold_at,
@@ -58,14 +58,8 @@ def test_a_true_positive_rate_keeps_the_false_positive_rate(members, others, rat
 @pytest.mark.parametrize(("hits", "trials"), [(0, 20), (1, 20), (7, 20), (20, 20)])
 def test_clopper_pearson_ends_leave_half_of_the_error_on_each_side(hits, trials):
     found = proportion(hits, trials)
-    if hits:
-        assert binom.sf(hits - 1, trials, found.low) == pytest.approx(0.025)
-    else:
-        assert found.low == 0
-    if hits < trials:
-        assert binom.cdf(hits, trials, found.high) == pytest.approx(0.025)
-    else:
-        assert found.high == 1
+    assert binom.sf(hits - 1, trials, found.low) == pytest.approx(0.025) if hits else found.low == 0
+    assert binom.cdf(hits, trials, found.high) == pytest.approx(0.025) if hits < trials else found.high == 1
 
 
 def coverage(interval, truth, trials=400):
@@ -83,13 +77,13 @@ def test_the_interval_of_a_mean_is_students():
 
 
 @pytest.mark.parametrize("shift", [0.0, 1.0, 2.0])
-def test_intervals_of_auc_hold_the_truth_as_often_as_they_say(shift):
+def test_intervals_of_auc_have_their_coverage(shift):
     truth = 0.5 * math.erfc(-shift / 2)  # P(N(shift, 1) > N(0, 1))
     assert coverage(lambda r: auc(r.normal(shift, 1, 150), r.normal(0, 1, 150)), truth) >= LEAST
 
 
 @pytest.mark.parametrize("shift", [0.0, 1.0, 4.0])
-def test_intervals_of_balanced_accuracy_hold_the_truth_as_often_as_they_say(shift):
+def test_intervals_of_balanced_accuracy_have_their_coverage(shift):
     truth = 0.5 * math.erfc(-shift / 2 / math.sqrt(2))
     found = coverage(lambda r: balanced_accuracy(r.normal(shift, 1, 80), r.normal(0, 1, 120), shift / 2), truth)
     assert found >= LEAST
@@ -104,10 +98,8 @@ def test_perfect_and_tied_scores_have_intervals_with_a_width():
 
 
 def test_a_rate_takes_ten_expected_false_positives():
-    assert enough(10_000, 0.001)
-    assert not enough(9_999, 0.001)
-    assert enough(1_000, 0.01)
-    assert not enough(999, 0.01)
+    asked = [(10_000, 0.001), (9_999, 0.001), (1_000, 0.01), (999, 0.01)]
+    assert [has_enough(*one) for one in asked] == [True, False, True, False]
 
 
 def test_a_roc_curve_rises_from_one_false_positive_to_all():
@@ -123,7 +115,7 @@ def test_a_roc_curve_rises_from_one_false_positive_to_all():
 def test_scores_without_an_order_are_refused():
     with pytest.raises(BadArgument, match="a score of members is not a number"):
         auc([math.nan], [0.0])
-    with pytest.raises(BadArgument, match="there are none of others"):
+    with pytest.raises(BadArgument, match="there are no scores of others"):
         tpr_at([1.0], [], 0.1)
     with pytest.raises(BadArgument, match="3 hits in 2 trials"):
         proportion(3, 2)

@@ -1,21 +1,21 @@
-"""Sums as secure aggregation opens them: right within their fixed point; their difference is one client's update."""
+"""Sums as secure aggregation opens them are exact up to fixed point; their difference is one client's update."""
 
 from fractions import Fraction
 
 import pytest
 import torch
+from tests.attacks.victims import chance
 
-from fedveil.attacks.sums import Sum, places_of, secure_sum
+from fedveil.attacks.sums import Sum, fraction_bits, secure_sum
 from fedveil.errors import BadArgument
 
 HALF_ULP = 2.0**-53  # of a float64
 RECORDS = (3, 1, 7, 2, 5)
 
 
-def updates(clients=5, seed=0, scale=1.0):
-    chance = torch.Generator().manual_seed(seed)
-    shapes = {"weight": (4, 3), "bias": (4,)}
-    return [{name: scale * torch.randn(s, generator=chance) for name, s in shapes.items()} for _ in range(clients)]
+def updates(clients=5, scale=1.0):
+    random, shapes = chance(), {"weight": (4, 3), "bias": (4,)}
+    return [{name: scale * torch.randn(s, generator=random) for name, s in shapes.items()} for _ in range(clients)]
 
 
 def exact(own, name, records=RECORDS):
@@ -28,11 +28,11 @@ def exact(own, name, records=RECORDS):
 def bound(own, name, records=RECORDS):
     """n 2^-(b + 1), as the docstring has it."""
     weighted = torch.stack([count * one[name].double() for one, count in zip(own, records, strict=True)])
-    return len(weighted) * 2.0 ** -(places_of(weighted) + 1)
+    return len(weighted) * 2.0 ** -(fraction_bits(weighted) + 1)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e6])
-def test_a_sum_is_right_within_its_fixed_point(scale):
+def test_the_error_of_a_sum_is_that_of_its_fixed_point(scale):
     own = updates(scale=scale)
     found = secure_sum(own, RECORDS)
     assert found.records == sum(RECORDS)
@@ -41,12 +41,11 @@ def test_a_sum_is_right_within_its_fixed_point(scale):
             assert abs(Fraction(value) - wanted) <= bound(own, name) + HALF_ULP * abs(value)
 
 
-def test_places_leave_room_for_the_sum_of_all_clients():
-    for clients in (1, 2, 3, 4, 5, 100):
-        weighted = torch.full((clients, 2), 1.75, dtype=torch.float64)
-        most = clients * 1.75 * 2.0 ** places_of(weighted)
-        assert most < 2.0 ** (63 - 8)
-        assert most > 2.0 ** (63 - 8 - 3)  # nothing is wasted but the sign, the spare bits and the powers of two
+@pytest.mark.parametrize("clients", [1, 2, 3, 4, 5, 100])
+def test_fraction_bits_leave_headroom_for_the_sum_of_all_clients(clients):
+    weighted = torch.full((clients, 2), 1.75, dtype=torch.float64)
+    total = clients * 1.75 * 2.0 ** fraction_bits(weighted)
+    assert 2.0 ** (63 - 8 - 3) < total < 2.0 ** (63 - 8)  # all is used but the sign, spare bits and powers of two
 
 
 def test_the_difference_of_two_sums_is_the_update_of_the_client_that_is_in_one_of_them():

@@ -73,15 +73,11 @@ def test_every_record_names_code_that_is_there_and_keys_that_a_configuration_has
     assert names()[: len(BUILT_IN)] == ["plain", "veil", "ppdl", "dbcl", "spn"]
     keys = set(Config().flat())
     for record in BUILT_IN:
-        specs = [record.target, *record.attackers.values(), *record.rebuilders.values(), *record.leaks.values()]
-        assert all(callable(imported(spec, "code", "")) for spec in specs)
+        assert callable(imported(record.target, "code", ""))
         assert set(record.settings) <= keys
-        assert set(record.strongest) <= set(record.attackers)
-        assert bool(record.strongest) == bool(record.attackers)
         assert isinstance(build(record.name), Defence)
         assert record_of(build(record.name)) is record
         assert find_codec(build(record.name))
-    assert find("veil").shadows == "plain"
 
 
 def test_settings_reach_the_defence_by_their_names_and_others_are_left_out():

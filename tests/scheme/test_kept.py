@@ -11,7 +11,7 @@ from tests.sessions import Session
 from torch import nn
 from torch.nn import functional as F
 
-from fedveil.attacks.veil import base_of
+from fedveil.attacks.veil import base_model
 from fedveil.defences import Samples, Veil
 from fedveil.graph import analyse
 from fedveil.models import mlp
@@ -141,7 +141,7 @@ def test_a_new_gamma_changes_nothing_that_an_adaptive_client_sees(model):
     """The limit that docs/defences/veil.md states: without the public offset, broadcasts of one model are equal."""
     veil, inputs = keeping(model, groups=10, additive=100.0), batch((6,))[0]
     sent = [veil.broadcast(model) for _ in range(2)]
-    views, bases = ([make(model, one)(inputs) for one in sent] for make in (client_view, base_of))
+    views, bases = ([make(model, one)(inputs) for one in sent] for make in (client_view, base_model))
     assert (views[0] - views[1]).abs().max() > 1
     torch.testing.assert_close(bases[0], bases[1])
 

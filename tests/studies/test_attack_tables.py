@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fedveil.attacks.observed import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED
 from fedveil.studies.estimates import Estimate
 from fedveil.studies.inversion.results import Counts, Inversion, Inverted, Judged
 from fedveil.studies.jobs import Failed

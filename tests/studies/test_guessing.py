@@ -10,7 +10,7 @@ from tests.configs import config_of
 from torch import nn
 
 from fedveil.attacks.gradients import Search
-from fedveil.attacks.observed import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED
 from fedveil.cli import main
 from fedveil.data import Data, Part
 from fedveil.federation.evaluate import predict

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fedveil import Federation
+from fedveil.attacks.registry import GENERIC
 from fedveil.cli import main
 from fedveil.defences import registry
-from fedveil.defences.registry import GENERIC
 from fedveil.lookup import imported
 from fedveil.models import mlp
 

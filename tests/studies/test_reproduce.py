@@ -13,9 +13,9 @@ from tests.configs import config_of
 from tests.studies.page_numbers import numbers_of
 
 import fedveil
-from fedveil.attacks.observed import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED
+from fedveil.attacks.registry import ATTACKERS
 from fedveil.cli import main
-from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
 from fedveil.report import Beside, Intervals, Pictures
 from fedveil.runs.config import configure
@@ -103,7 +103,7 @@ def test_tables_3_and_4_have_all_attackers(quick):
         plan = read_plan(name, "quick")
         shown = EXHIBITS[name].loaded(plan, read(plan, quick)["results"])
         veiled = [row for row in shown.rows if row[2] == "veil" and row[1].startswith("ASR")]
-        assert {row[3] for row in veiled} >= {PUBLISHED, *find("veil").strongest}
+        assert {row[3] for row in veiled} >= {PUBLISHED, *ATTACKERS["veil"].strongest}
         assert all(re.match(r"\d", cell) for row in veiled for cell in row[5:])
         assert {bool(re.match(r"\d", row[4])) for row in veiled if row[3] == PUBLISHED} == {True}
         [chart] = [section for section in shown.sections if isinstance(section, Intervals)]

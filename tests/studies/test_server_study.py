@@ -11,8 +11,8 @@ from torch import nn
 from fedveil import cli
 from fedveil.attacks.first_layer import first_linear, record_from_gradient
 from fedveil.attacks.gradients import Search
-from fedveil.attacks.leaks import gradients_of
-from fedveil.attacks.observed import DoesNotApply
+from fedveil.attacks.leaks import mean_gradients
+from fedveil.attacks.observation import DoesNotApply
 from fedveil.cli.studies import Audit
 from fedveil.data import Data, load
 from fedveil.data.dataset import Part
@@ -98,10 +98,10 @@ def test_sums_are_weighted_by_records():
     for clients in (2, 3):
         leak, records = found[sum_of(clients)].leak, sum(sizes[:clients])
         batch = DIGITS.train.tensor[:records].double(), DIGITS.train.targets[:records]
-        assert relative(leak.gradients, gradients_of(leak.model, leak.loss, *batch)) < 1e3 * EPS
+        assert relative(leak.gradients, mean_gradients(leak.model, leak.loss, *batch)) < 1e3 * EPS
     leak = found[difference_of(3, "same model")].leak
     own = DIGITS.train.tensor[:3].double(), DIGITS.train.targets[:3]
-    assert relative(leak.gradients, gradients_of(leak.model, leak.loss, *own)) < 1e3 * EPS
+    assert relative(leak.gradients, mean_gradients(leak.model, leak.loss, *own)) < 1e3 * EPS
 
 
 def test_the_next_round_adds_what_the_step_changed_in_the_others_gradients():
@@ -109,7 +109,7 @@ def test_the_next_round_adds_what_the_step_changed_in_the_others_gradients():
     found = views_of(federation, [4], 4)
     leak, single, after = found[NEXT_ROUND].leak, found[SINGLE].leak, federation.model
     inputs, targets = DIGITS.train.tensor[1:4].double(), DIGITS.train.targets[1:4]
-    before, later = (gradients_of(model, leak.loss, inputs, targets) for model in (leak.model, after))
+    before, later = (mean_gradients(model, leak.loss, inputs, targets) for model in (leak.model, after))
     wanted = {name: own + 3 * (before[name] - later[name]) for name, own in single.gradients.items()}
     assert relative(leak.gradients, wanted) < 1e3 * EPS
     assert relative(leak.gradients, single.gradients) > 1e-3
@@ -252,7 +252,7 @@ def test_records_that_are_no_images_and_too_few_records_are_refused():
 def test_the_server_has_gradients_and_no_noise_of_its_own():
     federation = federation_of(Veil(groups=10, entropy=Entropy.for_tests(0)), clients=2, dtype=torch.float64)
     inputs, targets = DIGITS.train.tensor[:1].double(), DIGITS.train.targets[:1]
-    wanted = gradients_of(federation.model, federation.loss, inputs, targets)
+    wanted = mean_gradients(federation.model, federation.loss, inputs, targets)
     assert relative(updates_of(federation, [0])[0], wanted) < 1e4 * EPS
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.configs import config_of
 
 from fedveil.attacks.gradients import Search
-from fedveil.attacks.observed import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED
 from fedveil.defences.registry import BUILT_IN
 from fedveil.runs import page as run_page
 from fedveil.runs.folder import train

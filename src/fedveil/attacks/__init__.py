@@ -1,9 +1,10 @@
-"""Attacks by a client. They see what the client received and its own records, nothing else.
+"""Attacks on a federation.
 
-Hostile clients, which do not follow the protocol, also see the others' uploads (`poisoning`). A curious server sees
-updates, or sums of them (`sums`).
+An honest-but-curious client sees what it received and its own records, nothing else. Hostile clients, which do not
+follow the protocol, also see the uploads of others (`poisoning`). A curious server sees updates, or sums of them
+(`sums`).
 """
 
-from fedveil.attacks.observed import Observed, Round
+from fedveil.attacks.observation import Observation, Round
 
-__all__ = ["Observed", "Round"]
+__all__ = ["Observation", "Round"]

@@ -1,8 +1,9 @@
-"""Blocks of a network's parameters: numbers that share all their unknown factors.
+"""Blocks of a network's parameters: elements that share all their unknown factors.
 
-A veil multiplies every number by the factors of at most two units, r_i / r_j. A block is what has the same factors: a
-row of the first layer with its bias, the k x k kernel between two channels, the columns of the head for one channel.
-Within a block a factor is one unknown number; over all blocks its logarithm is linear in one number per unit.
+A veil multiplies every element by the factors of at most two units, r_i / r_j. Elements of one block have the same
+factors: a row of the first layer with its bias, the k x k kernel between two channels, the columns of the head for one
+channel. Within a block the factor is one unknown number; over all blocks its logarithm is linear in one number per
+unit.
 """
 
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedveil.attacks.canonical import element_slots
 from fedveil.graph.plan import Plan
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.tables import build_pool
 
 TINY = 1e-30
 
@@ -41,20 +42,20 @@ class Blocks:
         return torch.bincount(self.number, minlength=len(self.powers)).to(self.powers)
 
     def inner(self, one: Tensor, other: Tensor) -> Tensor:
-        """The inner product of two vectors within each block."""
+        """Return the inner product of two vectors within each block."""
         return one.new_zeros(len(self.powers)).index_add(0, self.number, one * other)
 
     def directions(self, vector: Tensor) -> Tensor:
-        """The vector with every block scaled to length 1; 0 in blocks without a factor, where nothing is unknown."""
+        """Scale every block of a vector to norm 1; blocks without an unknown factor become 0."""
         lengths = self.inner(vector, vector).sqrt()
         return vector * (self.scaled / lengths.clamp_min(TINY))[self.number]
 
-    def without(self, vector: Tensor, directions: Tensor) -> Tensor:
-        """The vector without its part along one direction in each block."""
+    def project_out(self, vector: Tensor, directions: Tensor) -> Tensor:
+        """Remove the part of a vector along one direction in each block."""
         return vector - directions * self.inner(vector, directions)[self.number]
 
-    def fitted(self, logarithms: Tensor, weights: Tensor) -> Tensor:
-        """Each block's factor, from noisy logarithms: least squares in one number per unit."""
+    def fit_factors(self, logarithms: Tensor, weights: Tensor) -> Tensor:
+        """Fit each block's factor to noisy logarithms, by least squares in one number per unit."""
         roots = weights.sqrt()
         left, right = roots.unsqueeze(1) * self.powers, (roots * logarithms).unsqueeze(1)
         units = torch.linalg.lstsq(left.cpu(), right.cpu(), driver="gelsd").solution.to(left)
@@ -62,11 +63,11 @@ class Blocks:
         return factors
 
 
-def blocks_of(plan: Plan) -> Blocks:
-    """The blocks of a plan's trainable parameters; signs and places are no part of them."""
+def find_blocks(plan: Plan) -> Blocks:
+    """Return the blocks of a plan's trainable parameters; signs and permutations do not divide them."""
     slots, device = plan.slots, plan.layout.device
     positive = (plan.symmetries & Symmetry.POSITIVE) > 0
-    sides = build_pool(plan.layout.entries, dict(plan.pieces), device).scale[:, : plan.layout.weights].cpu().numpy()
+    sides = element_slots(plan).scale[:, : plan.layout.weights].cpu().numpy()
     units, powers = slots.unit[sides], slots.power[sides]
     keys = np.sort(np.where(positive[units], 2 * units + (powers < 0), 0), 0)
     rows, number = np.unique(keys, axis=1, return_inverse=True)

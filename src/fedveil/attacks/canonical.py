@@ -1,7 +1,7 @@
-"""Undo factors and permutations without knowing them: all veiled versions of a network share one canonical form.
+"""Canonical form: remove unknown factors and permutations, which all veiled versions of a network differ by.
 
-Factors and places of hidden units do not change what a network computes: a veil only picks another member of the same
-orbit. Picking a member by a rule that does not depend on the starting point undoes that.
+Scaling and permuting hidden units does not change what a network computes: a veil moves it to another member of the
+same orbit. A member that is chosen by a rule independent of the starting point is the same for all of them.
 """
 
 import itertools
@@ -21,24 +21,24 @@ from fedveil.graph.tables import Pool, build_pool
 
 Reals = NDArray[np.float64]
 MOST_STEPS = 5000
-SETTLED = 1e-12  # of a logarithm of a factor
-DEPTH = 12  # steps that the search looks back on
+SETTLED = 1e-12  # change in the logarithm of a factor
+DEPTH = 12  # earlier steps used by Anderson acceleration
 
 
-def _sides(plan: Plan) -> Pool:
-    """The slots of each element of the flat vector of all tensors."""
+def element_slots(plan: Plan) -> Pool:
+    """Return the slots of each element of the flat vector of all tensors."""
     return build_pool(plan.layout.entries, dict(plan.pieces), plan.layout.device)
 
 
-class Form(NamedTuple):
+class CanonicalForm(NamedTuple):
     """A model in canonical form."""
 
     flat: Tensor  # the values of all tensors, in float64
-    factors: Tensor  # what each of them was multiplied by
+    factors: Tensor  # by which each of them was multiplied
 
 
-def _counted(plan: Plan, flat: Tensor, without: Collection[str]) -> Reals:
-    """The values that decide the form: those of some tensors count as 0."""
+def _zero_tensors(plan: Plan, flat: Tensor, without: Collection[str]) -> Reals:
+    """Return the values that decide the form, with those of some tensors set to 0."""
     values: Reals = flat.double().cpu().numpy().copy()
     for entry in plan.layout.entries:
         if entry.name in without:
@@ -47,23 +47,23 @@ def _counted(plan: Plan, flat: Tensor, without: Collection[str]) -> Reals:
 
 
 def least_factors(plan: Plan, flat: Reals) -> Reals:
-    """One factor per scale class that gives the parameters the least sum of squares on their orbit.
+    """Return one factor per scale class that minimises the parameters' sum of squares on their orbit.
 
     The sum is convex in t = log r, so the minimum does not depend on the starting point (Stock et al. 2019,
     "Equi-normalization of neural networks"). Each step moves every class half the way to its own optimum: every element
-    belongs to at most two classes, so by convexity the sum never grows. What leads into a class that nothing reads gets
-    the length 1.
+    belongs to at most two classes, so by convexity the sum never grows. If nothing reads a class, the weights into it
+    are scaled to norm 1.
     """
     p, slots = plan.layout.parameters, plan.slots
     free = (plan.symmetries & Symmetry.POSITIVE) > 0
-    places = np.flatnonzero(flat[:p])
-    sides = [side[:p].cpu().numpy()[places] for side in _sides(plan).scale]
+    nonzero = np.flatnonzero(flat[:p])
+    sides = [side[:p].cpu().numpy()[nonzero] for side in element_slots(plan).scale]
     pairs, which = np.unique(np.stack(sides), axis=1, return_inverse=True)  # elements that share all their factors
-    energy = np.bincount(which.ravel(), flat[:p][places] ** 2, pairs.shape[1])
+    energy = np.bincount(which.ravel(), flat[:p][nonzero] ** 2, pairs.shape[1])
     units, powers = slots.unit[pairs], slots.power[pairs]
 
     def flows(t: Reals) -> tuple[Reals, Reals]:
-        """The sums of squares into each class and out of it."""
+        """Return the sums of squares into each class and out of it."""
         squares = energy * np.exp(2 * (powers * t[units]).sum(0))
         into, out = np.zeros(slots.classes), np.zeros(slots.classes)
         for u, w in zip(units, powers, strict=True):
@@ -81,11 +81,11 @@ def least_factors(plan: Plan, flat: Reals) -> Reals:
         found[unread] = -np.log(into[unread]) / 4
         return found
 
-    return np.exp(_settled(step, np.zeros(slots.classes)))
+    return np.exp(_iterate(step, np.zeros(slots.classes)))
 
 
-def _settled(step: Callable[[Reals], Reals], start: Reals) -> Reals:
-    """Where steps no longer lead anywhere; Anderson's acceleration, over the last few steps, saves nine in ten."""
+def _iterate(step: Callable[[Reals], Reals], start: Reals) -> Reals:
+    """Iterate until steps vanish; Anderson acceleration over the last few steps saves nine in ten."""
     points, steps = [start], [step(start)]
     for _ in range(MOST_STEPS):
         if np.abs(steps[-1]).max(initial=0.0) < SETTLED:
@@ -97,43 +97,41 @@ def _settled(step: Callable[[Reals], Reals], start: Reals) -> Reals:
             share = np.linalg.lstsq(changes, steps[-1], rcond=1e-10)[0]
             following = following - (moves + changes) @ share
         points, steps = [*points, following][-DEPTH:], [*steps, step(following)][-DEPTH:]
-        if np.abs(steps[-1]).max(initial=0.0) > 2 * np.abs(steps[-2]).max(initial=0.0):  # too bold: one plain step
+        if np.abs(steps[-1]).max(initial=0.0) > 2 * np.abs(steps[-2]).max(initial=0.0):  # diverges: one plain step
             plain = points[-2] + steps[-2]
             points, steps = [plain], [step(plain)]
     return points[-1]
 
 
 def signs(plan: Plan, flat: Reals) -> Reals:
-    """+1 or -1 per scale class that takes signs, so that the weights into a unit have a positive sum of cubes."""
+    """Return +1 or -1 per scale class with a sign symmetry: the weights into a unit get a positive sum of cubes."""
     p, slots = plan.layout.parameters, plan.slots
     free = (plan.symmetries & Symmetry.SIGN) > 0
-    rows = _sides(plan).scale[0][:p].cpu().numpy()
+    rows = element_slots(plan).scale[0][:p].cpu().numpy()
     into = slots.power[rows] > 0
     cubes = np.bincount(slots.unit[rows][into], flat[:p][into] ** 3, slots.classes)
     return np.where(free & (cubes < 0), -1.0, 1.0)
 
 
 def element_factors(plan: Plan, factors: Reals) -> Tensor:
-    """What one factor per scale class multiplies each element by."""
-    return _sides(plan).factors(torch.from_numpy(plan.slots.factors(factors)).to(plan.layout.device))
+    """Return each element's factor, from one factor per scale class."""
+    return element_slots(plan).factors(torch.from_numpy(plan.slots.factors(factors)).to(plan.layout.device))
 
 
-def canonical_form(plan: Plan, flat: Tensor, without: Collection[str] = ()) -> Form:
-    """The member of the orbit of least norm; units keep their places. Tensors `without` follow, and decide nothing."""
-    factors = element_factors(plan, least_factors(plan, _counted(plan, flat, without)))
-    factors = factors * element_factors(plan, signs(plan, _counted(plan, flat * factors, without)))
-    return Form(flat.double() * factors, factors)
+def canonical_form(plan: Plan, flat: Tensor, without: Collection[str] = ()) -> CanonicalForm:
+    """Return the member of the orbit with the least norm; units are not permuted.
 
-
-def canonical(plan: Plan, flat: Tensor) -> Tensor:
-    """The member of the orbit of least norm, in float64; units keep their places."""
-    return canonical_form(plan, flat).flat
+    Tensors in `without` are scaled along with the others, but do not influence the factors.
+    """
+    factors = element_factors(plan, least_factors(plan, _zero_tensors(plan, flat, without)))
+    factors = factors * element_factors(plan, signs(plan, _zero_tensors(plan, flat * factors, without)))
+    return CanonicalForm(flat.double() * factors, factors)
 
 
 def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
-    """What identifies each order class: all parameters that lead into it and out of it, sorted per tensor."""
+    """Identify each order class by all parameters that lead into it and out of it, sorted per tensor."""
     found: dict[int, list[Reals]] = {}
-    for side in _sides(plan).order:
+    for side in element_slots(plan).order:
         for entry in plan.layout.trainable + plan.layout.frozen:
             inside = slice(entry.start, entry.stop)
             order = plan.slots.order[side[inside].cpu().numpy()]
@@ -150,18 +148,18 @@ class Pairing(NamedTuple):
     """The units of one model in the order of another's."""
 
     order: Integers
-    apart: float  # the sum of squared distances of pairs
+    cost: float  # the sum of squared distances of pairs
 
 
-def _paired(here: Reals, there: Reals) -> Pairing:
-    """The Hungarian method: the squared distances of fingerprints have the least sum."""
-    apart = (there**2).sum(1)[:, None] + (here**2).sum(1) - 2 * there @ here.T
-    rows, columns = linear_sum_assignment(apart)
-    return Pairing(columns, float(apart[rows, columns].sum()))
+def _pair_units(here: Reals, there: Reals) -> Pairing:
+    """Pair fingerprints by the Hungarian method, with the least sum of squared distances."""
+    costs = (there**2).sum(1)[:, None] + (here**2).sum(1) - 2 * there @ here.T
+    rows, columns = linear_sum_assignment(costs)
+    return Pairing(columns, float(costs[rows, columns].sum()))
 
 
-def _cells_of(plan: Plan, block: int) -> list[Integers]:
-    """The cells of a block, kind by kind, each with its classes in the order of their numbers; block 0: all others."""
+def _list_cells(plan: Plan, block: int) -> list[Integers]:
+    """Return the cells of a block, sorted by kind, each as an array of classes; block 0 has the cells of no block."""
     orders, found = plan.orders, []
     inside = (orders.blocks == block) & (orders.cells > 0)
     for _, cell in sorted({(int(orders.kinds[c]), int(orders.cells[c])) for c in np.flatnonzero(inside)}):
@@ -171,32 +169,32 @@ def _cells_of(plan: Plan, block: int) -> list[Integers]:
 
 
 def sources(plan: Plan, flat: Tensor, reference: Tensor, without: Collection[str] = ()) -> Tensor:
-    """From which place each element comes if units trade places for those of the most similar units of `reference`.
+    """Return the index from which each element comes if every unit is moved to the most similar unit of `reference`.
 
-    Both in canonical form. Units that may trade places are paired by their fingerprints; blocks that move as wholes,
-    such as the heads of an attention, by the sums over their units.
+    Both are in canonical form. Units that may be permuted are paired by their fingerprints; blocks that are permuted as
+    a whole, such as attention heads, by the sums over their units.
     """
-    own, wanted = (fingerprints(plan, _counted(plan, vector, without)) for vector in (flat, reference))
+    own, wanted = (fingerprints(plan, _zero_tensors(plan, vector, without)) for vector in (flat, reference))
 
-    def paired(here: Integers, there: Integers) -> Pairing:
-        nothing = np.zeros(0)  # a class without parameters is like any other
-        prints = [[all_of.get(int(c), nothing) for c in cell] for all_of, cell in ((own, here), (wanted, there))]
-        return _paired(*(np.stack(some) for some in prints))
+    def pair(here: Integers, there: Integers) -> Pairing:
+        nothing = np.zeros(0)  # all classes without parameters are alike
+        prints = [[known.get(int(c), nothing) for c in cell] for known, cell in ((own, here), (wanted, there))]
+        return _pair_units(*(np.stack(some) for some in prints))
 
     orders, members = plan.orders, plan.orders.members.copy()
-    for classes in _cells_of(plan, 0):
-        members[classes] = orders.members[classes][paired(classes, classes).order]
+    for classes in _list_cells(plan, 0):
+        members[classes] = orders.members[classes][pair(classes, classes).order]
     for family in np.unique(orders.families[1:]):
-        blocks = [_cells_of(plan, int(b)) for b in np.flatnonzero(orders.families == family) if b]
-        every = [[[paired(*cells) for cells in zip(here, there, strict=True)] for here in blocks] for there in blocks]
-        apart = [[sum(pairing.apart for pairing in pairings) for pairings in row] for row in every]
-        for to, source in zip(*linear_sum_assignment(np.array(apart)), strict=True):
+        blocks = [_list_cells(plan, int(b)) for b in np.flatnonzero(orders.families == family) if b]
+        every = [[[pair(*cells) for cells in zip(here, there, strict=True)] for here in blocks] for there in blocks]
+        costs = [[sum(pairing.cost for pairing in pairings) for pairings in row] for row in every]
+        for to, source in zip(*linear_sum_assignment(np.array(costs)), strict=True):
             for there, here, pairing in zip(blocks[to], blocks[source], every[to][source], strict=True):
                 members[there] = orders.members[here][pairing.order]
     shifts = torch.from_numpy(plan.slots.shifts(members)).to(flat.device)
-    return _sides(plan).sources(shifts)
+    return element_slots(plan).sources(shifts)
 
 
-def matched(plan: Plan, flat: Tensor, reference: Tensor) -> Tensor:
-    """The same model with each unit in the place of the most similar unit of `reference`; both in canonical form."""
+def match_units(plan: Plan, flat: Tensor, reference: Tensor) -> Tensor:
+    """Permute a model's units into the order of the most similar units of `reference`; both in canonical form."""
     return flat[sources(plan, flat, reference)]

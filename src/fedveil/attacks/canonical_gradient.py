@@ -1,6 +1,6 @@
 """A victim's gradient from two veiled broadcasts, for any network that has a canonical form.
 
-Bring both rounds to canonical form, units in the same places: C = f W and C' = f' W' with unknown factors f and f'. In
+Bring both rounds to canonical form, units in the same order: C = f W and C' = f' W' with unknown factors f and f'. In
 every block (`attacks.blocks`) both are one number, and a server of plain SGD has W' = W - lr g, where g is the mean
 gradient of all clients. The gradient at the canonical model, which the attacker can compute for records that it tries,
 is g_C = g / f. So in every block, exactly and for a step of any size,
@@ -15,83 +15,244 @@ order (1 - share) / share. The attacker fits the numbers of units to all blocks.
 another: within each block the direction of Q h is exact. Blocks without a factor need no Q; the head's bias is one of
 them, and shows the labels.
 
-Adam's first step shows signs only (`attacks.canonical_signs`). The broadcasts show which of the two it was.
+Adam's first step is lr g / (|g| + eps), the learning rate with the sign of g. Every block then has
+
+    C' = a (C - lr f s),        s = sign(g) in {-1, 0, 1},
+
+two unknown numbers a and lr f a for all of a block's elements. Least squares, in turns with s, finds them, and their
+logarithms are linear in one number per unit. So the step gives every sign away, and the factors f with it. With
+g = share own + (1 - share) h, the signs bound h from one side: s (share own + (1 - share) h) >= 0. The bounds are close
+where the attacker's own part is small. A search minimises their squared violation, which is 0 at the truth.
+
+The broadcasts show which of the two steps it was.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedveil.attacks.blocks import TINY, Blocks, blocks_of
-from fedveil.attacks.canonical_rounds import Pair, canonical_pairs, own_part
-from fedveil.attacks.canonical_signs import by_signs_of_steps, signed_steps
-from fedveil.attacks.leaks import Gradients, Leak
-from fedveil.attacks.observed import Observed
-from fedveil.graph.layout import Entry, flatten
+from fedveil.attacks.blocks import TINY, Blocks, find_blocks
+from fedveil.attacks.canonical import canonical_form, match_units
+from fedveil.attacks.leaks import Gradients, Leak, mean_gradients
+from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_values
+from fedveil.attacks.veil import analyse_architecture, calibrate, candidate_models
+from fedveil.graph.layout import Entry, flatten, unflatten
+from fedveil.graph.plan import Plan
+from fedveil.scheme.messages import Broadcast, PublicHead
 
-LEAST = 3  # elements of a block that measures a factor: Q leaves one
+LEAST_SGD = 3  # elements of a block that measures k: Q leaves one
+LEAST_ADAM = 4  # elements of a block that measures a and f: two unknown numbers, and more to check them
 NOISE = 1e-6  # of a squared cosine that is 1 up to rounding
-CLEAR = 0.05  # misfit of steps that are signs; a normal distribution cut into three steps has 0.2
+CLEAR = 0.05  # misfit below which steps are signs; a normal distribution rounded to three values has 0.2
+TURNS = 30
+VIOLATION = 10.0  # weight of violated bounds beside the total variation, which is scaled for cosines
+FAR = 8.0  # standard deviations
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """1 - cosine of a gradient and a leaked one, of the part that two broadcasts show."""
+class RoundPair:
+    """Two consecutive rounds in canonical form, without the noise of their heads.
+
+    Attributes:
+        plan: the layers that can be perturbed.
+        before, after: all tensors of both rounds as flat vectors in float64, units in the same order.
+        known: 1 for each trainable element whose noise is known; 0 in a head whose noise is only estimated.
+    """
+
+    plan: Plan
+    before: Tensor
+    after: Tensor
+    known: Tensor
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The trainable parameters of both rounds."""
+        return self.before[: self.plan.layout.weights], self.after[: self.plan.layout.weights]
+
+    @property
+    def distance(self) -> float:
+        """The norm of the difference of all parameters."""
+        return float((self.before - self.after)[: self.plan.layout.parameters].norm())
+
+    def to_tensors(self, flat: Tensor, entries: tuple[Entry, ...]) -> Gradients:
+        """Return the pieces of a flat vector in the model's dtype."""
+        return {name: value.to(self.plan.layout.dtype) for name, value in unflatten(flat, entries).items()}
+
+
+@dataclass(frozen=True, eq=False)
+class PartialDistance:
+    """1 - cosine of a gradient and the leaked one, over the part that two broadcasts show."""
 
     blocks: Blocks
     hidden: tuple[Tensor, ...]  # directions that are not seen, one in each block; orthogonal to one another
-    kept: Tensor
+    known: Tensor
     wanted: Tensor
     entries: tuple[Entry, ...]
 
     def __call__(self, found: Gradients) -> Tensor:
-        """The distance of a gradient that was found."""
+        """Return the distance of a gradient."""
         flat = flatten(found, self.entries)
         for directions in self.hidden:
-            flat = self.blocks.without(flat, directions.to(flat))
-        return 1 - torch.nn.functional.cosine_similarity(flat * self.kept.to(flat), self.wanted.to(flat), dim=0)
+            flat = self.blocks.project_out(flat, directions.to(flat))
+        return 1 - torch.nn.functional.cosine_similarity(flat * self.known.to(flat), self.wanted.to(flat), dim=0)
 
 
-def from_canonical_difference(observed: Observed, at: int = -2) -> Leak:
-    """The mean gradient of all other clients at the canonical model, as far as two veiled broadcasts show it.
+@dataclass(frozen=True, eq=False)
+class SignViolation:
+    """The squared violation of the bounds that signs set on a gradient, over the squared norm of both parts."""
+
+    signs: Tensor
+    own: Tensor
+    share: float
+    entries: tuple[Entry, ...]
+
+    def __call__(self, found: Gradients) -> Tensor:
+        """Return the distance of a gradient."""
+        others = (1 - self.share) * flatten(found, self.entries)
+        own = self.share * self.own.to(others)
+        wrong = torch.relu(-self.signs.to(others) * (own + others)).square().sum()
+        return VIOLATION * wrong / (own.square().sum() + others.square().sum())
+
+
+def from_canonical_difference(observed: Observation, at: int = -2) -> Leak:
+    """Derive the mean gradient of all other clients at the canonical model, as far as two veiled broadcasts show it.
 
     Needs the round `at`, which the attacker answered, and the one after it. The server uses plain SGD, or Adam in its
     first round. Where heads have candidates for their noise, the pair is taken whose difference is a step of Adam or,
-    if none is, the closest: decoys are drawn anew in each round, and the model hardly changes.
+    if none is, the closest: decoys are drawn again in each round, and the model hardly changes.
     """
+    batch = observed.own_batch(observed.consecutive(at)[0])
     pairs = canonical_pairs(observed, at)
-    blocks = blocks_of(pairs[0].plan)
-    steps = [signed_steps(blocks, *pair.weights, observed.learning_rate) for pair in pairs]
-    signed = min(range(len(pairs)), key=lambda number: steps[number].misfit)
-    if steps[signed].misfit < CLEAR:
-        return by_signs_of_steps(observed, pairs[signed], steps[signed].signs, at)
-    return by_directions(observed, blocks, min(pairs, key=lambda pair: pair.distance), at)
+    blocks, lr = find_blocks(pairs[0].plan), observed.learning_rate
+    fits = [fit_signs(blocks, *pair.weights, lr) for pair in pairs]
+    steps, signed = min(zip(fits, pairs, strict=True), key=lambda both: both[0].misfit)
+    pair = signed if steps.misfit < CLEAR else min(pairs, key=lambda one: one.distance)
+    model = copy_with_values(observed.architecture, pair.to_tensors(pair.before, pair.plan.layout.entries))
+    own = flatten(mean_gradients(model, observed.loss, *batch), pair.plan.layout.trainable).double()
+    if steps.misfit < CLEAR:
+        return leak_from_signs(observed, model, pair, own, steps.signs)
+    return leak_from_directions(observed, model, pair, own, blocks)
 
 
-def by_directions(observed: Observed, blocks: Blocks, pair: Pair, at: int = -2) -> Leak:
-    """The gradient behind a step of plain SGD, without two directions in each block."""
-    model, (before, after), share = pair.model(observed.architecture), pair.weights, observed.share
-    own = own_part(observed, model, pair, at)
+def canonical_pairs(observed: Observation, at: int = -2) -> list[RoundPair]:
+    """Bring the round `at` and the one after it to canonical form: one pair for each two candidates of their heads."""
+    first, second = (seen.broadcast for seen in observed.consecutive(at))
+    if not isinstance(first, Broadcast) or not isinstance(second, Broadcast):
+        raise DoesNotApply("two broadcasts", "these broadcasts are not veiled")
+    plan = analyse_architecture(observed)
+    forms = [
+        [canonical_form(plan, flat_values(plan, model)).flat for model in remove_head_noise(observed, sent)]
+        for sent in (first, second)
+    ]
+    known = known_elements(plan, first.head).to(forms[0][0])
+    return [RoundPair(plan, one, match_units(plan, other, one), known) for one, other in itertools.product(*forms)]
+
+
+def remove_head_noise(observed: Observation, sent: Broadcast) -> list[nn.Module]:
+    """Return a round's model without its head's noise: one for each candidate, or one fitted with own labels."""
+    return candidate_models(observed, sent) or [calibrate(observed, sent)]
+
+
+def known_elements(plan: Plan, head: PublicHead | None) -> Tensor:
+    """Return for each trainable element whether its noise is known exactly: one of few candidates, or none at all."""
+    names = () if head is None or head.decoys else (head.weight, head.bias if head.masked_bias else None)
+    return torch.cat([torch.full((e.shape.numel(),), e.name not in names) for e in plan.layout.trainable])
+
+
+def flat_values(plan: Plan, model: nn.Module) -> Tensor:
+    """Return all tensors of a model as one flat vector."""
+    values = {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    return flatten(values, plan.layout.entries)
+
+
+def leak_from_directions(observed: Observation, model: nn.Module, pair: RoundPair, own: Tensor, blocks: Blocks) -> Leak:
+    """Derive the gradient behind a step of plain SGD, without two directions in each block."""
+    (before, after), share, entries = pair.weights, observed.share, pair.plan.layout.trainable
     along = blocks.directions(before)
-    moved, rest = blocks.without(after - before, along), blocks.without(own, along)
+    moved, rest = blocks.project_out(after - before, along), blocks.project_out(own, along)
     rates = observed.learning_rate * step_sizes(blocks, moved, rest, observed)
     hidden = along, blocks.directions(rest)
-    seen = -blocks.without(moved, hidden[1]) / rates[blocks.number]
+    seen = -blocks.project_out(moved, hidden[1]) / rates[blocks.number]
     exact = (before - after) / observed.learning_rate - share * own
     others = torch.where(blocks.scaled[blocks.number], seen, exact) / (1 - share)
-    compare = Part(blocks, hidden, pair.kept, others * pair.kept, pair.entries)
-    return Leak(model, pair.named(others), observed.loss, compare=compare)
+    compare = PartialDistance(blocks, hidden, pair.known, others * pair.known, entries)
+    return Leak(model, pair.to_tensors(others, entries), observed.loss, compare=compare)
 
 
-def step_sizes(blocks: Blocks, moved: Tensor, own: Tensor, observed: Observed) -> Tensor:
-    """How far each block moves for a gradient of length 1, over the learning rate: k / lr, fitted to units.
+def step_sizes(blocks: Blocks, moved: Tensor, own: Tensor, observed: Observation) -> Tensor:
+    """Return the step of each block for a gradient of norm 1, over the learning rate: k / lr, fitted to units.
 
-    It is measured along the attacker's own part. A block counts the more, the closer its step is to that direction.
+    It is measured along the attacker's own part. The closer a block's step is to that direction, the more it counts.
     """
     along, size = -blocks.inner(moved, own), blocks.inner(own, own)
     cosines = along.square() / (size * blocks.inner(moved, moved)).clamp_min(TINY)
-    usable = blocks.scaled & (blocks.sizes >= LEAST) & (along > 0) & (size > 0)
+    usable = blocks.scaled & (blocks.sizes >= LEAST_SGD) & (along > 0) & (size > 0)
     measured = along / (observed.learning_rate * observed.share * size).clamp_min(TINY)
     weights = torch.where(usable, blocks.sizes * cosines / (1 - cosines + NOISE), 0.0)
-    return blocks.fitted(torch.where(usable, measured, 1.0).log(), weights)
+    return blocks.fit_factors(torch.where(usable, measured, 1.0).log(), weights)
+
+
+@dataclass(frozen=True, eq=False)
+class SignedSteps:
+    """Steps in units of the learning rate, rounded.
+
+    Attributes:
+        signs: -1, 0 or 1 for each trainable element.
+        misfit: the fraction of the steps' energy that rounding changed; about 0 if they are signs.
+    """
+
+    signs: Tensor
+    misfit: float
+
+
+def fit_signs(blocks: Blocks, before: Tensor, after: Tensor, lr: float) -> SignedSteps:
+    """Fit the steps between two rounds, assuming that all were +lr, 0 or -lr before factors changed them."""
+    usable = blocks.scaled & (blocks.sizes >= LEAST_ADAM)
+    gauge = torch.ones_like(blocks.sizes)
+    for _ in range(TURNS):
+        gap = gauge[blocks.number] * before - after
+        mean = blocks.inner(gap, gap.sign()) / blocks.sizes
+        signs = gap.sign() * (gap.abs() > mean[blocks.number] / 2)
+        cc, cs, ss = blocks.inner(before, before), blocks.inner(before, signs), blocks.inner(signs, signs)
+        cy, sy = blocks.inner(before, after), blocks.inner(signs, after)
+        spread = cc * ss - cs.square()
+        solved = usable & (spread > TINY)
+        gauge = torch.where(solved, (cy * ss - cs * sy) / spread.clamp_min(TINY), 1.0)
+        step = torch.where(solved, (cs * cy - cc * sy) / spread.clamp_min(TINY), lr)
+    solved &= (gauge > 0) & (step > 0)
+    gap = (gauge[blocks.number] * before - after) / step[blocks.number]
+    weights = torch.where(solved, 1 / (blocks.inner(gap - signs, gap - signs) / blocks.sizes + TINY), 0.0)
+    weights = weights / weights.max().clamp_min(TINY)
+    ones = torch.ones_like(gauge)
+    gauges = blocks.fit_factors(torch.where(solved, gauge, ones).log(), weights)
+    factors = blocks.fit_factors(torch.where(solved, step / gauge / lr, ones).log(), weights)
+    steps = (before - after / gauges[blocks.number]) / (lr * factors[blocks.number])
+    rounded = steps.round().clamp(-1, 1)
+    return SignedSteps(rounded, float((steps - rounded).square().sum() / steps.square().sum().clamp_min(TINY)))
+
+
+def leak_from_signs(observed: Observation, model: nn.Module, pair: RoundPair, own: Tensor, signs: Tensor) -> Leak:
+    """Derive bounds on the gradient behind a step of Adam, and its mean within them for labels.
+
+    The mean is that of a normal distribution with mean 0 and the size of the attacker's own records' gradients,
+    truncated at the bound. The head's bias is left out: one number per class is bounded too loosely; rows of weights
+    have many.
+    """
+    share, entries = observed.share, pair.plan.layout.trainable
+    known, total = signs * pair.known, torch.zeros_like(own)
+    for batch in zip(torch.split(observed.inputs, 1), torch.split(observed.targets, 1), strict=True):
+        total += flatten(mean_gradients(model, observed.loss, *batch), entries).double().square()
+    deviations = (total / len(observed.inputs)).sqrt()
+    within = truncated_mean(known, share / (1 - share) * own, deviations)
+    found = {name: value for name, value in pair.to_tensors(within, entries).items() if value.dim() > 1}
+    return Leak(model, found, observed.loss, compare=SignViolation(known, own, share, entries))
+
+
+def truncated_mean(signs: Tensor, bound: Tensor, deviation: Tensor) -> Tensor:
+    """Return the mean of h ~ N(0, deviation^2), given that signs (bound + h) > 0; 0 where there is no sign."""
+    edge = (-signs * bound / deviation.clamp_min(TINY)).clamp(-FAR, FAR)
+    density = torch.exp(-edge.square() / 2) / (2 * torch.pi) ** 0.5
+    found: Tensor = signs * deviation * density / torch.special.ndtr(-edge)
+    return found

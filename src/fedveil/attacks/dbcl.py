@@ -1,4 +1,4 @@
-"""The attackers of DBCL: the sketches of a few rounds determine the weights, and how these changed shows a record."""
+"""Attackers of DBCL: the sketches of a few rounds determine the weights, and changes of these show a record."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,63 +9,62 @@ from torch import Tensor
 
 from fedveil.attacks.first_layer import first_linear
 from fedveil.attacks.leaks import own_gradients, sketched_layers
-from fedveil.attacks.observed import DoesNotApply, Observed
-from fedveil.attacks.veil import with_values
+from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_values
 from fedveil.defences.dbcl import Sketch, SketchedBroadcast, SketchedLayer
 
 STEPS = 500
-SETTLED = 1e-12  # of the squared right-hand side
+SETTLED = 1e-12  # of the squared norm of the right-hand side
 RANK = 1e-10  # of the normal equations: directions that no round shows
-WIDEST = 1024  # inputs of a first layer whose system is solved densely
+MAX_INPUTS = 1024  # of a first layer whose system is solved densely
 
 
 def solve_sketches(sketches: Sequence[Sketch], seen: Sequence[Tensor]) -> Tensor:
     """Solve W S_t = W~_t over all rounds t: min_W sum_t |W S_t - W~_t|^2, by conjugate gradients.
 
-    If there are several solutions (fewer rounds than about q), the one of least norm, since the search starts at 0.
+    Of several solutions (with fewer rounds than about q) it finds the one of least norm, since the search starts at 0.
     """
-    wanted = torch.stack([sketch.up(small) for sketch, small in zip(sketches, seen, strict=True)]).sum(0)
-    weight = torch.zeros_like(wanted)
-    left, way = wanted.clone(), wanted.clone()
-    size = (left * left).sum()
-    enough = SETTLED * float(size)
+    residual = torch.stack([sketch.up(small) for sketch, small in zip(sketches, seen, strict=True)]).sum(0)
+    weight, direction = torch.zeros_like(residual), residual
+    energy = (residual * residual).sum()
+    tolerance = SETTLED * float(energy)
     for _ in range(STEPS):
-        if float(size) <= enough:
+        if float(energy) <= tolerance:
             break
-        ahead = torch.stack([sketch.up(sketch.down(way)) for sketch in sketches]).sum(0)
-        step = size / (way * ahead).sum()
-        weight, left = weight + step * way, left - step * ahead
-        before, size = size, (left * left).sum()
-        way = left + (size / before) * way
+        image = torch.stack([sketch.up(sketch.down(direction)) for sketch in sketches]).sum(0)
+        step = energy / (direction * image).sum()
+        weight, residual = weight + step * direction, residual - step * image
+        before, energy = energy, (residual * residual).sum()
+        direction = residual + (energy / before) * direction
     return weight
 
 
-def stacked(observed: Observed) -> Observed:
-    """The model that fits the sketches of all rounds; biases, norms and unsketched layers from the last broadcast."""
-    if not all(isinstance(seen.broadcast, SketchedBroadcast) for seen in observed.rounds):
+def stack_sketches(observed: Observation) -> Observation:
+    """Fit a model to the sketches of all rounds; all that is not sketched is taken from the last broadcast."""
+    sent = [seen.broadcast.network for seen in observed.rounds if isinstance(seen.broadcast, SketchedBroadcast)]
+    if len(sent) < len(observed.rounds):
         return observed
-    rounds = [dict(sketched_layers(seen.broadcast.network)) for seen in observed.rounds]
-    values = dict(observed.rounds[-1].broadcast.network.state_dict())
+    rounds = [dict(sketched_layers(network)) for network in sent]
+    values = dict(sent[-1].state_dict())
     for name in rounds[-1]:
         layers = [found[name] for found in rounds]
         weights = [layer.weight.detach().double() for layer in layers]
         sketches = [layer.sketch.to(weight) for layer, weight in zip(layers, weights, strict=True)]
         shape = observed.architecture.get_parameter(name).shape
         values[name] = solve_sketches(sketches, weights).reshape(shape).to(values[name].dtype)
-    return dataclasses.replace(observed, model=with_values(observed.architecture, values))
+    return dataclasses.replace(observed, model=copy_with_values(observed.architecture, values))
 
 
 @dataclass(frozen=True, eq=False)
 class FirstLayer:
-    """The first layer's sketches in all rounds, and what the attacker knows of the steps between them, in float64."""
+    """The first layer's sketches in all rounds, and the attacker's knowledge of the steps between them, in float64."""
 
     sketches: list[Tensor]  # S_t, (inputs, buckets)
-    known: list[Tensor]  # W~_t without what the attacker's own uploads changed since the first round
-    steps: Tensor  # (rounds - 1, units): the victim's delta_t, from the bias, which travels as it is
+    known: list[Tensor]  # W~_t without the changes by the attacker's own uploads since the first round
+    steps: Tensor  # (rounds - 1, units): the victim's delta_t, from the bias, which is not sketched
 
 
-def first_layer_of(observed: Observed) -> FirstLayer:
-    """What a client knows of the layer."""
+def observe_first_layer(observed: Observation) -> FirstLayer:
+    """Collect what the broadcasts show of the first layer."""
     path, rate, share = first_linear(observed.architecture), observed.learning_rate, observed.share
     found = [seen.model.get_submodule(path) for seen in observed.rounds]
     layers = [layer for layer in found if isinstance(layer, SketchedLayer)]
@@ -85,21 +84,22 @@ def first_layer_of(observed: Observed) -> FirstLayer:
     return FirstLayer(sketches, known, steps)
 
 
-def record(observed: Observed) -> Tensor:
-    """The record that a victim used in every round, if it was alone in its batches and the server uses plain SGD.
+def rebuild_record(observed: Observation) -> Tensor:
+    """Rebuild the record that a victim used in every round, alone in its batches, if the server uses plain SGD.
 
     With W the first layer's weight in the first round, r = lr (1 - share) and the victim's delta_t,
 
         W S_t = known_t + r sum_{s < t} delta_s x^T S_s S_s^T S_t        in every round t
 
-    is linear in W and x. What any W explains is projected away, with one projection for all units; the rest is a
-    least-squares problem for x alone. One round shows S^T x, a part of the record; several show all of it.
+    is linear in W and x. One projection for all units removes what any W explains; the rest is a least-squares problem
+    for x alone. One round shows S^T x, a part of the record; several show all of it.
     """
-    layer = first_layer_of(observed)
+    layer = observe_first_layer(observed)
     joint = torch.cat(layer.sketches, 1)
     inputs, equations = joint.shape
-    if inputs > WIDEST or equations <= inputs:
-        raise DoesNotApply("dbcl", f"{equations} equations per unit for {inputs} inputs; at most {WIDEST} are solved")
+    if inputs > MAX_INPUTS or equations <= inputs:
+        what = f"{equations} equations per unit for {inputs} inputs; at most {MAX_INPUTS} inputs are solved for"
+        raise DoesNotApply("dbcl", what)
     away = torch.eye(equations).to(joint) - torch.linalg.pinv(joint) @ joint
     total, wanted = joint.new_zeros((inputs, inputs)), joint.new_zeros(inputs)
     spread = [

@@ -3,69 +3,78 @@
 For one record x the gradient of row i of the first layer is delta_i (x, 1): every row is a multiple of the record, and
 the bias holds the factor. With plain SGD, the difference of two broadcasts shows that gradient. A veil scales and
 permutes the rows differently in each round; but rows scaled to unit length have lost their factor, and those of
-consecutive rounds are close enough to be paired (`record_under_a_veil`).
+consecutive rounds are close enough to be paired (`rebuild_veiled_record`).
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedveil.attacks.leaks import Leak, from_difference, sketched_layers
-from fedveil.attacks.observed import DoesNotApply, Observed
+from fedveil.attacks.leaks import ULPS, Leak, from_difference, sketched_layers
+from fedveil.attacks.observation import DoesNotApply, Observation
 from fedveil.scheme.messages import Broadcast
 
 TINY = 1e-30
 SMOOTH = 1e-3  # ridge for the covariance of few records, over the mean square of a coordinate
+SWEEPS = 50  # of alternating least squares
 SURE = 1e6  # weight of the coordinate that is always 1, in deviations
 
 
 def first_linear(model: nn.Module) -> str:
-    """The path of the first layer, which must be a Linear with a bias."""
+    """Return the path of the first layer, which must be a Linear with a bias."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and module.bias is not None:
             return str(path)
         if not module._modules and any(True for _ in module.parameters()):
             break
-    raise DoesNotApply("dense record", "the network does not begin with a Linear with a bias", "an MLP")
+    raise DoesNotApply("dense record", "the network does not begin with a Linear with a bias", "use an MLP")
 
 
-def joined(model_values: dict[str, Tensor], path: str) -> Tensor:
-    """Weight and bias of a layer side by side, one row per unit."""
-    return torch.cat([model_values[f"{path}.weight"], model_values[f"{path}.bias"].unsqueeze(1)], 1).double()
+def layer_rows(values: Mapping[str, Tensor], path: str) -> Tensor:
+    """Join the weight and bias of a layer, one row per unit, in float64."""
+    return torch.cat([values[f"{path}.weight"], values[f"{path}.bias"].unsqueeze(1)], 1).detach().double()
+
+
+def append_one(inputs: Tensor) -> Tensor:
+    """Return records as rows with a 1 appended, as a layer with a bias sees them."""
+    rows = inputs.flatten(1).double()
+    return torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
 
 
 def record_from_gradient(leak: Leak, path: str) -> Tensor:
-    """The record x that fits G_i = b_i x best, over the numbers that were received (`mask`)."""
-    gradient = joined({name: value.detach() for name, value in leak.gradients.items()}, path)
-    kept = joined({name: m.double() for name, m in leak.mask.items()}, path) if leak.mask else torch.ones_like(gradient)
-    factor = gradient[:, -1:] * kept[:, -1:]
-    both = kept[:, :-1] * kept[:, -1:]
+    """Fit the record x to G_i = b_i x, over the elements that were received (`mask`)."""
+    gradient = layer_rows(leak.gradients, path)
+    mask = layer_rows(leak.mask, path) if leak.mask else torch.ones_like(gradient)
+    factor = gradient[:, -1:] * mask[:, -1:]
+    both = mask[:, :-1] * mask[:, -1:]
     return (factor * both * gradient[:, :-1]).sum(0) / (factor**2 * both).sum(0).clamp_min(TINY)
 
 
 def record_from_agreeing_rows(leak: Leak, path: str) -> Tensor:
-    """One record from the gradient of several: the one that two units show alike.
+    """Find one record in the gradient of several: the one on which two units agree.
 
-    Row i of the gradient is sum_k delta_ik (x_k, 1). Divided by its last number it is a mean of the records, with other
-    weights for every unit, unless a single record moves the unit (ReLU is 0 for all others): then it is that record.
-    So rows that agree show a record, and no truth is needed to tell. The two that agree best are taken.
+    Row i of the gradient is sum_k delta_ik (x_k, 1). Divided by its last element it is a mean of the records, with
+    different weights for every unit, unless a single record moves the unit (ReLU is 0 for all others): then it is that
+    record. So rows that agree show a record, and the attacker can tell without knowing it. The two that agree best are
+    taken.
     """
-    gradient = joined({name: value.detach() for name, value in leak.gradients.items()}, path)
+    gradient = layer_rows(leak.gradients, path)
     size, eps = gradient[:, -1].abs(), torch.finfo(leak.gradients[f"{path}.bias"].dtype).eps
     moved = gradient[size > math.sqrt(eps) * size.max()]
     if len(moved) < 2:
-        raise DoesNotApply("dense record", "fewer than two units have a gradient", "a wider first layer")
+        raise DoesNotApply("dense record", "fewer than two units have a gradient", "use a wider first layer")
     rows = moved[:, :-1] / moved[:, -1:]
-    apart = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(math.inf)
-    first, second = divmod(int(apart.argmin()), len(rows))
+    distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(math.inf)
+    first, second = divmod(int(distances.argmin()), len(rows))
     return (rows[first] + rows[second]) / 2
 
 
-def from_plain_difference(observed: Observed) -> Tensor:
-    """As published: the difference of two broadcasts is taken for a gradient."""
+def rebuild_from_difference(observed: Observation) -> Tensor:
+    """Rebuild a record as published: take the difference of two broadcasts for a gradient."""
     leak = from_difference(observed)
     path = first_linear(observed.architecture)
     found = record_from_gradient(leak, path)
@@ -75,19 +84,19 @@ def from_plain_difference(observed: Observed) -> Tensor:
     return found
 
 
-def paired_rows(now: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of unit length, and the change of each to the row of the later round in the same direction."""
+def pair_rows(now: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows of norm 1, and the change from each to the row of the later round with the nearest direction."""
     first, second = (F.normalize(rows, eps=TINY) for rows in (now, later))
     pairs = linear_sum_assignment(-(first @ second.T).cpu().numpy())[1]
     return first, second[torch.from_numpy(pairs).to(second.device)] - first
 
 
 def common_direction(rows: tuple[Tensor, Tensor], own: Tensor) -> Tensor:
-    """The direction x', orthogonal to the orthonormal rows of `own`, along which all rows moved, but for their own one.
+    """Return the direction x', orthogonal to the orthonormal rows of `own`, along which all rows moved.
 
     D_i = -kappa_i (I - N_i N_i^T)(own part + delta_i x). Outside the span of the attacker's own inputs the own part is
     0, and orthogonal to N_i the rest of D_i, q_i, is a multiple of the rest of x. x' is the direction that fits this
-    best: the top eigenvector of sum_i |q_i|^2 n_i n_i^T + q_i q_i^T, with the rest n_i of N_i at unit length.
+    best: the top eigenvector of sum_i |q_i|^2 n_i n_i^T + q_i q_i^T, with the rest n_i of N_i scaled to norm 1.
     """
     away, moved = (part - (part @ own.T) @ own for part in rows)
     away = F.normalize(away, eps=TINY)
@@ -97,7 +106,7 @@ def common_direction(rows: tuple[Tensor, Tensor], own: Tensor) -> Tensor:
 
 
 def likely_record(known: Tensor, own: Tensor, seen: Tensor) -> Tensor:
-    """The most likely record, given only the direction of a part of it.
+    """Return the most likely record, given only the direction of a part of it.
 
     The record, with a 1 appended, is sigma `known` plus anything in the span of `own`. With the attacker's records
     `seen` as a sample of a normal distribution, sigma has the density exp(-Q(sigma) / 2) |sigma|^(free - 1), where Q is
@@ -122,26 +131,60 @@ def likely_record(known: Tensor, own: Tensor, seen: Tensor) -> Tensor:
     return record[:-1]
 
 
-def record_under_a_veil(observed: Observed, at: int = -2) -> Tensor:
-    """The record of the only other client of a round, from two veiled broadcasts, if the server uses plain SGD.
+def rebuild_veiled_record(observed: Observation) -> Tensor:
+    """Rebuild the record of the only other client of a round from two veiled broadcasts, if the server uses plain SGD.
 
     Outside the span of the attacker's own inputs the record is found up to rounding; inside, where the attacker's own
-    part of the step covers it, the most likely values are taken, given the attacker's records.
+    part of the step hides it, the most likely values are taken, given the attacker's records.
     """
-    now, later = observed.rounds[at], observed.rounds[len(observed.rounds) + at + 1]
+    now, later = observed.consecutive()
     if not isinstance(now.broadcast, Broadcast) or not isinstance(later.broadcast, Broadcast):
         raise DoesNotApply("dense record", "these broadcasts are not veiled")
     path = first_linear(observed.architecture)
-    before, after = (joined(dict(seen.broadcast.parameters), path) for seen in (now, later))
-    own = with_one(observed.inputs[now.rows])
+    before, after = (layer_rows(sent.parameters, path) for sent in (now.broadcast, later.broadcast))
+    own = append_one(observed.own_batch(now)[0])
     if len(own) >= before.shape[1]:
-        raise DoesNotApply("dense record", f"{len(own)} own records leave no direction free", "a smaller own batch")
+        what = f"{len(own)} own records leave no direction free"
+        raise DoesNotApply("dense record", what, "use a smaller own batch")
     span = torch.linalg.svd(own, full_matrices=False)[2][: int(torch.linalg.matrix_rank(own))]
-    known = common_direction(paired_rows(before, after), span)
+    known = common_direction(pair_rows(before, after), span)
     return likely_record(known, own, observed.inputs.flatten(1).double())
 
 
-def with_one(inputs: Tensor) -> Tensor:
-    """Records as rows with a 1 appended, as a layer with a bias sees them."""
-    rows = inputs.flatten(1).double()
-    return torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
+def sent_rows(observed: Observation, at: int, path: str) -> tuple[Tensor, Tensor]:
+    """Return the rows (gradient of weights, of bias) of one round's difference, and which elements the victim sent.
+
+    An element that it did not send is 0 up to rounding of the two weights, which the division by learning rate and
+    share has magnified.
+    """
+    leak = from_difference(observed, at)
+    weights = dict(leak.model.named_parameters())
+    rows, unit = layer_rows(leak.gradients, path), torch.finfo(weights[f"{path}.weight"].dtype).eps
+    rounding = ULPS * unit * layer_rows(weights, path).abs() / (observed.learning_rate * (1 - observed.share))
+    return rows, (rows.abs() > rounding).to(rows)
+
+
+def rank_one(rows: Tensor, sent: Tensor) -> Tensor:
+    """Fit rows = factors v^T where `sent` is 1, by alternating least squares; return v."""
+    rows = rows * sent
+    v: Tensor = torch.linalg.svd(rows, full_matrices=False)[2][0]
+    for _ in range(SWEEPS):
+        factors = (rows @ v) / (sent @ v.square()).clamp_min(TINY)
+        v = (rows.T @ factors) / (sent.T @ factors.square()).clamp_min(TINY)
+        v = v / v.norm().clamp_min(TINY)
+    return v
+
+
+def rebuild_selected_record(observed: Observation) -> Tensor:
+    """Rebuild one record from the gradients that a client of PPDL selected in several rounds.
+
+    Each round shows some elements of a matrix of rank one, delta (x, 1)^T, with independent noise; the record is the
+    same in all of them. The rows of all rounds are stacked, and rank one is fitted to the elements that were sent, so
+    that noise averages out, and an element that was not selected in one row, or in one round, comes from another.
+    """
+    if len(observed.rounds) < 2:
+        raise DoesNotApply("dense record", "it needs two broadcasts or more")
+    path = first_linear(observed.architecture)
+    found = [sent_rows(observed, at, path) for at in range(len(observed.rounds) - 1)]
+    v = rank_one(torch.cat([rows for rows, _ in found]), torch.cat([sent for _, sent in found]))
+    return v[:-1] / (v[-1] if v[-1].abs() > TINY else TINY)

@@ -1,8 +1,8 @@
-"""Attackers that know nothing of a defence: they run on any, also on one that we did not write.
+"""Attackers that know nothing of a defence, so that they run on every defence, also those of other packages.
 
-Two turn what a client saw into a model that may be closer to the true one: the mean of its broadcasts, which removes
-independent noise, and an affine map of the outputs, which undoes what was done to these. The third rebuilds a record
-from the difference of two broadcasts, as published: exactly from a dense first layer, by search from images.
+Two estimate a model that may be closer to the true one: the mean of the broadcasts removes independent noise, and an
+affine map of the outputs reverses what was done to these. The third rebuilds a record from the difference of two
+broadcasts, as published: exactly from a dense first layer, by search for images.
 """
 
 import dataclasses
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.attacks.features import dense_targets
-from fedveil.attacks.first_layer import first_linear, from_plain_difference
+from fedveil.attacks.first_layer import first_linear, rebuild_from_difference
 from fedveil.attacks.gradients import Search, reconstruct
 from fedveil.attacks.labels import single_label
 from fedveil.attacks.leaks import from_difference
-from fedveil.attacks.observed import DoesNotApply, Observed
-from fedveil.attacks.veil import minimise, with_values
+from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_values
+from fedveil.attacks.veil import minimise
 from fedveil.federation.evaluate import predict
 from fedveil.scheme.losses import Loss, SquaredError
 
@@ -24,18 +24,18 @@ RIDGE = 1e-3  # on standardised outputs, per record
 SEARCH = Search("cosine", steps=200, restarts=1)
 
 
-def averaged(observed: Observed) -> Observed:
-    """Broadcasts averaged: the mean of parameters and buffers over all rounds, which removes independent noise.
+def average_broadcasts(observed: Observation) -> Observation:
+    """Average parameters and buffers over all rounds, which removes independent noise.
 
     The model must hardly move between the rounds; integers, such as a count of batches, are the last round's.
     """
     states = [dict(seen.model.state_dict()) for seen in observed.rounds]
     if len(states) < 2:
-        raise DoesNotApply("broadcasts averaged", "there is one broadcast")
+        raise DoesNotApply("broadcasts averaged", "there is only one broadcast")
     last = states[-1]
     shapes = {name: value.shape for name, value in last.items()}
     if not shapes or any({name: value.shape for name, value in state.items()} != shapes for state in states):
-        raise DoesNotApply("broadcasts averaged", "broadcasts differ in their tensors' names or shapes")
+        raise DoesNotApply("broadcasts averaged", "the broadcasts' tensors differ in names or shapes")
     if all(torch.equal(last[name], state[name]) for state in states[:-1] for name in last):
         raise DoesNotApply("broadcasts averaged", "all broadcasts are the same")
     mean = {
@@ -43,11 +43,11 @@ def averaged(observed: Observed) -> Observed:
         for name, value in last.items()
         if value.is_floating_point()
     }
-    return dataclasses.replace(observed, model=with_values(observed.rounds[-1].model, mean))
+    return dataclasses.replace(observed, model=copy_with_values(observed.rounds[-1].model, mean))
 
 
-def calibrated(observed: Observed) -> Observed:
-    """Outputs calibrated: the affine map of the model's outputs that fits the attacker's own labels best."""
+def calibrate_outputs(observed: Observation) -> Observation:
+    """Append the affine map of the model's outputs that fits the attacker's own labels best."""
     if not len(observed.targets):
         raise DoesNotApply("outputs calibrated", "the attacker has no labelled records")
     outputs = predict(observed.model, observed.inputs).double()
@@ -66,7 +66,7 @@ def calibrated(observed: Observed) -> Observed:
 
 
 def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
-    """A and b for which A y + b has the least loss, with a small ridge on A in units of the outputs' deviations.
+    """Fit A and b so that A y + b has the least loss, with a small ridge on A in units of the outputs' deviations.
 
     Least squares for squared error. L-BFGS from 0 for any other loss, convex if the loss is.
     """
@@ -87,22 +87,25 @@ def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Te
     return weight, found[-1] - weight @ mean
 
 
-def rebuilt(observed: Observed) -> Tensor:
-    """As published: the difference of the last two broadcasts is taken for the gradient of one record."""
+def rebuild_record(observed: Observation) -> Tensor:
+    """Rebuild a record as published: take the difference of the last two broadcasts for the gradient of one record."""
     try:
         first_linear(observed.architecture)
     except DoesNotApply as reason:
-        return inverted(observed, reason.what)
-    return from_plain_difference(observed)
+        return invert_gradient(observed, reason.what)
+    return rebuild_from_difference(observed)
 
 
-def inverted(observed: Observed, otherwise: str = "records have no pixels") -> Tensor:
-    """One image by gradient inversion (Inverting Gradients), between the attacker's darkest and brightest pixels."""
+def invert_gradient(observed: Observation, reason: str) -> Tensor:
+    """Search for one image (Inverting Gradients), between the attacker's darkest and brightest pixels.
+
+    `reason` says why the record cannot be computed without a search.
+    """
     own = observed.inputs
     if own.dim() != 4:
-        raise DoesNotApply("gradient inversion", f"{otherwise}, and records are no images")
+        raise DoesNotApply("gradient inversion", f"{reason}, and records are not images")
     if observed.targets.is_floating_point() and (observed.targets.dim() < 2 or observed.targets.shape[1] < 2):
-        raise DoesNotApply("gradient inversion", f"{otherwise}, and inversion needs classes")
+        raise DoesNotApply("gradient inversion", f"{reason}, and inversion needs classes")
     leak = from_difference(observed)
     edges = own.amin((0, 2, 3))[:, None, None], own.amax((0, 2, 3))[:, None, None]
     label = torch.tensor([single_label(leak)], device=own.device)

@@ -1,7 +1,7 @@
-"""Inputs from their gradient: DLG, iDLG and Inverting Gradients.
+"""Reconstruct inputs from their gradient: DLG, iDLG and Inverting Gradients.
 
-All search inputs whose gradient is close to the leaked one. DLG (Zhu et al. 2019, arXiv 1906.08935) and iDLG (Zhao et
-al. 2020, arXiv 2001.02610) minimise the squared distance by L-BFGS, which needs smooth activations. Inverting
+All search for inputs whose gradient is close to the leaked one. DLG (Zhu et al. 2019, arXiv 1906.08935) and iDLG
+(Zhao et al. 2020, arXiv 2001.02610) minimise the squared distance by L-BFGS, which needs smooth activations. Inverting
 Gradients (Geiping et al. 2020, arXiv 2003.14053) minimises
 
     1 - <g', g> / (|g'| |g|) + weight TV(x')
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.attacks.leaks import Gradients, Leak, gradients_of
+from fedveil.attacks.leaks import Gradients, Leak, mean_gradients
 from fedveil.attacks.similarity import total_variation
 from fedveil.errors import BadArgument
 
 METHODS = ("dlg", "idlg", "cosine")
 DECAYS = (3 / 8, 5 / 8, 7 / 8)
 ENOUGH = 1e-6  # squared distance at which L-BFGS stops, as in iDLG
-Progress = Callable[[float], None]  # the share that is done
+Progress = Callable[[float], None]  # takes the fraction that is done
 Box = tuple[Tensor, Tensor]
 Distance = Callable[[Gradients, Mapping[str, Tensor], Mapping[str, Tensor] | None], Tensor]
 
@@ -33,7 +33,7 @@ Distance = Callable[[Gradients, Mapping[str, Tensor], Mapping[str, Tensor] | Non
 class Search:
     """Settings of a search."""
 
-    method: str = "cosine"  # "dlg" also searches labels, "idlg" and "cosine" are given them
+    method: str = "cosine"  # "dlg" also searches for labels, "idlg" and "cosine" are given them
     steps: int = 800  # of Adam, or outer steps of L-BFGS, each of up to 20 evaluations
     restarts: int = 2  # from new random inputs; the one with the nearest gradient is kept
     lr: float = 0.1  # of Adam; L-BFGS uses 1
@@ -41,9 +41,9 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise BadArgument("Search", f"there is no method {self.method!r}", f"one of {', '.join(METHODS)}")
+            raise BadArgument("Search", f"unknown method {self.method!r}", f"use one of {', '.join(METHODS)}")
         if self.steps < 1 or self.restarts < 1:
-            raise BadArgument("Search", f"{self.steps} steps and {self.restarts} restarts", "at least one of each")
+            raise BadArgument("Search", f"{self.steps} steps and {self.restarts} restarts", "use at least one of each")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +57,13 @@ class Reconstruction:
 
 
 def squared_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
-    """Sum of squared differences, over the numbers that were received."""
+    """Return the sum of squared differences, over the elements that were received."""
     gaps = [(gradient - wanted[name], name) for name, gradient in found.items()]
     return torch.stack([(gap * mask[name] if mask else gap).square().sum() for gap, name in gaps]).sum()
 
 
 def cosine_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
-    """1 - <g', g> / (|g'| |g|), over the numbers that were received, all parameters together."""
+    """Return 1 - <g', g> / (|g'| |g|), over the elements that were received, all parameters together."""
     if mask:
         found = {name: gradient * mask[name] for name, gradient in found.items()}
         wanted = {name: gradient * mask[name] for name, gradient in wanted.items()}
@@ -72,8 +72,9 @@ def cosine_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mappin
     return 1 - torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
 
 
-def distance_from(leak: Leak, found: Gradients, method: Distance) -> Tensor:
-    """The distance of a gradient from the leaked one: by the leak's own rule if it has one, else by the method's."""
+def input_distance(leak: Leak, inputs: Tensor, targets: Tensor, method: Distance, *, graph: bool = False) -> Tensor:
+    """Return the distance of the inputs' gradient from the leaked one: by the leak's own rule, or by the method's."""
+    found = mean_gradients(leak.model, leak.loss, inputs, targets, graph=graph)
     return leak.compare(found) if leak.compare else method(found, leak.gradients, leak.mask)
 
 
@@ -88,10 +89,11 @@ def reconstruct(
     box: Box | None = None,
     progress: Progress = lambda share: None,
 ) -> Reconstruction:
-    """Inputs of this shape (records first) whose gradient is close to the leak's; keeps the restart of least distance.
+    """Search for inputs whose gradient is close to the leak's, and keep the restart of least distance.
 
-    Random starts come from `generator`, on the CPU. `labels` are class indices; "dlg" finds its own. "cosine" stays
-    within `box`, the smallest and largest value of each channel, (channels, 1, 1).
+    `shape` is that of the inputs, records first. Random starts come from `generator`, on the CPU. `labels` are class
+    indices; "dlg" finds its own. "cosine" stays within `box`, the smallest and largest value of each channel,
+    (channels, 1, 1).
     """
     if (labels is None) != (search.method == "dlg"):
         raise BadArgument("reconstruct", f"{search.method} {'needs' if labels is None else 'finds its own'} labels")
@@ -101,22 +103,22 @@ def reconstruct(
         start = torch.randn(shape, generator=generator).to(like)
         guess = torch.randn((shape[0], classes), generator=generator).to(like)
 
-        def share(part: float, before: int = number) -> None:
-            progress((before + part) / search.restarts)
+        def report(fraction: float, before: int = number) -> None:
+            progress((before + fraction) / search.restarts)
 
+        targets = guess if labels is None else labels
         if search.method == "cosine":
-            assert labels is not None
-            found.append(by_signs(leak, start, labels, search, box, share))
+            found.append(search_by_signs(leak, start, targets, search, box, report))
         else:
-            found.append(by_lbfgs(leak, start, guess if labels is None else labels, search, share))
+            found.append(search_by_lbfgs(leak, start, targets, search, report))
     best = min(found, key=lambda one: one.distance)
     return dataclasses.replace(best, distances=tuple(one.distance for one in found))
 
 
-def by_signs(
+def search_by_signs(
     leak: Leak, start: Tensor, labels: Tensor, search: Search, box: Box | None, progress: Progress
 ) -> Reconstruction:
-    """Adam on the signs of the pixels' gradients, ten times slower after 3/8, 5/8 and 7/8 of the steps.
+    """Search by Adam on the signs of the pixels' gradients, ten times slower after 3/8, 5/8 and 7/8 of the steps.
 
     Differs from Inverting Gradients: the total variation's weight grows with the batch, so that a pixel is smoothed the
     same in a batch of any size; there it is a mean over the batch.
@@ -127,8 +129,7 @@ def by_signs(
     stops = [int(search.steps * part) for part in DECAYS]
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, stops, 0.1)
     for step in range(search.steps):
-        ours = gradients_of(leak.model, leak.loss, x, labels, graph=True)
-        distance = distance_from(leak, ours, cosine_distance)
+        distance = input_distance(leak, x, labels, cosine_distance, graph=True)
         (slope,) = torch.autograd.grad(distance + weight * total_variation(x), x)
         x.grad = slope.sign()
         optimizer.step()
@@ -139,31 +140,30 @@ def by_signs(
         if step % 20 == 0:
             progress(step / search.steps)
     x = x.detach()
-    reached = float(distance_from(leak, gradients_of(leak.model, leak.loss, x, labels), cosine_distance))
+    reached = float(input_distance(leak, x, labels, cosine_distance))
     return Reconstruction(x, labels, reached if math.isfinite(reached) else math.inf)
 
 
-def by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, progress: Progress) -> Reconstruction:
-    """L-BFGS with torch's defaults on the squared distance; labels that are not integers are searched too (as logits).
+def search_by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, progress: Progress) -> Reconstruction:
+    """Search by L-BFGS with torch's defaults on the squared distance; floating-point labels are logits to search too.
 
     Keeps the inputs of least distance, since L-BFGS without a line search may leave them again. Stops when that
     distance is below 1e-6, or no longer changes, or is not finite.
     """
     x, joint = start.clone().requires_grad_(), labels.is_floating_point()
     y = labels.clone().requires_grad_(joint)
-    optimizer = torch.optim.LBFGS([x, y] if joint else [x])
-    best, kept = math.inf, (x.detach().clone(), y.detach().clone())
+    free = [x, y] if joint else [x]
+    optimizer = torch.optim.LBFGS(free)
+    best, inputs, found = math.inf, x.detach().clone(), y.detach().clone()
 
     def closure() -> Tensor:
-        nonlocal best, kept
-        targets = y.softmax(-1) if joint else y
-        ours = gradients_of(leak.model, leak.loss, x, targets, graph=True)
-        distance = distance_from(leak, ours, squared_distance)
-        for leaf, slope in zip([x, y], torch.autograd.grad(distance, [x, y] if joint else [x]), strict=False):
+        nonlocal best, inputs, found
+        distance = input_distance(leak, x, y.softmax(-1) if joint else y, squared_distance, graph=True)
+        for leaf, slope in zip(free, torch.autograd.grad(distance, free), strict=True):
             leaf.grad = slope
         reached = float(distance.detach())
         if reached < best:
-            best, kept = reached, (x.detach().clone(), y.detach().clone())
+            best, inputs, found = reached, x.detach().clone(), y.detach().clone()
         return distance.detach()
 
     before = math.inf
@@ -173,5 +173,4 @@ def by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, progress
             break
         before = last
         progress(step / search.steps)
-    inputs, found = kept
     return Reconstruction(inputs, found.argmax(-1) if joint else found, best)

@@ -33,26 +33,26 @@ def search(
     steps: int = 1500,
     restarts: int = 5,
     seed: int = 0,
-    progress: Progress = lambda share, what: None,
+    progress: Progress = lambda fraction, what: None,
 ) -> ClassImages:
-    """For each wanted class, an image of the generator that the model assigns to that class.
+    """Search for one image of the generator for each wanted class that the model assigns to that class.
 
     min_z  (1 / classes) sum_i  -D(G(z_i)) + 100 CE(T(G(z_i)), c_i)
 
     by Nesterov's momentum 0.9 from z ~ N(0, I); z is clipped to [-1, 1] after each step. Each image keeps the restart
     with the largest output of T for its class. Outputs of T are taken as logits whatever loss it was trained with:
-    after squared error they lie near 0 and 1, so the cross-entropy never vanishes and the search goes on.
+    after squared error they lie near 0 and 1, so the cross-entropy never vanishes and the search continues.
 
     Differs from the original: there, the mean is over a batch of one code per class, so a code's step depends on the
     number of classes; here any number of codes is optimised together with that same step. There, the maximum over
     restarts begins at 0, so an image whose outputs are all negative is never kept; here at minus infinity.
 
-    T maps pixels in [0, 1] to one output per class, each image on its own. Image i of restart k starts at the same code
-    for every model.
+    T maps pixels in [0, 1] to one output per class, each image independently. Image i of restart k starts at the same
+    code for every model.
     """
     gan.generator.eval()
     gan.critic.eval()
-    share = 1 / len(set(wanted.tolist()))
+    scale = 1 / len(set(wanted.tolist()))
     best = torch.full(wanted.shape, -torch.inf, device=wanted.device)
     codes = torch.zeros(len(wanted), CODE, device=wanted.device)
     for restart in range(restarts):
@@ -62,7 +62,7 @@ def search(
             z.requires_grad_()
             images = gan.generator(z)
             identity = F.cross_entropy(model(images), wanted, reduction="sum")
-            loss = share * (IDENTITY * identity - gan.critic(images).sum())
+            loss = scale * (IDENTITY * identity - gan.critic(images).sum())
             (slope,) = torch.autograd.grad(loss, z)
             rate = 0.02 if images.shape[-1] >= 64 else 0.01  # the original's for faces and for digits
             before, velocity = velocity, MOMENTUM * velocity - rate * slope
@@ -88,9 +88,9 @@ def search_pixels(
     *,
     steps: int = 300,
     seed: int = 0,
-    progress: Progress = lambda share, what: None,
+    progress: Progress = lambda fraction, what: None,
 ) -> ClassImages:
-    """The attack without a generator: pixels in place of codes, smoothness in place of public images.
+    """Search without a generator: for pixels in place of codes, with smoothness in place of public images.
 
     min_x  CE(T(x), c) + TV(x)  by Adam 0.05 from noise around grey; x is clipped to [0, 1] after each step.
     """
@@ -107,12 +107,12 @@ def search_pixels(
     return ClassImages(x.detach(), _scores(model, x.detach(), wanted))
 
 
-def on_pixels(model: torch.nn.Module, scaled: Callable[[Tensor], Tensor]) -> Model:
+def take_pixels(model: torch.nn.Module, scale: Callable[[Tensor], Tensor]) -> Model:
     """Turn a model of scaled inputs into a model of pixels, in evaluation mode."""
 
-    def answer(pixels: Tensor) -> Tensor:
+    def predict(pixels: Tensor) -> Tensor:
         with evaluating(model):
-            outputs: Tensor = model(scaled(pixels))
+            outputs: Tensor = model(scale(pixels))
         return outputs
 
-    return answer
+    return predict

@@ -10,16 +10,17 @@ from fedveil.graph.inputs import calls_of
 
 
 def single_label(leak: Leak) -> int:
-    """The label of one record: the class whose row of the head's gradient has the least sum (iDLG, arXiv 2001.02610).
+    """Return the label of one record (iDLG, arXiv 2001.02610).
 
-    Row c is (p_c - [c = label]) h for features h. If no feature is negative, only the label's row is. The bias's
-    gradient, if there is one, is p_c - [c = label] itself, whatever the features.
+    It is the class whose row of the head's gradient has the least sum. Row c is (p_c - [c = label]) h for features h.
+    If no feature is negative, only the label's row is. The bias's gradient, if there is one, is p_c - [c = label]
+    itself, whatever the features.
     """
     return int(_head(leak)[1].argmin())
 
 
 def batch_labels(leak: Leak, records: int, own: Tensor) -> list[int]:
-    """Labels of several records, sorted; a label may occur more than once.
+    """Return the labels of several records, sorted; a label may occur more than once.
 
     For a loss with the gradient s(y) - target (cross-entropy, squared error), the bias's gradient for B records is
     mean s(y)_c - n_c / B with n_c records of class c. The attacker estimates the mean with its own records and assigns
@@ -43,10 +44,10 @@ def batch_labels(leak: Leak, records: int, own: Tensor) -> list[int]:
 
 
 def _head(leak: Leak) -> tuple[nn.Linear, Tensor, bool]:
-    """The last Linear, the gradient of its bias (without one, the sum of each class's row), and whether it has one."""
+    """Return the last Linear, the gradient of its bias (or the sum of each class's row), and whether it has a bias."""
     found = [(path, module) for path, module in leak.model.named_modules() if isinstance(module, nn.Linear)]
     if not found:
-        raise BadArgument("labels", "the model has no Linear whose gradient would reveal labels", "--method dlg")
+        raise BadArgument("labels", "the model has no Linear whose gradient would reveal labels", "use --method dlg")
     path, head = found[-1]
     weight, bias = (leak.gradients.get(f"{path}.{name}" if path else name) for name in ("weight", "bias"))
     if bias is not None:

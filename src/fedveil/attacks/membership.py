@@ -1,4 +1,4 @@
-"""Membership by one score per record: the loss, LiRA and RMIA. Larger means member."""
+"""Membership scores of records: the loss, LiRA and RMIA. Larger scores mean member."""
 
 import math
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from fedveil.scheme.losses import CrossEntropy, Loss, SquaredError
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-PER_RECORD = 64  # from this number of shadows on, each record has its own spread
+PER_RECORD = 64  # least number of shadows with which each record has its own deviation
 FALLBACK = 0.3  # RMIA's a if there are too few shadows to choose it
 GRID = tuple(step / 10 for step in range(11))
 
 
 def loss_scores(losses: Tensor) -> Tensor:
-    """s(x) = -loss(x) (Yeom et al., 2018)."""
+    """Return s(x) = -loss(x) (Yeom et al., 2018)."""
     return -losses
 
 
 def calibrated_scores(losses: Tensor, classes: Tensor, known: Tensor, known_classes: Tensor) -> Tensor:
-    """s(x) = mean loss of the known non-members of x's class (or of all, if it has none) - loss(x)."""
+    """Return s(x) = mean loss of the known non-members of x's class (or of all, if it has none) - loss(x)."""
     fallback = float(known.mean())
     means = losses.new_full((int(max(classes.max(), known_classes.max())) + 1,), fallback)
     for number in set(known_classes.tolist()):
@@ -41,21 +41,20 @@ class Shadows:
     outputs: Array  # (shadows, pool, classes), as received by a client of each shadow federation
     inside: Mask  # (shadows, pool): which records each was trained on
     targets: Array  # (pool, classes), one-hot
-    loss: Loss  # what they minimised
+    loss: Loss  # with which they were trained
 
     def __post_init__(self) -> None:
         shadows, pool = self.inside.shape
         if self.outputs.shape != (shadows, *self.targets.shape) or len(self.targets) != pool:
             what = f"outputs of shape {self.outputs.shape} for {shadows} shadows of {pool} records"
-            raise BadArgument("shadows", what, "(shadows, pool, classes)")
+            raise BadArgument("shadows", what, "use the shape (shadows, pool, classes)")
         if self.inside.all(0).any():
-            raise BadArgument("shadows", "a record is inside all shadows", "halves of the pool, in pairs")
+            raise BadArgument("shadows", "a record is inside all shadows", "use pairs of halves of the pool")
 
     @property
     def classes(self) -> NDArray[np.int64]:
         """The class of each record."""
-        found: NDArray[np.int64] = self.targets.argmax(1)
-        return found
+        return np.asarray(self.targets.argmax(1))
 
     @property
     def temperature(self) -> float:
@@ -68,19 +67,19 @@ class Shadows:
             return 1.0
         if not isinstance(self.loss, SquaredError):
             what = f"{self.loss.name} gives no probabilities of classes"
-            raise BadArgument("shadows", what, "cross_entropy or squared_error, or an attack without shadows")
+            raise BadArgument("shadows", what, "use cross_entropy or squared_error, or an attack without shadows")
         return float(np.square(self.outputs - self.targets)[~self.inside].mean())
 
 
 def shadow_scores(outputs: Array, shadows: Shadows, population: NDArray[np.int64], *, both: bool) -> dict[str, Array]:
-    """RMIA's score of every record, and LiRA's if `both`; `population` are indices of known non-members."""
+    """Return RMIA's score of every record, and LiRA's if `both`; `population` are indices of known non-members."""
     heat, classes = shadows.temperature, shadows.classes
     phi, others = confidence(outputs / heat, classes), confidence(shadows.outputs / heat, classes)
     target, shadow = (np.exp(-np.logaddexp(0, -odds)) for odds in (phi, others))  # probabilities
     a = choose_a(shadow, shadows.inside)
     found = {"RMIA": rmia(target, shadow, shadows.inside, population, a=a)}
     if both and not shadows.inside.any(0).all():
-        raise BadArgument("LiRA", "a record is inside no shadow", "halves of the pool, in pairs")
+        raise BadArgument("LiRA", "a record is inside no shadow", "use pairs of halves of the pool")
     if both:
         found["LiRA online"] = lira(phi, others, shadows.inside)
         found["LiRA offline"] = lira(phi, others, shadows.inside, online=False)
@@ -88,17 +87,16 @@ def shadow_scores(outputs: Array, shadows: Shadows, population: NDArray[np.int64
 
 
 def confidence(logits: Array, classes: NDArray[np.int64]) -> Array:
-    """Log-odds of the true class, phi = log p_y - log(1 - p_y), from logits (..., records, classes); no overflow."""
+    """Return log-odds of the true class, phi = log p_y - log(1 - p_y), from logits (..., records, classes)."""
     index = np.broadcast_to(classes, logits.shape[:-1])[..., None]
     true = np.take_along_axis(logits, index, -1)[..., 0]
     others = logits.copy()
     np.put_along_axis(others, index, -math.inf, -1)
-    found: Array = true - logsumexp(others, axis=-1)
-    return found
+    return np.asarray(true - logsumexp(others, axis=-1))
 
 
 def lira(phi: Array, shadow: Array, inside: Mask, *, online: bool = True) -> Array:
-    """The likelihood ratio attack of Carlini et al. (2022), from the target's phi and the shadows' (shadows, records).
+    """Score by the likelihood ratio of Carlini et al. (2022), from phi of the target and of the shadows.
 
     Online:  log N(phi; mu_in, var_in) - log N(phi; mu_out, var_out).  Offline:  Phi((phi - mu_out) / sigma_out).
     mu is the median per record over its shadows; sigma is per record with 64 shadows or more, otherwise shared.
@@ -115,7 +113,7 @@ def lira(phi: Array, shadow: Array, inside: Mask, *, online: bool = True) -> Arr
 
 
 def _normal(shadow: Array, chosen: Mask) -> tuple[Array, Array]:
-    """Each record's median and spread over the chosen shadows; with few shadows, one spread for all records."""
+    """Return each record's median and deviation over the chosen shadows; with few shadows, one deviation for all."""
     values = np.where(chosen, shadow, math.nan)
     middle: Array = np.nanmedian(values, 0)
     own = len(shadow) >= PER_RECORD
@@ -124,23 +122,22 @@ def _normal(shadow: Array, chosen: Mask) -> tuple[Array, Array]:
 
 
 def rmia(target: Array, shadow: Array, inside: Mask, population: NDArray[np.int64], *, a: float = FALLBACK) -> Array:
-    """The relative attack of Zarifzadeh et al. (2024), offline: the share of population records z with R_x > R_z.
+    """Score by the relative attack of Zarifzadeh et al. (2024), offline: the fraction of the population with R_x > R_z.
 
         R_x = p_y(x) / P(x),    P(x) = ((1 + a) P_out(x) + (1 - a)) / 2
 
     with P_out the mean of p_y over shadows without x, and gamma = 1. `target` is p_y of the attacked model,
-    `population` the indices of z among the records.
+    `population` has the indices of the records z.
     """
     outside = np.where(inside, math.nan, shadow)
     reference = ((1 + a) * np.nanmean(outside, 0) + (1 - a)) / 2
     ratio = target / np.maximum(reference, np.finfo(np.float64).tiny)
     order = np.sort(ratio[population])
-    found: Array = np.searchsorted(order, ratio, "left") / len(order)
-    return found
+    return np.asarray(np.searchsorted(order, ratio, "left") / len(order))
 
 
 def choose_a(shadow: Array, inside: Mask) -> float:
-    """RMIA's a: the best of 0, 0.1, ... 1 by AUC against the first shadow, using all others except its complement."""
+    """Choose RMIA's a of 0, 0.1, ... 1 by AUC against the first shadow, using all others except its complement."""
     rest = [k for k in range(1, len(shadow)) if (inside[k] == inside[0]).any()]
     usable = ~inside[rest].all(0) if rest else np.zeros(inside.shape[1], bool)
     ins, outs = usable & inside[0], usable & ~inside[0]
@@ -156,13 +153,13 @@ def choose_a(shadow: Array, inside: Mask) -> float:
 
 
 def halves(records: int, shadows: int, chance: torch.Generator, size: int | None = None) -> Mask:
-    """Which record goes into which shadow: complementary random halves, so each record is in half of the shadows.
+    """Choose the records of each shadow: complementary random halves, so that each record is in half of the shadows.
 
     With a `size`, at most half of the records, both shadows of a pair have that many, and some records are in neither:
     as good for RMIA, which compares with shadows that do not have a record.
     """
     if shadows < 2 or shadows % 2:
-        raise BadArgument("shadows", f"they come in pairs, got {shadows}", "an even number, at least 2")
+        raise BadArgument("shadows", f"they come in pairs, got {shadows}", "use an even number, at least 2")
     half = records // 2
     first = half if size is None else min(size, half)
     second = records - first if size is None else first

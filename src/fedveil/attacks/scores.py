@@ -1,6 +1,6 @@
-"""How well scores tell members from others. Scores are larger for members, here and in every attack.
+"""Measures of how well scores separate members from others. Scores are larger for members, here and in every attack.
 
-All intervals are two-sided at `level`. They cover the draw of the records that were scored, not the draw of the model.
+All intervals are two-sided at `level`. They are for the sampling of the records that were scored, not of the model.
 """
 
 import math
@@ -30,19 +30,19 @@ class Estimate:
         return self.low <= value <= self.high
 
 
-def checked(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
-    """Both as flat float64 arrays; refuses empty ones and NaN."""
+def check_scores(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
+    """Return both as flat float64 arrays; refuse empty ones and NaN."""
     found = np.asarray(members, np.float64).ravel(), np.asarray(others, np.float64).ravel()
     for name, scores in zip(("members", "others"), found, strict=True):
         if not len(scores):
-            raise BadArgument("scores", f"there are none of {name}", "at least one record of each kind")
+            raise BadArgument("scores", f"there are no scores of {name}", "score at least one record of each kind")
         if np.isnan(scores).any():
             raise BadArgument("scores", f"a score of {name} is not a number")
     return found
 
 
 def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
-    """Share of hits, with the interval of Clopper and Pearson (1934), which holds the truth at least at `level`."""
+    """Return the fraction of hits with the exact interval of Clopper and Pearson (1934)."""
     if not 0 <= hits <= trials or trials < 1:
         raise BadArgument("proportion", f"{hits} hits in {trials} trials")
     tail, misses = (1 - level) / 2, trials - hits
@@ -52,7 +52,7 @@ def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
 
 
 def average(values: Sequence[float], *, level: float = 0.95) -> Estimate:
-    """The mean of repeated measurements with Student's interval; of a single one, the interval is a point."""
+    """Return the mean of repeated measurements with Student's interval; for a single one, the interval is a point."""
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
         return Estimate(mean, mean, mean)
@@ -61,22 +61,21 @@ def average(values: Sequence[float], *, level: float = 0.95) -> Estimate:
 
 
 def placements(scores: Scores, against: Scores) -> Scores:
-    """For each score the share of `against` below it; ties count half."""
+    """Return for each score the fraction of `against` below it; ties count half."""
     order = np.sort(against)
     below, upto = np.searchsorted(order, scores, "left"), np.searchsorted(order, scores, "right")
-    found: Scores = (below + upto) / (2 * len(order))
-    return found
+    return np.asarray((below + upto) / (2 * len(order)))
 
 
 def auc(members: ArrayLike, others: ArrayLike, *, level: float = 0.95) -> Estimate:
-    """P(a member's score > another's), ties count half; variance of DeLong et al. (1988), interval on logits.
+    """Return P(a member's score > another's), ties count half; variance of DeLong et al. (1988), interval on logits.
 
         var = var(placements of members) / members + var(placements of others) / others
 
     If that is 0 (all pairs in order, or all tied), the interval is that of Clopper and Pearson for min(members, others)
     disjoint pairs, a binomial sample: wider than needed, but not a point.
     """
-    ins, outs = checked(members, others)
+    ins, outs = check_scores(members, others)
     up, down = placements(ins, outs), placements(outs, ins)
     value, least = float(up.mean()), min(len(ins), len(outs))
     variance = (up.var(ddof=1) / len(ins) + down.var(ddof=1) / len(outs)) if least > 1 else 0.0
@@ -89,49 +88,49 @@ def auc(members: ArrayLike, others: ArrayLike, *, level: float = 0.95) -> Estima
     return Estimate(value, low, high)
 
 
-def enough(others: int, rate: float) -> bool:
-    """Whether there are enough others for a false-positive rate: ten expected, so 10,000 others for 0.1 %."""
+def has_enough(others: int, rate: float) -> bool:
+    """Return whether there are enough others for a false-positive rate: ten expected, so 10,000 others for 0.1 %."""
     return others * rate >= EXPECTED - 1e-9
 
 
 def threshold_at(others: ArrayLike, rate: float) -> float:
-    """The lowest threshold that at most a share `rate` of the others exceeds."""
+    """Return the lowest threshold that at most a fraction `rate` of the others exceeds."""
     order = np.sort(np.asarray(others, np.float64).ravel())[::-1]
     allowed = math.floor(rate * len(order) + 1e-9)
     return float(order[allowed]) if allowed < len(order) else -math.inf
 
 
 def tpr_at(members: ArrayLike, others: ArrayLike, rate: float, *, level: float = 0.95) -> Estimate:
-    """Share of members above the threshold that at most a share `rate` of the others exceeds; Clopper-Pearson.
+    """Return the fraction of members above the threshold that at most a fraction `rate` of the others exceeds.
 
-    The threshold comes from these others, as usual; the interval is for members given the threshold.
+    The threshold comes from these others, as usual; the interval (Clopper-Pearson) is for members given the threshold.
     """
-    ins, outs = checked(members, others)
+    ins, outs = check_scores(members, others)
     return proportion(int((ins > threshold_at(outs, rate)).sum()), len(ins), level=level)
 
 
 def best_threshold(members: ArrayLike, others: ArrayLike) -> float:
-    """The threshold with the largest balanced accuracy, between two scores; -inf if no threshold helps."""
-    ins, outs = checked(members, others)
+    """Return the threshold with the largest balanced accuracy, between two scores; -inf if no threshold helps."""
+    ins, outs = check_scores(members, others)
     values = np.unique(np.concatenate([ins, outs]))
     right = len(ins) - np.searchsorted(np.sort(ins), values, "left")
     wrong = len(outs) - np.searchsorted(np.sort(outs), values, "left")
     gain = right / len(ins) - wrong / len(outs)
-    place = int(gain.argmax())
-    if place == 0 or gain[place] <= 0:
+    best = int(gain.argmax())
+    if best == 0 or gain[best] <= 0:
         return -math.inf
-    low, high = float(values[place - 1]), float(values[place])
+    low, high = float(values[best - 1]), float(values[best])
     middle = low + (high - low) / 2 if math.isfinite(high - low) else high
     return middle if low < middle else high
 
 
 def balanced_accuracy(members: ArrayLike, others: ArrayLike, threshold: float, *, level: float = 0.95) -> Estimate:
-    """(TPR + TNR) / 2, where scores of at least `threshold` mean member: the paper's attack success rate.
+    """Return (TPR + TNR) / 2, where scores of at least `threshold` mean member: the paper's attack success rate.
 
     The interval combines those of Clopper and Pearson for both rates by the method of Zou and Donner (2008) for
     independent estimates: value - sqrt((TPR - low)^2 + (TNR - low)^2) / 2, and the same upwards.
     """
-    ins, outs = checked(members, others)
+    ins, outs = check_scores(members, others)
     right = proportion(int((ins >= threshold).sum()), len(ins), level=level)
     left = proportion(int((outs < threshold).sum()), len(outs), level=level)
     value = (right.value + left.value) / 2
@@ -141,8 +140,8 @@ def balanced_accuracy(members: ArrayLike, others: ArrayLike, threshold: float, *
 
 
 def roc(members: ArrayLike, others: ArrayLike, *, points: int = 120) -> list[tuple[float, float]]:
-    """(false, true) positive rates from 1 / others to 1 at logarithmic steps: a ROC curve for logarithmic axes."""
-    ins, outs = checked(members, others)
+    """Return (false, true) positive rates from 1 / others to 1, for a ROC curve on logarithmic axes."""
+    ins, outs = check_scores(members, others)
     counts = np.unique(np.round(np.geomspace(1, len(outs), points)).astype(int))
     rates = [float(count) / len(outs) for count in counts]
     return [(rate, float((ins > threshold_at(outs, rate)).mean())) for rate in rates]

@@ -1,4 +1,4 @@
-"""How similar reconstructed images are to the true ones, for pixels in [0, 1]."""
+"""Similarity of reconstructed images to the true ones, for pixels in [0, 1]."""
 
 import math
 from functools import partial
@@ -13,24 +13,24 @@ BRIGHTNESS, CONTRAST = 0.01**2, 0.03**2
 
 
 def mse(found: Tensor, true: Tensor) -> list[float]:
-    """Mean squared difference of each image."""
+    """Return the mean squared difference of each image."""
     values: list[float] = (found.double() - true.double()).square().flatten(1).mean(1).tolist()
     return values
 
 
-def psnr(found: Tensor, true: Tensor, *, peak: float = 1.0, most: float = 120.0) -> list[float]:
-    """10 log10(peak^2 / MSE) of each image in decibels, at most `most`; `peak` is the range of the pixels."""
+def psnr(found: Tensor, true: Tensor, *, peak: float = 1.0, maximum: float = 120.0) -> list[float]:
+    """Return 10 log10(peak^2 / MSE) of each image in decibels, at most `maximum`; `peak` is the range of the pixels."""
     level = 20 * math.log10(peak)
-    return [min(most, level - 10 * math.log10(error)) if error else most for error in mse(found, true)]
+    return [min(maximum, level - 10 * math.log10(error)) if error else maximum for error in mse(found, true)]
 
 
 def total_variation(images: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
-    """Mean absolute difference of horizontal neighbours plus that of vertical ones; over all dimensions or some."""
+    """Return the mean absolute difference of horizontal neighbours plus that of vertical ones, over some dimensions."""
     return images.diff(dim=-1).abs().mean(dim) + images.diff(dim=-2).abs().mean(dim)
 
 
 def ssim(found: Tensor, true: Tensor) -> list[float]:
-    """Structural similarity of each image (Wang et al. 2004), averaged over channels and window positions.
+    """Return the structural similarity of each image (Wang et al. 2004), averaged over channels and window positions.
 
     Gaussian windows inside the image, 11 x 11 pixels (7 x 7 for images under 16 pixels), deviation 1.5; constants
     0.01^2 and 0.03^2.
@@ -52,11 +52,11 @@ def ssim(found: Tensor, true: Tensor) -> list[float]:
 
 
 def match(found: Tensor, true: Tensor) -> list[int]:
-    """The reconstruction that belongs to each true image: the assignment of least summed squared difference.
+    """Return the index of the reconstruction of each true image: the assignment of least summed squared difference.
 
     A gradient does not reveal the order of a batch; found[match(found, true)] is in the order of `true`.
     """
     rows, columns = (images.double().flatten(1) for images in (true, found))
     costs = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist").square()
-    places: list[int] = linear_sum_assignment(costs.cpu().numpy())[1].tolist()
-    return places
+    indices: list[int] = linear_sum_assignment(costs.cpu().numpy())[1].tolist()
+    return indices

@@ -1,4 +1,4 @@
-"""What secure aggregation leaves a curious server: sums over clients, and the differences of such sums.
+"""The view of a curious server under secure aggregation: sums over clients, and the differences of such sums.
 
 The sum of one round is the gradient of one large batch, so that every attack on a batch runs on it unchanged. Two sums
 of the same model whose members differ by one client differ by that client's update.
@@ -14,14 +14,14 @@ from torch import Tensor
 from fedveil.attacks.leaks import Gradients
 from fedveil.errors import BadArgument
 
-WORD = 62  # bits for the numbers of all clients together
-SPARE = 8  # bits above the largest number
-FINEST = 1000  # larger powers of two are no float64
+WORD = 62  # bits for the sum over all clients
+SPARE = 8  # bits above the largest magnitude
+MAX_BITS = 1000  # larger powers of two overflow float64
 
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """What is opened of a round: sum_k n_k g_k in float64 by parameter name, and sum_k n_k."""
+    """The opened sums of a round: sum_k n_k g_k in float64 by parameter name, and sum_k n_k."""
 
     values: Gradients
     records: int
@@ -31,31 +31,31 @@ class Sum:
         return Sum(values, self.records - other.records)
 
     def mean(self) -> Gradients:
-        """The gradient of the mean loss over the records."""
+        """Return the gradient of the mean loss over the records."""
         if self.records < 1:
             raise BadArgument("Sum", f"it is over {self.records} records", "subtract the sum over fewer clients")
         return {name: value / self.records for name, value in self.values.items()}
 
 
 def secure_sum(gradients: Sequence[Mapping[str, Tensor]], records: Sequence[int]) -> Sum:
-    """The clients' gradients, each times its number of records, as secure aggregation opens their sum.
+    """Return the sum of the clients' gradients, each times its number of records, as secure aggregation opens it.
 
-    Numbers travel as whole multiples of 2^-b, with one b for each tensor:
+    Values are sent as integer multiples of 2^-b, with one b for each tensor:
 
         b = 62 - ceil(log2 n) - e,      all |n_k g_k| < 2^(e - 8)
 
-    so that the sum over n clients is wrong by n 2^-(b + 1) at most, before it is rounded to float64.
+    so that the error of the sum over n clients is at most n 2^-(b + 1), before it is rounded to float64.
     """
     values = {}
     for name in gradients[0]:
         pairs = zip(gradients, records, strict=True)
         weighted = torch.stack([count * own[name].detach().double() for own, count in pairs])
-        unit = 2.0 ** -places_of(weighted)
+        unit = 2.0 ** -fraction_bits(weighted)
         values[name] = (weighted / unit).round().long().sum(0).double() * unit
     return Sum(values, sum(records))
 
 
-def places_of(weighted: Tensor) -> int:
-    """The binary places b that n_k g_k of all clients, first dimension, get in a sum."""
+def fraction_bits(weighted: Tensor) -> int:
+    """Return the fraction bits b of a sum of n_k g_k, with clients in the first dimension."""
     exponent = math.frexp(float(weighted.abs().max()))[1] + SPARE
-    return min(WORD - (len(weighted) - 1).bit_length() - exponent, FINEST)
+    return min(WORD - (len(weighted) - 1).bit_length() - exponent, MAX_BITS)

@@ -1,58 +1,101 @@
-"""Attackers of the veil: each turns what a client saw into a model that is closer to the true one.
+"""Attackers of the veil: each estimates the true model from the broadcasts that a client received.
 
-They use only the broadcasts and, to fit the noise, the client's own labelled records (docs/threat-model.md).
+One fits the noise of the head with the client's own labelled records (`fit_own_labels`). One needs no record
+(`remove_noise`): noise is drawn again in every round, and in canonical form (`attacks.canonical`, with the head left
+out) two broadcasts differ by the noise of their heads and by one step of training:
+
+    head_t = C_t + sum_g c_tg N_tg,      C_t - C_{t+1} small
+
+N_tg is public: r_a in the rows of group g, times the factors by which the canonical form multiplied the head's columns.
+That leaves a linear least-squares problem with m unknown numbers per round. Weights that training moves little count
+more in it (`fit_noise`), so further broadcasts help. With decoys, c_t is one of a few public candidates, and the
+nearest ones of consecutive rounds give it away (`pick_candidates`). See docs/threat-model.md.
 """
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.observed import Observed
+from fedveil.attacks.canonical import canonical_form, sources
+from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_values
 from fedveil.federation.evaluate import predict
 from fedveil.graph import analyse
+from fedveil.graph.layout import flatten
 from fedveil.graph.plan import Plan
 from fedveil.scheme.losses import Loss, SquaredError
 from fedveil.scheme.messages import Broadcast, PublicHead
 from fedveil.scheme.outputs import values
 from fedveil.scheme.perturb import move_head
 
-STEPS = 200
+TINY = 1e-30
+LBFGS_STEPS = 200
+TURNS = 20  # of weights, then noise
+LEAST = 1e-2  # of the mean squared change: no weight counts as if it changed less
 
 
-def with_values(architecture: nn.Module, values: dict[str, Tensor]) -> nn.Module:
-    """A network of that architecture with these values."""
-    model = copy.deepcopy(architecture)
-    model.load_state_dict(values, strict=False)
-    return model
+def base_model(architecture: nn.Module, broadcast: Broadcast) -> nn.Module:
+    """Return the model as received, without the public offset of its head."""
+    return copy_with_values(architecture, {**broadcast.parameters, **broadcast.buffers})
 
 
-def base_of(architecture: nn.Module, broadcast: Broadcast) -> nn.Module:
-    """The model as received, without the public offset of its head."""
-    return with_values(architecture, {**broadcast.parameters, **broadcast.buffers})
+def analyse_architecture(observed: Observation) -> Plan:
+    """Return the plan of the architecture, which is public."""
+    return analyse(observed.architecture, observed.inputs[:2], head="exposed")
 
 
-def centred(observed: Observed) -> Observed:
-    """Offset removed: the head without its public offset, which the scheme sends separately for precision.
+def remove_offset(observed: Observation) -> Observation:
+    """Remove the public offset of the head, which the scheme sends separately for precision.
 
     Needs no data. The remaining noise is as large as the anchor's error (docs/maths.md, "Anchoring").
     """
     sent = observed.rounds[-1].broadcast
     if not isinstance(sent, Broadcast) or sent.head is None:
         return observed
-    return dataclasses.replace(observed, model=base_of(observed.architecture, sent))
+    return dataclasses.replace(observed, model=base_model(observed.architecture, sent))
+
+
+def fit_own_labels(observed: Observation) -> Observation:
+    """Fit the noise of the head with own labels: y = y^ - alpha r has m unknowns that all records of a round share."""
+    sent = observed.rounds[-1].broadcast
+    return dataclasses.replace(observed, model=calibrate(observed, sent)) if isinstance(sent, Broadcast) else observed
+
+
+def remove_noise(observed: Observation, broadcasts: int = 2) -> Observation:
+    """Remove the noise of the last broadcast that the last few broadcasts give away; needs no data."""
+    sent, heads = list[Broadcast](), list[PublicHead]()
+    for seen in observed.rounds[-broadcasts:]:
+        one = seen.broadcast
+        if not isinstance(one, Broadcast) or one.head is None:
+            raise DoesNotApply("broadcasts", "the head is not veiled")
+        if all(one.round != other.round for other in sent):
+            sent.append(one)
+            heads.append(one.head)
+    if len(sent) < 2:
+        raise DoesNotApply("broadcasts", "it needs two broadcasts of different rounds")
+    last, forms = heads[-1], canonical_heads(analyse_architecture(observed), sent, heads)
+    if last.decoys:
+        candidates = [head.candidates.double() for head in heads]
+        offset = candidates[-1][pick_candidates(forms, candidates)[-1]]
+    else:
+        offset = fit_noise(forms)[-1].to(last.direction.device)
+    model = base_model(observed.architecture, sent[-1])
+    move_head(model, last, -(offset @ group_rows(last)).to(last.direction.dtype))
+    return dataclasses.replace(observed, model=model)
 
 
 def group_rows(head: PublicHead) -> Tensor:
-    """(m, outputs): the direction r_a in the places of each group, else 0."""
+    """Return the direction r_a restricted to each group, (m, outputs)."""
     groups = torch.arange(head.groups, device=head.partition.device)
     return (head.partition == groups[:, None]) * head.direction.double()
 
 
 def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
-    """For each record alpha: how much the head's outputs grow when 1 is added to all of its masked values."""
+    """Return alpha of each record: the growth of the head's outputs when 1 is added to all of its perturbed values."""
     ones = copy.deepcopy(base)
     with torch.no_grad():
         ones.get_parameter(head.weight).fill_(1.0)
@@ -62,25 +105,25 @@ def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
 
 
 def minimise(value: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """Where a smooth function is least, by L-BFGS from a start."""
+    """Minimise a smooth function by L-BFGS from a start."""
     free = start.clone().requires_grad_()
-    search = torch.optim.LBFGS([free], max_iter=STEPS, line_search_fn="strong_wolfe")
+    search = torch.optim.LBFGS([free], max_iter=LBFGS_STEPS, line_search_fn="strong_wolfe")
 
-    def evaluated() -> Tensor:
+    def closure() -> Tensor:
         search.zero_grad()
         found = value(free)
         found.backward()  # type: ignore[no-untyped-call]
         return found
 
-    search.step(evaluated)  # type: ignore[no-untyped-call]
+    search.step(closure)  # type: ignore[no-untyped-call]
     return free.detach()
 
 
 def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, loss: Loss) -> Tensor:
-    """The m numbers c for which outputs - alpha (c rows) fit the targets best.
+    """Fit the m numbers c for which outputs - alpha (c rows) have the least loss.
 
-    `rows` is (m, n_L): r_a in the places of each group, else 0. Squared error: least squares. Any other loss: L-BFGS
-    from c = 0, convex if the loss is.
+    `rows` is (m, outputs), see `group_rows`. Squared error: least squares. Any other loss: L-BFGS from c = 0, convex if
+    the loss is.
     """
     energy = (rows**2).sum(1) * float((alpha**2).sum())
     if isinstance(loss, SquaredError):
@@ -92,13 +135,15 @@ def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, lo
     return found * unit
 
 
-def calibrate(observed: Observed, sent: Broadcast) -> nn.Module:
-    """A round's model with the noise of its head fitted with the attacker's own labels, and subtracted."""
-    base, head = base_of(observed.architecture, sent), sent.head
+def calibrate(observed: Observation, sent: Broadcast) -> nn.Module:
+    """Return a round's model without the noise of its head, which is fitted with the attacker's own labels."""
+    base, head = base_model(observed.architecture, sent), sent.head
     if head is None:
         return base
-    if head.decoys:
-        return picked(observed, sent)
+    if head.decoys:  # the candidate that fits the labels best
+        models = candidate_models(observed, sent)
+        losses = [values(observed.loss, predict(model, observed.inputs), observed.targets).mean() for model in models]
+        return models[losses.index(min(losses))]
     outputs = predict(base, observed.inputs).double()
     flat = outputs.reshape(len(outputs), -1)
     rows = group_rows(head)
@@ -108,32 +153,87 @@ def calibrate(observed: Observed, sent: Broadcast) -> nn.Module:
     return base
 
 
-def candidate_models(observed: Observed, sent: Broadcast) -> list[nn.Module]:
-    """A round's model once for each candidate for the noise of its head, with that noise subtracted."""
+def candidate_models(observed: Observation, sent: Broadcast) -> list[nn.Module]:
+    """Return a round's model once for each candidate for the noise of its head, with that noise subtracted."""
     head = sent.head
     if head is None:
         return []
-    found = [base_of(observed.architecture, sent) for _ in head.candidates]
+    found = [base_model(observed.architecture, sent) for _ in head.candidates]
     for model, noise in zip(found, head.noise(head.direction), strict=True):
         move_head(model, head, -noise)
     return found
 
 
-def picked(observed: Observed, sent: Broadcast) -> nn.Module:
-    """The candidate whose head fits the attacker's own records best."""
+class Heads(NamedTuple):
+    """The head of one round in canonical form, units in the order of the last round."""
 
-    def misfit(model: nn.Module) -> float:
-        return float(values(observed.loss, predict(model, observed.inputs), observed.targets).mean())
-
-    return min(candidate_models(observed, sent), key=misfit)
+    values: Tensor  # all of its elements
+    noise: Tensor  # (m, elements): what each group's noise adds to them, per unit of size
 
 
-def calibrated(observed: Observed) -> Observed:
-    """Own labels: y = y^ - alpha r has m unknowns that all records of a round share; fit them with own records."""
-    sent = observed.rounds[-1].broadcast
-    return dataclasses.replace(observed, model=calibrate(observed, sent)) if isinstance(sent, Broadcast) else observed
+def head_noise(plan: Plan, head: PublicHead) -> Tensor:
+    """Return what the noise of each group, per unit of size, adds to the flat vector of all tensors."""
+    rows = group_rows(head)
+    found = torch.zeros(len(rows), plan.layout.total, dtype=torch.float64, device=plan.layout.device)
+    for entry in plan.layout.entries:
+        if entry.name == head.weight:
+            shape = [len(rows), *[1] * len(entry.shape)]
+            shape[1 + head.dim] = -1
+            wide = rows.reshape(shape).expand(len(rows), *entry.shape)
+            found[:, entry.start : entry.stop] = wide.reshape(len(rows), -1)
+        elif head.masked_bias and entry.name == head.bias:
+            found[:, entry.start : entry.stop] = rows
+    return found
 
 
-def plan_of(observed: Observed) -> Plan:
-    """Which layers of this architecture can be masked, which is public."""
-    return analyse(observed.architecture, observed.inputs[:2], head="exposed")
+def canonical_heads(plan: Plan, sent: Sequence[Broadcast], heads: Sequence[PublicHead]) -> list[Heads]:
+    """Bring the heads of all rounds to one form: canonical, with units in the order of the last round."""
+    names = {name for head in heads for name in (head.weight, head.bias) if name}
+    flats = [flatten({**one.parameters, **one.buffers}, plan.layout.entries) for one in sent]
+    forms = [canonical_form(plan, flat, without=names) for flat in flats]
+    inside = torch.cat([torch.arange(e.start, e.stop) for e in plan.layout.entries if e.name in names])
+    found = []
+    for head, form in zip(heads, forms, strict=True):
+        elements = sources(plan, form.flat, forms[-1].flat, without=names)[inside.to(form.flat.device)]
+        noise = head_noise(plan, head) * form.factors
+        found.append(Heads(form.flat[elements], noise[:, elements]))
+    return found
+
+
+def fit_noise(heads: Sequence[Heads]) -> Tensor:
+    """Fit the size of each group's noise in each round, (rounds, m), so that the heads without it change least.
+
+    Minimises, over consecutive rounds, the squared changes of the head's elements, each divided by its own mean square,
+    which is estimated in turn (iteratively reweighted least squares). A normal prior, the noise no larger than the
+    head, decides where the data do not: if the noise stays the same, only its changes show.
+    """
+    rounds, groups = len(heads), len(heads[0].noise)
+    design = torch.zeros(rounds - 1, len(heads[0].values), rounds, groups, dtype=torch.float64)
+    for number, (now, later) in enumerate(itertools.pairwise(heads)):
+        design[number, :, number], design[number, :, number + 1] = now.noise.T.cpu(), -later.noise.T.cpu()
+    design = design.flatten(2)
+    change = torch.stack([now.values - later.values for now, later in itertools.pairwise(heads)]).cpu()
+    size = torch.stack([head.values.norm() / head.noise.norm(dim=1).clamp_min(TINY) for head in heads]).flatten().cpu()
+    prior, nothing = torch.diag(1 / size.clamp_min(TINY)), torch.zeros(len(size), dtype=torch.float64)
+    spread, found = torch.ones(change.shape[1], dtype=torch.float64) * change.square().mean(), nothing
+    for _ in range(TURNS):
+        weight = spread.clamp_min(TINY).rsqrt()
+        left = torch.cat([(design * weight[:, None]).flatten(0, 1), prior])
+        right = torch.cat([(change * weight).flatten(), nothing])
+        found = torch.linalg.lstsq(left, right[:, None], driver="gelsd").solution[:, 0]
+        spread = (change - design @ found).square().mean(0)
+        spread = spread + LEAST * spread.mean()
+    return found.reshape(rounds, groups)
+
+
+def pick_candidates(heads: Sequence[Heads], candidates: Sequence[Tensor]) -> list[int]:
+    """Return the index of each round's true candidate: without it, heads change least between rounds (Viterbi)."""
+    models = [head.values - offsets @ head.noise for head, offsets in zip(heads, candidates, strict=True)]
+    cost, back = torch.zeros(len(models[0]), dtype=torch.float64, device=models[0].device), list[Tensor]()
+    for now, later in itertools.pairwise(models):
+        best = (cost[:, None] + torch.cdist(now, later, p=1)).min(0)
+        cost, back = best.values, [*back, best.indices]
+    path = [int(cost.argmin())]
+    for step in reversed(back):
+        path.insert(0, int(step[path[0]]))
+    return path

@@ -1,6 +1,7 @@
-"""The white-box membership attack of Nasr et al. (2019): a network that detects members by a model's inner values."""
+"""The white-box membership attack of Nasr et al. (2019): a network that tells members by a model's hidden outputs."""
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,9 @@ Features = Mapping[str, Tensor]  # by name: one row per record, gradients and se
 Score = Callable[[Features], Tensor]
 OUT = 64  # outputs of a branch
 WIDE = {"label": 128}  # width of a branch's hidden layer; 100 for all others
-SPREAD = 0.01  # of the initial weights
+SPREAD = 0.01  # standard deviation of the initial weights
 KERNELS = 100  # of a branch for gradients, sequences or maps
-DROPPED = 0.5  # share of a map's pixels, and of its kernels' outputs, that a training step leaves out
+DROPOUT = 0.5  # of a map's pixels, and of its kernels' outputs
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,16 @@ class Epoch:
     """The attack network after an epoch."""
 
     train: float  # accuracy on its training records, half of them members
-    positive: float  # share of them that it calls members; 0 or 1 if it gives the same answer for all
+    positive: float  # fraction of them that it calls members; 0 or 1 if it gives the same answer for all
     validation: float  # balanced accuracy on the validation records, at the threshold 0.5
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
+class TrainedNetwork:
     """The attack network of the first epoch with the best accuracy on validation records."""
 
     score: Score  # features -> one score per record, from 0 to 1; larger = member
-    held: tuple[Tensor, Tensor]  # scores of the validation records, members and others, to choose a threshold
+    held_out: tuple[Tensor, Tensor]  # scores of the validation records, members and others, to choose a threshold
     chosen: int  # the epoch, from 0
     epochs: Sequence[Epoch]
 
@@ -44,7 +45,7 @@ class Trained:
         return self.epochs[self.chosen].positive in (0.0, 1.0)
 
 
-class AttackNetwork(nn.Module):
+class MembershipNetwork(nn.Module):
     """One branch per feature, and an encoder of 256, 128, 64 and 1 units over all of them.
 
     Branches as in the authors' code: layer outputs and loss 100-64, label 128-64, maps by kernels as large as the map,
@@ -56,10 +57,8 @@ class AttackNetwork(nn.Module):
     def __init__(self, features: Features, chance: torch.Generator) -> None:
         super().__init__()
         self.branches = nn.ModuleDict({name: _branch(name, values) for name, values in features.items()})
-        stack: list[nn.Module] = []
-        for before, after in ((OUT * len(features), 256), (256, 128), (128, 64)):
-            stack += [nn.Linear(before, after), nn.ReLU()]
-        self.encoder = nn.Sequential(*stack, nn.Linear(64, 1), nn.Sigmoid())
+        hidden = _dense(OUT * len(features), 256, 128, 64)
+        self.encoder = nn.Sequential(*hidden, nn.Linear(64, 1), nn.Sigmoid())
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 with torch.no_grad():
@@ -67,33 +66,37 @@ class AttackNetwork(nn.Module):
                     module.bias.zero_()
 
     def forward(self, features: Features) -> Tensor:
-        """The predicted probability of being a member."""
+        """Return the predicted probability of being a member."""
         joined = torch.cat([branch(features[name]) for name, branch in self.branches.items()], 1)
         found: Tensor = self.encoder(joined).squeeze(1)
         return found
 
 
+def _dense(*widths: int) -> list[nn.Module]:
+    """Return Linear layers of these widths, each with a ReLU."""
+    return [module for before, after in itertools.pairwise(widths) for module in (nn.Linear(before, after), nn.ReLU())]
+
+
 def _branch(name: str, values: Tensor) -> nn.Module:
-    width = WIDE.get(name, 100)
     if values.dim() == 4:
-        kernels = [nn.Flatten(), nn.Dropout(DROPPED), nn.Linear(values[0].numel(), KERNELS), nn.ReLU()]
-        return nn.Sequential(*kernels, nn.Dropout(DROPPED), nn.Linear(KERNELS, OUT), nn.ReLU())
+        kernels = [nn.Flatten(), nn.Dropout(DROPOUT), *_dense(values[0].numel(), KERNELS)]
+        return nn.Sequential(*kernels, nn.Dropout(DROPOUT), *_dense(KERNELS, OUT))
     if values.dim() == 3:
         rows, columns = values.shape[1:]
-        kernels = [nn.Linear(columns, KERNELS), nn.ReLU(), nn.Flatten()]
-        return nn.Sequential(*kernels, nn.Linear(rows * KERNELS, 256), nn.ReLU(), nn.Linear(256, OUT), nn.ReLU())
-    return nn.Sequential(nn.Linear(values.shape[1], width), nn.ReLU(), nn.Linear(width, OUT), nn.ReLU())
+        return nn.Sequential(*_dense(columns, KERNELS), nn.Flatten(), *_dense(rows * KERNELS, 256, OUT))
+    return nn.Sequential(*_dense(values.shape[1], WIDE.get(name, 100), OUT))
 
 
 def select(features: Features, rows: Tensor | slice) -> dict[str, Tensor]:
-    """The features of some records."""
+    """Return the features of some records."""
     return {name: values[rows] for name, values in features.items()}
 
 
-def standardised(known: Features) -> Callable[[Features], dict[str, Tensor]]:
-    """Scale features to mean 0 and deviation 1 over the known records, maps over pixels too; constants become 0.
+def make_standardiser(known: Features, device: str = "cpu") -> Callable[[Features], dict[str, Tensor]]:
+    """Return a function that scales features to mean 0 and deviation 1 over the known records; constants become 0.
 
-    A factor on a unit or channel, such as a veil's, has no effect on the result.
+    The mean and deviation of maps are over pixels too. A factor on a unit or channel, such as a veil's, has no effect
+    on the result, which has the features that are known.
     """
     over = {name: (0, 2, 3) if values.dim() == 4 else (0,) for name, values in known.items()}
     means, scales = (
@@ -101,14 +104,14 @@ def standardised(known: Features) -> Callable[[Features], dict[str, Tensor]]:
     )
     varies = {n: scales[n] > torch.finfo(v.dtype).eps * v.abs().amax(over[n], True) * 10 for n, v in known.items()}
     return lambda features: {
-        name: torch.where(varies[name], (values - means[name]) / scales[name], 0.0).float()
-        for name, values in features.items()
+        name: torch.where(varies[name], (features[name] - means[name]) / scales[name], 0.0).float().to(device)
+        for name in known
     }
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the attack network is trained; `validation` is the share of known records used to choose the epoch."""
+    """How the attack network is trained; `validation` is the fraction of known records used to choose the epoch."""
 
     epochs: int = 100
     lr: float = 1e-3
@@ -119,8 +122,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 2 or not 0 < self.validation < 1:
-            what = f"{self.epochs} epochs, batches of {self.batch_size}, a share of {self.validation} for validation"
-            raise BadArgument("attack network", what, "at least 1 epoch, batches of 2, a share between 0 and 1")
+            what = f"{self.epochs} epochs, batches of {self.batch_size}, a fraction of {self.validation} for validation"
+            raise BadArgument("attack network", what, "use at least 1 epoch, batches of 2, a fraction between 0 and 1")
 
 
 def train_attack(
@@ -129,7 +132,7 @@ def train_attack(
     *,
     recipe: Recipe | None = None,
     on_epoch: Callable[[int, Score], None] = lambda epoch, score: None,
-) -> Trained:
+) -> TrainedNetwork:
     """Train on records whose membership the attacker knows; keep the epoch with the best accuracy on a held-out part.
 
     Squared error to 1 and 0, Adam, batches half of members and half of others, standardised features. `on_epoch` gets
@@ -140,64 +143,63 @@ def train_attack(
     """
     recipe = recipe or Recipe()
     chance = generator("attack network", recipe.seed)
-    held, fit = _divided(members, others, recipe.validation, chance)
-    prepare = standardised(fit)
-    ready = {name: values.to(recipe.device) for name, values in prepare(fit).items()}
-    network = AttackNetwork(ready, chance).to(recipe.device)
+    held_out, fit = _split(members, others, recipe.validation, chance)
+    prepare = make_standardiser(fit, recipe.device)
+    ready = prepare(fit)
+    network = MembershipNetwork(ready, chance).to(recipe.device)
 
     @torch.no_grad()
     def score(features: Features) -> Tensor:
-        known = prepare({name: features[name] for name in fit})
-        found: Tensor = network({name: values.to(recipe.device) for name, values in known.items()})
+        found: Tensor = network(prepare(features))
         return found.double().cpu()
 
     log: list[Epoch] = []
     best: dict[str, Tensor] = {}
     optimizer = torch.optim.Adam(network.parameters(), recipe.lr)
     for number in range(recipe.epochs):
-        with torch.random.fork_rng():  # dropout has no generator of its own
+        with torch.random.fork_rng():  # dropout takes no generator
             torch.manual_seed(int(torch.randint(2**62, (1,), generator=chance)))
             _one_epoch(network, ready, optimizer, recipe.batch_size, chance)
-        log.append(_look(network, ready, balanced_accuracy(score(held[0]), score(held[1]), 0.5).value))
+        log.append(_evaluate(network, ready, balanced_accuracy(score(held_out[0]), score(held_out[1]), 0.5).value))
         on_epoch(number, score)
         if all(log[-1].validation > epoch.validation for epoch in log[:-1]):
             chosen, best = number, copy.deepcopy(network.state_dict())
     network.load_state_dict(best)
-    return Trained(score, (score(held[0]), score(held[1])), chosen, log)
+    return TrainedNetwork(score, (score(held_out[0]), score(held_out[1])), chosen, log)
 
 
-def _divided(
-    members: Features, others: Features, share: float, chance: torch.Generator
+def _split(
+    members: Features, others: Features, fraction: float, chance: torch.Generator
 ) -> tuple[tuple[Features, Features], Features]:
-    """The same number of each kind: a share held out, and the rest with members first."""
+    """Take the same number of each kind: hold a fraction out, and join the rest with members first."""
     sizes = [len(next(iter(part.values()))) for part in (members, others)]
     count = min(sizes)
-    held = round(share * count)
+    held = round(fraction * count)
     if held < 2 or count - held < 2:
-        raise BadArgument("attack network", f"there are {count} known records of each kind", "more, to train on some")
+        raise BadArgument("attack network", f"there are {count} known records of each kind", "use more records")
     ins, outs = (torch.randperm(size, generator=chance)[:count] for size in sizes)
     fit = {name: torch.cat([members[name][ins[held:]], others[name][outs[held:]]]) for name in members}
     return (select(members, ins[:held]), select(others, outs[:held])), fit
 
 
 def _one_epoch(
-    network: AttackNetwork, ready: Features, optimizer: torch.optim.Optimizer, size: int, chance: torch.Generator
+    network: MembershipNetwork, ready: Features, optimizer: torch.optim.Optimizer, size: int, chance: torch.Generator
 ) -> None:
-    """Every record once; the first half of `ready` are members."""
+    """Train on every record once; the first half of `ready` are members."""
     network.train()
     half = len(next(iter(ready.values()))) // 2
     ins, outs = (torch.randperm(half, generator=chance) + start for start in (0, half))
     for a, b in zip(torch.split(ins, size // 2), torch.split(outs, size // 2), strict=True):
-        said = network(select(ready, torch.cat([a, b])))
-        truth = torch.cat([torch.ones(len(a)), torch.zeros(len(b))]).to(said)
+        predicted = network(select(ready, torch.cat([a, b])))
+        truth = torch.cat([torch.ones(len(a)), torch.zeros(len(b))]).to(predicted)
         optimizer.zero_grad()
-        (said - truth).square().mean().backward()
+        (predicted - truth).square().mean().backward()
         optimizer.step()
     network.eval()
 
 
 @torch.no_grad()
-def _look(network: AttackNetwork, ready: Features, validation: float) -> Epoch:
-    said = network(ready) > 0.5
-    members = torch.arange(len(said), device=said.device) < len(said) // 2
-    return Epoch(float((said == members).double().mean()), float(said.double().mean()), validation)
+def _evaluate(network: MembershipNetwork, ready: Features, validation: float) -> Epoch:
+    predicted = network(ready) > 0.5
+    members = torch.arange(len(predicted), device=predicted.device) < len(predicted) // 2
+    return Epoch(float((predicted == members).double().mean()), float(predicted.double().mean()), validation)

@@ -1,4 +1,4 @@
-"""Every defence, one record each: its class, its settings, its attackers.
+"""Every defence, one record each: its class and its settings.
 
 Nothing is imported before it is used. A package of your own enters its defences in the group "fedveil.defences" of
 entry points, or they are named as `package.module:Name`.
@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,6 @@ EXAMPLE = "my_package.defences:Mine"
 ASK = "ask"
 LONGEST_SETTING = 2**12  # characters of a setting that a server sends
 NOTHING: Mapping[str, Any] = {}
-GENERIC_ROUNDS = 6
-GENERIC: Mapping[str, str] = {  # attackers that know nothing of a defence, by label
-    "broadcasts averaged": "fedveil.attacks.generic:averaged",
-    "outputs calibrated": "fedveil.attacks.generic:calibrated",
-}
 
 
 @dataclass(frozen=True)
@@ -39,19 +34,7 @@ class Record:
     summary: str  # one line of help
     target: str  # its class, or a function that makes one
     settings: Mapping[str, str] = field(default_factory=dict)  # key of a configuration -> argument of the target
-    attackers: Mapping[str, str] = field(default_factory=dict)  # adaptive ones, by label
-    generic: Collection[str] = tuple(GENERIC)  # labels of generic ones that also run
-    strongest: tuple[str, ...] = ()  # labels of the strongest of them, which long attacks are run with
-    rounds: int = 1  # broadcasts that its own attackers collect
-    rebuilders: Mapping[str, str] = field(default_factory=dict)  # rebuild a record from broadcasts, by label
-    rebuild_rounds: int = 2  # broadcasts that these collect
-    leaks: Mapping[str, str] = field(default_factory=dict)  # gradients that an adaptive attacker derives, by label
-    shadows: str | None = None  # the defence whose shadow models serve for this one; None: its own
-
-    @property
-    def collected(self) -> int:
-        """Broadcasts that its attackers collect, generic ones included."""
-        return max(self.rounds, GENERIC_ROUNDS) if self.generic else self.rounds
+    attackers: str | None = None  # its attackers, if another package has them: a `fedveil.attacks.registry.Attackers`
 
 
 _VEIL = ("groups", "additive", "multiplicative", "permute", "min_coverage", "decoys", "keep_noise")
@@ -61,62 +44,33 @@ BUILT_IN = (
         "no defence: clients get the model and send gradients",
         "fedveil.defences.plain:Plain",
         settings={"rounding": "rounding"},
-        generic=(),
     ),
     Record(
         "veil",
         "one-time noise on the model, removed from what clients send",
         "fedveil.defences.veil:Veil",
         settings={name: name for name in _VEIL},
-        generic=(),  # its own are stronger
-        attackers={
-            "offset removed": "fedveil.attacks.veil:centred",
-            "two broadcasts, no data": "fedveil.attacks.broadcasts:two_broadcasts",
-            "six broadcasts, no data": "fedveil.attacks.broadcasts:six_broadcasts",
-            "own labels": "fedveil.attacks.veil:calibrated",
-        },
-        strongest=("own labels", "two broadcasts, no data"),
-        rounds=6,
-        rebuilders={"two broadcasts, own records": "fedveil.attacks.first_layer:record_under_a_veil"},
-        leaks={"V-diff, two broadcasts": "fedveil.attacks.canonical_gradient:from_canonical_difference"},
-        shadows="plain",
     ),
     Record(
         "ppdl",
         "clients clip, select and noise their gradients",
         "fedveil.defences.ppdl:PPDL.named",
         settings={"ppdl": "setting", "fraction": "fraction", "sigma": "sigma"},
-        generic=(),  # clients have the model
-        rebuilders={"rounds stacked": "fedveil.attacks.ppdl:stacked"},
-        rebuild_rounds=6,
-        leaks={"V-diff, masked": "fedveil.attacks.leaks:from_masked_difference"},
     ),
     Record(
         "dbcl",
         "clients train on a random sketch of the weights",
         "fedveil.defences.dbcl:DBCL",
         settings={"sketch": "q"},
-        attackers={"sketches stacked": "fedveil.attacks.dbcl:stacked"},
-        generic=(),  # the mean of two sketches is no sketch, and calibration adds nothing (docs/audit.md)
-        strongest=("sketches stacked",),
-        rounds=6,
-        rebuilders={"sketches stacked": "fedveil.attacks.dbcl:record"},
-        rebuild_rounds=6,
     ),
     Record(
         "spn",
         "a private head at every client (our re-implementation)",
         "fedveil.defences.spn:SPN",
         settings={"spn_weight": "weight", "spn_bits": "bits", "lr": "lr"},
-        generic=(),  # clients have the model
     ),
 )
 _KNOWN = {record.name: record for record in BUILT_IN}  # and those of other packages, once they were found
-
-
-def attackers_of(record: Record) -> dict[str, str]:
-    """Its own adaptive attackers and the generic ones, by label."""
-    return {**record.attackers, **{label: GENERIC[label] for label in record.generic}}
 
 
 def names() -> list[str]:

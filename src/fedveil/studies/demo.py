@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.broadcasts import two_broadcasts
+from fedveil.attacks.veil import remove_noise
 from fedveil.data import load, split
 from fedveil.defences import Plain, Samples, Veil
 from fedveil.defences.plain import PlainClient
@@ -143,7 +143,7 @@ class WatchedRound(VeilRound):
 def client_views(federation: Federation) -> dict[str, nn.Module]:
     """The server's model, as received by a client, and what a client without data makes of it in one more round."""
     views = {name: copy.deepcopy(view) for name, view in client_models(federation).items()}  # before one more round
-    return {**views, f"two broadcasts{NO_DATA}": two_broadcasts(observe(federation, rounds=2)).model}
+    return {**views, f"two broadcasts{NO_DATA}": remove_noise(observe(federation, rounds=2)).model}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fedveil.attacks.registry import find_attackers
 from fedveil.data import Data
 from fedveil.data.catalogue import ABOUT, find_files
 from fedveil.defences import registry
@@ -97,9 +98,8 @@ def specs_of(config: Config) -> list[str]:
     with contextlib.suppress(BadArgument):  # the job that builds it says what is wrong with it
         record = registry.find(config.defence.name)
         specs += [installed(registry.GROUP).get(config.defence.name, record.target)]
-        named = (record.attackers, record.rebuilders, record.leaks)
-        specs.append(record.target)
-        specs += [spec for some in named for spec in some.values()]
+        specs += [spec for spec in (record.target, record.attackers) if spec]
+        specs += sorted(find_attackers(record).modules())
     return [spec for spec in specs if not _is_ours(spec)]
 
 

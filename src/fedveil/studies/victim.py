@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from fedveil.attacks import Observed, Round
-from fedveil.attacks.observed import PUBLISHED, Seen, observations
+from fedveil.attacks import Observation, Round
+from fedveil.attacks.observation import PUBLISHED
+from fedveil.attacks.registry import Views, attacker_views, find_attackers
 from fedveil.data import Data, one_tensor
 from fedveil.defences.registry import find
 from fedveil.federation.checkpoint import BEST
@@ -154,7 +155,7 @@ def quality_of(federation: Federation, data: Data) -> Quality:
     return Quality(name, train[name], test[name], gap)
 
 
-def observe(federation: Federation, rounds: int = 1) -> Observed:
+def observe(federation: Federation, rounds: int = 1) -> Observation:
     """What the attacker observed in the last `rounds` rounds.
 
     The federation goes on for rounds - 1 more rounds, in which what the attacker receives and sends is written down;
@@ -165,7 +166,7 @@ def observe(federation: Federation, rounds: int = 1) -> Observed:
     broadcast = federation.defence_server.start_round(federation.model).broadcast
     seen.append(Round(broadcast, defence.client_view(federation.model, broadcast)))
     inputs, targets = shards.records(ATTACKER)
-    return Observed(
+    return Observation(
         defence.name,
         seen[-1].model,
         emptied(federation.model),
@@ -178,15 +179,15 @@ def observe(federation: Federation, rounds: int = 1) -> Observed:
     )
 
 
-def observe_all(federation: Federation, defence: str) -> Seen:
+def observe_all(federation: Federation, defence: str) -> Views:
     """What each attacker of a defence has: as published, and what those that know the defence make of it."""
-    record = find(defence)
-    return observations(record, observe(federation, record.collected))
+    attackers = find_attackers(find(defence))
+    return attacker_views(attackers, observe(federation, attackers.collected))
 
 
-def observe_strongest(federation: Federation, defence: str) -> dict[str, Observed]:
+def observe_strongest(federation: Federation, defence: str) -> dict[str, Observation]:
     """The same for few attackers: as published, and the strongest of the adaptive ones."""
-    kept = (PUBLISHED, *find(defence).strongest)
+    kept = (PUBLISHED, *find_attackers(find(defence)).strongest)
     return {name: found for name, found in observe_all(federation, defence).attackers.items() if name in kept}
 
 

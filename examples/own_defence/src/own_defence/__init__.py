@@ -6,6 +6,5 @@ RECORD = Record(
     "shifted",
     "secret numbers are added to the model's outputs",
     "own_defence.defence:Shifted",
-    attackers={"outputs centred": "own_defence.attack:centred"},
-    rounds=1,
+    attackers="own_defence.attack:ATTACKERS",
 )

@@ -5,13 +5,14 @@ import dataclasses
 
 import torch
 
-from fedveil.attacks import Observed
-from fedveil.attacks.observed import DoesNotApply
+from fedveil.attacks import Observation
+from fedveil.attacks.observation import DoesNotApply
+from fedveil.attacks.registry import Attackers
 from fedveil.federation.evaluate import predict
 from own_defence.defence import last_bias
 
 
-def centred(observed: Observed) -> Observed:
+def centre_outputs(observed: Observation) -> Observation:
     """Move the last bias so that, over the attacker's own records, all classes have the same mean output."""
     if observed.defence != "shifted":
         raise DoesNotApply("outputs centred", "outputs are not shifted")
@@ -19,3 +20,6 @@ def centred(observed: Observed) -> Observed:
     with torch.no_grad():
         last_bias(model).sub_(predict(model, observed.inputs).mean(0))
     return dataclasses.replace(observed, model=model)
+
+
+ATTACKERS = Attackers(models={"outputs centred": centre_outputs})

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedveil.attacks.observed import PUBLISHED
-from fedveil.defences.registry import find
+from fedveil.attacks.observation import PUBLISHED
+from fedveil.attacks.registry import ATTACKERS
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Intervals, Section, Text
 from fedveil.runs.config import PAPER, Config, Value, configure
@@ -261,7 +261,7 @@ def header_of() -> list[str]:
 
 def labels() -> list[str]:
     """Attackers of the veil."""
-    return [PUBLISHED, *find("veil").attackers]
+    return [PUBLISHED, *ATTACKERS["veil"].models]
 
 
 def cells_of(row: Row) -> list[str]:

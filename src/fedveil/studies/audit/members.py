@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedveil.attacks import Observed
+from fedveil.attacks import Observation
 from fedveil.attacks.features import record_features
 from fedveil.attacks.scores import Scores, auc
 from fedveil.attacks.whitebox import Recipe
@@ -36,7 +36,7 @@ class MemberAttacks:
     networks: bool
     seed: int
 
-    def look(self, observed: Observed, number: int, cleaned: bool) -> Members:
+    def look(self, observed: Observation, number: int, cleaned: bool) -> Members:
         """All attacks on one broadcast; `cleaned` says that the attacker's model is no longer the one it received."""
         records, left_out, attacks = self.records, dict[str, str](), dict[str, Tried]()
         pool, networks = records.pool, self.networks and number < LOOKS

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from fedveil.attacks.observed import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED
 from fedveil.report import Interval, Intervals, Section, Table, Text
 from fedveil.studies.audit.attackers import attacker_table, member_table
 from fedveil.studies.audit.results import Audited, Audits

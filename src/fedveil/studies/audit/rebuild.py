@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from fedveil.attacks.first_layer import first_linear
-from fedveil.attacks.observed import PUBLISHED, DoesNotApply, Observed, named, tried
+from fedveil.attacks.generic import rebuild_record
+from fedveil.attacks.observation import PUBLISHED, DoesNotApply, Observation, attempt
+from fedveil.attacks.registry import find_attackers
 from fedveil.attacks.similarity import psnr
 from fedveil.data import Data
 from fedveil.defences.registry import find
@@ -22,15 +24,14 @@ OWN_BATCH, RATE = 4, 0.1
 SHARD = 64  # the victim's records where clients send gradients of whole shards
 SEARCHES = 5  # records at most, where they come from a search
 FLOOR = "floor"
-PUBLISHED_REBUILDER = "fedveil.attacks.generic:rebuilt"
 
 
 def quality(found: Tensor, true: Tensor, peak: float) -> float:
     """PSNR = 10 log10(peak^2 / MSE) in dB, at most 100; `peak` is the range of the data."""
-    return psnr(torch.nan_to_num(found).reshape(1, -1), true.reshape(1, -1), peak=peak, most=100.0)[0]
+    return psnr(torch.nan_to_num(found).reshape(1, -1), true.reshape(1, -1), peak=peak, maximum=100.0)[0]
 
 
-def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Observed, Tensor]:
+def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Observation, Tensor]:
     """A few rounds of a new network with the attacker's records and one of a victim's; what the attacker saw of them.
 
     Where clients send gradients of whole shards, the victim has 64 records and the attacker 4.
@@ -58,17 +59,17 @@ def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> Rebu
     takes seconds, there are at most five.
     """
     low, high = float(data.train.tensor.min()), float(data.train.tensor.max())
-    record = find(config.defence.name)
-    attackers = {PUBLISHED: PUBLISHED_REBUILDER, **record.rebuilders}
+    known = find_attackers(find(config.defence.name))
+    attackers = {PUBLISHED: rebuild_record, **known.rebuilders}
     found: dict[str, list[float]] = {}
     left_out: dict[str, str] = {}
     trials = trials if begins_dense(config, data) else min(trials, SEARCHES)
     for number in range(trials):
         progress(number / trials, f"rebuilding record {number + 1}/{trials}")
-        observed, true = trial(config, data, number, record.rebuild_rounds)
+        observed, true = trial(config, data, number, known.rebuild_rounds)
         guesses: dict[str, Tensor] = {FLOOR: observed.inputs.double().mean(0).cpu()}
         for name in [name for name in attackers if name not in left_out]:
-            guess = tried(named(attackers[name]), observed)
+            guess = attempt(attackers[name], observed)
             if isinstance(guess, str):
                 left_out[name] = guess
             else:

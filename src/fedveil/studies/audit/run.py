@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.observed import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.scores import Estimate, Scores, auc, proportion
 from fedveil.data import Data
 from fedveil.federation.evaluate import predict

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fedveil.attacks.observed import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED
 from fedveil.studies.audit.results import Audited
 from fedveil.studies.estimates import CHANCE, Estimate, Outcome, Reached, Rule, furthest, reach
 from fedveil.studies.gradients.server_page import RECOGNISED

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 
-from fedveil.attacks.observed import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED
 from fedveil.report import Interval, Intervals, Picture, Pictures, Section
 from fedveil.studies.estimates import Rule, average, reach, text
 from fedveil.studies.gradients.results import Batch, Figures, Gradients

@@ -8,23 +8,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks import Observed
+from fedveil.attacks import Observation
 from fedveil.attacks.gradients import METHODS, Reconstruction, Search, reconstruct
 from fedveil.attacks.labels import batch_labels, single_label
 from fedveil.attacks.leaks import Leak, from_difference, from_upload
-from fedveil.attacks.observed import DoesNotApply
+from fedveil.attacks.observation import DoesNotApply
+from fedveil.attacks.registry import find_attackers
 from fedveil.attacks.similarity import match, mse, psnr, ssim
 from fedveil.data import Data, Part
 from fedveil.defences.registry import record_of
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.federation.local import Federation
-from fedveil.lookup import imported
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_defence, build_loss, build_model, build_optimizer, load_data, on_device
 from fedveil.runs.config import Config
@@ -212,12 +211,12 @@ def few_clients(
     )
 
 
-def leaks_of(federation: Federation) -> tuple[dict[str, Leak], Observed]:
+def leaks_of(federation: Federation) -> tuple[dict[str, Leak], Observation]:
     """One round of the federation: the gradients that it leaks, by view, and what the attacker observed.
 
     V-diff is what the attacker has by right. V-up is the victim's upload, a stress test. For a veil also its upload
     beside the true model, which no participant has: the pair behind the paper's figure. And what an attacker that knows
-    the defence derives (`Record.leaks`), unless it does not apply.
+    the defence derives (`Attackers.leaks`), unless it does not apply.
     """
     true = copy.deepcopy(federation.model)
     rounds = watch(federation)
@@ -230,8 +229,7 @@ def leaks_of(federation: Federation) -> tuple[dict[str, Leak], Observed]:
     if isinstance(rounds[ATTACKER].broadcast, Broadcast):
         leaks[MISMATCHED] = dataclasses.replace(leaks["V-up"], model=true)
     record = record_of(federation.defence.base)
-    for label, spec in record.leaks.items() if record else ():
-        derive = cast(Callable[[Observed], Leak], imported(spec, "a leak", "my_package.attacks:derive"))
+    for label, derive in find_attackers(record).leaks.items() if record else ():
         with contextlib.suppress(DoesNotApply):
             leaks[label] = derive(observed)
     return leaks, observed

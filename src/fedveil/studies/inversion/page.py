@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from fedveil.attacks.observed import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED
 from fedveil.report import NOTHING, Intervals, Pictures, Section, Table, Text
 from fedveil.studies.estimates import Rule, percent, reach
 from fedveil.studies.inversion.results import Inversion, Inverted, Judged

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.attacks.generator import CODE, Gan, train_gan
-from fedveil.attacks.inversion import on_pixels, search, search_pixels
+from fedveil.attacks.inversion import search, search_pixels, take_pixels
 from fedveil.data import Data, keep_labels, other_labels, parse_labels
 from fedveil.errors import BadArgument
 from fedveil.federation.local import Federation
@@ -198,7 +198,7 @@ class Invert:
         made: dict[str, list[Tensor]] = {"codes": [], "pixels": []}
         options, shape = self.options, shape_of(data.train.tensor[0])
         for number, (view, part) in enumerate(zip(models, wanted.chunk(len(models)), strict=True)):
-            model, seed = on_pixels(view, data.standardise), self.config.training.seed * len(models) + number
+            model, seed = take_pixels(view, data.standardise), self.config.training.seed * len(models) + number
 
             def told(share: float, what: str, number: int = number) -> None:
                 progress((number + share) / len(models), what)

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedveil.attacks import Observed
+from fedveil.attacks import Observation
 from fedveil.attacks.features import dense_targets, ends_in_linear, labels, losses
 from fedveil.attacks.membership import Shadows, calibrated_scores, loss_scores, shadow_scores
-from fedveil.attacks.scores import Scores, auc, balanced_accuracy, best_threshold, enough, roc, tpr_at
+from fedveil.attacks.scores import Scores, auc, balanced_accuracy, best_threshold, has_enough, roc, tpr_at
 from fedveil.attacks.whitebox import Features, Recipe, Score, select, train_attack
 from fedveil.runs.config import Config
 from fedveil.studies.membership.records import Records, read_shadows
@@ -35,7 +35,7 @@ class ByShadows:
     count: int
     lira: bool
 
-    def scores(self, observed: Observed, outputs: Tensor, records: Records, cleaned: bool) -> dict[str, Scores]:
+    def scores(self, observed: Observation, outputs: Tensor, records: Records, cleaned: bool) -> dict[str, Scores]:
         """Scores of all records by RMIA and LiRA; none without shadows or classes.
 
         `cleaned` says that the attacker's model is no longer the one it received.
@@ -48,13 +48,13 @@ class ByShadows:
         return shadow_scores(outputs.double().numpy(), shadows, records.known, both=self.lira)
 
 
-def extras_of(observed: Observed, records: Records) -> tuple[str, ...]:
+def extras_of(observed: Observation, records: Records) -> tuple[str, ...]:
     """What the full network sees besides layers; the gradient is that of a model that ends in nn.Linear."""
     gradient = ("gradient",) if ends_in_linear(observed.model, records.pool.tensor) else ()
     return ("label", "loss", *gradient)
 
 
-def loss_attacks(observed: Observed, outputs: Tensor, records: Records) -> dict[str, Scores]:
+def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> dict[str, Scores]:
     """Scores of all records by their loss, plain and by class."""
     found = losses(observed.loss, outputs, records.pool.targets)
     scores = {"loss": loss_scores(found)}
@@ -80,7 +80,7 @@ def whitebox(
             curve.append(balanced_accuracy(score(victims), score(fresh), 0.5).value)
 
     done = train_attack(own, known, recipe=recipe, on_epoch=watch)
-    held = [part.numpy() for part in done.held]
+    held = [part.numpy() for part in done.held_out]
     chosen = asdict(done.epochs[done.chosen])
     network = AttackNetwork(**chosen, epoch=done.chosen + 1, last=done.epochs[-1], collapsed=done.collapsed)
     found = measured(done.score(victims).numpy(), done.score(fresh).numpy(), best_threshold(*held))
@@ -95,6 +95,6 @@ def judged(scores: Scores, records: Records) -> Scored:
 
 def measured(members: Scores, others: Scores, threshold: float) -> Scored:
     """All figures of a test, with 95 % intervals; no rate that too few records stand for."""
-    rates = {str(rate): tpr_at(members, others, rate) if enough(len(others), rate) else None for rate in RATES}
+    rates = {str(rate): tpr_at(members, others, rate) if has_enough(len(others), rate) else None for rate in RATES}
     accuracy = balanced_accuracy(members, others, threshold)
     return Scored(accuracy, auc(members, others), rates, roc=roc(members, others))

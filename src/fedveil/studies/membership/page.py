@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from fedveil.attacks.observed import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED
 from fedveil.report import NOTHING, Curves, Interval, Intervals, Section, Table, Text
 from fedveil.studies.estimates import CHANCE, percent, reach, text
 from fedveil.studies.jobs import Failed

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.attacks.membership import halves
+from fedveil.attacks.registry import find_attackers
 from fedveil.attacks.scores import Scores
 from fedveil.data import Data, Part, split
 from fedveil.defences.registry import find
@@ -80,7 +81,7 @@ def digests(inputs: Tensor) -> list[bytes]:
 
 def shadow_defence(defence: str) -> str:
     """A veiled federation trains the plain one's model, so that both have the same shadows."""
-    return find(defence).shadows or defence
+    return find_attackers(find(defence)).shadows or defence
 
 
 def shadow_file(folder: Path, defence: str, number: int, kind: str = "") -> Path:

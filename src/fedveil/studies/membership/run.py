@@ -7,9 +7,9 @@ on the other clients' records and the other half.
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fedveil.attacks import Observed
+from fedveil.attacks import Observation
 from fedveil.attacks.features import LAYERS, record_features
-from fedveil.attacks.observed import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.whitebox import Recipe
 from fedveil.errors import BadArgument
 from fedveil.runs.config import Config
@@ -62,7 +62,7 @@ class AttackMembership:
         )
         return Membership(**quality, defence=config.defence.name, seed=seed, records=sizes, attackers=found)
 
-    def attacks(self, progress: Progress, observed: Observed, records: Records, cleaned: bool) -> Attacks:
+    def attacks(self, progress: Progress, observed: Observation, records: Records, cleaned: bool) -> Attacks:
         """All attacks by one attacker; `cleaned` says that its model is no longer the one it received."""
         options, training, pool = self.options, self.config.training, records.pool
         progress(0.0, "looking at records")

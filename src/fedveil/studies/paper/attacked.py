@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from fedveil.attacks.observed import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED
 from fedveil.report import NOTHING, Interval, Intervals
 from fedveil.runs.build import load_data
 from fedveil.runs.config import PAPER, Config, configure

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fedveil.attacks.poisoning import ATTACKS, Attack, Poisoned, honest
+from fedveil.attacks.poisoning import ATTACKS, HostileStrategy, PoisonedFederation, honest_update
 from fedveil.checks import one_of, whole
 from fedveil.data import Data
 from fedveil.errors import BadArgument, Diverged, TooFewAnswers
@@ -21,7 +21,7 @@ from fedveil.studies.poisoning.page import BOUNDED, HONEST, UNLIMITED
 from fedveil.studies.poisoning.results import Ending, Endings, Poisoning
 from fedveil.studies.study import Shown
 
-NOBODY = Attack("no client is hostile", honest)
+NOBODY = HostileStrategy("no client is hostile", honest_update)
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,12 @@ class Poison:
     def __call__(self, progress: Progress, done: Done) -> Endings:
         """Train with each of the limits."""
         data = load_data(self.config)
-        attack = NOBODY if self.attack == HONEST else ATTACKS[self.attack]
-        if attack.buffers and not list(build_model(self.config, data).buffers()):
+        strategy = NOBODY if self.attack == HONEST else ATTACKS[self.attack]
+        if strategy.buffers and not list(build_model(self.config, data).buffers()):
             return Endings(inapplicable="the model has no buffers")
         hostile = 0 if self.attack == HONEST else hostile_in(self.config)
-        make, every, runs = partial(Poisoned, attack=attack, hostile=hostile), self.options.limited(self.config), {}
+        make = partial(PoisonedFederation, strategy=strategy, hostile=hostile)
+        every, runs = self.options.limited(self.config), {}
         for number, (name, config) in enumerate(every.items()):
             progress(number / len(every), name)
             runs[name] = ending(federation_of(config, data, make=make), data, self.options.rounds, hostile)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.attacks.victims import chance
 
 from fedveil.attacks.similarity import match, mse, psnr, ssim, total_variation
 
 
 def pair(seed, shape):
-    chance = torch.Generator().manual_seed(seed)
-    return torch.rand(shape, generator=chance), torch.rand(shape, generator=chance)
+    return torch.rand(2, *shape, generator=chance(seed))
 
 
 def slow_ssim(a, b, size):
@@ -44,13 +44,13 @@ def test_squared_error_and_psnr_are_what_loops_give(seed, records, channels):
         assert decibels == pytest.approx(10 * math.log10(1 / error), rel=1e-12)
 
 
-def test_psnr_of_known_images():
+@pytest.mark.parametrize(
+    ("level", "settings", "decibels"),
+    [(1, {}, 0.0), (0.1, {}, 20.0), (0, {}, 120.0), (1, {"peak": 10.0}, 20.0), (0, {"maximum": 100.0}, 100.0)],
+)
+def test_psnr_of_known_images(level, settings, decibels):
     black = torch.zeros(1, 1, 8, 8)
-    assert psnr(black + 1, black) == [0.0]
-    assert psnr(black + 0.1, black) == pytest.approx([20.0], rel=1e-6)
-    assert psnr(black, black) == [120.0]
-    assert psnr(black + 1, black, peak=10.0) == [20.0]
-    assert psnr(black, black, most=100.0) == [100.0]
+    assert psnr(black + level, black, **settings) == pytest.approx([decibels], rel=1e-6)
 
 
 @pytest.mark.parametrize(("side", "size"), [(8, 7), (15, 7), (16, 11), (20, 11)])
@@ -81,8 +81,7 @@ def test_matching_is_the_best_of_all_orders(seed, records):
 
 def test_a_shuffled_batch_is_put_back_in_order():
     true = pair(3, (6, 3, 8, 8))[0]
-    order = torch.randperm(6, generator=torch.Generator().manual_seed(1))
-    found = true[order]
+    found = true[torch.randperm(6, generator=chance(1))]
     assert torch.equal(found[match(found, true)], true)
 
 

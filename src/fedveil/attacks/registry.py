@@ -1,0 +1,130 @@
+"""The attackers of each defence.
+
+Those of the built-in defences are listed here. A defence of another package names its own in its record, as
+`Record(..., attackers="my_package.attacks:ATTACKERS")`, where `ATTACKERS` is an instance of `Attackers`. A defence that
+names none is attacked by the generic attackers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from fedveil.attacks import dbcl, generic, veil
+from fedveil.attacks.canonical_gradient import from_canonical_difference
+from fedveil.attacks.first_layer import rebuild_selected_record, rebuild_veiled_record
+from fedveil.attacks.leaks import Leak, from_masked_difference
+from fedveil.attacks.observation import PUBLISHED, Observation, attempt
+from fedveil.defences.registry import BUILT_IN, Record
+from fedveil.errors import BadArgument
+from fedveil.lookup import imported
+
+ModelAttacker = Callable[[Observation], Observation]  # returns the observation with a better model
+EXAMPLE = "my_package.attacks:ATTACKERS"
+GENERIC_ROUNDS = 6
+GENERIC: Mapping[str, ModelAttacker] = {
+    "broadcasts averaged": generic.average_broadcasts,
+    "outputs calibrated": generic.calibrate_outputs,
+}
+
+
+@dataclass(frozen=True)
+class Attackers:
+    """The attackers of one defence. Mappings have one attacker for each label.
+
+    Attributes:
+        models: adaptive attackers, which estimate a better model than the one received.
+        rounds: number of broadcasts that these collect.
+        strongest: labels of the strongest of them, for attacks that take long.
+        generic: attackers that estimate a better model and know nothing of the defence.
+        rebuilders: attackers that rebuild a record from broadcasts.
+        rebuild_rounds: number of broadcasts that these collect.
+        leaks: attackers that derive a victim's gradient.
+        shadows: name of the defence whose shadow models serve for this one; by default its own.
+    """
+
+    models: Mapping[str, ModelAttacker] = field(default_factory=dict)
+    rounds: int = 1
+    strongest: tuple[str, ...] = ()
+    generic: Mapping[str, ModelAttacker] = field(default_factory=lambda: GENERIC)
+    rebuilders: Mapping[str, Callable[[Observation], Tensor]] = field(default_factory=dict)
+    rebuild_rounds: int = 2
+    leaks: Mapping[str, Callable[[Observation], Leak]] = field(default_factory=dict)
+    shadows: str | None = None
+
+    @property
+    def collected(self) -> int:
+        """The number of broadcasts to collect, for generic attackers too."""
+        return max(self.rounds, GENERIC_ROUNDS) if self.generic else self.rounds
+
+    def modules(self) -> set[str]:
+        """Return the names of the modules that define these attackers."""
+        every = [*self.models.values(), *self.generic.values(), *self.rebuilders.values(), *self.leaks.values()]
+        return {getattr(attacker, "func", attacker).__module__ for attacker in every}
+
+
+ATTACKERS: Mapping[str, Attackers] = {
+    "plain": Attackers(generic={}),
+    "veil": Attackers(
+        models={
+            "offset removed": veil.remove_offset,
+            "two broadcasts, no data": partial(veil.remove_noise, broadcasts=2),
+            "six broadcasts, no data": partial(veil.remove_noise, broadcasts=6),
+            "own labels": veil.fit_own_labels,
+        },
+        rounds=6,
+        strongest=("own labels", "two broadcasts, no data"),
+        generic={},  # its own are stronger
+        rebuilders={"two broadcasts, own records": rebuild_veiled_record},
+        leaks={"V-diff, two broadcasts": from_canonical_difference},
+        shadows="plain",
+    ),
+    "ppdl": Attackers(
+        generic={},  # clients have the model
+        rebuilders={"rounds stacked": rebuild_selected_record},
+        rebuild_rounds=6,
+        leaks={"V-diff, masked": from_masked_difference},
+    ),
+    "dbcl": Attackers(
+        models={"sketches stacked": dbcl.stack_sketches},
+        rounds=6,
+        strongest=("sketches stacked",),
+        generic={},  # the mean of two sketches is not a sketch, and calibration adds nothing (docs/audit.md)
+        rebuilders={"sketches stacked": dbcl.rebuild_record},
+        rebuild_rounds=6,
+    ),
+    "spn": Attackers(generic={}),  # clients have the model
+}
+
+
+def find_attackers(record: Record) -> Attackers:
+    """Return the attackers that a defence's record names, or those of the built-in defence that it is a record of."""
+    if record.attackers is None:
+        names = {own.target: own.name for own in BUILT_IN}
+        return ATTACKERS.get(names.get(record.target, ""), Attackers())
+    found = imported(record.attackers, "a list of attackers", EXAMPLE)
+    if not isinstance(found, Attackers):
+        what = f"it is {type(found).__name__}, not fedveil.attacks.registry.Attackers"
+        raise BadArgument(record.attackers, what, f"name an instance: {EXAMPLE}")
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Views:
+    """The observations that the attackers of a defence work on, by label."""
+
+    attackers: dict[str, Observation]  # as published, and with the models that adaptive attackers estimate
+    left_out: dict[str, str]  # the reasons why attackers do not apply, or how they failed
+
+
+def attacker_views(attackers: Attackers, observed: Observation) -> Views:
+    """Let every attacker that estimates a model do so; the observation itself is attacked as published."""
+    found, left_out = {PUBLISHED: observed}, dict[str, str]()
+    for label, attacker in {**attackers.models, **attackers.generic}.items():
+        result = attempt(attacker, observed)
+        if isinstance(result, str):
+            left_out[label] = result
+        else:
+            found[label] = result
+    return Views(found, left_out)

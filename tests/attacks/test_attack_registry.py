@@ -1,0 +1,93 @@
+"""Every defence has its attackers: those listed here, those that its record names, or the generic ones."""
+
+import dataclasses
+
+import pytest
+import torch
+from tests.attacks.victims import DIGITS, OUTPUTS
+from tests.configs import config_of
+from tests.oracle import built
+
+from fedveil.attacks import Observation, Round, dbcl, first_layer, generic
+from fedveil.attacks.observation import PUBLISHED
+from fedveil.attacks.registry import ATTACKERS, GENERIC, Attackers, attacker_views, find_attackers
+from fedveil.defences import registry
+from fedveil.defences.registry import BUILT_IN, Record, find
+from fedveil.errors import BadArgument
+from fedveil.models import mlp
+from fedveil.scheme import SquaredError
+from fedveil.studies.audit.rebuild import rebuild
+from fedveil.studies.digests import specs_of
+
+
+def fail(observed):
+    """An attacker with a bug."""
+    raise ValueError("no such layer")
+
+
+OWN = Attackers(models={"buggy": fail})
+REBUILDERS = Attackers(
+    generic={},
+    rebuilders={
+        "buggy": fail,
+        "sketches": dbcl.rebuild_record,
+        "rows": first_layer.rebuild_selected_record,
+    },
+    rebuild_rounds=3,
+)
+
+
+def observe_random(rounds):
+    models = [built(lambda: mlp(12, OUTPUTS, hidden=8), seed) for seed in range(rounds)]
+    inputs, seen = torch.randn(30, 12).double(), tuple(Round(model, model) for model in models)
+    targets = models[0](inputs).detach()
+    return Observation("any", models[-1], models[-1], seen, inputs, targets, SquaredError(), 0.1, 0.5)
+
+
+def test_every_built_in_defence_has_attackers():
+    assert list(ATTACKERS) == [record.name for record in BUILT_IN]
+    for record in BUILT_IN:
+        own = find_attackers(record)
+        assert own is ATTACKERS[record.name]
+        assert set(own.strongest) <= set(own.models)
+        assert bool(own.strongest) == bool(own.models)
+        assert not own.generic
+    assert [own.collected for own in (*ATTACKERS.values(), Attackers())] == [1, 6, 1, 6, 1, 6]
+    assert ATTACKERS["veil"].shadows == "plain"
+
+
+def test_a_copy_of_a_built_in_record_keeps_its_attackers_and_others_get_the_generic_ones():
+    assert find_attackers(dataclasses.replace(find("veil"), name="mine", settings={})) is ATTACKERS["veil"]
+    assert find_attackers(Record("mine", "ours", "my_package:Mine")) == Attackers()
+    assert Attackers().generic is GENERIC
+
+
+def test_a_record_names_the_attackers_of_another_package(monkeypatch):
+    harder = dataclasses.replace(find("plain"), attackers=f"{__name__}:OWN")
+    assert find_attackers(harder) is OWN
+    monkeypatch.setitem(registry._KNOWN, "harder", harder)
+    assert {f"{__name__}:OWN", __name__} <= set(specs_of(config_of(defence="harder")))
+    for name, why in (("fail", "it is function, not"), ("NONE", "has no 'NONE'")):
+        with pytest.raises(BadArgument, match=why):
+            find_attackers(dataclasses.replace(harder, attackers=f"{__name__}:{name}"))
+
+
+def test_attackers_that_fail_or_do_not_apply_are_listed_and_the_others_run():
+    found = attacker_views(OWN, observe_random(3))
+    assert set(found.attackers) == {PUBLISHED, *GENERIC}
+    assert found.left_out == {"buggy": "failed: ValueError: no such layer"}
+    found = attacker_views(Attackers(models={"mean": generic.average_broadcasts}, generic={}), observe_random(1))
+    assert set(found.attackers) == {PUBLISHED}
+    assert found.left_out == {"mean": "there is only one broadcast"}
+
+
+def test_each_rebuilder_applies_or_says_why_not(monkeypatch):
+    mine = dataclasses.replace(find("plain"), attackers=f"{__name__}:REBUILDERS")
+    monkeypatch.setitem(registry._KNOWN, "plain", mine)
+    found = rebuild(lambda share, what: None, config_of(data="digits", defence="plain"), DIGITS, 1)
+    assert set(found.psnr) == {PUBLISHED, "rows", "floor"}
+    left_out = {"buggy": "failed: ValueError: no such layer", "sketches": "the first layer is not sketched"}
+    assert found.left_out == left_out
+    found = rebuild(lambda share, what: None, config_of(data="digits", defence="plain", bias=False), DIGITS, 1)
+    assert not found.psnr
+    assert found.left_out[PUBLISHED].startswith("the network does not begin with a Linear with a bias")

@@ -1,0 +1,178 @@
+"""Attackers of the veil remove its noise: with own labels, or with two broadcasts and no data."""
+
+import dataclasses
+
+import pytest
+import torch
+from tests.attacks.victims import NETWORKS, OUTPUTS, build_victim, chance, observe_broadcasts
+from torch import nn
+
+from fedveil.attacks import veil
+from fedveil.attacks.observation import DoesNotApply
+from fedveil.attacks.veil import Heads, fit_noise, fit_own_labels, pick_candidates, remove_noise, remove_offset
+from fedveil.defences import Plain, Veil
+from fedveil.federation.evaluate import predict
+from fedveil.graph import analyse
+from fedveil.scheme import CrossEntropy, Entropy, SquaredError
+from fedveil.scheme.losses import BinaryCrossEntropy, LogCosh
+
+
+class Attention(nn.Module):
+    """An encoder layer over five tokens and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, OUTPUTS)
+
+    def forward(self, x):
+        return self.head(self.layer(x.unflatten(1, (5, 8))).mean(1))
+
+
+EVERY = {**NETWORKS, "attention": (Attention, (40,))}
+
+
+def veiled(name, loss=None, targets=None, rounds=2, moved=0.0, **noise):
+    """A network that moves by a random step between rounds, and what a client observes of it."""
+    model, inputs, outputs = build_victim(name, EVERY)
+    classes = nn.functional.one_hot(torch.arange(len(inputs)) % OUTPUTS).double()
+    targets, generator = targets(outputs) if targets else classes, chance(5)
+
+    def step(model):
+        with torch.no_grad():
+            for value in model.parameters():
+                value += moved * value.std() * torch.randn(value.shape, generator=generator, dtype=value.dtype)
+
+    defence = Veil(entropy=Entropy.for_tests(3), additive=100.0, **noise)
+    return model, observe_broadcasts(defence, model, inputs, targets, loss or SquaredError(), rounds, step)
+
+
+def error(observed, model):
+    truth = predict(model, observed.inputs)
+    return float((predict(observed.model, observed.inputs) - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("groups", [1, OUTPUTS])
+def test_own_labels_determine_the_noise_if_they_are_the_true_outputs(name, groups):
+    model, observed = veiled(name, targets=lambda out: out, groups=groups)
+    assert error(observed, model) > 10
+    assert error(fit_own_labels(observed), model) < 1e-9
+    assert error(remove_offset(observed), model) < error(observed, model) / 10
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (CrossEntropy(), lambda out: out.softmax(1)),
+        (BinaryCrossEntropy(), lambda out: out.sigmoid()),
+        (LogCosh(), lambda out: out),
+    ],
+)
+def test_own_labels_fit_any_smooth_loss(loss, targets):
+    model, observed = veiled("mlp", loss, targets)  # at these targets the true outputs have the least loss
+    found = fit_own_labels(observed)
+    assert error(found, model) < 1e-3
+    assert (predict(found.model, observed.inputs).argmax(1) == predict(model, observed.inputs).argmax(1)).all()
+
+
+@pytest.mark.parametrize("attacker", [remove_offset, fit_own_labels])
+def test_a_plain_model_is_left_alone(attacker):
+    model, inputs, outputs = build_victim("mlp")
+    observed = observe_broadcasts(Plain(), model, inputs, outputs, SquaredError())
+    assert attacker(observed) is observed
+    with pytest.raises(DoesNotApply, match="not veiled"):
+        remove_noise(observed)
+
+
+def test_an_exposed_head_needs_no_calibration():
+    model, inputs, outputs = build_victim("mlp")
+    observed = observe_broadcasts(Veil(head="exposed"), model, inputs, outputs, SquaredError())
+    assert error(fit_own_labels(observed), model) < 1e-9
+    assert analyse(model, inputs[:2]).head is not None  # it could have been veiled
+
+
+@pytest.mark.parametrize(("groups", "loss"), [(1, CrossEntropy()), (OUTPUTS, SquaredError())])
+@pytest.mark.parametrize("name", EVERY)
+def test_two_broadcasts_of_the_same_model_determine_it(name, groups, loss):
+    model, observed = veiled(name, loss, groups=groups)
+    assert error(remove_offset(observed), model) > 1e-3
+    assert error(remove_noise(observed), model) < 1e-7
+
+
+@pytest.mark.parametrize(("name", "groups"), [("mlp", 1), ("mlp", OUTPUTS), ("batchnorm", OUTPUTS)])
+def test_while_the_model_moves_the_error_is_about_as_large_as_a_step(name, groups):
+    model, observed = veiled(name, rounds=6, moved=1e-3, groups=groups)
+    two, six = (error(remove_noise(observed, count), model) for count in (2, 6))
+    assert two < 0.05
+    assert max(two, six) < error(remove_offset(observed), model) / 4
+
+
+def test_two_broadcasts_of_different_rounds_are_needed_and_no_record():
+    model, observed = veiled("mlp", groups=OUTPUTS)
+    for count in (1, 2):
+        with pytest.raises(DoesNotApply, match="two broadcasts of different rounds"):
+            remove_noise(dataclasses.replace(observed, rounds=observed.rounds[-1:] * count))
+    blind = {"inputs": torch.zeros_like(observed.inputs), "targets": torch.zeros_like(observed.targets)}
+    found = remove_noise(dataclasses.replace(observed, **blind))
+    assert error(dataclasses.replace(observed, model=found.model), model) < 1e-7
+
+
+def planted(rounds, groups, generator, *, redraw=True, drift=0.0, uneven=1.0):
+    """Heads with noise of known sizes; the first half of the elements moves `uneven` times as far as the rest."""
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    values, noise, sizes, heads = draw(60), draw(groups, 60), draw(rounds, groups), []
+    for size in sizes:
+        noise = draw(groups, 60) if redraw else noise
+        heads.append(Heads(values + size @ noise, noise))
+        values = values + drift * draw(60) * torch.tensor([uneven, 1.0]).repeat_interleave(30)
+    return heads, sizes
+
+
+@pytest.mark.parametrize("groups", [1, 5])
+def test_the_fit_finds_planted_noise(groups):
+    heads, sizes = planted(3, groups, chance(1))
+    assert torch.allclose(fit_noise(heads), sizes, atol=1e-9)
+
+
+def test_elements_that_move_little_count_more():
+    weighted, plain = 0.0, 0.0
+    for seed in range(20):
+        heads, sizes = planted(6, 1, chance(seed), drift=1e-3, uneven=100.0)
+        weighted += float((fit_noise(heads) - sizes).abs().mean())
+        design = torch.zeros(5, 60, 6, dtype=torch.float64)
+        for t in range(5):
+            design[t, :, t], design[t, :, t + 1] = heads[t].noise[0], -heads[t + 1].noise[0]
+        change = torch.stack([heads[t].values - heads[t + 1].values for t in range(5)])
+        found = torch.linalg.lstsq(design.flatten(0, 1), change.flatten()[:, None]).solution
+        plain += float((found - sizes).abs().mean())
+    assert weighted < plain / 3
+
+
+def test_noise_that_stays_the_same_shows_only_its_changes():
+    heads, sizes = planted(2, 1, chance(2), redraw=False)
+    found = fit_noise(heads)
+    assert torch.allclose(found[0] - found[1], sizes[0] - sizes[1], atol=1e-6)
+    assert not torch.allclose(found, sizes, atol=1e-2)
+
+
+def test_the_nearest_candidates_of_consecutive_rounds_are_the_true_ones():
+    generator, true = chance(3), [2, 0, 1, 2]
+    heads, sizes = planted(4, 3, generator, drift=0.05)
+    candidates = [torch.randn(3, 3, generator=generator, dtype=torch.float64) for _ in true]
+    for some, size, index in zip(candidates, sizes, true, strict=True):
+        some[index] = size
+    assert pick_candidates(heads, candidates) == true
+
+
+def test_the_factors_of_the_canonical_form_are_needed(monkeypatch):
+    """Necessity: with the head's columns as received, two broadcasts do not fit."""
+    form = veil.canonical_form
+
+    def blind(*asked, **more):
+        found = form(*asked, **more)
+        return found._replace(factors=torch.ones_like(found.factors))
+
+    model, observed = veiled("mlp", groups=OUTPUTS)
+    monkeypatch.setattr(veil, "canonical_form", blind)
+    assert error(remove_noise(observed), model) > 1e-2
