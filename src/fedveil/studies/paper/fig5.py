@@ -10,7 +10,7 @@ from fedveil.runs.build import load_data
 from fedveil.runs.config import PAPER, Config, Value, configure
 from fedveil.studies.attack import Asked, Results
 from fedveil.studies.estimates import average
-from fedveil.studies.gradients.page import HEADER, chart, defence_rows, floors_of, gallery, joined, table_row, whole
+from fedveil.studies.gradients.page import HEADER, chart, complete_batches, gallery, join_figures, table_rows
 from fedveil.studies.gradients.results import Batch, Gradients
 from fedveil.studies.gradients.run import GRADIENTS, Options
 from fedveil.studies.jobs import Done, Job, Result
@@ -52,7 +52,7 @@ class Fig5(Exhibit[Found]):
         options = Options(**plan.settings.attack)  # type: ignore[arg-type]
         configs = variants(plan)
         return {
-            name: GRADIENTS.batches(Asked(config, (name,), options, label="gradients-"), name, config)
+            name: GRADIENTS.parts(Asked(config, (name,), options, label="gradients-"), name, config)
             for name, config in configs.items()
         }
 
@@ -69,10 +69,8 @@ class Fig5(Exhibit[Found]):
 
     def present(self, plan: Plan, results: Found) -> Shown:
         """A row for each defence and view, PSNR in a picture, and the images."""
-        floors = floors_of(results, BATCH)
-        rows = [row for name, result in results.items() for row in defence_rows(name, result, [BATCH])]
-        rows += [table_row("floor", name, "", "", found) for name, found in floors.items()]
-        sections: list[Section] = [chart("Figure 5: how near the images come", results, BATCH, floors)]
+        rows = table_rows(results, [BATCH])
+        sections: list[Section] = [chart("Figure 5: how near the images come", results, BATCH)]
         note = "Below each picture its PSNR in dB."
         if pictures := gallery("Figure 5: images from gradients", results, BATCH, note):
             sections.append(pictures)
@@ -82,8 +80,8 @@ class Fig5(Exhibit[Found]):
 def verdict(results: Found) -> str:
     """How near the images of the best view come, under the veil and without it."""
     near = {
-        name: max(average(joined([part.views[view] for part in parts]).psnr).value for view in parts[0].views)
-        for name, parts in whole(results, BATCH).items()
+        name: max(average(join_figures([part.views[view] for part in parts]).psnr).value for view in parts[0].views)
+        for name, parts in complete_batches(results, BATCH).items()
     }
     if not {"plain", "veil"} <= near.keys():
         return ""
@@ -93,8 +91,8 @@ def verdict(results: Found) -> str:
 def headline(results: Found) -> list[tuple[str, str, str]]:
     """How near the images come, from the upload, in dB."""
     near = {
-        name: average(joined([part.views["V-up"] for part in parts]).psnr).value
-        for name, parts in whole(results, BATCH).items()
+        name: average(join_figures([part.views["V-up"] for part in parts]).psnr).value
+        for name, parts in complete_batches(results, BATCH).items()
     }
     said = ", ".join(f"{name} {value:.1f}" for name, value in near.items())
     return [("Figure 5, images from gradients, PSNR in dB", "no figures; veil like PPDL with variance 0.1", said)]
