@@ -12,9 +12,9 @@ from fedveil.defences.registry import BUILT_IN
 from fedveil.report import Facts, Section, Text
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config, Value
+from fedveil.studies.federations import TrainedRun, TrainRun
 from fedveil.studies.jobs import Done, Failed, Job, Result, Work
 from fedveil.studies.study import Shown, Study
-from fedveil.studies.victim import Trained, TrainRun
 
 O = TypeVar("O")  # noqa: E741
 R = TypeVar("R", bound=Result)
@@ -124,7 +124,7 @@ class AttackStudy(OnDefences[O, R]):
             needs, after = (shared, ()) if self.needs_shared else ((), shared)
             if self.trains and not asked.run:
                 work = TrainRun(asked.under(name), self.run_of(asked, name, folder))
-                needs = (Job(f"{asked.label}train-{label}", work, Trained), *needs)
+                needs = (Job(f"{asked.label}train-{label}", work, TrainedRun), *needs)
             attack = self.attack(asked, name, folder)
             found[name] = Job(f"{asked.label}{self.name}-{label}", attack, self.result, needs, after, asked.run)
         return found

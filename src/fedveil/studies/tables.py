@@ -45,16 +45,16 @@ def fitting(*sentences: str) -> str:
     return next((one for one in sentences if len(one) <= VERDICT), sentences[-1])
 
 
-def listed(names: Sequence[str], word: str) -> str:
+def join_words(names: Sequence[str], word: str) -> str:
     """Names in a sentence.
 
-    >>> listed(["a", "b", "c"], "and")
+    >>> join_words(["a", "b", "c"], "and")
     'a, b and c'
     """
     return f" {word} ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
-def named(defence: str) -> str:
+def display_name(defence: str) -> str:
     """A defence in a sentence; of package.module:Class the class."""
     return "no defence" if defence == "plain" else defence.rpartition(":")[2]
 
@@ -74,7 +74,8 @@ def one_line(found: Mapping[str, Furthest], guess: float, form: Callable[[float]
     beside = "" if "plain" in found else "; no undefended federation was attacked"
     every = [
         ", ".join(
-            f"{form(one.strongest.value)} ({named(name)}{_note(one, guess, form, full)})" for name, one in found.items()
+            f"{form(one.strongest.value)} ({display_name(name)}{_note(one, guess, form, full)})"
+            for name, one in found.items()
         )
         for full in (True, False)
     ]

@@ -30,7 +30,12 @@ DO_NOT_APPLY = "An attacker does not apply where it has nothing to work with."
 def member_rows(name: str, attacker: str, found: Members) -> Iterator[list[str]]:
     """One row per attack, and one per attack that does not apply."""
     for attack, one in found.attacks.items():
-        figures = [f"{one.known:.3f}", text(one.auc, ".3f"), percent(one.accuracy), *map(percent, one.tpr.values())]
+        figures = [
+            f"{one.known:.3f}",
+            text(one.auc, ".3f"),
+            percent(one.accuracy),
+            *map(percent, one.tpr.values()),
+        ]
         yield [name, attacker, f"{attack} *" if attack == found.attack else attack, *figures, str(one.broadcasts)]
     for attack, why in found.left_out.items():
         yield [name, attacker, attack, why, *[""] * (len(TRIED) - 2)]

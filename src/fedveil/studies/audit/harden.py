@@ -268,7 +268,13 @@ def cells_of(row: Row) -> list[str]:
     """A row of the table."""
     agreement = [percent(row.agreement.get(name)) for name in labels()]
     members = [percent(row.membership), text(row.auc, ".3f")]
-    others = [percent(row.accuracy), percent(row.cost), *members, text(row.rebuilt), text(row.floor)]
+    others = [
+        percent(row.accuracy),
+        percent(row.cost),
+        *members,
+        text(row.rebuilt),
+        text(row.floor),
+    ]
     return [row.name, row.attacker, *others, *agreement]
 
 

@@ -9,7 +9,7 @@ from fedveil.attacks.scores import Scores, auc
 from fedveil.attacks.whitebox import Recipe
 from fedveil.errors import BadArgument
 from fedveil.studies.audit.results import Members, Tried
-from fedveil.studies.estimates import Estimate, over_broadcasts
+from fedveil.studies.estimates import Estimate, combine_broadcasts
 from fedveil.studies.membership.attacks import ByShadows, extras_of, judged, loss_attacks, whitebox
 from fedveil.studies.membership.records import Records
 from fedveil.studies.membership.results import Scored
@@ -76,7 +76,7 @@ def tried(found: Scored, known: float) -> Tried:
 
 def joined(looks: Sequence[Estimate | None]) -> Estimate | None:
     """The same figure of several broadcasts as one; None if one of them has none."""
-    return over_broadcasts([look for look in looks if look]) if all(looks) else None
+    return combine_broadcasts([look for look in looks if look]) if all(looks) else None
 
 
 def averaged_members(looks: Sequence[Members]) -> Members:
@@ -85,7 +85,7 @@ def averaged_members(looks: Sequence[Members]) -> Members:
     for name in dict.fromkeys(name for look in looks for name in look.attacks):
         own = [look.attacks[name] for look in looks if name in look.attacks]
         known = sum(one.known for one in own) / len(own)
-        accuracy, area = (over_broadcasts([getattr(one, figure) for one in own]) for figure in ("accuracy", "auc"))
+        accuracy, area = (combine_broadcasts([getattr(one, figure) for one in own]) for figure in ("accuracy", "auc"))
         rates = {rate: joined([one.tpr[rate] for one in own]) for rate in own[0].tpr}
         found[name] = Tried(known, accuracy, area, rates, len(own))
     return Members(found, looks[0].left_out)

@@ -23,7 +23,7 @@ from fedveil.studies.estimates import percent, text
 from fedveil.studies.gradients import server_page
 from fedveil.studies.gradients.results import Curious
 from fedveil.studies.jobs import Failed
-from fedveil.studies.tables import Presented, listed, mark, named
+from fedveil.studies.tables import Presented, display_name, join_words, mark
 
 UNDEFENDED = "undefended"
 DOES = {
@@ -120,8 +120,8 @@ def of_one(defence: str, found: Audited, plain: Audited) -> str:
             figure = f" ({f'{top:.0f} dB' if name == 'rebuilt' else share}{where})"
             told = judged.word in DOES and judged.word != TOO_FEW
             parts.setdefault(DOES.get(judged.word, "shows nothing about"), []).append(what + figure * told)
-    said = [f"{does} {listed(own, 'or' if ' not ' in does else 'and')}" for does, own in parts.items()]
-    return f"{'plain training' if defence == 'plain' else named(defence)} {listed(said, 'and')}"
+    said = [f"{does} {join_words(own, 'or' if ' not ' in does else 'and')}" for does, own in parts.items()]
+    return f"{'plain training' if defence == 'plain' else display_name(defence)} {join_words(said, 'and')}"
 
 
 def of_several(defended: Mapping[str, Audited], plain: Audited) -> list[str]:
@@ -130,7 +130,7 @@ def of_several(defended: Mapping[str, Audited], plain: Audited) -> list[str]:
     for name, (what, *_) in MEASURES.items():
         words = {defence: said.word for defence, one in defended.items() if (said := judge(one, plain, name))}
         held = [
-            f"{named(defence)}{' (nearly)' if said == NEARLY else ''}"
+            f"{display_name(defence)}{' (nearly)' if said == NEARLY else ''}"
             for defence, said in words.items()
             if said in (PROTECTED, NEARLY)
         ]
@@ -139,7 +139,9 @@ def of_several(defended: Mapping[str, Audited], plain: Audited) -> list[str]:
         elif all(said in (NOTHING, TOO_FEW) for said in words.values()):
             parts.append(f"there are too few trials on {what}")
         else:
-            parts.append(f"{what} is protected by {listed(held, 'and') if held else f'none of {len(words)} defences'}")
+            parts.append(
+                f"{what} is protected by {join_words(held, 'and') if held else f'none of {len(words)} defences'}"
+            )
     return parts
 
 

@@ -11,6 +11,7 @@ from fedveil.attacks.observed import PUBLISHED
 from fedveil.attacks.scores import Estimate, Scores, auc, proportion
 from fedveil.data import Data
 from fedveil.federation.evaluate import predict
+from fedveil.progress import Progress
 from fedveil.runs.config import Config, Value
 from fedveil.studies.attack import Asked, AttackStudy, Results, option
 from fedveil.studies.audit import page
@@ -18,14 +19,15 @@ from fedveil.studies.audit.members import MemberAttacks, averaged_members, joine
 from fedveil.studies.audit.page import UNDEFENDED
 from fedveil.studies.audit.rebuild import rebuild
 from fedveil.studies.audit.results import Audited, Figures, Guessing, Members
-from fedveil.studies.estimates import over_broadcasts
+from fedveil.studies.estimates import combine_broadcasts
+from fedveil.studies.federations import load_or_train, measure_quality
 from fedveil.studies.gradients import server
 from fedveil.studies.gradients.results import Curious, ServerRound
-from fedveil.studies.jobs import Done, Job, Progress, Result
+from fedveil.studies.jobs import Done, Job, Result
 from fedveil.studies.membership.attacks import ByShadows
 from fedveil.studies.membership.records import records_of, shadow_jobs
+from fedveil.studies.observation import observe_all
 from fedveil.studies.study import Shown
-from fedveil.studies.victim import observe_all, quality_of, trained
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def ranking(positive: Scores, negative: Scores) -> Estimate:
 
 def averaged(looks: Sequence[Figures]) -> Figures:
     """The same figures of several broadcasts as one."""
-    agreement = over_broadcasts([look.agreement for look in looks])
+    agreement = combine_broadcasts([look.agreement for look in looks])
     right, ranks = joined([look.accuracy for look in looks]), joined([look.ranking for look in looks])
     members = [look.membership for look in looks if look.membership]
     return Figures(agreement, right, ranks, averaged_members(members) if members else None)
@@ -113,8 +115,8 @@ class Audit:
     def __call__(self, progress: Progress, done: Done) -> Audited:
         """Look at several broadcasts, and rebuild records."""
         config, options = self.config, self.options
-        federation, data = trained(config, self.run, progress, done.basis)
-        quality = quality_of(federation, data)
+        federation, data = load_or_train(config, self.run, progress, done.basis)
+        quality = measure_quality(federation, data)
         attacks = self.member_attacks(data) if config.data.clients > 1 else None
         count = options.broadcasts if config.defence.name == "veil" else 1
         looks: dict[str, list[Figures]] = {}

@@ -8,7 +8,7 @@ from fedveil.report import Interval, Intervals, Picture, Pictures, Section
 from fedveil.studies.estimates import Rule, average, reach, text
 from fedveil.studies.gradients.results import Batch, Figures, Gradients
 from fedveil.studies.jobs import Failed
-from fedveil.studies.pictures import picture
+from fedveil.studies.pictures import decode_picture
 from fedveil.studies.tables import Furthest, Presented, Said, furthest_of, one_line
 
 HEADER = (
@@ -132,7 +132,7 @@ def gallery(title: str, results: Mapping[str, Gradients | Failed], size: int, no
     rows: list[tuple[str, list[Picture]]] = []
     for name, parts in whole(results, size).items():
         if not rows:
-            rows.append(("original", [picture(part.shape, code) for part in parts for code in part.originals]))
+            rows.append(("original", [decode_picture(part.shape, code) for part in parts for code in part.originals]))
         for view in parts[0].views:
             rows.append((f"{name}, {view}", [image for part in parts for image in _reconstructions(part, view)]))
     return Pictures(title, [str(number + 1) for number in range(len(rows[0][1]))], rows, note) if rows else None
@@ -140,4 +140,4 @@ def gallery(title: str, results: Mapping[str, Gradients | Failed], size: int, no
 
 def _reconstructions(part: Batch, view: str) -> list[Picture]:
     found = part.views[view]
-    return [picture(part.shape, code, f"{db:.1f}") for code, db in zip(found.pictures, found.psnr, strict=True)]
+    return [decode_picture(part.shape, code, f"{db:.1f}") for code, db in zip(found.pictures, found.psnr, strict=True)]

@@ -20,6 +20,7 @@ from fedveil.defences import innermost
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import generator
+from fedveil.progress import Progress
 from fedveil.runs.build import build_model, build_optimizer, load_data
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resumed
@@ -28,8 +29,8 @@ from fedveil.studies.gradients import server_page
 from fedveil.studies.gradients.results import Curious, Nearest, ServerRound, ServerView
 from fedveil.studies.gradients.run import SearchOptions, Share, few_clients, guesses, is_run, searched
 from fedveil.studies.gradients.server_page import NEXT_ROUND, SAME_MODEL, SINGLE, difference_of, sum_of
-from fedveil.studies.jobs import Done, Job, Progress, Result
-from fedveil.studies.pictures import encoded, shape_of
+from fedveil.studies.jobs import Done, Job, Result
+from fedveil.studies.pictures import encode_image, image_shape
 from fedveil.studies.study import Shown
 
 OWN = 64  # held-out records of the server's, which show it the usual outputs of the model
@@ -156,7 +157,7 @@ def nearest(found: Tensor, true: Tensor) -> Nearest:
     apart = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
     record, image = divmod(int(apart.argmin()), len(found))
     pair = found[image : image + 1].double(), true[record : record + 1].double()
-    return Nearest(psnr(*pair)[0], ssim(*pair)[0], record, encoded(pair[0][0]))
+    return Nearest(psnr(*pair)[0], ssim(*pair)[0], record, encode_image(pair[0][0]))
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,8 @@ class AttackRound:
                 {what: nearest(images.cpu(), true[:size]) for what, images in each.items()} for each in (found, below)
             )
             views[name] = ServerView(size, attacks, floors)
-        originals, seconds = [encoded(image) for image in true], time.process_time() - started
-        return ServerRound(rows.tolist(), search, views, originals, shape_of(true[0]), seconds)
+        originals, seconds = [encode_image(image) for image in true], time.process_time() - started
+        return ServerRound(rows.tolist(), search, views, originals, image_shape(true[0]), seconds)
 
     def rows(self, data: Data) -> Tensor:
         """The records of all clients, the victim's first."""

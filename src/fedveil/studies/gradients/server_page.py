@@ -7,8 +7,8 @@ from fedveil.report import Picture, Pictures, Section, Text
 from fedveil.studies.estimates import Estimate, text
 from fedveil.studies.gradients.results import Curious, ServerRound
 from fedveil.studies.jobs import Failed
-from fedveil.studies.pictures import picture
-from fedveil.studies.tables import Presented, listed
+from fedveil.studies.pictures import decode_picture
+from fedveil.studies.tables import Presented, join_words
 
 SINGLE, SAME_MODEL, NEXT_ROUND = "single update", "same model", "next round"
 SUM = "sum of "
@@ -95,10 +95,10 @@ def one_line(results: Mapping[str, Curious | Failed]) -> str:
         return "A curious server was not measured." if not known else f"A curious server rebuilds no record, {WEAK}"
     given = [SINGLE + "s"] if known.get(SINGLE) else []
     sums, kept = ([n.removeprefix(SUM) for n, got in known.items() if n.startswith(SUM) and got == g] for g in (1, 0))
-    given += [f"sums over {listed(sums, 'and')} clients"] if sums else []
+    given += [f"sums over {join_words(sums, 'and')} clients"] if sums else []
     given += ["the difference of two sums"] if any(got for name, got in known.items() if " minus " in name) else []
-    none = f", but from no sum over {listed(kept, 'or')} clients" if kept else ""
-    return f"A curious server rebuilds a record from {listed(given, 'and')}{none}."
+    none = f", but from no sum over {join_words(kept, 'or')} clients" if kept else ""
+    return f"A curious server rebuilds a record from {join_words(given, 'and')}{none}."
 
 
 def gallery(title: str, found: Curious) -> Pictures | None:
@@ -109,11 +109,11 @@ def gallery(title: str, found: Curious) -> Pictures | None:
     rows: list[tuple[str, list[Picture]]] = [("victim's record", [_original(one, 0) for one in rounds])]
     for name in rounds[0].views:
         near = [(one, one.views[name].best) for one in rounds]
-        rows.append((name, [picture(one.shape, what.picture, f"{what.psnr:.1f}") for one, what in near]))
+        rows.append((name, [decode_picture(one.shape, what.picture, f"{what.psnr:.1f}") for one, what in near]))
         if rounds[0].views[name].records > 1:
             rows.append(("its nearest record", [_original(one, what.record) for one, what in near]))
     return Pictures(title, [f"round {number + 1}" for number in range(len(rounds))], rows, PICTURES)
 
 
 def _original(one: ServerRound, record: int) -> Picture:
-    return picture(one.shape, one.originals[record])
+    return decode_picture(one.shape, one.originals[record])

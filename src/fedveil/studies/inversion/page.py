@@ -9,7 +9,7 @@ from fedveil.report import NOTHING, Intervals, Pictures, Section, Table, Text
 from fedveil.studies.estimates import Rule, percent, reach
 from fedveil.studies.inversion.results import Inversion, Inverted, Judged
 from fedveil.studies.jobs import Failed
-from fedveil.studies.pictures import picture
+from fedveil.studies.pictures import decode_picture
 from fedveil.studies.tables import ADAPTIVE, Furthest, Presented, Said, failed_row, furthest_of, mark, one_line
 
 PER_CLASS = 2  # pictures of a class in a row
@@ -151,7 +151,7 @@ def picture_rows(
 ) -> Pictures:
     """Encoded images under the names of their classes."""
     columns = [label for label in classes for _ in range(PER_CLASS)]
-    grid = [(label, [picture(shape, code) for code in codes]) for label, codes in rows]
+    grid = [(label, [decode_picture(shape, code) for code in codes]) for label, codes in rows]
     return Pictures(title, columns, grid, "The first of each class, not chosen. Columns: the wanted class.")
 
 

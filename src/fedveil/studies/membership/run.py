@@ -12,15 +12,17 @@ from fedveil.attacks.features import LAYERS, record_features
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.attacks.whitebox import Recipe
 from fedveil.errors import BadArgument
+from fedveil.progress import Progress
 from fedveil.runs.config import Config
 from fedveil.studies.attack import Asked, AttackStudy, Results, option
-from fedveil.studies.jobs import Done, Failed, Job, Progress, Result
+from fedveil.studies.federations import load_or_train, measure_quality
+from fedveil.studies.jobs import Done, Failed, Job, Result
 from fedveil.studies.membership import page
 from fedveil.studies.membership.attacks import ByShadows, extras_of, judged, loss_attacks, whitebox
 from fedveil.studies.membership.records import Records, records_of, shadow_jobs
 from fedveil.studies.membership.results import Attacker, Membership, Scored, Sizes
+from fedveil.studies.observation import observe_strongest
 from fedveil.studies.study import Shown
-from fedveil.studies.victim import observe_strongest, quality_of, trained
 
 Attacks = dict[str, Scored | Failed]
 
@@ -48,7 +50,7 @@ class AttackMembership:
     def __call__(self, progress: Progress, done: Done) -> Membership:
         """Observe the last broadcast, and attack what each attacker makes of it."""
         config = self.config
-        federation, data = trained(config, self.run, progress, done.basis)
+        federation, data = load_or_train(config, self.run, progress, done.basis)
         records = records_of(config, data)
         seen = observe_strongest(federation, config.defence.name)
         found = {
@@ -56,7 +58,7 @@ class AttackMembership:
             for name, observed in seen.items()
         }
         quality, seed, sizes = (
-            asdict(quality_of(federation, data)),
+            asdict(measure_quality(federation, data)),
             config.training.seed,
             Sizes(*map(len, records.parts)),
         )
