@@ -24,7 +24,7 @@ from fedveil.federation import Federation
 from fedveil.models import cnn, mlp
 from fedveil.scheme import Entropy, SquaredError
 from fedveil.studies.audit.rebuild import quality, rebuild
-from fedveil.studies.victim import observe
+from fedveil.studies.observation import observe
 
 DATA = load("digits")
 RECORDS = DATA.train.inputs.double()

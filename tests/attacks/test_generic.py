@@ -18,7 +18,7 @@ from fedveil.federation.evaluate import predict
 from fedveil.models import mlp, resnet
 from fedveil.scheme import CrossEntropy, SquaredError
 from fedveil.studies.audit.rebuild import quality
-from fedveil.studies.victim import observe
+from fedveil.studies.observation import observe
 
 OUTPUTS, ROUNDS = 5, 6
 

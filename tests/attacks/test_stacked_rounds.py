@@ -15,7 +15,7 @@ from fedveil.defences import DBCL, PPDL, Plain, registry
 from fedveil.federation import Federation
 from fedveil.models import mlp
 from fedveil.studies.audit.rebuild import quality, rebuild
-from fedveil.studies.victim import observe
+from fedveil.studies.observation import observe
 
 DATA = load("digits")
 RECORDS = DATA.train.inputs.double()

@@ -11,7 +11,7 @@ from fedveil.studies.inversion.results import Counts, Inversion, Inverted, Judge
 from fedveil.studies.jobs import Failed
 from fedveil.studies.membership.results import Attacker, Membership, Scored, Sizes
 from fedveil.studies.paper.plan import read_plan
-from fedveil.studies.paper.run import EXHIBITS, broken
+from fedveil.studies.paper.reproduce import EXHIBITS, broken
 from fedveil.studies.study import gather
 
 

@@ -18,7 +18,7 @@ from fedveil.studies.estimates import Estimate
 from fedveil.studies.jobs import Failed
 from fedveil.studies.membership.attacks import ByShadows
 from fedveil.studies.membership.records import records_of
-from fedveil.studies.victim import observe
+from fedveil.studies.observation import observe
 
 FEDERATION = ["--data", "digits", "--train-size", "300", "--clients", "2"]
 SMALL = [*FEDERATION, "--epochs", "60", "--workers", "1", "--trials", "2", "--no-server"]

@@ -15,7 +15,7 @@ from fedveil.studies.inversion.page import by_broadcast, standard_error
 from fedveil.studies.inversion.results import Judged
 from fedveil.studies.inversion.run import INVERSION, Options, data_of, first_of, public_images
 from fedveil.studies.jobs import Failed
-from fedveil.studies.pictures import encoded
+from fedveil.studies.pictures import encode_image
 
 SMALL = dict(codes=4, broadcasts=2, steps=5, restarts=1, pixel_steps=5, gan_epochs=1, judge_epochs=2, judge_width=8)
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -99,7 +99,7 @@ def test_a_defence_that_failed_keeps_its_row_and_a_class_without_images_its_plac
     shown = INVERSION.present(Asked(config_of(), ("veil",), Options()), {"veil": Failed("diverged")})
     assert shown.rows[0][:2] == ["veil", "failed"]
     images = first_of(torch.ones(3, 1, 8, 8), torch.tensor([0, 0, 0]), 2)
-    white, grey = (encoded(torch.full((1, 8, 8), value)) for value in (1.0, 0.5))
+    white, grey = (encode_image(torch.full((1, 8, 8), value)) for value in (1.0, 0.5))
     assert images == [white, white, grey, grey]
 
 

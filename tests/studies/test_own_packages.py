@@ -50,7 +50,8 @@ from fedveil.federation.evaluate import predict
 from fedveil.runs.config import Config
 from fedveil.studies.attack import AttackStudy, option
 from fedveil.studies.jobs import Failed, Result
-from fedveil.studies.victim import observe, trained
+from fedveil.studies.federations import load_or_train
+from fedveil.studies.observation import observe
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Count:
 
     def __call__(self, progress, done):
         """Count."""
-        federation, data = trained(self.config, self.run, progress)
+        federation, data = load_or_train(self.config, self.run, progress)
         answers = predict(observe(federation).model, data.test.tensor).argmax(1)
         return Counted(float((answers == self.label).double().mean()))
 

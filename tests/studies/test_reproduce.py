@@ -19,9 +19,9 @@ from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
 from fedveil.report import Beside, Intervals, Pictures
 from fedveil.runs.config import configure
-from fedveil.studies.paper.attacked import Printed
+from fedveil.studies.paper.attack_tables import Printed
 from fedveil.studies.paper.plan import SCALES, Scale, read_plan
-from fedveil.studies.paper.run import EXHIBITS, broken, names_of, read, reproduce
+from fedveil.studies.paper.reproduce import EXHIBITS, broken, names_of, read, reproduce
 from fedveil.studies.paper.table1 import Printed as Printed1
 from fedveil.studies.paper.table1 import largest_gap
 from fedveil.studies.paper.table2 import Printed as Printed2

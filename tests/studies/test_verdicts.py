@@ -17,8 +17,9 @@ from fedveil.studies.audit import page as audit_page
 from fedveil.studies.audit.harden import Row
 from fedveil.studies.audit.harden import one_line as hardened
 from fedveil.studies.audit.results import Audited, Figures, Guessing, Members, Tried
-from fedveil.studies.compare import COMPARE, Compared
+from fedveil.studies.compare import COMPARE, Comparands
 from fedveil.studies.estimates import Estimate
+from fedveil.studies.federations import TrainedRun
 from fedveil.studies.gradients import page as gradients_page
 from fedveil.studies.gradients import server_page
 from fedveil.studies.gradients.results import Batch, Curious, Gradients, Nearest, ServerRound, ServerView, View
@@ -29,12 +30,11 @@ from fedveil.studies.jobs import Failed
 from fedveil.studies.membership.page import verdict as membership
 from fedveil.studies.membership.results import Attacker, Membership, Scored, Sizes
 from fedveil.studies.membership.run import MEMBERSHIP, Options
-from fedveil.studies.paper.run import EXHIBITS, Made, read, read_plan
-from fedveil.studies.paper.run import verdict as reproduced
+from fedveil.studies.paper.reproduce import EXHIBITS, Made, read, read_plan
+from fedveil.studies.paper.reproduce import verdict as reproduced
 from fedveil.studies.poisoning.page import BOUNDED, HONEST, UNLIMITED
 from fedveil.studies.poisoning.page import verdict as poisoned
 from fedveil.studies.poisoning.results import Ending, Endings, Poisoning
-from fedveil.studies.victim import Trained
 
 DEFENCES = [record.name for record in BUILT_IN]
 NO_TPR = {"0.01": None, "0.001": None}
@@ -113,11 +113,11 @@ def test_the_demo_names_the_attack_that_gets_most():
 
 def trained(*ends, metric="accuracy"):
     records = [[{"round": 1, "seconds": 1.0, "evaluated": True, metric: end}] for end in ends]
-    return [Trained("", own, 0.1) for own in records]
+    return [TrainedRun("", own, 0.1) for own in records]
 
 
 def compared(**results):
-    return checked(COMPARE.present(Compared(config_of(), tuple(results), 2), results).verdict)
+    return checked(COMPARE.present(Comparands(config_of(), tuple(results), 2), results).verdict)
 
 
 def test_a_comparison_names_the_nearest_and_the_farthest_from_plain():

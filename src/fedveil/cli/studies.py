@@ -115,7 +115,7 @@ class Attack(Federated):
         """Attack, and print the table."""
         from fedveil.studies.attack import Asked, plain_values
         from fedveil.studies.compare import DEFENCES, check_defences
-        from fedveil.studies.victim import describe_run
+        from fedveil.studies.federations import describe_run
 
         config = with_loss(config)
         named = config.defence.name if run else self.config.defence.name
@@ -211,10 +211,10 @@ class Compare(Federated):
 
     def __call__(self) -> None:
         """Train what is not trained yet, and print the table."""
-        from fedveil.studies.compare import COMPARE, Compared
+        from fedveil.studies.compare import COMPARE, Comparands
 
         config = with_loss(self.config)
-        asked = Compared(config, tuple(self.defences.split(",")), self.seeds)
+        asked = Comparands(config, tuple(self.defences.split(",")), self.seeds)
         title = f"compare-{config.data.name}-{config.model.name}".replace(":", ".")
         values = config.changes() | {"defences": self.defences, "seeds": self.seeds}
         command, folder = f"fedveil compare {flags_of(values)}", self.out or Path("runs") / title
@@ -231,7 +231,7 @@ def reproduce(
     """Compute what is not there yet, print each table, say where the page is."""
     if not names:
         raise BadArgument("fedveil reproduce", "nothing is named", EXHIBITS)
-    from fedveil.studies.paper import run
+    from fedveil.studies.paper.reproduce import reproduce as run
 
     def done(plan: "Plan", shown: "Shown") -> None:
         print(f"\n{plan.title}\n{textwrap.fill(plan.settings.about, 110)}\n")
@@ -239,7 +239,7 @@ def reproduce(
 
     folder = out or Path("runs") / f"paper-{scale}"
     with live() as show:
-        page = run.reproduce(names, scale, folder, workers=workers, device=device, show=show, on_done=done)
+        page = run(names, scale, folder, workers=workers, device=device, show=show, on_done=done)
     print(f"\nreport: {page}")
 
 

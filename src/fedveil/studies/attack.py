@@ -12,9 +12,9 @@ from fedveil.defences.registry import BUILT_IN
 from fedveil.report import Facts, Section, Text
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config, Value
-from fedveil.studies.jobs import Done, Failed, Job, Result, Work
-from fedveil.studies.study import Shown, Study
-from fedveil.studies.victim import Trained, TrainRun
+from fedveil.studies.federations import TrainedRun, TrainRun
+from fedveil.studies.jobs import Failed, Job, Result, Work
+from fedveil.studies.study import JobGraph, Shown, Study
 
 O = TypeVar("O")  # noqa: E741
 P = TypeVar("P", bound=Result)
@@ -108,17 +108,17 @@ class PartStudy(MultiDefenceStudy[O, R], Generic[O, P, R]):
     def join(self, asked: Asked[O], parts: dict[str, P | Failed]) -> R:
         """Return the results of all parts under one defence as one."""
 
-    def jobs(self, asked: Asked[O], folder: Path) -> list[Job[Result]]:
-        """Return all parts under all defences."""
+    def graph(self, asked: Asked[O], folder: Path) -> JobGraph[Results[R]]:
+        """Return all parts under all defences; their results by defence."""
         self.check(asked)
-        return [job for name in asked.defences for job in self.parts(asked, name).values()]
-
-    def collect(self, asked: Asked[O], folder: Path, done: Done) -> Results[R]:
-        """Return the results by defence."""
-        return {
-            name: self.join(asked, {part: done[job] for part, job in self.parts(asked, name).items()})
-            for name in asked.defences
-        }
+        every = {name: self.parts(asked, name) for name in asked.defences}
+        return JobGraph(
+            [job for parts in every.values() for job in parts.values()],
+            lambda done: {
+                name: self.join(asked, {part: done[job] for part, job in parts.items()})
+                for name, parts in every.items()
+            },
+        )
 
 
 class AttackStudy(MultiDefenceStudy[O, R]):
@@ -153,22 +153,19 @@ class AttackStudy(MultiDefenceStudy[O, R]):
             needs, after = (shared, ()) if self.needs_shared else ((), shared)
             if self.trains and not asked.run:
                 work = TrainRun(asked.config_for(name), self.run_folder(asked, name, folder))
-                needs = (Job(asked.job_name("train", name), work, Trained), *needs)
+                needs = (Job(asked.job_name("train", name), work, TrainedRun), *needs)
             attack = self.attack(asked, name, folder)
             found[name] = Job(asked.job_name(self.name, name), attack, self.result, needs, after, asked.run)
         return found
 
-    def jobs(self, asked: Asked[O], folder: Path) -> list[Job[Result]]:
+    def graph(self, asked: Asked[O], folder: Path) -> JobGraph[Results[R]]:
         """Return every job after those that it needs; refuse records of several tensors before any training."""
         if ":" in asked.config.data.name:
             one_tensor("attack", load_data(asked.config).train.inputs)
         attacks = self.attacks(asked, folder)
         needed = {need.name: need for job in attacks.values() for need in (*job.needs, *job.after)}
-        return [*needed.values(), *attacks.values()]
-
-    def collect(self, asked: Asked[O], folder: Path, done: Done) -> Results[R]:
-        """Return the results by defence."""
-        return {name: done[job] for name, job in self.attacks(asked, folder).items()}
+        jobs: list[Job[Result]] = [*needed.values(), *attacks.values()]
+        return JobGraph(jobs, lambda done: {name: done[job] for name, job in attacks.items()})
 
 
 def plain_values(options: O) -> dict[str, Value]:

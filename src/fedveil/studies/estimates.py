@@ -13,9 +13,9 @@ __all__ = [
     "Estimate",
     "Outcome",
     "average",
+    "combine_broadcasts",
     "furthest",
     "judge_interval",
-    "over_broadcasts",
     "percent",
     "reach",
     "text",
@@ -115,7 +115,7 @@ def percent(found: Estimate | None) -> str:
     return text(found, scale=100)
 
 
-def over_broadcasts(looks: Sequence[Estimate]) -> Estimate:
+def combine_broadcasts(looks: Sequence[Estimate]) -> Estimate:
     """The same share under several broadcasts as one: the mean, and an interval over broadcasts and over records.
 
     A half width is the root of Student's, over broadcasts, squared and the mean single one, over records, squared.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.report import Section, Text
 from fedveil.studies.estimates import Estimate, Outcome, Reached, Rule, furthest, text
-from fedveil.studies.tables import named
+from fedveil.studies.tables import display_name
 
 CLEAR = 0.1  # a leak is clear from this fraction of the way from guessing to full knowledge
 SLIGHT, FULL = 0.2, 0.8  # fractions of the way from guessing to no defence: below, a slight leak; above, a full one
@@ -106,9 +106,10 @@ class Verdict:
         if one.below:
             said += f", below chance: {number(one.value)} for an attacker who reverses the scores"
         beside = [f"guessing {number(self.guess)}"]
-        if self.undefended:
+        if self.undefended and self.undefended is not one:
             beside.append(f"undefended {number(self.undefended.figure.value)}")
-        if self.published and one.value - self.published.value > LAG * (one.value - self.guess):
+        found = one.outcome is Outcome.FOUND
+        if found and self.published and one.value - self.published.value > LAG * (one.value - self.guess):
             beside.append(f"{PUBLISHED} {number(self.published.figure.value)}")
         return f"{said}; {', '.join(beside)}"
 
@@ -163,7 +164,7 @@ def summarise(verdicts: Mapping[str, Verdict]) -> str:
     """Return the verdicts of one measure, defences by label: who took part: LEAK (veil 0.69), PROTECTED (spn 0.51)."""
     by_label: dict[Label, list[str]] = {}
     for name, one in verdicts.items():
-        by_label.setdefault(one.label, []).append(f"{named(name)} {one.measure.number(one.strongest.value)}")
+        by_label.setdefault(one.label, []).append(f"{display_name(name)} {one.measure.number(one.strongest.value)}")
     first = next(iter(verdicts.values()))
     labels = ", ".join(f"{label} ({', '.join(names)})" for label, names in by_label.items())
     return f"{first.measure.subject}: {labels}; guessing {first.measure.number(first.guess)}"

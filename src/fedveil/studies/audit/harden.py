@@ -13,9 +13,9 @@ from fedveil.runs.config import PAPER, Config, Value, configure
 from fedveil.studies.audit.results import FLOOR, AuditResult
 from fedveil.studies.audit.run import Audit, Options
 from fedveil.studies.estimates import Estimate, average, percent, text
-from fedveil.studies.jobs import Done, Failed, Job, Result
+from fedveil.studies.jobs import Failed, Job, Result
 from fedveil.studies.membership.records import Shadow, TrainShadow
-from fedveil.studies.study import Shown, Study
+from fedveil.studies.study import JobGraph, Shown, Study
 from fedveil.studies.tables import failed_row, mark
 from fedveil.studies.verdicts import MAX_COST, MAX_MEMBERSHIP
 
@@ -232,7 +232,13 @@ def cells(row: MeasureRow) -> list[str]:
     """Return a row of the table."""
     agreement = [percent(row.agreement.get(name)) for name in attacker_names()]
     members = [percent(row.membership), text(row.auc, ".3f")]
-    others = [percent(row.accuracy), percent(row.cost), *members, text(row.rebuilt), text(row.floor)]
+    others = [
+        percent(row.accuracy),
+        percent(row.cost),
+        *members,
+        text(row.rebuilt),
+        text(row.floor),
+    ]
     return [row.name, row.attacker, *others, *agreement]
 
 
@@ -298,16 +304,14 @@ class HardenStudy(Study[Hardening, HardeningResults]):
                 jobs[name, seed] = Job(f"{number}-{seed}", work, AuditResult, after=after)
         return jobs
 
-    def jobs(self, asked: Hardening, folder: Path) -> list[Job[Result]]:
-        """Return all audits, each after its shadows."""
-        audits = self.audits(asked, folder).values()
-        before = {job.name: job for audit in audits for job in audit.after}
-        return [*before.values(), *audits]
-
-    def collect(self, asked: Hardening, folder: Path, done: Done) -> HardeningResults:
-        """Return the results by measure."""
-        jobs = self.audits(asked, folder)
-        return {name: [done[jobs[name, seed]] for seed in range(asked.seeds)] for name in asked.measures}
+    def graph(self, asked: Hardening, folder: Path) -> JobGraph[HardeningResults]:
+        """Return all audits, each after its shadows; their results by measure."""
+        audits = self.audits(asked, folder)
+        before = {job.name: job for audit in audits.values() for job in audit.after}
+        return JobGraph(
+            [*before.values(), *audits.values()],
+            lambda done: {name: [done[audits[name, n]] for n in range(asked.seeds)] for name in asked.measures},
+        )
 
     def present(self, asked: Hardening, results: HardeningResults) -> Shown:
         """Return the verdict, the table, two charts, and how to read them."""

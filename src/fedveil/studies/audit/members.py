@@ -9,7 +9,7 @@ from fedveil.attacks.scores import Scores, auc
 from fedveil.attacks.whitebox import Recipe
 from fedveil.errors import BadArgument
 from fedveil.studies.audit.results import MemberAttack, Members
-from fedveil.studies.estimates import Estimate, over_broadcasts
+from fedveil.studies.estimates import Estimate, combine_broadcasts
 from fedveil.studies.membership.attacks import ShadowAttacks, extra_features, loss_attacks, score_figures, whitebox
 from fedveil.studies.membership.records import Records
 
@@ -70,7 +70,7 @@ def attack_by_scores(scores: Scores, records: Records) -> MemberAttack:
 
 def join_broadcasts(looks: Sequence[Estimate | None]) -> Estimate | None:
     """Return the same figure of several broadcasts as one; None if one of them has none."""
-    return over_broadcasts([look for look in looks if look]) if all(looks) else None
+    return combine_broadcasts([look for look in looks if look]) if all(looks) else None
 
 
 def average_members(looks: Sequence[Members]) -> Members:
@@ -79,7 +79,7 @@ def average_members(looks: Sequence[Members]) -> Members:
     for name in dict.fromkeys(name for look in looks for name in look.attacks):
         own = [look.attacks[name] for look in looks if name in look.attacks]
         known = sum(one.known for one in own) / len(own)
-        accuracy, area = (over_broadcasts([getattr(one, figure) for one in own]) for figure in ("accuracy", "auc"))
+        accuracy, area = (combine_broadcasts([getattr(one, figure) for one in own]) for figure in ("accuracy", "auc"))
         rates = {rate: join_broadcasts([one.tpr[rate] for one in own]) for rate in own[0].tpr}
         found[name] = MemberAttack(accuracy, area, rates, known, len(own))
     return Members(found, looks[0].left_out)

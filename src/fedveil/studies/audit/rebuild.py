@@ -11,13 +11,13 @@ from fedveil.attacks.similarity import psnr
 from fedveil.data import Data
 from fedveil.defences.registry import find
 from fedveil.federation.shards import generator
+from fedveil.progress import Progress
 from fedveil.runs.build import build_model
 from fedveil.runs.config import Config
 from fedveil.studies.audit.results import FLOOR
 from fedveil.studies.estimates import Estimate, average
 from fedveil.studies.gradients.run import few_clients, plain_sgd
-from fedveil.studies.jobs import Progress
-from fedveil.studies.victim import observe
+from fedveil.studies.observation import observe
 
 OWN_BATCH, RATE = 4, 0.1
 SHARD = 64  # the victim's records where clients send gradients of whole shards

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedveil.attacks.scores import Estimate
+from fedveil.studies.federations import Quality
 from fedveil.studies.gradients.results import Curious
 from fedveil.studies.jobs import Failed, Result
 from fedveil.studies.membership.results import MembershipFigures
-from fedveil.studies.victim import Quality
 
 FLOOR = "floor"
 

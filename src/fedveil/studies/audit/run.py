@@ -11,6 +11,7 @@ from fedveil.attacks.observed import PUBLISHED
 from fedveil.attacks.scores import Estimate, Scores, auc, proportion
 from fedveil.data import Data
 from fedveil.federation.evaluate import predict
+from fedveil.progress import Progress
 from fedveil.runs.config import Config, Value
 from fedveil.studies.attack import Asked, AttackStudy, Results, option
 from fedveil.studies.audit import page
@@ -18,14 +19,15 @@ from fedveil.studies.audit.members import MemberAttacks, average_members, join_b
 from fedveil.studies.audit.page import UNDEFENDED
 from fedveil.studies.audit.rebuild import rebuild
 from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelFigures
-from fedveil.studies.estimates import over_broadcasts
+from fedveil.studies.estimates import combine_broadcasts
+from fedveil.studies.federations import load_or_train, measure_quality
 from fedveil.studies.gradients import server
 from fedveil.studies.gradients.results import Curious, ServerRound
-from fedveil.studies.jobs import Done, Job, Progress, Result
+from fedveil.studies.jobs import Done, Job, Result
 from fedveil.studies.membership.attacks import ShadowAttacks
 from fedveil.studies.membership.records import divide_records, shadow_jobs
-from fedveil.studies.study import Shown
-from fedveil.studies.victim import observe_all, quality_of, trained
+from fedveil.studies.observation import observe_all
+from fedveil.studies.study import JobGraph, Shown
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def ranking(positive: Scores, negative: Scores) -> Estimate:
 
 def average_figures(looks: Sequence[ModelFigures]) -> ModelFigures:
     """Return the same figures of several broadcasts as one."""
-    agreement = over_broadcasts([look.agreement for look in looks])
+    agreement = combine_broadcasts([look.agreement for look in looks])
     right, ranks = (join_broadcasts([getattr(look, name) for look in looks]) for name in ("accuracy", "ranking"))
     members = [look.membership for look in looks if look.membership]
     return ModelFigures(agreement, right, ranks, average_members(members) if members else None)
@@ -113,8 +115,8 @@ class Audit:
     def __call__(self, progress: Progress, done: Done) -> AuditResult:
         """Attack several broadcasts, and rebuild records."""
         config, options = self.config, self.options
-        federation, data = trained(config, self.run, progress, done.basis)
-        quality = quality_of(federation, data)
+        federation, data = load_or_train(config, self.run, progress, done.basis)
+        quality = measure_quality(federation, data)
         attacks = self.member_attacks(data) if config.data.clients > 1 else None
         count = options.broadcasts if config.defence.name == "veil" else 1
         looks: dict[str, list[ModelFigures]] = {}
@@ -182,17 +184,19 @@ class AuditStudy(AttackStudy[Options, AuditResult]):
         plain = Asked(asked.config_for("plain"), ("plain",), CURIOUS, label=asked.label)
         return list(server.SERVER.parts(plain, "plain").values()) if asked.options.server else []
 
-    def jobs(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
-        """Return the jobs of every defence, and of the curious server."""
-        return [*super().jobs(asked, folder), *self.server_rounds(asked)]
+    def graph(self, asked: Asked[Options], folder: Path) -> JobGraph[Results[AuditResult]]:
+        """Return the audits and the rounds of the curious server, whose results join the undefended federation."""
+        audits, rounds = super().graph(asked, folder), self.server_rounds(asked)
+        name = "plain" if "plain" in asked.defences else UNDEFENDED
 
-    def collect(self, asked: Asked[Options], folder: Path, done: Done) -> Results[AuditResult]:
-        """Return the results by defence; the curious server is part of the undefended federation."""
-        found, name = super().collect(asked, folder, done), "plain" if "plain" in asked.defences else UNDEFENDED
-        plain, rounds = found[name], self.server_rounds(asked)
-        if rounds and isinstance(plain, AuditResult):
-            found[name] = replace(plain, server=Curious([done[job] for job in rounds]))
-        return found
+        def collect(done: Done) -> Results[AuditResult]:
+            found = audits.collect(done)
+            plain = found[name]
+            if rounds and isinstance(plain, AuditResult):
+                found[name] = replace(plain, server=Curious([done[job] for job in rounds]))
+            return found
+
+        return JobGraph([*audits.jobs, *rounds], collect)
 
     def show(self, asked: Asked[Options], results: Results[AuditResult]) -> Shown:
         """Return the verdict, the table, charts and how to read them."""

@@ -8,7 +8,7 @@ from fedveil.report import Interval, Intervals, Picture, Pictures, Section
 from fedveil.studies.estimates import average, reach, text
 from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures
 from fedveil.studies.jobs import Failed
-from fedveil.studies.pictures import picture
+from fedveil.studies.pictures import decode_picture
 from fedveil.studies.study import Shown
 from fedveil.studies.tables import mark
 from fedveil.studies.verdicts import GRADIENTS, Verdict, headline, judge_defences, verdict_section
@@ -132,11 +132,11 @@ def gallery(title: str, results: Found, size: int, note: str) -> Pictures | None
     rows: list[tuple[str, list[Picture]]] = []
     for name, parts in complete_batches(results, size).items():
         if not rows:
-            rows.append(("original", [picture(part.shape, code) for part in parts for code in part.originals]))
+            rows.append(("original", [decode_picture(part.shape, code) for part in parts for code in part.originals]))
         for view in parts[0].views:
             own = [(part.shape, part.views[view]) for part in parts]
             images = [
-                picture(shape, code, f"{db:.1f}")
+                decode_picture(shape, code, f"{db:.1f}")
                 for shape, found in own
                 for code, db in zip(found.pictures, found.psnr, strict=True)
             ]

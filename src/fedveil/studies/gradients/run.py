@@ -27,6 +27,7 @@ from fedveil.federation import checkpoint
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import generator
 from fedveil.lookup import imported
+from fedveil.progress import Progress
 from fedveil.runs.build import build_defence, build_loss, build_model, build_optimizer, load_data, on_device
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resumed
@@ -34,10 +35,10 @@ from fedveil.scheme import Broadcast
 from fedveil.studies.attack import Asked, PartStudy, Results, option
 from fedveil.studies.gradients import page
 from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View
-from fedveil.studies.jobs import Done, Failed, Job, Progress
-from fedveil.studies.pictures import encoded, shape_of
+from fedveil.studies.jobs import Done, Failed, Job
+from fedveil.studies.observation import ATTACKER, observe, observe_round
+from fedveil.studies.pictures import encode_image, image_shape
 from fedveil.studies.study import Shown
-from fedveil.studies.victim import ATTACKER, observe, watch
 
 VICTIM = 1
 MISMATCHED = "true W, veiled upload"
@@ -145,8 +146,8 @@ class AttackBatch:
             found = search_leak(leak, search, data, observed.inputs, size, chance, share)
             views[view] = compare_images(found, data, true, victim.targets.tolist(), started)
         below = floors(data, rows, true, generator("floors", seed, size, self.group))
-        originals = [encoded(image) for image in true]
-        return Batch(size, rows.tolist(), search, views, below, originals, shape_of(true[0]))
+        originals = [encode_image(image) for image in true]
+        return Batch(size, rows.tolist(), search, views, below, originals, image_shape(true[0]))
 
 
 def part_progress(progress: Progress, number: int, count: int, what: str) -> Fraction:
@@ -188,7 +189,7 @@ def compare_images(found: Reconstruction, data: Data, true: Tensor, labels: Sequ
         distance=found.distance if math.isfinite(found.distance) else None,
         broken=sum(not math.isfinite(distance) for distance in found.distances),
         seconds=time.process_time() - started,
-        pictures=[encoded(image) for image in pixels],
+        pictures=[encode_image(image) for image in pixels],
     )
 
 
@@ -228,7 +229,7 @@ def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observed]:
     defence derives (`Record.leaks`), unless it does not apply.
     """
     true = copy.deepcopy(federation.model)
-    rounds = watch(federation)
+    rounds = observe_round(federation)
     after = observe(federation)
     observed = dataclasses.replace(after, rounds=(rounds[ATTACKER], *after.rounds))
     leaks = {

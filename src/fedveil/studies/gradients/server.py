@@ -20,6 +20,7 @@ from fedveil.defences import innermost
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import generator
+from fedveil.progress import Progress
 from fedveil.runs.build import build_model, build_optimizer, load_data
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resumed
@@ -37,8 +38,8 @@ from fedveil.studies.gradients.run import (
     search_leak,
 )
 from fedveil.studies.gradients.server_page import NEXT_ROUND, SAME_MODEL, SINGLE, difference_view, sum_view
-from fedveil.studies.jobs import Done, Failed, Job, Progress
-from fedveil.studies.pictures import encoded, shape_of
+from fedveil.studies.jobs import Done, Failed, Job
+from fedveil.studies.pictures import encode_image, image_shape
 from fedveil.studies.study import Shown
 
 OWN = 64  # held-out records that show the server typical outputs of the model
@@ -162,7 +163,7 @@ def nearest(found: Tensor, true: Tensor) -> Nearest:
     apart = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
     record, image = divmod(int(apart.argmin()), len(found))
     pair = found[image : image + 1].double(), true[record : record + 1].double()
-    return Nearest(psnr(*pair)[0], ssim(*pair)[0], record, encoded(pair[0][0]))
+    return Nearest(psnr(*pair)[0], ssim(*pair)[0], record, encode_image(pair[0][0]))
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,8 @@ class AttackRound:
                 {what: nearest(images.cpu(), true[:size]) for what, images in each.items()} for each in (found, below)
             )
             views[name] = ServerView(size, attacks, floors)
-        originals, seconds = [encoded(image) for image in true], time.process_time() - started
-        return ServerRound(rows.tolist(), search, views, originals, shape_of(true[0]), seconds)
+        originals, seconds = [encode_image(image) for image in true], time.process_time() - started
+        return ServerRound(rows.tolist(), search, views, originals, image_shape(true[0]), seconds)
 
     def rows(self, data: Data) -> Tensor:
         """Return the records of all clients, the victim's first."""

@@ -7,7 +7,7 @@ from fedveil.report import Picture, Pictures
 from fedveil.studies.estimates import Estimate, text
 from fedveil.studies.gradients.results import Curious, ServerRound
 from fedveil.studies.jobs import Failed
-from fedveil.studies.pictures import picture
+from fedveil.studies.pictures import decode_picture
 from fedveil.studies.study import Shown
 from fedveil.studies.verdicts import RECOGNISED, Label
 
@@ -93,11 +93,11 @@ def gallery(title: str, found: Curious) -> Pictures | None:
     rows: list[tuple[str, list[Picture]]] = [("victim's record", [_original(one, 0) for one in rounds])]
     for name in rounds[0].views:
         near = [(one, one.views[name].best) for one in rounds]
-        rows.append((name, [picture(one.shape, what.picture, f"{what.psnr:.1f}") for one, what in near]))
+        rows.append((name, [decode_picture(one.shape, what.picture, f"{what.psnr:.1f}") for one, what in near]))
         if rounds[0].views[name].records > 1:
             rows.append(("its nearest record", [_original(one, what.record) for one, what in near]))
     return Pictures(title, [f"round {number + 1}" for number in range(len(rounds))], rows, PICTURES)
 
 
 def _original(one: ServerRound, record: int) -> Picture:
-    return picture(one.shape, one.originals[record])
+    return decode_picture(one.shape, one.originals[record])

@@ -16,8 +16,8 @@ from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.evaluate import evaluating
 from fedveil.federation.shards import generator as source
 from fedveil.graph.inputs import calls_of
+from fedveil.progress import Progress
 from fedveil.studies.inversion.results import Judged
-from fedveil.studies.jobs import Progress
 
 BATCH, LR, DECAY = 64, 2e-3, 5e-4
 

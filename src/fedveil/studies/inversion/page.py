@@ -9,7 +9,7 @@ from fedveil.report import NOTHING, Intervals, Pictures, Section, Table, Text
 from fedveil.studies.estimates import percent, reach
 from fedveil.studies.inversion.results import Inversion, Inverted, Judged
 from fedveil.studies.jobs import Failed
-from fedveil.studies.pictures import picture
+from fedveil.studies.pictures import decode_picture
 from fedveil.studies.study import Shown
 from fedveil.studies.tables import failed_row, mark
 from fedveil.studies.verdicts import ADAPTIVE, INVERSION, Verdict, headline, judge_defences, verdict_section
@@ -158,7 +158,7 @@ def picture_rows(
 ) -> Pictures:
     """Return encoded images under the names of their classes."""
     columns = [label for label in classes for _ in range(PER_CLASS)]
-    grid = [(label, [picture(shape, code) for code in codes]) for label, codes in rows]
+    grid = [(label, [decode_picture(shape, code) for code in codes]) for label, codes in rows]
     return Pictures(title, columns, grid, "The first images of each class, not selected. Columns: the wanted class.")
 
 

@@ -19,18 +19,20 @@ from fedveil.data import Data, keep_labels, other_labels, parse_labels
 from fedveil.errors import BadArgument
 from fedveil.federation.local import Federation
 from fedveil.federation.shards import generator
+from fedveil.progress import Progress
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
 from fedveil.studies.attack import Asked, AttackStudy, Results, option
 from fedveil.studies.basis import Basis
+from fedveil.studies.federations import load_or_train, measure_quality
 from fedveil.studies.inversion import page
 from fedveil.studies.inversion.evaluator import Bench, look, per_class, train_judge
 from fedveil.studies.inversion.page import PER_CLASS
 from fedveil.studies.inversion.results import Counts, Gallery, Inversion, Inverted, TrainedEvaluator, TrainedGan
-from fedveil.studies.jobs import Done, Job, Progress, Result
-from fedveil.studies.pictures import encoded, shape_of
+from fedveil.studies.jobs import Done, Job, Result
+from fedveil.studies.observation import observe_strongest
+from fedveil.studies.pictures import encode_image, image_shape
 from fedveil.studies.study import Shown
-from fedveil.studies.victim import observe_strongest, quality_of, trained
 
 WHERE = "fedveil attack inversion"
 DATA = ("data", "path", "train_size", "test_size", "size", "labels", "seed", "device")
@@ -150,7 +152,7 @@ class Invert:
     def __call__(self, progress: Progress, done: Done) -> Inversion:
         """Search for images that each attacker's models take for a class, and judge them."""
         begin, config, options = time.process_time(), self.config, self.options
-        federation, data = trained(config, self.run, progress, done.basis)
+        federation, data = load_or_train(config, self.run, progress, done.basis)
         gan, _, public = TrainGan(config, options, self.folder).train(done.basis)
         bench, classes = self.bench(data, done.basis), len(data.classes)
         wanted = torch.arange(classes, device=bench.device).repeat(options.codes)
@@ -166,8 +168,8 @@ class Invert:
             pictures |= {f"{name}, by {how}": first_images(images, wanted, classes) for how, images in made.items()}
         blind = sample_generator(gan, wanted, config.training.seed)
         real, labels = held_out(bench, wanted)
-        shape, first = shape_of(data.train.tensor[0]), first_images(real, labels, classes)
-        quality = quality_of(federation, data)
+        shape, first = image_shape(data.train.tensor[0]), first_images(real, labels, classes)
+        quality = measure_quality(federation, data)
         return Inversion(
             config.defence.name,
             config.training.seed,
@@ -196,7 +198,7 @@ class Invert:
     ) -> dict[str, Tensor]:
         """Reconstruct images with and without the generator, an equal part of them from each model."""
         made: dict[str, list[Tensor]] = {"codes": [], "pixels": []}
-        options, shape = self.options, shape_of(data.train.tensor[0])
+        options, shape = self.options, image_shape(data.train.tensor[0])
         for number, (view, part) in enumerate(zip(models, wanted.chunk(len(models)), strict=True)):
             model, seed = on_pixels(view, data.scaled), self.config.training.seed * len(models) + number
 
@@ -223,8 +225,8 @@ def first_images(images: Tensor, wanted: Tensor, classes: int) -> list[str]:
     """Return the first images of each class, padded with grey ones."""
     found = []
     for label in range(classes):
-        own = [encoded(image) for image in images[wanted == label][:PER_CLASS]]
-        found += own + [encoded(torch.full_like(images[0], 0.5))] * (PER_CLASS - len(own))
+        own = [encode_image(image) for image in images[wanted == label][:PER_CLASS]]
+        found += own + [encode_image(torch.full_like(images[0], 0.5))] * (PER_CLASS - len(own))
     return found
 
 

@@ -19,10 +19,12 @@ from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import metrics, predict
 from fedveil.federation.shards import generator
 from fedveil.files import write_whole
+from fedveil.progress import Progress
 from fedveil.runs.build import federation_of, load_data
 from fedveil.runs.config import Config
-from fedveil.studies.jobs import Done, Job, Progress, Result
-from fedveil.studies.victim import observe, on_round
+from fedveil.studies.federations import round_progress
+from fedveil.studies.jobs import Done, Job, Result
+from fedveil.studies.observation import observe
 
 Indices = NDArray[np.int64]
 KINDS = ("", "cleaned", "inside")  # of a shadow's files
@@ -143,7 +145,7 @@ class TrainShadow:
         how = "iid" if config.data.split == "column" else config.data.split
         own = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
         federation = federation_of(own, Data(data.name, pool.take(inside), data.test, classes=data.classes))
-        federation.fit(own.training.epochs, on_round=on_round(own.training.epochs, progress))
+        federation.fit(own.training.epochs, on_round=round_progress(own.training.epochs, progress))
         views = observe(federation).model, federation.model
         outputs = [predict(view, pool.tensor.to(federation.device)).cpu() for view in views]
         for kind, values in zip(KINDS, (outputs[0].numpy(), outputs[1].numpy(), inside), strict=True):

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from fedveil.attacks.scores import Estimate
 from fedveil.attacks.whitebox import Epoch
+from fedveil.studies.federations import Quality
 from fedveil.studies.jobs import Failed, Result
-from fedveil.studies.victim import Quality
 
 
 @dataclass(frozen=True)

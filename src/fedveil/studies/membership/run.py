@@ -12,15 +12,17 @@ from fedveil.attacks.features import LAYERS, record_features
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.attacks.whitebox import Recipe
 from fedveil.errors import BadArgument
+from fedveil.progress import Progress
 from fedveil.runs.config import Config
 from fedveil.studies.attack import Asked, AttackStudy, Results, option
-from fedveil.studies.jobs import Done, Failed, Job, Progress, Result
+from fedveil.studies.federations import load_or_train, measure_quality
+from fedveil.studies.jobs import Done, Failed, Job, Result
 from fedveil.studies.membership import page
 from fedveil.studies.membership.attacks import ShadowAttacks, extra_features, loss_attacks, score_figures, whitebox
 from fedveil.studies.membership.records import Records, divide_records, shadow_jobs
 from fedveil.studies.membership.results import Attacker, Membership, Scored, Sizes
+from fedveil.studies.observation import observe_strongest
 from fedveil.studies.study import Shown
-from fedveil.studies.victim import observe_strongest, quality_of, trained
 
 Attacks = dict[str, Scored | Failed]
 
@@ -48,8 +50,8 @@ class AttackMembership:
     def __call__(self, progress: Progress, done: Done) -> Membership:
         """Observe the last broadcast, and run the attacks of each attacker."""
         config = self.config
-        federation, data = trained(config, self.run, progress, done.basis)
-        records, quality = divide_records(config, data), asdict(quality_of(federation, data))
+        federation, data = load_or_train(config, self.run, progress, done.basis)
+        records, quality = divide_records(config, data), asdict(measure_quality(federation, data))
         seen = observe_strongest(federation, config.defence.name)
         found = {
             name: Attacker("V-out", self.attacks(progress, observed, records, name != PUBLISHED))

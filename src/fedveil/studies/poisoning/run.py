@@ -11,10 +11,11 @@ from fedveil.errors import BadArgument, Diverged, TooFewAnswers
 from fedveil.federation.aggregators import RULES
 from fedveil.federation.limits import MEAN
 from fedveil.federation.local import Federation
+from fedveil.progress import Progress
 from fedveil.runs.build import build_limits, build_model, federation_of, load_data
 from fedveil.runs.config import Config, LimitSettings, Value
 from fedveil.studies.attack import Asked, PartStudy, Results, option
-from fedveil.studies.jobs import Done, Failed, Job, Progress
+from fedveil.studies.jobs import Done, Failed, Job
 from fedveil.studies.poisoning import page
 from fedveil.studies.poisoning.page import BOUNDED, HONEST, UNLIMITED
 from fedveil.studies.poisoning.results import Ending, Endings, Poisoning
