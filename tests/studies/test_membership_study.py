@@ -143,9 +143,7 @@ def test_a_shadow_that_is_missing_is_a_failed_attack_and_not_a_smaller_one(tmp_p
 def membership(**aucs):
     """A membership attack in which attackers have these AUCs."""
     scored = {name: Scored(auc, auc, {"0.01": None, "0.001": None}) for name, auc in aucs.items()}
-    found = {
-        name.replace("_", " "): Attacker("V-out", {"three": one, "x": Failed("y")}) for name, one in scored.items()
-    }
+    found = {name.replace("_", " "): Attacker("V-out", {"three": one, "x": Failed("")}) for name, one in scored.items()}
     return Membership("accuracy", 1.0, 0.8, 0.2, "veil", 0, Sizes(1, 1, 1, 1), found)
 
 
