@@ -7,9 +7,9 @@ import pytest
 
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.studies.estimates import Estimate
-from fedveil.studies.inversion.results import Counts, Inversion, Inverted, Judged
+from fedveil.studies.inversion.results import Counts, Inversion, InversionFigures, SuccessRate
 from fedveil.studies.jobs import Failed
-from fedveil.studies.membership.results import Attacker, Membership, Scored, Sizes
+from fedveil.studies.membership.results import Attacker, AttackScores, Membership, Sizes
 from fedveil.studies.paper.plan import read_plan
 from fedveil.studies.paper.reproduce import EXHIBITS, broken
 from fedveil.studies.study import gather
@@ -26,7 +26,7 @@ def membership(seed, successes):
     """Planted: each attacker's success, on all layers. Its choice is a point more; accuracy is 0.8 + seed / 10."""
     found = {}
     for name, value in successes.items():
-        scored = Scored(Estimate(value, value - 0.25, value + 0.25), Estimate(0.5, 0.5, 0.5), {}, value + 0.01)
+        scored = AttackScores(Estimate(value, value - 0.25, value + 0.25), Estimate(0.5, 0.5, 0.5), {}, value + 0.01)
         found[name] = Attacker("V-out", dict.fromkeys(("last", "second", "third", "three"), scored))
     quality = ("accuracy", 1.0, 0.8 + seed / 10, 0.2 - seed / 10)
     return Membership(*quality, "veil", seed, Sizes(1, 1, 1, 1), found)
@@ -88,10 +88,10 @@ def test_seeds_that_an_attacker_lacks_are_counted_and_failed_ones_named():
 
 def test_distances_and_limits_of_table_4_are_means_over_seeds():
     def judged(value, far):
-        return Judged(value, 0.0, 1.0, 1, 2, far, 100 * far)
+        return SuccessRate(value, 0.0, 1.0, 1, 2, far, 100 * far)
 
     def inverted(seed):
-        one = Inverted("V-out", judged(0.5, 1.0 + seed), judged(1.0, 3.0), judged(1.0, 1.0))
+        one = InversionFigures("V-out", judged(0.5, 1.0 + seed), judged(1.0, 3.0), judged(1.0, 1.0))
         limits = judged(0.1 * seed, 1.0), judged(1.0, 1.0)
         return Inversion("plain", seed, 1.0, 0.9, 0.9, ["a", "b"], Counts(1, 1, 1, 1), {PUBLISHED: one}, *limits, 0.0)
 

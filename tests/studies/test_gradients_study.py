@@ -15,17 +15,17 @@ from fedveil.federation.shards import generator
 from fedveil.models import lenet
 from fedveil.runs.build import load_data
 from fedveil.runs.folder import train
-from fedveil.studies.attack import Asked
+from fedveil.studies.attack import AttackRequest
 from fedveil.studies.compare import DEFENCES
 from fedveil.studies.gradients.page import judge_views
 from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View
-from fedveil.studies.gradients.run import GRADIENTS, Options, floors, shared_labels
+from fedveil.studies.gradients.run import GRADIENTS, GradientOptions, floors, shared_labels
 from fedveil.studies.jobs import Failed, run_jobs
 from fedveil.studies.study import gather, publish
 from fedveil.studies.verdicts import Label
 
 REAL = Path(os.environ.get("FEDVEIL_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
-QUICK = Options(images=2, victim_batch="1,2", steps=2, restarts=1)
+QUICK = GradientOptions(images=2, victim_batch="1,2", steps=2, restarts=1)
 
 
 def small(**changes):
@@ -33,7 +33,7 @@ def small(**changes):
 
 
 def attacked(folder, config=None, options=QUICK, defences=("plain",), run=None):
-    asked = Asked(config or small(), defences, options, run)
+    asked = AttackRequest(config or small(), defences, options, run)
     return publish(GRADIENTS, asked, gather(GRADIENTS, asked, folder, workers=1), folder, "again")
 
 
@@ -62,7 +62,7 @@ def test_a_server_of_adam_is_attacked_by_its_signs(tmp_path):
 
 
 def test_a_stopped_attack_goes_on_with_the_batch_it_was_at(tmp_path):
-    asked = Asked(small(), ("plain",), QUICK)
+    asked = AttackRequest(small(), ("plain",), QUICK)
     jobs = GRADIENTS.graph(asked, tmp_path).jobs
     first = run_jobs(jobs, tmp_path, workers=1)
     names = ["plain-batch1-0.json", "plain-batch1-1.json", "plain-batch2-0.json"]
@@ -101,8 +101,8 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
         ({"optimizer": "adamw"}, QUICK, "for plain SGD and Adam only"),
         ({"momentum": 0.9}, QUICK, "for plain SGD and Adam only"),
         ({"train_size": 30}, QUICK, "30 training records, the attacker and the victim need 34"),
-        ({}, Options(victim_batch="1,x"), "batches of '1,x' from 8 images"),
-        ({}, Options(victim_batch="16"), "batches of '16' from 8 images"),
+        ({}, GradientOptions(victim_batch="1,x"), "batches of '1,x' from 8 images"),
+        ({}, GradientOptions(victim_batch="16"), "batches of '16' from 8 images"),
     ],
 )
 def test_what_the_protocol_cannot_do_is_refused(tmp_path, changes, settings, what):
@@ -111,11 +111,11 @@ def test_what_the_protocol_cannot_do_is_refused(tmp_path, changes, settings, wha
 
 
 def test_the_method_follows_the_activation():
-    assert Options().search(lenet()).method == "cosine"
-    smooth = Options(restarts=3).search(lenet(activation="sigmoid"))
+    assert GradientOptions().search(lenet()).method == "cosine"
+    smooth = GradientOptions(restarts=3).search(lenet(activation="sigmoid"))
     assert (smooth.method, smooth.steps, smooth.restarts) == ("idlg", 150, 3)
     with pytest.raises(BadArgument, match="unknown method 'magic'"):
-        Options(method="magic").search(lenet())
+        GradientOptions(method="magic").search(lenet())
 
 
 def test_labels_count_whatever_their_order():
@@ -157,7 +157,7 @@ def test_plain_training_gives_real_pictures_away(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDVEIL_DATA", str(REAL))
     monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "cache"))
     config = small(data="cifar10", train_size=1000, model="lenet-sigmoid")
-    asked = Asked(config, ("plain",), Options(images=1, victim_batch="1", restarts=2))
+    asked = AttackRequest(config, ("plain",), GradientOptions(images=1, victim_batch="1", restarts=2))
     part = gather(GRADIENTS, asked, tmp_path, workers=1)["plain"].parts["batch1-0"]
     assert part.views["V-diff"].psnr[0] > 20 > part.floors["mean image"].psnr[0]
     assert part.views["V-diff"].labels == 1

@@ -24,7 +24,7 @@ from fedveil.studies.audit.harden import (
     verdict,
 )
 from fedveil.studies.audit.results import AuditResult, Guessing, MemberAttack, Members, ModelFigures
-from fedveil.studies.audit.run import Options
+from fedveil.studies.audit.run import AuditOptions
 from fedveil.studies.estimates import Estimate
 from fedveil.studies.jobs import Failed
 from fedveil.studies.study import gather, publish
@@ -56,7 +56,7 @@ def row(name, membership, cost):
 
 
 def test_the_study_runs_and_shows_every_measure(tmp_path):
-    asked = Hardening(base_values(TINY), 2, Options(1, 1, network=False, shadows=2), SOME)
+    asked = Hardening(base_values(TINY), 2, AuditOptions(1, 1, network=False, shadows=2), SOME)
     results = gather(HARDEN, asked, tmp_path, workers=1)
     assert not [one for found in results.values() for one in found if isinstance(one, Failed)]
     shown = publish(HARDEN, asked, results, tmp_path, "again")
@@ -73,7 +73,7 @@ def test_the_study_runs_and_shows_every_measure(tmp_path):
 @pytest.mark.slow
 def test_every_measure_can_be_audited(tmp_path):
     results = gather(
-        HARDEN, Hardening(base_values(TINY), 1, Options(1, 1, network=False, shadows=0)), tmp_path, workers=1
+        HARDEN, Hardening(base_values(TINY), 1, AuditOptions(1, 1, network=False, shadows=0)), tmp_path, workers=1
     )
     assert not [one for found in results.values() for one in found if isinstance(one, Failed)]
 

@@ -10,10 +10,10 @@ from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.report import NOTHING
 from fedveil.runs.build import load_data
-from fedveil.studies.attack import Asked
+from fedveil.studies.attack import AttackRequest
 from fedveil.studies.inversion.page import broadcast_success, judge_attackers, standard_error
-from fedveil.studies.inversion.results import Counts, Inversion, Inverted, Judged
-from fedveil.studies.inversion.run import INVERSION, Options, data_config, first_images, public_images
+from fedveil.studies.inversion.results import Counts, Inversion, InversionFigures, SuccessRate
+from fedveil.studies.inversion.run import INVERSION, InversionOptions, data_config, first_images, public_images
 from fedveil.studies.jobs import Failed
 from fedveil.studies.pictures import encode_image
 from fedveil.studies.verdicts import Label
@@ -83,7 +83,7 @@ def test_what_cannot_be_attacked_is_refused(run, words, text):
 
 def test_a_federation_of_all_classes_is_refused(tmp_path):
     with pytest.raises(BadArgument, match="so that none is public"):
-        INVERSION.graph(Asked(config_of(data="digits", model="cnn"), ("plain",), Options()), tmp_path)
+        INVERSION.graph(AttackRequest(config_of(data="digits", model="cnn"), ("plain",), InversionOptions()), tmp_path)
 
 
 def test_public_images_are_of_no_private_class():
@@ -97,7 +97,7 @@ def test_public_images_are_of_no_private_class():
 
 
 def test_a_defence_that_failed_keeps_its_row_and_a_class_without_images_its_place():
-    shown = INVERSION.present(Asked(config_of(), ("veil",), Options()), {"veil": Failed("diverged")})
+    shown = INVERSION.present(AttackRequest(config_of(), ("veil",), InversionOptions()), {"veil": Failed("diverged")})
     assert shown.rows[0][:2] == ["veil", "failed"]
     images = first_images(torch.ones(3, 1, 8, 8), torch.tensor([0, 0, 0]), 2)
     white, grey = (encode_image(torch.full((1, 8, 8), value)) for value in (1.0, 0.5))
@@ -105,7 +105,7 @@ def test_a_defence_that_failed_keeps_its_row_and_a_class_without_images_its_plac
 
 
 def test_success_by_broadcast_and_its_error_by_hand():
-    parts = broadcast_success(Judged(0.5, 0.0, 1.0, 3, 6, 0.0, 0.0, right=[1, 0, 1, 1, 0, 0]), 3)
+    parts = broadcast_success(SuccessRate(0.5, 0.0, 1.0, 3, 6, 0.0, 0.0, right=[1, 0, 1, 1, 0, 0]), 3)
     assert parts == [0.5, 1.0, 0.0]
     assert standard_error(parts) == f"{100 * 0.5 / 3**0.5:.1f}"
     assert standard_error([0.5]) == NOTHING
@@ -119,9 +119,9 @@ def test_generator_and_evaluator_are_kept_when_the_victim_changes():
 
 
 def inversion(floor=0.1, **successes):
-    judged = {name: Judged(value, value - 0.05, value + 0.05, 1, 1, 0.0, 0.0) for name, value in successes.items()}
-    found = {name.replace("_", " "): Inverted("V", one, one, one) for name, one in judged.items()}
-    limits = (Judged(value, value - 0.05, value + 0.05, 1, 1, 0.0, 0.0) for value in (floor, 1.0))
+    judged = {name: SuccessRate(value, value - 0.05, value + 0.05, 1, 1, 0.0, 0.0) for name, value in successes.items()}
+    found = {name.replace("_", " "): InversionFigures("V", one, one, one) for name, one in judged.items()}
+    limits = (SuccessRate(value, value - 0.05, value + 0.05, 1, 1, 0.0, 0.0) for value in (floor, 1.0))
     return Inversion("", 0, 1.0, 1.0, 1.0, ["a"], Counts(1, 1, 1, 1), found, *limits, 0.0)
 
 

@@ -11,24 +11,24 @@ from fedveil.errors import BadArgument
 from fedveil.federation.aggregators import RULES
 from fedveil.federation.limits import Limits
 from fedveil.runs.build import build_limits
-from fedveil.studies.attack import Asked
+from fedveil.studies.attack import AttackRequest
 from fedveil.studies.jobs import Failed
 from fedveil.studies.poisoning.page import BOUNDED, HONEST, UNLIMITED, Setting, show
 from fedveil.studies.poisoning.results import Ending, Endings, Poisoning
-from fedveil.studies.poisoning.run import POISONING, Options
+from fedveil.studies.poisoning.run import POISONING, PoisoningOptions
 from fedveil.studies.study import gather, publish
 
 SMALL = {**POISONING.defaults, "defence": "plain", "train_size": 200, "hidden": 10}
 
 
 def attacked(folder, options, defences=("plain",), **changes):
-    asked = Asked(config_of(**{**SMALL, **changes}), defences, options)
+    asked = AttackRequest(config_of(**{**SMALL, **changes}), defences, options)
     results = gather(POISONING, asked, folder, workers=1)
     return results, publish(POISONING, asked, results, folder, "again")
 
 
 def test_every_attack_has_a_row_under_both_defences(tmp_path):
-    options = Options("sign-flip,overflow,buffers", "none", rounds=2)
+    options = PoisoningOptions("sign-flip,overflow,buffers", "none", rounds=2)
     _, shown = attacked(tmp_path, options, ("plain", "veil"))
     rows = {(row[0], row[1]): dict(zip(shown.header, row, strict=True)) for row in shown.rows}
     assert list(rows) == [(defence, name) for defence in ("plain", "veil") for name in options.names()]
@@ -43,7 +43,7 @@ def test_every_attack_has_a_row_under_both_defences(tmp_path):
 
 
 def test_seeds_are_runs_of_their_own_and_a_stopped_study_goes_on(tmp_path):
-    options = Options(attacks="sign-flip", rules="none", rounds=2, seeds=2)
+    options = PoisoningOptions(attacks="sign-flip", rules="none", rounds=2, seeds=2)
     first, _ = attacked(tmp_path, options)
     assert len(first["plain"].attacks["sign-flip"]) == 2
     kept = tmp_path / "jobs" / "plain-sign-flip-0.json"
@@ -55,7 +55,7 @@ def test_seeds_are_runs_of_their_own_and_a_stopped_study_goes_on(tmp_path):
 
 
 def test_a_run_that_ends_is_a_result_with_a_reason(tmp_path):
-    results, shown = attacked(tmp_path, Options("sign-flip", "none", rounds=2), max_norm=1e-9)
+    results, shown = attacked(tmp_path, PoisoningOptions("sign-flip", "none", rounds=2), max_norm=1e-9)
     (found,) = results["plain"].endings("sign-flip", BOUNDED)
     assert (found.accuracy, found.rounds) == (None, 0)
     why = "round 0: 0 updates are left, too few for mean; client 0: its gradient has norm"
@@ -66,7 +66,7 @@ def test_a_run_that_ends_is_a_result_with_a_reason(tmp_path):
 
 
 def test_refused_updates_of_honest_clients_are_counted_apart(tmp_path):
-    options = Options(attacks="square-overflow", rules="none", rounds=2)
+    options = PoisoningOptions(attacks="square-overflow", rules="none", rounds=2)
     results, _ = attacked(tmp_path, options, norm_factor=1.0)  # a bound so tight that honest updates are refused, too
     (honest,), (poisoned,) = (results["plain"].endings(name, BOUNDED) for name in (HONEST, "square-overflow"))
     assert honest.refused == 0 < honest.wronged
@@ -131,31 +131,31 @@ def test_the_verdict_is_that_of_the_worst_attack_under_the_defence_that_suffers_
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_trained(tmp_path, options, changes, what):
     with pytest.raises(BadArgument, match=what):
-        attacked(tmp_path, Options(**options), **changes)
+        attacked(tmp_path, PoisoningOptions(**options), **changes)
     assert not (tmp_path / "jobs").exists()
 
 
 def test_numbers_that_mean_nothing_are_refused():
     with pytest.raises(BadArgument, match="--seeds must be a whole number of at least 1"):
-        Options(seeds=0)
+        PoisoningOptions(seeds=0)
     with pytest.raises(BadArgument, match="hostile clients take part in training"):
-        POISONING.graph(Asked(config_of(**SMALL), ("plain",), Options(), "run"), "out")
+        POISONING.graph(AttackRequest(config_of(**SMALL), ("plain",), PoisoningOptions(), "run"), "out")
 
 
 def test_bounds_are_the_default_limits_and_come_with_every_rule():
-    assert Options().names() == [HONEST, *ATTACKS]
-    every = Options().configs(config_of(**{**SMALL, "hostile": 2, "norm_factor": 3.0}))
+    assert PoisoningOptions().names() == [HONEST, *ATTACKS]
+    every = PoisoningOptions().configs(config_of(**{**SMALL, "hostile": 2, "norm_factor": 3.0}))
     found = {name: build_limits(config.limits) for name, config in every.items()}
     assert list(found) == [UNLIMITED, BOUNDED, *RULES]
     assert found[UNLIMITED] is None
     assert found[BOUNDED] == Limits(hostile=2, norm_factor=3.0)
     assert found["krum"] == Limits("krum", hostile=2, norm_factor=3.0)
-    usual = Options().configs(config_of(**SMALL))
+    usual = PoisoningOptions().configs(config_of(**SMALL))
     assert build_limits(usual[BOUNDED].limits) == Limits()
 
 
 def test_the_command_attacks_plain_and_veil_by_default():
     command = Attack.read("fedveil attack", ["poisoning", "--rounds", "3"], "")
     assert command.config.defence.name == "plain,veil"
-    assert command.attack == Options(rounds=3)
+    assert command.attack == PoisoningOptions(rounds=3)
     assert command.config.training.lr == 0.01

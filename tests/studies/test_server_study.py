@@ -25,14 +25,14 @@ from fedveil.report import NOTHING
 from fedveil.runs.build import load_data
 from fedveil.runs.folder import resumed, train
 from fedveil.scheme import Entropy
-from fedveil.studies.attack import Asked
+from fedveil.studies.attack import AttackRequest
 from fedveil.studies.audit import run as audit
 from fedveil.studies.gradients.results import Curious, Nearest, ServerRound, ServerView
 from fedveil.studies.gradients.run import guesses
 from fedveil.studies.gradients.server import (
     SERVER,
     AttackRound,
-    Options,
+    ServerOptions,
     attack_view,
     images_and_model,
     nearest,
@@ -47,7 +47,7 @@ from fedveil.studies.verdicts import RECOGNISED
 UNIT = 2.0**-24  # half a unit in the last place of a float32
 EPS = torch.finfo(torch.float64).eps
 DIGITS = load("digits", flat=False)
-QUICK = Options(rounds=2, sums="2", difference=4, steps=2, restarts=1)
+QUICK = ServerOptions(rounds=2, sums="2", difference=4, steps=2, restarts=1)
 SAME_MODEL, NEXT_ROUND = (difference_view(4, models) for models in ("same model", "next round"))
 
 
@@ -73,7 +73,7 @@ def attack_round(config, options, number=0):
 
 
 def test_a_sum_over_one_client_gives_what_the_single_update_gives():
-    options = Options(rounds=1, sums="1", difference=2, steps=20, restarts=1)
+    options = ServerOptions(rounds=1, sums="1", difference=2, steps=20, restarts=1)
     found = attack_round(config_of(data="digits", train_size=200, defence="plain"), options).views
     assert found[sum_view(1)] == found[SINGLE]
     assert set(found[SINGLE].attacks) == {"search", "first layer", "rows that agree"}
@@ -164,7 +164,9 @@ def test_a_guess_is_never_a_record_of_the_round():
 
 
 def test_the_study_has_a_row_per_view_pictures_and_a_verdict(tmp_path):
-    asked = Asked(config_of(**{**SERVER.defaults, "train_size": 200, "defence": "plain"}), ("plain", "veil"), QUICK)
+    asked = AttackRequest(
+        config_of(**{**SERVER.defaults, "train_size": 200, "defence": "plain"}), ("plain", "veil"), QUICK
+    )
     results = gather(SERVER, asked, tmp_path, workers=1)
     shown = publish(SERVER, asked, results, tmp_path, "again")
     views = [SINGLE, sum_view(2), SAME_MODEL, NEXT_ROUND]
@@ -190,7 +192,7 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
 def test_a_convolution_leaves_the_search(tmp_path):
     found = attack_round(config_of(data="digits", train_size=200, model="lenet"), QUICK)
     assert all(set(view.attacks) == {"search"} for view in found.views.values())
-    shown = SERVER.present(Asked(config_of(), ("plain",), QUICK), {"plain": Curious([found])})
+    shown = SERVER.present(AttackRequest(config_of(), ("plain",), QUICK), {"plain": Curious([found])})
     assert [row[5:7] for row in shown.rows] == [[NOTHING, NOTHING]] * 4
 
 
@@ -218,9 +220,9 @@ def test_the_verdict_follows_the_figures():
     broken = Curious([one, Failed("it broke")])
     assert verdict(broken) == "not measured (it broke)."
     assert gallery("", broken) is None
-    shown = SERVER.present(Asked(config_of(), ("plain",), QUICK), {"plain": broken})
+    shown = SERVER.present(AttackRequest(config_of(), ("plain",), QUICK), {"plain": broken})
     assert shown.rows[0][:4] == ["plain", "", "", "failed: it broke"]
-    assert SERVER.present(Asked(config_of(), ("plain",), QUICK), {"plain": Failed("x")}).verdict.startswith(
+    assert SERVER.present(AttackRequest(config_of(), ("plain",), QUICK), {"plain": Failed("x")}).verdict.startswith(
         "No verdict"
     )
 
@@ -228,23 +230,23 @@ def test_the_verdict_follows_the_figures():
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (Options(sums="2,x"), "sums over '2,x' clients"),
-        (Options(sums="2,2"), "sums over '2,2' clients"),
-        (Options(sums="0"), "sums over '0' clients"),
-        (Options(difference=1), "a sum over 1 clients"),
-        (Options(rounds=0), "0 rounds of 1 records per client"),
+        (ServerOptions(sums="2,x"), "sums over '2,x' clients"),
+        (ServerOptions(sums="2,2"), "sums over '2,2' clients"),
+        (ServerOptions(sums="0"), "sums over '0' clients"),
+        (ServerOptions(difference=1), "a sum over 1 clients"),
+        (ServerOptions(rounds=0), "0 rounds of 1 records per client"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, options, what):
     with pytest.raises(BadArgument, match=what):
-        SERVER.graph(Asked(config_of(data="digits"), ("plain",), options), tmp_path)
+        SERVER.graph(AttackRequest(config_of(data="digits"), ("plain",), options), tmp_path)
 
 
 def test_records_that_are_no_images_and_too_few_records_are_refused():
     with pytest.raises(DoesNotApply, match="the records are not images"):
         images_and_model(config_of(data="diabetes"), None)
     with pytest.raises(BadArgument, match="5 training records, 100 clients need 100"):
-        attack_round(config_of(data="digits", train_size=5), Options())
+        attack_round(config_of(data="digits", train_size=5), ServerOptions())
 
 
 def test_the_server_has_gradients_and_no_noise_of_its_own():
@@ -273,7 +275,9 @@ def test_the_audit_has_the_curious_server_once_beside_the_undefended_federation(
         capsys.readouterr().out.split()
     )
     words = ["--no-server", *AUDIT[1:]]
-    assert not audit.AUDIT.server_rounds(Asked(config_of(), ("plain",), Audit.read("fedveil audit", words, "").attack))
+    assert not audit.AUDIT.server_rounds(
+        AttackRequest(config_of(), ("plain",), Audit.read("fedveil audit", words, "").attack)
+    )
 
 
 @pytest.mark.slow

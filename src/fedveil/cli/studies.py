@@ -113,7 +113,7 @@ class Attack(Federated):
 
     def measure(self, config: Config, folder: Path, run: Path | None = None) -> None:
         """Attack, and print the table."""
-        from fedveil.studies.attack import Asked, plain_values
+        from fedveil.studies.attack import AttackRequest, plain_values
         from fedveil.studies.compare import DEFENCES, check_defences
         from fedveil.studies.federations import describe_run
 
@@ -130,7 +130,7 @@ class Attack(Federated):
             values |= {"defence": ",".join(defences)}
         values |= {name: value for name, value in plain_values(self.attack).items() if value != usual[name]}
         notes = tuple(describe_run(config, run)) if run else ()
-        asked = Asked(config.changed(defence=defences[0]), defences, self.attack, run, notes=notes)
+        asked = AttackRequest(config.changed(defence=defences[0]), defences, self.attack, run, notes=notes)
         run_study(self.study, asked, folder, f"{self.where} {flags_of(values)}", self.workers, self.as_json)
 
 

@@ -24,7 +24,7 @@ Results = dict[str, R | Failed]
 
 
 @dataclass(frozen=True)
-class Asked(Generic[O]):
+class AttackRequest(Generic[O]):
     """A federation to attack, and how.
 
     Attributes:
@@ -55,7 +55,7 @@ class Asked(Generic[O]):
         return f"{self.label}{'-'.join(parts)}".replace(":", ".").replace(", ", "-").replace(" ", "-")
 
 
-class MultiDefenceStudy(Study[Asked[O], Results[R]], Generic[O, R]):
+class MultiDefenceStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
     """An attack on a federation under several defences.
 
     Attributes:
@@ -66,11 +66,11 @@ class MultiDefenceStudy(Study[Asked[O], Results[R]], Generic[O, R]):
     options: type[O]
     defaults: Mapping[str, Value] = {}
 
-    def show(self, asked: Asked[O], results: Results[R]) -> Shown:
+    def show(self, asked: AttackRequest[O], results: Results[R]) -> Shown:
         """Return the attack's table and sections; `present` adds the title and what all attacks share."""
         raise NotImplementedError
 
-    def present(self, asked: Asked[O], results: Results[R]) -> Shown:
+    def present(self, asked: AttackRequest[O], results: Results[R]) -> Shown:
         """Add title, question, failures and configuration; without a verdict, the question takes its place."""
         config, shown = asked.config, self.show(asked, results)
         failed = [f"{name}: {found.failed}" for name, found in results.items() if isinstance(found, Failed)]
@@ -97,18 +97,18 @@ class PartStudy(MultiDefenceStudy[O, R], Generic[O, P, R]):
     """An attack of independent parts: one job for each part under each defence."""
 
     @abstractmethod
-    def check(self, asked: Asked[O]) -> None:
+    def check(self, asked: AttackRequest[O]) -> None:
         """Refuse what cannot be attacked, before any job runs."""
 
     @abstractmethod
-    def parts(self, asked: Asked[O], defence: str) -> dict[str, Job[P]]:
+    def parts(self, asked: AttackRequest[O], defence: str) -> dict[str, Job[P]]:
         """Return the jobs of one defence by the name of the part."""
 
     @abstractmethod
-    def join(self, asked: Asked[O], parts: dict[str, P | Failed]) -> R:
+    def join(self, asked: AttackRequest[O], parts: dict[str, P | Failed]) -> R:
         """Return the results of all parts under one defence as one."""
 
-    def graph(self, asked: Asked[O], folder: Path) -> JobGraph[Results[R]]:
+    def graph(self, asked: AttackRequest[O], folder: Path) -> JobGraph[Results[R]]:
         """Return all parts under all defences; their results by defence."""
         self.check(asked)
         every = {name: self.parts(asked, name) for name in asked.defences}
@@ -135,18 +135,18 @@ class AttackStudy(MultiDefenceStudy[O, R]):
     needs_shared = True
 
     @abstractmethod
-    def attack(self, asked: Asked[O], defence: str, folder: Path) -> Work[R]:
+    def attack(self, asked: AttackRequest[O], defence: str, folder: Path) -> Work[R]:
         """Return the attack on one defence; `run_folder` is where the trained federation is."""
 
-    def shared(self, asked: Asked[O], folder: Path) -> list[Job[Result]]:
+    def shared(self, asked: AttackRequest[O], folder: Path) -> list[Job[Result]]:
         """Return the jobs that the attacks on all defences need; refuse what cannot be attacked."""
         return []
 
-    def run_folder(self, asked: Asked[O], defence: str, folder: Path) -> Path:
+    def run_folder(self, asked: AttackRequest[O], defence: str, folder: Path) -> Path:
         """Return the folder of the trained federation."""
         return asked.run or folder / defence.replace(":", ".") / "run"
 
-    def attacks(self, asked: Asked[O], folder: Path) -> dict[str, Job[R]]:
+    def attacks(self, asked: AttackRequest[O], folder: Path) -> dict[str, Job[R]]:
         """Return the job of each defence."""
         shared, found = tuple(self.shared(asked, folder)), dict[str, Job[R]]()
         for name in asked.defences:
@@ -158,7 +158,7 @@ class AttackStudy(MultiDefenceStudy[O, R]):
             found[name] = Job(asked.job_name(self.name, name), attack, self.result, needs, after, asked.run)
         return found
 
-    def graph(self, asked: Asked[O], folder: Path) -> JobGraph[Results[R]]:
+    def graph(self, asked: AttackRequest[O], folder: Path) -> JobGraph[Results[R]]:
         """Return every job after those that it needs; refuse records of several tensors before any training."""
         if ":" in asked.config.data.name:
             one_tensor("attack", load_data(asked.config).train.inputs)

@@ -23,7 +23,7 @@ ADAPTIVE = (
 
 
 class Label(enum.StrEnum):
-    """What the intervals of the strongest attackers tell, with the defence and without one."""
+    """Outcome for the strongest attackers, with the defence and without one."""
 
     LEAK = "LEAK"
     PARTIAL = "PARTIAL LEAK"

@@ -11,7 +11,7 @@ from fedveil.errors import BadArgument
 from fedveil.report import Facts, Intervals, Section, Text
 from fedveil.runs.config import PAPER, Config, Value, configure
 from fedveil.studies.audit.results import FLOOR, AuditResult
-from fedveil.studies.audit.run import Audit, Options
+from fedveil.studies.audit.run import Audit, AuditOptions
 from fedveil.studies.estimates import Estimate, average, percent, text
 from fedveil.studies.jobs import Failed, Job, Result
 from fedveil.studies.membership.records import Shadow, TrainShadow
@@ -36,7 +36,7 @@ OWN_KEYS = (
     *("dp_clip", "dp_noise", "dp_delta"),
 )
 """Keys that the measures set, and flags may not."""
-LOOKS = {"cifar10": Options(trials=5, broadcasts=1)}  # a broadcast takes 20 CPU seconds
+LOOKS = {"cifar10": AuditOptions(trials=5, broadcasts=1)}  # a broadcast takes 20 CPU seconds
 HardeningResults = dict[str, list[AuditResult | Failed]]  # by measure, one per seed
 
 
@@ -84,9 +84,9 @@ def base_values(given: Values) -> Values:
     return {"data": data, **PAPER, **usual, **given}
 
 
-def default_options(base: Values) -> Options:
+def default_options(base: Values) -> AuditOptions:
     """Return the options of the audit of each federation."""
-    return LOOKS.get(str(base["data"]), Options(trials=10, broadcasts=3))
+    return LOOKS.get(str(base["data"]), AuditOptions(trials=10, broadcasts=3))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Hardening:
 
     base: Values = field(default_factory=lambda: base_values({}))
     seeds: int = 5
-    options: Options = field(default_factory=lambda: Options(trials=10, broadcasts=3))
+    options: AuditOptions = field(default_factory=lambda: AuditOptions(trials=10, broadcasts=3))
     only: tuple[str, ...] = ()  # names of measures; all if empty
 
     @property
@@ -232,13 +232,7 @@ def cells(row: MeasureRow) -> list[str]:
     """Return a row of the table."""
     agreement = [percent(row.agreement.get(name)) for name in attacker_names()]
     members = [percent(row.membership), text(row.auc, ".3f")]
-    others = [
-        percent(row.accuracy),
-        percent(row.cost),
-        *members,
-        text(row.rebuilt),
-        text(row.floor),
-    ]
+    others = [percent(row.accuracy), percent(row.cost), *members, text(row.rebuilt), text(row.floor)]
     return [row.name, row.attacker, *others, *agreement]
 
 

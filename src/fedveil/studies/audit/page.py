@@ -12,16 +12,7 @@ from fedveil.studies.gradients import server_page
 from fedveil.studies.jobs import Failed
 from fedveil.studies.study import Shown
 from fedveil.studies.tables import failed_row, mark
-from fedveil.studies.verdicts import (
-    AGREEMENT,
-    MEMBERSHIP,
-    RANKING,
-    RECORD,
-    Measure,
-    Verdict,
-    judge,
-    summarise,
-)
+from fedveil.studies.verdicts import AGREEMENT, MEMBERSHIP, RANKING, RECORD, Measure, Verdict, judge, summarise
 
 UNDEFENDED = "undefended"
 HEADER = (
@@ -43,8 +34,6 @@ READING = (
     "PROTECTED: nothing is found, but something without the defence. NOTHING FOUND: nothing without the defence "
     "either. TOO FEW TRIALS: the interval holds both guessing and a clear leak. UNTESTED: no adaptive attacker was "
     "run. docs/audit.md has the thresholds.",
-    "Below 0.5, members have the lower scores: an attacker that knows it reverses them, and has 1 - AUC. The test "
-    "shows the direction here; an attacker needs records of known membership.",
     "Without a gap between members and others there is nothing to infer, with or without a defence.",
 )
 SERVER_NOTE = "A veil changes nothing here: the server removes it."

@@ -13,7 +13,7 @@ from fedveil.data import Data
 from fedveil.federation.evaluate import predict
 from fedveil.progress import Progress
 from fedveil.runs.config import Config, Value
-from fedveil.studies.attack import Asked, AttackStudy, Results, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
 from fedveil.studies.audit import page
 from fedveil.studies.audit.members import MemberAttacks, average_members, join_broadcasts
 from fedveil.studies.audit.page import UNDEFENDED
@@ -31,7 +31,7 @@ from fedveil.studies.study import JobGraph, Shown
 
 
 @dataclass(frozen=True)
-class Options:
+class AuditOptions:
     """Flags of the audit."""
 
     trials: int = option(20, "number of records that the attacker tries to rebuild, each in a new federation")
@@ -42,7 +42,7 @@ class Options:
     server: bool = option(True, "a curious server too, where records are images")
 
 
-CURIOUS = server.Options(steps=400, restarts=1)  # half a minute on two cores, for a small network
+CURIOUS = server.ServerOptions(steps=400, restarts=1)  # half a minute on two cores, for a small network
 
 
 def model_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> ModelFigures:
@@ -108,7 +108,7 @@ class Audit:
     """All figures of one federation, attacker by attacker."""
 
     config: Config
-    options: Options
+    options: AuditOptions
     run: Path
     folder: Path  # of the shadows
 
@@ -149,28 +149,28 @@ class Audit:
         return MemberAttacks(records, shadows, options.network, config.training.seed)
 
 
-class AuditStudy(AttackStudy[Options, AuditResult]):
+class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
     """Published and adaptive attackers on every defence."""
 
     name = "audit"
     summary = "what a client learns, by published and by adaptive attackers"
-    options = Options
+    options = AuditOptions
     result = AuditResult
     needs_shared = False
     defaults = {"clients": 2, "epochs": 150}  # noqa: RUF012
 
-    def shared(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
+    def shared(self, asked: AttackRequest[AuditOptions], folder: Path) -> list[Job[Result]]:
         """Return the shadows of all defences, and of the undefended federation; LiRA needs every record in some."""
         defences, own = (*asked.defences, "plain"), asked.options
         return shadow_jobs(
             *(asked.config, defences, own.shadows, folder), label=asked.label, everyone=True, matched=not own.lira
         )
 
-    def attack(self, asked: Asked[Options], defence: str, folder: Path) -> Audit:
+    def attack(self, asked: AttackRequest[AuditOptions], defence: str, folder: Path) -> Audit:
         """Return the audit of one defence."""
         return Audit(asked.config_for(defence), asked.options, self.run_folder(asked, defence, folder), folder)
 
-    def attacks(self, asked: Asked[Options], folder: Path) -> dict[str, Job[AuditResult]]:
+    def attacks(self, asked: AttackRequest[AuditOptions], folder: Path) -> dict[str, Job[AuditResult]]:
         """Return the audits of the defences, and of the undefended federation: the reference of every figure."""
         found = super().attacks(asked, folder)
         if "plain" in asked.defences:
@@ -179,12 +179,12 @@ class AuditStudy(AttackStudy[Options, AuditResult]):
         after = next(iter(found.values())).after
         return {**found, UNDEFENDED: Job(asked.job_name(UNDEFENDED), work, AuditResult, after=after)}
 
-    def server_rounds(self, asked: Asked[Options]) -> list[Job[ServerRound]]:
+    def server_rounds(self, asked: AttackRequest[AuditOptions]) -> list[Job[ServerRound]]:
         """Return rounds of an undefended federation as its server sees them; a veil changes rounding alone."""
-        plain = Asked(asked.config_for("plain"), ("plain",), CURIOUS, label=asked.label)
+        plain = AttackRequest(asked.config_for("plain"), ("plain",), CURIOUS, label=asked.label)
         return list(server.SERVER.parts(plain, "plain").values()) if asked.options.server else []
 
-    def graph(self, asked: Asked[Options], folder: Path) -> JobGraph[Results[AuditResult]]:
+    def graph(self, asked: AttackRequest[AuditOptions], folder: Path) -> JobGraph[Results[AuditResult]]:
         """Return the audits and the rounds of the curious server, whose results join the undefended federation."""
         audits, rounds = super().graph(asked, folder), self.server_rounds(asked)
         name = "plain" if "plain" in asked.defences else UNDEFENDED
@@ -198,7 +198,7 @@ class AuditStudy(AttackStudy[Options, AuditResult]):
 
         return JobGraph([*audits.jobs, *rounds], collect)
 
-    def show(self, asked: Asked[Options], results: Results[AuditResult]) -> Shown:
+    def show(self, asked: AttackRequest[AuditOptions], results: Results[AuditResult]) -> Shown:
         """Return the verdict, the table, charts and how to read them."""
         return page.show(results)
 

@@ -32,7 +32,7 @@ from fedveil.runs.build import build_defence, build_loss, build_model, build_opt
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resumed
 from fedveil.scheme import Broadcast
-from fedveil.studies.attack import Asked, PartStudy, Results, option
+from fedveil.studies.attack import AttackRequest, PartStudy, Results, option
 from fedveil.studies.gradients import page
 from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View
 from fedveil.studies.jobs import Done, Failed, Job
@@ -67,7 +67,7 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
-class Options(SearchOptions):
+class GradientOptions(SearchOptions):
     """Flags of the attack."""
 
     images: int = option(8, "images of the victim; a batch size uses as many as fill its batches")
@@ -91,7 +91,7 @@ def parse_counts(words: str) -> list[int]:
     return counts if min(counts) > 0 and len(set(counts)) == len(counts) else []
 
 
-def check(config: Config, options: Options, data: Data, run: Path | None) -> None:
+def check(config: Config, options: GradientOptions, data: Data, run: Path | None) -> None:
     """Refuse what the protocol cannot do."""
     data.pixels(data.train.tensor[:1])
     if not data.classes:
@@ -117,7 +117,7 @@ class AttackBatch:
     """One batch of the victim: a round of the federation, and a search for every gradient that it leaks."""
 
     config: Config
-    options: Options
+    options: GradientOptions
     run: Path | None
     size: int
     group: int
@@ -279,22 +279,24 @@ def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> d
     return {name: figures(images.to(true).expand_as(true), true) for name, images in found.items()}
 
 
-class GradientStudy(PartStudy[Options, Batch, Gradients]):
+class GradientStudy(PartStudy[GradientOptions, Batch, Gradients]):
     """A victim's images from a gradient; one job per batch."""
 
     name = "gradients"
     summary = "images from gradients (DLG, iDLG, Inverting Gradients)"
-    options = Options
+    options = GradientOptions
     defaults = dict(  # noqa: RUF012
         **dict(data="cifar10", train_size=1000, clients=2, model="lenet", norm="none"),
         **dict(loss="cross_entropy", optimizer="sgd", momentum=0.0, lr=0.1),
     )
 
-    def check(self, asked: Asked[Options]) -> None:
+    def check(self, asked: AttackRequest[GradientOptions]) -> None:
         """Refuse what the protocol cannot do."""
         check(asked.config, asked.options, load_data(asked.config), asked.run)
 
-    def parts(self, asked: Asked[Options], defence: str, config: Config | None = None) -> dict[str, Job[Batch]]:
+    def parts(
+        self, asked: AttackRequest[GradientOptions], defence: str, config: Config | None = None
+    ) -> dict[str, Job[Batch]]:
         """Return one job per batch; `config` replaces that of the defence."""
         config, options, found = config or asked.config_for(defence), asked.options, dict[str, Job[Batch]]()
         for size in options.batches():
@@ -303,11 +305,11 @@ class GradientStudy(PartStudy[Options, Batch, Gradients]):
                 found[part] = Job(asked.job_name(defence, part), work, Batch, attacked=asked.run)
         return found
 
-    def join(self, asked: Asked[Options], parts: dict[str, Batch | Failed]) -> Gradients:
+    def join(self, asked: AttackRequest[GradientOptions], parts: dict[str, Batch | Failed]) -> Gradients:
         """Return all batches as one result."""
         return Gradients(asked.config.training.seed, parts)
 
-    def show(self, asked: Asked[Options], results: Results[Gradients]) -> Shown:
+    def show(self, asked: AttackRequest[GradientOptions], results: Results[Gradients]) -> Shown:
         """Return the table, a chart of the smallest batch, and pictures of every batch size."""
         return page.show(results, sorted(asked.options.batches()))
 

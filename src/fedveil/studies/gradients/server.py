@@ -24,7 +24,7 @@ from fedveil.progress import Progress
 from fedveil.runs.build import build_model, build_optimizer, load_data
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resumed
-from fedveil.studies.attack import Asked, PartStudy, Results, option
+from fedveil.studies.attack import AttackRequest, PartStudy, Results, option
 from fedveil.studies.gradients import server_page
 from fedveil.studies.gradients.results import Curious, Nearest, ServerRound, ServerView
 from fedveil.studies.gradients.run import (
@@ -51,7 +51,7 @@ DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Options(SearchOptions):
+class ServerOptions(SearchOptions):
     """Flags of the attack."""
 
     rounds: int = option(8, "rounds, each of a new federation with other records")
@@ -171,7 +171,7 @@ class AttackRound:
     """One round of a new federation, and every attack on every view of its server."""
 
     config: Config
-    options: Options
+    options: ServerOptions
     run: Path | None
     number: int
 
@@ -212,20 +212,20 @@ class AttackRound:
         return torch.randperm(records, generator=chance)[:wanted]
 
 
-class ServerStudy(PartStudy[Options, ServerRound, Curious]):
+class ServerStudy(PartStudy[ServerOptions, ServerRound, Curious]):
     """A curious server; one job per round."""
 
     name = "server"
     summary = "what a curious server learns from updates, from sums (secure aggregation) and from their differences"
-    options = Options
+    options = ServerOptions
     defaults = {"data": "digits", "clients": 100, "defence": "plain,veil"}  # noqa: RUF012
 
-    def check(self, asked: Asked[Options]) -> None:
+    def check(self, asked: AttackRequest[ServerOptions]) -> None:
         """Refuse wrong numbers, and records that are not images."""
         asked.options.counts()
         images_and_model(asked.config, None)
 
-    def parts(self, asked: Asked[Options], defence: str) -> dict[str, Job[ServerRound]]:
+    def parts(self, asked: AttackRequest[ServerOptions], defence: str) -> dict[str, Job[ServerRound]]:
         """Return one job per round."""
         config, options = asked.config_for(defence), asked.options
         works = {str(number): AttackRound(config, options, asked.run, number) for number in range(options.rounds)}
@@ -234,11 +234,11 @@ class ServerStudy(PartStudy[Options, ServerRound, Curious]):
             for part, work in works.items()
         }
 
-    def join(self, asked: Asked[Options], parts: dict[str, ServerRound | Failed]) -> Curious:
+    def join(self, asked: AttackRequest[ServerOptions], parts: dict[str, ServerRound | Failed]) -> Curious:
         """Return all rounds as one result."""
         return Curious(list(parts.values()))
 
-    def show(self, asked: Asked[Options], results: Results[Curious]) -> Shown:
+    def show(self, asked: AttackRequest[ServerOptions], results: Results[Curious]) -> Shown:
         """Return one row per view, and pictures."""
         return server_page.show(results)
 

@@ -17,7 +17,7 @@ from fedveil.federation.evaluate import evaluating
 from fedveil.federation.shards import generator as source
 from fedveil.graph.inputs import calls_of
 from fedveil.progress import Progress
-from fedveil.studies.inversion.results import Judged
+from fedveil.studies.inversion.results import SuccessRate
 
 BATCH, LR, DECAY = 64, 2e-3, 5e-4
 
@@ -152,15 +152,15 @@ class Bench:
     norm: float
     device: torch.device
 
-    def evaluate(self, images: Tensor, wanted: Tensor) -> Judged:
+    def evaluate(self, images: Tensor, wanted: Tensor) -> SuccessRate:
         """Return success by the evaluator, and distances of its features divided by the mean norm of the real ones."""
         outputs, features = look(self.judge, images)
         far = distances(features / self.norm, wanted, self.known, self.data.train.targets.to(self.device))
         answers = outputs.argmax(1)
         by_class, right = per_class(answers, wanted, len(self.data.classes)), answers == wanted
-        return Judged(*wilson(right), *far, by_class, right.long().tolist())
+        return SuccessRate(*wilson(right), *far, by_class, right.long().tolist())
 
-    def evaluate_by(self, models: Sequence[nn.Module], images: Tensor, wanted: Tensor) -> Judged:
+    def evaluate_by(self, models: Sequence[nn.Module], images: Tensor, wanted: Tensor) -> SuccessRate:
         """Return success and distances by the attacked model, nearest of all classes: the paper's protocol.
 
         Several models judge equal parts of the images; distances are means.
@@ -174,4 +174,4 @@ class Bench:
             far.append(distances(features, labels, known, targets, same_class=False))
             right.append(outputs.argmax(1) == labels)
         centroid, nearest = (sum(values) / len(far) for values in zip(*far, strict=True))
-        return Judged(*wilson(torch.cat(right)), centroid, nearest)
+        return SuccessRate(*wilson(torch.cat(right)), centroid, nearest)

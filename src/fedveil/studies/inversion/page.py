@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fedveil.report import NOTHING, Intervals, Pictures, Section, Table, Text
 from fedveil.studies.estimates import percent, reach
-from fedveil.studies.inversion.results import Inversion, Inverted, Judged
+from fedveil.studies.inversion.results import Inversion, InversionFigures, SuccessRate
 from fedveil.studies.jobs import Failed
 from fedveil.studies.pictures import decode_picture
 from fedveil.studies.study import Shown
@@ -25,20 +25,15 @@ NOTE = (
     "has it."
 )
 READING = (
-    "The attacker is a client with the last model that it received, images of classes that the federation does not "
-    "train on, and the number of a private class, but no private image. A generator (WGAN-GP) learns public images, "
-    "and a search finds codes whose images the model takes for the class. Outputs are taken as logits for every loss.",
+    "The attacker is a client with the last model that it received, public images of other classes, and the number of "
+    "a private class, but no private image. A generator (WGAN-GP) learns public images, and a search finds codes whose "
+    "images the model takes for the class.",
     "Success: the fraction that an independent network, trained on the private images, takes for the class. The "
-    "attacked model is not a fair judge, since the search optimises its answer. Its columns are the paper's protocol, "
-    "with the model as the client received it, and with the server's.",
+    "attacked model is not a fair judge, since the search optimises its answer: its columns are the paper's protocol.",
     "Floor: images of the generator without any model. Ceiling: held-out private images. A defence can be told from "
-    "plain only where plain is above the floor. Where only the search for pixels succeeds, the generator is poor.",
-    "Wilson's interval takes reconstructions as independent. Those of one class and broadcast look alike, and under a "
-    "veil share its noise: the table by class has standard errors over classes and over broadcasts. All figures are of "
-    "one generator and one model: other seeds differ by more.",
+    "plain only where plain is above the floor. Wilson's interval takes reconstructions as independent; see the errors "
+    "over classes and over broadcasts. docs/attacks/inversion.md has more.",
     ADAPTIVE,
-    "Squared error is the default loss because a veiled federation then needs the fewest passes. It keeps outputs "
-    "near 0 and 1, so that cross-entropy never vanishes during the search.",
 )
 Found = Mapping[str, Inversion | Failed]
 
@@ -48,11 +43,11 @@ class InversionRow(NamedTuple):
 
     defence: str
     attacker: str
-    found: Inverted
+    found: InversionFigures
     result: Inversion
 
 
-def judged_cells(found: Judged) -> list[str]:
+def judged_cells(found: SuccessRate) -> list[str]:
     """Return both distances and success, by the evaluator."""
     return [f"{found.nearest:.3f}", f"{found.centroid:.3f}", percent(found)]
 
@@ -77,7 +72,7 @@ def standard_error(shares: Sequence[float]) -> str:
     return f"{100 * statistics.stdev(shares) / math.sqrt(len(shares)):.1f}" if len(shares) > 1 else NOTHING
 
 
-def broadcast_success(judged: Judged, broadcasts: int) -> list[float]:
+def broadcast_success(judged: SuccessRate, broadcasts: int) -> list[float]:
     """Return the success of each broadcast's part of the reconstructions, which come in this order."""
     right = judged.right or []
     size = max(1, len(right) // broadcasts)
@@ -109,25 +104,22 @@ def class_table(rows: Sequence[InversionRow], classes: Sequence[str]) -> Table:
     return Table("By class", header, cells, note)
 
 
-def own_table(rows: Sequence[InversionRow]) -> Table:
-    """Return the paper's protocol, in features of the attacked model."""
-    cells = []
+def other_table(rows: Sequence[InversionRow]) -> Table:
+    """Return the paper's protocol, in features of the attacked model, and the search without a generator."""
+    lines = []
     for defence, attacker, found, _ in rows:
         for judge, own in (("as received", found.as_received), ("true model", found.true_model)):
             far = [f"{own.nearest:.4g}", f"{own.centroid:.4g}"]
-            cells.append([defence, attacker, judge, *far, percent(own)])
+            lines.append([defence, attacker, "codes", judge, *far, percent(own)])
+        if found.pixels:
+            lines.append([defence, attacker, "pixels", "evaluator", *judged_cells(found.pixels)])
     note = (
-        "The attacked model judges itself: squared distances in its features, not scaled, to the nearest of all "
-        "training images. Noise that multiplies features multiplies them for the same images: do not compare models."
+        "As received, true model: the attacked model judges itself, by squared distances in its features to the "
+        "nearest of all training images. Noise that multiplies features multiplies these: do not compare models. "
+        "Pixels: a search for smooth images without a generator; where only it succeeds, the generator is poor."
     )
-    return Table("The paper's protocol", ("defence", "attacker", "judged by", *JUDGED), cells, note)
-
-
-def pixel_table(rows: Sequence[InversionRow]) -> Table:
-    """Return the search without a generator."""
-    cells = [[defence, who, *judged_cells(found.pixels)] for defence, who, found, _ in rows if found.pixels]
-    note = "A search for smooth pixels instead of codes; it needs no public images."
-    return Table("Without a generator", ("defence", "attacker", *JUDGED), cells, note)
+    header = ("defence", "attacker", "search for", "judged by", *JUDGED)
+    return Table("The paper's protocol, and a search without a generator", header, lines, note)
 
 
 def success(rows: Sequence[InversionRow], chance: float) -> Intervals:
@@ -194,8 +186,7 @@ def show(results: Found) -> Shown:
         success(rows, 1 / classes),
         *([picture_rows("Reconstructions", first.classes, shelf.shape, gallery_rows(results))] if shelf else []),
         class_table(rows, first.classes),
-        own_table(rows),
-        *([pixel_table(rows)] if any(row.found.pixels for row in rows) else []),
+        other_table(rows),
     ]
     note = NOTE.format(chance=100 / classes, classes=classes)
     return Shown("", headline(verdicts), HEADER, cells, note, sections, verdict_section(verdicts))

@@ -10,7 +10,7 @@ from fedveil.studies.jobs import Result
 
 
 @dataclass(frozen=True)
-class Judged(Estimate):
+class SuccessRate(Estimate):
     """Success of reconstructions: the fraction in which a network sees the wanted class, with its interval.
 
     Attributes:
@@ -29,7 +29,7 @@ class Judged(Estimate):
 
 
 @dataclass(frozen=True)
-class Inverted:
+class InversionFigures:
     """Reconstructions of one attacker.
 
     Attributes:
@@ -41,10 +41,10 @@ class Inverted:
     """
 
     view: str
-    codes: Judged
-    as_received: Annotated[Judged, Field(validation_alias=AliasChoices("as_received", "as_sent"))]
-    true_model: Judged
-    pixels: Judged | None = None
+    codes: SuccessRate
+    as_received: Annotated[SuccessRate, Field(validation_alias=AliasChoices("as_received", "as_sent"))]
+    true_model: SuccessRate
+    pixels: SuccessRate | None = None
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Inversion(Result):
     macro: float
     classes: list[str]
     records: Counts
-    attackers: dict[str, Inverted]
-    floor: Judged
-    ceiling: Judged
+    attackers: dict[str, InversionFigures]
+    floor: SuccessRate
+    ceiling: SuccessRate
     cpu_seconds: float
     gallery: Gallery | None = None
 

@@ -22,13 +22,13 @@ from fedveil.federation.shards import generator
 from fedveil.progress import Progress
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
-from fedveil.studies.attack import Asked, AttackStudy, Results, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
 from fedveil.studies.basis import Basis
 from fedveil.studies.federations import load_or_train, measure_quality
 from fedveil.studies.inversion import page
 from fedveil.studies.inversion.evaluator import Bench, look, per_class, train_judge
 from fedveil.studies.inversion.page import PER_CLASS
-from fedveil.studies.inversion.results import Counts, Gallery, Inversion, Inverted, TrainedEvaluator, TrainedGan
+from fedveil.studies.inversion.results import Counts, Gallery, Inversion, InversionFigures, TrainedEvaluator, TrainedGan
 from fedveil.studies.jobs import Done, Job, Result
 from fedveil.studies.observation import observe_strongest
 from fedveil.studies.pictures import encode_image, image_shape
@@ -39,7 +39,7 @@ DATA = ("data", "path", "train_size", "test_size", "size", "labels", "seed", "de
 
 
 @dataclass(frozen=True)
-class Options:
+class InversionOptions:
     """Flags of the attack."""
 
     codes: int = option(20, "reconstructions of each private class, divided among the broadcasts")
@@ -84,7 +84,7 @@ class TrainGan:
     """Train the generator of public images; the folder keeps it."""
 
     config: Config
-    options: Options
+    options: InversionOptions
     folder: Path
 
     def train(self, basis: Basis, progress: Progress = lambda share, what: None) -> tuple[Gan, list[float], int]:
@@ -115,7 +115,7 @@ class TrainEvaluator:
     """Train the independent evaluator on the private images; the folder keeps it."""
 
     config: Config
-    options: Options
+    options: InversionOptions
     folder: Path
 
     def train(self, data: Data, basis: Basis, progress: Progress = lambda share, what: None) -> nn.Module:
@@ -145,7 +145,7 @@ class Invert:
     """Reconstruct all private classes from one federation, by all attackers."""
 
     config: Config
-    options: Options
+    options: InversionOptions
     folder: Path
     run: Path
 
@@ -157,14 +157,14 @@ class Invert:
         bench, classes = self.bench(data, done.basis), len(data.classes)
         wanted = torch.arange(classes, device=bench.device).repeat(options.codes)
         seen = [observe_strongest(federation, config.defence.name) for _ in range(options.broadcasts)]
-        found: dict[str, Inverted] = {}
+        found: dict[str, InversionFigures] = {}
         pictures: dict[str, list[str]] = {}
         for name in seen[0]:
             models = [some[name].model for some in seen]
             made = self.reconstruct(progress, models, gan, data, wanted)
             received, true = (bench.evaluate_by(who, made["codes"], wanted) for who in (models, [federation.model]))
             judged = {how: bench.evaluate(images, wanted) for how, images in made.items()}
-            found[name] = Inverted("V-out", judged["codes"], received, true, judged.get("pixels"))
+            found[name] = InversionFigures("V-out", judged["codes"], received, true, judged.get("pixels"))
             pictures |= {f"{name}, by {how}": first_images(images, wanted, classes) for how, images in made.items()}
         blind = sample_generator(gan, wanted, config.training.seed)
         real, labels = held_out(bench, wanted)
@@ -245,19 +245,19 @@ def held_out(bench: Bench, wanted: Tensor) -> tuple[Tensor, Tensor]:
     return bench.data.pixels(test.tensor[rows]).to(bench.device), test.targets[rows].to(bench.device)
 
 
-class InversionStudy(AttackStudy[Options, Inversion]):
+class InversionStudy(AttackStudy[InversionOptions, Inversion]):
     """Model inversion."""
 
     name = "inversion"
     summary = "what the classes that a federation trains on look like, by a generator of public images (GMI)"
-    options = Options
+    options = InversionOptions
     result = Inversion
     defaults = dict(  # noqa: RUF012
         **dict(data="cifar10", labels="first-half", train_size=10000, test_size=2000, clients=2),
         **dict(model="cnn", width=16, lr=2e-3, epochs=15),
     )
 
-    def shared(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
+    def shared(self, asked: AttackRequest[InversionOptions], folder: Path) -> list[Job[Result]]:
         """Return the jobs of generator and evaluator; refuse a federation without public classes."""
         config, fix = asked.config, "use images and --labels first-half, and train the run with --labels too"
         if config.data.labels is None:
@@ -277,11 +277,11 @@ class InversionStudy(AttackStudy[Options, Inversion]):
             Job(asked.job_name("evaluator"), TrainEvaluator(*common), TrainedEvaluator),
         ]
 
-    def attack(self, asked: Asked[Options], defence: str, folder: Path) -> Invert:
+    def attack(self, asked: AttackRequest[InversionOptions], defence: str, folder: Path) -> Invert:
         """Return the attack on one defence."""
         return Invert(asked.config_for(defence), asked.options, folder, self.run_folder(asked, defence, folder))
 
-    def show(self, asked: Asked[Options], results: Results[Inversion]) -> Shown:
+    def show(self, asked: AttackRequest[InversionOptions], results: Results[Inversion]) -> Shown:
         """Return the table, success beside guessing, pictures, success by class, the paper's protocol."""
         return page.show(results)
 

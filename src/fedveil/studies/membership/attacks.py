@@ -14,7 +14,7 @@ from fedveil.attacks.scores import Scores, auc, balanced_accuracy, best_threshol
 from fedveil.attacks.whitebox import Features, Recipe, Score, select, train_attack
 from fedveil.runs.config import Config
 from fedveil.studies.membership.records import Records, read_shadows
-from fedveil.studies.membership.results import AttackNetwork, Scored
+from fedveil.studies.membership.results import AttackNetwork, AttackScores
 
 RATES = (0.01, 0.001)
 
@@ -66,7 +66,7 @@ def loss_attacks(observed: Observed, outputs: Tensor, records: Records) -> dict[
 
 def whitebox(
     features: Features, names: Sequence[str], records: Records, recipe: Recipe, *, watched: bool = False
-) -> tuple[Scored, float]:
+) -> tuple[AttackScores, float]:
     """Train the network on known records; return its figures on the test, and its AUC on held-out known records.
 
     If `watched`, the figures include the paper's best epoch on the test itself.
@@ -87,14 +87,14 @@ def whitebox(
     return replace(found, best_on_test=max(curve, default=None), network=network), auc(*held).value
 
 
-def score_figures(scores: Scores, records: Records) -> Scored:
+def score_figures(scores: Scores, records: Records) -> AttackScores:
     """Return the figures of the test at the threshold that is best on the records that the attacker knows."""
     threshold = best_threshold(scores[records.own], scores[records.known])
     return measure(scores[records.victims], scores[records.fresh], threshold)
 
 
-def measure(members: Scores, others: Scores, threshold: float) -> Scored:
+def measure(members: Scores, others: Scores, threshold: float) -> AttackScores:
     """Return all figures of a test with 95 % intervals; a rate needs enough records."""
     rates = {str(rate): tpr_at(members, others, rate) if enough(len(others), rate) else None for rate in RATES}
     accuracy = balanced_accuracy(members, others, threshold)
-    return Scored(accuracy, auc(members, others), rates, roc=roc(members, others))
+    return AttackScores(accuracy, auc(members, others), rates, roc=roc(members, others))

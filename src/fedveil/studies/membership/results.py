@@ -39,7 +39,7 @@ class MembershipFigures:
 
 
 @dataclass(frozen=True)
-class Scored(MembershipFigures):
+class AttackScores(MembershipFigures):
     """One attack on the records of the test.
 
     Attributes:
@@ -58,7 +58,7 @@ class Attacker:
     """One attacker: what it sees, and its attacks by name."""
 
     view: str
-    attacks: dict[str, Scored | Failed]
+    attacks: dict[str, AttackScores | Failed]
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,21 @@ from fedveil.attacks.whitebox import Recipe
 from fedveil.errors import BadArgument
 from fedveil.progress import Progress
 from fedveil.runs.config import Config
-from fedveil.studies.attack import Asked, AttackStudy, Results, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
 from fedveil.studies.federations import load_or_train, measure_quality
 from fedveil.studies.jobs import Done, Failed, Job, Result
 from fedveil.studies.membership import page
 from fedveil.studies.membership.attacks import ShadowAttacks, extra_features, loss_attacks, score_figures, whitebox
 from fedveil.studies.membership.records import Records, divide_records, shadow_jobs
-from fedveil.studies.membership.results import Attacker, Membership, Scored, Sizes
+from fedveil.studies.membership.results import Attacker, AttackScores, Membership, Sizes
 from fedveil.studies.observation import observe_strongest
 from fedveil.studies.study import Shown
 
-Attacks = dict[str, Scored | Failed]
+Attacks = dict[str, AttackScores | Failed]
 
 
 @dataclass(frozen=True)
-class Options:
+class MembershipOptions:
     """Flags of the attack."""
 
     shadows: int = option(4, "number of shadow federations for RMIA and LiRA; 0 for none")
@@ -43,7 +43,7 @@ class AttackMembership:
     """All attacks by all attackers on one federation."""
 
     config: Config
-    options: Options
+    options: MembershipOptions
     folder: Path
     run: Path
 
@@ -86,28 +86,28 @@ class AttackMembership:
         return attacks
 
 
-class MembershipStudy(AttackStudy[Options, Membership]):
+class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
     """Membership inference."""
 
     name = "membership"
     summary = "which records the other clients trained on"
-    options = Options
+    options = MembershipOptions
     result = Membership
     needs_shared = False
     defaults = dict(  # noqa: RUF012
         data="cifar10", train_size=4000, test_size=4000, clients=2, model="cnn", width=16, epochs=25
     )
 
-    def shared(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
+    def shared(self, asked: AttackRequest[MembershipOptions], folder: Path) -> list[Job[Result]]:
         """Return all shadows of all defences."""
         return shadow_jobs(asked.config, asked.defences, asked.options.shadows, folder, label=asked.label)
 
-    def attack(self, asked: Asked[Options], defence: str, folder: Path) -> AttackMembership:
+    def attack(self, asked: AttackRequest[MembershipOptions], defence: str, folder: Path) -> AttackMembership:
         """Return all attacks on one defence."""
         run = self.run_folder(asked, defence, folder)
         return AttackMembership(asked.config_for(defence), asked.options, folder, run)
 
-    def show(self, asked: Asked[Options], results: Results[Membership]) -> Shown:
+    def show(self, asked: AttackRequest[MembershipOptions], results: Results[Membership]) -> Shown:
         """Return Table 3, all figures, intervals, ROC curves and the attack networks."""
         return page.show(results)
 

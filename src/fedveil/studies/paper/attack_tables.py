@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.report import NOTHING, Interval, Intervals
 from fedveil.runs.config import PAPER, configure
-from fedveil.studies.attack import Asked, AttackStudy, Results
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results
 from fedveil.studies.estimates import Estimate, average, text
 from fedveil.studies.inversion.results import Inversion
 from fedveil.studies.jobs import Done, Failed
@@ -43,7 +43,7 @@ def attack_graph(
         for group in plan.settings.runs:
             config = configure({**PAPER, **group, "device": plan.device, "seed": seed}, plan.where)
             part = f"{config.data.name}-{seed}" if seed else config.data.name
-            asked = Asked(config, tuple(plan.settings.defences), options, label=f"{study.name}-{part}-")
+            asked = AttackRequest(config, tuple(plan.settings.defences), options, label=f"{study.name}-{part}-")
             graphs[config.data.name, seed] = study.graph(asked, folder / study.name / part)
 
     def collect(done: Done) -> AttackResults[A]:

@@ -7,11 +7,11 @@ from pydantic import TypeAdapter
 
 from fedveil.report import Section
 from fedveil.runs.config import PAPER, Config, Value, configure
-from fedveil.studies.attack import Asked, Results
+from fedveil.studies.attack import AttackRequest, Results
 from fedveil.studies.estimates import average
 from fedveil.studies.gradients.page import HEADER, chart, complete_batches, gallery, join_figures, table_rows
 from fedveil.studies.gradients.results import Gradients
-from fedveil.studies.gradients.run import GRADIENTS, Options
+from fedveil.studies.gradients.run import GRADIENTS, GradientOptions
 from fedveil.studies.paper.plan import Exhibit, Plan
 from fedveil.studies.study import JobGraph, Shown
 
@@ -37,10 +37,10 @@ def _configs(plan: Plan) -> dict[str, Config]:
 
 def graph(plan: Plan, folder: Path) -> JobGraph[Results[Gradients]]:
     """Return the jobs of all batches of all variants."""
-    options = Options(**plan.settings.attack)  # type: ignore[arg-type]
+    options = GradientOptions(**plan.settings.attack)  # type: ignore[arg-type]
     configs = _configs(plan)
     batches = {
-        name: GRADIENTS.parts(Asked(config, (name,), options, label="gradients-"), name, config)
+        name: GRADIENTS.parts(AttackRequest(config, (name,), options, label="gradients-"), name, config)
         for name, config in configs.items()
     }
     seed = configs["plain"].training.seed

@@ -5,7 +5,7 @@ from functools import partial
 from pydantic import TypeAdapter
 
 from fedveil.report import Intervals
-from fedveil.studies.membership.results import Membership, Scored
+from fedveil.studies.membership.results import AttackScores, Membership
 from fedveil.studies.membership.run import MEMBERSHIP
 from fedveil.studies.paper.attack_tables import (
     ACCURACY,
@@ -30,7 +30,7 @@ NOTE = (
 def _figures(result: Membership, attacker: str, measure: str) -> Pair:
     """Return the success on one set of layers: with the paper's choice of the epoch, and with that of known records."""
     found = result.attackers[attacker].attacks.get(measure) if attacker in result.attackers else None
-    if not isinstance(found, Scored):
+    if not isinstance(found, AttackScores):
         return Pair(None, None)
     return Pair(None if found.best_on_test is None else point(found.best_on_test), found.accuracy)
 

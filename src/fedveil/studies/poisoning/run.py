@@ -14,7 +14,7 @@ from fedveil.federation.local import Federation
 from fedveil.progress import Progress
 from fedveil.runs.build import build_limits, build_model, federation_of, load_data
 from fedveil.runs.config import Config, LimitSettings, Value
-from fedveil.studies.attack import Asked, PartStudy, Results, option
+from fedveil.studies.attack import AttackRequest, PartStudy, Results, option
 from fedveil.studies.jobs import Done, Failed, Job
 from fedveil.studies.poisoning import page
 from fedveil.studies.poisoning.page import BOUNDED, HONEST, UNLIMITED
@@ -25,7 +25,7 @@ NOBODY = Attack("no client is hostile", honest)
 
 
 @dataclass(frozen=True)
-class Options:
+class PoisoningOptions:
     """Flags of the attack."""
 
     attacks: str = option("all", f"all, or a comma-separated list of {', '.join(ATTACKS)}")
@@ -61,7 +61,7 @@ class Poison:
     """One attack on one federation, under each limit."""
 
     config: Config
-    options: Options
+    options: PoisoningOptions
     attack: str
 
     def __call__(self, progress: Progress, done: Done) -> Endings:
@@ -98,7 +98,7 @@ def ending(federation: Federation, data: Data, rounds: int, hostile: int) -> End
     return Ending(accuracy, ended, len(federation.history.records), refused, len(faults) - refused)
 
 
-def check(config: Config, options: Options, data: Data) -> None:
+def check(config: Config, options: PoisoningOptions, data: Data) -> None:
     """Refuse what cannot be measured."""
     hostile, clients = count_hostile(config), config.data.clients
     if not data.classes:
@@ -115,28 +115,28 @@ def check(config: Config, options: Options, data: Data) -> None:
             raise BadArgument("--rules", what, "use more --clients, or leave the rule out")
 
 
-class PoisoningStudy(PartStudy[Options, Endings, Poisoning]):
+class PoisoningStudy(PartStudy[PoisoningOptions, Endings, Poisoning]):
     """Damage by hostile clients; one job for every attack, defence and seed."""
 
     name = "poisoning"
     summary = "what hostile clients do to the model, with and without limits on them"
-    options = Options
+    options = PoisoningOptions
     defaults = dict(  # noqa: RUF012
         defence="plain,veil", data="digits", clients=5, model="mlp", lr=1e-2, hostile=1
     )
 
-    def check(self, asked: Asked[Options]) -> None:
+    def check(self, asked: AttackRequest[PoisoningOptions]) -> None:
         """Refuse what cannot be trained."""
         if asked.run:
             raise BadArgument("--run", "hostile clients take part in training", "use flags or a file instead of a run")
         check(asked.config, asked.options, load_data(asked.config))
 
-    def seeds(self, asked: Asked[Options]) -> range:
+    def seeds(self, asked: AttackRequest[PoisoningOptions]) -> range:
         """Return the seeds of the runs."""
         first = asked.config.training.seed
         return range(first, first + asked.options.seeds)
 
-    def parts(self, asked: Asked[Options], defence: str) -> dict[str, Job[Endings]]:
+    def parts(self, asked: AttackRequest[PoisoningOptions], defence: str) -> dict[str, Job[Endings]]:
         """Return one job per attack and seed."""
         config, options, found = asked.config_for(defence), asked.options, dict[str, Job[Endings]]()
         for attack in options.names():
@@ -145,12 +145,12 @@ class PoisoningStudy(PartStudy[Options, Endings, Poisoning]):
                 found[f"{attack}-{seed}"] = Job(asked.job_name(defence, attack, str(seed)), work, Endings)
         return found
 
-    def join(self, asked: Asked[Options], parts: dict[str, Endings | Failed]) -> Poisoning:
+    def join(self, asked: AttackRequest[PoisoningOptions], parts: dict[str, Endings | Failed]) -> Poisoning:
         """Return the results by attack."""
         seeds = self.seeds(asked)
         return Poisoning({name: [parts[f"{name}-{seed}"] for seed in seeds] for name in asked.options.names()})
 
-    def show(self, asked: Asked[Options], results: Results[Poisoning]) -> Shown:
+    def show(self, asked: AttackRequest[PoisoningOptions], results: Results[Poisoning]) -> Shown:
         """Return accuracy by attack and limit, with its sections."""
         return page.show(results, list(asked.options.configs(asked.config)), count_hostile(asked.config))
 
