@@ -157,7 +157,7 @@ def test_a_defence_of_one_s_own_is_audited_by_one_command(own, tmp_path, capsys)
     assert set(found[spec]["attackers"]) == {"as published", *GENERIC}
     assert set(found["undefended"]["attackers"]) == {"as published"}
     assert found[spec]["attackers"]["as published"]["agreement"]["value"] == 1.0
-    assert f"{spec}: the model is not protected" in capsys.readouterr().out
+    assert f"{spec}, the model: LEAK" in capsys.readouterr().out
 
 
 def agreement(folder, defence, attacker):
@@ -176,8 +176,8 @@ def test_the_example_looks_safe_to_published_attacks_and_falls_to_a_generic_one(
         assert agreement(tmp_path, spec, attacker)["value"] > 0.9
     for attacker in ["as published", *GENERIC, *own]:
         assert attacker in page
-    assert f"{spec}: the model is not protected: the strongest attacker (outputs c" in printed
-    assert "published attacks reach" in printed
+    assert f"{spec}, the model: LEAK: agreement" in printed
+    assert "as published" in printed
 
 
 def steps_of(defence):
