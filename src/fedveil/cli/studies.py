@@ -170,15 +170,15 @@ class Audit(Attack):
     def measure_hardening(self) -> None:
         """Measure what hardens the veil, in the federation of the flags."""
         from fedveil.studies.attack import plain_values
-        from fedveil.studies.audit.harden import HARDEN, Hardening, base_of, looks_of
+        from fedveil.studies.audit.harden import HARDEN, Hardening, base_values, default_options
 
         if self.run or self.file:
             raise BadArgument(self.where, "--harden trains federations of its own", "give flags in place of a run")
         values, own = self.config.flat(), plain_values(self.attack)
         given = {name: values[name] for name in self.given if name in HOME}
         looks: dict[str, Any] = {name: own[name] for name in self.given if name in own}
-        base, seeds = base_of(given), whole(self.where, "--seeds", self.seeds)
-        asked = Hardening(base, seeds, dataclasses.replace(looks_of(base), **looks))
+        base, seeds = base_values(given), whole(self.where, "--seeds", self.seeds)
+        asked = Hardening(base, seeds, dataclasses.replace(default_options(base), **looks))
         told = given | {"seeds": seeds} | looks
         folder, command = self.out or Path("runs/hardening"), f"{self.where} --harden {flags_of(told)}"
         run_study(HARDEN, asked, folder, command, self.workers, self.as_json)

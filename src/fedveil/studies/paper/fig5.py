@@ -9,7 +9,7 @@ from fedveil.report import Section
 from fedveil.runs.config import PAPER, Config, Value, configure
 from fedveil.studies.attack import Asked, Results
 from fedveil.studies.estimates import average
-from fedveil.studies.gradients.page import HEADER, chart, defence_rows, floors_of, gallery, joined, table_row, whole
+from fedveil.studies.gradients.page import HEADER, chart, complete_batches, gallery, join_figures, table_rows
 from fedveil.studies.gradients.results import Gradients
 from fedveil.studies.gradients.run import GRADIENTS, Options
 from fedveil.studies.paper.plan import Exhibit, Plan
@@ -40,7 +40,7 @@ def graph(plan: Plan, folder: Path) -> JobGraph[Results[Gradients]]:
     options = Options(**plan.settings.attack)  # type: ignore[arg-type]
     configs = _configs(plan)
     batches = {
-        name: GRADIENTS.batches(Asked(config, (name,), options, label="gradients-"), name, config)
+        name: GRADIENTS.parts(Asked(config, (name,), options, label="gradients-"), name, config)
         for name, config in configs.items()
     }
     seed = configs["plain"].training.seed
@@ -54,15 +54,13 @@ def graph(plan: Plan, folder: Path) -> JobGraph[Results[Gradients]]:
 
 def present(plan: Plan, results: Results[Gradients]) -> Shown:
     """Show a row for each defence and view, a chart of the PSNR, and the images."""
-    floors = floors_of(results, BATCH)
-    rows = [row for name, result in results.items() for row in defence_rows(name, result, [BATCH])]
-    rows += [table_row("floor", name, "", "", found) for name, found in floors.items()]
-    sections: list[Section] = [chart("Figure 5: PSNR of the images", results, BATCH, floors)]
+    rows = table_rows(results, [BATCH])
+    sections: list[Section] = [chart("Figure 5: PSNR of the images", results, BATCH)]
     if pictures := gallery("Figure 5: images from gradients", results, BATCH, "PSNR in dB below each picture."):
         sections.append(pictures)
     near = {
-        name: {view: average(joined([part.views[view] for part in parts]).psnr).value for view in parts[0].views}
-        for name, parts in whole(results, BATCH).items()
+        name: {view: average(join_figures([part.views[view] for part in parts]).psnr).value for view in parts[0].views}
+        for name, parts in complete_batches(results, BATCH).items()
     }
     verdict, uploads = "", ", ".join(f"{name} {views['V-up']:.1f}" for name, views in near.items())
     if {"plain", "veil"} <= near.keys():
