@@ -17,7 +17,7 @@ from fedveil.federation.local import Federation
 from fedveil.graph.layout import flatten
 from fedveil.models import cnn, lenet, mlp, resnet
 from fedveil.scheme import Entropy
-from fedveil.studies.gradients.run import leaks_of
+from fedveil.studies.gradients.run import observe_leaks
 
 NETWORKS = {
     "mlp": lambda: torch.nn.Sequential(torch.nn.Flatten(), mlp(64, 10, layers=2, hidden=20)),
@@ -43,7 +43,7 @@ def observed_of(digits, network="lenet", optimizer=SGD, secret=0, defence=None, 
     parts = [(inputs[10:20], targets[10:20]), (inputs[:2], targets[:2])]
     defence = defence or Veil(entropy=Entropy.for_tests(secret), **noise)
     federation = Federation(net, parts, defence, optimizer, loss="cross_entropy", fuse=False)
-    return leaks_of(federation)[1], parts[1], (inputs[20:22], targets[:2])
+    return observe_leaks(federation)[1], parts[1], (inputs[20:22], targets[:2])
 
 
 def seen_part(compare, gradients):

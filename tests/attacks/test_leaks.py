@@ -13,7 +13,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation.local import Federation
 from fedveil.models import lenet
 from fedveil.scheme import Entropy, find_loss
-from fedveil.studies.gradients.run import MISMATCHED, leaks_of
+from fedveil.studies.gradients.run import MISMATCHED, observe_leaks
 
 RATE = 0.1
 EPS = torch.finfo(torch.float64).eps
@@ -41,7 +41,7 @@ def caught(digits, defence, loss="cross_entropy", records=2):
     optimizer = lambda p: torch.optim.SGD(p, RATE)  # noqa: E731
     federation = Federation(net, parts, DEFENCES[defence](), optimizer, loss=loss, fuse=False)
     before = copy.deepcopy(net)
-    leaks, observed = leaks_of(federation)
+    leaks, observed = observe_leaks(federation)
     return before, leaks, observed, parts[1]
 
 

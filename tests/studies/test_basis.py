@@ -10,7 +10,7 @@ import pytest
 
 from fedveil.cli import main
 from fedveil.runs.folder import open_run
-from fedveil.studies.audit.harden import HARDEN, Hardening, base_of
+from fedveil.studies.audit.harden import HARDEN, Hardening, base_values
 from fedveil.studies.audit.run import Options
 from fedveil.studies.jobs import Failed
 from fedveil.studies.study import gather
@@ -230,7 +230,7 @@ def test_a_generator_is_not_continued_with_other_images(here, lines):
 
 
 def test_what_hardens_a_veil_is_measured_again_with_other_data(here):
-    base = base_of({"data": "csv", "path": "records.csv", "target": "answer", "epochs": 1, "hidden": 4})
+    base = base_values({"data": "csv", "path": "records.csv", "target": "answer", "epochs": 1, "hidden": 4})
     looks = Options(trials=1, broadcasts=1, network=False, shadows=2)
     asked, told = Hardening(base, 1, looks, ("no veil at all",)), []
     for change in ("", "", "0.5"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.configs import config_of
 
+from fedveil.attacks.gradients import Search
 from fedveil.errors import BadArgument
 from fedveil.federation.shards import generator
 from fedveil.models import lenet
@@ -16,9 +17,12 @@ from fedveil.runs.build import load_data
 from fedveil.runs.folder import train
 from fedveil.studies.attack import Asked
 from fedveil.studies.compare import DEFENCES
+from fedveil.studies.gradients.page import judge_views
+from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View
 from fedveil.studies.gradients.run import GRADIENTS, Options, floors, shared_labels
-from fedveil.studies.jobs import run_jobs
+from fedveil.studies.jobs import Failed, run_jobs
 from fedveil.studies.study import gather, publish
+from fedveil.studies.verdicts import Label
 
 REAL = Path(os.environ.get("FEDVEIL_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 QUICK = Options(images=2, victim_batch="1,2", steps=2, restarts=1)
@@ -59,7 +63,7 @@ def test_a_server_of_adam_is_attacked_by_its_signs(tmp_path):
 
 def test_a_stopped_attack_goes_on_with_the_batch_it_was_at(tmp_path):
     asked = Asked(small(), ("plain",), QUICK)
-    jobs = GRADIENTS.jobs(asked, tmp_path)
+    jobs = GRADIENTS.graph(asked, tmp_path).jobs
     first = run_jobs(jobs, tmp_path, workers=1)
     names = ["plain-batch1-0.json", "plain-batch1-1.json", "plain-batch2-0.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -68,7 +72,7 @@ def test_a_stopped_attack_goes_on_with_the_batch_it_was_at(tmp_path):
     again = run_jobs(jobs, tmp_path, workers=1)
     assert (tmp_path / names[0]).stat().st_mtime_ns == before
     for job in jobs:
-        one, other = first.of(job), again.of(job)
+        one, other = first.require(job), again.require(job)
         assert one.originals == other.originals
         for view, found in one.views.items():
             assert dataclasses.replace(found, seconds=0) == dataclasses.replace(other.views[view], seconds=0)
@@ -93,7 +97,7 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "settings", "what"),
     [
-        ({"model": "mlp"}, QUICK, "are no images"),
+        ({"model": "mlp"}, QUICK, "no images"),
         ({"optimizer": "adamw"}, QUICK, "for plain SGD and Adam only"),
         ({"momentum": 0.9}, QUICK, "for plain SGD and Adam only"),
         ({"train_size": 30}, QUICK, "30 training records, the attacker and the victim need 34"),
@@ -110,7 +114,7 @@ def test_the_method_follows_the_activation():
     assert Options().search(lenet()).method == "cosine"
     smooth = Options(restarts=3).search(lenet(activation="sigmoid"))
     assert (smooth.method, smooth.steps, smooth.restarts) == ("idlg", 150, 3)
-    with pytest.raises(BadArgument, match="there is no method 'magic'"):
+    with pytest.raises(BadArgument, match="unknown method 'magic'"):
         Options(method="magic").search(lenet())
 
 
@@ -127,6 +131,22 @@ def test_floors_are_the_mean_image_and_another_image_of_the_class():
     mean = data.train.inputs.mean(0)
     assert found["mean image"].mse == pytest.approx([float((image - mean).square().mean()) for image in true], rel=1e-5)
     assert all(error > 0 for error in found["another of its class"].mse)
+
+
+def found(**psnr):
+    """Images rebuilt with these PSNRs by view, where a guess has 11 dB."""
+    near = {view: View(own, [0.5], [0.1], 1, 0.0, 0, 0.0, ["AA=="]) for view, own in psnr.items()}
+    floors = {"mean image": ImageFigures([11.0], [0.1], [0.1])}
+    return Gradients(0, {"batch1-0": Batch(1, [0], Search(), near, floors, ["AA=="], (1, 1, 1))})
+
+
+def test_the_nearest_view_is_judged_beside_a_guess():
+    veil = found(**{"V-up": [11.9, 12.1], "V-diff, two broadcasts": [21.8, 22.2]})
+    verdicts = judge_views({"plain": found(**{"V-up": [24.8, 25.2]}), "veil": veil, "spn": Failed("x")}, 1)
+    assert {name: one.label for name, one in verdicts.items()} == {"plain": Label.LEAK, "veil": Label.LEAK}
+    assert (verdicts["veil"].guess, verdicts["veil"].published.value) == (11.0, pytest.approx(12.0))
+    for psnr in ([30.0], [5.0, 17.5]):  # one image tells nothing
+        assert judge_views({"plain": found(**{"V-up": psnr})}, 1)["plain"].label is Label.TOO_FEW
 
 
 @pytest.mark.slow

@@ -16,9 +16,14 @@ from fedveil.data.records import Part
 from fedveil.errors import BadArgument
 from fedveil.runs.build import load_data
 from fedveil.studies.attack import Asked
-from fedveil.studies.membership.records import inside_of, records_of, shadow_jobs
+from fedveil.studies.estimates import Estimate
+from fedveil.studies.jobs import Failed
+from fedveil.studies.membership.page import judge_attackers
+from fedveil.studies.membership.records import divide_records, shadow_jobs, shadow_members
+from fedveil.studies.membership.results import Attacker, Membership, Scored, Sizes
 from fedveil.studies.membership.run import MEMBERSHIP, Options
 from fedveil.studies.study import gather, publish
+from fedveil.studies.verdicts import Label
 
 CONFIG = config_of(data="digits", train_size=120, clients=2, hidden=12, epochs=3)
 QUICK = Options(shadows=2, lira=True, attack_epochs=3)
@@ -26,7 +31,7 @@ QUICK = Options(shadows=2, lira=True, attack_epochs=3)
 
 def test_members_and_non_members_are_told_apart_and_tests_are_balanced():
     data = load_data(CONFIG)
-    records = records_of(CONFIG, data)
+    records = divide_records(CONFIG, data)
     parts = [records.own, records.known, records.victims, records.fresh]
     every = np.concatenate(parts)
     assert len(set(every.tolist())) == len(every)
@@ -38,7 +43,7 @@ def test_members_and_non_members_are_told_apart_and_tests_are_balanced():
     assert (records.fresh >= members).all()
     assert len(records.pool.inputs) <= 2 * members
     assert torch.equal(records.pool.inputs[:members], data.train.inputs)
-    again = records_of(CONFIG, data)
+    again = divide_records(CONFIG, data)
     assert all(np.array_equal(getattr(records, n), getattr(again, n)) for n in ("own", "known", "victims", "fresh"))
 
 
@@ -46,11 +51,11 @@ def test_a_held_out_record_that_equals_a_member_is_no_non_member():
     inputs = torch.arange(40.0).reshape(20, 2)
     test = torch.cat([inputs[:5], 100 + inputs[:7]])
     data = Data("made", Part(inputs, torch.arange(20) % 2), Part(test, torch.arange(12) % 2), classes=("a", "b"))
-    records = records_of(CONFIG.changed(train_size=None), data)
+    records = divide_records(CONFIG.changed(train_size=None), data)
     others = records.pool.inputs[20:]
     assert sorted(others[:, 0].tolist()) == sorted((100 + inputs[:7, 0]).tolist())
-    with pytest.raises(BadArgument, match="nobody else to learn about"):
-        records_of(CONFIG.changed(clients=1), data)
+    with pytest.raises(BadArgument, match="no other client to learn about"):
+        divide_records(CONFIG.changed(clients=1), data)
 
 
 def test_plain_and_veil_share_shadows_and_others_have_their_own(tmp_path):
@@ -66,7 +71,7 @@ def test_plain_and_veil_share_shadows_and_others_have_their_own(tmp_path):
         shadows(3, "plain")
     every = shadow_jobs(CONFIG, ["veil"], 2, tmp_path, everyone=True)
     assert all(job.work.everyone for job in every)
-    first, second = inside_of(CONFIG, 10, 2)
+    first, second = shadow_members(CONFIG, 10, 2)
     assert (first != second).all()
 
 
@@ -133,6 +138,32 @@ def test_a_shadow_that_is_missing_is_a_failed_attack_and_not_a_smaller_one(tmp_p
     found = json.loads((tmp_path / "results.json").read_text())["results"]["plain"]["attackers"]["as published"]
     assert "plain-1.npy" in found["attacks"]["RMIA"]["failed"]
     assert "failed" in (tmp_path / "report.html").read_text()
+
+
+def membership(**aucs):
+    """A membership attack in which attackers have these AUCs."""
+    scored = {name: Scored(auc, auc, {"0.01": None, "0.001": None}) for name, auc in aucs.items()}
+    found = {
+        name.replace("_", " "): Attacker("V-out", {"three": one, "x": Failed("y")}) for name, one in scored.items()
+    }
+    return Membership("accuracy", 1.0, 0.8, 0.2, "veil", 0, Sizes(1, 1, 1, 1), found)
+
+
+def test_the_strongest_attack_is_judged_beside_chance():
+    results = {
+        "plain": membership(as_published=Estimate(0.7, 0.68, 0.72)),
+        "veil": membership(as_published=Estimate(0.51, 0.49, 0.53), own_labels=Estimate(0.40, 0.38, 0.43)),
+        "ppdl": membership(as_published=Estimate(0.51, 0.3, 0.7)),
+        "spn": Failed("why"),
+    }
+    verdicts = judge_attackers(results)
+    labels = {"plain": Label.LEAK, "veil": Label.PARTIAL, "ppdl": Label.TOO_FEW}
+    assert {name: one.label for name, one in verdicts.items()} == labels
+    assert verdicts["veil"].strongest.below
+    shown = MEMBERSHIP.present(Asked(CONFIG, tuple(results), QUICK), results)
+    assert shown.title == "Attack: membership on digits, mlp"
+    assert shown.verdict.startswith("Membership: LEAK (no defence 0.70)")
+    assert [row[:2] for row in shown.rows][-1] == ["spn", "failed"]
 
 
 REAL = Path(os.environ.get("FEDVEIL_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")

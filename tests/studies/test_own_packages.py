@@ -50,6 +50,7 @@ from fedveil.federation.evaluate import predict
 from fedveil.runs.config import Config
 from fedveil.studies.attack import AttackStudy, option
 from fedveil.studies.jobs import Failed, Result
+from fedveil.studies.study import Shown
 from fedveil.studies.federations import load_or_train
 from fedveil.studies.observation import observe
 
@@ -94,12 +95,12 @@ class CountStudy(AttackStudy[Options, Counted]):
 
     def attack(self, asked, defence, folder):
         """See `Count`."""
-        return Count(asked.under(defence), asked.options.label, self.run_of(asked, defence, folder))
+        return Count(asked.config_for(defence), asked.options.label, self.run_folder(asked, defence, folder))
 
-    def present(self, asked, results):
+    def show(self, asked, results):
         """One row per defence."""
         rows = [[name, "failed" if isinstance(r, Failed) else f"{r.share:.3f}"] for name, r in results.items()]
-        return self.framed(asked, results, ["defence", "share"], rows, "The share of held-out records.", [])
+        return Shown("", "", ["defence", "share"], rows, "The share of held-out records.", [])
 '''
 
 

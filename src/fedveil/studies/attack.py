@@ -66,9 +66,9 @@ class MultiDefenceStudy(Study[Asked[O], Results[R]], Generic[O, R]):
     options: type[O]
     defaults: Mapping[str, Value] = {}
 
-    @abstractmethod
     def show(self, asked: Asked[O], results: Results[R]) -> Shown:
         """Return the attack's table and sections; `present` adds the title and what all attacks share."""
+        raise NotImplementedError
 
     def present(self, asked: Asked[O], results: Results[R]) -> Shown:
         """Add title, question, failures and configuration; without a verdict, the question takes its place."""
