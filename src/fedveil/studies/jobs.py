@@ -17,9 +17,8 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from multiprocessing.managers import SyncManager
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from queue import Queue
 from typing import Generic, Protocol, TypeVar, cast
 
 import torch
@@ -173,15 +172,10 @@ def run_jobs(
             show(job.name, 0.0, f"{AGAIN}: {stored.why}" if isinstance(stored, Stale) else "waiting")
     workers = min(len(left), workers or os.cpu_count() or 1)
     if workers <= 1:
-        _schedule(left, found, bases, lambda job, done: _run_here(job, folder, show, done), lambda: None, show)
-        return Done({job.name: found[job.name] for job in jobs})
-    with _worker_pool(workers) as (pool, news):
-
-        def relay() -> None:
-            while not news.empty():
-                show(*news.get())
-
-        _schedule(left, found, bases, lambda job, done: pool.submit(_run_in_worker, job, folder, done), relay, show)
+        _schedule(left, found, bases, lambda job, done: _run_here(job, folder, show, done), None, show)
+    else:
+        with _worker_pool(workers) as (pool, news):
+            _schedule(left, found, bases, lambda job, done: pool.submit(_run_in_worker, job, folder, done), news, show)
     return Done({job.name: found[job.name] for job in jobs})
 
 
@@ -190,7 +184,7 @@ def _schedule(
     found: dict[str, Result],
     bases: Mapping[str, Basis],
     submit: Callable[[Job[Result], Done], Future[Result]],
-    relay: Callable[[], None],
+    news: "News | None",
     show: Show,
 ) -> None:
     """Submit each job when those before it have ended, and add its result to `found`."""
@@ -208,7 +202,8 @@ def _schedule(
             else:
                 running[submit(job, Done(needed, bases[job.name]))] = job.name
         finished, _ = wait(running, POLL if job is None else 0.0, "FIRST_COMPLETED")
-        relay()
+        while news is not None and not news.empty():
+            show(*news.get())
         for future in finished:
             name, error = running.pop(future), future.exception()
             found[name] = Failed(f"its process died: {error}") if error else future.result()
@@ -221,7 +216,7 @@ def _run_here(job: Job[Result], folder: Path, show: Show, done: Done) -> Future[
     return future
 
 
-News = Queue[tuple[str, float, str]]
+News = SimpleQueue[tuple[str, float, str]]
 _news: News | None = None  # to which a worker process reports its progress
 
 
@@ -235,13 +230,9 @@ def _run_in_worker(job: Job[Result], folder: Path, done: Done) -> Result:
 def _worker_pool(workers: int) -> Iterator[tuple[Executor, News]]:
     """Start worker processes; a new interpreter each, since a fork would copy torch's threads half alive."""
     context = multiprocessing.get_context("spawn")
-    with _safe_path():
-        manager = SyncManager(ctx=context)
-        manager.start(_exit_with, (os.getpid(),))
-        with manager:
-            news: News = manager.Queue()
-            with ProcessPoolExecutor(workers, context, _set_up_worker, (news, os.getpid())) as pool:
-                yield pool, news
+    news: News = context.SimpleQueue()
+    with _safe_path(), ProcessPoolExecutor(workers, context, _set_up_worker, (news, os.getpid())) as pool:
+        yield pool, news
 
 
 def _set_up_worker(news: News, parent: int) -> None:

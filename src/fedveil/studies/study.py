@@ -73,17 +73,9 @@ class Study(ABC, Generic[S, R]):
     name: str
     summary: str
 
-    def jobs(self, asked: S, folder: Path) -> list[Job[Result]]:
-        """Return the jobs, each after those that it needs."""
-        raise NotImplementedError
-
-    def collect(self, asked: S, folder: Path, done: Done) -> R:
-        """Combine the results of the jobs."""
-        raise NotImplementedError
-
+    @abstractmethod
     def graph(self, asked: S, folder: Path) -> JobGraph[R]:
         """Return the jobs; `folder` is for files that are too large for a result."""
-        return JobGraph(self.jobs(asked, folder), lambda done: self.collect(asked, folder, done))
 
     @abstractmethod
     def present(self, asked: S, results: R) -> Shown:

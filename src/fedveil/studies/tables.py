@@ -7,7 +7,7 @@ from fedveil.studies.estimates import Estimate
 
 
 def join_words(names: Sequence[str], word: str) -> str:
-    """Names in a sentence.
+    """Join names in a sentence.
 
     >>> join_words(["a", "b", "c"], "and")
     'a, b and c'
@@ -16,17 +16,17 @@ def join_words(names: Sequence[str], word: str) -> str:
 
 
 def display_name(defence: str) -> str:
-    """A defence in a sentence; of package.module:Class the class."""
+    """Return the name of a defence in a sentence; for package.module:Class the class."""
     return "no defence" if defence == "plain" else defence.rpartition(":")[2]
 
 
 def failed_row(name: str, columns: int, said: str = "failed") -> list[str]:
-    """The row of a defence without figures."""
+    """Return the row of a defence without figures."""
     return [name, said, *[""] * (columns - 2)]
 
 
 def mark(name: str, found: Estimate | None, group: str = "", scale: float = 1.0) -> Interval:
-    """An estimate as a mark of a chart; None has failed."""
+    """Return an estimate as a mark of a chart; None is a failure."""
     if found is None:
         return Interval(name, None, group=group, missing="failed")
     return Interval(name, scale * found.value, scale * found.low, scale * found.high, group)

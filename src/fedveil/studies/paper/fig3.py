@@ -7,17 +7,9 @@ from pydantic import TypeAdapter
 
 from fedveil.report import Beside, Curves, Section, Text, count
 from fedveil.studies.compare import BASELINE
-from fedveil.studies.paper.plan import Exhibit, Plan
-from fedveil.studies.paper.training import (
-    Run,
-    compare_runs,
-    deviation,
-    format_overlap,
-    format_pair,
-    pooled_deviation,
-    select,
-    training_graph,
-)
+from fedveil.studies.paper import training
+from fedveil.studies.paper.plan import Plan, make_exhibit
+from fedveil.studies.paper.training import Run, select
 from fedveil.studies.study import Shown
 
 KEYS = ("model", "loss", "clients")
@@ -35,14 +27,14 @@ def present(plan: Plan, results: list[Run]) -> Shown:
     rows: list[list[str]] = []
     every: dict[str, Line] = {}
     charts: dict[tuple[str, ...], list[Curves]] = {}
-    for one in compare_runs(results, KEYS):
+    for one in training.compare_runs(results, KEYS):
         lines = {name: _mean_curve(select(results, defence=name, **one.where)) for name in ("plain", "veil", BASELINE)}
         others = {name: _differences(lines["plain"], lines[name]) for name in ("veil", BASELINE) if lines[name]}
         far, deviations = zip(*map(_largest, others.values()), strict=True)
         for name, found in others.items():
             every.setdefault(name, []).extend(found)
         words = [str(value).replace("_", " ") for value in one.where.values()]
-        rows.append([*words, str(len(one.plain)), format_pair(far), format_pair(deviations)])
+        rows.append([*words, str(len(one.plain)), training.format_pair(far), training.format_pair(deviations)])
         shown = {name: lines[name] for name in ("plain", "veil")}
         charts.setdefault(tuple(words[:2]), []).append(_chart(count(int(one.where["clients"]), "client"), shown))
     seeds = len({run.seed for run in results})
@@ -50,10 +42,8 @@ def present(plan: Plan, results: list[Run]) -> Shown:
     sections: list[Section] = [
         Beside(f"Figure 3: {net}, {loss}, {results[0].data}", parts, note) for (net, loss), parts in charts.items()
     ]
-    said = [
-        f"{name.capitalize()} beside plain: bands overlap in {format_overlap(found, 'epochs of all settings')}."
-        for name, found in every.items()
-    ]
+    overlaps = {name: training.format_overlap(found, "epochs of all settings") for name, found in every.items()}
+    said = [f"{name.capitalize()} beside plain: bands overlap in {found}." for name, found in overlaps.items()]
     sections.append(Text("Figure 3: findings", said or ["No pair of plain and veiled runs is complete."]))
     verdict, epochs = "", every.get("veil", [])
     if epochs:
@@ -69,14 +59,14 @@ def _differences(plain: Line, other: Line) -> Line:
 
 def _largest(epochs: Line) -> tuple[str, str]:
     """Format the largest difference of two mean curves, and the pooled standard deviation there."""
-    far, pooled = max((far, pooled_deviation(first, second)) for far, first, second in epochs)
+    far, pooled = max((far, training.pooled_deviation(first, second)) for far, first, second in epochs)
     return f"{far:.2f}", f"{pooled:.2f}"
 
 
 def _mean_curve(runs: Sequence[Run]) -> Line:
     """Return epoch, mean and standard deviation over seeds, in per cent."""
     return [
-        (points[0][0], 100 * statistics.fmean(y for _, y in points), 100 * deviation([y for _, y in points]))
+        (points[0][0], 100 * statistics.fmean(y for _, y in points), 100 * training.deviation([y for _, y in points]))
         for points in zip(*(run.curve for run in runs if not run.failed), strict=True)
     ]
 
@@ -87,4 +77,4 @@ def _chart(title: str, lines: dict[str, Line]) -> Curves:
     return Curves(title, "epoch", "test accuracy (%)", series, bands=bands)
 
 
-FIG3 = Exhibit(TypeAdapter(list[Run]), training_graph, present)
+FIG3 = make_exhibit(TypeAdapter(list[Run]), training.training_graph, present)

@@ -12,7 +12,7 @@ from fedveil.studies.inversion.results import Inversion
 from fedveil.studies.inversion.run import INVERSION
 from fedveil.studies.jobs import Failed
 from fedveil.studies.paper.attack_tables import attack_graph
-from fedveil.studies.paper.plan import Exhibit, Plan
+from fedveil.studies.paper.plan import Plan, make_exhibit
 from fedveil.studies.study import JobGraph, Shown
 
 NOTE = (
@@ -63,4 +63,4 @@ def present(plan: Plan, results: Grids) -> Shown:
     return Shown(plan.title, "", ("data", "result"), rows, NOTE, sections)
 
 
-FIG4 = Exhibit(TypeAdapter(Grids), graph, present)
+FIG4 = make_exhibit(TypeAdapter(Grids), graph, present)

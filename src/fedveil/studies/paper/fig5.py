@@ -12,7 +12,7 @@ from fedveil.studies.estimates import average
 from fedveil.studies.gradients.page import HEADER, chart, complete_batches, gallery, join_figures, table_rows
 from fedveil.studies.gradients.results import Gradients
 from fedveil.studies.gradients.run import GRADIENTS, GradientOptions
-from fedveil.studies.paper.plan import Exhibit, Plan
+from fedveil.studies.paper.plan import Plan, make_exhibit
 from fedveil.studies.study import JobGraph, Shown
 
 BATCH = 1
@@ -70,4 +70,4 @@ def present(plan: Plan, results: Results[Gradients]) -> Shown:
     return Shown(plan.title, verdict, HEADER, rows, NOTE, sections, headline=[summary])
 
 
-FIG5 = Exhibit(TypeAdapter(Results[Gradients]), graph, present)
+FIG5 = make_exhibit(TypeAdapter(Results[Gradients]), graph, present)

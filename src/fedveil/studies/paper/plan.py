@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
@@ -98,28 +98,32 @@ def read_plan(name: str, scale: str, device: str = "cpu") -> Plan:
 
 
 @dataclass(frozen=True)
-class Exhibit(Generic[R]):
+class Exhibit:
     """A table or figure of the paper.
 
     Attributes:
-        kind: type of its results, which validates and serialises them.
-        graph: function that returns the jobs of a plan; the path is a folder for large files.
-        present: function that turns results into a page.
-        omitted: fields of the results that no page of the paper needs, and that are not written to disk.
+        graph: function that returns the jobs of a plan, which compute plain values for the disk.
+        present: function that presents plain values from the disk.
     """
 
-    kind: TypeAdapter[R]
-    graph: Callable[[Plan, Path], JobGraph[R]]
-    present: Callable[[Plan, R], Shown]
-    omitted: frozenset[str] = frozenset()
+    graph: Callable[[Plan, Path], JobGraph[JsonValue]]
+    present: Callable[[Plan, JsonValue], Shown]
 
-    def load(self, plan: Plan, results: JsonValue) -> Shown:
-        """Present results that were read from disk."""
-        return self.present(plan, self.kind.validate_python(results))
 
-    def to_plain(self, results: R) -> JsonValue:
-        """Return the results as plain values, without the omitted fields."""
-        return _without(self.kind.dump_python(results, mode="json"), self.omitted)
+def make_exhibit(
+    kind: TypeAdapter[R],
+    graph: Callable[[Plan, Path], JobGraph[R]],
+    present: Callable[[Plan, R], Shown],
+    omitted: frozenset[str] = frozenset(),
+) -> Exhibit:
+    """Make an exhibit of functions on typed results; the omitted fields are not written to disk."""
+
+    def to_plain(plan: Plan, folder: Path) -> JobGraph[JsonValue]:
+        found = graph(plan, folder)
+        collect = lambda done: _without(kind.dump_python(found.collect(done), mode="json"), omitted)  # noqa: E731
+        return JobGraph(found.jobs, collect)
+
+    return Exhibit(to_plain, lambda plan, results: present(plan, kind.validate_python(results)))
 
 
 def _without(value: JsonValue, names: frozenset[str]) -> JsonValue:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import JsonValue, TypeAdapter
@@ -23,14 +22,14 @@ from fedveil.studies.jobs import Show
 from fedveil.studies.paper.fig3 import FIG3
 from fedveil.studies.paper.fig4 import FIG4
 from fedveil.studies.paper.fig5 import FIG5
-from fedveil.studies.paper.plan import Exhibit, Plan, read_plan
+from fedveil.studies.paper.plan import Plan, read_plan
 from fedveil.studies.paper.table1 import TABLE1
 from fedveil.studies.paper.table2 import TABLE2
 from fedveil.studies.paper.table3 import TABLE3
 from fedveil.studies.paper.table4 import TABLE4
 from fedveil.studies.study import Shown, run_graph
 
-EXHIBITS: dict[str, Exhibit[Any]] = {
+EXHIBITS = {
     "table1": TABLE1,
     "table2": TABLE2,
     "fig3": FIG3,
@@ -105,8 +104,8 @@ def _command(name: str, plan: Plan, folder: Path) -> str:
 
 def compute(plan: Plan, folder: Path, workers: int | None, show: Show, digests: Digests) -> File:
     """Compute an exhibit and write its file; missing data are reported before anything runs."""
-    begin, exhibit, work = time.monotonic(), EXHIBITS[plan.name], folder / "work"
-    graph = exhibit.graph(plan, work)
+    begin, work = time.monotonic(), folder / "work"
+    graph = EXHIBITS[plan.name].graph(plan, work)
     every = {config.data.name: config for job in graph.jobs for config in configs_in(job.work)}
     for config in every.values():
         load_data(config)  # decodes images once, for all processes
@@ -117,7 +116,7 @@ def compute(plan: Plan, folder: Path, workers: int | None, show: Show, digests: 
         "command": _command(plan.name, plan, folder),
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "with": f"fedveil {version('fedveil')}, torch {torch.__version__}, Python {platform.python_version()}",
-        "results": exhibit.to_plain(results),
+        "results": results,
     }
     write_whole(folder / f"{plan.name}.json", to_json(made, indent=1, exact=True) + "\n")
     return made
@@ -149,7 +148,7 @@ def reproduce(
     files, shown = dict[str, File](), dict[str, Shown]()
 
     def add(name: str, file: File) -> None:
-        files[name], shown[name] = file, EXHIBITS[name].load(plans[name], file["results"])
+        files[name], shown[name] = file, EXHIBITS[name].present(plans[name], file["results"])
 
     with locked(folder):
         for name, plan in plans.items():

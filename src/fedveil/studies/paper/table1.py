@@ -5,17 +5,9 @@ from collections.abc import Sequence
 from pydantic import TypeAdapter
 
 from fedveil.report import Table, Text, count
-from fedveil.studies.paper.plan import Exhibit, Plan
-from fedveil.studies.paper.training import (
-    Comparison,
-    Run,
-    compare_runs,
-    final_values,
-    format_runs,
-    pooled_deviation,
-    select,
-    training_graph,
-)
+from fedveil.studies.paper import training
+from fedveil.studies.paper.plan import Plan, make_exhibit
+from fedveil.studies.paper.training import Comparison, Run, select
 from fedveil.studies.study import Shown
 
 BOUND = 0.002
@@ -39,12 +31,12 @@ def present(plan: Plan, results: list[Run]) -> Shown:
             row = [defence, clients]
             for depth, value in zip(plan.columns, printed, strict=True):
                 own = select(results, defence=defence, clients=int(clients), layers=int(depth))
-                row += [f"{value:.3f}", format_runs(own, ".4f")]
+                row += [f"{value:.3f}", training.format_runs(own, ".4f")]
             rows.append(row)
     constants = {run.constant for run in results if run.constant is not None}
     seeds = len({run.seed for run in results})
     note = NOTE.format(seeds=seeds, constant=max(constants, default=float("nan")))
-    pairs = list(compare_runs(results, ("layers", "clients")))
+    pairs = list(training.compare_runs(results, ("layers", "clients")))
     if not pairs:
         return Shown(plan.title, "", header, rows, note, [_comparison_table(results, pairs)])
     far, gap = max(one.means for one in pairs), f"{largest_gap(paper):.3f} apart"
@@ -64,8 +56,8 @@ def _comparison_table(runs: Sequence[Run], pairs: Sequence[Comparison]) -> Table
     far = ("largest difference of means", "largest difference within a seed", "standard deviation over seeds")
     rows = []
     for one in pairs:
-        both = [format_runs(select(runs, defence=name, **one.where), ".5f") for name in ("plain", "veil")]
-        numbers = [f"{value:.1e}" for value in (one.means, one.largest, pooled_deviation(*one.deviations))]
+        both = [training.format_runs(select(runs, defence=name, **one.where), ".5f") for name in ("plain", "veil")]
+        numbers = [f"{value:.1e}" for value in (one.means, one.largest, training.pooled_deviation(*one.deviations))]
         rows.append([str(one.where["layers"]), str(one.where["clients"]), *both, *numbers])
     return Table("Table 1: the veil beside plain training", ("L", "clients", "plain", "veil", *far), rows, SAME_SEEDS)
 
@@ -79,7 +71,7 @@ def _findings(paper: PaperValues, runs: Sequence[Run], pairs: Sequence[Compariso
         f"to {largest_gap(paper):.3f} apart."
     ]
     for clients in dict.fromkeys(int(one.where["clients"]) for one in pairs):
-        ours = final_values(select(runs, defence="plain", clients=clients))
+        ours = training.final_values(select(runs, defence="plain", clients=clients))
         if theirs := paper["plain"].get(str(clients)):
             said.append(
                 f"Plain, {count(clients, 'client')}: ours {min(ours):.3f} to {max(ours):.3f} over "
@@ -94,4 +86,4 @@ def largest_gap(paper: PaperValues) -> float:
     return max(abs(a - b) for plain, veil in pairs for a, b in zip(plain, veil, strict=True))
 
 
-TABLE1 = Exhibit(TypeAdapter(list[Run]), training_graph, present)
+TABLE1 = make_exhibit(TypeAdapter(list[Run]), training.training_graph, present)

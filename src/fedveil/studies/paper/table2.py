@@ -7,18 +7,9 @@ from pydantic import TypeAdapter
 
 from fedveil.report import NOTHING, Section, Table, Text, count
 from fedveil.studies.compare import BASELINE
-from fedveil.studies.paper.plan import Exhibit, Plan
-from fedveil.studies.paper.training import (
-    Comparison,
-    Run,
-    compare_runs,
-    format_overlap,
-    format_pair,
-    format_runs,
-    pooled_deviation,
-    select,
-    training_graph,
-)
+from fedveil.studies.paper import training
+from fedveil.studies.paper.plan import Plan, make_exhibit
+from fedveil.studies.paper.training import Comparison, Run, select
 from fedveil.studies.study import Shown
 
 KEYS = ("data", "model", "clients", "loss")
@@ -52,12 +43,12 @@ def present(plan: Plan, results: list[Run]) -> Shown:
                 row = [data, clients, defence]
                 for net, value in zip(nets, printed, strict=True):
                     own = select(results, data=data, model=net, clients=int(clients), defence=defence, loss=LOSS)
-                    row += [f"{value:.2f}", format_runs(own, ".1f", 100)]
+                    row += [f"{value:.2f}", training.format_runs(own, ".1f", 100)]
                 rows.append(row)
     rows.sort(key=lambda row: (list(sets.values()).index(row[0]), int(row[1])))
     shares = {run.data: run.constant for run in results if run.constant is not None}
     constants = " ".join(f"The commonest class of {data} has {100 * part:.1f} %." for data, part in shares.items())
-    veils, baselines = (list(compare_runs(results, KEYS, name)) for name in ("veil", BASELINE))
+    veils, baselines = (list(training.compare_runs(results, KEYS, name)) for name in ("veil", BASELINE))
     verdict, headline, words = "", [], ["No pair of plain and veiled runs is complete."]
     if veils:
         met, words = sum(one.overlap for one in veils), _findings(veils, baselines)
@@ -77,11 +68,12 @@ def _comparison_tables(
     header = ("data", "network", "clients", "seeds", "plain", "veil", BASELINE, "overlap", *MEASURES)
     for one in veils:
         ends = [
-            format_runs(select(runs, defence=name, **one.where), ".1f", 100) for name in ("plain", "veil", BASELINE)
+            training.format_runs(select(runs, defence=name, **one.where), ".1f", 100)
+            for name in ("plain", "veil", BASELINE)
         ]
         where = [str(one.where[key]) for key in ("data", "model", "clients")]
         both = [one, *(same for same in baselines if same.where == one.where)]
-        numbers = [format_pair([measure(each) for each in both]) for measure in MEASURES.values()]
+        numbers = [training.format_pair([measure(each) for each in both]) for measure in MEASURES.values()]
         overlap = "yes" if one.overlap else "no"
         rows.setdefault(str(one.where["loss"]), []).append([*where, str(len(one.plain)), *ends, overlap, *numbers])
     return [
@@ -100,7 +92,7 @@ def _findings(veils: Sequence[Comparison], baselines: Sequence[Comparison]) -> l
             f"{loss.replace('_', ' ').capitalize()}: the ranges of veil and plain overlap in {_overlap(own)}; the "
             f"largest difference of means is {100 * far.means:.2f} points ({far.where['data']}, {far.where['model']}, "
             f"{count(int(far.where['clients']), 'client')}; standard deviation "
-            f"{100 * pooled_deviation(*far.deviations):.2f})."
+            f"{100 * training.pooled_deviation(*far.deviations):.2f})."
         )
         if same:
             words += (
@@ -115,7 +107,7 @@ def _findings(veils: Sequence[Comparison], baselines: Sequence[Comparison]) -> l
 
 
 def _overlap(some: Sequence[Comparison]) -> str:
-    return format_overlap([(one.means, *one.deviations) for one in some], "settings")
+    return training.format_overlap([(one.means, *one.deviations) for one in some], "settings")
 
 
 def _farthest(some: Sequence[Comparison]) -> str:
@@ -123,4 +115,4 @@ def _farthest(some: Sequence[Comparison]) -> str:
     return f"{100 * max(one.means for one in some):.2f}"
 
 
-TABLE2 = Exhibit(TypeAdapter(list[Run]), training_graph, present)
+TABLE2 = make_exhibit(TypeAdapter(list[Run]), training.training_graph, present)

@@ -7,17 +7,9 @@ from pydantic import TypeAdapter
 from fedveil.report import Intervals
 from fedveil.studies.membership.results import AttackScores, Membership
 from fedveil.studies.membership.run import MEMBERSHIP
-from fedveil.studies.paper.attack_tables import (
-    ACCURACY,
-    AttackResults,
-    AttackTable,
-    Measure,
-    Pair,
-    attack_graph,
-    point,
-    present_attack,
-)
-from fedveil.studies.paper.plan import Exhibit
+from fedveil.studies.paper import attack_tables
+from fedveil.studies.paper.attack_tables import ACCURACY, AttackResults, AttackTable, Measure, Pair, point
+from fedveil.studies.paper.plan import make_exhibit
 
 NOTE = (
     "In %. ASR: balanced accuracy of the attack network in telling members from non-members; 50 is guessing. The paper "
@@ -52,9 +44,6 @@ TABLE = AttackTable(
     chart=Intervals("Table 3: last three layers", "attack success, %", (), {"guessing": 50.0}),
     figures=_figures,
 )
-TABLE3 = Exhibit(
-    TypeAdapter(AttackResults[Membership]),
-    partial(attack_graph, MEMBERSHIP),
-    partial(present_attack, TABLE),
-    frozenset({"roc", "network"}),
-)
+present = partial(attack_tables.present_attack, TABLE)
+KIND = TypeAdapter(AttackResults[Membership])
+TABLE3 = make_exhibit(KIND, partial(attack_tables.attack_graph, MEMBERSHIP), present, frozenset({"roc", "network"}))

@@ -9,18 +9,9 @@ from fedveil.report import Intervals
 from fedveil.studies.estimates import percent
 from fedveil.studies.inversion.results import Inversion
 from fedveil.studies.inversion.run import INVERSION
-from fedveil.studies.paper.attack_tables import (
-    ACCURACY,
-    AttackResults,
-    AttackTable,
-    Measure,
-    Pair,
-    attack_graph,
-    mean_over_seeds,
-    point,
-    present_attack,
-)
-from fedveil.studies.paper.plan import Exhibit, Plan
+from fedveil.studies.paper import attack_tables
+from fedveil.studies.paper.attack_tables import ACCURACY, AttackResults, AttackTable, Measure, Pair, point
+from fedveil.studies.paper.plan import Plan, make_exhibit
 from fedveil.studies.study import Shown
 
 NOTE = (
@@ -61,12 +52,12 @@ TABLE = AttackTable(
 
 def present(plan: Plan, results: AttackResults[Inversion]) -> Shown:
     """Show the table, and in its note the success of a generator without any model, and of real images."""
-    shown, limits = present_attack(TABLE, plan, results), []
+    shown, limits = attack_tables.present_attack(TABLE, plan, results), []
     for data, ours in results.items():
         found = {seed: one for seeds in ours.values() for seed, one in seeds.items() if isinstance(one, Inversion)}
         if every := list(found.values()):
-            floor = percent(mean_over_seeds([one.floor for one in every], share=True))
-            ceiling = percent(mean_over_seeds([one.ceiling for one in every], share=True))
+            floor = percent(attack_tables.mean_over_seeds([one.floor for one in every], share=True))
+            ceiling = percent(attack_tables.mean_over_seeds([one.ceiling for one in every], share=True))
             limits.append(
                 f"{data}: a generator without any model {floor}, held-out real images {ceiling}, "
                 f"guessing {100 / len(every[0].classes):.1f}."
@@ -74,6 +65,9 @@ def present(plan: Plan, results: AttackResults[Inversion]) -> Shown:
     return dataclasses.replace(shown, note=" ".join([shown.note, *limits]))
 
 
-TABLE4 = Exhibit(
-    TypeAdapter(AttackResults[Inversion]), partial(attack_graph, INVERSION), present, frozenset({"right", "gallery"})
+TABLE4 = make_exhibit(
+    TypeAdapter(AttackResults[Inversion]),
+    partial(attack_tables.attack_graph, INVERSION),
+    present,
+    frozenset({"right", "gallery"}),
 )
