@@ -12,8 +12,8 @@ from fedveil.studies import demo
 from fedveil.studies.compare import COMPARE, Comparands
 from fedveil.studies.federations import TrainedRun
 from fedveil.studies.jobs import Failed
-from fedveil.studies.paper.reproduce import EXHIBITS, Made, read, read_plan
-from fedveil.studies.paper.reproduce import verdict as reproduced
+from fedveil.studies.paper.plan import read_plan
+from fedveil.studies.paper.reproduce import EXHIBITS, join_verdicts, read_exhibit
 
 COMMITTED = Path(__file__).parents[2] / "results" / "cpu"
 
@@ -102,12 +102,9 @@ def test_a_comparison_names_the_nearest_and_the_farthest_from_plain():
 
 def test_the_page_of_the_paper_joins_cost_and_attacks():
     def made(*names):
-        found = {}
-        for name in names:
-            plan = read_plan(name, "cpu")
-            file = read(plan, COMMITTED)
-            found[name] = Made(plan, file, EXHIBITS[name].loaded(plan, file["results"]))
-        return checked(reproduced(found))
+        plans = {name: read_plan(name, "cpu") for name in names}
+        files = {name: read_exhibit(plan, COMMITTED)["results"] for name, plan in plans.items()}
+        return checked(join_verdicts({name: EXHIBITS[name].present(plans[name], files[name]) for name in names}))
 
     assert made("table2", "table3") == (
         "The veil ends within 1.80 points of plain accuracy (rounding alone: 1.45); membership attacks on cifar10 "
@@ -121,4 +118,4 @@ def test_the_page_of_the_paper_joins_cost_and_attacks():
         "The curves of veil and plain agree within their spread over seeds in 48 of 48 epochs; images from gradients "
         "have 11.3 dB under it, 17.3 dB without."
     )
-    assert made("fig4") == "There is no verdict: what is here has no figures that could be judged."
+    assert made("fig4") == "No verdict: nothing on this page has figures to judge."

@@ -85,7 +85,7 @@ class CompareStudy(Study[Comparands, Runs]):
     def present(self, asked: Comparands, results: Runs) -> Shown:
         """Show the table, curves of the first seed, cost, configuration."""
         config, private = asked.config, asked.config.privacy.dp_clip is not None
-        last = [run.history.last for runs in results.values() for run in _finished(runs)]
+        last = [run.history.last for runs in results.values() for run in _successes(runs)]
         metric = next((name for name in METRICS for record in last if name in record), METRICS[0])
         header = [title.format(metric) for title in HEADER] + ["epsilon"] * private
         first = {name: runs[0].history for name, runs in results.items() if isinstance(runs[0], TrainedRun)}
@@ -114,7 +114,7 @@ class CompareStudy(Study[Comparands, Runs]):
         )
 
 
-def _finished(runs: Sequence[TrainedRun | Failed]) -> list[TrainedRun]:
+def _successes(runs: Sequence[TrainedRun | Failed]) -> list[TrainedRun]:
     return [run for run in runs if isinstance(run, TrainedRun)]
 
 
@@ -122,7 +122,7 @@ def _row(
     defence: str, runs: Sequence[TrainedRun | Failed], plain: Sequence[TrainedRun | Failed], metric: str, config: Config
 ) -> list[str]:
     """Return the row of a defence: metric with spread over seeds, largest difference from plain, cost, epsilon."""
-    done, private = _finished(runs), config.privacy.dp_clip is not None
+    done, private = _successes(runs), config.privacy.dp_clip is not None
     if len(done) < len(runs):
         number = next(number for number, run in enumerate(runs) if isinstance(run, Failed))
         return [defence, f"failed with seed {config.training.seed + number}", *[""] * (5 if private else 4)]
@@ -152,7 +152,7 @@ def verdict(results: Runs, metric: str) -> str:
     """Return the mean test metric of each defence over seeds, in one sentence."""
     said = []
     for name, runs in results.items():
-        done, label = _finished(runs), "plain training" if name == "plain" else display_name(name)
+        done, label = _successes(runs), "plain training" if name == "plain" else display_name(name)
         if len(done) < len(runs):
             said.append(f"{label} failed")
         else:

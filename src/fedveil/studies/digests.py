@@ -36,15 +36,15 @@ class Digests:
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
-    def basis_of(self, work: V, attacked: Path | None = None) -> Basis:
+    def job_basis(self, work: V, attacked: Path | None = None) -> Basis:
         """Return the basis of a job: its configurations, its code, and the user's run that it attacks."""
-        found = self.basis_of_configs(configs_in(work))
+        found = self.configs_basis(configs_in(work))
         home = type(work).__module__
         study = {} if _is_ours(home) else self._modules([home])
         digest = None if attacked is None else checkpoint.digest_of(attacked / checkpoint.LAST)
         return Basis(found.version, found.data, found.code, study, digest)
 
-    def basis_of_configs(self, configs: Iterable[Config]) -> Basis:
+    def configs_basis(self, configs: Iterable[Config]) -> Basis:
         """Return the basis of everything that is computed from configurations alone."""
         every = list(configs)
         data = {label: digest for config in every for label, digest in self._data(config.data)}

@@ -160,7 +160,7 @@ def run_jobs(
         digests: digests that the command has computed already.
     """
     digests = digests or Digests()
-    bases = {job.name: digests.basis_of(job.work, job.attacked) for job in jobs}
+    bases = {job.name: digests.job_basis(job.work, job.attacked) for job in jobs}
     found, left = dict[str, Result](), list[Job[Result]]()
     for job in jobs:
         stored = read_result(job, folder, bases[job.name])

@@ -27,7 +27,7 @@ AttackResults = dict[str, dict[str, Seeds[A]]]  # by data set, defence and seed
 ACCURACY = "accuracy"
 
 
-class Pair(NamedTuple):
+class FigurePair(NamedTuple):
     """A figure by the paper's protocol and by ours; None where there is none."""
 
     theirs: Estimate | None
@@ -57,7 +57,7 @@ def attack_graph(
 
 
 @dataclass(frozen=True)
-class Measure:
+class TableMeasure:
     """A row of a table.
 
     Attributes:
@@ -98,14 +98,14 @@ class AttackTable(Generic[A]):
     protocol: str
     note: str
     single: str
-    measures: Mapping[str, Measure]
+    measures: Mapping[str, TableMeasure]
     success: str
     chart: Intervals
-    figures: Callable[[A, str, str], Pair]
+    figures: Callable[[A, str, str], FigurePair]
 
 
 @dataclass(frozen=True)
-class Entry:
+class AttackEntry:
     """One measure of one attacker on one defence: the paper's value, and ours by seed.
 
     Attributes:
@@ -118,7 +118,7 @@ class Entry:
     defence: str
     attacker: str
     paper: float
-    pairs: Sequence[Pair] = ()
+    pairs: Sequence[FigurePair] = ()
     failed: str = ""
 
     @property
@@ -165,21 +165,21 @@ def present_attack(table: AttackTable[A], plan: Plan, results: AttackResults[A])
 
 def _entries(
     table: AttackTable[A], data: str, paper: Mapping[str, Mapping[str, float]], ours: Mapping[str, Seeds[A]]
-) -> Iterator[Entry]:
+) -> Iterator[AttackEntry]:
     for measure in table.measures:
         for defence, seeds in ours.items():
-            where, printed, results = (data, measure, defence), paper[measure][defence], _all_seeds(seeds)
+            where, printed, results = (data, measure, defence), paper[measure][defence], _require_seeds(seeds)
             if isinstance(results, Failed):
-                yield Entry(*where, "", printed, failed=f"failed: {results.failed}")
+                yield AttackEntry(*where, "", printed, failed=f"failed: {results.failed}")
             elif measure == ACCURACY:
-                yield Entry(*where, "", printed, [Pair(None, point(result.test)) for result in results])
+                yield AttackEntry(*where, "", printed, [FigurePair(None, point(result.test)) for result in results])
             else:
                 for attacker in dict.fromkeys(name for result in results for name in result.attackers):
                     pairs = [table.figures(result, attacker, measure) for result in results]
-                    yield Entry(*where, attacker, printed, pairs)
+                    yield AttackEntry(*where, attacker, printed, pairs)
 
 
-def _row(measure: Measure, entry: Entry) -> list[str]:
+def _row(measure: TableMeasure, entry: AttackEntry) -> list[str]:
     where, paper = [entry.data, measure.title, entry.defence], f"{entry.paper:.2f}"
     if entry.failed:
         return [*where, "", paper, "", entry.failed]
@@ -189,7 +189,7 @@ def _row(measure: Measure, entry: Entry) -> list[str]:
     return [*where, entry.attacker or NOTHING, paper if known else NOTHING, theirs, ours]
 
 
-def _marks(successes: Sequence[Entry]) -> list[Interval]:
+def _marks(successes: Sequence[AttackEntry]) -> list[Interval]:
     """Return success in per cent: the paper's, and that of each of our attackers."""
     marks = dict[Interval, None]()
     for entry in successes:
@@ -212,7 +212,7 @@ def mean_over_seeds(found: Sequence[Estimate], *, share: bool) -> Estimate | Non
     return Estimate(over.value, max(0.0, over.low), min(1.0 if share else math.inf, over.high))
 
 
-def _all_seeds(seeds: Mapping[int, A | Failed]) -> list[A] | Failed:
+def _require_seeds(seeds: Mapping[int, A | Failed]) -> list[A] | Failed:
     """Return the results of all seeds, or why one of them failed."""
     results: list[A] = []
     for seed, result in seeds.items():

@@ -120,14 +120,14 @@ def make_exhibit(
 
     def to_plain(plan: Plan, folder: Path) -> JobGraph[JsonValue]:
         found = graph(plan, folder)
-        collect = lambda done: _without(kind.dump_python(found.collect(done), mode="json"), omitted)  # noqa: E731
+        collect = lambda done: _drop_keys(kind.dump_python(found.collect(done), mode="json"), omitted)  # noqa: E731
         return JobGraph(found.jobs, collect)
 
     return Exhibit(to_plain, lambda plan, results: present(plan, kind.validate_python(results)))
 
 
-def _without(value: JsonValue, names: frozenset[str]) -> JsonValue:
+def _drop_keys(value: JsonValue, names: frozenset[str]) -> JsonValue:
     """Remove keys from plain values, at any depth."""
     if isinstance(value, dict):
-        return {key: _without(inner, names) for key, inner in value.items() if key not in names}
-    return [_without(inner, names) for inner in value] if isinstance(value, list) else value
+        return {key: _drop_keys(inner, names) for key, inner in value.items() if key not in names}
+    return [_drop_keys(inner, names) for inner in value] if isinstance(value, list) else value

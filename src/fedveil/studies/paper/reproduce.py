@@ -81,7 +81,7 @@ def read_exhibit(plan: Plan, folder: Path) -> File | None:
 
 def _basis(plan: Plan, folder: Path, digests: Digests) -> Basis:
     jobs = EXHIBITS[plan.name].graph(plan, folder).jobs
-    return digests.basis_of_configs(config for job in jobs for config in configs_in(job.work))
+    return digests.configs_basis(config for job in jobs for config in configs_in(job.work))
 
 
 def explain_stale(plan: Plan, file: File, folder: Path, digests: Digests) -> str | None:

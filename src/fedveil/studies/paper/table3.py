@@ -8,7 +8,7 @@ from fedveil.report import Intervals
 from fedveil.studies.membership.results import AttackScores, Membership
 from fedveil.studies.membership.run import MEMBERSHIP
 from fedveil.studies.paper import attack_tables
-from fedveil.studies.paper.attack_tables import ACCURACY, AttackResults, AttackTable, Measure, Pair, point
+from fedveil.studies.paper.attack_tables import ACCURACY, AttackResults, AttackTable, FigurePair, TableMeasure, point
 from fedveil.studies.paper.plan import make_exhibit
 
 NOTE = (
@@ -19,12 +19,12 @@ NOTE = (
 )
 
 
-def _figures(result: Membership, attacker: str, measure: str) -> Pair:
+def _figures(result: Membership, attacker: str, measure: str) -> FigurePair:
     """Return the success on one set of layers: with the paper's choice of the epoch, and with that of known records."""
     found = result.attackers[attacker].attacks.get(measure) if attacker in result.attackers else None
     if not isinstance(found, AttackScores):
-        return Pair(None, None)
-    return Pair(None if found.best_on_test is None else point(found.best_on_test), found.accuracy)
+        return FigurePair(None, None)
+    return FigurePair(None if found.best_on_test is None else point(found.best_on_test), found.accuracy)
 
 
 TABLE = AttackTable(
@@ -34,11 +34,11 @@ TABLE = AttackTable(
     note=NOTE,
     single="One seed; 95 % intervals over records.",
     measures={
-        ACCURACY: Measure("accuracy"),
-        "last": Measure("ASR, last layer"),
-        "second": Measure("ASR, second to last"),
-        "third": Measure("ASR, third to last"),
-        "three": Measure("ASR, last three"),
+        ACCURACY: TableMeasure("accuracy"),
+        "last": TableMeasure("ASR, last layer"),
+        "second": TableMeasure("ASR, second to last"),
+        "third": TableMeasure("ASR, third to last"),
+        "three": TableMeasure("ASR, last three"),
     },
     success="three",
     chart=Intervals("Table 3: last three layers", "attack success, %", (), {"guessing": 50.0}),

@@ -10,7 +10,7 @@ from fedveil.studies.estimates import percent
 from fedveil.studies.inversion.results import Inversion
 from fedveil.studies.inversion.run import INVERSION
 from fedveil.studies.paper import attack_tables
-from fedveil.studies.paper.attack_tables import ACCURACY, AttackResults, AttackTable, Measure, Pair, point
+from fedveil.studies.paper.attack_tables import ACCURACY, AttackResults, AttackTable, FigurePair, TableMeasure, point
 from fedveil.studies.paper.plan import Plan, make_exhibit
 from fedveil.studies.study import Shown
 
@@ -22,14 +22,14 @@ NOTE = (
 )
 
 
-def _figures(result: Inversion, attacker: str, measure: str) -> Pair:
+def _figures(result: Inversion, attacker: str, measure: str) -> FigurePair:
     """Return one measure of the generator's images: by the attacked model itself, and by the evaluator."""
     if attacker not in result.attackers:
-        return Pair(None, None)
+        return FigurePair(None, None)
     found = result.attackers[attacker]
     if measure == "value":
-        return Pair(found.as_received, found.codes)
-    return Pair(point(getattr(found.as_received, measure)), point(getattr(found.codes, measure)))
+        return FigurePair(found.as_received, found.codes)
+    return FigurePair(point(getattr(found.as_received, measure)), point(getattr(found.codes, measure)))
 
 
 TABLE = AttackTable(
@@ -39,10 +39,10 @@ TABLE = AttackTable(
     note=NOTE,
     single="One seed; Wilson's 95 % intervals over images.",
     measures={
-        ACCURACY: Measure("accuracy"),
-        "nearest": Measure("KNN distance", share=False, theirs=".4g", ours=".3f"),
-        "centroid": Measure("feature distance", share=False, theirs=".4g", ours=".3f"),
-        "value": Measure("ASR"),
+        ACCURACY: TableMeasure("accuracy"),
+        "nearest": TableMeasure("KNN distance", share=False, theirs=".4g", ours=".3f"),
+        "centroid": TableMeasure("feature distance", share=False, theirs=".4g", ours=".3f"),
+        "value": TableMeasure("ASR"),
     },
     success="value",
     chart=Intervals("Table 4: attack success", "success, ours by the evaluator, %", (), {}, low=0.0, high=100.0),
