@@ -1,4 +1,4 @@
-"""The verdict at the top of pages of runs, of the demo, of comparisons and of the paper: one sentence."""
+"""The verdict at the top of pages of runs and of the paper: one sentence."""
 
 import re
 from pathlib import Path
@@ -8,10 +8,6 @@ from tests.configs import config_of
 
 from fedveil.runs import page as run_page
 from fedveil.runs.folder import train
-from fedveil.studies import demo
-from fedveil.studies.compare import COMPARE, Comparands
-from fedveil.studies.federations import TrainedRun
-from fedveil.studies.jobs import Failed
 from fedveil.studies.paper.plan import read_plan
 from fedveil.studies.paper.reproduce import EXHIBITS, join_verdicts, read_exhibit
 
@@ -64,40 +60,6 @@ def test_the_page_of_a_run_has_its_own_figures(tmp_path):
         (said[epochs],) = re.findall('<meta name="description" content="(.*)">', page)
         assert checked(said[epochs].replace("&#39;", "'")).startswith(f"T{accuracy[1:]};")
     assert said[1] != said[20]
-
-
-def test_the_demo_names_the_attack_that_gets_most():
-    views = {"s": 0.97, "r": 0.1, "offset removed (no data needed)": 0.95, "two broadcasts (no data needed)": 0.97}
-    said = checked(demo.verdict(0.96, views))
-    assert "ends at 97.0 %, plain at 96.0 %" in said
-    assert said.endswith("10.0 % as received, 97.0 % after an attack without data (two broadcasts).")
-    assert "12.0 % after" in demo.verdict(0.96, {**dict.fromkeys(views, 0.12), "s": 0.97})
-
-
-def trained(*ends, metric="accuracy"):
-    records = [[{"round": 1, "seconds": 1.0, "evaluated": True, metric: end}] for end in ends]
-    return [TrainedRun("", own, 0.1) for own in records]
-
-
-def compared(**results):
-    return checked(COMPARE.present(Comparands(config_of(), tuple(results), 2), results).verdict)
-
-
-def test_a_comparison_names_the_nearest_and_the_farthest_from_plain():
-    plain = trained(0.95, 0.97)
-    assert compared(
-        plain=plain, baseline=plain, veil=trained(0.96, 0.96), ppdl=trained(0.9, 0.9), spn=trained(0.5, 0.5)
-    ) == ("Veil ends within 0.1 points of plain training (accuracy 96.0 %), spn 46.0 points below it.")
-    assert (
-        compared(plain=plain, veil=trained(0.98, 0.98))
-        == "Veil ends 2.0 points above plain training (accuracy 96.0 %)."
-    )
-    assert compared(veil=trained(0.9, 0.9), spn=[Failed("x"), Failed("x")]) == (
-        "Test accuracy ends at 90.0 % (veil); spn failed; plain training was not measured."
-    )
-    assert compared(plain=[Failed("x")]) == "Every run failed."
-    loss = compared(plain=trained(0.05, 0.05, metric="mse"), veil=trained(0.06, 0.06, metric="mse"))
-    assert loss == "Veil ends 0.01 above plain training (mse 0.05)."
 
 
 def test_the_page_of_the_paper_joins_cost_and_attacks():

@@ -109,7 +109,7 @@ def poisoning(honest, **attacks):
 
 def test_the_verdict_is_that_of_the_worst_attack_under_the_defence_that_suffers_most():
     limits = [UNLIMITED, BOUNDED, "median", "krum"]
-    plain = poisoning(0.95, flip=[0.1, 0.9, 0.94, 0.7], noise=[0.5, 0.3, 0.91, 0.8])
+    plain = poisoning(0.95, **{"sign-flip": [0.1, 0.9, 0.94, 0.7], "buffers": [0.5, 0.3, 0.91, 0.8]})
     said = show({"plain": plain, "veil": Failed("x")}, limits, 1).verdict
     assert said.endswith("attack: 10.0 % (no limits), 30.0 % (bounds), 91.0 % (median); 95.0 % with honest clients.")
     ended = poisoning(0.95, overflow=[None, 0.95, 0.95, 0.95])

@@ -265,14 +265,6 @@ READING = (
 )
 
 
-def shadows(config: Config, count: int, folder: Path, label: str) -> tuple[Job[Result], ...]:
-    """Return shadow federations like this one."""
-    return tuple(
-        Job(f"{label}-{number}", TrainShadow(config, number, count, folder, everyone=True), Shadow)
-        for number in range(count)
-    )
-
-
 class HardenStudy(Study[Hardening, HardeningResults]):
     """Settings of the veil against adaptive attackers."""
 
@@ -291,12 +283,17 @@ class HardenStudy(Study[Hardening, HardeningResults]):
                 config = configure({"defence": "veil", **asked.base, **changes, "seed": seed})
                 twin = config.changed(defence="plain", groups=1, decoys=None, keep_noise=False)
                 label = f"like-{number}-{seed}"
-                where, after = known.setdefault(
-                    repr(twin), (folder / label, shadows(twin, asked.options.shadows, folder / label, label))
-                )
+                if repr(twin) not in known:
+                    known[repr(twin)] = folder / label, self.shadows(twin, asked.options.shadows, folder / label)
+                where, after = known[repr(twin)]
                 work = Audit(config, asked.options, folder / "runs" / f"{number}-{seed}", where)
                 jobs[name, seed] = Job(f"{number}-{seed}", work, AuditResult, after=after)
         return jobs
+
+    def shadows(self, config: Config, count: int, folder: Path) -> tuple[Job[Result], ...]:
+        """Return shadow federations like this one."""
+        works = [TrainShadow(config, number, count, folder, everyone=True) for number in range(count)]
+        return tuple(Job(f"{folder.name}-{work.number}", work, Shadow) for work in works)
 
     def graph(self, asked: Hardening, folder: Path) -> JobGraph[HardeningResults]:
         """Return all audits, each after its shadows; their results by measure."""

@@ -91,22 +91,6 @@ def parse_counts(words: str) -> list[int]:
     return counts if min(counts) > 0 and len(set(counts)) == len(counts) else []
 
 
-def check(config: Config, options: GradientOptions, data: Data, run: Path | None) -> None:
-    """Refuse what the protocol cannot do."""
-    data.pixels(data.train.tensor[:1])
-    if not data.classes:
-        raise BadArgument(data.name, "it has no classes, and the attack needs labels", "use --data cifar10")
-    training, records = config.training, len(data.train.targets)
-    wanted = training.batch_size + options.images
-    if records < wanted:
-        what = f"{records} training records, the attacker and the victim need {wanted}"
-        raise BadArgument(data.name, what, "use a larger --train-size, or fewer --images")
-    known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
-    if not is_run(run) and (not known or training.weight_decay):
-        what = "the difference of two models is the gradient of one round, or its signs, for plain SGD and Adam only"
-        raise BadArgument("--optimizer", what, "use --optimizer sgd --momentum 0, or adam, and --weight-decay 0")
-
-
 def is_run(run: Path | None) -> bool:
     """Whether a trained federation is attacked rather than a new network."""
     return run is not None and bool(checkpoint.found_in(run))
@@ -292,7 +276,18 @@ class GradientStudy(PartStudy[GradientOptions, Batch, Gradients]):
 
     def check(self, asked: AttackRequest[GradientOptions]) -> None:
         """Refuse what the protocol cannot do."""
-        check(asked.config, asked.options, load_data(asked.config), asked.run)
+        data, training = load_data(asked.config), asked.config.training
+        data.pixels(data.train.tensor[:1])
+        if not data.classes:
+            raise BadArgument(data.name, "it has no classes, and the attack needs labels", "use --data cifar10")
+        records, wanted = len(data.train.targets), training.batch_size + asked.options.images
+        if records < wanted:
+            what = f"{records} training records, the attacker and the victim need {wanted}"
+            raise BadArgument(data.name, what, "use a larger --train-size, or fewer --images")
+        known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
+        if not is_run(asked.run) and (not known or training.weight_decay):
+            what = "the difference of two models shows a round's gradient, or its signs, for plain SGD and Adam only"
+            raise BadArgument("--optimizer", what, "use --optimizer sgd --momentum 0, or adam, and --weight-decay 0")
 
     def parts(
         self, asked: AttackRequest[GradientOptions], defence: str, config: Config | None = None

@@ -98,23 +98,6 @@ def ending(federation: Federation, data: Data, rounds: int, hostile: int) -> End
     return Ending(accuracy, ended, len(federation.history.records), refused, len(faults) - refused)
 
 
-def check(config: Config, options: PoisoningOptions, data: Data) -> None:
-    """Refuse what cannot be measured."""
-    hostile, clients = count_hostile(config), config.data.clients
-    if not data.classes:
-        raise BadArgument(data.name, "it has no classes, and the attack measures accuracy", "use --data digits")
-    if not 0 < hostile < clients:
-        raise BadArgument("--hostile", f"{hostile} of {clients} clients", "choose at least one, and leave one honest")
-    if config.limits.aggregator is not None:
-        fix = f"use --rules {config.limits.aggregator}"
-        raise BadArgument("--aggregator", "the attack compares all rules with the mean", fix)
-    for name, own in options.configs(config).items():
-        limits = build_limits(own.limits)
-        if limits and limits.needed() > clients:
-            what = f"{name} against {hostile} hostile clients needs {limits.needed()}, not {clients}"
-            raise BadArgument("--rules", what, "use more --clients, or leave the rule out")
-
-
 class PoisoningStudy(PartStudy[PoisoningOptions, Endings, Poisoning]):
     """Damage by hostile clients; one job for every attack, defence and seed."""
 
@@ -129,7 +112,21 @@ class PoisoningStudy(PartStudy[PoisoningOptions, Endings, Poisoning]):
         """Refuse what cannot be trained."""
         if asked.run:
             raise BadArgument("--run", "hostile clients take part in training", "use flags or a file instead of a run")
-        check(asked.config, asked.options, load_data(asked.config))
+        config, data = asked.config, load_data(asked.config)
+        hostile, clients = count_hostile(config), config.data.clients
+        if not data.classes:
+            raise BadArgument(data.name, "it has no classes, and the attack measures accuracy", "use --data digits")
+        if not 0 < hostile < clients:
+            fix = "choose at least one, and leave one honest"
+            raise BadArgument("--hostile", f"{hostile} of {clients} clients", fix)
+        if config.limits.aggregator is not None:
+            fix = f"use --rules {config.limits.aggregator}"
+            raise BadArgument("--aggregator", "the attack compares all rules with the mean", fix)
+        for name, own in asked.options.configs(config).items():
+            limits = build_limits(own.limits)
+            if limits and limits.needed() > clients:
+                what = f"{name} against {hostile} hostile clients needs {limits.needed()}, not {clients}"
+                raise BadArgument("--rules", what, "use more --clients, or leave the rule out")
 
     def seeds(self, asked: AttackRequest[PoisoningOptions]) -> range:
         """Return the seeds of the runs."""
