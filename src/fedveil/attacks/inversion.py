@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedveil.attacks.generator import CODE, Gan, Progress
+from fedveil.attacks.generator import CODE, Gan
 from fedveil.attacks.similarity import total_variation
 from fedveil.federation.evaluate import evaluating
 from fedveil.federation.shards import generator as source
+from fedveil.progress import Progress
 
 Model = Callable[[Tensor], Tensor]
 IDENTITY, MOMENTUM, BOUND = 100.0, 0.9, 1.0

@@ -7,7 +7,6 @@ from pydantic import JsonValue
 import fedveil
 
 AGAIN = "computed again"  # begins a line of progress that explains why a stored result is not used
-NO_BASIS = "it was stored without its version and data"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fedveil.progress import Progress
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
 from fedveil.runs.folder import RUN, finished, holds_run, resumed, train
-from fedveil.studies.basis import AGAIN, NO_BASIS, Basis, explain_change
+from fedveil.studies.basis import AGAIN, Basis, explain_change
 from fedveil.studies.jobs import Done, Result
 
 BASIS = "basis.json"  # in the folder of a run that a study trained
@@ -127,7 +127,7 @@ def describe_run(config: Config, folder: Path) -> list[str]:
 
 def remove_stale_run(folder: Path, basis: Basis, progress: Progress) -> None:
     """Remove a run that a study trained on another basis, and write the basis of the next one."""
-    path, changed = folder / BASIS, NO_BASIS
+    path, changed = folder / BASIS, f"{BASIS} cannot be read"
     with contextlib.suppress(ValueError):  # a BadArgument is one, and so is a pydantic error
         found = explain_change(TypeAdapter(Basis).validate_python(read_json(path)), basis)
         if found is None:

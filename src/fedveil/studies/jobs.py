@@ -28,7 +28,7 @@ from fedveil.errors import FedveilError
 from fedveil.files import write_whole
 from fedveil.plain_json import read_json, to_json
 from fedveil.progress import Progress
-from fedveil.studies.basis import AGAIN, NO_BASIS, Basis, explain_change
+from fedveil.studies.basis import AGAIN, Basis, explain_change
 from fedveil.studies.digests import Digests
 
 Show = Callable[[str, float, str], None]  # the job, and its progress
@@ -109,8 +109,6 @@ def read_result(job: Job[R], folder: Path, basis: Basis | None = None) -> R | St
         found = read_json(path)
         if "failed" in found["result"]:
             return None
-        if "basis" not in found:
-            return Stale(NO_BASIS)
         changed = explain_change(TypeAdapter(Basis).validate_python(found["basis"]), basis or Basis())
         if changed is None and found.get("asked") != repr(job.work):
             changed = "the settings changed"
