@@ -51,12 +51,13 @@ class AttackMembership:
         """Observe the last broadcast, and run the attacks of each attacker."""
         config = self.config
         federation, data = load_or_train(config, self.run, progress, done.basis)
-        records, quality = divide_records(config, data), asdict(measure_quality(federation, data))
+        records = divide_records(config, data)
         seen = observe_strongest(federation, config.defence.name)
         found = {
             name: Attacker("V-out", self.attacks(progress, observed, records, name != PUBLISHED))
             for name, observed in seen.items()
         }
+        quality = asdict(measure_quality(federation, data))  # of the model after the rounds that were observed
         sizes, seed = Sizes(*map(len, records.parts)), config.training.seed
         return Membership(**quality, defence=config.defence.name, seed=seed, records=sizes, attackers=found)
 
