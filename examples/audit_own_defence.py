@@ -23,8 +23,8 @@ from fedveil.defences import DefenceRound, Plain, Samples
 from fedveil.defences.plain import PlainClient, PlainServer, PlainUpdate, average
 from fedveil.runs.config import configure
 from fedveil.scheme import Loss
-from fedveil.studies.attack import Asked
-from fedveil.studies.audit.run import AUDIT, Options
+from fedveil.studies.attack import AttackRequest
+from fedveil.studies.audit.run import AUDIT, AuditOptions
 from fedveil.studies.study import gather, publish
 
 # %% [markdown]
@@ -99,7 +99,7 @@ an affine map of the outputs with the client's own labels. From a terminal, with
 
 # %%
 values = {"data": "digits", "train_size": 300, "clients": 2, "epochs": 60, "loss": "squared_error"}
-asked = Asked(configure(values), (f"{__name__}:Shifted",), Options(trials=5, server=False))
+asked = AttackRequest(configure(values), (f"{__name__}:Shifted",), AuditOptions(trials=5, server=False))
 with tempfile.TemporaryDirectory() as folder:
     results = gather(AUDIT, asked, Path(folder), workers=1)
     shown = publish(AUDIT, asked, results, Path(folder), "this script")  # report.html, with every table

@@ -281,7 +281,7 @@ def test_completion_knows_commands_attacks_and_flags(shell, capsys):
 
 
 def test_the_exhibits_of_the_help_are_those_that_there_are():
-    from fedveil.studies.paper.run import EXHIBITS
+    from fedveil.studies.paper.reproduce import EXHIBITS
 
     assert re.findall(r"(?:table|fig)\d", commands.EXHIBITS) == list(EXHIBITS)
 

@@ -13,7 +13,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.runs.folder import finished, read_config, train
 from fedveil.studies.jobs import Job, Result, read_result
-from fedveil.studies.paper import run as paper
+from fedveil.studies.paper import reproduce as paper
 from fedveil.studies.paper.plan import read_plan
 
 DEEP = 100_000
@@ -90,7 +90,7 @@ def test_results_that_cannot_be_read_are_computed_again(tmp_path):
     (tmp_path / "one.json").write_text(JSON)
     assert read_result(Job("one", lambda progress, done: Nothing(), Nothing), tmp_path) is None
     (tmp_path / "table1.json").write_text(JSON)
-    assert paper.read(read_plan("table1", "quick"), tmp_path) is None
+    assert paper.read_exhibit(read_plan("table1", "quick"), tmp_path) is None
 
 
 def test_a_setting_of_a_defence_that_looks_like_json_is_a_text(tmp_path, capsys):

@@ -17,6 +17,7 @@ EVERYONE = {
     "locks",
     "lookup",
     "plain_json",
+    "progress",
     "signals",
     "wire",
 }  # what every room may use

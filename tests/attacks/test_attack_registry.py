@@ -17,7 +17,7 @@ from fedveil.errors import BadArgument
 from fedveil.models import mlp
 from fedveil.scheme import SquaredError
 from fedveil.studies.audit.rebuild import rebuild
-from fedveil.studies.digests import specs_of
+from fedveil.studies.digests import list_specs
 
 
 def fail(observed):
@@ -66,7 +66,7 @@ def test_a_record_names_the_attackers_of_another_package(monkeypatch):
     harder = dataclasses.replace(find("plain"), attackers=f"{__name__}:OWN")
     assert find_attackers(harder) is OWN
     monkeypatch.setitem(registry._KNOWN, "harder", harder)
-    assert {f"{__name__}:OWN", __name__} <= set(specs_of(config_of(defence="harder")))
+    assert {f"{__name__}:OWN", __name__} <= set(list_specs(config_of(defence="harder")))
     for name, why in (("fail", "it is function, not"), ("NONE", "has no 'NONE'")):
         with pytest.raises(BadArgument, match=why):
             find_attackers(dataclasses.replace(harder, attackers=f"{__name__}:{name}"))

@@ -17,7 +17,7 @@ from fedveil.federation import Federation
 from fedveil.federation.evaluate import predict
 from fedveil.models import mlp, resnet
 from fedveil.scheme import CrossEntropy, SquaredError
-from fedveil.studies.victim import observe
+from fedveil.studies.observation import observe
 
 ROUNDS = 6
 INPUTS = torch.randn(300, 12, generator=chance(1), dtype=torch.float64)

@@ -12,8 +12,9 @@ from fedveil.federation import Federation
 from fedveil.federation.evaluate import predict
 from fedveil.models import cnn, mlp, resnet
 from fedveil.studies.audit.rebuild import quality
-from fedveil.studies.gradients.run import leaks_of
-from fedveil.studies.victim import emptied, observe
+from fedveil.studies.gradients import run as gradients_run
+from fedveil.studies.observation import _architecture as emptied
+from fedveil.studies.observation import observe
 
 OUTPUTS = 5
 NETWORKS = {
@@ -67,7 +68,9 @@ def observe_leaks(make, defence, loss="cross_entropy", optimizer=sgd):
     """One round of a client with 10 images and a victim with 2: leaks, what the client observed, the victim's batch."""
     inputs, targets = IMAGES.train.inputs.double(), IMAGES.train.targets
     parts = [(inputs[10:20], targets[10:20]), (inputs[:2], targets[:2])]
-    return *leaks_of(Federation(built(make), parts, defence, optimizer, loss=loss, fuse=False)), parts[1]
+    return *gradients_run.observe_leaks(
+        Federation(built(make), parts, defence, optimizer, loss=loss, fuse=False)
+    ), parts[1]
 
 
 def gain(found, observed, true):

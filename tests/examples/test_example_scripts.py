@@ -176,4 +176,4 @@ def test_the_defence_is_audited_by_the_command_too(tmp_path, monkeypatch, capsys
     (tmp_path / "my_module.py").write_text(text.partition('"""## The audit')[0])
     monkeypatch.syspath_prepend(tmp_path)
     assert main([*shlex.split(command)[1:], "--workers", "1", "--epochs", "20", "--trials", "1", "--no-server"]) == 0
-    assert "the model is not protected" in " ".join(capsys.readouterr().out.split())
+    assert "the model: LEAK" in " ".join(capsys.readouterr().out.split())

@@ -7,12 +7,15 @@ import pytest
 
 from fedveil.attacks.observation import PUBLISHED
 from fedveil.studies.estimates import Estimate
-from fedveil.studies.inversion.results import Counts, Inversion, Inverted, Judged
+from fedveil.studies.inversion.results import Counts, Inversion, InversionFigures, SuccessRate
 from fedveil.studies.jobs import Failed
-from fedveil.studies.membership.results import Attacker, Membership, Scored, Sizes
+from fedveil.studies.membership.results import Attacker, AttackScores, Membership, Sizes
+from fedveil.studies.membership.run import MEMBERSHIP
+from fedveil.studies.paper import table3, table4
+from fedveil.studies.paper.attack_tables import attack_graph
 from fedveil.studies.paper.plan import read_plan
-from fedveil.studies.paper.run import EXHIBITS, broken
-from fedveil.studies.study import gather
+from fedveil.studies.paper.reproduce import EXHIBITS, has_failure
+from fedveil.studies.study import run_graph
 
 
 def attack_plan(name, **changed):
@@ -26,7 +29,7 @@ def membership(seed, successes):
     """Planted: each attacker's success, on all layers. Its choice is a point more; accuracy is 0.8 + seed / 10."""
     found = {}
     for name, value in successes.items():
-        scored = Scored(Estimate(value, value - 0.25, value + 0.25), Estimate(0.5, 0.5, 0.5), {}, value + 0.01)
+        scored = AttackScores(Estimate(value, value - 0.25, value + 0.25), Estimate(0.5, 0.5, 0.5), {}, value + 0.01)
         found[name] = Attacker("V-out", dict.fromkeys(("last", "second", "third", "three"), scored))
     quality = ("accuracy", 1.0, 0.8 + seed / 10, 0.2 - seed / 10)
     return Membership(*quality, "veil", seed, Sizes(1, 1, 1, 1), found)
@@ -49,7 +52,7 @@ def rows_of(shown, measure, defence):
 def test_cells_chart_and_summary_are_means_over_seeds():
     """By hand: 0.5, 0.6, 0.7 have mean 0.6 and deviation 0.1; Student's 0.975 quantile at 2 degrees is 4.302653."""
     results = planted(first=[0.7, 0.8, 0.9], second=[0.8, 0.9, 1.0])
-    shown = EXHIBITS["table3"].present(attack_plan("table3", seeds=3), results)
+    shown = table3.present(attack_plan("table3", seeds=3), results)
     reach = 10 * 4.302653 / 3**0.5
     rows = rows_of(shown, "ASR, last layer", "veil")
     assert list(rows) == [PUBLISHED, "first", "second"]
@@ -65,46 +68,44 @@ def test_cells_chart_and_summary_are_means_over_seeds():
     [(_, theirs, ours)] = shown.headline
     assert theirs == "plain 77.56, veil 49.93"
     assert ours == "plain 80.0, veil 60.0, by an adaptive attacker (second) 90.0"
-    assert "3 seeds" in shown.note
 
 
 def test_one_seed_keeps_its_interval_over_records():
-    shown = EXHIBITS["table3"].present(attack_plan("table3"), planted([0.6]))
+    shown = table3.present(attack_plan("table3"), planted([0.6]))
     row = rows_of(shown, "ASR, last three", "veil")[PUBLISHED]
     assert (row["ours"], row["ours, its choice"]) == ("60.0 [35.0, 85.0]", "61.0")
-    assert "One seed" in shown.note
 
 
 def test_seeds_that_an_attacker_lacks_are_counted_and_failed_ones_named():
     plan, results = attack_plan("table3", seeds=3), planted(some=[0.7, 0.8, 0.9])
     del results["digits"]["veil"][1].attackers["some"]
     results["digits"]["plain"][2] = Failed("no memory")
-    shown = EXHIBITS["table3"].present(plan, results)
+    shown = table3.present(plan, results)
     assert rows_of(shown, "ASR, last layer", "veil")["some"]["ours"].endswith("(2 of 3 seeds)")
     assert [row["ours"] for row in rows_of(shown, "ASR, last layer", "plain").values()] == ["failed: seed 2: no memory"]
     assert not shown.headline
-    assert broken(EXHIBITS["table3"].kind.dump_python(results, mode="json"))
+    assert has_failure(table3.KIND.dump_python(results, mode="json"))
 
 
 def test_distances_and_limits_of_table_4_are_means_over_seeds():
     def judged(value, far):
-        return Judged(value, 0.0, 1.0, 1, 2, far, 100 * far)
+        return SuccessRate(value, 0.0, 1.0, 1, 2, far, 100 * far)
 
     def inverted(seed):
-        one = Inverted("V-out", judged(0.5, 1.0 + seed), judged(1.0, 3.0), judged(1.0, 1.0))
+        one = InversionFigures("V-out", judged(0.5, 1.0 + seed), judged(1.0, 3.0), judged(1.0, 1.0))
         limits = judged(0.1 * seed, 1.0), judged(1.0, 1.0)
         return Inversion("plain", seed, 1.0, 0.9, 0.9, ["a", "b"], Counts(1, 1, 1, 1), {PUBLISHED: one}, *limits, 0.0)
 
     results = {"digits": {"plain": {seed: inverted(seed) for seed in range(3)}}}
-    shown = EXHIBITS["table4"].present(attack_plan("table4", seeds=3, defences=["plain"]), results)
+    shown = table4.present(attack_plan("table4", seeds=3, defences=["plain"]), results)
     row = rows_of(shown, "feature distance", "plain")[PUBLISHED]
     assert (row["ours, self-judged"], row["ours"]) == ("3", "2.000 [0.000, 4.484]")  # 2 + 4.302653 / sqrt(3)
     assert rows_of(shown, "ASR", "plain")[PUBLISHED]["ours"] == "50.0"
-    assert "asks no model 10.0 [0.0, 34.8], held-out real images 100.0, guessing 50.0." in shown.note
+    assert "without any model 10.0 [0.0, 34.8], held-out real images 100.0, guessing 50.0." in shown.note
 
 
 def test_results_by_seed_come_back_from_json():
-    results, kind = planted(some=[0.7, 0.8, 0.9]), EXHIBITS["table3"].kind
+    results, kind = planted(some=[0.7, 0.8, 0.9]), table3.KIND
     plain = json.loads(json.dumps(kind.dump_python(results, mode="json")))
     assert list(plain["digits"]["veil"]) == ["0", "1", "2"]
     assert kind.validate_python(plain) == results
@@ -117,7 +118,9 @@ def test_more_seeds_go_on_from_what_is_there(tmp_path):
     def run(seeds):
         plan, said = attack_plan("table3", seeds=seeds, defences=["plain"], runs=[group], attack=attack), {}
         show = lambda name, share, what: said.setdefault(name, what)  # noqa: E731
-        return gather(EXHIBITS["table3"], plan, tmp_path, workers=1, show=show)["digits"]["plain"], said
+        return run_graph(attack_graph(MEMBERSHIP, plan, tmp_path), tmp_path, workers=1, show=show)["digits"][
+            "plain"
+        ], said
 
     alone, before = run(1)
     both, after = run(2)
@@ -130,9 +133,7 @@ def test_more_seeds_go_on_from_what_is_there(tmp_path):
 
 def test_jobs_of_seeds_have_names_and_folders_of_their_own(tmp_path):
     plan = attack_plan("table4", seeds=3)
-    names = [job.name for job in EXHIBITS["table4"].jobs(plan, tmp_path)]
+    names = [job.name for job in EXHIBITS["table4"].graph(plan, tmp_path).jobs]
     assert len(names) == len(set(names)) == 3 * 6  # generator, evaluator, two trained and two attacked federations
-    folders = {EXHIBITS["table4"].asked(plan, tmp_path, seed)["digits"][1] for seed in range(3)}
-    assert len(folders) == 3
-    figure = {job.name for job in EXHIBITS["fig4"].jobs(plan, tmp_path)}
+    figure = {job.name for job in EXHIBITS["fig4"].graph(plan, tmp_path).jobs}
     assert figure == set(names[:6])  # the figure shows the first seed alone

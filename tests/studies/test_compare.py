@@ -27,9 +27,6 @@ def test_every_defence_runs_and_the_veil_is_as_near_to_plain_as_rounding(tmp_pat
     size = {name: int(row["bytes per client and round"].replace(",", "")) for name, row in rows.items()}
     assert size["dbcl"] < size["plain"] < size["veil"]
     assert size["ppdl"] < size["plain"] == size["spn"] == size["baseline"]
-    page = (tmp_path / "report.html").read_text()
-    assert "defences compared" in page
-    assert "our re-implementation" in page
     found = json.loads((tmp_path / "results.json").read_text())["results"]
     assert {name: len(runs) for name, runs in found.items()} == dict.fromkeys(rows, 2)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "jobs").iterdir()}
@@ -38,20 +35,8 @@ def test_every_defence_runs_and_the_veil_is_as_near_to_plain_as_rounding(tmp_pat
 
 
 def test_a_run_that_diverges_is_shown_as_failed(tmp_path, capsys):
-    flags = [
-        "--epochs",
-        "3",
-        "--optimizer",
-        "sgd",
-        "--lr",
-        "1e6",
-        "--hidden",
-        "10",
-        "--seeds",
-        "1",
-        "--defences",
-        "plain",
-    ]
+    flags = ["--epochs", "3", "--optimizer", "sgd", "--lr", "1e6", "--hidden", "10", "--seeds", "1"]
+    flags += ["--defences", "plain"]
     assert cli.main(["compare", *flags, "--out", str(tmp_path)]) == 0
     assert "failed with seed 0" in capsys.readouterr().out
     assert "diverged" in (tmp_path / "report.html").read_text()

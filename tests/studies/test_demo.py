@@ -24,16 +24,11 @@ def test_the_demo_shows_equal_accuracy_a_small_error_and_a_client_near_chance(tm
     assert abs(share["two broadcasts (no data needed)"] - share["veiled"]) < 0.02  # one more round of training
     error = float(re.search(r"Largest relative error of a recovered gradient: ([\de.-]+\d)", shown.note).group(1))
     assert error < 1e-5
-    assert "no guarantee" in shown.note
     assert [part.title for part in shown.first[0].parts] == ["the server's model", "as received by a client"]
-    page = (tmp_path / "report.html").read_text()
-    assert "Test accuracy" in page
-    assert "What is and is not protected" in page
-    assert "m = 1," in page
 
 
 def watched_rounds(model, inputs):
-    watched = demo.Watched(1.0)
+    watched = demo.CheckedVeil(1.0)
     targets = torch.zeros(len(inputs), 10)
     session = Session(watched, model, inputs)
     for _ in range(30):

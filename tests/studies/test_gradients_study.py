@@ -9,19 +9,23 @@ import pytest
 import torch
 from tests.configs import config_of
 
+from fedveil.attacks.gradients import Search
 from fedveil.errors import BadArgument
 from fedveil.models import lenet
 from fedveil.records.shards import generator
 from fedveil.runs.build import load_data
 from fedveil.runs.folder import train
-from fedveil.studies.attack import Asked
+from fedveil.studies.attack import AttackRequest
 from fedveil.studies.compare import DEFENCES
-from fedveil.studies.gradients.run import GRADIENTS, Options, floors, shared_labels
-from fedveil.studies.jobs import run_jobs
+from fedveil.studies.gradients.page import judge_views
+from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View
+from fedveil.studies.gradients.run import GRADIENTS, GradientOptions, floors, shared_labels
+from fedveil.studies.jobs import Failed, run_jobs
 from fedveil.studies.study import gather, publish
+from fedveil.studies.verdicts import Label
 
 REAL = Path(os.environ.get("FEDVEIL_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
-QUICK = Options(images=2, victim_batch="1,2", steps=2, restarts=1)
+QUICK = GradientOptions(images=2, victim_batch="1,2", steps=2, restarts=1)
 
 
 def small(**changes):
@@ -29,7 +33,7 @@ def small(**changes):
 
 
 def attacked(folder, config=None, options=QUICK, defences=("plain",), run=None):
-    asked = Asked(config or small(), defences, options, run)
+    asked = AttackRequest(config or small(), defences, options, run)
     return publish(GRADIENTS, asked, gather(GRADIENTS, asked, folder, workers=1), folder, "again")
 
 
@@ -58,8 +62,8 @@ def test_a_server_of_adam_is_attacked_by_its_signs(tmp_path):
 
 
 def test_a_stopped_attack_goes_on_with_the_batch_it_was_at(tmp_path):
-    asked = Asked(small(), ("plain",), QUICK)
-    jobs = GRADIENTS.jobs(asked, tmp_path)
+    asked = AttackRequest(small(), ("plain",), QUICK)
+    jobs = GRADIENTS.graph(asked, tmp_path).jobs
     first = run_jobs(jobs, tmp_path, workers=1)
     names = ["plain-batch1-0.json", "plain-batch1-1.json", "plain-batch2-0.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -68,7 +72,7 @@ def test_a_stopped_attack_goes_on_with_the_batch_it_was_at(tmp_path):
     again = run_jobs(jobs, tmp_path, workers=1)
     assert (tmp_path / names[0]).stat().st_mtime_ns == before
     for job in jobs:
-        one, other = first.of(job), again.of(job)
+        one, other = first.require(job), again.require(job)
         assert one.originals == other.originals
         for view, found in one.views.items():
             assert dataclasses.replace(found, seconds=0) == dataclasses.replace(other.views[view], seconds=0)
@@ -93,12 +97,12 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "settings", "what"),
     [
-        ({"model": "mlp"}, QUICK, "are not? images"),
+        ({"model": "mlp"}, QUICK, "no images"),
         ({"optimizer": "adamw"}, QUICK, "for plain SGD and Adam only"),
         ({"momentum": 0.9}, QUICK, "for plain SGD and Adam only"),
         ({"train_size": 30}, QUICK, "30 training records, the attacker and the victim need 34"),
-        ({}, Options(victim_batch="1,x"), "batches of '1,x' from 8 images"),
-        ({}, Options(victim_batch="16"), "batches of '16' from 8 images"),
+        ({}, GradientOptions(victim_batch="1,x"), "batches of '1,x' from 8 images"),
+        ({}, GradientOptions(victim_batch="16"), "batches of '16' from 8 images"),
     ],
 )
 def test_what_the_protocol_cannot_do_is_refused(tmp_path, changes, settings, what):
@@ -107,11 +111,11 @@ def test_what_the_protocol_cannot_do_is_refused(tmp_path, changes, settings, wha
 
 
 def test_the_method_follows_the_activation():
-    assert Options().search(lenet()).method == "cosine"
-    smooth = Options(restarts=3).search(lenet(activation="sigmoid"))
+    assert GradientOptions().search(lenet()).method == "cosine"
+    smooth = GradientOptions(restarts=3).search(lenet(activation="sigmoid"))
     assert (smooth.method, smooth.steps, smooth.restarts) == ("idlg", 150, 3)
-    with pytest.raises(BadArgument, match="there is no method 'magic'"):
-        Options(method="magic").search(lenet())
+    with pytest.raises(BadArgument, match="unknown method 'magic'"):
+        GradientOptions(method="magic").search(lenet())
 
 
 def test_labels_count_whatever_their_order():
@@ -129,6 +133,22 @@ def test_floors_are_the_mean_image_and_another_image_of_the_class():
     assert all(error > 0 for error in found["another of its class"].mse)
 
 
+def found(**psnr):
+    """Images rebuilt with these PSNRs by view, where a guess has 11 dB."""
+    near = {view: View(own, [0.5], [0.1], 1, 0.0, 0, 0.0, ["AA=="]) for view, own in psnr.items()}
+    floors = {"mean image": ImageFigures([11.0], [0.1], [0.1])}
+    return Gradients(0, {"batch1-0": Batch(1, [0], Search(), near, floors, ["AA=="], (1, 1, 1))})
+
+
+def test_the_nearest_view_is_judged_beside_a_guess():
+    veil = found(**{"V-up": [11.9, 12.1], "V-diff, two broadcasts": [21.8, 22.2]})
+    verdicts = judge_views({"plain": found(**{"V-up": [24.8, 25.2]}), "veil": veil, "spn": Failed("x")}, 1)
+    assert {name: one.label for name, one in verdicts.items()} == {"plain": Label.LEAK, "veil": Label.LEAK}
+    assert (verdicts["veil"].guess, verdicts["veil"].published.value) == (11.0, pytest.approx(12.0))
+    for psnr in ([30.0], [5.0, 17.5]):  # one image tells nothing
+        assert judge_views({"plain": found(**{"V-up": psnr})}, 1)["plain"].label is Label.TOO_FEW
+
+
 @pytest.mark.slow
 def test_plain_training_gives_real_pictures_away(tmp_path, monkeypatch):
     """DLG's own network on CIFAR-10, two clients, from two broadcasts: above the 20 dB that count as success."""
@@ -136,8 +156,8 @@ def test_plain_training_gives_real_pictures_away(tmp_path, monkeypatch):
         pytest.skip(f"no cifar10 in {REAL}")
     monkeypatch.setenv("FEDVEIL_DATA", str(REAL))
     monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "cache"))
-    config = small(data="cifar10", train_size=1000, model="lenet", activation="sigmoid")
-    asked = Asked(config, ("plain",), Options(images=1, victim_batch="1", restarts=2))
+    config = small(data="cifar10", train_size=1000, model="lenet-sigmoid")
+    asked = AttackRequest(config, ("plain",), GradientOptions(images=1, victim_batch="1", restarts=2))
     part = gather(GRADIENTS, asked, tmp_path, workers=1)["plain"].parts["batch1-0"]
     assert part.views["V-diff"].psnr[0] > 20 > part.floors["mean image"].psnr[0]
     assert part.views["V-diff"].labels == 1

@@ -10,12 +10,13 @@ from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.report import NOTHING
 from fedveil.runs.build import load_data
-from fedveil.studies.attack import Asked
-from fedveil.studies.inversion.page import by_broadcast, standard_error
-from fedveil.studies.inversion.results import Judged
-from fedveil.studies.inversion.run import INVERSION, Options, data_of, first_of, public_images
+from fedveil.studies.attack import AttackRequest
+from fedveil.studies.inversion.page import broadcast_success, judge_attackers, standard_error
+from fedveil.studies.inversion.results import Counts, Inversion, InversionFigures, SuccessRate
+from fedveil.studies.inversion.run import INVERSION, InversionOptions, data_config, first_images, public_images
 from fedveil.studies.jobs import Failed
-from fedveil.studies.pictures import encoded
+from fedveil.studies.pictures import encode_image
+from fedveil.studies.verdicts import Label
 
 SMALL = dict(codes=4, broadcasts=2, steps=5, restarts=1, pixel_steps=5, gan_epochs=1, judge_epochs=2, judge_width=8)
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -71,7 +72,7 @@ def test_a_run_s_folder_is_attacked(run, tmp_path):
         (["--labels", "3"], "leave 1 of 10 private"),
         (["--model", "mlp"], "an mlp takes rows of numbers"),
         (["--codes", "0"], "must be at least 1, got 0"),
-        (["--codes", "5"], "5 cannot be shared among 2 broadcasts"),
+        (["--codes", "5"], "5 cannot be divided among 2 broadcasts"),
     ],
 )
 def test_what_cannot_be_attacked_is_refused(run, words, text):
@@ -81,8 +82,8 @@ def test_what_cannot_be_attacked_is_refused(run, words, text):
 
 
 def test_a_federation_of_all_classes_is_refused(tmp_path):
-    with pytest.raises(BadArgument, match="no public one is left"):
-        INVERSION.jobs(Asked(config_of(data="digits", model="cnn"), ("plain",), Options()), tmp_path)
+    with pytest.raises(BadArgument, match="so that none is public"):
+        INVERSION.graph(AttackRequest(config_of(data="digits", model="cnn"), ("plain",), InversionOptions()), tmp_path)
 
 
 def test_public_images_are_of_no_private_class():
@@ -96,15 +97,15 @@ def test_public_images_are_of_no_private_class():
 
 
 def test_a_defence_that_failed_keeps_its_row_and_a_class_without_images_its_place():
-    shown = INVERSION.present(Asked(config_of(), ("veil",), Options()), {"veil": Failed("diverged")})
+    shown = INVERSION.present(AttackRequest(config_of(), ("veil",), InversionOptions()), {"veil": Failed("diverged")})
     assert shown.rows[0][:2] == ["veil", "failed"]
-    images = first_of(torch.ones(3, 1, 8, 8), torch.tensor([0, 0, 0]), 2)
-    white, grey = (encoded(torch.full((1, 8, 8), value)) for value in (1.0, 0.5))
+    images = first_images(torch.ones(3, 1, 8, 8), torch.tensor([0, 0, 0]), 2)
+    white, grey = (encode_image(torch.full((1, 8, 8), value)) for value in (1.0, 0.5))
     assert images == [white, white, grey, grey]
 
 
 def test_success_by_broadcast_and_its_error_by_hand():
-    parts = by_broadcast(Judged(0.5, 0.0, 1.0, 3, 6, 0.0, 0.0, right=[1, 0, 1, 1, 0, 0]), 3)
+    parts = broadcast_success(SuccessRate(0.5, 0.0, 1.0, 3, 6, 0.0, 0.0, right=[1, 0, 1, 1, 0, 0]), 3)
     assert parts == [0.5, 1.0, 0.0]
     assert standard_error(parts) == f"{100 * 0.5 / 3**0.5:.1f}"
     assert standard_error([0.5]) == NOTHING
@@ -113,8 +114,24 @@ def test_success_by_broadcast_and_its_error_by_hand():
 def test_generator_and_evaluator_are_kept_when_the_victim_changes():
     first = config_of(data="digits", model="cnn", labels="5-9", epochs=3, defence="plain")
     second = config_of(data="digits", model="resnet8", labels="5-9", epochs=9, lr=0.1)
-    assert data_of(first) == data_of(second)
-    assert data_of(first) != data_of(config_of(data="digits", model="cnn", labels="0-4"))
+    assert data_config(first) == data_config(second)
+    assert data_config(first) != data_config(config_of(data="digits", model="cnn", labels="0-4"))
+
+
+def inversion(floor=0.1, **successes):
+    judged = {name: SuccessRate(value, value - 0.05, value + 0.05, 1, 1, 0.0, 0.0) for name, value in successes.items()}
+    found = {name.replace("_", " "): InversionFigures("V", one, one, one) for name, one in judged.items()}
+    limits = (SuccessRate(value, value - 0.05, value + 0.05, 1, 1, 0.0, 0.0) for value in (floor, 1.0))
+    return Inversion("", 0, 1.0, 1.0, 1.0, ["a"], Counts(1, 1, 1, 1), found, *limits, 0.0)
+
+
+def test_success_is_judged_beside_the_generator_alone():
+    results = {"plain": inversion(as_published=0.7), "veil": inversion(as_published=0.12, own=0.6), "spn": Failed("x")}
+    verdicts = judge_attackers(results)
+    assert {name: one.label for name, one in verdicts.items()} == {"plain": Label.LEAK, "veil": Label.LEAK}
+    assert (verdicts["veil"].strongest.attacker, verdicts["veil"].guess) == ("own", 0.1)
+    assert judge_attackers({"plain": inversion(as_published=0.12)})["plain"].label is Label.NOTHING
+    assert judge_attackers({"plain": Failed("x")}) == {}
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ class Add(Square):
     second: Job
 
     def __call__(self, progress, done):
-        return Squared(done.of(self.first).square + done.of(self.second).square, os.getpid())
+        return Squared(done.require(self.first).square + done.require(self.second).square, os.getpid())
 
 
 def jobs(log, kinds):
@@ -65,7 +65,7 @@ def jobs(log, kinds):
 
 
 def squares(asked, done):
-    return [done.of(job).square for job in asked]
+    return [done.require(job).square for job in asked]
 
 
 def test_results_have_their_types_and_a_second_run_computes_nothing(tmp_path):
@@ -92,7 +92,7 @@ def test_other_work_or_a_torn_file_is_computed_again(tmp_path):
 def test_a_job_that_fails_is_a_failed_job_and_is_tried_again_next_time(tmp_path, capsys):
     asked = jobs(tmp_path / "log", [Square, Refuse, Crash])
     found = run_jobs(asked, tmp_path, workers=1)
-    assert found.of(asked[0]).square == 4
+    assert found.require(asked[0]).square == 4
     assert found[asked[1]] == Failed("here: no 3.\n  Fix: another")
     assert found[asked[2]] == Failed("ZeroDivisionError: by hand")
     assert "ZeroDivisionError" in capsys.readouterr().err
@@ -111,18 +111,18 @@ def test_jobs_hand_values_on_and_fail_with_what_they_need(tmp_path, workers, mon
     blocked = Job("blocked", Add(0, log, first, broken), Squared, (first, broken))
     late = Job("late", Square(7, log), Squared, after=(broken,))
     found = run_jobs([first, second, broken, total, blocked, late], tmp_path / "kept", workers=workers)
-    assert found.of(total).square == 13
+    assert found.require(total).square == 13
     assert found[blocked] == Failed("job4: here: no 4.\n  Fix: another")
-    assert found.of(late).square == 49  # it only waits
+    assert found.require(late).square == 49  # it only waits
     with pytest.raises(FedveilError, match="no 4"):
-        found.of(blocked)
+        found.require(blocked)
 
 
 def test_processes_work_side_by_side_and_a_dead_one_is_told(tmp_path):
     told, asked = [], jobs(tmp_path / "log", [Square, Square])
     found = run_jobs(asked, tmp_path, workers=2, show=lambda *news: told.append(news))
     assert squares(asked, found) == [4, 9]
-    assert os.getpid() not in {found.of(job).process for job in asked}
+    assert os.getpid() not in {found.require(job).process for job in asked}
     assert {name for name, share, what in told if what == "half"} == {"job2", "job3"}
     asked = jobs(tmp_path / "log", [Die, Die])
     dead = run_jobs(asked, tmp_path / "dead", workers=2)

@@ -15,18 +15,23 @@ from fedveil.data import Data
 from fedveil.data.dataset import Part
 from fedveil.errors import BadArgument
 from fedveil.runs.build import load_data
-from fedveil.studies.attack import Asked
-from fedveil.studies.membership.records import inside_of, records_of, shadow_jobs
-from fedveil.studies.membership.run import MEMBERSHIP, Options
+from fedveil.studies.attack import AttackRequest
+from fedveil.studies.estimates import Estimate
+from fedveil.studies.jobs import Failed
+from fedveil.studies.membership.page import judge_attackers
+from fedveil.studies.membership.records import divide_records, shadow_jobs, shadow_members
+from fedveil.studies.membership.results import Attacker, AttackScores, Membership, Sizes
+from fedveil.studies.membership.run import MEMBERSHIP, MembershipOptions
 from fedveil.studies.study import gather, publish
+from fedveil.studies.verdicts import Label
 
 CONFIG = config_of(data="digits", train_size=120, clients=2, hidden=12, epochs=3)
-QUICK = Options(shadows=2, lira=True, attack_epochs=3)
+QUICK = MembershipOptions(shadows=2, lira=True, attack_epochs=3)
 
 
 def test_members_and_non_members_are_told_apart_and_tests_are_balanced():
     data = load_data(CONFIG)
-    records = records_of(CONFIG, data)
+    records = divide_records(CONFIG, data)
     parts = [records.own, records.known, records.victims, records.fresh]
     every = np.concatenate(parts)
     assert len(set(every.tolist())) == len(every)
@@ -38,7 +43,7 @@ def test_members_and_non_members_are_told_apart_and_tests_are_balanced():
     assert (records.fresh >= members).all()
     assert len(records.pool.inputs) <= 2 * members
     assert torch.equal(records.pool.inputs[:members], data.train.inputs)
-    again = records_of(CONFIG, data)
+    again = divide_records(CONFIG, data)
     assert all(np.array_equal(getattr(records, n), getattr(again, n)) for n in ("own", "known", "victims", "fresh"))
 
 
@@ -46,16 +51,16 @@ def test_a_held_out_record_that_equals_a_member_is_no_non_member():
     inputs = torch.arange(40.0).reshape(20, 2)
     test = torch.cat([inputs[:5], 100 + inputs[:7]])
     data = Data("made", Part(inputs, torch.arange(20) % 2), Part(test, torch.arange(12) % 2), classes=("a", "b"))
-    records = records_of(CONFIG.changed(train_size=None), data)
+    records = divide_records(CONFIG.changed(train_size=None), data)
     others = records.pool.inputs[20:]
     assert sorted(others[:, 0].tolist()) == sorted((100 + inputs[:7, 0]).tolist())
-    with pytest.raises(BadArgument, match="nobody else to learn about"):
-        records_of(CONFIG.changed(clients=1), data)
+    with pytest.raises(BadArgument, match="no other client to learn about"):
+        divide_records(CONFIG.changed(clients=1), data)
 
 
 def test_plain_and_veil_share_shadows_and_others_have_their_own(tmp_path):
     def shadows(count, *defences):
-        asked = Asked(CONFIG, defences, dataclasses.replace(QUICK, shadows=count))
+        asked = AttackRequest(CONFIG, defences, dataclasses.replace(QUICK, shadows=count))
         return MEMBERSHIP.shared(asked, tmp_path)
 
     jobs = shadows(2, "plain", "veil", "dbcl")
@@ -66,12 +71,12 @@ def test_plain_and_veil_share_shadows_and_others_have_their_own(tmp_path):
         shadows(3, "plain")
     every = shadow_jobs(CONFIG, ["veil"], 2, tmp_path, everyone=True)
     assert all(job.work.everyone for job in every)
-    first, second = inside_of(CONFIG, 10, 2)
+    first, second = shadow_members(CONFIG, 10, 2)
     assert (first != second).all()
 
 
 def attacked(folder, config=CONFIG, options=QUICK, defences=("plain",)):
-    asked = Asked(config, tuple(defences), options)
+    asked = AttackRequest(config, tuple(defences), options)
     return publish(MEMBERSHIP, asked, gather(MEMBERSHIP, asked, folder, workers=1), folder, "again")
 
 
@@ -100,7 +105,6 @@ def test_it_attacks_every_defence_prints_table_3_and_goes_on(tmp_path):
         assert found[defence]["gap"] == pytest.approx(found[defence]["train"] - found[defence]["test"])
     assert [row[0] for row in first.rows] == ["plain", "veil", "veil", "veil", "ppdl", "dbcl", "dbcl", "spn"]
     assert first.header[3] == "train-test gap"
-    assert "0.1 % false positives is left out" in first.note
     page = (tmp_path / "report.html").read_text()
     assert "ROC: RMIA" in page
     written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.np[yz]")}
@@ -135,6 +139,30 @@ def test_a_shadow_that_is_missing_is_a_failed_attack_and_not_a_smaller_one(tmp_p
     assert "failed" in (tmp_path / "report.html").read_text()
 
 
+def membership(**aucs):
+    """A membership attack in which attackers have these AUCs."""
+    scored = {name: AttackScores(auc, auc, {"0.01": None, "0.001": None}) for name, auc in aucs.items()}
+    found = {name.replace("_", " "): Attacker("V-out", {"three": one, "x": Failed("")}) for name, one in scored.items()}
+    return Membership("accuracy", 1.0, 0.8, 0.2, "veil", 0, Sizes(1, 1, 1, 1), found)
+
+
+def test_the_strongest_attack_is_judged_beside_chance():
+    results = {
+        "plain": membership(as_published=Estimate(0.7, 0.68, 0.72)),
+        "veil": membership(as_published=Estimate(0.51, 0.49, 0.53), own_labels=Estimate(0.40, 0.38, 0.43)),
+        "ppdl": membership(as_published=Estimate(0.51, 0.3, 0.7)),
+        "spn": Failed("why"),
+    }
+    verdicts = judge_attackers(results)
+    labels = {"plain": Label.LEAK, "veil": Label.PARTIAL, "ppdl": Label.TOO_FEW}
+    assert {name: one.label for name, one in verdicts.items()} == labels
+    assert verdicts["veil"].strongest.below
+    shown = MEMBERSHIP.present(AttackRequest(CONFIG, tuple(results), QUICK), results)
+    assert shown.title == "Attack: membership on digits, mlp"
+    assert shown.verdict.startswith("Membership: LEAK (no defence 0.70)")
+    assert [row[:2] for row in shown.rows][-1] == ["spn", "failed"]
+
+
 REAL = Path(os.environ.get("FEDVEIL_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 
 
@@ -144,7 +172,7 @@ def test_an_overfitted_plain_federation_on_cifar10_gives_its_members_away(tmp_pa
         pytest.skip(f"no cifar10 in {REAL}")
     monkeypatch.setenv("FEDVEIL_DATA", str(REAL))
     config = config_of(**{**MEMBERSHIP.defaults, "train_size": 2000, "test_size": 2000})
-    attacked(tmp_path, config, Options(shadows=0, attack_epochs=30))
+    attacked(tmp_path, config, MembershipOptions(shadows=0, attack_epochs=30))
     found = json.loads((tmp_path / "results.json").read_text())["results"]["plain"]
     assert found["train"] >= 0.95
     attacks = found["attackers"]["as published"]["attacks"]

@@ -50,7 +50,9 @@ from fedveil.federation.evaluate import predict
 from fedveil.runs.config import Config
 from fedveil.studies.attack import AttackStudy, option
 from fedveil.studies.jobs import Failed, Result
-from fedveil.studies.victim import observe, trained
+from fedveil.studies.study import Shown
+from fedveil.studies.federations import load_or_train
+from fedveil.studies.observation import observe
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Count:
 
     def __call__(self, progress, done):
         """Count."""
-        federation, data = trained(self.config, self.run, progress)
+        federation, data = load_or_train(self.config, self.run, progress)
         answers = predict(observe(federation).model, data.test.tensor).argmax(1)
         return Counted(float((answers == self.label).double().mean()))
 
@@ -93,12 +95,12 @@ class CountStudy(AttackStudy[Options, Counted]):
 
     def attack(self, asked, defence, folder):
         """See `Count`."""
-        return Count(asked.under(defence), asked.options.label, self.run_of(asked, defence, folder))
+        return Count(asked.config_for(defence), asked.options.label, self.run_folder(asked, defence, folder))
 
-    def present(self, asked, results):
+    def show(self, asked, results):
         """One row per defence."""
         rows = [[name, "failed" if isinstance(r, Failed) else f"{r.share:.3f}"] for name, r in results.items()]
-        return self.framed(asked, results, ["defence", "share"], rows, "The share of held-out records.", [])
+        return Shown("", "", ["defence", "share"], rows, "The share of held-out records.", [])
 '''
 
 
@@ -155,7 +157,7 @@ def test_a_defence_of_one_s_own_is_audited_by_one_command(own, tmp_path, capsys)
     assert set(found[spec]["attackers"]) == {"as published", *GENERIC}
     assert set(found["undefended"]["attackers"]) == {"as published"}
     assert found[spec]["attackers"]["as published"]["agreement"]["value"] == 1.0
-    assert f"{spec}: the model is not protected" in capsys.readouterr().out
+    assert f"{spec}, the model: LEAK" in capsys.readouterr().out
 
 
 def agreement(folder, defence, attacker):
@@ -174,8 +176,8 @@ def test_the_example_looks_safe_to_published_attacks_and_falls_to_a_generic_one(
         assert agreement(tmp_path, spec, attacker)["value"] > 0.9
     for attacker in ["as published", *GENERIC, *own]:
         assert attacker in page
-    assert f"{spec}: the model is not protected: the strongest attacker (outputs c" in printed
-    assert "published attacks reach" in printed
+    assert f"{spec}, the model: LEAK: agreement" in printed
+    assert "as published" in printed
 
 
 def steps_of(defence):

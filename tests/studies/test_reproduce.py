@@ -4,12 +4,10 @@ import dataclasses
 import itertools
 import json
 import re
-import tomllib
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from tests.configs import config_of
+from pydantic import TypeAdapter
 from tests.studies.page_numbers import numbers_of
 
 import fedveil
@@ -17,16 +15,24 @@ from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.registry import ATTACKERS
 from fedveil.cli import main
 from fedveil.errors import BadArgument
-from fedveil.report import Beside, Intervals, Pictures
+from fedveil.report import Intervals
 from fedveil.runs.config import configure
-from fedveil.studies.paper.attacked import Printed
+from fedveil.studies.paper import table1
+from fedveil.studies.paper.attack_tables import PaperValues
 from fedveil.studies.paper.plan import SCALES, Scale, read_plan
-from fedveil.studies.paper.run import EXHIBITS, broken, names_of, read, reproduce
-from fedveil.studies.paper.table1 import Printed as Printed1
-from fedveil.studies.paper.table1 import largest_gap
-from fedveil.studies.paper.table2 import Printed as Printed2
-from fedveil.studies.paper.training import Apart, aparts, cell, configs_of, kind_of, name_of
-from fedveil.studies.study import gather
+from fedveil.studies.paper.reproduce import EXHIBITS, has_failure, read_exhibit, reproduce, select_names
+from fedveil.studies.paper.table2 import PaperValues as PaperValues2
+from fedveil.studies.paper.training import (
+    Comparison,
+    Run,
+    compare_runs,
+    defence_name,
+    format_runs,
+    list_configs,
+    run_name,
+    training_graph,
+)
+from fedveil.studies.study import run_graph
 
 COMMITTED = Path(__file__).parents[2] / "results" / "cpu"
 DEFENCES = ("plain", "ppdl", "dbcl", "spn", "veil")
@@ -44,8 +50,8 @@ def test_all_of_the_paper_at_the_quick_scale(quick):
     page = (quick / "report.html").read_text()
     for name in EXHIBITS:
         plan = read_plan(name, "quick")
-        found = read(plan, quick)
-        assert not broken(found["results"]), name
+        found = read_exhibit(plan, quick)
+        assert not has_failure(found["results"]), name
         assert plan.title in page
         assert found["command"] in page
     assert page.count("data:image/png") > 100
@@ -91,8 +97,8 @@ def test_the_page_is_built_from_the_data_alone(quick, tmp_path):
 @pytest.mark.slow
 def test_veil_and_plain_agree_at_the_quick_scale(quick):
     plan = read_plan("table1", "quick")
-    results = EXHIBITS["table1"].kind.validate_python(read(plan, quick)["results"])
-    pairs = list(aparts(results, ("layers", "clients")))
+    results = TypeAdapter(list[Run]).validate_python(read_exhibit(plan, quick)["results"])
+    pairs = list(compare_runs(results, ("layers", "clients")))
     assert len(pairs) == 9
     assert max(one.largest / max(one.plain) for one in pairs) < 1e-4  # float32 and a few dozen steps
 
@@ -101,7 +107,7 @@ def test_veil_and_plain_agree_at_the_quick_scale(quick):
 def test_tables_3_and_4_have_all_attackers(quick):
     for name in ("table3", "table4"):
         plan = read_plan(name, "quick")
-        shown = EXHIBITS[name].loaded(plan, read(plan, quick)["results"])
+        shown = EXHIBITS[name].present(plan, read_exhibit(plan, quick)["results"])
         veiled = [row for row in shown.rows if row[2] == "veil" and row[1].startswith("ASR")]
         assert {row[3] for row in veiled} >= {PUBLISHED, *ATTACKERS["veil"].strongest}
         assert all(re.match(r"\d", cell) for row in veiled for cell in row[5:])
@@ -114,7 +120,7 @@ def test_tables_3_and_4_have_all_attackers(quick):
 @pytest.mark.slow
 def test_table_2_has_the_baseline_beside_the_veil(quick):
     plan = read_plan("table2", "quick")
-    *tables, words = EXHIBITS["table2"].loaded(plan, read(plan, quick)["results"]).sections
+    *tables, words = EXHIBITS["table2"].present(plan, read_exhibit(plan, quick)["results"]).sections
     assert len(tables) == 2  # one for each loss
     rows = [dict(zip(table.header, row, strict=True)) for table in tables for row in table.rows]
     means = [(row["network"], row["difference of means"]) for row in rows]
@@ -125,20 +131,11 @@ def test_table_2_has_the_baseline_beside_the_veil(quick):
 
 def test_ranges_overlap_where_they_meet():
     def apart(plain, other):
-        return Apart({}, plain, other, 0.0, 0.0)
+        return Comparison({}, plain, other, 0.0, 0.0)
 
     assert apart([0.0, 2.0], [2.5, 4.5]).overlap  # 1 ± 1.41 and 3.5 ± 1.41
     assert not apart([0.0, 2.0], [4.0, 6.0]).overlap
     assert not apart([1.0, 1.0], [1.1, 1.1]).overlap
-
-
-@pytest.mark.slow
-def test_figures_show_what_they_are_named_after(quick):
-    kinds = {"fig3": Beside, "fig4": Pictures, "fig5": Pictures}
-    for name, kind in kinds.items():
-        plan = read_plan(name, "quick")
-        shown = EXHIBITS[name].loaded(plan, read(plan, quick)["results"])
-        assert any(isinstance(section, kind) for section in shown.sections), name
 
 
 @pytest.mark.slow
@@ -155,7 +152,7 @@ def test_every_plan_describes_runs_that_can_be_configured(name, scale):
     assert plan.settings.about
     assert plan.why
     if name in ("table1", "table2", "fig3"):
-        assert configs_of(plan)
+        assert list_configs(plan)
     elif name == "fig5":
         configure(plan.settings.run)
     else:
@@ -164,9 +161,9 @@ def test_every_plan_describes_runs_that_can_be_configured(name, scale):
 
 def test_committed_results_load_and_the_page_is_theirs(tmp_path):
     for name in EXHIBITS:
-        found = read(read_plan(name, "cpu"), COMMITTED)
+        found = read_exhibit(read_plan(name, "cpu"), COMMITTED)
         assert found, f"{name}.json was made with other settings than {name}.toml has now"
-        assert not broken(found["results"])
+        assert not has_failure(found["results"])
         (tmp_path / f"{name}.json").write_text((COMMITTED / f"{name}.json").read_text())
     reproduce(["all"], "cpu", tmp_path)
     built = (tmp_path / "report.html").read_text().replace(str(tmp_path), "results/cpu")
@@ -193,32 +190,32 @@ def test_figures_in_the_documentation_are_those_of_the_page():
 
 
 def test_the_papers_values_are_all_there():
-    one = read_plan("table1", "cpu").printed(Printed1)
+    one = read_plan("table1", "cpu").paper_values(table1.PaperValues)
     assert sum(len(row) for name in DEFENCES for row in one[name].values()) == 45
-    assert largest_gap(one) == pytest.approx(0.011)
-    two = read_plan("table2", "cpu").printed(Printed2)
+    assert table1.largest_gap(one) == pytest.approx(0.011)
+    two = read_plan("table2", "cpu").paper_values(PaperValues2)
     assert sum(len(row) for data in ("LDC", "CIFAR10") for name in DEFENCES for row in two[data][name].values()) == 90
     for table, measures in (("table3", 5), ("table4", 4)):
-        values = read_plan(table, "cpu").printed(Printed)
+        values = read_plan(table, "cpu").paper_values(PaperValues)
         assert {len(values[data]) for data in ("LDC", "CIFAR10")} == {measures}
         assert {tuple(row) for data in values.values() for row in data.values()} == {DEFENCES}
 
 
 def test_the_cpu_scale_is_what_was_asked_for():
-    runs = configs_of(read_plan("table1", "cpu"))
+    runs = list_configs(read_plan("table1", "cpu"))
     assert len(runs) == 45 * 3
     assert {(run.training.epochs, run.training.batch_size, run.data.train_size) for run in runs} == {(100, 512, None)}
-    wide = [run for run in configs_of(read_plan("table2", "cpu")) if run.model.name == "resnet20"]
+    wide = [run for run in list_configs(read_plan("table2", "cpu")) if run.model.name == "resnet20"]
     assert {run.model.width for run in wide} == {16}
-    both = {(run.training.loss, kind_of(run)) for run in wide}
+    both = {(run.training.loss, defence_name(run)) for run in wide}
     assert both >= set(itertools.product(("squared_error", "cross_entropy"), ("plain", "veil", "baseline")))
     assert {run.data.clients * run.training.batch_size for run in wide} == {40}
-    assert len({run.training.seed for run in configs_of(read_plan("fig3", "cpu"))}) == 5
+    assert len({run.training.seed for run in list_configs(read_plan("fig3", "cpu"))}) == 5
     assert read_plan("table3", "cpu").settings.seeds == read_plan("table4", "cpu").settings.seeds == 3
 
 
 def test_figure_3_takes_its_runs_from_table_2_where_they_are_the_same():
-    table, figure = (set(map(name_of, configs_of(read_plan(name, "quick")))) for name in ("table2", "fig3"))
+    table, figure = (set(map(run_name, list_configs(read_plan(name, "quick")))) for name in ("table2", "fig3"))
     assert figure <= table
 
 
@@ -228,31 +225,25 @@ def test_groups_share_what_is_common_and_values_follow_others():
         "common": {"clients": [1, 5], "batch_size": {"of": "clients", "1": 40, "5": 8}, "seeds": 2, "lr": 1e-2},
         "runs": [{"defence": ["plain", "veil"], "lr": 2e-2}, {"defence": "plain", "rounding": 1, "seeds": 1}],
     }
-    found = configs_of(dataclasses.replace(read_plan("table2", "quick"), settings=Scale(**settings)))
+    found = list_configs(dataclasses.replace(read_plan("table2", "quick"), settings=Scale(**settings)))
     assert len(found) == 2 * 2 * 2 + 2
     assert {(run.data.clients, run.training.batch_size) for run in found} == {(1, 40), (5, 8)}
-    assert {(run.training.lr, run.defence.rounding, kind_of(run)) for run in found} == {
+    assert {(run.training.lr, run.defence.rounding, defence_name(run)) for run in found} == {
         (2e-2, None, "plain"),
         (2e-2, None, "veil"),
         (1e-2, 1, "baseline"),
     }
 
 
-def test_configurations_have_names_of_their_own():
-    names = {name_of(config) for config in (config_of(), config_of(lr=2e-3), config_of(seed=1), config_of(layers=5))}
-    assert len(names) == 4
-
-
 def test_a_failed_cell_is_shown_as_failed(tmp_path):
     plan = read_plan("table1", "quick")
     group = {**plan.settings.runs[0], "layers": 3, "clients": [1, 400], "defence": ["plain", "veil"], "seeds": 1}
     plan = dataclasses.replace(plan, settings=plan.settings.model_copy(update={"runs": [group]}))
-    results = gather(EXHIBITS["table1"], plan, tmp_path, workers=1)
+    results = run_graph(training_graph(plan, tmp_path), tmp_path, workers=1)
     assert [bool(result.failed) for result in results] == [False, False, True, True]
-    assert broken(EXHIBITS["table1"].kind.dump_python(results, mode="json"))
-    assert cell(results[2:], ".3f").startswith("failed: ")
+    assert format_runs(results[2:], ".3f").startswith("failed: ")
     moved = [dataclasses.replace(result, clients=10 if result.failed else 1) for result in results]
-    shown = EXHIBITS["table1"].present(plan, moved)
+    shown = table1.present(plan, moved)
     found = {tuple(row[:2]): row[3] for row in shown.rows}
     assert re.match(r"\d", found["veil", "1"])
     assert found["veil", "10"].startswith("failed: ")
@@ -266,13 +257,8 @@ def test_missing_data_are_named_before_anything_runs(tmp_path, monkeypatch):
 
 
 def test_unknown_names_and_scales_are_refused(tmp_path):
-    assert names_of(["fig5", "table1"]) == ["table1", "fig5"]
+    assert select_names(["fig5", "table1"]) == ["table1", "fig5"]
     with pytest.raises(BadArgument, match="table9"):
-        names_of(["table9"])
+        select_names(["table9"])
     with pytest.raises(BadArgument, match="huge"):
         read_plan("table1", "huge")
-
-
-def test_plans_come_with_the_package():
-    for name in EXHIBITS:
-        assert tomllib.loads(files("fedveil.studies.paper").joinpath(f"{name}.toml").read_text())

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from fedveil.data.records import Part
 from tests.configs import config_of
 from torch import nn
 
@@ -15,7 +16,6 @@ from fedveil.attacks.leaks import mean_gradients
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.cli.studies import Audit
 from fedveil.data import Data, load
-from fedveil.data.dataset import Part
 from fedveil.defences import Plain, Private, Veil
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
@@ -25,31 +25,30 @@ from fedveil.report import NOTHING
 from fedveil.runs.build import load_data
 from fedveil.runs.folder import resumed, train
 from fedveil.scheme import Entropy
-from fedveil.studies.attack import Asked
+from fedveil.studies.attack import AttackRequest
 from fedveil.studies.audit import run as audit
-from fedveil.studies.audit.attackers import attacker_rows
-from fedveil.studies.audit.results import Audited, Guessing
 from fedveil.studies.gradients.results import Curious, Nearest, ServerRound, ServerView
 from fedveil.studies.gradients.run import guesses
 from fedveil.studies.gradients.server import (
     SERVER,
     AttackRound,
-    Options,
-    attacked,
+    ServerOptions,
+    attack_view,
     images_and_model,
     nearest,
-    updates_of,
-    views_of,
+    read_updates,
+    server_views,
 )
-from fedveil.studies.gradients.server_page import RECOGNISED, SINGLE, difference_of, gallery, sum_of, verdict
+from fedveil.studies.gradients.server_page import SINGLE, difference_view, gallery, sum_view, verdict
 from fedveil.studies.jobs import Done, Failed
 from fedveil.studies.study import gather, publish
+from fedveil.studies.verdicts import RECOGNISED
 
 UNIT = 2.0**-24  # half a unit in the last place of a float32
 EPS = torch.finfo(torch.float64).eps
 DIGITS = load("digits", flat=False)
-QUICK = Options(rounds=2, sums="2", difference=4, steps=2, restarts=1)
-SAME_MODEL, NEXT_ROUND = (difference_of(4, models) for models in ("same model", "next round"))
+QUICK = ServerOptions(rounds=2, sums="2", difference=4, steps=2, restarts=1)
+SAME_MODEL, NEXT_ROUND = (difference_view(4, models) for models in ("same model", "next round"))
 
 
 def federation_of(defence, clients=10, dtype=torch.float32, lr=0.1, data=DIGITS, sizes=None):
@@ -74,17 +73,17 @@ def attack_round(config, options, number=0):
 
 
 def test_a_sum_over_one_client_gives_what_the_single_update_gives():
-    options = Options(rounds=1, sums="1", difference=2, steps=20, restarts=1)
+    options = ServerOptions(rounds=1, sums="1", difference=2, steps=20, restarts=1)
     found = attack_round(config_of(data="digits", train_size=200, defence="plain"), options).views
-    assert found[sum_of(1)] == found[SINGLE]
+    assert found[sum_view(1)] == found[SINGLE]
     assert set(found[SINGLE].attacks) == {"search", "first layer", "rows that agree"}
 
 
 def test_two_sums_of_the_same_model_that_differ_by_one_client_give_its_record_away():
     """Products and sums of one record round once, the difference and the bias once more: below 4 units of a pixel."""
-    found = views_of(federation_of(Plain()), [10], 4)
+    found = server_views(federation_of(Plain()), [10], 4)
     record = DIGITS.train.tensor[0].flatten().double()
-    for view, far in ((SAME_MODEL, False), (SINGLE, False), (sum_of(10), True)):
+    for view, far in ((SAME_MODEL, False), (SINGLE, False), (sum_view(10), True)):
         leak = found[view].leak
         gap = (record_from_gradient(leak, first_linear(leak.model)) - record).abs().max()
         assert (gap > 0.1) if far else (gap <= 4 * UNIT), view
@@ -94,19 +93,19 @@ def test_two_sums_of_the_same_model_that_differ_by_one_client_give_its_record_aw
 def test_sums_are_weighted_by_records():
     sizes = [3, 1, 2]
     federation = federation_of(Plain(), dtype=torch.float64, sizes=sizes)
-    found = views_of(federation, [2, 3], 3)
+    found = server_views(federation, [2, 3], 3)
     for clients in (2, 3):
-        leak, records = found[sum_of(clients)].leak, sum(sizes[:clients])
+        leak, records = found[sum_view(clients)].leak, sum(sizes[:clients])
         batch = DIGITS.train.tensor[:records].double(), DIGITS.train.targets[:records]
         assert relative(leak.gradients, mean_gradients(leak.model, leak.loss, *batch)) < 1e3 * EPS
-    leak = found[difference_of(3, "same model")].leak
+    leak = found[difference_view(3, "same model")].leak
     own = DIGITS.train.tensor[:3].double(), DIGITS.train.targets[:3]
     assert relative(leak.gradients, mean_gradients(leak.model, leak.loss, *own)) < 1e3 * EPS
 
 
 def test_the_next_round_adds_what_the_step_changed_in_the_others_gradients():
     federation = federation_of(Plain(), clients=4, dtype=torch.float64)
-    found = views_of(federation, [4], 4)
+    found = server_views(federation, [4], 4)
     leak, single, after = found[NEXT_ROUND].leak, found[SINGLE].leak, federation.model
     inputs, targets = DIGITS.train.tensor[1:4].double(), DIGITS.train.targets[1:4]
     before, later = (mean_gradients(model, leak.loss, inputs, targets) for model in (leak.model, after))
@@ -119,8 +118,8 @@ def test_the_next_round_adds_what_the_step_changed_in_the_others_gradients():
 def test_a_veil_does_not_change_what_the_server_sees(private):
     veil = Veil(groups=10, entropy=Entropy.for_tests(0))
     veil = Private(veil, 1.0, 0.0) if private else veil  # the server clips what it has seen
-    plain, veiled = (views_of(federation_of(one, dtype=torch.float64), [2, 10], 4) for one in (Plain(), veil))
-    assert list(plain) == list(veiled) == [SINGLE, sum_of(2), sum_of(10), SAME_MODEL, NEXT_ROUND]
+    plain, veiled = (server_views(federation_of(one, dtype=torch.float64), [2, 10], 4) for one in (Plain(), veil))
+    assert list(plain) == list(veiled) == [SINGLE, sum_view(2), sum_view(10), SAME_MODEL, NEXT_ROUND]
     for view in plain:
         assert relative(veiled[view].leak.gradients, plain[view].leak.gradients) < 1e4 * EPS, view
 
@@ -136,15 +135,15 @@ def noise(clients):
 def test_a_sum_over_many_clients_shows_no_record_and_a_single_update_does():
     clients = 64
     data = noise(clients)
-    found = views_of(federation_of(Plain(), clients, data=data), [clients], 4)
+    found = server_views(federation_of(Plain(), clients, data=data), [clients], 4)
     mean = nearest(data.train.tensor.mean(0, keepdim=True), data.train.tensor).psnr
     best = {}
     for view, opened in found.items():
         size, search = len(opened.clients), Search(steps=50, restarts=1)
         chance = generator("test", view)
-        images = attacked(opened, search, data, DIGITS.test.tensor[:64], size, chance, lambda share: None)
+        images = attack_view(opened, search, data, DIGITS.test.tensor[:64], size, chance, lambda share: None)
         best[view] = {name: nearest(one, data.train.tensor[:size]).psnr for name, one in images.items()}
-    assert max(best[sum_of(clients)].values()) < mean + RECOGNISED
+    assert max(best[sum_view(clients)].values()) < mean + RECOGNISED
     for view in (SINGLE, SAME_MODEL):
         assert max(best[view].values()) >= mean + RECOGNISED
 
@@ -165,16 +164,17 @@ def test_a_guess_is_never_a_record_of_the_round():
 
 
 def test_the_study_has_a_row_per_view_pictures_and_a_verdict(tmp_path):
-    asked = Asked(config_of(**{**SERVER.defaults, "train_size": 200, "defence": "plain"}), ("plain", "veil"), QUICK)
+    asked = AttackRequest(
+        config_of(**{**SERVER.defaults, "train_size": 200, "defence": "plain"}), ("plain", "veil"), QUICK
+    )
     results = gather(SERVER, asked, tmp_path, workers=1)
     shown = publish(SERVER, asked, results, tmp_path, "again")
-    views = [SINGLE, sum_of(2), SAME_MODEL, NEXT_ROUND]
+    views = [SINGLE, sum_view(2), SAME_MODEL, NEXT_ROUND]
     assert [tuple(row[:2]) for row in shown.rows] == [(name, view) for name in ("plain", "veil") for view in views]
     assert [row[2] for row in shown.rows[:4]] == ["1", "2", "1", "1"]
     single = dict(zip(shown.header, shown.rows[0], strict=True))
     assert (single["first layer, dB"], single["known"]) == ("120.0", "2/2")
-    [verdicts] = shown.first
-    assert verdicts.paragraphs[1].startswith("veil: a curious server rebuilds a record from: single update (2 of 2")
+    assert "veil: LEAK: a record from single update (2 of 2 rounds)" in shown.verdict
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png") == 2 * 2 * (1 + len(views) + 1)
     json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
@@ -192,7 +192,7 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
 def test_a_convolution_leaves_the_search(tmp_path):
     found = attack_round(config_of(data="digits", train_size=200, model="lenet"), QUICK)
     assert all(set(view.attacks) == {"search"} for view in found.views.values())
-    shown = SERVER.present(Asked(config_of(), ("plain",), QUICK), {"plain": Curious([found])})
+    shown = SERVER.present(AttackRequest(config_of(), ("plain",), QUICK), {"plain": Curious([found])})
     assert [row[5:7] for row in shown.rows] == [[NOTHING, NOTHING]] * 4
 
 
@@ -210,50 +210,50 @@ def planted(*figures):
     return ServerRound([0, 1], Search(), views, [code, code], (1, 2, 2), 0.0)
 
 
-def test_words_follow_the_figures():
-    one = planted((SINGLE, 1, 40.0, 12.0), (sum_of(2), 2, 21.9, 12.0))
-    two = planted((SINGLE, 1, 60.0, 12.0), (sum_of(2), 2, 21.9, 12.0))
-    assert verdict(Curious([one, two])) == (
-        "a curious server rebuilds a record from: single update (2 of 2 rounds). It rebuilds none from: sum of 2."
-    )
-    weak = verdict(Curious([planted((SINGLE, 1, 20.0, 12.0))]))
-    assert weak.startswith("a curious server rebuilds no record by these attacks, not even from a single update")
+def test_the_verdict_follows_the_figures():
+    one = planted((SINGLE, 1, 40.0, 12.0), (sum_view(2), 2, 21.9, 12.0))
+    two = planted((SINGLE, 1, 60.0, 12.0), (sum_view(2), 2, 21.9, 12.0))
+    assert verdict(Curious([one, two])) == "LEAK: a record from single update (2 of 2 rounds); no record from sum of 2."
+    assert verdict(Curious([planted((SINGLE, 1, 20.0, 12.0))])).startswith("NOTHING FOUND")
     pictures = gallery("", Curious([one, two]))
-    assert [label for label, _ in pictures.rows] == ["victim's record", SINGLE, sum_of(2), "its nearest record"]
+    assert [label for label, _ in pictures.rows] == ["victim's record", SINGLE, sum_view(2), "its nearest record"]
     broken = Curious([one, Failed("it broke")])
-    assert verdict(broken) == "the curious server was not measured (it broke)."
+    assert verdict(broken) == "not measured (it broke)."
     assert gallery("", broken) is None
-    shown = SERVER.present(Asked(config_of(), ("plain",), QUICK), {"plain": broken})
+    shown = SERVER.present(AttackRequest(config_of(), ("plain",), QUICK), {"plain": broken})
     assert shown.rows[0][:4] == ["plain", "", "", "failed: it broke"]
+    assert SERVER.present(AttackRequest(config_of(), ("plain",), QUICK), {"plain": Failed("x")}).verdict.startswith(
+        "No verdict"
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (Options(sums="2,x"), "sums over '2,x' clients"),
-        (Options(sums="2,2"), "sums over '2,2' clients"),
-        (Options(sums="0"), "sums over '0' clients"),
-        (Options(difference=1), "a sum over 1 clients"),
-        (Options(rounds=0), "0 rounds of 1 records per client"),
+        (ServerOptions(sums="2,x"), "sums over '2,x' clients"),
+        (ServerOptions(sums="2,2"), "sums over '2,2' clients"),
+        (ServerOptions(sums="0"), "sums over '0' clients"),
+        (ServerOptions(difference=1), "a sum over 1 clients"),
+        (ServerOptions(rounds=0), "0 rounds of 1 records per client"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, options, what):
     with pytest.raises(BadArgument, match=what):
-        SERVER.jobs(Asked(config_of(data="digits"), ("plain",), options), tmp_path)
+        SERVER.graph(AttackRequest(config_of(data="digits"), ("plain",), options), tmp_path)
 
 
 def test_records_that_are_no_images_and_too_few_records_are_refused():
-    with pytest.raises(DoesNotApply, match="the records are no images"):
+    with pytest.raises(DoesNotApply, match="the records are not images"):
         images_and_model(config_of(data="diabetes"), None)
     with pytest.raises(BadArgument, match="5 training records, 100 clients need 100"):
-        attack_round(config_of(data="digits", train_size=5), Options())
+        attack_round(config_of(data="digits", train_size=5), ServerOptions())
 
 
 def test_the_server_has_gradients_and_no_noise_of_its_own():
     federation = federation_of(Veil(groups=10, entropy=Entropy.for_tests(0)), clients=2, dtype=torch.float64)
     inputs, targets = DIGITS.train.tensor[:1].double(), DIGITS.train.targets[:1]
     wanted = mean_gradients(federation.model, federation.loss, inputs, targets)
-    assert relative(updates_of(federation, [0])[0], wanted) < 1e4 * EPS
+    assert relative(read_updates(federation, [0])[0], wanted) < 1e4 * EPS
 
 
 AUDIT = [
@@ -270,25 +270,21 @@ def test_the_audit_has_the_curious_server_once_beside_the_undefended_federation(
     [found] = results["undefended"]["server"]["rounds"]
     assert found["views"][SAME_MODEL]["attacks"]["first layer"]["psnr"] == 120.0
     page = (tmp_path / "report.html").read_text()
-    assert page.index("Verdict") < page.index("Curious server") < page.index("What the server sees")
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "server: a curious server rebuilds a record from: single update (1 of 1 rounds)" in printed
-    words = ["--no-server", *AUDIT[1:]]
-    assert not audit.AUDIT.server_rounds(Asked(config_of(), ("plain",), Audit.read("fedveil audit", words, "").attack))
-
-
-def test_the_audit_says_why_the_curious_server_was_not_run():
-    found = Audited(
-        "accuracy", 1.0, 1.0, 0.0, "a", 10, 1, 1, {}, {}, Guessing(0.1), server=Curious([Failed("no images")])
+    assert page.index("Verdict") < page.index("Curious server")
+    assert "curious server: LEAK: a record from single update (1 of 1 rounds)" in " ".join(
+        capsys.readouterr().out.split()
     )
-    assert list(attacker_rows("a", found)) == [["a", "curious server", "not run: no images"]]
+    words = ["--no-server", *AUDIT[1:]]
+    assert not audit.AUDIT.server_rounds(
+        AttackRequest(config_of(), ("plain",), Audit.read("fedveil audit", words, "").attack)
+    )
 
 
 @pytest.mark.slow
 def test_on_digits_a_large_sum_hides_what_small_ones_show():
     options = dataclasses.replace(audit.CURIOUS, sums="2,300")
     rounds = Curious([attack_round(config_of(data="digits"), options, number) for number in range(4)])
-    shown, _, hidden = verdict(rounds).partition("It rebuilds none from: ")
-    for view in (SINGLE, sum_of(2), difference_of(10, "same model")):
+    shown, _, hidden = verdict(rounds).partition("; no record from ")
+    for view in (SINGLE, sum_view(2), difference_view(10, "same model")):
         assert f"{view} (4 of 4 rounds)" in shown
-    assert sum_of(300) in hidden
+    assert sum_view(300) in hidden

@@ -5,7 +5,6 @@ Networks and settings are those of GMI (Zhang et al. 2020, arXiv 1911.07135, and
 
 import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_for, save_for
+from fedveil.progress import Progress
 from fedveil.records.shards import generator as source
 
-Progress = Callable[[float, str], None]  # takes the fraction that is done, and what is being done
 CODE = 100  # dimensions of a code z
 SMALLEST = 4  # pixels per side of the first hidden image
 LR, BETAS, BATCH, CRITIC_STEPS, PENALTY = 2e-4, (0.5, 0.999), 64, 5, 10.0

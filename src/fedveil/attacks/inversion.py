@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedveil.attacks.generator import CODE, Gan, Progress
+from fedveil.attacks.generator import CODE, Gan
 from fedveil.attacks.similarity import total_variation
 from fedveil.federation.evaluate import evaluating
+from fedveil.progress import Progress
 from fedveil.records.shards import generator as source
 
 Model = Callable[[Tensor], Tensor]

@@ -7,7 +7,7 @@ from fedveil.errors import BadArgument
 from fedveil.lookup import imported, installed
 
 if TYPE_CHECKING:
-    from fedveil.studies.attack import OnDefences
+    from fedveil.studies.attack import MultiDefenceStudy
 
 AUDIT = "fedveil.studies.audit.run:AUDIT"
 GROUP = "fedveil.attacks"
@@ -36,18 +36,18 @@ def attack_names() -> dict[str, str]:
     return theirs | {name: summary for name, (_, summary) in ATTACKS.items()}
 
 
-def find_attack(name: str) -> "OnDefences[Any, Any]":
+def find_attack(name: str) -> "MultiDefenceStudy[Any, Any]":
     """The attack of a name, of an entry point, or at `package.module:NAME`."""
-    from fedveil.studies.attack import OnDefences
+    from fedveil.studies.attack import MultiDefenceStudy
 
     spec = name
     if ":" not in name:
         one_of("fedveil attack", "attack", name, attack_names())
         spec = ATTACKS[name][0] if name in ATTACKS else installed(GROUP)[name]
     found = imported(spec, "an attack", "fedveil attack my_package.attacks:GUESS")
-    if isinstance(found, type) and issubclass(found, OnDefences):
+    if isinstance(found, type) and issubclass(found, MultiDefenceStudy):
         found = found()
-    if not isinstance(found, OnDefences):
+    if not isinstance(found, MultiDefenceStudy):
         fix = "name an instance or a subclass of fedveil.studies.attack.AttackStudy"
         raise BadArgument(spec, f"is {type(found).__name__}, not an attack", fix)
     return found

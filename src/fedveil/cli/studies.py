@@ -113,9 +113,9 @@ class Attack(Federated):
 
     def measure(self, config: Config, folder: Path, run: Path | None = None) -> None:
         """Attack, and print the table."""
-        from fedveil.studies.attack import Asked, plain_values
+        from fedveil.studies.attack import AttackRequest, plain_values
         from fedveil.studies.compare import DEFENCES, check_defences
-        from fedveil.studies.victim import describe_run
+        from fedveil.studies.federations import describe_run
 
         config = with_loss(config)
         named = config.defence.name if run else self.config.defence.name
@@ -130,7 +130,7 @@ class Attack(Federated):
             values |= {"defence": ",".join(defences)}
         values |= {name: value for name, value in plain_values(self.attack).items() if value != usual[name]}
         notes = tuple(describe_run(config, run)) if run else ()
-        asked = Asked(config.changed(defence=defences[0]), defences, self.attack, run, notes=notes)
+        asked = AttackRequest(config.changed(defence=defences[0]), defences, self.attack, run, notes=notes)
         run_study(self.study, asked, folder, f"{self.where} {flags_of(values)}", self.workers, self.as_json)
 
 
@@ -170,15 +170,15 @@ class Audit(Attack):
     def measure_hardening(self) -> None:
         """Measure what hardens the veil, in the federation of the flags."""
         from fedveil.studies.attack import plain_values
-        from fedveil.studies.audit.harden import HARDEN, Hardening, base_of, looks_of
+        from fedveil.studies.audit.harden import HARDEN, Hardening, base_values, default_options
 
         if self.run or self.file:
             raise BadArgument(self.where, "--harden trains federations of its own", "give flags in place of a run")
         values, own = self.config.flat(), plain_values(self.attack)
         given = {name: values[name] for name in self.given if name in HOME}
         looks: dict[str, Any] = {name: own[name] for name in self.given if name in own}
-        base, seeds = base_of(given), whole(self.where, "--seeds", self.seeds)
-        asked = Hardening(base, seeds, dataclasses.replace(looks_of(base), **looks))
+        base, seeds = base_values(given), whole(self.where, "--seeds", self.seeds)
+        asked = Hardening(base, seeds, dataclasses.replace(default_options(base), **looks))
         told = given | {"seeds": seeds} | looks
         folder, command = self.out or Path("runs/hardening"), f"{self.where} --harden {flags_of(told)}"
         run_study(HARDEN, asked, folder, command, self.workers, self.as_json)
@@ -211,10 +211,10 @@ class Compare(Federated):
 
     def __call__(self) -> None:
         """Train what is not trained yet, and print the table."""
-        from fedveil.studies.compare import COMPARE, Compared
+        from fedveil.studies.compare import COMPARE, Comparands
 
         config = with_loss(self.config)
-        asked = Compared(config, tuple(self.defences.split(",")), self.seeds)
+        asked = Comparands(config, tuple(self.defences.split(",")), self.seeds)
         title = f"compare-{config.data.name}-{config.model.name}".replace(":", ".")
         values = config.changes() | {"defences": self.defences, "seeds": self.seeds}
         command, folder = f"fedveil compare {flags_of(values)}", self.out or Path("runs") / title
@@ -231,7 +231,7 @@ def reproduce(
     """Compute what is not there yet, print each table, say where the page is."""
     if not names:
         raise BadArgument("fedveil reproduce", "nothing is named", EXHIBITS)
-    from fedveil.studies.paper import run
+    from fedveil.studies.paper.reproduce import reproduce as run
 
     def done(plan: "Plan", shown: "Shown") -> None:
         print(f"\n{plan.title}\n{textwrap.fill(plan.settings.about, 110)}\n")
@@ -239,7 +239,7 @@ def reproduce(
 
     folder = out or Path("runs") / f"paper-{scale}"
     with live() as show:
-        page = run.reproduce(names, scale, folder, workers=workers, device=device, show=show, on_done=done)
+        page = run(names, scale, folder, workers=workers, device=device, show=show, on_done=done)
     print(f"\nreport: {page}")
 
 

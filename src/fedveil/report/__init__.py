@@ -6,7 +6,7 @@ True
 """
 
 from fedveil.report.page import Page, render, write
-from fedveil.report.scale import NOTHING
+from fedveil.report.scale import NOTHING, count
 from fedveil.report.sections import (
     Beside,
     Curves,
@@ -35,6 +35,7 @@ __all__ = [
     "Section",
     "Table",
     "Text",
+    "count",
     "render",
     "write",
 ]

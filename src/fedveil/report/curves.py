@@ -8,8 +8,8 @@ from markupsafe import Markup
 
 from fedveil.report.scale import LARGEST, Scale, count, linear, logarithmic, short
 from fedveil.report.sections import Curves
-from fedveil.report.series import Line, Point, alternative, at_last, clean, coincidences, missing, overlap, pieces, thin
-from fedveil.report.style import filled, series_dash
+from fedveil.report.series import Line, Point, clean, coincidences, describe, gaps, last_label, overlap, pieces, thin
+from fedveil.report.style import fill, series_dash
 from fedveil.report.tables import curve_data
 
 UNITS = 1000  # of the inner picture, both ways
@@ -67,7 +67,7 @@ def _outline(band: Band, scales: Scales, limit: int) -> str:
 
 
 def _wiggle(line: Line, scales: Scales, limit: int) -> int:
-    """How many times longer than the axis a line is."""
+    """Return the length of a line in lengths of the axis."""
     across, up = scales
     runs = pieces(thin(line.points, limit, across.log))
     placed = [[(across.place(x), up.place(y) / 2) for x, y in run] for run in runs]
@@ -86,7 +86,7 @@ def _dash(number: int, lines: Sequence[Line], scales: Scales, limit: int) -> str
     return None if alone else series_dash(number, wiggle)
 
 
-def _marked(drawn: Sequence[Point], across: Scale, shift: float) -> Sequence[Point]:
+def _mark_points(drawn: Sequence[Point], across: Scale, shift: float) -> Sequence[Point]:
     """The points that carry a mark: all of a few, else some, evenly by number or along a logarithmic axis."""
     if len(drawn) <= EVERY_MARKED:
         return drawn
@@ -97,11 +97,11 @@ def _marked(drawn: Sequence[Point], across: Scale, shift: float) -> Sequence[Poi
 
 
 def _stroke(number: int, line: Line, scales: Scales, limit: int) -> dict[str, object]:
-    """What is drawn of a line, and the values that the script shows; marks stand at other places for each line."""
+    """Return the path and marks of a line, and the values that the script shows; marks are shifted for each line."""
     across, up = scales
     points = thin(line.points, limit, across.log)
     drawn = [point for point in points if not math.isnan(point[1])]
-    marked = _marked(line.drawn, across, shift=(number % 4 + 0.5) / 4)
+    marked = _mark_points(line.drawn, across, shift=(number % 4 + 0.5) / 4)
     return {
         "path": _path(points, scales),
         "dense": len(drawn) > DENSE,
@@ -113,11 +113,11 @@ def _stroke(number: int, line: Line, scales: Scales, limit: int) -> dict[str, ob
 
 
 def _remarks(curves: Curves, lines: Sequence[Line], bands: Sequence[Band], limit: int) -> list[str]:
-    found = missing(lines)
+    found = gaps(lines)
     for line, (lower, _) in zip(lines, bands, strict=True):
-        gaps = sum(math.isnan(low) for _, low in lower) - sum(math.isnan(y) for _, y in line.points)
-        if gaps and line.name in curves.bands:
-            found.append(f"{line.name}: band left out at {count(gaps, 'point')}, where it reaches zero.")
+        lost = sum(math.isnan(low) for _, low in lower) - sum(math.isnan(y) for _, y in line.points)
+        if lost and line.name in curves.bands:
+            found.append(f"{line.name}: band left out at {count(lost, 'point')}, where it reaches zero.")
     if any(len(line.points) > limit for line in lines):
         found.append("Long lines are thinned to what a screen shows; lows and highs are kept.")
     return found
@@ -137,14 +137,14 @@ def chart(curves: Curves, limit: int) -> Markup:
             look["band"] = _outline(bands[number], scales, limit)
         drawn.append(look)
     same = coincidences(lines, scales[1]) if scales else []
-    return filled(
+    return fill(
         "curves.html",
         curves=curves,
         lines=drawn,
         scales=scales,
         units=UNITS,
-        at=at_last(lines, curves.x_label),
-        words=alternative(curves, lines, same),
+        at=last_label(lines, curves.x_label),
+        words=describe(curves, lines, same),
         remarks=" ".join([*same, *_remarks(curves, lines, bands, limit)]),
         data=curve_data(curves, lines),
     )

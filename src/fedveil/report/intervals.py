@@ -10,9 +10,9 @@ from itertools import pairwise, product
 
 from markupsafe import Markup
 
-from fedveil.report.scale import NOTHING, Scale, aligned, linear, short
+from fedveil.report.scale import NOTHING, Scale, align, linear, short
 from fedveil.report.sections import Interval, Intervals
-from fedveil.report.style import filled
+from fedveil.report.style import fill
 from fedveil.report.tables import interval_data
 
 LETTER = 6.7 / 320  # about a letter's share of a plot on a phone
@@ -54,7 +54,7 @@ def _clear(lines: Sequence[Reference]) -> bool:
     )
 
 
-def placed(references: Mapping[str, float], axis: Scale) -> list[Reference]:
+def place_references(references: Mapping[str, float], axis: Scale) -> list[Reference]:
     """The references with a place for each name, which tells the value too.
 
     Names stand on one level, all over their lines or all beside them. If there is no room, each has a level of its own;
@@ -71,12 +71,7 @@ def placed(references: Mapping[str, float], axis: Scale) -> list[Reference]:
     return [replace(line, anchor="start" if line.share <= 0.5 else "end", level=level) for level, line in outward]
 
 
-def levels(lines: Sequence[Reference]) -> int:
-    """How many levels the names take."""
-    return 1 + max((line.level for line in lines), default=-1)
-
-
-def axis_of(section: Intervals) -> Scale:
+def build_axis(section: Intervals) -> Scale:
     """The axis: it ends at a limit that holds all numbers, else at a tick beyond them."""
     limits = [limit for limit in (section.low, section.high) if limit is not None]
     measured = [number for row in section.rows for number in (row.value, row.low, row.high) if number is not None]
@@ -90,15 +85,15 @@ def axis_of(section: Intervals) -> Scale:
     return Scale(low, high, False, tuple(tick for tick in axis.ticks if low - slack <= tick[0] <= high + slack))
 
 
-def _written(rows: Sequence[Interval], axis: Scale) -> list[Written]:
+def _format_rows(rows: Sequence[Interval], axis: Scale) -> list[Written]:
     """Value, low and high of each row, to about a thousandth of the axis, their points below one another."""
     decimals = max(0, 3 - math.ceil(math.log10(axis.high - axis.low) - 1e-9))
     numbers = [number for row in rows for number in (row.value, row.low, row.high)]
-    cells = iter(aligned([NOTHING if number is None else short(round(number, decimals) + 0.0) for number in numbers]))
+    cells = iter(align([NOTHING if number is None else short(round(number, decimals) + 0.0) for number in numbers]))
     return list(zip(cells, cells, cells, strict=True))
 
 
-def _row_in_words(row: Interval, written: Written, references: Mapping[str, float]) -> str:
+def _describe_row(row: Interval, written: Written, references: Mapping[str, float]) -> str:
     name, (value, low, high) = f"{row.group}, {row.name}" if row.group else row.name, written
     if row.value is None:
         return f"{name}: {row.missing}."
@@ -108,10 +103,10 @@ def _row_in_words(row: Interval, written: Written, references: Mapping[str, floa
     return f"{name}: {value}, interval {low} to {high}" + (f", holds {' and '.join(held)}." if held else ".")
 
 
-def _in_words(section: Intervals, rows: Sequence[tuple[Interval, Written]]) -> str:
+def _describe(section: Intervals, rows: Sequence[tuple[Interval, Written]]) -> str:
     lines = ", ".join(f"{name} {short(value)}" for name, value in section.references.items())
     opening = f"Values with intervals: {section.label}." + (f" Reference lines: {lines}." if lines else "")
-    said = [_row_in_words(row, written, section.references) for row, written in rows]
+    said = [_describe_row(row, written, section.references) for row, written in rows]
     return " ".join([opening, *said, "The values are in the table below."])
 
 
@@ -119,10 +114,10 @@ def intervals(section: Intervals) -> Markup:
     """The plot with legend, axis, remark and its data: rows of a group together, in the order of their first rows."""
     groups = list(dict.fromkeys(row.group for row in section.rows))
     gathered = sorted(section.rows, key=lambda row: groups.index(row.group))
-    axis = axis_of(section)
-    rows = list(zip(gathered, _written(gathered, axis), strict=True))
-    references = placed(section.references, axis)
-    return filled(
+    axis = build_axis(section)
+    rows = list(zip(gathered, _format_rows(gathered, axis), strict=True))
+    references = place_references(section.references, axis)
+    return fill(
         "intervals.html",
         section=section,
         rows=rows,
@@ -130,8 +125,8 @@ def intervals(section: Intervals) -> Markup:
         looks={name: number for number, name in enumerate(dict.fromkeys(row.name for row in section.rows))},
         axis=axis,
         references=references,
-        levels=levels(references),
+        levels=1 + max((line.level for line in references), default=-1),
         LEVEL=LEVEL,
-        words=_in_words(section, rows),
+        words=_describe(section, rows),
         data=interval_data(section),
     )

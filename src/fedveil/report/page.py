@@ -16,7 +16,7 @@ from fedveil.report.curves import chart
 from fedveil.report.intervals import intervals
 from fedveil.report.pictures import pictures
 from fedveil.report.sections import Beside, Curves, Facts, Intervals, Matrix, Pictures, Section, Table, Text
-from fedveil.report.style import DARK, ICON, LIGHT, asset, filled
+from fedveil.report.style import asset, fill
 from fedveil.report.tables import grid, matrix
 
 SCRIPTS = ("page.js", "png.js")
@@ -26,7 +26,7 @@ POINTS_PER_PAGE = 20_000  # keeps a page of many charts below 1 MB
 
 @dataclass(frozen=True)
 class Page:
-    """What a page says.
+    """The content of a page.
 
     Attributes:
         title: what was run.
@@ -60,20 +60,18 @@ def _body(section: Section, limit: int) -> Markup:
         case Curves():
             return chart(section, limit)
         case Table():
-            return filled("table.html", section=section, grid=grid(section.title, section.header, section.rows))
+            return fill("table.html", section=section, grid=grid(section.title, section.header, section.rows))
         case Matrix():
             return matrix(section)
         case Pictures():
             return pictures(section)
         case Intervals():
             return intervals(section)
-        case Facts():
-            return filled("facts.html", section=section)
-        case Text():
-            return filled("text.html", section=section)
+        case Facts() | Text():
+            return fill(f"{type(section).__name__.lower()}.html", section=section)
         case Beside():
             parts = [(part.title, _body(part, limit)) for part in section.parts]
-            return filled("beside.html", section=section, parts=parts)
+            return fill("beside.html", section=section, parts=parts)
         case _:
             assert_never(section)
 
@@ -91,8 +89,8 @@ def render(page: Page) -> str:
         (_id(number, section.title), section.title, type(section).__name__.lower(), _body(section, limit))
         for number, section in enumerate(page.sections, start=1)
     ]
-    looks = {"light": LIGHT, "dark": DARK, "icon": quote(ICON), "style": style, "script": script, "digest": digest}
-    return f"{filled('page.html', page=page, sections=sections, **looks)}\n"
+    parts = {"icon": quote(asset("icon.svg")), "style": style, "script": script, "digest": digest}
+    return f"{fill('page.html', page=page, sections=sections, **parts)}\n"
 
 
 def write(page: Page, path: Path) -> Path:

@@ -7,7 +7,7 @@ import zlib
 from markupsafe import Markup
 
 from fedveil.report.sections import Picture, Pictures
-from fedveil.report.style import filled
+from fedveil.report.style import fill
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 GREY, RED_GREEN_BLUE = 0, 2  # PNG's types of colour
@@ -36,7 +36,7 @@ def _source(picture: Picture) -> str:
     return f"data:image/png;base64,{base64.b64encode(encode(picture)).decode()}"
 
 
-def _enlarged(picture: Picture) -> str:
+def _display_widths(picture: Picture) -> str:
     """The shown widths as CSS variables: the nearest whole multiples of the picture's own width."""
     side = max(picture.width, picture.height)
     wide, narrow = (picture.width * max(1, round(shown / side)) for shown in (WIDE, NARROW))
@@ -45,4 +45,4 @@ def _enlarged(picture: Picture) -> str:
 
 def pictures(section: Pictures) -> Markup:
     """The grid, in a box that scrolls by itself."""
-    return filled("pictures.html", section=section, source=_source, enlarged=_enlarged)
+    return fill("pictures.html", section=section, source=_source, display_widths=_display_widths)

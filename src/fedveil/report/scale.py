@@ -30,10 +30,10 @@ def short(value: float) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def aligned(cells: Sequence[str]) -> list[str]:
+def align(cells: Sequence[str]) -> list[str]:
     """The cells of a column with zeros added so that their points stand below one another; powers of ten stay.
 
-    >>> aligned(["0.51", "0.6319", NOTHING, "2e-7"])
+    >>> align(["0.51", "0.6319", NOTHING, "2e-7"])
     ['0.5100', '0.6319', '\u2013', '2e-7']
     """
     plain = [cell != NOTHING and "e" not in cell for cell in cells]
@@ -43,10 +43,10 @@ def aligned(cells: Sequence[str]) -> list[str]:
     ]
 
 
-def stepped(value: float, step: float) -> str:
+def tick_label(value: float, step: float) -> str:
     """A tick's label: as many decimals as the step between ticks needs, thousands apart.
 
-    >>> stepped(0.5, 0.25), stepped(15000, 5000), stepped(3e-7, 1e-7)
+    >>> tick_label(0.5, 0.25), tick_label(15000, 5000), tick_label(3e-7, 1e-7)
     ('0.50', '15,000', '3e-7')
     """
     if step < 1e-4 or abs(value) >= 1e7:
@@ -91,7 +91,7 @@ def nice_step(span: float, wanted: int) -> float:
 
 def _linear_ticks(low: float, high: float, step: float) -> Ticks:
     first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
-    return tuple((number * step, stepped(number * step, step)) for number in range(first, last + 1))
+    return tuple((number * step, tick_label(number * step, step)) for number in range(first, last + 1))
 
 
 def linear(low: float, high: float, *, wanted: int, outward: bool, least: float = 0.0) -> Scale:

@@ -1,4 +1,4 @@
-"""What a page is made of: plain values, checked when they are made, so that a page never fails late."""
+"""Sections of a page: plain values, validated on construction, so that rendering never fails."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,16 +6,19 @@ from dataclasses import dataclass, field
 from fedveil.errors import BadArgument
 from fedveil.report.scale import finite
 
-CHANNELS = (1, 3)  # of a picture: grey, red-green-blue
+
+def _refuse_if(wrong: bool, where: str, what: str, fix: str = "") -> None:
+    if wrong:
+        raise BadArgument(where, what, fix)
 
 
 @dataclass(frozen=True)
 class Curves:
     """Lines over a common x axis. A later line is drawn dashed over an earlier one: give the reference first.
 
-    Values that cannot be drawn (NaN, infinity, zero or less on a logarithmic axis) leave a gap, and the page says so.
+    Values that cannot be drawn (NaN, infinity, zero or less on a logarithmic axis) leave a gap, which the page reports.
     `bands` gives a line a band: (low, high) for each of its points. On a logarithmic y axis a band is left out where it
-    reaches zero, and the page says so.
+    reaches zero, which the page reports too.
     """
 
     title: str
@@ -31,12 +34,10 @@ class Curves:
         where = f"Curves {self.title!r}"
         for name, ends in self.bands.items():
             points = len(self.series.get(name, ()))
-            if len(ends) != points:
-                raise BadArgument(where, f"{name!r} has {points} points and a band of {len(ends)}")
-            for low, high in ends:
-                if not (finite(low) and finite(high) and low <= high):
-                    what = f"the band of {name!r} must be finite, low before high, got {low} to {high}"
-                    raise BadArgument(where, what)
+            _refuse_if(len(ends) != points, where, f"{name!r} has {points} points and a band of {len(ends)}")
+            if wrong := [end for end in ends if not (finite(end[0]) and finite(end[1]) and end[0] <= end[1])]:
+                what = f"the band of {name!r} must be finite, low before high, got {wrong[0][0]} to {wrong[0][1]}"
+                raise BadArgument(where, what)
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,8 @@ class Table:
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows, start=1):
-            if len(row) != len(self.header):
-                what = f"row {number} has {len(row)} cells, the header has {len(self.header)}"
-                raise BadArgument(f"Table {self.title!r}", what)
+            what = f"row {number} has {len(row)} cells, the header has {len(self.header)}"
+            _refuse_if(len(row) != len(self.header), f"Table {self.title!r}", what)
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,10 @@ class Matrix:
     note: str = ""
 
     def __post_init__(self) -> None:
-        size = len(self.labels)
-        if len(self.counts) != size or any(len(row) != size for row in self.counts):
-            raise BadArgument(f"Matrix {self.title!r}", f"{size} labels need {size} rows of {size} counts")
-        if any(count < 0 for row in self.counts for count in row):
-            raise BadArgument(f"Matrix {self.title!r}", "a count is below zero")
+        size, where = len(self.labels), f"Matrix {self.title!r}"
+        square = [len(row) for row in self.counts] == [size] * size
+        _refuse_if(not square, where, f"{size} labels need {size} rows of {size} counts")
+        _refuse_if(any(count < 0 for row in self.counts for count in row), where, "a count is below zero")
 
 
 @dataclass(frozen=True)
@@ -84,15 +83,13 @@ class Picture:
 
     def __post_init__(self) -> None:
         size = f"{self.width} x {self.height} pixels of {self.channels} channels"
-        fix = "data = array.tobytes() of an array of uint8 with shape (height, width, channels)"
-        if self.channels not in CHANNELS or self.width < 1 or self.height < 1:
-            allowed = " or ".join(map(str, CHANNELS))
-            raise BadArgument("Picture", f"{size}: sides must be at least 1, channels {allowed}", fix)
-        if not isinstance(self.data, bytes):
-            raise BadArgument("Picture", f"data must be bytes, got {type(self.data).__name__}", fix)
+        fix = "pass array.tobytes() of an array of uint8 with shape (height, width, channels)"
+        wrong = self.channels not in (1, 3) or self.width < 1 or self.height < 1
+        _refuse_if(wrong, "Picture", f"{size}: sides must be at least 1, channels 1 or 3", fix)
+        given = type(self.data).__name__
+        _refuse_if(not isinstance(self.data, bytes), "Picture", f"data must be bytes, got {given}", fix)
         wanted = self.width * self.height * self.channels
-        if len(self.data) != wanted:
-            raise BadArgument("Picture", f"{size} need {wanted} bytes, got {len(self.data)}", fix)
+        _refuse_if(len(self.data) != wanted, "Picture", f"{size} need {wanted} bytes, got {len(self.data)}", fix)
 
 
 @dataclass(frozen=True)
@@ -106,9 +103,9 @@ class Pictures:
 
     def __post_init__(self) -> None:
         for label, cells in self.rows:
-            if len(cells) != len(self.columns):
-                what = f"row {label!r} has {len(cells)} pictures, there are {len(self.columns)} columns"
-                raise BadArgument(f"Pictures {self.title!r}", what, "give None for a cell without a picture")
+            what = f"row {label!r} has {len(cells)} pictures, there are {len(self.columns)} columns"
+            fix = "give None for a cell without a picture"
+            _refuse_if(len(cells) != len(self.columns), f"Pictures {self.title!r}", what, fix)
 
 
 @dataclass(frozen=True)
@@ -125,14 +122,12 @@ class Interval:
     def __post_init__(self) -> None:
         where = f"Interval {self.name!r}" + (f" of group {self.group!r}" if self.group else "")
         for what, number in (("value", self.value), ("low", self.low), ("high", self.high)):
-            if number is not None and not finite(number):
-                raise BadArgument(where, f"{what} is {number}", 'give None, and missing="failed: ..." to say why')
-        if (self.low is None) != (self.high is None):
-            raise BadArgument(where, f"half an interval: {self.low} to {self.high}", "give both ends or neither")
-        if self.low is not None and self.high is not None and self.low > self.high:
-            raise BadArgument(where, f"low {self.low} is above high {self.high}", "give the lower end first")
-        if self.value is None and self.low is not None:
-            raise BadArgument(where, "an interval without a value", "give low and high as None too")
+            infinite = number is not None and not finite(number)
+            _refuse_if(infinite, where, f"{what} is {number}", 'give None, and missing="failed: ..." to say why')
+        ends = [end for end in (self.low, self.high) if end is not None]
+        _refuse_if(len(ends) == 1, where, f"half an interval: {self.low} to {self.high}", "give both ends or neither")
+        _refuse_if(ends != sorted(ends), where, f"low {self.low} is above high {self.high}", "give the lower end first")
+        _refuse_if(self.value is None and bool(ends), where, "an interval without a value", "give low and high as None")
 
 
 @dataclass(frozen=True)
@@ -153,10 +148,10 @@ class Intervals:
     def __post_init__(self) -> None:
         where = f"Intervals {self.title!r}"
         for name, value in (*self.references.items(), ("low", self.low), ("high", self.high)):
-            if value is not None and not finite(value):
-                raise BadArgument(where, f"{name} is {value}", "give a finite number, or leave it out")
-        if self.low is not None and self.high is not None and self.low >= self.high:
-            raise BadArgument(where, f"low {self.low} is not below high {self.high}", "give the lower limit first")
+            infinite = value is not None and not finite(value)
+            _refuse_if(infinite, where, f"{name} is {value}", "give a finite number, or leave it out")
+        reverse = self.low is not None and self.high is not None and self.low >= self.high
+        _refuse_if(reverse, where, f"low {self.low} is not below high {self.high}", "give the lower limit first")
 
 
 @dataclass(frozen=True)

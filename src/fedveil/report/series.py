@@ -11,12 +11,7 @@ from fedveil.report.scale import LARGEST, Scale, count, finite, short
 from fedveil.report.sections import Curves
 
 SAME = 0.006  # of the axis: about a line's width
-AXES = {  # by (log_x, log_y)
-    (False, False): "",
-    (False, True): ", logarithmic axis",
-    (True, False): ", logarithmic x axis",
-    (True, True): ", both axes logarithmic",
-}
+AXES = ("", ", logarithmic axis", ", logarithmic x axis", ", both axes logarithmic")  # by 2 * log_x + log_y
 
 Point = tuple[float, float]
 Reason = tuple[str, str]  # why something is not drawn: of what, and what is said of it
@@ -53,8 +48,8 @@ def clean(name: str, points: Sequence[Point], *, log: bool, log_x: bool = False)
     return Line(name, tuple(kept), Counter(why for why in reasons if why))
 
 
-def _telling(start: int, points: Sequence[Point]) -> set[int]:
-    """Of a run of points: the lowest, the highest and the first gap, by index."""
+def _extreme_indices(start: int, points: Sequence[Point]) -> set[int]:
+    """Return the indices of the lowest and the highest point of a run, and of its first gap."""
     heights = {index: y for index, (_, y) in enumerate(points, start)}
     gaps = [index for index, y in heights.items() if math.isnan(y)]
     drawn = [index for index, y in heights.items() if not math.isnan(y)]
@@ -87,7 +82,7 @@ def thin(points: Sequence[Point], limit: int, log_x: bool = False) -> tuple[Poin
     starts = _log_starts(points, bins) if log_x else range(0, len(points), math.ceil(len(points) / bins))
     kept = {0, len(points) - 1}
     for start, end in pairwise([*starts, len(points)]):
-        kept |= _telling(start, points[start:end])
+        kept |= _extreme_indices(start, points[start:end])
     return tuple(points[index] for index in sorted(kept))
 
 
@@ -96,43 +91,39 @@ def pieces(points: Sequence[Point]) -> list[list[Point]]:
     return [list(run) for gap, run in groupby(points, lambda point: math.isnan(point[1])) if not gap]
 
 
-def missing(lines: Sequence[Line]) -> list[str]:
+def gaps(lines: Sequence[Line]) -> list[str]:
     """A sentence for each thing that the chart leaves out."""
     empty = [f"{line.name}: no values." for line in lines if not line.points]
     reasons = [(line.name, *why, amount) for line in lines for why, amount in line.left_out.items()]
     return [*empty, *(f"{name}: {count(amount, what)} {said}." for name, what, said, amount in reasons)]
 
 
-def _gap(one: Line, other: Line, scale: Scale) -> float | None:
-    """The largest difference of two lines over the same x if the eye cannot see it, else None."""
+def _differences(one: Line, other: Line, scale: Scale) -> list[tuple[float, bool]]:
+    """Return the difference of two lines at each shared x, and whether it is too small to be seen."""
     left, right = dict(one.drawn), dict(other.drawn)
-    if not left or left.keys() != right.keys():
-        return None
-    if any(abs(scale.place(left[x]) - scale.place(right[x])) > SAME for x in left):
-        return None
-    return max(abs(left[x] - right[x]) for x in left)
+    pairs = [(left[x], right[x]) for x in left.keys() & right.keys()]
+    return [(abs(a - b), abs(scale.place(a) - scale.place(b)) <= SAME) for a, b in pairs]
 
 
 def overlap(one: Line, other: Line, scale: Scale) -> bool:
-    """Whether the eye sees one line where there are two, for at least half of the x that they share."""
-    left, right = dict(one.drawn), dict(other.drawn)
-    shared = left.keys() & right.keys()
-    close = sum(abs(scale.place(left[x]) - scale.place(right[x])) <= SAME for x in shared)
-    return bool(shared) and 2 * close >= len(shared)
+    """Whether two lines look like one for at least half of the x that they share."""
+    found = _differences(one, other, scale)
+    return bool(found) and 2 * sum(close for _, close in found) >= len(found)
 
 
 def coincidences(lines: Sequence[Line], scale: Scale) -> list[str]:
     """A sentence for each pair of lines that lie on one another (of the first few lines)."""
-    pairs = [(one, other, _gap(one, other, scale)) for one, other in combinations(lines[:6], 2)]
-    return [
-        f"{one.name} and {other.name} coincide: "
-        + ("no difference at all." if gap == 0 else f"largest difference {short(float(f'{gap:.2g}'))}.")
-        for one, other, gap in pairs
-        if gap is not None
-    ]
+    said = []
+    for one, other in combinations(lines[:6], 2):
+        found = _differences(one, other, scale)
+        if found and len(found) == len(one.drawn) == len(other.drawn) and all(close for _, close in found):
+            gap = max(difference for difference, _ in found)
+            size = f"largest difference {short(float(f'{gap:.2g}'))}" if gap else "no difference at all"
+            said.append(f"{one.name} and {other.name} coincide: {size}.")
+    return said
 
 
-def _in_words(line: Line) -> str:
+def _describe(line: Line) -> str:
     ys = [y for _, y in line.drawn]
     if not ys:
         return f"{line.name}: nothing to draw."
@@ -140,13 +131,13 @@ def _in_words(line: Line) -> str:
     return f"{line.name}: {count(len(ys), 'value')}, {span}."
 
 
-def alternative(curves: Curves, lines: Sequence[Line], same: Sequence[str]) -> str:
+def describe(curves: Curves, lines: Sequence[Line], same: Sequence[str]) -> str:
     """The chart in a few sentences; `same` says which lines coincide."""
-    opening = f"Line chart{AXES[curves.log_x, curves.log_y]}: {curves.y_label} over {curves.x_label}."
-    return " ".join([opening, *map(_in_words, lines), *same, "The values are in the table below."])
+    opening = f"Line chart{AXES[2 * curves.log_x + curves.log_y]}: {curves.y_label} over {curves.x_label}."
+    return " ".join([opening, *map(_describe, lines), *same, "The values are in the table below."])
 
 
-def at_last(lines: Sequence[Line], x_label: str) -> str:
+def last_label(lines: Sequence[Line], x_label: str) -> str:
     """Which values a legend shows before the reader points at any."""
     ends = {line.drawn[-1][0] for line in lines if line.drawn}
     return f"{x_label} = {short(ends.pop())}" if len(ends) == 1 else "last values"

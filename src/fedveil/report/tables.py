@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from fedveil.report.scale import NOTHING, aligned, count, short
+from fedveil.report.scale import NOTHING, align, count, short
 from fedveil.report.sections import Curves, Interval, Intervals, Matrix
 from fedveil.report.series import Line
-from fedveil.report.style import failed, filled
+from fedveil.report.style import fill, is_failure
 
 NUMERIC = re.compile(r"(?i)[<>≤≥~≈]?\s*[-+\u2212±]?\s*[\d.,]*\d(e[-+]?\d+)?\b.{0,24}")  # a number, then its unit
 RANGE = re.compile(r"(.*\S) (\[[^\]]*\]|\([^)]*\))")  # a value, then its interval or another value in brackets
@@ -21,14 +21,14 @@ UPRIGHT = 3  # letters; longer labels of a matrix stand on their side
 
 def _numeric(cells: Sequence[str]) -> bool:
     """Whether a column holds numbers, apart from blanks and failures."""
-    telling = [cell.strip() for cell in cells if cell.strip().lower() not in BLANK and not failed(cell)]
+    telling = [cell.strip() for cell in cells if cell.strip().lower() not in BLANK and not is_failure(cell)]
     return bool(telling) and all(NUMERIC.fullmatch(cell) for cell in telling)
 
 
-def _parted(cell: str) -> tuple[str, str]:
+def _split(cell: str) -> tuple[str, str]:
     """A cell's value, and what follows it in brackets: set smaller, below the value where columns are narrow.
 
-    >>> _parted("89.1% [87.7%, 90.4%]"), _parted("12.5")
+    >>> _split("89.1% [87.7%, 90.4%]"), _split("12.5")
     (('89.1%', '[87.7%, 90.4%]'), ('12.5', ''))
     """
     found = RANGE.fullmatch(cell)
@@ -38,16 +38,16 @@ def _parted(cell: str) -> tuple[str, str]:
 def grid(label: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     """A table in a box that scrolls by itself; the first column names the row."""
     numeric = [_numeric([row[place] for row in rows]) for place in range(len(header))]
-    return filled("grid.html", label=label, header=header, rows=rows, numeric=numeric, parted=_parted)
+    return fill("grid.html", label=label, header=header, rows=rows, numeric=numeric, split=_split)
 
 
 def matrix(section: Matrix) -> Markup:
     """A confusion matrix, with a line that says what it shows."""
     aside = max(map(len, section.labels), default=0) > UPRIGHT
-    return filled("matrix.html", section=section, aside=aside, summary=_matrix_in_words(section), NOTHING=NOTHING)
+    return fill("matrix.html", section=section, aside=aside, summary=_describe_matrix(section), NOTHING=NOTHING)
 
 
-def _matrix_in_words(matrix: Matrix) -> str:
+def _describe_matrix(matrix: Matrix) -> str:
     size = range(len(matrix.labels))
     total = sum(map(sum, matrix.counts))
     if not total:
@@ -60,7 +60,7 @@ def _matrix_in_words(matrix: Matrix) -> str:
     return f"{said} Most common mistake: {mistake}." if most else said
 
 
-def _evenly(values: Sequence[float], limit: int, log: bool) -> list[float]:
+def _select_evenly(values: Sequence[float], limit: int, log: bool) -> list[float]:
     """At most `limit` of the values, both ends among them; over a logarithmic axis those above zero."""
     if len(values) <= limit:
         return list(values)
@@ -72,12 +72,12 @@ def _evenly(values: Sequence[float], limit: int, log: bool) -> list[float]:
     return [values[len(values) - len(levels) + index] for index in sorted(chosen)]
 
 
-def _folded(title: str, amount: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    return filled("data.html", amount=amount, grid=grid(f"Data of {title}", header, rows))
+def _data_table(title: str, amount: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+    return fill("data.html", amount=amount, grid=grid(f"Data of {title}", header, rows))
 
 
 def _column(numbers: Sequence[float | None]) -> list[str]:
-    return aligned([NOTHING if number is None or math.isnan(number) else short(number) for number in numbers])
+    return align([NOTHING if number is None or math.isnan(number) else short(number) for number in numbers])
 
 
 def curve_data(curves: Curves, lines: Sequence[Line]) -> Markup:
@@ -85,11 +85,11 @@ def curve_data(curves: Curves, lines: Sequence[Line]) -> Markup:
     every = sorted({x for line in lines for x, _ in line.points if math.isfinite(x)})
     if not every:
         return Markup()
-    chosen = _evenly(every, DATA_ROWS, curves.log_x)
+    chosen = _select_evenly(every, DATA_ROWS, curves.log_x)
     columns = [_column([known.get(x) for x in chosen]) for known in (dict(line.points) for line in lines)]
     rows = list(zip(_column(chosen), *columns, strict=True))
     amount = (f"{len(chosen)} of " if len(chosen) < len(every) else "") + count(len(every), "row")
-    return _folded(curves.title, amount, [curves.x_label, *(line.name for line in lines)], rows)
+    return _data_table(curves.title, amount, [curves.x_label, *(line.name for line in lines)], rows)
 
 
 def interval_data(section: Intervals) -> Markup:
@@ -100,4 +100,4 @@ def interval_data(section: Intervals) -> Markup:
         [f"{row.group}: {row.name}" if row.group else row.name, row.missing if row.value is None else value, low, high]
         for row, value, low, high in zip(rows, *columns, strict=True)
     ]
-    return _folded(section.title, count(len(rows), "row"), ["entry", section.label, "low", "high"], cells)
+    return _data_table(section.title, count(len(rows), "row"), ["entry", section.label, "low", "high"], cells)

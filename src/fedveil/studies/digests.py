@@ -1,4 +1,4 @@
-"""SHA-256 of what results are made from: files of data, loaded records, source files, checkpoints."""
+"""SHA-256 digests of everything that results are made from: data files, loaded records, source files, checkpoints."""
 
 import contextlib
 import hashlib
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,55 +26,48 @@ from fedveil.runs.config import Config, DataSettings
 from fedveil.studies.basis import Basis
 
 V = TypeVar("V")
-CHUNK = 2**20  # bytes of a file that are in memory at once
+CHUNK = 2**20  # values of a tensor that are hashed at once
 OURS = "fedveil"
 EXAMPLE = "my_package.models:net"
 
 
-class Hash(Protocol):
-    """A hash of `hashlib` that takes bytes."""
-
-    def update(self, data: bytes, /) -> None:
-        """Add bytes."""
-
-
 class Digests:
-    """Digests of one command, each computed when it is first asked for."""
+    """Digests of one command, each computed when it is first needed."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str], str] = {}
+        self._known: dict[str, str] = {}
 
-    def basis_of(self, work: V, attacked: Path | None = None) -> Basis:
-        """Return the basis of a work by its configurations, and by the run that it attacks as it is."""
-        found = self.basis_of_configs(configs_in(work))
+    def job_basis(self, work: V, attacked: Path | None = None) -> Basis:
+        """Return the basis of a job: its configurations, its code, and the user's run that it attacks."""
+        found = self.configs_basis(configs_in(work))
         home = type(work).__module__
         study = {} if _is_ours(home) else self._modules([home])
         digest = None if attacked is None else checkpoint.digest_of(attacked / checkpoint.LAST)
         return Basis(found.version, found.data, found.code, study, digest)
 
-    def basis_of_configs(self, configs: Iterable[Config]) -> Basis:
-        """Return the basis of whatever is computed from configurations alone."""
+    def configs_basis(self, configs: Iterable[Config]) -> Basis:
+        """Return the basis of everything that is computed from configurations alone."""
         every = list(configs)
         data = {label: digest for config in every for label, digest in self._data(config.data)}
-        modules = {spec.partition(":")[0] for config in every for spec in specs_of(config)}
+        modules = {spec.partition(":")[0] for config in every for spec in list_specs(config)}
         return Basis(data=dict(sorted(data.items())), code=self._modules(modules))
 
-    def _data(self, asked: DataSettings) -> Iterator[tuple[str, str]]:
-        name = asked.name
+    def _data(self, settings: DataSettings) -> Iterator[tuple[str, str]]:
+        name = settings.name
         if ":" in name:
-            yield name, self._once("data", name, lambda: digest_of_data(load_own_data(name)))
-        elif source := source_in(asked):
-            label = f"{name} {asked.path}" if asked.path else name
-            yield label, self._once("data", str(source), partial(digest_of_files, source))
+            yield name, self._once(name, lambda: digest_records(load_own_data(name)))
+        elif source := source_path(settings):
+            label = f"{name} {settings.path}" if settings.path else name
+            yield label, self._once(str(source), partial(digest_files, source))
 
     def _modules(self, names: Iterable[str]) -> dict[str, str]:
         files = {name: file for name in sorted(names) if (file := source_file(name)) is not None}
-        return {name: self._once("code", str(file), partial(digest_of_files, file)) for name, file in files.items()}
+        return {name: self._once(str(file), partial(digest_files, file)) for name, file in files.items()}
 
-    def _once(self, kind: str, what: str, compute: Callable[[], str]) -> str:
-        if (kind, what) not in self._known:
-            self._known[kind, what] = compute()
-        return self._known[kind, what]
+    def _once(self, what: str, compute: Callable[[], str]) -> str:
+        if what not in self._known:
+            self._known[what] = compute()
+        return self._known[what]
 
 
 def configs_in(value: V) -> Iterator[Config]:
@@ -89,16 +82,16 @@ def configs_in(value: V) -> Iterator[Config]:
             yield from configs_in(getattr(value, one.name))
 
 
-def specs_of(config: Config) -> list[str]:
-    """Return all code of other packages that a configuration names, as `package.module:name`.
+def list_specs(config: Config) -> list[str]:
+    """List the code of other packages that a configuration names, as `package.module:name`.
 
-    Attackers in the record of a defence are among it.
+    It includes the attackers of a defence.
     """
     specs = [name for name in (config.data.name, config.model.name, config.defence.name) if ":" in name]
-    with contextlib.suppress(BadArgument):  # the job that builds it says what is wrong with it
+    with contextlib.suppress(BadArgument):  # the job that builds it reports the mistake
         record = registry.find(config.defence.name)
-        specs += [installed(registry.GROUP).get(config.defence.name, record.target)]
-        specs += [spec for spec in (record.target, record.attackers) if spec]
+        specs += [installed(registry.GROUP).get(config.defence.name, record.target), record.target]
+        specs += [record.attackers] if record.attackers else []
         specs += sorted(find_attackers(record).modules())
     return [spec for spec in specs if not _is_ours(spec)]
 
@@ -117,58 +110,47 @@ def source_file(module: str) -> Path | None:
     return None
 
 
-def source_in(asked: DataSettings) -> Path | None:
-    """Return the file or folder that a data set is read from; None if it comes with the library."""
-    path = Path(os.path.expanduser(asked.path)) if asked.path else None
-    about = ABOUT.get(asked.name)
-    return find_files(asked.name, path) if about and about.files else path
+def source_path(settings: DataSettings) -> Path | None:
+    """Return the file or folder of a data set; None if it comes with the library."""
+    path = Path(os.path.expanduser(settings.path)) if settings.path else None
+    about = ABOUT.get(settings.name)
+    return find_files(settings.name, path) if about and about.files else path
 
 
-def digest_of_files(source: Path) -> str:
-    """Return the SHA-256 of a file, or of the names and contents of all files in a folder but for hidden ones."""
-    found = hashlib.sha256()
+def digest_files(source: Path) -> str:
+    """Return the SHA-256 of a file, or of the names and digests of all files in a folder except hidden ones."""
     try:
         if not source.is_dir():
-            _add_file(found, source)
-        else:
-            names = sorted(path.relative_to(source) for path in source.rglob("*") if path.is_file())
-            for name in [name for name in names if not any(part.startswith(".") for part in name.parts)]:
-                found.update(
-                    f"{name.as_posix()}\0{(source / name).stat().st_size}\0".encode("utf-8", "surrogateescape")
-                )
-                _add_file(found, source / name)
+            return _digest_file(source)
+        names = sorted(path.relative_to(source) for path in source.rglob("*") if path.is_file())
+        shown = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+        lines = "".join(f"{name.as_posix()}\0{_digest_file(source / name)}\0" for name in shown)
     except OSError as error:
         what = f"cannot be read: {error.strerror or error}"
         raise BadArgument(str(error.filename or source), what, "name files and folders that can be read") from error
-    return f"sha256:{found.hexdigest()}"
+    return f"sha256:{hashlib.sha256(os.fsencode(lines)).hexdigest()}"
 
 
-def _add_file(found: Hash, path: Path) -> None:
+def _digest_file(path: Path) -> str:
     if path.exists() and not path.is_file():
         raise BadArgument(str(path), "it is not a regular file", "name a file")
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            found.update(chunk)
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-def digest_of_data(data: Data) -> str:
-    """Return the SHA-256 of all records of a data set, with their types and shapes, and of what describes them."""
+def digest_records(data: Data) -> str:
+    """Return the SHA-256 of all records of a data set, with their types, shapes and description."""
     found = hashlib.sha256()
     for part in (data.train, data.validation, data.test):
         leaves = [] if part is None else [*pytree.tree_leaves(part.inputs), part.targets]
         found.update(f"{len(leaves)} leaves\0".encode())
         for leaf in leaves:
-            _add_leaf(found, leaf)
+            if not isinstance(leaf, Tensor):
+                found.update(os.fsencode(f"{leaf!r}\0"))
+                continue
+            found.update(f"{leaf.dtype} {tuple(leaf.shape)}\0".encode())
+            for values in torch.split(leaf.detach().cpu().reshape(-1).contiguous(), CHUNK):
+                found.update(values.view(torch.uint8).numpy().tobytes())  # NumPy has no bfloat16
     columns = {name: values.tolist() for name, values in data.columns.items()}
-    about = repr((data.classes, columns, data.scale, data.target_scale))
-    found.update(about.encode("utf-8", "surrogateescape"))
+    found.update(os.fsencode(repr((data.classes, columns, data.scale, data.target_scale))))
     return f"sha256:{found.hexdigest()}"
-
-
-def _add_leaf(found: Hash, leaf: V) -> None:
-    if not isinstance(leaf, Tensor):
-        found.update(f"{leaf!r}\0".encode("utf-8", "surrogateescape"))
-        return
-    found.update(f"{leaf.dtype} {tuple(leaf.shape)}\0".encode())
-    for values in torch.split(leaf.detach().cpu().reshape(-1).contiguous(), CHUNK):
-        found.update(values.view(torch.uint8).numpy().tobytes())  # NumPy has no bfloat16

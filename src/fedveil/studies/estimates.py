@@ -6,24 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fedveil.attacks.scores import Estimate, average
+from fedveil.attacks.scores import Estimate as Estimate
+from fedveil.attacks.scores import average as average
 from fedveil.report import NOTHING
-
-__all__ = [
-    "Estimate",
-    "Outcome",
-    "average",
-    "furthest",
-    "judge_interval",
-    "over_broadcasts",
-    "percent",
-    "reach",
-    "text",
-]
 
 
 class Outcome(enum.Enum):
-    """What the interval of an attacker's figure tells."""
+    """Conclusion from the interval of an attacker's figure."""
 
     FOUND = "found"
     NOTHING = "nothing found"
@@ -34,12 +23,12 @@ RANK = {Outcome.FOUND: 2, Outcome.TOO_FEW: 1, Outcome.NOTHING: 0}
 
 
 class Rule(NamedTuple):
-    """When an interval tells something.
+    """Thresholds by which an interval is judged.
 
     Attributes:
-        guess: what the best answer reaches that does not look at its input.
-        clear: from where on a leak is clear.
-        both: figures below the guess are as telling as those above it, as of an AUC; the clear leak there is as far.
+        guess: the figure of the best constant answer.
+        clear: the figure from which on a leak is clear.
+        both: whether figures below the guess count as those above it, as for an AUC.
     """
 
     guess: float
@@ -51,10 +40,10 @@ CHANCE = Rule(0.5, 0.55, both=True)  # of an AUC of membership
 
 
 def judge_interval(found: Estimate, rule: Rule) -> Outcome:
-    """Return what an interval tells about a figure.
+    """Judge the interval of a figure.
 
-    Found: the interval lies above the guess, or, if both sides count, below it. Nothing found: it holds the guess or
-    lies below it, and no clear leak. Too few trials: it holds both.
+    Found: the interval lies above the guess, or, if both sides count, below it. Nothing found: it includes the guess or
+    lies below it, and includes no clear leak. Too few trials: it includes both.
 
     >>> judge_interval(Estimate(0.6, 0.4, 0.8), CHANCE)
     <Outcome.TOO_FEW: 'too few trials to tell'>
@@ -67,13 +56,13 @@ def judge_interval(found: Estimate, rule: Rule) -> Outcome:
 
 @dataclass(frozen=True)
 class Reached:
-    """How far one attacker gets.
+    """The figure of one attacker.
 
     Attributes:
-        attacker: its name.
-        figure: as measured.
-        outcome: what the figure's interval tells.
-        below: whether it is found below the guess; whoever knows the direction then has 1 - figure.
+        attacker: name of the attacker.
+        figure: the measured figure.
+        outcome: conclusion from its interval.
+        below: whether it lies below the guess; an attacker that reverses its answers then has 1 - figure.
     """
 
     attacker: str
@@ -88,18 +77,18 @@ class Reached:
 
 
 def reach(attacker: str, figure: Estimate, rule: Rule, trials: int = 2) -> Reached:
-    """Return how far an attacker gets; a single trial has no interval, and tells nothing."""
+    """Judge the figure of an attacker; a single trial has no interval, and allows no conclusion."""
     outcome = judge_interval(figure, rule) if trials > 1 else Outcome.TOO_FEW
     return Reached(attacker, figure, outcome, outcome is Outcome.FOUND and figure.high < rule.guess)
 
 
 def furthest(every: Iterable[Reached]) -> Reached | None:
-    """Return who gets furthest: of those that find something, then of those with too few trials, then of the rest."""
+    """Return the strongest attacker: of those that find something, else of those with too few trials, else of all."""
     return max(every, key=lambda one: (RANK[one.outcome], one.value), default=None)
 
 
 def text(found: Estimate | None, form: str = ".1f", scale: float = 1.0) -> str:
-    """A value with its interval: 0.612 [0.590, 0.634]; a single measurement stands alone.
+    """Format a value with its interval: 0.612 [0.590, 0.634]; a single measurement has none.
 
     >>> text(Estimate(0.612, 0.59, 0.634), ".2f"), text(Estimate(2.0, 2.0, 2.0))
     ('0.61 [0.59, 0.63]', '2.0')
@@ -111,14 +100,15 @@ def text(found: Estimate | None, form: str = ".1f", scale: float = 1.0) -> str:
 
 
 def percent(found: Estimate | None) -> str:
-    """A share in per cent: 61.2 [59.0, 63.4]."""
+    """Format a fraction in per cent: 61.2 [59.0, 63.4]."""
     return text(found, scale=100)
 
 
-def over_broadcasts(looks: Sequence[Estimate]) -> Estimate:
-    """The same share under several broadcasts as one: the mean, and an interval over broadcasts and over records.
+def combine_broadcasts(looks: Sequence[Estimate]) -> Estimate:
+    """Combine the same fraction under several broadcasts: the mean, and an interval over broadcasts and records.
 
-    A half width is the root of Student's, over broadcasts, squared and the mean single one, over records, squared.
+    The half width is the root of the sum of two squares: of Student's half width over broadcasts, and of the mean half
+    width over records.
     """
     if len(looks) == 1:
         return looks[0]

@@ -1,8 +1,8 @@
-"""The parts of a long computation: side by side on the cores there are, each kept on disk when it is done.
+"""Jobs: the parts of a long computation, which run in parallel and store their results on disk.
 
-A computation that was stopped goes on: a job whose result is on disk, for the same work and on the same basis (version,
-data, code, checkpoint), is not computed again. A job that fails is a failed job; those that need it fail with it, and
-all others go on.
+A computation that was stopped can be resumed: a job whose result is on disk, for the same work and on the same basis
+(version, data, code, checkpoint), does not run again. If a job fails, the jobs that need it fail with it, and all
+others run.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
-from multiprocessing.managers import SyncManager
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from queue import Queue
 from typing import Generic, Protocol, TypeVar, cast
 
 import torch
@@ -27,21 +27,21 @@ from pydantic import TypeAdapter
 from fedveil.errors import FedveilError
 from fedveil.files import write_whole
 from fedveil.plain_json import read_json, to_json
-from fedveil.studies.basis import AGAIN, Basis, explain_change, written_at
+from fedveil.progress import Progress
+from fedveil.studies.basis import AGAIN, Basis, explain_change
 from fedveil.studies.digests import Digests
 
-Progress = Callable[[float, str], None]  # the share that is done, and what is being done
 Show = Callable[[str, float, str], None]  # the job, and its progress
 POLL = 0.2  # seconds
 
 
 class Result:
-    """Base of what jobs return: frozen dataclasses of plain values, which pydantic writes as JSON and reads again."""
+    """Base class of job results: frozen dataclasses of plain values, which pydantic writes as JSON and reads again."""
 
 
 @dataclass(frozen=True)
 class Failed(Result):
-    """In place of a result: why there is none."""
+    """In place of a result: why a job failed."""
 
     failed: str
 
@@ -50,7 +50,7 @@ R = TypeVar("R", bound=Result, covariant=True)
 
 
 class Work(Protocol[R]):
-    """What a job does: a frozen dataclass of all that decides its result, which is called in a process of its own."""
+    """The work of a job: a frozen dataclass of everything that decides its result, called in a separate process."""
 
     def __call__(self, progress: Progress, done: "Done") -> R:
         """Compute the result; `done` has those of the jobs that this one needs."""
@@ -61,12 +61,12 @@ class Job(Generic[R]):
     """A part of a computation.
 
     Attributes:
-        name: of its file; another one for every job in a folder.
-        work: what to do. Its repr says what was asked for; data and code of the configurations in it are compared too.
-        result: the type of what it returns.
-        needs: jobs that must be done first, and whose results it gets.
-        after: jobs that must be over first, whether they failed or not.
-        attacked: folder of a run that the work attacks as it is; a new checkpoint there makes a new result.
+        name: name of its file, unique in a folder.
+        work: the work. A stored result is used if it has the same repr, and the same data and code of configurations.
+        result: type of the result.
+        needs: jobs that must succeed first, and whose results the work gets.
+        after: jobs that must end first, whether they fail or not.
+        attacked: folder of a user's run that the work attacks; a new checkpoint there makes a new result.
     """
 
     name: str
@@ -87,8 +87,8 @@ class Done:
     def __getitem__(self, job: Job[R]) -> R | Failed:
         return cast("R | Failed", self._results[job.name])
 
-    def of(self, job: Job[R]) -> R:
-        """The result of a job that must not have failed."""
+    def require(self, job: Job[R]) -> R:
+        """Return the result of a job; raise a FedveilError if it failed."""
         found = self[job]
         if isinstance(found, Failed):
             raise FedveilError(job.name, found.failed)
@@ -97,32 +97,31 @@ class Done:
 
 @dataclass(frozen=True)
 class Stale:
-    """In place of a result on disk that is no longer valid: the reason, as a clause."""
+    """In place of a stored result that is no longer valid: the reason, as a clause."""
 
     why: str
 
 
 def read_result(job: Job[R], folder: Path, basis: Basis | None = None) -> R | Stale | None:
-    """Return the job's result if it is on disk for the same work and basis; None if there is none, or it failed."""
+    """Read the job's stored result if it has the same work and basis; None if there is none, or it failed."""
     path = folder / f"{job.name}.json"
     try:
         found = read_json(path)
         if "failed" in found["result"]:
             return None
-        if "basis" not in found:
-            return Stale("it was kept without the version and the data that it was made from")
         changed = explain_change(TypeAdapter(Basis).validate_python(found["basis"]), basis or Basis())
         if changed is None and found.get("asked") != repr(job.work):
             changed = "the settings changed"
         if changed is not None:
-            return Stale(f"{changed} since {written_at(path)}")
+            written = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
+            return Stale(f"{changed} since {written}")
         return TypeAdapter(job.result).validate_python(found["result"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # BadArgument and pydantic's are ValueErrors
         return None
 
 
 def run_job(job: Job[R], folder: Path, progress: Progress, done: Done) -> R | Failed:
-    """Do the job's work and keep its result, or why it failed; an earlier result is removed before."""
+    """Run the job and store its result, or why it failed; an earlier result is removed first."""
     path = folder / f"{job.name}.json"
     path.unlink(missing_ok=True)  # files that the work replaces belong to it
     result: R | Failed
@@ -136,8 +135,8 @@ def run_job(job: Job[R], folder: Path, progress: Progress, done: Done) -> R | Fa
         result = Failed(f"{type(error).__name__}: {error}")
     if isinstance(result, Failed):
         plain = {"failed": result.failed}
-    kept = {"basis": done.basis.plain(), "asked": repr(job.work), "result": plain}
-    write_whole(path, to_json(kept, exact=True) + "\n")
+    stored = {"basis": done.basis.to_plain(), "asked": repr(job.work), "result": plain}
+    write_whole(path, to_json(stored, exact=True) + "\n")
     return result
 
 
@@ -146,67 +145,105 @@ def run_jobs(
     folder: Path,
     *,
     workers: int | None = None,
-    show: Show = lambda name, share, what: None,
+    show: Show = lambda name, fraction, what: None,
     digests: Digests | None = None,
 ) -> Done:
-    """All results. Workers are processes, by default one per core; with one, everything stays in this process.
+    """Run the jobs that have no valid result in the folder, and return all results.
 
-    `digests` are those of the command, if it has computed some already.
+    Args:
+        jobs: each after those that it needs.
+        folder: has a file for each job.
+        workers: number of processes, by default one per core; with one, everything stays in this process.
+        show: called with (job, fraction done, current step).
+        digests: digests that the command has computed already.
     """
     digests = digests or Digests()
-    bases = {job.name: digests.basis_of(job.work, job.attacked) for job in jobs}
-    known, left = dict[str, Result](), list[Job[Result]]()
+    bases = {job.name: digests.job_basis(job.work, job.attacked) for job in jobs}
+    found, left = dict[str, Result](), list[Job[Result]]()
     for job in jobs:
-        found = read_result(job, folder, bases[job.name])
-        if isinstance(found, Result):
-            known[job.name] = found
+        stored = read_result(job, folder, bases[job.name])
+        if isinstance(stored, Result):
+            found[job.name] = stored
             show(job.name, 1.0, "kept")
         else:
             left.append(job)
-            show(job.name, 0.0, f"{AGAIN}: {found.why}" if isinstance(found, Stale) else "waiting")
+            show(job.name, 0.0, f"{AGAIN}: {stored.why}" if isinstance(stored, Stale) else "waiting")
     workers = min(len(left), workers or os.cpu_count() or 1)
-    with _safe_path():
-        every = (_side_by_side if workers > 1 else _one_by_one)(left, folder, workers, show, known, bases)
-    return Done({job.name: every[job.name] for job in jobs})
+    if workers <= 1:
+        _schedule(left, found, bases, lambda job, done: _run_here(job, folder, show, done), None, show)
+    else:
+        with _worker_pool(workers) as (pool, news):
+            _schedule(left, found, bases, lambda job, done: pool.submit(_run_in_worker, job, folder, done), news, show)
+    return Done({job.name: found[job.name] for job in jobs})
 
 
-Bases = Mapping[str, Basis]  # by the name of a job
+def _schedule(
+    jobs: Sequence[Job[Result]],
+    found: dict[str, Result],
+    bases: Mapping[str, Basis],
+    submit: Callable[[Job[Result], Done], Future[Result]],
+    news: "News | None",
+    show: Show,
+) -> None:
+    """Submit each job when those before it have ended, and add its result to `found`."""
+    waiting, running = list(jobs), dict[Future[Result], str]()
+    while waiting or running:
+        job = next((job for job in waiting if all(need.name in found for need in (*job.needs, *job.after))), None)
+        if job is not None:
+            waiting.remove(job)
+            needed = {need.name: found[need.name] for need in job.needs}
+            broken = next(
+                (Failed(f"{name}: {one.failed}") for name, one in needed.items() if isinstance(one, Failed)), None
+            )
+            if broken:
+                found[job.name] = broken
+            else:
+                running[submit(job, Done(needed, bases[job.name]))] = job.name
+        finished, _ = wait(running, POLL if job is None else 0.0, "FIRST_COMPLETED")
+        while news is not None and not news.empty():
+            show(*news.get())
+        for future in finished:
+            name, error = running.pop(future), future.exception()
+            found[name] = Failed(f"its process died: {error}") if error else future.result()
+            show(name, 1.0, "done")
 
 
-def _needed(job: Job[Result], found: Mapping[str, Result], bases: Bases) -> Done | Failed:
-    """What a job needs, or why it cannot be done: one that it needs failed."""
-    needed = {need.name: found[need.name] for need in job.needs}
-    broken = next(((name, one) for name, one in needed.items() if isinstance(one, Failed)), None)
-    return Failed(f"{broken[0]}: {broken[1].failed}") if broken else Done(needed, bases[job.name])
+def _run_here(job: Job[Result], folder: Path, show: Show, done: Done) -> Future[Result]:
+    future: Future[Result] = Future()
+    future.set_result(run_job(job, folder, partial(show, job.name), done))
+    return future
 
 
-def _one_by_one(
-    jobs: Sequence[Job[Result]], folder: Path, workers: int, show: Show, known: Mapping[str, Result], bases: Bases
-) -> dict[str, Result]:
-    """In the order given, in which a job comes after those that it needs."""
-    found = dict(known)
-    for job in jobs:
-        done = _needed(job, found, bases)
-        found[job.name] = done if isinstance(done, Failed) else run_job(job, folder, partial(show, job.name), done)
-        show(job.name, 1.0, "done")
-    return found
+News = SimpleQueue[tuple[str, float, str]]
+_news: News | None = None  # to which a worker process reports its progress
 
 
-News = Queue[tuple[str, float, str]]
-_news: News | None = None  # where a worker process says how far it is
+def _run_in_worker(job: Job[Result], folder: Path, done: Done) -> Result:
+    assert _news is not None
+    news = _news
+    return run_job(job, folder, lambda fraction, what: news.put((job.name, fraction, what)), done)
 
 
-def _start(news: News, parent: int) -> None:
+@contextlib.contextmanager
+def _worker_pool(workers: int) -> Iterator[tuple[Executor, News]]:
+    """Start worker processes; a new interpreter each, since a fork would copy torch's threads half alive."""
+    context = multiprocessing.get_context("spawn")
+    news: News = context.SimpleQueue()
+    with _safe_path(), ProcessPoolExecutor(workers, context, _set_up_worker, (news, os.getpid())) as pool:
+        yield pool, news
+
+
+def _set_up_worker(news: News, parent: int) -> None:
     global _news
     _news = news
-    _watch(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once; only the parent has something to say
+    _exit_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once; only the parent prints a message
     torch.set_num_threads(1)  # one worker per core
     torch.set_flush_denormal(True)  # weights of dead units decay to denormals, which made a round seven times slower
 
 
-def _watch(parent: int) -> None:
-    """End this process when the one that asked for it is gone: two runs must never work in one folder."""
+def _exit_with(parent: int) -> None:
+    """End this process when its parent is gone: two runs must never write to one folder."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -216,15 +253,9 @@ def _watch(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _work(job: Job[Result], folder: Path, done: Done) -> Result:
-    assert _news is not None
-    news = _news
-    return run_job(job, folder, lambda share, what: news.put((job.name, share, what)), done)
-
-
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """Processes that start now do not look into the working directory first, as Python does by itself."""
+    """Keep processes that start now from importing modules from the working directory."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -233,33 +264,3 @@ def _safe_path() -> Iterator[None]:
         del os.environ["PYTHONSAFEPATH"]
         if before is not None:
             os.environ["PYTHONSAFEPATH"] = before
-
-
-def _side_by_side(
-    jobs: Sequence[Job[Result]], folder: Path, workers: int, show: Show, known: Mapping[str, Result], bases: Bases
-) -> dict[str, Result]:
-    """In worker processes; a fresh interpreter each, since a fork would copy torch's threads half alive."""
-    context = multiprocessing.get_context("spawn")
-    found, waiting = dict(known), list(jobs)
-    manager = SyncManager(ctx=context)
-    manager.start(_watch, (os.getpid(),))
-    with manager:
-        news: News = manager.Queue()
-        with ProcessPoolExecutor(workers, context, _start, (news, os.getpid())) as pool:
-            running: dict[Future[Result], str] = {}
-            while waiting or running:
-                for job in [job for job in waiting if all(need.name in found for need in (*job.needs, *job.after))]:
-                    waiting.remove(job)
-                    done = _needed(job, found, bases)
-                    if isinstance(done, Failed):
-                        found[job.name] = done
-                    else:
-                        running[pool.submit(_work, job, folder, done)] = job.name
-                finished, _ = wait(running, POLL, "FIRST_COMPLETED")
-                while not news.empty():
-                    show(*news.get())
-                for future in finished:
-                    name, error = running.pop(future), future.exception()
-                    found[name] = Failed(f"its process died: {error}") if error else future.result()
-                    show(name, 1.0, "done")
-    return found

@@ -1,7 +1,7 @@
-"""The one pipeline of every study: jobs, results as documented dataclasses, and a pure function that presents them."""
+"""The pipeline of every study: jobs, results as frozen dataclasses, and a pure function that presents them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -21,16 +21,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Shown:
-    """Results as a reader gets them.
+    """Results as a reader sees them.
 
     Attributes:
-        title: of the page.
-        verdict: the result in one plain sentence, computed from it; of an exhibit of the paper a clause, or "".
+        title: title of the page.
+        verdict: the result in one sentence; for an exhibit of the paper a clause, or "".
         header, rows, note: the table, for the terminal and the page.
-        sections: of the page, after the table; paragraphs of `Text` go to the terminal too.
+        sections: sections of the page after the table; the terminal prints the paragraphs of `Text`.
         first: sections before the table.
-        headline: (question, the paper's answer, ours) for a summary of several studies.
-        lead: more words on what was asked, below the verdict.
+        headline: rows (question, the paper's answer, ours) for a summary of several studies.
+        lead: description of the question, below the verdict.
     """
 
     title: str
@@ -44,18 +44,29 @@ class Shown:
     lead: str = ""
 
     def page(self, command: str) -> Page:
-        """The page, with the command that makes it again."""
+        """Return the page, with the command that repeats the study."""
         table = [Table("Result", self.header, self.rows, self.note)] if self.rows else []
         return Page(self.title, self.verdict, [*self.first, *table, *self.sections], command, self.lead)
 
 
-class Study(ABC, Generic[S, R]):
-    """A question, how to compute its answer, and how to show it.
+@dataclass(frozen=True)
+class JobGraph(Generic[R]):
+    """Jobs, each after those that it needs, and a function that combines their results.
 
-    S is what is asked, a frozen dataclass; R what comes out, a frozen dataclass or a dict of them.
+    A job that failed is a `Failed` among the results.
+    """
+
+    jobs: Sequence[Job[Result]]
+    collect: Callable[[Done], R]
+
+
+class Study(ABC, Generic[S, R]):
+    """A question, how to compute its answer, and how to present it.
+
+    S is the type of the question, a frozen dataclass; R that of the answer, a frozen dataclass or a dict of them.
 
     Attributes:
-        name: on the command line.
+        name: name on the command line.
         summary: one line of help.
     """
 
@@ -63,16 +74,25 @@ class Study(ABC, Generic[S, R]):
     summary: str
 
     @abstractmethod
-    def jobs(self, asked: S, folder: Path) -> list[Job[Result]]:
-        """The parts, each after those that it needs; `folder` is for files that are too large for a result."""
-
-    @abstractmethod
-    def collect(self, asked: S, folder: Path, done: Done) -> R:
-        """The results of the parts as one. A part that failed is a `Failed` in it."""
+    def graph(self, asked: S, folder: Path) -> JobGraph[R]:
+        """Return the jobs; `folder` is for files that are too large for a result."""
 
     @abstractmethod
     def present(self, asked: S, results: R) -> Shown:
-        """What a reader gets; computes nothing and reads nothing."""
+        """Present the results; computes nothing and reads nothing."""
+
+
+def run_graph(
+    graph: JobGraph[R],
+    folder: Path,
+    *,
+    workers: int | None = None,
+    show: Show = lambda name, fraction, what: None,
+    digests: Digests | None = None,
+) -> R:
+    """Run the jobs whose results are not in the folder yet, and return all results as one."""
+    with locked(folder):
+        return graph.collect(run_jobs(graph.jobs, folder / "jobs", workers=workers, show=show, digests=digests))
 
 
 def gather(
@@ -81,17 +101,15 @@ def gather(
     folder: Path,
     *,
     workers: int | None = None,
-    show: Show = lambda name, share, what: None,
-    digests: Digests | None = None,
+    show: Show = lambda name, fraction, what: None,
 ) -> R:
-    """Do what is not done yet, and return the results; `digests` are those that the command has computed already."""
+    """Run the jobs of a study whose results are not in the folder yet, and return its results."""
     with locked(folder):
-        done = run_jobs(study.jobs(asked, folder), folder / "jobs", workers=workers, show=show, digests=digests)
-        return study.collect(asked, folder, done)
+        return run_graph(study.graph(asked, folder), folder, workers=workers, show=show)
 
 
 def publish(study: Study[S, R], asked: S, results: R, folder: Path, command: str) -> Shown:
-    """Write results.json and report.html; returns what the terminal shows."""
+    """Write results.json and report.html, and return what the terminal prints."""
     plain = {"command": command, "results": to_jsonable_python(results)}
     with locked(folder):
         write_whole(folder / "results.json", to_json(plain, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""`fedveil audit --harden`: what makes the veil harder to see through, against adaptive attackers, and at what cost."""
+"""`fedveil audit --harden`: settings that strengthen the veil against adaptive attackers, and their cost."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,41 +10,41 @@ from fedveil.attacks.registry import ATTACKERS
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Intervals, Section, Text
 from fedveil.runs.config import PAPER, Config, Value, configure
-from fedveil.studies.audit.results import Audited
-from fedveil.studies.audit.run import Audit, Options
+from fedveil.studies.audit.results import FLOOR, AuditResult
+from fedveil.studies.audit.run import Audit, AuditOptions
 from fedveil.studies.estimates import Estimate, average, percent, text
-from fedveil.studies.jobs import Done, Failed, Job, Result
+from fedveil.studies.jobs import Failed, Job, Result
 from fedveil.studies.membership.records import Shadow, TrainShadow
-from fedveil.studies.study import Shown, Study
+from fedveil.studies.study import JobGraph, Shown, Study
 from fedveil.studies.tables import failed_row, mark
+from fedveil.studies.verdicts import MAX_COST, MAX_MEMBERSHIP
 
 Values = Mapping[str, Value]
 BASES: Mapping[str, Values] = {
     "digits": {"train_size": 500, "clients": 2, "epochs": 150, "groups": 10},
     "cifar10": {"train_size": 1000, "test_size": 2000, "clients": 2, "epochs": 40, "groups": 10},
 }
-"""Federations by data set; other data get the first one's clients, epochs and groups."""
+"""Federations by data set; other data use the clients and epochs of digits."""
 WHOLE_SHARDS: Mapping[str, Values] = {"digits": {"lr": 0.01}, "cifar10": {"epochs": 150, "lr": 0.001}}
 DP_ROUNDS, DP_RATE = 10, 0.01
 UNIT_NOISE = {1: 3.7307, 3: 1.3906, 10: 0.4999}
-"""The least noise, by the epsilon that one round of it may spend at delta 1e-5; T rounds need sqrt(T) times as much."""
+"""Minimum noise multiplier of one round by epsilon, at delta 1e-5; T rounds need sqrt(T) times as much."""
 CROSS_ENTROPY: Values = {"loss": "cross_entropy", "groups": 1}
 UNDEFENDED = {"squared_error": "no veil at all", "cross_entropy": "no veil at all, cross-entropy"}
-MOST_MEMBERSHIP, MOST_COST = 0.52, 0.005
 OWN_KEYS = (
     *("defence", "loss", "label_smoothing", "weight_decay", "whole_shard", "decoys", "keep_noise", "seed"),
     *("dp_clip", "dp_noise", "dp_delta"),
 )
-"""What the measures set themselves."""
-LOOKS = {"cifar10": Options(trials=5, broadcasts=1)}  # a broadcast takes 20 CPU seconds
-Hardened = dict[str, list[Audited | Failed]]
+"""Keys that the measures set, and flags may not."""
+LOOKS = {"cifar10": AuditOptions(trials=5, broadcasts=1)}  # a broadcast takes 20 CPU seconds
+HardeningResults = dict[str, list[AuditResult | Failed]]  # by measure, one per seed
 
 
 def private(epsilon: int) -> Values:
-    """Differential privacy of clients, at that epsilon: a few rounds of whole shards, by plain SGD.
+    """Return settings of client-level differential privacy: a few rounds of whole shards, by plain SGD.
 
-    The number of rounds hardly matters: T of them go T times as far along the gradient, with noise sqrt(T) sqrt(T)
-    times as long.
+    The number of rounds hardly matters: T rounds move T times as far along the gradient, and their noise sums to
+    sqrt(T) sqrt(T) times the norm.
     """
     noise = UNIT_NOISE[epsilon] * math.sqrt(DP_ROUNDS)
     rounds: Values = {"whole_shard": True, "epochs": DP_ROUNDS, "optimizer": "sgd", "momentum": 0.0, "lr": DP_RATE}
@@ -52,7 +52,7 @@ def private(epsilon: int) -> Values:
 
 
 def measures(base: Values) -> dict[str, Values]:
-    """What is changed in the federation, by name."""
+    """Return the changes of the federation by the name of the measure."""
     plain: Values = {"defence": "plain", "groups": 1}
     budgets = {f"DP, epsilon {epsilon}": private(epsilon) for epsilon in UNIT_NOISE}
     return {
@@ -73,8 +73,8 @@ def measures(base: Values) -> dict[str, Values]:
     }
 
 
-def base_of(given: Values) -> Values:
-    """The federation: what is given, over what suits its data set."""
+def base_values(given: Values) -> Values:
+    """Return the values of the federation: those given, over defaults that suit its data set."""
     for name in OWN_KEYS:
         if name in given:
             flag = name.replace("_", "-")
@@ -84,36 +84,36 @@ def base_of(given: Values) -> Values:
     return {"data": data, **PAPER, **usual, **given}
 
 
-def looks_of(base: Values) -> Options:
-    """How an audit looks at each federation, unless it is said."""
-    return LOOKS.get(str(base["data"]), Options(trials=10, broadcasts=3))
+def default_options(base: Values) -> AuditOptions:
+    """Return the options of the audit of each federation."""
+    return LOOKS.get(str(base["data"]), AuditOptions(trials=10, broadcasts=3))
 
 
 @dataclass(frozen=True)
 class Hardening:
-    """What is asked: the federation, seeds per measure, and how an audit looks at each."""
+    """The federation, the number of seeds per measure, and the options of each audit."""
 
-    base: Values = field(default_factory=lambda: base_of({}))
+    base: Values = field(default_factory=lambda: base_values({}))
     seeds: int = 5
-    options: Options = field(default_factory=lambda: Options(trials=10, broadcasts=3))
-    only: tuple[str, ...] = ()  # measures; by default all
+    options: AuditOptions = field(default_factory=lambda: AuditOptions(trials=10, broadcasts=3))
+    only: tuple[str, ...] = ()  # names of measures; all if empty
 
     @property
     def measures(self) -> dict[str, Values]:
-        """Those that are asked for."""
+        """The measures to audit."""
         return {name: own for name, own in measures(self.base).items() if not self.only or name in self.only}
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasureRow:
     """The figures of one measure: means over seeds, each with Student's interval.
 
     Attributes:
         accuracy: on held-out records.
-        cost: how much lower it is than without a veil, with the same loss and seed.
+        cost: loss of accuracy against the same federation without a veil, with the same loss and seed.
         agreement: of each attacker's model with the server's.
         attacker, membership, auc: the attacker that infers membership best, its balanced accuracy and AUC.
-        rebuilt, floor: PSNR of a record rebuilt by the best attacker, and by the mean of the attacker's own records.
+        rebuilt, floor: PSNR of a record rebuilt by the best attacker, and of the mean of the attacker's records.
     """
 
     name: str
@@ -132,153 +132,117 @@ class Row:
         return self.name in UNDEFENDED.values()
 
 
-def mean_share(values: Sequence[float]) -> Estimate:
-    """The mean of shares; Student's interval ends at 0 and 1."""
+def mean_fraction(values: Sequence[float]) -> Estimate:
+    """Return the mean of fractions; Student's interval ends at 0 and 1."""
     found = average(values)
     return Estimate(found.value, max(0.0, found.low), min(1.0, found.high))
 
 
-def best_of(values: Mapping[str, Sequence[float]]) -> tuple[str, Estimate | None]:
-    """The name with the largest mean, and that mean.
+def largest_mean(values: Mapping[str, Sequence[float]]) -> tuple[str, Estimate | None]:
+    """Return the name with the largest mean, and that mean.
 
-    The largest of each seed would be above chance where every attacker is at chance.
+    The mean of each seed's maximum would be above chance where every attacker is at chance.
     """
     means = {name: average(own) for name, own in values.items() if own}
     name = max(means, key=lambda one: means[one].value, default="")
     return name, means.get(name)
 
 
-def row_of(name: str, audits: Sequence[Audited], plain: Sequence[Audited]) -> Row:
-    """The figures of a measure; `plain` are the audits without a veil, of the same loss, in the order of seeds."""
+def measure_row(name: str, audits: Sequence[AuditResult], plain: Sequence[AuditResult]) -> MeasureRow:
+    """Return the figures of a measure; `plain` are the audits without a veil, with the same loss and seeds."""
     looks = {label: [one.attackers[label] for one in audits] for label in audits[0].attackers}
     members = {label: [look.membership for look in own if look.membership] for label, own in looks.items()}
-    attacker, membership = best_of({label: [one.best.accuracy.value for one in own] for label, own in members.items()})
+    accuracies = {label: [one.best.accuracy.value for one in own] for label, own in members.items()}
+    attacker, membership = largest_mean(accuracies)
     built = {label: [one.rebuilt[label].value for one in audits] for label in audits[0].rebuilt}
-    floor = built.pop("floor", [])
+    floor = built.pop(FLOOR, [])
     cost = [without.test - one.test for one, without in zip(audits, plain, strict=True)] if plain else []
-    return Row(
+    return MeasureRow(
         name,
         average([one.test for one in audits]),
         average(cost) if cost else None,
-        {label: mean_share([look.agreement.value for look in own]) for label, own in looks.items()},
+        {label: mean_fraction([look.agreement.value for look in own]) for label, own in looks.items()},
         attacker,
         membership,
         average([one.best.auc.value for one in members[attacker]]) if attacker else None,
-        best_of(built)[1],
+        largest_mean(built)[1],
         average(floor) if floor else None,
     )
 
 
-def rows_of(asked: Hardening, results: Hardened) -> Iterator[Row | tuple[str, str]]:
-    """One row per measure, or its name and why it failed."""
-    whole = {
-        name: own
-        for name, found in results.items()
-        if len(own := [o for o in found if isinstance(o, Audited)]) == len(found)
-    }
+def measure_rows(asked: Hardening, results: HardeningResults) -> Iterator[MeasureRow | tuple[str, str]]:
+    """Yield one row per measure, or its name and why it failed."""
+    done = {name: [one for one in found if isinstance(one, AuditResult)] for name, found in results.items()}
+    complete = {name: own for name, own in done.items() if len(own) == len(results[name])}
     for name, found in results.items():
-        if name in whole:
+        if name in complete:
             loss = configure({**asked.base, **asked.measures[name]}).training.loss
-            yield row_of(name, whole[name], whole.get(UNDEFENDED[str(loss)], []))
+            yield measure_row(name, complete[name], complete.get(UNDEFENDED[str(loss)], []))
         else:
             yield name, next(one.failed for one in found if isinstance(one, Failed))
 
 
-def holds(row: Row) -> bool | None:
-    """Whether a measure is good enough and cheap enough, by the ends of its intervals; None if they leave it open."""
-    assert row.membership
-    assert row.cost
-    if row.membership.high <= MOST_MEMBERSHIP and row.cost.high <= MOST_COST:
-        return True
-    return False if row.membership.low > MOST_MEMBERSHIP or row.cost.low > MOST_COST else None
+def is_within(found: Estimate, limit: float) -> bool | None:
+    """Whether an interval ends at a limit or below; None if it holds the limit."""
+    return True if found.high <= limit else False if found.low > limit else None
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """Whether any measure holds the best membership attacker to 52 % at a cost of at most 0.5 points of accuracy."""
-    held = f"holds the best membership attacker to {100 * MOST_MEMBERSHIP:.0f} %"
-    price = f"at a cost of at most {100 * MOST_COST:.1f} points of accuracy"
-    tried = [row for row in rows if not row.undefended and row.membership and row.cost]
+def verdict(rows: Sequence[MeasureRow]) -> str:
+    """Return the label with the measures within both limits, or with those that come nearest."""
+    asked = f"membership at most {100 * MAX_MEMBERSHIP:.0f} %, cost at most {100 * MAX_COST:.1f} points"
     bare = [row.membership for row in rows if row.undefended and row.membership]
-    if not tried or not bare:
-        return "There is no verdict: membership or the undefended federation was not measured."
-    most = max(bare, key=lambda one: one.value)
-    if most.value <= MOST_MEMBERSHIP:
-        return f"There is no verdict: without a defence membership is found at {percent(most)} %, no more than asked."
-    good, unsure = ([row for row in tried if holds(row) is wanted] for wanted in (True, None))
-    if good:
-        return f"{'; '.join(map(_said, good))}: {held} {price}."
+    found = [(row, row.membership, row.cost) for row in rows if not row.undefended and row.membership and row.cost]
+    if not found or not bare:
+        return "No verdict: membership or the undefended federation was not measured."
+    top = max(bare, key=lambda one: one.value)
+    if top.value <= MAX_MEMBERSHIP:
+        return f"No verdict: membership without a defence is {percent(top)} %, within the limit ({asked})."
+    inside = [(row, {is_within(m, MAX_MEMBERSHIP), is_within(c, MAX_COST)}) for row, m, c in found]
+    good, unsure = [row for row, both in inside if both == {True}], [row for row, both in inside if False not in both]
     if unsure:
-        return f"There are too few seeds to tell which setting {held} {price}: perhaps {'; '.join(map(_said, unsure))}."
-    cheap = [row for row in tried if _cost(row) <= MOST_COST]
-    near = f" The best at that cost is {_said(min(cheap, key=_membership))}." if cheap else ""
-    dear = [row for row in tried if _membership(row) <= MOST_MEMBERSHIP]
-    paid = f" The cheapest that {held} is {_said(min(dear, key=_cost))}." if dear else f" None {held} at any cost."
-    return f"No setting {held} {price}.{near}{paid}"
+        label = "GOOD ENOUGH" if good else "TOO FEW SEEDS"
+        return f"{label} ({asked}): {'; '.join(map(describe, good or unsure))}; undefended {percent(top)} %."
+    cheap = [(m.value, row) for row, m, c in found if c.value <= MAX_COST]
+    strong = [(c.value, row) for row, m, c in found if m.value <= MAX_MEMBERSHIP]
+    near = [
+        f"{what}: {describe(min(rows, key=lambda one: one[0])[1])}"
+        for what, rows in (("best at that cost", cheap), ("cheapest with that membership", strong))
+        if rows
+    ]
+    return f"NONE GOOD ENOUGH ({asked}): {'; '.join([*near, f'undefended {percent(top)} %'])}."
 
 
-def one_line(rows: Sequence[Row]) -> str:
-    """The verdict in one sentence: whether a measure is good enough, and which comes nearest."""
-    asked = (
-        f"the best membership attacker to {100 * MOST_MEMBERSHIP:.0f} % for {100 * MOST_COST:.1f} points of accuracy"
-    )
-    tried = [row for row in rows if not row.undefended and row.membership and row.cost]
-    bare = [row.membership.value for row in rows if row.undefended and row.membership]
-    if not tried or not bare or max(bare) <= MOST_MEMBERSHIP:
-        return verdict(rows)
-    good, unsure = ([row for row in tried if holds(row) is wanted] for wanted in (True, None))
-    cheap = good or unsure or [row for row in tried if _cost(row) <= MOST_COST]
-    if not cheap:
-        return f"No setting holds {asked}: none costs so little."
-    best = min(cheap, key=_membership)
-    found = f"{100 * _membership(best):.1f} %, {100 * max(bare):.1f} % without a defence"
-    if good:
-        return f"At least one setting holds {asked}: {best.name} ({found})."
-    if unsure:
-        return f"Too few seeds to tell if {best.name} holds {asked} ({found})."
-    return f"No setting holds {asked}; {best.name} comes nearest ({found})."
-
-
-def _membership(row: Row) -> float:
-    assert row.membership
-    return row.membership.value
-
-
-def _cost(row: Row) -> float:
-    assert row.cost
-    return row.cost.value
-
-
-def _said(row: Row) -> str:
+def describe(row: MeasureRow) -> str:
+    """Return a measure with its two figures."""
     return f"{row.name} (membership {percent(row.membership)} %, cost {percent(row.cost)} points)"
 
 
-def header_of() -> list[str]:
-    """The columns; those of attackers are the veil's."""
-    agreement = [f"agreement {name}, %" for name in labels()]
-    others = ["accuracy, %", "cost, points", "membership, %", "membership AUC", "rebuilt, dB", "guess, dB"]
-    return ["measure", "best on members", *others, *agreement]
-
-
-def labels() -> list[str]:
-    """Attackers of the veil."""
+def attacker_names() -> list[str]:
+    """Return the attackers of the veil."""
     return [PUBLISHED, *ATTACKERS["veil"].models]
 
 
-def cells_of(row: Row) -> list[str]:
-    """A row of the table."""
-    agreement = [percent(row.agreement.get(name)) for name in labels()]
+def header() -> list[str]:
+    """Return the columns; those of attackers are the veil's."""
+    others = ["accuracy, %", "cost, points", "membership, %", "membership AUC", "rebuilt, dB", "guess, dB"]
+    return ["measure", "best on members", *others, *(f"agreement {name}, %" for name in attacker_names())]
+
+
+def cells(row: MeasureRow) -> list[str]:
+    """Return a row of the table."""
+    agreement = [percent(row.agreement.get(name)) for name in attacker_names()]
     members = [percent(row.membership), text(row.auc, ".3f")]
     others = [percent(row.accuracy), percent(row.cost), *members, text(row.rebuilt), text(row.floor)]
     return [row.name, row.attacker, *others, *agreement]
 
 
-def charts(rows: Sequence[Row]) -> list[Section]:
-    """Membership beside what it costs."""
+def charts(rows: Sequence[MeasureRow]) -> list[Section]:
+    """Return membership and its cost."""
     members = [mark(row.name, row.membership, scale=100) for row in rows]
     costs = [mark(row.name, row.cost, scale=100) for row in rows]
     return [
         Intervals("Membership by the best attacker", "balanced accuracy, %", members, {"guessing": 50.0}),
-        Intervals("Accuracy lost", "points", costs, {"allowed": 100 * MOST_COST}),
+        Intervals("Accuracy lost", "points", costs, {"allowed": 100 * MAX_COST}),
     ]
 
 
@@ -287,79 +251,74 @@ NOTE = (
     "veil, with the same loss, paired by seed. Agreement with the server's model on held-out records. Membership of "
     "the other client's records: balanced accuracy and AUC of the attacker with the largest mean, by the attack that "
     "did best on records whose membership the attacker knows. PSNR of the victim's record by the best attacker, and of "
-    "a guess (the mean of the attacker's own records); whole shards and DP: of the nearest of the victim's 64 records. "
-    "Noise that is kept over rounds is one draw per seed."
+    "a guess (the mean of the attacker's records); whole shards and DP: of the nearest of the victim's 64 records. "
+    "Noise that is kept over rounds is drawn once per seed."
 )
-ONE_SEED = "There is one seed, so that figures have no intervals, and the verdict is that of one trial."
+ONE_SEED = "With one seed, figures have no intervals, and the verdict is that of one trial."
 READING = (
-    "A measure is good enough if the interval of membership ends at 52 % or below, and that of its cost at 0.5 points "
-    "or below. If an interval holds its limit, there are too few seeds to tell.",
-    "A measure helps if it brings an adaptive attacker nearer to guessing than the first line does. One that changes "
-    "only the model as published does not help.",
-    f"DP: {DP_ROUNDS} rounds of whole shards, SGD with learning rate {DP_RATE:g}, clip 1, delta 1e-5. It protects "
-    "whole clients, so that noise is measured by what one of them contributes; with two clients that leaves little.",
+    "A measure is good enough if both intervals end at their limits or below. If an interval holds its limit, there "
+    "are too few seeds to tell. A measure helps if it brings an adaptive attacker nearer to guessing than the first "
+    "row does; one that changes only the row as published does not help.",
+    f"DP: {DP_ROUNDS} rounds of whole shards, SGD with learning rate {DP_RATE:g}, clipping norm 1, delta 1e-5. It "
+    "protects whole clients, so that noise is measured by the contribution of one of them; with two clients, little of "
+    "the model is left.",
 )
 
 
-def shadows_of(config: Config, count: int, folder: Path, label: str) -> tuple[Job[Result], ...]:
-    """Federations like this one that the attacker trains itself."""
-    return tuple(
-        Job(f"{label}-{number}", TrainShadow(config, number, count, folder, everyone=True), Shadow)
-        for number in range(count)
-    )
-
-
-class HardenStudy(Study[Hardening, Hardened]):
+class HardenStudy(Study[Hardening, HardeningResults]):
     """Settings of the veil against adaptive attackers."""
 
     name = "harden"
-    summary = "what makes the veil harder to see through, against adaptive attackers"
+    summary = "settings that strengthen the veil against adaptive attackers"
 
-    def audits(self, asked: Hardening, folder: Path) -> dict[tuple[str, int], Job[Audited]]:
-        """An audit for each measure and seed, after the shadows that its attackers use.
+    def audits(self, asked: Hardening, folder: Path) -> dict[tuple[str, int], Job[AuditResult]]:
+        """Return an audit for each measure and seed, after the shadows that its attackers use.
 
-        Measures that train the same model but for the veil share their shadows, as the attacks on a veil do.
+        Measures that differ in the veil alone train the same model, and share their shadows.
         """
-        jobs: dict[tuple[str, int], Job[Audited]] = {}
-        shadows: dict[str, tuple[Path, tuple[Job[Result], ...]]] = {}
+        jobs: dict[tuple[str, int], Job[AuditResult]] = {}
+        known: dict[str, tuple[Path, tuple[Job[Result], ...]]] = {}
         for number, (name, changes) in enumerate(asked.measures.items()):
             for seed in range(asked.seeds):
                 config = configure({"defence": "veil", **asked.base, **changes, "seed": seed})
                 twin = config.changed(defence="plain", groups=1, decoys=None, keep_noise=False)
                 label = f"like-{number}-{seed}"
-                where, after = shadows.setdefault(
-                    repr(twin), (folder / label, shadows_of(twin, asked.options.shadows, folder / label, label))
-                )
+                if repr(twin) not in known:
+                    known[repr(twin)] = folder / label, self.shadows(twin, asked.options.shadows, folder / label)
+                where, after = known[repr(twin)]
                 work = Audit(config, asked.options, folder / "runs" / f"{number}-{seed}", where)
-                jobs[name, seed] = Job(f"{number}-{seed}", work, Audited, after=after)
+                jobs[name, seed] = Job(f"{number}-{seed}", work, AuditResult, after=after)
         return jobs
 
-    def jobs(self, asked: Hardening, folder: Path) -> list[Job[Result]]:
-        """All of them, each after its shadows."""
-        audits = self.audits(asked, folder).values()
-        shadows = {job.name: job for audit in audits for job in audit.after}
-        return [*shadows.values(), *audits]
+    def shadows(self, config: Config, count: int, folder: Path) -> tuple[Job[Result], ...]:
+        """Return shadow federations like this one."""
+        works = [TrainShadow(config, number, count, folder, everyone=True) for number in range(count)]
+        return tuple(Job(f"{folder.name}-{work.number}", work, Shadow) for work in works)
 
-    def collect(self, asked: Hardening, folder: Path, done: Done) -> Hardened:
-        """By measure."""
-        jobs = self.audits(asked, folder)
-        return {name: [done[jobs[name, seed]] for seed in range(asked.seeds)] for name in asked.measures}
+    def graph(self, asked: Hardening, folder: Path) -> JobGraph[HardeningResults]:
+        """Return all audits, each after its shadows; their results by measure."""
+        audits = self.audits(asked, folder)
+        before = {job.name: job for audit in audits.values() for job in audit.after}
+        return JobGraph(
+            [*before.values(), *audits.values()],
+            lambda done: {name: [done[audits[name, n]] for n in range(asked.seeds)] for name in asked.measures},
+        )
 
-    def present(self, asked: Hardening, results: Hardened) -> Shown:
-        """The verdict, the table, two pictures, how to read them."""
-        found, header = list(rows_of(asked, results)), header_of()
-        rows = [row for row in found if isinstance(row, Row)]
+    def present(self, asked: Hardening, results: HardeningResults) -> Shown:
+        """Return the verdict, the table, two charts, and how to read them."""
+        found, columns = list(measure_rows(asked, results)), header()
+        rows = [row for row in found if isinstance(row, MeasureRow)]
         table = [
-            cells_of(row) if isinstance(row, Row) else failed_row(row[0], len(header), f"failed: {row[1]}")
+            cells(row) if isinstance(row, MeasureRow) else failed_row(row[0], len(columns), f"failed: {row[1]}")
             for row in found
         ]
         facts = {name: str(value) for name, value in configure(asked.base).flat().items()}
-        sections = [*charts(rows), Text("How to read it", READING), Facts("Configuration", facts)]
+        reading = [*([ONE_SEED] if asked.seeds == 1 else []), *READING]
+        sections = [*charts(rows), Text("How to read it", reading), Facts("Configuration", facts)]
         seeds = f"{asked.seeds} seed{'s' if asked.seeds > 1 else ''}"
         lead = f"{len(found)} settings, {seeds} each, against adaptive attackers."
-        first = [Text("Verdict", [verdict(rows), *([ONE_SEED] if asked.seeds == 1 else [])])]
-        title = f"What hardens the veil: {asked.base['data']}"
-        return Shown(title, one_line(rows), header, table, NOTE, sections, first, lead=lead)
+        title = f"Hardening the veil: {asked.base['data']}"
+        return Shown(title, verdict(rows), columns, table, NOTE, sections, lead=lead)
 
 
 HARDEN = HardenStudy()

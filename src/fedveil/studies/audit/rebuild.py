@@ -1,4 +1,4 @@
-"""Can a participant rebuild another's record? One victim record, two clients, a server of plain SGD."""
+"""Rebuilding a record of another client: one victim record, two clients, a server of plain SGD."""
 
 from dataclasses import dataclass
 
@@ -12,27 +12,27 @@ from fedveil.attacks.registry import find_attackers
 from fedveil.attacks.similarity import psnr
 from fedveil.data import Data
 from fedveil.defences.registry import find
+from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_model
 from fedveil.runs.config import Config
+from fedveil.studies.audit.results import FLOOR
 from fedveil.studies.estimates import Estimate, average
 from fedveil.studies.gradients.run import few_clients, plain_sgd
-from fedveil.studies.jobs import Progress
-from fedveil.studies.victim import observe
+from fedveil.studies.observation import observe
 
 OWN_BATCH, RATE = 4, 0.1
 SHARD = 64  # the victim's records where clients send gradients of whole shards
-SEARCHES = 5  # records at most, where they come from a search
-FLOOR = "floor"
+MAX_SEARCHES = 5  # records that are rebuilt by a search
 
 
 def quality(found: Tensor, true: Tensor, peak: float) -> float:
-    """PSNR = 10 log10(peak^2 / MSE) in dB, at most 100; `peak` is the range of the data."""
+    """Return PSNR = 10 log10(peak^2 / MSE) in dB, at most 100; `peak` is the range of the data."""
     return psnr(torch.nan_to_num(found).reshape(1, -1), true.reshape(1, -1), peak=peak, maximum=100.0)[0]
 
 
 def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Observation, Tensor]:
-    """A few rounds of a new network with the attacker's records and one of a victim's; what the attacker saw of them.
+    """Run a few rounds of a new network with the attacker's records and one of a victim; return what the attacker saw.
 
     Where clients send gradients of whole shards, the victim has 64 records and the attacker 4.
     """
@@ -45,25 +45,25 @@ def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Obs
 
 
 @dataclass(frozen=True)
-class Rebuilt:
-    """PSNR by attacker, and of the floor; and why other attackers have none."""
+class Reconstructions:
+    """PSNR by attacker and of the floor, and why other attackers have none."""
 
     psnr: dict[str, Estimate]
     left_out: dict[str, str]
 
 
-def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> Rebuilt:
-    """PSNR of each attacker's reconstructions, and of the floor: the mean of the attacker's own records.
+def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> Reconstructions:
+    """Return the PSNR of each attacker's reconstructions, and of the floor: the mean of the attacker's records.
 
-    An attacker that does not apply, or fails, in one trial is left out of all. Where records come from a search, which
-    takes seconds, there are at most five.
+    An attacker that does not apply, or fails, in one trial is left out of all. A search takes seconds, so that there
+    are at most five.
     """
     low, high = float(data.train.tensor.min()), float(data.train.tensor.max())
     known = find_attackers(find(config.defence.name))
     attackers = {PUBLISHED: rebuild_record, **known.rebuilders}
     found: dict[str, list[float]] = {}
     left_out: dict[str, str] = {}
-    trials = trials if begins_dense(config, data) else min(trials, SEARCHES)
+    trials = trials if has_dense_start(config, data) else min(trials, MAX_SEARCHES)
     for number in range(trials):
         progress(number / trials, f"rebuilding record {number + 1}/{trials}")
         observed, true = trial(config, data, number, known.rebuild_rounds)
@@ -77,11 +77,11 @@ def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> Rebu
         for name, guess in guesses.items():
             found.setdefault(name, []).append(max(quality(guess, one, high - low) for one in true))
     psnr = {name: average(found[name]) for name in [*attackers, FLOOR] if name in found and name not in left_out}
-    return Rebuilt(psnr if len(psnr) > 1 else {}, left_out)
+    return Reconstructions(psnr if len(psnr) > 1 else {}, left_out)
 
 
-def begins_dense(config: Config, data: Data) -> bool:
-    """Whether the network begins with a Linear, whose gradient shows a record without any search."""
+def has_dense_start(config: Config, data: Data) -> bool:
+    """Whether the network starts with a Linear, whose gradient shows a record without any search."""
     try:
         first_linear(build_model(config, data))
     except DoesNotApply:

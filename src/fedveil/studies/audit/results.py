@@ -1,30 +1,27 @@
-"""What an audit returns."""
+"""Results of an audit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedveil.attacks.scores import Estimate
+from fedveil.studies.federations import Quality
 from fedveil.studies.gradients.results import Curious
 from fedveil.studies.jobs import Failed, Result
-from fedveil.studies.victim import Quality
+from fedveil.studies.membership.results import MembershipFigures
+
+FLOOR = "floor"
 
 
 @dataclass(frozen=True)
-class Tried:
+class MemberAttack(MembershipFigures):
     """One membership attack on other clients' records.
 
     Attributes:
         known: its AUC on records whose membership the attacker knows, held out from training.
-        accuracy: balanced, at a threshold that was chosen on known records.
-        auc: area under the ROC curve.
-        tpr: true-positive rate by false-positive rate; None where too few records stand for it.
-        broadcasts: under how many secrets it was run.
+        broadcasts: number of broadcasts that it was run on.
     """
 
     known: float
-    accuracy: Estimate
-    auc: Estimate
-    tpr: dict[str, Estimate | None]
     broadcasts: int = 1
 
 
@@ -37,27 +34,27 @@ class Members:
         left_out: attacks that do not apply, and why.
     """
 
-    attacks: dict[str, Tried]
+    attacks: dict[str, MemberAttack]
     left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def attack(self) -> str:
-        """The one that did best on records that the attacker knows; never chosen on the test."""
+        """The attack that did best on records that the attacker knows; never chosen on the test."""
         return max(self.attacks, key=lambda name: self.attacks[name].known)
 
     @property
-    def best(self) -> Tried:
-        """Its figures."""
+    def best(self) -> MemberAttack:
+        """The figures of that attack."""
         return self.attacks[self.attack]
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What one attacker's model is worth, on held-out records.
+class ModelFigures:
+    """Figures of one attacker's model on held-out records.
 
     Attributes:
         agreement: with the server's model.
-        accuracy: where records have classes.
+        accuracy: None where records have no classes.
         ranking: AUC of a model with one output, in the better direction.
         membership: None with a single client.
     """
@@ -70,11 +67,11 @@ class Figures:
 
 @dataclass(frozen=True)
 class Guessing:
-    """What the best constant answer reaches on held-out records.
+    """Figures of the best constant answer on held-out records.
 
     Attributes:
-        agreement: the share of the most frequent answer of the server's model.
-        accuracy: the share of the most frequent class; None where records have no classes.
+        agreement: frequency of the most frequent answer of the server's model.
+        accuracy: frequency of the most frequent class; None where records have no classes.
     """
 
     agreement: float
@@ -82,26 +79,26 @@ class Guessing:
 
 
 @dataclass(frozen=True)
-class Audited(Quality, Result):
-    """Every figure of one federation.
+class AuditResult(Quality, Result):
+    """All figures of one federation.
 
     Attributes:
-        outputs: of the model.
-        broadcasts: under how many secrets the model was looked at.
-        trials: records that attackers tried to rebuild.
+        outputs: number of outputs of the model.
+        broadcasts: number of broadcasts that were attacked.
+        trials: number of records that attackers tried to rebuild.
         attackers: figures by attacker.
-        rebuilt: PSNR in dB of rebuilt records by attacker, and of the floor: the mean of the attacker's own records.
-        guessing: what the best constant answer reaches.
+        rebuilt: PSNR in dB of rebuilt records by attacker, and of the floor: the mean of the attacker's records.
+        guessing: figures of the best constant answer.
         inapplicable: attackers of the model that do not apply, and why.
         not_rebuilt: attackers that rebuild no record, and why.
-        server: what a curious server learns; of the undefended federation only, and if it was asked for.
+        server: attacks of a curious server; of the undefended federation only, and if asked for.
     """
 
     defence: str
     outputs: int
     broadcasts: int
     trials: int
-    attackers: dict[str, Figures]
+    attackers: dict[str, ModelFigures]
     rebuilt: dict[str, Estimate]
     guessing: Guessing
     inapplicable: dict[str, str] = field(default_factory=dict)
@@ -110,22 +107,13 @@ class Audited(Quality, Result):
 
     @property
     def ranks(self) -> bool:
-        """Whether agreement is that of a ranking: a model with one output leaks it whatever is added."""
+        """Whether agreement is that of a ranking: a model with one output leaks it under any additive noise."""
         return next(iter(self.attackers.values())).ranking is not None
-
-    def figure(self, attacker: str, name: str) -> Estimate | None:
-        """One figure of one attacker: "agreement" (or ranking), "membership" (AUC) or "rebuilt" (dB)."""
-        found = self.attackers.get(attacker)
-        if name == "rebuilt":
-            return self.rebuilt.get(attacker)
-        if found and name == "agreement":
-            return found.ranking or found.agreement
-        return found.membership.best.auc if found and found.membership else None
 
     @property
     def names(self) -> list[str]:
-        """Of every attacker."""
-        return list(dict.fromkeys([*self.attackers, *(name for name in self.rebuilt if name != "floor")]))
+        """All attackers."""
+        return list(dict.fromkeys([*self.attackers, *(name for name in self.rebuilt if name != FLOOR)]))
 
 
-Audits = Mapping[str, Audited | Failed]  # by defence
+Audits = Mapping[str, AuditResult | Failed]  # by defence

@@ -1,4 +1,4 @@
-"""`fedveil audit`: what a participant learns under each defence, by published and by adaptive attackers."""
+"""`fedveil audit`: what a client learns under each defence, by published and by adaptive attackers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,76 +11,78 @@ from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.scores import Estimate, Scores, auc, proportion
 from fedveil.data import Data
 from fedveil.federation.evaluate import predict
+from fedveil.progress import Progress
 from fedveil.runs.config import Config, Value
-from fedveil.studies.attack import Asked, AttackStudy, Results, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
 from fedveil.studies.audit import page
-from fedveil.studies.audit.members import MemberAttacks, averaged_members, joined
+from fedveil.studies.audit.members import MemberAttacks, average_members, join_broadcasts
 from fedveil.studies.audit.page import UNDEFENDED
 from fedveil.studies.audit.rebuild import rebuild
-from fedveil.studies.audit.results import Audited, Figures, Guessing, Members
-from fedveil.studies.estimates import over_broadcasts
+from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelFigures
+from fedveil.studies.estimates import combine_broadcasts
+from fedveil.studies.federations import load_or_train, measure_quality
 from fedveil.studies.gradients import server
 from fedveil.studies.gradients.results import Curious, ServerRound
-from fedveil.studies.jobs import Done, Job, Progress, Result
-from fedveil.studies.membership.attacks import ByShadows
-from fedveil.studies.membership.records import records_of, shadow_jobs
-from fedveil.studies.study import Shown
-from fedveil.studies.victim import observe_all, quality_of, trained
+from fedveil.studies.jobs import Done, Job, Result
+from fedveil.studies.membership.attacks import ShadowAttacks
+from fedveil.studies.membership.records import divide_records, shadow_jobs
+from fedveil.studies.observation import observe_all
+from fedveil.studies.study import JobGraph, Shown
 
 
 @dataclass(frozen=True)
-class Options:
-    """The audit's own flags."""
+class AuditOptions:
+    """Flags of the audit."""
 
-    trials: int = option(20, "records that the attacker tries to rebuild, each in a federation of its own")
-    broadcasts: int = option(10, "secrets under which a veiled model is looked at; one says little about others")
+    trials: int = option(20, "number of records that the attacker tries to rebuild, each in a new federation")
+    broadcasts: int = option(10, "number of broadcasts to sample under a veil, each with new noise")
     network: bool = option(True, "membership by white-box networks too")
-    shadows: int = option(2, "federations that the attacker trains itself for RMIA, in pairs; 0 for none")
-    lira: bool = option(False, "LiRA too; 16 shadows or more give it a chance")
+    shadows: int = option(2, "number of shadow federations for RMIA, which come in pairs; 0 for none")
+    lira: bool = option(False, "run LiRA too, which needs 16 shadows or more")
     server: bool = option(True, "a curious server too, where records are images")
 
 
-CURIOUS = server.Options(steps=400, restarts=1)  # half a minute on two cores, for a small network
+CURIOUS = server.ServerOptions(steps=400, restarts=1)  # half a minute on two cores, for a small network
 
 
-def view_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> Figures:
-    """Agreement with the true model and accuracy, on held-out records; of one output also the AUC."""
+def model_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> ModelFigures:
+    """Return agreement with the true model and accuracy on held-out records; for one output also the AUC."""
     device = next(model.parameters()).device
     seen, true = (predict(net, data.test.tensor.to(device)).cpu() for net in (view, model))
     seen = torch.nan_to_num(seen)
-    answers, labels = _decided(seen), _classes(data.test.targets)
-    agreement = _share(answers == _decided(true))
+    answers, labels = _answers(seen), _classes(data.test.targets)
+    agreement = _fraction(answers == _answers(true))
     if labels is None:
-        return Figures(agreement, membership=members)
+        return ModelFigures(agreement, membership=members)
     scores, ones = seen[:, 0].double().numpy(), labels.numpy() == 1
     ranks = ranking(scores[ones], scores[~ones]) if seen.shape[1] == 1 else None
-    return Figures(agreement, _share(answers == labels), ranks, members)
+    return ModelFigures(agreement, _fraction(answers == labels), ranks, members)
 
 
-def guessing_of(model: nn.Module, data: Data) -> Guessing:
-    """Return what the best constant answer reaches on held-out records: agreement with the model, and accuracy."""
+def constant_answer(model: nn.Module, data: Data) -> Guessing:
+    """Return the figures of the best constant answer on held-out records: agreement with the model, and accuracy."""
     device = next(model.parameters()).device
-    answers = _decided(torch.nan_to_num(predict(model, data.test.tensor.to(device)).cpu()))
+    answers = _answers(torch.nan_to_num(predict(model, data.test.tensor.to(device)).cpu()))
     labels = _classes(data.test.targets)
-    return Guessing(_most_frequent(answers), None if labels is None else _most_frequent(labels))
+    return Guessing(_mode_frequency(answers), None if labels is None else _mode_frequency(labels))
 
 
-def _most_frequent(answers: Tensor) -> float:
-    """The share of the most frequent answer."""
+def _mode_frequency(answers: Tensor) -> float:
+    """Return the relative frequency of the most frequent answer."""
     return float(torch.unique(answers, return_counts=True)[1].max()) / len(answers)
 
 
-def _decided(outputs: Tensor) -> Tensor:
-    """The answer that outputs stand for: the largest, or, of one output, whether it is above one half."""
+def _answers(outputs: Tensor) -> Tensor:
+    """Return the index of the largest output; for a single output, whether it is above one half."""
     return outputs.argmax(1) if outputs.shape[1] > 1 else (outputs[:, 0] > 0.5).long()
 
 
-def _share(hits: Tensor) -> Estimate:
+def _fraction(hits: Tensor) -> Estimate:
     return proportion(int(hits.sum()), len(hits))
 
 
 def _classes(targets: Tensor) -> Tensor | None:
-    """Classes, or targets of 0 and 1 in one column as such."""
+    """Return classes; targets of 0 and 1 in one column count as such."""
     if not targets.is_floating_point():
         return targets
     binary = targets.shape[1] == 1 and ((targets == 0) | (targets == 1)).all()
@@ -88,118 +90,117 @@ def _classes(targets: Tensor) -> Tensor | None:
 
 
 def ranking(positive: Scores, negative: Scores) -> Estimate:
-    """AUC of the better direction: whoever knows a few answers knows which way round a ranking is."""
+    """Return the AUC in the better direction, which a few known answers show."""
     found = auc(positive, negative)
     return found if found.value >= 0.5 else Estimate(1 - found.value, 1 - found.high, 1 - found.low)
 
 
-def averaged(looks: Sequence[Figures]) -> Figures:
-    """The same figures of several broadcasts as one."""
-    agreement = over_broadcasts([look.agreement for look in looks])
-    right, ranks = joined([look.accuracy for look in looks]), joined([look.ranking for look in looks])
+def average_figures(looks: Sequence[ModelFigures]) -> ModelFigures:
+    """Return the same figures of several broadcasts as one."""
+    agreement = combine_broadcasts([look.agreement for look in looks])
+    right, ranks = (join_broadcasts([getattr(look, name) for look in looks]) for name in ("accuracy", "ranking"))
     members = [look.membership for look in looks if look.membership]
-    return Figures(agreement, right, ranks, averaged_members(members) if members else None)
+    return ModelFigures(agreement, right, ranks, average_members(members) if members else None)
 
 
 @dataclass(frozen=True)
 class Audit:
-    """Every figure of one federation, attacker by attacker."""
+    """All figures of one federation, attacker by attacker."""
 
     config: Config
-    options: Options
+    options: AuditOptions
     run: Path
     folder: Path  # of the shadows
 
-    def __call__(self, progress: Progress, done: Done) -> Audited:
-        """Look at several broadcasts, and rebuild records."""
+    def __call__(self, progress: Progress, done: Done) -> AuditResult:
+        """Attack several broadcasts, and rebuild records."""
         config, options = self.config, self.options
-        federation, data = trained(config, self.run, progress, done.basis)
-        quality = quality_of(federation, data)
+        federation, data = load_or_train(config, self.run, progress, done.basis)
+        quality = measure_quality(federation, data)
         attacks = self.member_attacks(data) if config.data.clients > 1 else None
         count = options.broadcasts if config.defence.name == "veil" else 1
-        looks: dict[str, list[Figures]] = {}
+        looks: dict[str, list[ModelFigures]] = {}
         for number in range(count):
             progress(number / count, f"broadcast {number + 1}/{count}")
             seen = observe_all(federation, config.defence.name)
             for name, observed in seen.attackers.items():
-                members = attacks.look(observed, number, name != PUBLISHED) if attacks else None
-                found = view_figures(observed.model, federation.model, data, members)
+                members = attacks.run(observed, number, name != PUBLISHED) if attacks else None
+                found = model_figures(observed.model, federation.model, data, members)
                 looks.setdefault(name, []).append(found)
         records = rebuild(progress, config, data, options.trials)
-        return Audited(
+        return AuditResult(
             **asdict(quality),
             defence=config.defence.name,
             outputs=data.outputs,
             broadcasts=count,
             trials=options.trials,
-            attackers={name: averaged(own) for name, own in looks.items()},
+            attackers={name: average_figures(own) for name, own in looks.items()},
             rebuilt=records.psnr,
-            guessing=guessing_of(federation.model, data),
+            guessing=constant_answer(federation.model, data),
             inapplicable=seen.left_out,
             not_rebuilt=records.left_out,
         )
 
     def member_attacks(self, data: Data) -> MemberAttacks:
-        """On the records of the other clients."""
-        config, asked = self.config, self.options
-        records, shadows = (
-            records_of(config, data, everyone=True),
-            ByShadows(config, self.folder, asked.shadows, asked.lira),
-        )
-        return MemberAttacks(records, shadows, asked.network, config.training.seed)
+        """Return the attacks on the records of the other clients."""
+        config, options = self.config, self.options
+        records = divide_records(config, data, everyone=True)
+        shadows = ShadowAttacks(config, self.folder, options.shadows, options.lira)
+        return MemberAttacks(records, shadows, options.network, config.training.seed)
 
 
-class AuditStudy(AttackStudy[Options, Audited]):
+class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
     """Published and adaptive attackers on every defence."""
 
     name = "audit"
-    summary = "what a participant learns, by published and by adaptive attackers"
-    options = Options
-    result = Audited
+    summary = "what a client learns, by published and by adaptive attackers"
+    options = AuditOptions
+    result = AuditResult
     needs_shared = False
     defaults = {"clients": 2, "epochs": 150}  # noqa: RUF012
 
-    def shared(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
-        """The shadows of all defences, and of the undefended federation; LiRA wants every record inside of some."""
+    def shared(self, asked: AttackRequest[AuditOptions], folder: Path) -> list[Job[Result]]:
+        """Return the shadows of all defences, and of the undefended federation; LiRA needs every record in some."""
         defences, own = (*asked.defences, "plain"), asked.options
         return shadow_jobs(
             *(asked.config, defences, own.shadows, folder), label=asked.label, everyone=True, matched=not own.lira
         )
 
-    def attack(self, asked: Asked[Options], defence: str, folder: Path) -> Audit:
-        """See `Audit`."""
-        return Audit(asked.under(defence), asked.options, self.run_of(asked, defence, folder), folder)
+    def attack(self, asked: AttackRequest[AuditOptions], defence: str, folder: Path) -> Audit:
+        """Return the audit of one defence."""
+        return Audit(asked.config_for(defence), asked.options, self.run_folder(asked, defence, folder), folder)
 
-    def attacks(self, asked: Asked[Options], folder: Path) -> dict[str, Job[Audited]]:
-        """The defences, and the undefended federation: the reference of every figure."""
+    def attacks(self, asked: AttackRequest[AuditOptions], folder: Path) -> dict[str, Job[AuditResult]]:
+        """Return the audits of the defences, and of the undefended federation: the reference of every figure."""
         found = super().attacks(asked, folder)
         if "plain" in asked.defences:
             return found
-        work = Audit(asked.under("plain"), asked.options, folder / "plain" / "run", folder)
+        work = Audit(asked.config_for("plain"), asked.options, folder / "plain" / "run", folder)
         after = next(iter(found.values())).after
-        return {**found, UNDEFENDED: Job(f"{asked.label}{UNDEFENDED}", work, Audited, after=after)}
+        return {**found, UNDEFENDED: Job(asked.job_name(UNDEFENDED), work, AuditResult, after=after)}
 
-    def server_rounds(self, asked: Asked[Options]) -> list[Job[ServerRound]]:
-        """Rounds of an undefended federation, as its server sees them; under a veil it sees the same up to rounding."""
-        plain = Asked(asked.under("plain"), ("plain",), CURIOUS, label=asked.label)
-        return server.SERVER.rounds(plain, "plain") if asked.options.server else []
+    def server_rounds(self, asked: AttackRequest[AuditOptions]) -> list[Job[ServerRound]]:
+        """Return rounds of an undefended federation as its server sees them; a veil changes rounding alone."""
+        plain = AttackRequest(asked.config_for("plain"), ("plain",), CURIOUS, label=asked.label)
+        return list(server.SERVER.parts(plain, "plain").values()) if asked.options.server else []
 
-    def jobs(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
-        """Those of every defence, and of the curious server."""
-        return [*super().jobs(asked, folder), *self.server_rounds(asked)]
+    def graph(self, asked: AttackRequest[AuditOptions], folder: Path) -> JobGraph[Results[AuditResult]]:
+        """Return the audits and the rounds of the curious server, whose results join the undefended federation."""
+        audits, rounds = super().graph(asked, folder), self.server_rounds(asked)
+        name = "plain" if "plain" in asked.defences else UNDEFENDED
 
-    def collect(self, asked: Asked[Options], folder: Path, done: Done) -> Results[Audited]:
-        """By defence; what the curious server learns is with the undefended federation."""
-        found, name = super().collect(asked, folder, done), "plain" if "plain" in asked.defences else UNDEFENDED
-        plain, rounds = found[name], self.server_rounds(asked)
-        if rounds and isinstance(plain, Audited):
-            found[name] = replace(plain, server=Curious([done[job] for job in rounds]))
-        return found
+        def collect(done: Done) -> Results[AuditResult]:
+            found = audits.collect(done)
+            plain = found[name]
+            if rounds and isinstance(plain, AuditResult):
+                found[name] = replace(plain, server=Curious([done[job] for job in rounds]))
+            return found
 
-    def present(self, asked: Asked[Options], results: Results[Audited]) -> Shown:
-        """The verdict first, then the table, pictures and how to read them."""
-        first, table = page.presented(results)
-        return self.framed(asked, results, *table, first, page.one_line(results))
+        return JobGraph([*audits.jobs, *rounds], collect)
+
+    def show(self, asked: AttackRequest[AuditOptions], results: Results[AuditResult]) -> Shown:
+        """Return the verdict, the table, charts and how to read them."""
+        return page.show(results)
 
 
 SUITE: Mapping[str, Mapping[str, Value]] = {
@@ -208,6 +209,6 @@ SUITE: Mapping[str, Mapping[str, Value]] = {
     "bank, two classes": {"data": "bank", "task": "classification", "clients": 3, "epochs": 8, "groups": 2},
     "bank, one output": {"data": "bank", "clients": 3, "epochs": 8},
 }
-"""What `fedveil audit` looks at without --data."""
+"""The federations of `fedveil audit` without --data."""
 
 AUDIT = AuditStudy()

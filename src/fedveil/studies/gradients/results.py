@@ -1,4 +1,4 @@
-"""What an attack on gradients returns."""
+"""Results of attacks on gradients, by a client and by a curious server."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from fedveil.studies.jobs import Failed, Result
 
 
 @dataclass(frozen=True)
-class Figures:
-    """How near each image comes: PSNR in dB, structural similarity, mean squared error."""
+class ImageFigures:
+    """Distance of each image from its original: PSNR in dB, structural similarity, mean squared error."""
 
     psnr: list[float]
     ssim: list[float]
@@ -16,13 +16,13 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class View(Figures):
+class View(ImageFigures):
     """A reconstruction from one gradient.
 
     Attributes:
-        labels: how many labels of the batch were found.
-        distance: of the gradients at the end; None if it is not finite.
-        broken: restarts that ended in a distance that is not finite.
+        labels: number of labels of the batch that were found.
+        distance: final distance of the gradients; None if it is not finite.
+        broken: number of restarts whose distance is not finite.
         seconds: of CPU time.
         pictures: as `studies.pictures` encodes them.
     """
@@ -40,10 +40,10 @@ class Batch(Result):
 
     Attributes:
         size: records in it.
-        rows: their places in the training data.
-        search: how was searched.
+        rows: their indices in the training data.
+        search: settings of the search.
         views: reconstructions by what the attacker has.
-        floors: what needs no gradient.
+        floors: guesses that need no gradient.
         originals: the victim's images, encoded.
         shape: channels, height, width.
     """
@@ -52,7 +52,7 @@ class Batch(Result):
     rows: list[int]
     search: Search
     views: dict[str, View]
-    floors: dict[str, Figures]
+    floors: dict[str, ImageFigures]
     originals: list[str]
     shape: tuple[int, int, int]
 
@@ -64,8 +64,8 @@ class Gradients(Result):
     seed: int
     parts: dict[str, Batch | Failed]
 
-    def of_size(self, size: int) -> tuple[list[Batch], str]:
-        """The batches of one size, and why one of them failed, if one did."""
+    def batches(self, size: int) -> tuple[list[Batch], str]:
+        """Return the batches of one size, and why one of them failed, if one did."""
         own = [part for name, part in self.parts.items() if name.startswith(f"batch{size}-")]
         broken = [part.failed for part in own if isinstance(part, Failed)]
         return [part for part in own if isinstance(part, Batch)], broken[0] if broken else ""
@@ -73,11 +73,11 @@ class Gradients(Result):
 
 @dataclass(frozen=True)
 class Nearest:
-    """Of the images that an attack gave, the one that comes nearest to a record in the view.
+    """The image of an attack that comes nearest to a record in the view.
 
     Attributes:
-        psnr, ssim: of the two.
-        record: that record's place among those of the round.
+        psnr, ssim: similarity of the two.
+        record: index of that record in the round.
         picture: the image, encoded.
     """
 
@@ -89,12 +89,12 @@ class Nearest:
 
 @dataclass(frozen=True)
 class ServerView:
-    """What a curious server makes of one gradient.
+    """Attacks of a curious server on one gradient.
 
     Attributes:
-        records: how many are in it.
-        attacks: by name; those that do not apply are left out.
-        floors: guesses that need no gradient, as many as there are records.
+        records: number of records in it.
+        attacks: nearest image by attack; attacks that do not apply are left out.
+        floors: nearest of guesses that need no gradient, one guess per record.
     """
 
     records: int
@@ -103,7 +103,7 @@ class ServerView:
 
     @property
     def best(self) -> Nearest:
-        """Of the attack that comes nearest."""
+        """The nearest image of all attacks."""
         return max(self.attacks.values(), key=lambda one: one.psnr)
 
 
@@ -112,8 +112,8 @@ class ServerRound(Result):
     """One round of a new federation, as the server sees it.
 
     Attributes:
-        rows: the clients' records, by their places in the training data; the victim's are the first.
-        search: how was searched.
+        rows: indices of the clients' records in the training data, the victim's first.
+        search: settings of the search.
         views: by name.
         originals: the records, encoded.
         shape: channels, height, width.
@@ -140,10 +140,10 @@ class Curious(Result):
         return next((one.failed for one in self.rounds if isinstance(one, Failed)), "")
 
     @property
-    def whole(self) -> list[ServerRound]:
-        """The rounds, unless one failed."""
+    def complete(self) -> list[ServerRound]:
+        """All rounds; none if one failed."""
         return [] if self.failed else [one for one in self.rounds if isinstance(one, ServerRound)]
 
     def view(self, name: str) -> list[ServerView]:
-        """One view of every round."""
-        return [one.views[name] for one in self.whole]
+        """Return one view of every round."""
+        return [one.views[name] for one in self.complete]

@@ -1,4 +1,4 @@
-"""`fedveil attack gradients`: a victim's images from a gradient, under each defence, seen in two ways."""
+"""`fedveil attack gradients`: a victim's images from a gradient, under each defence and from each view."""
 
 import contextlib
 import copy
@@ -24,29 +24,30 @@ from fedveil.defences.registry import record_of
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.federation.local import Federation
+from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_defence, build_loss, build_model, build_optimizer, load_data, on_device
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resumed
 from fedveil.scheme import Broadcast
-from fedveil.studies.attack import Asked, OnDefences, Results, option
+from fedveil.studies.attack import AttackRequest, PartStudy, Results, option
 from fedveil.studies.gradients import page
-from fedveil.studies.gradients.results import Batch, Figures, Gradients, View
-from fedveil.studies.jobs import Done, Job, Progress, Result
-from fedveil.studies.pictures import encoded, shape_of
+from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View
+from fedveil.studies.jobs import Done, Failed, Job
+from fedveil.studies.observation import ATTACKER, observe, observe_round
+from fedveil.studies.pictures import encode_image, image_shape
 from fedveil.studies.study import Shown
-from fedveil.studies.victim import ATTACKER, observe, watch
 
 VICTIM = 1
 MISMATCHED = "true W, veiled upload"
-Share = Callable[[float], None]  # of a search that is done
+Fraction = Callable[[float], None]  # receives the fraction of a search that is done
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 SEARCHES = {"cosine": (800, 2), "idlg": (150, 4), "dlg": (150, 4)}
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Flags of a search."""
+    """Flags of a search by gradients."""
 
     method: str | None = option(None, "dlg, idlg or cosine; by default cosine if the network has a ReLU, else idlg")
     steps: int | None = option(None, "steps of a search; by default 800 for cosine, 150 for the others")
@@ -54,52 +55,42 @@ class SearchOptions:
     smooth: float = option(1e-2, "weight of the total variation (cosine)")
 
     def search(self, model: nn.Module) -> Search:
-        """The method that suits a network, with what was asked for in place of its defaults."""
+        """Return the settings of a search: by flags, and else by what suits the network."""
         kinked = any(isinstance(module, nn.ReLU) for module in model.modules())
         method = self.method or ("cosine" if kinked else "idlg")
         if method not in METHODS:
-            raise BadArgument("--method", f"there is no method {method!r}", " or ".join(METHODS))
+            raise BadArgument("--method", f"unknown method {method!r}", f"use {' or '.join(METHODS)}")
         steps, restarts = SEARCHES[method]
         return Search(method, self.steps or steps, self.restarts or restarts, smooth=self.smooth)
 
 
 @dataclass(frozen=True)
-class Options(SearchOptions):
-    """The attack's own flags."""
+class GradientOptions(SearchOptions):
+    """Flags of the attack."""
 
-    images: int = option(8, "images of the victim; each batch size takes as many of them as fill whole batches")
-    victim_batch: str = option("1,4,8", "records in the victim's batch, several sizes with commas between them")
+    images: int = option(8, "images of the victim; a batch size uses as many as fill its batches")
+    victim_batch: str = option("1,4,8", "records in the victim's batch, a comma-separated list of sizes")
 
     def batches(self) -> list[int]:
-        """The victim's batch sizes."""
-        try:
-            sizes = [int(word) for word in self.victim_batch.split(",")]
-        except ValueError:
-            sizes = []
-        if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes) or self.images < max(sizes):
+        """Return the victim's batch sizes."""
+        sizes = parse_counts(self.victim_batch)
+        if not sizes or self.images < max(sizes):
             what = f"batches of {self.victim_batch!r} from {self.images} images"
-            raise BadArgument("--victim-batch", what, "different sizes such as 1,4,8, none above --images")
+            raise BadArgument("--victim-batch", what, "use different sizes such as 1,4,8, none above --images")
         return sizes
 
 
-def check(config: Config, options: Options, data: Data, run: Path | None) -> None:
-    """Refuse what the protocol cannot do."""
-    data.pixels(data.train.tensor[:1])
-    if not data.classes:
-        raise BadArgument(data.name, "it has no classes, and labels are part of the attack", "--data cifar10")
-    training, records = config.training, len(data.train.targets)
-    wanted = training.batch_size + options.images
-    if records < wanted:
-        what = f"{records} training records, the attacker and the victim need {wanted}"
-        raise BadArgument(data.name, what, "a larger --train-size, or fewer --images")
-    known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
-    if not is_run(run) and (not known or training.weight_decay):
-        what = "the difference of two models is the gradient of one round, or its signs, for plain SGD and Adam only"
-        raise BadArgument("--optimizer", what, "--optimizer sgd --momentum 0, or adam; --weight-decay 0")
+def parse_counts(words: str) -> list[int]:
+    """Return the different positive integers of a comma-separated list; none if it holds anything else."""
+    try:
+        counts = [int(word) for word in words.split(",")]
+    except ValueError:
+        return []
+    return counts if min(counts) > 0 and len(set(counts)) == len(counts) else []
 
 
 def is_run(run: Path | None) -> bool:
-    """Whether a trained federation is attacked, not a fresh network."""
+    """Whether a trained federation is attacked rather than a new network."""
     return run is not None and bool(checkpoint.found_in(run))
 
 
@@ -108,7 +99,7 @@ class AttackBatch:
     """One batch of the victim: a round of the federation, and a search for every gradient that it leaks."""
 
     config: Config
-    options: Options
+    options: GradientOptions
     run: Path | None
     size: int
     group: int
@@ -127,30 +118,31 @@ class AttackBatch:
             model.load_state_dict(resumed(config, self.run, data).model.state_dict())
             optimizer = plain_sgd(config.training.lr)
         federation = few_clients(config, model, (own, victim), optimizer, max(first, size))
-        leaks, observed = leaks_of(federation)
+        leaks, observed = observe_leaks(federation)
         search = self.options.search(federation.model)
         true = data.pixels(victim.tensor.to(federation.device))
         views = {}
         for number, (view, leak) in enumerate(leaks.items()):
-
-            def share(part: float, number: int = number, view: str = view) -> None:
-                progress((number + part) / len(leaks), view)
-
-            started = time.process_time()
-            chance = generator("gradients", seed, size, self.group)
-            found = searched(leak, search, data, observed.inputs, size, chance, share)
-            views[view] = judged(found, data, true, victim.targets.tolist(), started)
+            started, chance = time.process_time(), generator("gradients", seed, size, self.group)
+            share = part_progress(progress, number, len(leaks), view)
+            found = search_leak(leak, search, data, observed.inputs, size, chance, share)
+            views[view] = compare_images(found, data, true, victim.targets.tolist(), started)
         below = floors(data, rows, true, generator("floors", seed, size, self.group))
-        originals = [encoded(image) for image in true]
-        return Batch(size, rows.tolist(), search, views, below, originals, shape_of(true[0]))
+        originals = [encode_image(image) for image in true]
+        return Batch(size, rows.tolist(), search, views, below, originals, image_shape(true[0]))
 
 
-def searched(
-    leak: Leak, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: Share
+def part_progress(progress: Progress, number: int, count: int, what: str) -> Fraction:
+    """Return a callback for the progress of one of several equal parts."""
+    return lambda fraction: progress((number + fraction) / count, what)
+
+
+def search_leak(
+    leak: Leak, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: Fraction
 ) -> Reconstruction:
-    """The search from one leak; labels by rule for the methods that want them, pixels between black and white.
+    """Search for the batch behind a leak: labels by rule for the methods that need them, pixels from black to white.
 
-    `own` are records of the attacker's, which show it the usual outputs of the model.
+    `own` are the attacker's records, which show it typical outputs of the model.
     """
     labels = None
     if search.method != "dlg":
@@ -169,8 +161,8 @@ def searched(
     )
 
 
-def judged(found: Reconstruction, data: Data, true: Tensor, labels: Sequence[int], started: float) -> View:
-    """How near a search came to the victim's batch, which it does not get."""
+def compare_images(found: Reconstruction, data: Data, true: Tensor, labels: Sequence[int], started: float) -> View:
+    """Compare the images of a search with the victim's batch, which the search does not see."""
     pixels = data.pixels(found.inputs)
     pixels = pixels[match(pixels, true)]
     return View(
@@ -179,12 +171,12 @@ def judged(found: Reconstruction, data: Data, true: Tensor, labels: Sequence[int
         distance=found.distance if math.isfinite(found.distance) else None,
         broken=sum(not math.isfinite(distance) for distance in found.distances),
         seconds=time.process_time() - started,
-        pictures=[encoded(image) for image in pixels],
+        pictures=[encode_image(image) for image in pixels],
     )
 
 
 def plain_sgd(lr: float) -> MakeOptimizer:
-    """A server of plain SGD."""
+    """Return the factory of plain SGD."""
     return lambda parameters: torch.optim.SGD(parameters, lr)
 
 
@@ -197,7 +189,7 @@ def few_clients(
     *,
     whole_shard: bool = False,
 ) -> Federation:
-    """Clients with these records, and a server."""
+    """Build a federation of clients with these records."""
     return Federation(
         on_device(model, config.training.device),
         [(part.tensor, part.targets) for part in parts],
@@ -211,15 +203,15 @@ def few_clients(
     )
 
 
-def leaks_of(federation: Federation) -> tuple[dict[str, Leak], Observation]:
-    """One round of the federation: the gradients that it leaks, by view, and what the attacker observed.
+def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]:
+    """Run one round, and return the gradients that it leaks by view, and what the attacker observed.
 
-    V-diff is what the attacker has by right. V-up is the victim's upload, a stress test. For a veil also its upload
-    beside the true model, which no participant has: the pair behind the paper's figure. And what an attacker that knows
-    the defence derives (`Attackers.leaks`), unless it does not apply.
+    V-diff is what every client has. V-up is the victim's update, a stress test. For a veil also its update beside the
+    true model, which no participant has: the pair behind the paper's figure. And what an attacker that knows the
+    defence derives (`Record.leaks`), unless it does not apply.
     """
     true = copy.deepcopy(federation.model)
-    rounds = watch(federation)
+    rounds = observe_round(federation)
     after = observe(federation)
     observed = dataclasses.replace(after, rounds=(rounds[ATTACKER], *after.rounds))
     leaks = {
@@ -235,20 +227,20 @@ def leaks_of(federation: Federation) -> tuple[dict[str, Leak], Observation]:
     return leaks, observed
 
 
-def figures(found: Tensor, true: Tensor) -> Figures:
-    """The metrics of each image."""
-    return Figures(psnr(found, true), ssim(found, true), mse(found, true))
+def figures(found: Tensor, true: Tensor) -> ImageFigures:
+    """Return the metrics of each image."""
+    return ImageFigures(psnr(found, true), ssim(found, true), mse(found, true))
 
 
 def shared_labels(found: Sequence[int], true: Sequence[int]) -> int:
-    """How many labels of a batch were found, whatever their order."""
+    """Count the labels of a batch that were found, in any order."""
     return sum(min(found.count(label), true.count(label)) for label in set(true))
 
 
 def guesses(data: Data, rows: Tensor, chance: torch.Generator, taken: Tensor | None = None) -> dict[str, Tensor]:
-    """Pixels that need no gradient: the mean image of the data set, and for each of the rows another of its class.
+    """Return images that need no gradient: the mean of the data set, and for each row another record of its class.
 
-    Where a guess is compared with several records, none of those may be guessed: they are `taken`.
+    Where a guess is compared with several records, none of these may be guessed: they are `taken`.
     """
     others = []
     for row in rows.tolist():
@@ -256,65 +248,62 @@ def guesses(data: Data, rows: Tensor, chance: torch.Generator, taken: Tensor | N
         same = same[~torch.isin(same, torch.tensor(row) if taken is None else taken)]
         if not len(same):
             what = f"class {int(data.train.targets[row])} has no other record"
-            raise BadArgument(data.name, what, "a larger --train-size")
+            raise BadArgument(data.name, what, "use a larger --train-size")
         others.append(int(same[torch.randint(len(same), (), generator=chance)]))
     images = {"mean image": data.train.tensor.mean(0, keepdim=True), "another of its class": data.train.tensor[others]}
     return {name: data.pixels(inputs) for name, inputs in images.items()}
 
 
-def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> dict[str, Figures]:
-    """How near guesses come to the images of the rows."""
+def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> dict[str, ImageFigures]:
+    """Compare guesses with the images of the rows."""
     found = guesses(data, rows, chance)
     return {name: figures(images.to(true).expand_as(true), true) for name, images in found.items()}
 
 
-class GradientStudy(OnDefences[Options, Gradients]):
-    """A victim's images from a gradient; every batch is a job of its own."""
+class GradientStudy(PartStudy[GradientOptions, Batch, Gradients]):
+    """A victim's images from a gradient; one job per batch."""
 
     name = "gradients"
     summary = "images from gradients (DLG, iDLG, Inverting Gradients)"
-    options = Options
-    defaults = {  # noqa: RUF012
-        "data": "cifar10",
-        "train_size": 1000,
-        "clients": 2,
-        "model": "lenet",
-        "norm": "none",
-        "loss": "cross_entropy",
-        "optimizer": "sgd",
-        "momentum": 0.0,
-        "lr": 0.1,
-    }
+    options = GradientOptions
+    defaults = dict(  # noqa: RUF012
+        **dict(data="cifar10", train_size=1000, clients=2, model="lenet", norm="none"),
+        **dict(loss="cross_entropy", optimizer="sgd", momentum=0.0, lr=0.1),
+    )
 
-    def batches(self, asked: Asked[Options], defence: str, config: Config | None = None) -> dict[str, Job[Batch]]:
-        """The jobs of one defence by batch; another configuration of it may be given."""
-        config, options = config or asked.under(defence), asked.options
-        found = {}
+    def check(self, asked: AttackRequest[GradientOptions]) -> None:
+        """Refuse what the protocol cannot do."""
+        data, training = load_data(asked.config), asked.config.training
+        data.pixels(data.train.tensor[:1])
+        if not data.classes:
+            raise BadArgument(data.name, "it has no classes, and the attack needs labels", "use --data cifar10")
+        records, wanted = len(data.train.targets), training.batch_size + asked.options.images
+        if records < wanted:
+            what = f"{records} training records, the attacker and the victim need {wanted}"
+            raise BadArgument(data.name, what, "use a larger --train-size, or fewer --images")
+        known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
+        if not is_run(asked.run) and (not known or training.weight_decay):
+            what = "the difference of two models shows a round's gradient, or its signs, for plain SGD and Adam only"
+            raise BadArgument("--optimizer", what, "use --optimizer sgd --momentum 0, or adam, and --weight-decay 0")
+
+    def parts(
+        self, asked: AttackRequest[GradientOptions], defence: str, config: Config | None = None
+    ) -> dict[str, Job[Batch]]:
+        """Return one job per batch; `config` replaces that of the defence."""
+        config, options, found = config or asked.config_for(defence), asked.options, dict[str, Job[Batch]]()
         for size in options.batches():
             for group in range(options.images // size):
-                label = f"{asked.label}{defence}-batch{size}-{group}".replace(":", ".").replace(", ", "-")
-                work = AttackBatch(config, options, asked.run, size, group)
-                found[f"batch{size}-{group}"] = Job(label.replace(" ", "-"), work, Batch, attacked=asked.run)
+                work, part = AttackBatch(config, options, asked.run, size, group), f"batch{size}-{group}"
+                found[part] = Job(asked.job_name(defence, part), work, Batch, attacked=asked.run)
         return found
 
-    def jobs(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
-        """All batches of all defences."""
-        check(asked.config, asked.options, load_data(asked.config), asked.run)
-        return [job for name in asked.defences for job in self.batches(asked, name).values()]
+    def join(self, asked: AttackRequest[GradientOptions], parts: dict[str, Batch | Failed]) -> Gradients:
+        """Return all batches as one result."""
+        return Gradients(asked.config.training.seed, parts)
 
-    def collect(self, asked: Asked[Options], folder: Path, done: Done) -> Results[Gradients]:
-        """By defence."""
-        seed = asked.config.training.seed
-        return {
-            name: Gradients(seed, {part: done[job] for part, job in self.batches(asked, name).items()})
-            for name in asked.defences
-        }
-
-    def present(self, asked: Asked[Options], results: Results[Gradients]) -> Shown:
-        """Table, chart of the smallest batch, pictures of every batch size."""
-        sizes = sorted(asked.options.batches())
-        verdict = page.verdict(results, sizes[0])
-        return self.framed(asked, results, *page.presented(results, sizes), verdict=verdict)
+    def show(self, asked: AttackRequest[GradientOptions], results: Results[Gradients]) -> Shown:
+        """Return the table, a chart of the smallest batch, and pictures of every batch size."""
+        return page.show(results, sorted(asked.options.batches()))
 
 
 GRADIENTS = GradientStudy()

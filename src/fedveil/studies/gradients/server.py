@@ -18,21 +18,31 @@ from fedveil.attacks.sums import secure_sum
 from fedveil.data import Data
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.federation.local import Federation
+from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_model, build_optimizer, load_data
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resumed
-from fedveil.studies.attack import Asked, OnDefences, Results, option
+from fedveil.studies.attack import AttackRequest, PartStudy, Results, option
 from fedveil.studies.gradients import server_page
 from fedveil.studies.gradients.results import Curious, Nearest, ServerRound, ServerView
-from fedveil.studies.gradients.run import SearchOptions, Share, few_clients, guesses, is_run, searched
-from fedveil.studies.gradients.server_page import NEXT_ROUND, SAME_MODEL, SINGLE, difference_of, sum_of
-from fedveil.studies.jobs import Done, Job, Progress, Result
-from fedveil.studies.pictures import encoded, shape_of
+from fedveil.studies.gradients.run import (
+    Fraction,
+    SearchOptions,
+    few_clients,
+    guesses,
+    is_run,
+    parse_counts,
+    part_progress,
+    search_leak,
+)
+from fedveil.studies.gradients.server_page import NEXT_ROUND, SAME_MODEL, SINGLE, difference_view, sum_view
+from fedveil.studies.jobs import Done, Failed, Job
+from fedveil.studies.pictures import encode_image, image_shape
 from fedveil.studies.study import Shown
 
-OWN = 64  # held-out records of the server's, which show it the usual outputs of the model
-SEARCHED = 16  # records in a view at most for a search, whose time grows with them
+OWN = 64  # held-out records that show the server typical outputs of the model
+MAX_SEARCH = 16  # maximum of records in a view for a search, whose time grows with them
 DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
     "first layer": record_from_gradient,
     "rows that agree": record_from_agreeing_rows,
@@ -40,40 +50,37 @@ DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Options(SearchOptions):
-    """The attack's own flags."""
+class ServerOptions(SearchOptions):
+    """Flags of the attack."""
 
     rounds: int = option(8, "rounds, each of a new federation with other records")
-    sums: str = option("2,4,10,100", "clients in a sum, several numbers with commas between them")
+    sums: str = option("2,4,10,100", "clients in a sum, a comma-separated list of numbers")
     difference: int = option(10, "clients in a sum from which the sum over all but one of them is subtracted")
     records: int = option(1, "records in a client's batch")
 
     def counts(self) -> list[int]:
-        """Clients in the sums."""
-        try:
-            counts = [int(word) for word in self.sums.split(",")]
-        except ValueError:
-            counts = []
-        if not counts or min(counts) < 1 or len(set(counts)) < len(counts):
-            raise BadArgument("--sums", f"sums over {self.sums!r} clients", "different numbers such as 2,4,10")
+        """Return the numbers of clients in the sums."""
+        counts = parse_counts(self.sums)
+        if not counts:
+            raise BadArgument("--sums", f"sums over {self.sums!r} clients", "use different numbers such as 2,4,10")
         if self.difference < 2:
-            raise BadArgument("--difference", f"a sum over {self.difference} clients", "at least two")
+            raise BadArgument("--difference", f"a sum over {self.difference} clients", "use at least two")
         if self.rounds < 1 or self.records < 1:
             what = f"{self.rounds} rounds of {self.records} records per client"
-            raise BadArgument("fedveil attack server", what, "at least one of each")
+            raise BadArgument("fedveil attack server", what, "use at least one of each")
         return counts
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
-    """A gradient that the server has, and the clients that are in it."""
+class GradientView:
+    """A gradient that the server has, and the clients in it."""
 
     leak: Leak
     clients: range
 
 
 def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]:
-    """The data as images, and the network that takes them: a new one, or the last one of a run."""
+    """Return the data as images, and the network that takes them: a new one, or the last one of a run."""
     data = load_data(config)
     model = build_model(config, data)
     if run and is_run(run):
@@ -81,14 +88,14 @@ def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]
     if config.data.name == "digits" and config.model.name == "mlp":  # loaded as rows of 64 numbers
         data, model = load_data(config.changed(model="lenet")), nn.Sequential(nn.Flatten(), model)
     if data.scale is None or data.train.tensor.dim() != 4:
-        raise DoesNotApply(config.data.name, "the records are no images")
+        raise DoesNotApply(config.data.name, "the records are not images")
     if not data.classes:
         raise DoesNotApply(config.data.name, "the records have no classes")
     return data, model
 
 
-def updates_of(federation: Federation, clients: Sequence[int]) -> list[Gradients]:
-    """Each client's gradient as the server has it without secure aggregation: its own noise removed, no other added."""
+def read_updates(federation: Federation, clients: Sequence[int]) -> list[Gradients]:
+    """Return each client's gradient as the server has it without secure aggregation, its noise removed."""
     own_round = federation.defence_server.start_round(federation.model).base
     found = []
     for one in own_round.recover_each(federation.answers(own_round.broadcast, clients)):
@@ -98,50 +105,50 @@ def updates_of(federation: Federation, clients: Sequence[int]) -> list[Gradients
     return found
 
 
-def views_of(federation: Federation, counts: Sequence[int], largest: int) -> dict[str, Opened]:
-    """What the server sees of client 0: its update, sums over the first clients, and differences of sums.
+def server_views(federation: Federation, counts: Sequence[int], largest: int) -> dict[str, GradientView]:
+    """Return what the server sees of client 0: its update, sums over the first clients, and differences of sums.
 
     The sums that are subtracted are over the first `largest` clients and over the same without client 0: of one model,
     or of a round and the next one. Clients use the same records in both rounds, which is best for the attacker.
     """
     model, sizes = copy.deepcopy(federation.model), federation.shards.sizes
     everyone = range(len(sizes))
-    updates = updates_of(federation, everyone)
+    updates = read_updates(federation, everyone)
     total, others = (secure_sum(updates[first:largest], sizes[first:largest]) for first in (0, 1))
-    stepped(federation, total.mean())
-    later = secure_sum(updates_of(federation, everyone[1:largest]), sizes[1:largest])
+    step(federation, total.mean())
+    later = secure_sum(read_updates(federation, everyone[1:largest]), sizes[1:largest])
 
-    def opened(gradients: Gradients, clients: int) -> Opened:
+    def view(gradients: Gradients, clients: int) -> GradientView:
         like = {name: parameter.detach() for name, parameter in model.named_parameters()}
         own = {name: gradient.to(like[name]) for name, gradient in gradients.items()}
-        return Opened(Leak(model, own, federation.loss), everyone[:clients])
+        return GradientView(Leak(model, own, federation.loss), everyone[:clients])
 
-    sums = {sum_of(count): opened(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
+    sums = {sum_view(count): view(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
     return {
-        SINGLE: opened(updates[0], 1),
+        SINGLE: view(updates[0], 1),
         **sums,
-        difference_of(largest, SAME_MODEL): opened((total - others).mean(), 1),
-        difference_of(largest, NEXT_ROUND): opened((total - later).mean(), 1),
+        difference_view(largest, SAME_MODEL): view((total - others).mean(), 1),
+        difference_view(largest, NEXT_ROUND): view((total - later).mean(), 1),
     }
 
 
-def stepped(federation: Federation, gradients: Gradients) -> None:
-    """The server's optimiser takes its step."""
+def step(federation: Federation, gradients: Gradients) -> None:
+    """Take a step of the server's optimizer."""
     for name, parameter in federation.model.named_parameters():
         parameter.grad = gradients[name].to(parameter) if name in gradients else None
     federation.optimizer.step()
 
 
-def attacked(
-    opened: Opened, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: Share
+def attack_view(
+    view: GradientView, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: Fraction
 ) -> dict[str, Tensor]:
-    """The pixels that each attack gives: a search as many images as there are records, the first layer one."""
+    """Return the images of each attack: one per record by a search, one by the first layer."""
     found = {}
-    if size <= SEARCHED:
-        found["search"] = data.pixels(searched(opened.leak, search, data, own, size, chance, progress).inputs)
+    if size <= MAX_SEARCH:
+        found["search"] = data.pixels(search_leak(view.leak, search, data, own, size, chance, progress).inputs)
     for name, rebuild in DENSE.items():
         try:
-            record = rebuild(opened.leak, first_linear(opened.leak.model))
+            record = rebuild(view.leak, first_linear(view.leak.model))
         except DoesNotApply:
             continue
         if record.numel() == own[0].numel():
@@ -150,12 +157,12 @@ def attacked(
 
 
 def nearest(found: Tensor, true: Tensor) -> Nearest:
-    """The image that comes nearest to a true one, by squared error."""
+    """Return the image that comes nearest to a true one, by squared error."""
     rows, columns = (images.double().flatten(1) for images in (true, found))
     apart = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
     record, image = divmod(int(apart.argmin()), len(found))
     pair = found[image : image + 1].double(), true[record : record + 1].double()
-    return Nearest(psnr(*pair)[0], ssim(*pair)[0], record, encoded(pair[0][0]))
+    return Nearest(psnr(*pair)[0], ssim(*pair)[0], record, encode_image(pair[0][0]))
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,7 @@ class AttackRound:
     """One round of a new federation, and every attack on every view of its server."""
 
     config: Config
-    options: Options
+    options: ServerOptions
     run: Path | None
     number: int
 
@@ -175,17 +182,14 @@ class AttackRound:
         rows = self.rows(data)
         parts = [data.train.take(own) for own in torch.split(rows, options.records)]
         federation = few_clients(config, model, parts, build_optimizer(config.training), options.records)
-        opened, search = views_of(federation, options.counts(), options.difference), options.search(model)
+        seen, search = server_views(federation, options.counts(), options.difference), options.search(model)
         true, own = (data.pixels(data.train.tensor[rows]), data.test.tensor[:OWN].to(federation.device))
         views = {}
-        for number, (name, view) in enumerate(opened.items()):
-
-            def share(part: float, number: int = number, name: str = name) -> None:
-                progress((number + part) / len(opened), name)
-
+        for number, (name, view) in enumerate(seen.items()):
             size = options.records * len(view.clients)
             chance = [generator(what, config.training.seed, size) for what in ("server", "guesses")]
-            found = attacked(view, search, data, own, size, chance[0], share)
+            share = part_progress(progress, number, len(seen), name)
+            found = attack_view(view, search, data, own, size, chance[0], share)
             if not found:
                 continue
             below = guesses(data, rows[:size], chance[1], taken=rows)
@@ -193,49 +197,49 @@ class AttackRound:
                 {what: nearest(images.cpu(), true[:size]) for what, images in each.items()} for each in (found, below)
             )
             views[name] = ServerView(size, attacks, floors)
-        originals, seconds = [encoded(image) for image in true], time.process_time() - started
-        return ServerRound(rows.tolist(), search, views, originals, shape_of(true[0]), seconds)
+        originals, seconds = [encode_image(image) for image in true], time.process_time() - started
+        return ServerRound(rows.tolist(), search, views, originals, image_shape(true[0]), seconds)
 
     def rows(self, data: Data) -> Tensor:
-        """The records of all clients, the victim's first."""
+        """Return the records of all clients, the victim's first."""
         clients, records = max(self.options.difference, *self.options.counts()), len(data.train.targets)
         wanted = clients * self.options.records
         if records < wanted:
             what = f"{records} training records, {clients} clients need {wanted}"
-            raise BadArgument(data.name, what, "a larger --train-size, or smaller --sums")
+            raise BadArgument(data.name, what, "use a larger --train-size, or smaller --sums")
         chance = generator("server", self.config.training.seed, self.number)
         return torch.randperm(records, generator=chance)[:wanted]
 
 
-class ServerStudy(OnDefences[Options, Curious]):
-    """A curious server; every round is a job of its own."""
+class ServerStudy(PartStudy[ServerOptions, ServerRound, Curious]):
+    """A curious server; one job per round."""
 
     name = "server"
     summary = "what a curious server learns from updates, from sums (secure aggregation) and from their differences"
-    options = Options
+    options = ServerOptions
     defaults = {"data": "digits", "clients": 100, "defence": "plain,veil"}  # noqa: RUF012
 
-    def rounds(self, asked: Asked[Options], defence: str) -> list[Job[ServerRound]]:
-        """The jobs of one defence."""
-        label = f"{asked.label}server-{defence}".replace(":", ".")
-        config, options = asked.under(defence), asked.options
-        works = [AttackRound(config, options, asked.run, number) for number in range(options.rounds)]
-        return [Job(f"{label}-{work.number}", work, ServerRound, attacked=asked.run) for work in works]
-
-    def jobs(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
-        """All rounds under all defences."""
+    def check(self, asked: AttackRequest[ServerOptions]) -> None:
+        """Refuse wrong numbers, and records that are not images."""
         asked.options.counts()
         images_and_model(asked.config, None)
-        return [job for name in asked.defences for job in self.rounds(asked, name)]
 
-    def collect(self, asked: Asked[Options], folder: Path, done: Done) -> Results[Curious]:
-        """By defence."""
-        return {name: Curious([done[job] for job in self.rounds(asked, name)]) for name in asked.defences}
+    def parts(self, asked: AttackRequest[ServerOptions], defence: str) -> dict[str, Job[ServerRound]]:
+        """Return one job per round."""
+        config, options = asked.config_for(defence), asked.options
+        works = {str(number): AttackRound(config, options, asked.run, number) for number in range(options.rounds)}
+        return {
+            part: Job(asked.job_name("server", defence, part), work, ServerRound, attacked=asked.run)
+            for part, work in works.items()
+        }
 
-    def present(self, asked: Asked[Options], results: Results[Curious]) -> Shown:
-        """Table and pictures."""
-        first, table = server_page.presented(results)
-        return self.framed(asked, results, *table, first, server_page.one_line(results))
+    def join(self, asked: AttackRequest[ServerOptions], parts: dict[str, ServerRound | Failed]) -> Curious:
+        """Return all rounds as one result."""
+        return Curious(list(parts.values()))
+
+    def show(self, asked: AttackRequest[ServerOptions], results: Results[Curious]) -> Shown:
+        """Return one row per view, and pictures."""
+        return server_page.show(results)
 
 
 SERVER = ServerStudy()

@@ -1,9 +1,9 @@
-"""What a reconstruction shows: by an independent network that knows the private data, and by distances of features."""
+"""Evaluation of reconstructions: by an independent network trained on the private data, by distances of features."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from scipy.stats import binomtest
@@ -15,15 +15,15 @@ from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.evaluate import evaluating
 from fedveil.graph.inputs import calls_of
+from fedveil.progress import Progress
 from fedveil.records.shards import generator as source
-from fedveil.studies.inversion.results import Judged
-from fedveil.studies.jobs import Progress
+from fedveil.studies.inversion.results import SuccessRate
 
 BATCH, LR, DECAY = 64, 2e-3, 5e-4
 
 
 def make_judge(channels: int, size: int, classes: int, width: int) -> nn.Sequential:
-    """Six 3 x 3 convolutions with BatchNorm and ReLU, global mean, a linear head: wider than what is attacked."""
+    """Build six 3 x 3 convolutions with BatchNorm and ReLU, a global mean and a linear head."""
     plan = [(width, 2 if size > 32 else 1), (width, 1), (2 * width, 2), (2 * width, 1), (4 * width, 2), (4 * width, 1)]
     layers: list[nn.Module] = []
     for after, stride in plan:
@@ -34,9 +34,9 @@ def make_judge(channels: int, size: int, classes: int, width: int) -> nn.Sequent
 
 
 def _batches(images: Tensor, targets: Tensor, random: torch.Generator, flip: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each image once; a last one that is alone is left out, since statistics of a batch need two.
+    """Yield each image once in batches of at least two, which batch statistics need.
 
-    A batch is moved by up to an eighth of its side, the gap filled with the edge; its images are perhaps mirrored.
+    A batch is shifted by up to an eighth of its side, padded with its edge; with `flip`, images are mirrored at random.
     """
     size, most = images.shape[-1], images.shape[-1] // 8
     for rows in torch.split(torch.randperm(len(images), generator=random).to(images.device), BATCH):
@@ -61,10 +61,10 @@ def train_judge(
     asked: str = "",
     progress: Progress = lambda share, what: None,
 ) -> nn.Module:
-    """A classifier of pixels by cross-entropy: AdamW, the learning rate on a half cosine, moved and mirrored images.
+    """Train a classifier of pixels: cross-entropy, AdamW, cosine annealing, shifted and mirrored images.
 
-    Only colour images are mirrored: digits would change their meaning. With `path`, a training that was stopped goes on
-    from its last epoch, if what `asked` stands for is the same.
+    Only colour images are mirrored: digits would change their meaning. With `path`, a stopped training resumes after
+    its last epoch, if `asked` is the same.
     """
     images, targets = data.pixels(data.train.tensor).to(device), data.train.targets.to(device)
     classes, flip = len(data.classes), images.shape[1] == 3
@@ -73,7 +73,8 @@ def train_judge(
         net = make_judge(images.shape[1], images.shape[-1], classes, width).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), LR, weight_decay=DECAY)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    parts: dict[str, Any] = {"net": net, "optimizer": optimizer, "schedule": schedule}
+    parts: dict[str, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler]
+    parts = {"net": net, "optimizer": optimizer, "schedule": schedule}
     key, begin = repr((asked, tuple(images.shape), epochs, classes, width, flip, seed)), 0
     if path and (old := load_for(path, key, images.device)):
         begin = old["epoch"]
@@ -93,31 +94,31 @@ def train_judge(
 
 
 def look(model: nn.Module, inputs: Tensor, *, batch_size: int = 500) -> tuple[Tensor, Tensor]:
-    """Outputs, and features: what goes into the module with parameters that is called last, flat; no gradients."""
+    """Return outputs and features: the flat input of the last module with parameters, without gradients."""
     leaves = [m for m in model.modules() if not m._modules and next(m.parameters(recurse=False), None) is not None]
     outputs, features = [], []
     with torch.no_grad(), evaluating(model), calls_of(leaves) as calls:
         for part in torch.split(inputs, batch_size):
             outputs.append(model(part))
             if not calls:
-                raise BadArgument("features", "the model calls no module with parameters of its own")
+                raise BadArgument("features", "the model calls no module with parameters")
             features.append(calls[-1].entered.flatten(1))
             calls.clear()
     return torch.cat(outputs), torch.cat(features)
 
 
 class Distances(NamedTuple):
-    """Mean squared L2 distances of features: to the centroid of the wanted class, and to the nearest training image."""
+    """Mean squared L2 distances of features, to the centroid of the wanted class and to the nearest training image."""
 
     centroid: float
     nearest: float
 
 
 def distances(found: Tensor, wanted: Tensor, known: Tensor, targets: Tensor, *, same_class: bool = True) -> Distances:
-    """How far features of reconstructions are from the `known` features of the private training images.
+    """Return the distances of features of reconstructions from the `known` ones of the private training images.
 
     `wanted` and `targets` are their classes. With `same_class` the nearest image is one of the wanted class, as in GMI,
-    else of all, as the paper says.
+    otherwise of all classes, as in the paper.
     """
     found, known = found.double(), known.double()
     centroid, nearest = [], []
@@ -129,13 +130,13 @@ def distances(found: Tensor, wanted: Tensor, known: Tensor, targets: Tensor, *, 
 
 
 def per_class(answers: Tensor, wanted: Tensor, classes: int) -> list[float | None]:
-    """For each class the share of its images that is answered right; None without any image."""
+    """Return the accuracy on the images of each class; None without any image."""
     rights = [(answers[wanted == label] == label).double() for label in range(classes)]
     return [float(right.mean()) if len(right) else None for right in rights]
 
 
 def wilson(right: Tensor) -> tuple[float, float, float, int, int]:
-    """A share, its Wilson 95 % interval for trials that do not depend on one another, hits and trials."""
+    """Return the fraction of hits, its Wilson 95 % interval for independent trials, hits and trials."""
     hits, trials = int(right.sum()), len(right)
     ends = binomtest(hits, trials).proportion_ci(0.95, "wilson")
     return hits / trials, float(ends.low), float(ends.high), hits, trials
@@ -143,26 +144,26 @@ def wilson(right: Tensor) -> tuple[float, float, float, int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Bench:
-    """What the experimenter measures with: private images as pixels and as inputs, and the judge's view of them."""
+    """Private images, and the judge's features of them."""
 
     data: Data
     judge: nn.Module
-    known: Tensor  # the judge's features of the training images, divided by their mean norm
+    known: Tensor  # features of the training images, divided by their mean norm
     norm: float
     device: torch.device
 
-    def judged(self, images: Tensor, wanted: Tensor) -> Judged:
-        """Success by the evaluator, and distances of its features divided by the mean norm of the real ones."""
+    def evaluate(self, images: Tensor, wanted: Tensor) -> SuccessRate:
+        """Return success by the evaluator, and distances of its features divided by the mean norm of the real ones."""
         outputs, features = look(self.judge, images)
         far = distances(features / self.norm, wanted, self.known, self.data.train.targets.to(self.device))
         answers = outputs.argmax(1)
         by_class, right = per_class(answers, wanted, len(self.data.classes)), answers == wanted
-        return Judged(*wilson(right), *far, by_class, right.long().tolist())
+        return SuccessRate(*wilson(right), *far, by_class, right.long().tolist())
 
-    def self_judged(self, models: Sequence[nn.Module], images: Tensor, wanted: Tensor) -> Judged:
-        """The paper's protocol: success by the attacked model, distances in its features, nearest of all classes.
+    def evaluate_by(self, models: Sequence[nn.Module], images: Tensor, wanted: Tensor) -> SuccessRate:
+        """Return success and distances by the attacked model, nearest of all classes: the paper's protocol.
 
-        Of several models each judges its part of the images, as many as every other; distances are the mean.
+        Several models judge equal parts of the images; distances are means.
         """
         right, far = [], []
         targets = self.data.train.targets.to(self.device)
@@ -173,4 +174,4 @@ class Bench:
             far.append(distances(features, labels, known, targets, same_class=False))
             right.append(outputs.argmax(1) == labels)
         centroid, nearest = (sum(values) / len(far) for values in zip(*far, strict=True))
-        return Judged(*wilson(torch.cat(right)), centroid, nearest)
+        return SuccessRate(*wilson(torch.cat(right)), centroid, nearest)

@@ -1,4 +1,4 @@
-"""What a model inversion attack returns."""
+"""Results of model inversion attacks."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,11 +10,11 @@ from fedveil.studies.jobs import Result
 
 
 @dataclass(frozen=True)
-class Judged(Estimate):
-    """Success of reconstructions: the share in which a network sees the wanted class, with its interval.
+class SuccessRate(Estimate):
+    """Success of reconstructions: the fraction in which a network sees the wanted class, with its interval.
 
     Attributes:
-        hits, trials: of which it is the share.
+        hits, trials: numerator and denominator of the fraction.
         centroid, nearest: mean squared distances of features: to the centroid of the class, to the nearest image.
         per_class: success by class; None without any image.
         right: 1 where the class was seen, reconstruction by reconstruction.
@@ -29,27 +29,27 @@ class Judged(Estimate):
 
 
 @dataclass(frozen=True)
-class Inverted:
-    """What one attacker reconstructed.
+class InversionFigures:
+    """Reconstructions of one attacker.
 
     Attributes:
-        view: what it sees.
-        codes: the generator's images, by the independent evaluator.
-        as_received: the same by the attacked model as the attacker has it: the paper's protocol.
-        true_model: the same by the server's model.
-        pixels: images found without a generator, by the evaluator.
+        view: what the attacker sees.
+        codes: images of the generator, judged by the independent evaluator.
+        as_received: the same, judged by the attacked model as the attacker has it: the paper's protocol.
+        true_model: the same, judged by the server's model.
+        pixels: images found without a generator, judged by the evaluator.
     """
 
     view: str
-    codes: Judged
-    as_received: Annotated[Judged, Field(validation_alias=AliasChoices("as_received", "as_sent"))]
-    true_model: Judged
-    pixels: Judged | None = None
+    codes: SuccessRate
+    as_received: Annotated[SuccessRate, Field(validation_alias=AliasChoices("as_received", "as_sent"))]
+    true_model: SuccessRate
+    pixels: SuccessRate | None = None
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Private and public images, reconstructions, and the broadcasts they are shared among."""
+    """Numbers of private and public images, of reconstructions, and of broadcasts."""
 
     members: int
     public: int
@@ -59,7 +59,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Gallery:
-    """The first images of each class, as `studies.pictures` encodes them: real ones, the generator's, attackers'."""
+    """The first images of each class, encoded by `studies.pictures`: real, by the generator alone, by attackers."""
 
     shape: tuple[int, int, int]
     real: list[str]
@@ -69,12 +69,12 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Inversion(Result):
-    """All private classes of one federation, by all attackers.
+    """Reconstructions of all private classes of one federation, by all attackers.
 
     Attributes:
         train, test, macro: accuracy on members, on held-out images, and the mean over classes of the latter.
-        classes: the private ones.
-        floor: the generator's images without any model.
+        classes: names of the private classes.
+        floor: images of the generator without any model.
         ceiling: held-out private images.
     """
 
@@ -85,16 +85,16 @@ class Inversion(Result):
     macro: float
     classes: list[str]
     records: Counts
-    attackers: dict[str, Inverted]
-    floor: Judged
-    ceiling: Judged
+    attackers: dict[str, InversionFigures]
+    floor: SuccessRate
+    ceiling: SuccessRate
     cpu_seconds: float
     gallery: Gallery | None = None
 
 
 @dataclass(frozen=True)
 class TrainedGan(Result):
-    """The generator: public images, its critic's distances by epoch."""
+    """Training of the generator: public images, its critic's distances by epoch."""
 
     images: int
     distances: list[float]
@@ -103,7 +103,7 @@ class TrainedGan(Result):
 
 @dataclass(frozen=True)
 class TrainedEvaluator(Result):
-    """The evaluator: its accuracy on held-out images."""
+    """Training of the evaluator: its accuracy on held-out images."""
 
     accuracy: float
     cpu_seconds: float

@@ -1,7 +1,7 @@
 """`fedveil attack inversion`: does the model that a client receives show what the private classes look like?
 
-The federation trains on some classes (`--labels`), the attacker's public images are of all the others. The attack sees
-the model, public images and the number of a class; evaluator and distances know the private images.
+The federation trains on some classes (`--labels`); the attacker's public images are of all others. The attack sees the
+model, public images and the number of a class; only the evaluation sees private images.
 """
 
 import dataclasses
@@ -18,34 +18,36 @@ from fedveil.attacks.inversion import search, search_pixels, take_pixels
 from fedveil.data import Data, keep_labels, other_labels, parse_labels
 from fedveil.errors import BadArgument
 from fedveil.federation.local import Federation
+from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
-from fedveil.studies.attack import Asked, AttackStudy, Results, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
 from fedveil.studies.basis import Basis
+from fedveil.studies.federations import load_or_train, measure_quality
 from fedveil.studies.inversion import page
 from fedveil.studies.inversion.evaluator import Bench, look, per_class, train_judge
 from fedveil.studies.inversion.page import PER_CLASS
-from fedveil.studies.inversion.results import Counts, Gallery, Inversion, Inverted, TrainedEvaluator, TrainedGan
-from fedveil.studies.jobs import Done, Job, Progress, Result
-from fedveil.studies.pictures import encoded, shape_of
+from fedveil.studies.inversion.results import Counts, Gallery, Inversion, InversionFigures, TrainedEvaluator, TrainedGan
+from fedveil.studies.jobs import Done, Job, Result
+from fedveil.studies.observation import observe_strongest
+from fedveil.studies.pictures import encode_image, image_shape
 from fedveil.studies.study import Shown
-from fedveil.studies.victim import observe_strongest, quality_of, trained
 
 WHERE = "fedveil attack inversion"
 DATA = ("data", "path", "train_size", "test_size", "size", "labels", "seed", "device")
 
 
 @dataclass(frozen=True)
-class Options:
-    """The attack's own flags."""
+class InversionOptions:
+    """Flags of the attack."""
 
-    codes: int = option(20, "reconstructions of each private class, shared among the broadcasts")
-    broadcasts: int = option(4, "how often the last model is sent, with a new secret or sketch each time")
+    codes: int = option(20, "reconstructions of each private class, divided among the broadcasts")
+    broadcasts: int = option(4, "number of broadcasts of the last model, each with new noise or a new sketch")
     steps: int = option(300, "steps of the search for a code; the original has 1500")
     restarts: int = option(2, "restarts of that search; the original has 5")
-    pixel_steps: int = option(200, "steps of the search without a generator; 0 leaves it out")
-    public_size: int = option(8000, "public images at most")
+    pixel_steps: int = option(200, "steps of the search without a generator; 0 to skip it")
+    public_size: int = option(8000, "maximum number of public images")
     gan_epochs: int = option(30, "epochs of the generator; the original has 100")
     gan_width: int = option(16, "width of the generator; the original has 64 for 32 x 32 images")
     gan_lr: float = option(1e-3, "learning rate of the generator; the original has 2e-4")
@@ -53,23 +55,23 @@ class Options:
     judge_width: int = option(32, "width of the independent evaluator")
 
     def __post_init__(self) -> None:
-        """Refuse what leaves nothing to do."""
+        """Refuse numbers that leave nothing to do."""
         for name, value in dataclasses.asdict(self).items():
             least = 0 if name in ("pixel_steps", "gan_lr") else 1
             if value < least:
                 raise BadArgument(f"--{name.replace('_', '-')}", f"must be at least {least}, got {value}")
         if self.codes % self.broadcasts:
-            raise BadArgument("--codes", f"{self.codes} cannot be shared among {self.broadcasts} broadcasts")
+            raise BadArgument("--codes", f"{self.codes} cannot be divided among {self.broadcasts} broadcasts")
 
 
-def data_of(config: Config) -> Config:
-    """What of a configuration decides the images, so that generator and evaluator are kept when the rest changes."""
+def data_config(config: Config) -> Config:
+    """Return the part of a configuration that decides the images; generator and evaluator depend on nothing else."""
     flat = config.flat()
     return Config().changed(model="cnn", **{name: flat[name] for name in DATA})
 
 
 def public_images(config: Config, most: int) -> Tensor:
-    """Pixels of training images of the classes that the federation does not train on, at most so many."""
+    """Return pixels of at most `most` training images of classes that the federation does not train on."""
     data = load_data(config.changed(labels=None))
     others = other_labels(parse_labels(config.data.labels or "", len(data.classes)), len(data.classes))
     public = keep_labels(data, others)
@@ -79,14 +81,14 @@ def public_images(config: Config, most: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainGan:
-    """Train the generator of public images; it is kept in the folder."""
+    """Train the generator of public images; the folder keeps it."""
 
     config: Config
-    options: Options
+    options: InversionOptions
     folder: Path
 
-    def trained(self, basis: Basis, progress: Progress = lambda share, what: None) -> tuple[Gan, list[float], int]:
-        """The generator, trained or from disk, its critic's distances, and the number of public images."""
+    def train(self, basis: Basis, progress: Progress = lambda share, what: None) -> tuple[Gan, list[float], int]:
+        """Return the generator, trained or from disk, its critic's distances, and the number of public images."""
         options = self.options
         images = public_images(self.config, options.public_size)
         gan, curve = train_gan(
@@ -96,7 +98,7 @@ class TrainGan:
             lr=options.gan_lr,
             seed=self.config.training.seed,
             path=self.folder / "gan.pt",
-            asked=repr((data_of(self.config), options.public_size, basis.records)),
+            asked=repr((data_config(self.config), options.public_size, basis.records)),
             progress=progress,
         )
         return gan, curve, len(images)
@@ -104,20 +106,20 @@ class TrainGan:
     def __call__(self, progress: Progress, done: Done) -> TrainedGan:
         """Train it."""
         begin = time.process_time()
-        _, curve, images = self.trained(done.basis, progress)
+        _, curve, images = self.train(done.basis, progress)
         return TrainedGan(images, curve, time.process_time() - begin)
 
 
 @dataclass(frozen=True)
 class TrainEvaluator:
-    """Train the independent evaluator on the private images; it is kept in the folder."""
+    """Train the independent evaluator on the private images; the folder keeps it."""
 
     config: Config
-    options: Options
+    options: InversionOptions
     folder: Path
 
-    def trained(self, data: Data, basis: Basis, progress: Progress = lambda share, what: None) -> nn.Module:
-        """The network, trained or from disk."""
+    def train(self, data: Data, basis: Basis, progress: Progress = lambda share, what: None) -> nn.Module:
+        """Return the network, trained or from disk."""
         return train_judge(
             data,
             self.options.judge_epochs,
@@ -125,14 +127,14 @@ class TrainEvaluator:
             seed=self.config.training.seed,
             device=self.config.training.device,
             path=self.folder / "judge.pt",
-            asked=repr((data_of(self.config), basis.records)),
+            asked=repr((data_config(self.config), basis.records)),
             progress=progress,
         )
 
     def __call__(self, progress: Progress, done: Done) -> TrainedEvaluator:
         """Train it, and test it on held-out images."""
         begin, data = time.process_time(), load_data(self.config)
-        judge = self.trained(data, done.basis, progress)
+        judge = self.train(data, done.basis, progress)
         outputs, _ = look(judge, data.pixels(data.test.tensor).to(self.config.training.device))
         right = outputs.argmax(1).cpu() == data.test.targets
         return TrainedEvaluator(float(right.double().mean()), time.process_time() - begin)
@@ -143,31 +145,31 @@ class Invert:
     """Reconstruct all private classes from one federation, by all attackers."""
 
     config: Config
-    options: Options
+    options: InversionOptions
     folder: Path
     run: Path
 
     def __call__(self, progress: Progress, done: Done) -> Inversion:
         """Search for images that each attacker's models take for a class, and judge them."""
         begin, config, options = time.process_time(), self.config, self.options
-        federation, data = trained(config, self.run, progress, done.basis)
-        gan, _, public = TrainGan(config, options, self.folder).trained(done.basis)
+        federation, data = load_or_train(config, self.run, progress, done.basis)
+        gan, _, public = TrainGan(config, options, self.folder).train(done.basis)
         bench, classes = self.bench(data, done.basis), len(data.classes)
         wanted = torch.arange(classes, device=bench.device).repeat(options.codes)
         seen = [observe_strongest(federation, config.defence.name) for _ in range(options.broadcasts)]
-        found: dict[str, Inverted] = {}
+        found: dict[str, InversionFigures] = {}
         pictures: dict[str, list[str]] = {}
         for name in seen[0]:
             models = [some[name].model for some in seen]
             made = self.reconstruct(progress, models, gan, data, wanted)
-            received, true = (bench.self_judged(who, made["codes"], wanted) for who in (models, [federation.model]))
-            judged = {how: bench.judged(images, wanted) for how, images in made.items()}
-            found[name] = Inverted("V-out", judged["codes"], received, true, judged.get("pixels"))
-            pictures |= {f"{name}, by {how}": first_of(images, wanted, classes) for how, images in made.items()}
-        blind = without_model(gan, wanted, config.training.seed)
+            received, true = (bench.evaluate_by(who, made["codes"], wanted) for who in (models, [federation.model]))
+            judged = {how: bench.evaluate(images, wanted) for how, images in made.items()}
+            found[name] = InversionFigures("V-out", judged["codes"], received, true, judged.get("pixels"))
+            pictures |= {f"{name}, by {how}": first_images(images, wanted, classes) for how, images in made.items()}
+        blind = sample_generator(gan, wanted, config.training.seed)
         real, labels = held_out(bench, wanted)
-        shape, first = shape_of(data.train.tensor[0]), first_of(real, labels, classes)
-        quality = quality_of(federation, data)
+        shape, first = image_shape(data.train.tensor[0]), first_images(real, labels, classes)
+        quality = measure_quality(federation, data)
         return Inversion(
             config.defence.name,
             config.training.seed,
@@ -177,15 +179,15 @@ class Invert:
             list(data.classes),
             Counts(len(data.train.targets), public, len(wanted), options.broadcasts),
             found,
-            bench.judged(blind, wanted),
-            bench.judged(real, labels),
+            bench.evaluate(blind, wanted),
+            bench.evaluate(real, labels),
             time.process_time() - begin,
-            Gallery(shape, first, first_of(blind, wanted, classes), pictures),
+            Gallery(shape, first, first_images(blind, wanted, classes), pictures),
         )
 
     def bench(self, data: Data, basis: Basis) -> Bench:
-        """The evaluator and what it sees in the private training images."""
-        judge = TrainEvaluator(self.config, self.options, self.folder).trained(data, basis)
+        """Return the evaluator with its features of the private training images."""
+        judge = TrainEvaluator(self.config, self.options, self.folder).train(data, basis)
         device = torch.device(self.config.training.device)
         _, known = look(judge, data.pixels(data.train.tensor).to(device))
         norm = float(known.norm(dim=1).mean())
@@ -194,42 +196,42 @@ class Invert:
     def reconstruct(
         self, progress: Progress, models: Sequence[nn.Module], gan: Gan, data: Data, wanted: Tensor
     ) -> dict[str, Tensor]:
-        """Images by the generator, and without it; of several models each gives its part of them."""
+        """Reconstruct images with and without the generator, an equal part of them from each model."""
         made: dict[str, list[Tensor]] = {"codes": [], "pixels": []}
-        options, shape = self.options, shape_of(data.train.tensor[0])
+        options, shape = self.options, image_shape(data.train.tensor[0])
         for number, (view, part) in enumerate(zip(models, wanted.chunk(len(models)), strict=True)):
             model, seed = take_pixels(view, data.standardise), self.config.training.seed * len(models) + number
 
-            def told(share: float, what: str, number: int = number) -> None:
+            def report(share: float, what: str, number: int = number) -> None:
                 progress((number + share) / len(models), what)
 
-            codes = search(model, gan, part, steps=options.steps, restarts=options.restarts, seed=seed, progress=told)
+            codes = search(model, gan, part, steps=options.steps, restarts=options.restarts, seed=seed, progress=report)
             made["codes"].append(codes.images)
             if options.pixel_steps:
-                pixels = search_pixels(model, shape, part, steps=options.pixel_steps, seed=seed, progress=told)
+                pixels = search_pixels(model, shape, part, steps=options.pixel_steps, seed=seed, progress=report)
                 made["pixels"].append(pixels.images)
         return {how: torch.cat(images) for how, images in made.items() if images}
 
 
 def macro_accuracy(federation: Federation, data: Data) -> float:
-    """The server's model on held-out images, the mean over classes."""
+    """Return the accuracy of the server's model on held-out images, a mean over classes."""
     outputs, _ = look(federation.model, data.test.tensor.to(federation.device))
     shares = per_class(outputs.argmax(1).cpu(), data.test.targets, len(data.classes))
     there = [share for share in shares if share is not None]
     return sum(there) / len(there)
 
 
-def first_of(images: Tensor, wanted: Tensor, classes: int) -> list[str]:
-    """The first images of each class, class after class; grey where there are fewer."""
+def first_images(images: Tensor, wanted: Tensor, classes: int) -> list[str]:
+    """Return the first images of each class, padded with grey ones."""
     found = []
     for label in range(classes):
-        own = [encoded(image) for image in images[wanted == label][:PER_CLASS]]
-        found += own + [encoded(torch.full_like(images[0], 0.5))] * (PER_CLASS - len(own))
+        own = [encode_image(image) for image in images[wanted == label][:PER_CLASS]]
+        found += own + [encode_image(torch.full_like(images[0], 0.5))] * (PER_CLASS - len(own))
     return found
 
 
-def without_model(gan: Gan, wanted: Tensor, seed: int) -> Tensor:
-    """As many images of the generator, for which no model was asked."""
+def sample_generator(gan: Gan, wanted: Tensor, seed: int) -> Tensor:
+    """Return as many images of the generator, without any model."""
     codes = torch.randn(len(wanted), CODE, generator=generator("floor", seed)).clamp(-1, 1)
     with torch.no_grad():
         images: Tensor = gan.generator(codes.to(wanted.device))
@@ -237,58 +239,51 @@ def without_model(gan: Gan, wanted: Tensor, seed: int) -> Tensor:
 
 
 def held_out(bench: Bench, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Private images of the wanted classes that nobody trained on, at most as many, and their classes."""
+    """Return held-out private images of the wanted classes, at most as many, and their classes."""
     test, classes = bench.data.test, range(len(bench.data.classes))
     rows = torch.cat([(test.targets == label).nonzero()[:, 0][: int((wanted == label).sum())] for label in classes])
     return bench.data.pixels(test.tensor[rows]).to(bench.device), test.targets[rows].to(bench.device)
 
 
-class InversionStudy(AttackStudy[Options, Inversion]):
-    """What the private classes look like."""
+class InversionStudy(AttackStudy[InversionOptions, Inversion]):
+    """Model inversion."""
 
     name = "inversion"
     summary = "what the classes that a federation trains on look like, by a generator of public images (GMI)"
-    options = Options
+    options = InversionOptions
     result = Inversion
-    defaults = {  # noqa: RUF012
-        "data": "cifar10",
-        "labels": "first-half",
-        "train_size": 10000,
-        "test_size": 2000,
-        "clients": 2,
-        "model": "cnn",
-        "width": 16,
-        "lr": 2e-3,
-        "epochs": 15,
-    }
+    defaults = dict(  # noqa: RUF012
+        **dict(data="cifar10", labels="first-half", train_size=10000, test_size=2000, clients=2),
+        **dict(model="cnn", width=16, lr=2e-3, epochs=15),
+    )
 
-    def shared(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
-        """Generator and evaluator; they depend on the data alone. Refuses a federation that leaves no class public."""
-        config, fix = asked.config, "--labels first-half, and images; train the run with --labels too"
+    def shared(self, asked: AttackRequest[InversionOptions], folder: Path) -> list[Job[Result]]:
+        """Return the jobs of generator and evaluator; refuse a federation without public classes."""
+        config, fix = asked.config, "use images and --labels first-half, and train the run with --labels too"
         if config.data.labels is None:
-            raise BadArgument(WHERE, "the federation trains on all classes, so that no public one is left", fix)
-        data = load_data(data_of(config.changed(labels=None)))
+            raise BadArgument(WHERE, "the federation trains on all classes, so that none is public", fix)
+        data = load_data(data_config(config.changed(labels=None)))
         private, classes = parse_labels(config.data.labels, len(data.classes)), len(data.classes)
         if len(private) < 2 or not other_labels(private, classes):
             what = f"labels {config.data.labels!r} leave {len(private)} of {classes} private"
             raise BadArgument(WHERE, what, fix)
-        data.pixels(data.train.tensor[:1])  # refuses what is no image
+        data.pixels(data.train.tensor[:1])  # refuses records that are not images
         if config.model.name.startswith("mlp"):
             what = "an mlp takes rows of numbers, the generator makes images"
-            raise BadArgument(WHERE, what, "--model cnn or resnet8")
-        common = data_of(config), asked.options, folder
+            raise BadArgument(WHERE, what, "use --model cnn or resnet8")
+        common = data_config(config), asked.options, folder
         return [
-            Job(f"{asked.label}gan", TrainGan(*common), TrainedGan),
-            Job(f"{asked.label}evaluator", TrainEvaluator(*common), TrainedEvaluator),
+            Job(asked.job_name("gan"), TrainGan(*common), TrainedGan),
+            Job(asked.job_name("evaluator"), TrainEvaluator(*common), TrainedEvaluator),
         ]
 
-    def attack(self, asked: Asked[Options], defence: str, folder: Path) -> Invert:
-        """See `Invert`."""
-        return Invert(asked.under(defence), asked.options, folder, self.run_of(asked, defence, folder))
+    def attack(self, asked: AttackRequest[InversionOptions], defence: str, folder: Path) -> Invert:
+        """Return the attack on one defence."""
+        return Invert(asked.config_for(defence), asked.options, folder, self.run_folder(asked, defence, folder))
 
-    def present(self, asked: Asked[Options], results: Results[Inversion]) -> Shown:
-        """The table, success beside guessing, pictures, success by class, the paper's protocol, pixels alone."""
-        return self.framed(asked, results, *page.presented(results), verdict=page.verdict(results))
+    def show(self, asked: AttackRequest[InversionOptions], results: Results[Inversion]) -> Shown:
+        """Return the table, success beside guessing, pictures, success by class, the paper's protocol."""
+        return page.show(results)
 
 
 INVERSION = InversionStudy()

@@ -1,4 +1,4 @@
-"""Every membership attack on the records of a federation: scores, and what they are worth on the test's records."""
+"""All membership attacks on the records of a federation, and their figures on the records of the test."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,20 +14,20 @@ from fedveil.attacks.scores import Scores, auc, balanced_accuracy, best_threshol
 from fedveil.attacks.whitebox import Features, Recipe, Score, select, train_attack
 from fedveil.runs.config import Config
 from fedveil.studies.membership.records import Records, read_shadows
-from fedveil.studies.membership.results import AttackNetwork, Scored
+from fedveil.studies.membership.results import AttackNetwork, AttackScores
 
 RATES = (0.01, 0.001)
 
 
 @dataclass(frozen=True)
-class ByShadows:
-    """Federations that the attacker trained itself.
+class ShadowAttacks:
+    """Attacks by federations that the attacker trained.
 
     Attributes:
         config: of the attacked federation.
-        folder: where the outputs of shadows are.
-        count: how many there are.
-        lira: LiRA too.
+        folder: of the outputs of the shadows.
+        count: number of shadows.
+        lira: whether LiRA is run besides RMIA.
     """
 
     config: Config
@@ -36,9 +36,9 @@ class ByShadows:
     lira: bool
 
     def scores(self, observed: Observation, outputs: Tensor, records: Records, cleaned: bool) -> dict[str, Scores]:
-        """Scores of all records by RMIA and LiRA; none without shadows or classes.
+        """Score all records by RMIA and LiRA; empty without shadows or classes.
 
-        `cleaned` says that the attacker's model is no longer the one it received.
+        `cleaned`: the attacker has removed noise from the model that it received.
         """
         targets = records.pool.targets
         if not self.count or targets.dim() != 1:
@@ -48,14 +48,14 @@ class ByShadows:
         return shadow_scores(outputs.double().numpy(), shadows, records.known, both=self.lira)
 
 
-def extras_of(observed: Observation, records: Records) -> tuple[str, ...]:
-    """What the full network sees besides layers; the gradient is that of a model that ends in nn.Linear."""
+def extra_features(observed: Observation, records: Records) -> tuple[str, ...]:
+    """Return the features of the full network besides layers; a gradient needs a model that ends in nn.Linear."""
     gradient = ("gradient",) if ends_in_linear(observed.model, records.pool.tensor) else ()
     return ("label", "loss", *gradient)
 
 
 def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> dict[str, Scores]:
-    """Scores of all records by their loss, plain and by class."""
+    """Score all records by their loss, as it is and calibrated by class."""
     found = losses(observed.loss, outputs, records.pool.targets)
     scores = {"loss": loss_scores(found)}
     if records.pool.targets.dim() == 1:
@@ -66,10 +66,10 @@ def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> di
 
 def whitebox(
     features: Features, names: Sequence[str], records: Records, recipe: Recipe, *, watched: bool = False
-) -> tuple[Scored, float]:
-    """Train the network on known records and judge it on the test's; and its AUC on known records held out from it.
+) -> tuple[AttackScores, float]:
+    """Train the network on known records; return its figures on the test, and its AUC on held-out known records.
 
-    If `watched`, the paper's best-on-test epoch stands apart.
+    If `watched`, the figures include the paper's best epoch on the test itself.
     """
     seen = {name: features[name] for name in names}
     own, known, victims, fresh = (select(seen, torch.from_numpy(part)) for part in records.parts)
@@ -83,18 +83,18 @@ def whitebox(
     held = [part.numpy() for part in done.held_out]
     chosen = asdict(done.epochs[done.chosen])
     network = AttackNetwork(**chosen, epoch=done.chosen + 1, last=done.epochs[-1], collapsed=done.collapsed)
-    found = measured(done.score(victims).numpy(), done.score(fresh).numpy(), best_threshold(*held))
+    found = measure(done.score(victims).numpy(), done.score(fresh).numpy(), best_threshold(*held))
     return replace(found, best_on_test=max(curve, default=None), network=network), auc(*held).value
 
 
-def judged(scores: Scores, records: Records) -> Scored:
-    """The test, with the threshold that is best on the records that the attacker knows."""
+def score_figures(scores: Scores, records: Records) -> AttackScores:
+    """Return the figures of the test at the threshold that is best on the records that the attacker knows."""
     threshold = best_threshold(scores[records.own], scores[records.known])
-    return measured(scores[records.victims], scores[records.fresh], threshold)
+    return measure(scores[records.victims], scores[records.fresh], threshold)
 
 
-def measured(members: Scores, others: Scores, threshold: float) -> Scored:
-    """All figures of a test, with 95 % intervals; no rate that too few records stand for."""
+def measure(members: Scores, others: Scores, threshold: float) -> AttackScores:
+    """Return all figures of a test with 95 % intervals; a rate needs enough records."""
     rates = {str(rate): tpr_at(members, others, rate) if has_enough(len(others), rate) else None for rate in RATES}
     accuracy = balanced_accuracy(members, others, threshold)
-    return Scored(accuracy, auc(members, others), rates, roc=roc(members, others))
+    return AttackScores(accuracy, auc(members, others), rates, roc=roc(members, others))

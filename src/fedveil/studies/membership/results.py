@@ -1,11 +1,11 @@
-"""What a membership attack returns."""
+"""Results of membership attacks."""
 
 from dataclasses import dataclass
 
 from fedveil.attacks.scores import Estimate
 from fedveil.attacks.whitebox import Epoch
+from fedveil.studies.federations import Quality
 from fedveil.studies.jobs import Failed, Result
-from fedveil.studies.victim import Quality
 
 
 @dataclass(frozen=True)
@@ -13,9 +13,9 @@ class AttackNetwork(Epoch):
     """The white-box network at the chosen epoch.
 
     Attributes:
-        epoch: its number, from 1.
+        epoch: its number, starting at 1.
         last: the last epoch.
-        collapsed: it gives the same answer to all of its training records.
+        collapsed: whether it gives the same answer to all of its training records.
     """
 
     epoch: int
@@ -24,21 +24,30 @@ class AttackNetwork(Epoch):
 
 
 @dataclass(frozen=True)
-class Scored:
-    """One attack on the test's records.
+class MembershipFigures:
+    """Figures of one membership attack.
 
     Attributes:
-        accuracy: balanced, at a threshold that was chosen on known records.
+        accuracy: balanced, at a threshold chosen on known records.
         auc: area under the ROC curve.
-        tpr: true-positive rate by false-positive rate; None where too few records stand for it.
-        best_on_test: the paper's protocol: the best epoch's accuracy on the test itself.
-        roc: (false, true) positive rates.
-        network: of a white-box attack.
+        tpr: true-positive rate by false-positive rate; None if there are too few records to estimate it.
     """
 
     accuracy: Estimate
     auc: Estimate
     tpr: dict[str, Estimate | None]
+
+
+@dataclass(frozen=True)
+class AttackScores(MembershipFigures):
+    """One attack on the records of the test.
+
+    Attributes:
+        best_on_test: the paper's protocol: the best epoch's accuracy on the test itself.
+        roc: (false, true) positive rates.
+        network: of a white-box attack.
+    """
+
     best_on_test: float | None = None
     roc: list[tuple[float, float]] | None = None
     network: AttackNetwork | None = None
@@ -49,12 +58,12 @@ class Attacker:
     """One attacker: what it sees, and its attacks by name."""
 
     view: str
-    attacks: dict[str, Scored | Failed]
+    attacks: dict[str, AttackScores | Failed]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Records: the attacker's own, non-members that it knows, and the test's members and non-members."""
+    """Numbers of records: the attacker's, known non-members, and members and non-members of the test."""
 
     own: int
     known: int

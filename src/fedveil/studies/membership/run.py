@@ -1,7 +1,7 @@
 """`fedveil attack membership`: does a client learn which records the others trained on?
 
-The attacker is client 0. It knows its own records, members all of them, and half of a set of non-members; it is tested
-on the other clients' records and the other half.
+The attacker is client 0. It knows its own records, which are members, and half of a set of non-members. It is tested on
+the other clients' records and the other half.
 """
 
 from dataclasses import asdict, dataclass
@@ -12,61 +12,60 @@ from fedveil.attacks.features import LAYERS, record_features
 from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.whitebox import Recipe
 from fedveil.errors import BadArgument
+from fedveil.progress import Progress
 from fedveil.runs.config import Config
-from fedveil.studies.attack import Asked, AttackStudy, Results, option
-from fedveil.studies.jobs import Done, Failed, Job, Progress, Result
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
+from fedveil.studies.federations import load_or_train, measure_quality
+from fedveil.studies.jobs import Done, Failed, Job, Result
 from fedveil.studies.membership import page
-from fedveil.studies.membership.attacks import ByShadows, extras_of, judged, loss_attacks, whitebox
-from fedveil.studies.membership.records import Records, records_of, shadow_jobs
-from fedveil.studies.membership.results import Attacker, Membership, Scored, Sizes
+from fedveil.studies.membership.attacks import ShadowAttacks, extra_features, loss_attacks, score_figures, whitebox
+from fedveil.studies.membership.records import Records, divide_records, shadow_jobs
+from fedveil.studies.membership.results import Attacker, AttackScores, Membership, Sizes
+from fedveil.studies.observation import observe_strongest
 from fedveil.studies.study import Shown
-from fedveil.studies.victim import observe_strongest, quality_of, trained
 
-Attacks = dict[str, Scored | Failed]
+Attacks = dict[str, AttackScores | Failed]
 
 
 @dataclass(frozen=True)
-class Options:
-    """The attack's own flags."""
+class MembershipOptions:
+    """Flags of the attack."""
 
-    shadows: int = option(4, "federations that the attacker trains itself, for RMIA and LiRA; 0 for none")
-    lira: bool = option(False, "LiRA too; 16 shadows or more give it a chance")
-    full: bool = option(True, "the white-box network with label, loss and gradient of the final layer too")
+    shadows: int = option(4, "number of shadow federations for RMIA and LiRA; 0 for none")
+    lira: bool = option(False, "run LiRA too, which needs 16 shadows or more")
+    full: bool = option(True, "run the white-box network with label, loss and gradient of the final layer too")
     attack_epochs: int = option(50, "epochs of the white-box network")
     attack_lr: float = option(1e-3, "learning rate of the white-box network")
 
 
 @dataclass(frozen=True)
 class AttackMembership:
-    """All attacks on one federation, by all attackers."""
+    """All attacks by all attackers on one federation."""
 
     config: Config
-    options: Options
+    options: MembershipOptions
     folder: Path
     run: Path
 
     def __call__(self, progress: Progress, done: Done) -> Membership:
-        """Observe the last broadcast, and attack what each attacker makes of it."""
+        """Observe the last broadcast, and run the attacks of each attacker."""
         config = self.config
-        federation, data = trained(config, self.run, progress, done.basis)
-        records = records_of(config, data)
+        federation, data = load_or_train(config, self.run, progress, done.basis)
+        records = divide_records(config, data)
         seen = observe_strongest(federation, config.defence.name)
         found = {
             name: Attacker("V-out", self.attacks(progress, observed, records, name != PUBLISHED))
             for name, observed in seen.items()
         }
-        quality, seed, sizes = (
-            asdict(quality_of(federation, data)),
-            config.training.seed,
-            Sizes(*map(len, records.parts)),
-        )
+        quality = asdict(measure_quality(federation, data))  # of the model after the rounds that were observed
+        sizes, seed = Sizes(*map(len, records.parts)), config.training.seed
         return Membership(**quality, defence=config.defence.name, seed=seed, records=sizes, attackers=found)
 
     def attacks(self, progress: Progress, observed: Observation, records: Records, cleaned: bool) -> Attacks:
-        """All attacks by one attacker; `cleaned` says that its model is no longer the one it received."""
+        """Run all attacks of one attacker; `cleaned`: it has removed noise from the model that it received."""
         options, training, pool = self.options, self.config.training, records.pool
         progress(0.0, "looking at records")
-        extras = extras_of(observed, records) if options.full else ()
+        extras = extra_features(observed, records) if options.full else ()
         features = record_features(observed.model, pool.tensor, pool.targets, observed.loss, extras=extras)
         layers = [name for name in LAYERS if name in features]
         sets = {name: [name] for name in layers} | {"three": layers}
@@ -74,43 +73,44 @@ class AttackMembership:
             sets["full"] = list(features)
         recipe = Recipe(options.attack_epochs, options.attack_lr, seed=training.seed, device=training.device)
         attacks: Attacks = {}
-        for place, (name, names) in enumerate(sets.items()):
-            progress(place / len(sets), f"attack network, {name}")
+        for number, (name, names) in enumerate(sets.items()):
+            progress(number / len(sets), f"attack network, {name}")
             attacks[name], _ = whitebox(features, names, records, recipe, watched=True)
         for name, scores in loss_attacks(observed, features["last"], records).items():
-            attacks[name] = judged(scores, records)
+            attacks[name] = score_figures(scores, records)
         try:
-            shadows = ByShadows(self.config, self.folder, options.shadows, options.lira)
+            shadows = ShadowAttacks(self.config, self.folder, options.shadows, options.lira)
             for name, scores in shadows.scores(observed, features["last"], records, cleaned).items():
-                attacks[name] = judged(scores, records)
+                attacks[name] = score_figures(scores, records)
         except (BadArgument, OSError) as error:
             attacks["RMIA"] = Failed(str(error))
         return attacks
 
 
-class MembershipStudy(AttackStudy[Options, Membership]):
-    """Which records the other clients trained on."""
+class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
+    """Membership inference."""
 
     name = "membership"
     summary = "which records the other clients trained on"
-    options = Options
+    options = MembershipOptions
     result = Membership
     needs_shared = False
     defaults = dict(  # noqa: RUF012
         data="cifar10", train_size=4000, test_size=4000, clients=2, model="cnn", width=16, epochs=25
     )
 
-    def shared(self, asked: Asked[Options], folder: Path) -> list[Job[Result]]:
-        """All shadows of all defences."""
+    def shared(self, asked: AttackRequest[MembershipOptions], folder: Path) -> list[Job[Result]]:
+        """Return all shadows of all defences."""
         return shadow_jobs(asked.config, asked.defences, asked.options.shadows, folder, label=asked.label)
 
-    def attack(self, asked: Asked[Options], defence: str, folder: Path) -> AttackMembership:
-        """See `AttackMembership`."""
-        return AttackMembership(asked.under(defence), asked.options, folder, self.run_of(asked, defence, folder))
+    def attack(self, asked: AttackRequest[MembershipOptions], defence: str, folder: Path) -> AttackMembership:
+        """Return all attacks on one defence."""
+        run = self.run_folder(asked, defence, folder)
+        return AttackMembership(asked.config_for(defence), asked.options, folder, run)
 
-    def present(self, asked: Asked[Options], results: Results[Membership]) -> Shown:
-        """Table 3, all figures, intervals, ROC curves, attack networks."""
-        return self.framed(asked, results, *page.presented(results), verdict=page.verdict(results))
+    def show(self, asked: AttackRequest[MembershipOptions], results: Results[Membership]) -> Shown:
+        """Return Table 3, all figures, intervals, ROC curves and the attack networks."""
+        return page.show(results)
 
 
 MEMBERSHIP = MembershipStudy()

@@ -1,6 +1,5 @@
-"""Figure 4: what the generator's search finds under each defence, below real images."""
+"""Figure 4: images that the generator's search finds under each defence, below real images."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,20 +9,20 @@ from fedveil.report import Section
 from fedveil.studies.attack import Results
 from fedveil.studies.inversion.page import gallery_rows, picture_rows
 from fedveil.studies.inversion.results import Inversion
-from fedveil.studies.inversion.run import INVERSION, Options
-from fedveil.studies.jobs import Done, Failed
-from fedveil.studies.paper.attacked import AttackExhibit
-from fedveil.studies.paper.plan import Plan
-from fedveil.studies.study import Shown
+from fedveil.studies.inversion.run import INVERSION
+from fedveil.studies.jobs import Failed
+from fedveil.studies.paper.attack_tables import attack_graph
+from fedveil.studies.paper.plan import Plan, make_exhibit
+from fedveil.studies.study import JobGraph, Shown
 
 NOTE = (
-    "The first images of each class, of the first seed, none chosen. The paper shows its images without saying how "
-    "they were chosen."
+    "The first images of each class, from the first seed; none is selected. The paper does not say how its images were "
+    "selected."
 )
 
 
 @dataclass(frozen=True)
-class Grid:
+class ImageGrid:
     """Encoded images of one data set: rows with a label each, under the names of their classes."""
 
     classes: list[str]
@@ -31,40 +30,37 @@ class Grid:
     rows: list[tuple[str, list[str]]]
 
 
-Found = dict[str, Grid | Failed]
+Grids = dict[str, ImageGrid | Failed]  # by data set
 
 
-def grid_of(results: Results[Inversion]) -> Grid | Failed:
-    """Rows of pictures: real, the generator alone, each attacker on each defence."""
+def _grid(results: Results[Inversion]) -> ImageGrid | Failed:
     first = next((one for one in results.values() if isinstance(one, Inversion)), None)
     if first is None or first.gallery is None:
         return Failed("no attack was made")
-    return Grid(first.classes, first.gallery.shape, gallery_rows(results))
+    return ImageGrid(first.classes, first.gallery.shape, gallery_rows(results))
 
 
-class Fig4(AttackExhibit[Options, Inversion, Found]):
-    """The pictures of Table 4's attacks."""
+def graph(plan: Plan, folder: Path) -> JobGraph[Grids]:
+    """Return the jobs of Table 4's attacks with the first seed."""
+    attacks = attack_graph(INVERSION, plan, folder, seeds=(0,))
+    return JobGraph(
+        attacks.jobs,
+        lambda done: {
+            data: _grid({defence: seeds[0] for defence, seeds in found.items()})
+            for data, found in attacks.collect(done).items()
+        },
+    )
 
-    study = INVERSION
-    kind = TypeAdapter(Found)
 
-    def seeds(self, plan: Plan) -> Sequence[int]:
-        """The first alone."""
-        return (0,)
+def present(plan: Plan, results: Grids) -> Shown:
+    """Show a grid of pictures for each data set."""
+    sections: list[Section] = [
+        picture_rows(f"Figure 4: {data}", found.classes, found.shape, found.rows)
+        for data, found in results.items()
+        if isinstance(found, ImageGrid)
+    ]
+    rows = [[data, f"failed: {found.failed}"] for data, found in results.items() if isinstance(found, Failed)]
+    return Shown(plan.title, "", ("data", "result"), rows, NOTE, sections)
 
-    def collect(self, plan: Plan, folder: Path, done: Done) -> Found:
-        """By data set."""
-        return {
-            data: grid_of({defence: seeds[0] for defence, seeds in found.items()})
-            for data, found in self.attacked(plan, folder, done).items()
-        }
 
-    def present(self, plan: Plan, results: Found) -> Shown:
-        """A grid of pictures for each data set."""
-        sections: list[Section] = [
-            picture_rows(f"Figure 4: {data}", found.classes, found.shape, found.rows)
-            for data, found in results.items()
-            if isinstance(found, Grid)
-        ]
-        rows = [[data, f"failed: {found.failed}"] for data, found in results.items() if isinstance(found, Failed)]
-        return Shown(plan.title, "", ("data", "result"), rows, NOTE, sections)
+FIG4 = make_exhibit(TypeAdapter(Grids), graph, present)

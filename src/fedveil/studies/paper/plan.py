@@ -1,7 +1,7 @@
-"""What a table or figure of the paper is here: a plan in TOML, and a study that computes and shows it."""
+"""Tables and figures of the paper: a plan in TOML, and the functions that compute and present it."""
 
 import tomllib
-from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -10,31 +10,29 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from fedveil.checks import one_of
-from fedveil.runs.config import Config, Value
-from fedveil.studies.digests import Digests
-from fedveil.studies.jobs import Show
-from fedveil.studies.study import Shown, Study, gather
+from fedveil.runs.config import Value
+from fedveil.studies.study import JobGraph, Shown
 
 SCALES = ("quick", "cpu", "paper")
 T = TypeVar("T")
 R = TypeVar("R")
 Axis = Value | list[Value] | dict[str, Value]
-"""One value, values to combine with all others, or one that follows another."""
+"""One value, a list of values to combine with all others, or a value that depends on another."""
 
 
 class Scale(BaseModel):
-    """What decides the results at one scale.
+    """Settings that decide the results at one scale.
 
     Attributes:
-        about: what of the paper's setting this scale keeps and what not.
-        defences: to attack.
+        about: how this scale differs from the paper's setting.
+        defences: defences to attack.
         data: our name of each data set of the paper.
         attack: options of the attack.
-        seeds: with which each attack is repeated; training runs have theirs in `common` or `runs`.
-        common: what all groups of runs have in common.
+        seeds: number of repetitions of each attack; training runs have their seeds in `common` or `runs`.
+        common: values that all groups of runs share.
         runs: groups of configurations.
-        run: one configuration.
-        variances: of PPDL's noise.
+        run: a single configuration.
+        variances: variances of PPDL's noise.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,21 +52,21 @@ class Plan:
     """A table or figure at one scale.
 
     Attributes:
-        name: on the command line.
-        title: on the page.
+        name: name on the command line.
+        title: title on the page.
         scale: one of SCALES.
-        settings: what decides the results, checked; `asked` is the same as it is written.
-        columns: of the paper's table.
+        settings: validated settings of the scale; `written` has them as they are in the file.
+        columns: columns of the paper's table.
         paper: the paper's values.
-        why: differences from the paper and from a reader's expectation, with reasons.
-        device: to compute on.
+        why: differences from the paper, with reasons.
+        device: device to compute on.
     """
 
     name: str
     title: str
     scale: str
     settings: Scale
-    asked: dict[str, JsonValue]
+    written: dict[str, JsonValue]
     columns: list[str]
     paper: JsonValue
     why: list[str]
@@ -76,62 +74,60 @@ class Plan:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Return the prefix of error messages."""
         return f"{self.name}.toml, {self.scale}"
 
-    def printed(self, kind: type[T]) -> T:
-        """The paper's values, as what they are in this table."""
+    def paper_values(self, kind: type[T]) -> T:
+        """Return the paper's values, validated as a type."""
         return TypeAdapter(kind).validate_python(self.paper)
 
 
-def _read(name: str) -> dict[str, Any]:
+def _load_toml(name: str) -> dict[str, Any]:
     return tomllib.loads(files(__package__).joinpath(f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def read_plan(name: str, scale: str, device: str = "cpu") -> Plan:
-    """The plan in NAME.toml; one with as = OTHER has the settings of the other."""
+    """Read NAME.toml; a file with `as = OTHER` takes its settings from the other file."""
     one_of("--scale", "scale", scale, SCALES)
-    found = _read(name)
-    asked = (_read(found["as"]) if "as" in found else found)["scales"][scale]
-    settings = Scale.model_validate(asked)
-    paper = found.get("paper", {})
+    found = _load_toml(name)
+    written = (_load_toml(found["as"]) if "as" in found else found)["scales"][scale]
+    settings, paper = Scale.model_validate(written), found.get("paper", {})
+    del written["about"]
     columns = [str(column) for column in paper.pop("columns", [])]
-    written = {key: value for key, value in asked.items() if key != "about"}
     return Plan(name, found["title"], scale, settings, written, columns, paper, found["why"], device)
 
 
-class Exhibit(Study[Plan, R]):
+@dataclass(frozen=True)
+class Exhibit:
     """A table or figure of the paper.
 
     Attributes:
-        kind: the type of its results, for reading them from disk.
-        left_out: names of fields that only the study's own page needs, and that are not written.
+        graph: function that returns the jobs of a plan, which compute plain values for the disk.
+        present: function that presents plain values from the disk.
     """
 
-    kind: TypeAdapter[R]
-    left_out: frozenset[str] = frozenset()
-
-    def __init__(self, name: str) -> None:
-        self.name = self.summary = name
-
-    def loaded(self, plan: Plan, results: JsonValue) -> Shown:
-        """What a reader gets, from results as they are on disk."""
-        return self.present(plan, self.kind.validate_python(results))
-
-    @abstractmethod
-    def configs(self, plan: Plan) -> list[Config]:
-        """Return the configurations that name all of its data."""
-
-    def computed(
-        self, plan: Plan, folder: Path, workers: int | None, show: Show, digests: Digests | None = None
-    ) -> JsonValue:
-        """Results for the disk."""
-        results = gather(self, plan, folder, workers=workers, show=show, digests=digests)
-        return without(self.kind.dump_python(results, mode="json"), self.left_out)
+    graph: Callable[[Plan, Path], JobGraph[JsonValue]]
+    present: Callable[[Plan, JsonValue], Shown]
 
 
-def without(value: JsonValue, names: frozenset[str]) -> JsonValue:
-    """Plain values without some keys, at any depth."""
+def make_exhibit(
+    kind: TypeAdapter[R],
+    graph: Callable[[Plan, Path], JobGraph[R]],
+    present: Callable[[Plan, R], Shown],
+    omitted: frozenset[str] = frozenset(),
+) -> Exhibit:
+    """Make an exhibit of functions on typed results; the omitted fields are not written to disk."""
+
+    def to_plain(plan: Plan, folder: Path) -> JobGraph[JsonValue]:
+        found = graph(plan, folder)
+        collect = lambda done: _drop_keys(kind.dump_python(found.collect(done), mode="json"), omitted)  # noqa: E731
+        return JobGraph(found.jobs, collect)
+
+    return Exhibit(to_plain, lambda plan, results: present(plan, kind.validate_python(results)))
+
+
+def _drop_keys(value: JsonValue, names: frozenset[str]) -> JsonValue:
+    """Remove keys from plain values, at any depth."""
     if isinstance(value, dict):
-        return {key: without(inner, names) for key, inner in value.items() if key not in names}
-    return [without(inner, names) for inner in value] if isinstance(value, list) else value
+        return {key: _drop_keys(inner, names) for key, inner in value.items() if key not in names}
+    return [_drop_keys(inner, names) for inner in value] if isinstance(value, list) else value

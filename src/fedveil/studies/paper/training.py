@@ -1,4 +1,4 @@
-"""Training runs of a plan: a grid of configurations, each run kept by what decides it."""
+"""Training runs of a plan: a grid of configurations, and comparisons of runs with plain training."""
 
 import dataclasses
 import hashlib
@@ -10,22 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from fedveil.report import NOTHING
-from fedveil.runs.build import load_data
 from fedveil.runs.config import PAPER, Config, configure
 from fedveil.studies.compare import BASELINE
-from fedveil.studies.jobs import Done, Failed, Job, Result
-from fedveil.studies.paper.plan import Axis, Exhibit, Plan
-from fedveil.studies.victim import Trained, TrainRun
+from fedveil.studies.federations import TrainedRun, TrainRun
+from fedveil.studies.jobs import Failed, Job
+from fedveil.studies.paper.plan import Axis, Plan
+from fedveil.studies.study import JobGraph
 
-Where = dict[str, str | int]
+Setting = dict[str, str | int]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as tables ask for it: what it is, and how it ended, or why it failed."""
+    """A training run: its configuration, and how it ended or why it failed."""
 
     data: str
     model: str
@@ -44,10 +42,10 @@ class Run:
     failed: str | None = None
 
 
-def configs_of(plan: Plan) -> list[Config]:
-    """Every combination of the values that a group of runs gives as lists, once for each of its seeds.
+def list_configs(plan: Plan) -> list[Config]:
+    """Return every combination of the values that a group of runs lists, once for each of its seeds.
 
-    What all groups have in common is in `common`. A value that follows another names it and says how:
+    Groups share the values in `common`. A value that depends on another names it:
     batch_size = { of = "clients", 1 = 40, 5 = 8 }.
     """
     found = []
@@ -66,161 +64,135 @@ def configs_of(plan: Plan) -> list[Config]:
     return list(dict.fromkeys(found))
 
 
-def name_of(config: Config) -> str:
-    """Readable, and another one for every other configuration."""
+def run_name(config: Config) -> str:
+    """Return a readable name that is unique to a configuration."""
     digest = hashlib.sha256(json.dumps(config.flat()).encode()).hexdigest()[:8]
     net = f"{config.model.name}{config.model.layers}" if config.model.name == "mlp" else config.model.name
-    what = (config.data.name, net, f"K{config.data.clients}", str(config.training.loss), kind_of(config))
+    what = (config.data.name, net, f"K{config.data.clients}", str(config.training.loss), defence_name(config))
     return "-".join([*what, str(config.training.seed), digest])
 
 
-def kind_of(config: Config) -> str:
-    """The defence; a rounding baseline is none of them."""
+def defence_name(config: Config) -> str:
+    """Return the name of the defence, or of the rounding baseline."""
     return config.defence.name if config.defence.rounding is None else BASELINE
 
 
-class TrainingExhibit(Exhibit[list[Run]]):
-    """A table or figure of training runs."""
-
-    kind = TypeAdapter(list[Run])
-
-    def configs(self, plan: Plan) -> list[Config]:
-        """Return those of all runs."""
-        return configs_of(plan)
-
-    def runs(self, plan: Plan, folder: Path) -> dict[Config, Job[Trained]]:
-        """The job of each configuration; whole tables first, then their spread over seeds."""
-        configs = sorted(configs_of(plan), key=lambda config: config.training.seed)
-        names = {config: name_of(config) for config in configs}
-        return {config: Job(name, TrainRun(config, folder / "runs" / name), Trained) for config, name in names.items()}
-
-    def jobs(self, plan: Plan, folder: Path) -> list[Job[Result]]:
-        """All runs; missing data are reported before anything runs, and images are decoded once."""
-        runs = self.runs(plan, folder)
-        for config in {config.data.name: config for config in runs}.values():
-            load_data(config)
-        return list(runs.values())
-
-    def collect(self, plan: Plan, folder: Path, done: Done) -> list[Run]:
-        """All runs, in the plan's order."""
-        jobs, found = self.runs(plan, folder), []
-        for config in configs_of(plan):
-            what = (config.data.name, config.model.name, config.model.layers, config.data.clients)
-            run = Run(*what, str(config.training.loss), config.training.seed, kind_of(config), config.flags())
-            trained = done[jobs[config]]
-            if isinstance(trained, Failed):
-                found.append(dataclasses.replace(run, failed=trained.failed))
-                continue
-            metric, last = trained.metric, trained.history.last
-            ended = dataclasses.replace(
-                run,
-                metric=metric,
-                value=last[metric],
-                curve=[(round(r["epoch"], 3), r[metric]) for r in trained.records if r.get("evaluated")],
-                constant=trained.constant,
-                seconds=trained.records[-1]["seconds"],
-                test_loss=last.get("loss"),
-            )
-            found.append(ended)
-        return found
+def training_graph(plan: Plan, folder: Path) -> JobGraph[list[Run]]:
+    """Return a job for each run: first seeds first, so that a stopped table is complete for some seeds."""
+    configs, jobs = list_configs(plan), dict[Config, Job[TrainedRun]]()
+    for config in sorted(configs, key=lambda config: config.training.seed):
+        name = run_name(config)
+        jobs[config] = Job(name, TrainRun(config, folder / "runs" / name), TrainedRun)
+    return JobGraph(list(jobs.values()), lambda done: [_to_run(config, done[jobs[config]]) for config in configs])
 
 
-def only(runs: Sequence[Run], **values: str | int) -> list[Run]:
-    """The runs with these values."""
+def _to_run(config: Config, trained: TrainedRun | Failed) -> Run:
+    what = (config.data.name, config.model.name, config.model.layers, config.data.clients)
+    run = Run(*what, str(config.training.loss), config.training.seed, defence_name(config), config.flags())
+    if isinstance(trained, Failed):
+        return dataclasses.replace(run, failed=trained.failed)
+    metric, last = trained.metric, trained.history.last
+    return dataclasses.replace(
+        run,
+        metric=metric,
+        value=last[metric],
+        curve=[(round(r["epoch"], 3), r[metric]) for r in trained.records if r.get("evaluated")],
+        constant=trained.constant,
+        seconds=trained.records[-1]["seconds"],
+        test_loss=last.get("loss"),
+    )
+
+
+def select(runs: Sequence[Run], **values: str | int) -> list[Run]:
+    """Return the runs with these values."""
     return [run for run in runs if all(getattr(run, key) == value for key, value in values.items())]
 
 
-def ends(runs: Sequence[Run]) -> list[float]:
-    """The metric at the end of runs that have one."""
+def final_values(runs: Sequence[Run]) -> list[float]:
+    """Return the metric at the end of each run that did not fail."""
     return [run.value for run in runs if not run.failed]
 
 
-def counted(clients: str | int) -> str:
-    """1 client, 5 clients."""
-    return f"{clients} client{'s' if int(clients) > 1 else ''}"
-
-
-def bracketed(values: Sequence[str]) -> str:
-    """The veil's value, and the baseline's in brackets if there is one."""
-    return values[0] + "".join(f" ({value})" for value in values[1:] if value != NOTHING)
-
-
-def pooled(first: float, second: float) -> float:
-    """Two standard deviations as one."""
-    return math.hypot(first, second) / math.sqrt(2)
-
-
-def meeting(pairs: Sequence[tuple[float, float, float]], what: str) -> str:
-    """In how many pairs (distance of means, both deviations) the ranges mean ± deviation overlap, in words."""
-    overlap = sum(far <= first + second for far, first, second in pairs)
-    closer = sum(far <= pooled(first, second) for far, first, second in pairs)
-    return f"{overlap} of {len(pairs)} {what} (means within one deviation in {closer})"
-
-
-def spread(values: Sequence[float]) -> float:
-    """The standard deviation; 0 of a single value."""
+def deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation; 0 for a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def cell(runs: Sequence[Run], form: str, scale: float = 1.0) -> str:
-    """Runs of several seeds as mean ± standard deviation; a failed one is said to have failed."""
-    broken = [run.failed for run in runs if run.failed]
-    if broken:
-        return f"failed: {broken[0]}"
+def pooled_deviation(first: float, second: float) -> float:
+    """Pool two standard deviations."""
+    return math.hypot(first, second) / math.sqrt(2)
+
+
+def format_runs(runs: Sequence[Run], form: str, scale: float = 1.0) -> str:
+    """Format the runs of several seeds as mean ± standard deviation, or say why one failed."""
     if not runs:
         return NOTHING
-    values = [scale * value for value in ends(runs)]
-    return f"{statistics.fmean(values):{form}} ± {spread(values):{form}}"
+    if broken := [run.failed for run in runs if run.failed]:
+        return f"failed: {broken[0]}"
+    values = [scale * value for value in final_values(runs)]
+    return f"{statistics.fmean(values):{form}} ± {deviation(values):{form}}"
+
+
+def format_pair(values: Sequence[str]) -> str:
+    """Format the veil's value, and the baseline's in brackets if there is one."""
+    return values[0] + "".join(f" ({value})" for value in values[1:] if value != NOTHING)
+
+
+def format_overlap(pairs: Sequence[tuple[float, float, float]], what: str) -> str:
+    """Count the pairs (difference of means, two deviations) whose ranges mean ± deviation overlap."""
+    overlap = sum(far <= first + second for far, first, second in pairs)
+    closer = sum(far <= pooled_deviation(first, second) for far, first, second in pairs)
+    return f"{overlap} of {len(pairs)} {what} (means within one deviation in {closer})"
 
 
 @dataclass(frozen=True)
-class Apart:
-    """Veil, or the baseline, beside plain with the same seeds.
+class Comparison:
+    """The veil, or the baseline, beside plain training with the same seeds.
 
     Attributes:
-        where: what the runs have in common.
+        where: values that the runs share.
         plain, other: the metric at the end, by seed.
-        largest: distance between two runs of one seed at their end.
-        along: the same anywhere on their curves.
-        loss: the largest distance of their test losses at the end, relative to plain's; None where the metric is it.
+        largest: largest difference at the end between two runs of one seed.
+        largest_anywhere: largest difference anywhere on the curves of one seed.
+        loss: largest relative difference of test losses at the end; None where the metric is the loss.
     """
 
-    where: Where
+    where: Setting
     plain: Sequence[float]
     other: Sequence[float]
     largest: float
-    along: float
+    largest_anywhere: float
     loss: float | None = None
 
     @property
     def means(self) -> float:
-        """The distance of the means."""
+        """Return the absolute difference of the means."""
         return abs(statistics.fmean(self.other) - statistics.fmean(self.plain))
 
     @property
-    def spread(self) -> float:
-        """The standard deviation over seeds, of both pooled."""
-        return pooled(spread(self.plain), spread(self.other))
+    def deviations(self) -> tuple[float, float]:
+        """Return both standard deviations over seeds."""
+        return deviation(self.plain), deviation(self.other)
 
     @property
     def overlap(self) -> bool:
-        """Whether the ranges of one standard deviation about the means meet."""
-        return self.means <= spread(self.plain) + spread(self.other)
+        """Whether the ranges mean ± deviation overlap."""
+        return self.means <= sum(self.deviations)
 
 
-def aparts(runs: Sequence[Run], keys: Sequence[str], other: str = "veil") -> Iterator[Apart]:
-    """Veil or baseline beside plain, for every combination of the keys' values where both have run with some seeds."""
+def compare_runs(runs: Sequence[Run], keys: Sequence[str], other: str = "veil") -> Iterator[Comparison]:
+    """Compare the veil or the baseline with plain training for every setting of the keys that has seeds of both."""
     for values in dict.fromkeys(tuple(getattr(run, key) for key in keys) for run in runs):
-        where: Where = dict(zip(keys, values, strict=True))
-        own = [
-            {run.seed: run for run in only(runs, defence=name, **where) if not run.failed} for name in ("plain", other)
-        ]
-        seeds = sorted(own[0].keys() & own[1].keys())
-        if not seeds:
+        where: Setting = dict(zip(keys, values, strict=True))
+        plain, others = (
+            {run.seed: run for run in select(runs, defence=name, **where) if not run.failed}
+            for name in ("plain", other)
+        )
+        pairs = [(plain[seed], others[seed]) for seed in sorted(plain.keys() & others.keys())]
+        if not pairs:
             continue
-        pairs = [(own[0][seed], own[1][seed]) for seed in seeds]
         largest = max(abs(p.value - o.value) for p, o in pairs)
-        along = max(abs(a[1] - b[1]) for p, o in pairs for a, b in zip(p.curve, o.curve, strict=True))
+        anywhere = max(abs(a[1] - b[1]) for p, o in pairs for a, b in zip(p.curve, o.curve, strict=True))
         losses = [abs(o.test_loss / p.test_loss - 1) for p, o in pairs if p.test_loss and o.test_loss]
-        plain, others = (ends(runs) for runs in zip(*pairs, strict=True))
-        yield Apart(where, plain, others, largest, along, max(losses) if losses else None)
+        first, second = (final_values(own) for own in zip(*pairs, strict=True))
+        yield Comparison(where, first, second, largest, anywhere, max(losses, default=None))

@@ -1,4 +1,4 @@
-"""What hostile clients did, as a table for the terminal and sections of a page."""
+"""The page of a poisoning attack: accuracy by attack and limit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -8,27 +8,26 @@ from fedveil.report import NOTHING, Intervals, Section, Table, Text
 from fedveil.studies.estimates import Estimate, average, percent, text
 from fedveil.studies.jobs import Failed
 from fedveil.studies.poisoning.results import Ending, Poisoning
-from fedveil.studies.tables import Presented, failed_row, mark
+from fedveil.studies.study import Shown
+from fedveil.studies.tables import failed_row, mark
 
 HONEST, UNLIMITED, BOUNDED = "honest", "no limits", "bounds"
 REFUSED = "refused by bounds: hostile, honest"
 FIGURES = ("accuracy, %", "points from honest", "ended", "refused, hostile", "refused, honest")
 NOTE = (
-    "Accuracy on test records in %, mean over seeds; the row of honest clients shows what limits alone cost. The"
-    " bounds are the mean's; rules have none from medians. An ended run has no accuracy."
+    "Accuracy on test records in %, mean over seeds. The row of honest clients shows the cost of the limits alone. The"
+    " column of bounds takes the mean of the accepted updates. A run that ended early has no accuracy."
 )
-EXPLAINED = (
-    "The last clients are hostile and see all honest uploads of a round before they answer, but no secret. A rule is"
-    " told how many there are. Bounds are those of fedveil.Limits, by default with its defaults.",
-    "Points from honest: the accuracy of a run less that of the run with the same seed in which every client is honest"
-    " and there are no limits. Intervals are Student's, 95 %, over seeds.",
-    "How far an attack goes in these rounds is no bound on what a better one does: docs/hostile.md says what the limits"
-    " promise.",
+READING = (
+    "The last clients are hostile. They see all honest updates of a round before they reply, but no secret. A rule is"
+    " given their number. Bounds are those of fedveil.Limits, by default with its defaults.",
+    "Points from honest: difference to the run with the same seed, honest clients only and no limits. Intervals:"
+    " Student's, 95 %, over seeds. A better attack may do more damage: docs/hostile.md states what the limits promise.",
 )
 
 
-class Row(NamedTuple):
-    """One defence, one attack, one kind of limits: all seeds."""
+class Setting(NamedTuple):
+    """One defence, one attack and one limit: the runs of all seeds."""
 
     defence: str
     attack: str
@@ -38,28 +37,32 @@ class Row(NamedTuple):
 
     @property
     def accuracy(self) -> Estimate | None:
-        """Over the seeds that did not end."""
+        """Mean over the seeds whose run did not end early."""
         found = [one.accuracy for one in self.endings if one.accuracy is not None]
         return average(found) if found else None
 
     @property
     def points(self) -> Estimate | None:
         """Difference from honest runs without limits, seed by seed."""
-        pairs = zip(self.endings, self.honest, strict=False)
         found = [
             100 * (one.accuracy - other.accuracy)
-            for one, other in pairs
+            for one, other in zip(self.endings, self.honest, strict=False)
             if one.accuracy is not None and other.accuracy is not None
         ]
         return average(found) if found else None
 
     @property
     def ended(self) -> int:
-        """Seeds whose runs ended before their last round."""
+        """Number of seeds whose run ended early."""
         return sum(bool(one.ended) for one in self.endings)
 
+    @property
+    def refusals(self) -> tuple[int, int]:
+        """Numbers of refused updates: of hostile clients, of honest ones."""
+        return sum(one.refused for one in self.endings), sum(one.wronged for one in self.endings)
+
     def cell(self) -> str:
-        """Accuracy in %, and how many runs ended if some did."""
+        """Return the accuracy in %, and how many runs ended early if any did."""
         if not self.endings:
             return NOTHING
         if self.accuracy is None:
@@ -68,93 +71,73 @@ class Row(NamedTuple):
         return f"{value} ({self.ended} of {len(self.endings)} ended)" if self.ended else value
 
 
-def rows_of(defence: str, result: Poisoning, attack: str, limits: Sequence[str]) -> list[Row]:
-    """One attack with each of the limits."""
+def settings(defence: str, result: Poisoning, attack: str, limits: Sequence[str]) -> list[Setting]:
+    """Return one attack under each limit; nothing for an attack without figures."""
+    if result.missing(attack):
+        return []
     honest = result.endings(HONEST, UNLIMITED)
-    return [Row(defence, attack, name, result.endings(attack, name), honest) for name in limits]
+    return [Setting(defence, attack, name, result.endings(attack, name), honest) for name in limits]
 
 
 def main_rows(
     results: Mapping[str, Poisoning | Failed], limits: Sequence[str], hostile: int, columns: int
 ) -> Iterator[list[str]]:
-    """One row per defence and attack."""
+    """Yield one row per defence and attack."""
     for defence, result in results.items():
         if isinstance(result, Failed):
             yield failed_row(defence, columns)
             continue
         for attack in result.attacks:
-            if why := result.without_figures(attack):
+            if why := result.missing(attack):
                 yield [defence, attack, why, *[""] * (columns - 3)]
                 continue
-            own = rows_of(defence, result, attack, limits)
-            bounded = next(row.endings for row in own if row.limits == BOUNDED)
-            sent = 0 if attack == HONEST else hostile * sum(one.rounds for one in bounded)
-            refused = [sum(one.refused for one in bounded), sum(one.wronged for one in bounded)]
-            yield [defence, attack, *(row.cell() for row in own), f"{refused[0]}/{sent}, {refused[1]}"]
+            own = settings(defence, result, attack, limits)
+            bounded = next(one for one in own if one.limits == BOUNDED)
+            sent = 0 if attack == HONEST else hostile * sum(one.rounds for one in bounded.endings)
+            theirs, ours = bounded.refusals
+            yield [defence, attack, *(one.cell() for one in own), f"{theirs}/{sent}, {ours}"]
 
 
-def all_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """All figures."""
-    for row in rows:
-        counts = [row.ended, sum(one.refused for one in row.endings), sum(one.wronged for one in row.endings)]
-        figures = [percent(row.accuracy), text(row.points, "+.1f"), *map(str, counts)]
-        yield [row.defence, row.attack, row.limits, *figures]
-
-
-def reasons(rows: Sequence[Row]) -> list[str]:
-    """Why runs ended, once for each row."""
-    return [
-        f"{row.defence}, {row.attack}, {row.limits}: {next(one.ended for one in row.endings if one.ended)[:200]}"
-        for row in rows
-        if row.ended
-    ]
-
-
-def verdict(results: Mapping[str, Poisoning | Failed], limits: Sequence[str]) -> str:
-    """What the worst attack leaves with each of the limits, under the defence that suffers most, in one sentence."""
-    done = {name: one for name, one in results.items() if isinstance(one, Poisoning)}
-    honest = [row.accuracy for name, one in done.items() for row in rows_of(name, one, HONEST, [UNLIMITED])]
-    reached = [one.value for one in honest if one]
-    left: dict[str, float] = {}  # -1 where a run ended
-    for name, one in done.items():
-        attacks = [attack for attack in one.attacks if attack != HONEST and not one.without_figures(attack)]
-        for row in (row for attack in attacks for row in rows_of(name, one, attack, limits) if row.endings):
-            value = row.accuracy.value if row.accuracy and not row.ended else -1.0
-            left[row.limits] = min(value, left.get(row.limits, 1.0))
-    if not reached or not left:
-        return "Nothing is known: no run with hostile clients could be compared with an honest one."
+def verdict(every: Sequence[Setting]) -> str:
+    """Return the accuracy that the worst attack leaves under each limit, for the defence that suffers most."""
+    honest = [one.accuracy.value for one in every if (one.attack, one.limits) == (HONEST, UNLIMITED) and one.accuracy]
+    left: dict[str, float] = {}  # -1 where a run ended early
+    for one in every:
+        if one.attack != HONEST and one.endings:
+            value = one.accuracy.value if one.accuracy and not one.ended else -1.0
+            left[one.limits] = min(value, left.get(one.limits, 1.0))
+    if not honest or not left:
+        return "No verdict: no run with hostile clients can be compared with an honest one."
     rules = {name: value for name, value in left.items() if name not in (UNLIMITED, BOUNDED)}
     best = max(rules, key=rules.__getitem__, default="")
-    said = [(f"with {UNLIMITED}", left.get(UNLIMITED)), (f"with {BOUNDED}", left.get(BOUNDED))]
-    said += [(f"with the best rule ({best})", rules[best])] if rules else []
-    words = ", ".join(f"{_left(value)} {how}" for how, value in said if value is not None)
-    return f"With honest clients accuracy is {_left(min(reached))}; the worst attack leaves {words}."
+    found = {name: left[name] for name in (UNLIMITED, BOUNDED, best) if name in left}
+    said = [f"{f'{100 * value:.1f} %' if value >= 0 else 'no model'} ({name})" for name, value in found.items()]
+    return f"Accuracy under the worst attack: {', '.join(said)}; {100 * min(honest):.1f} % with honest clients."
 
 
-def _left(accuracy: float) -> str:
-    return f"{100 * accuracy:.1f} %" if accuracy >= 0 else "no model"
-
-
-def presented(results: Mapping[str, Poisoning | Failed], limits: Sequence[str], hostile: int) -> Presented:
-    """The table, and the sections: what attacks do, intervals, all figures, why runs ended."""
+def show(results: Mapping[str, Poisoning | Failed], limits: Sequence[str], hostile: int) -> Shown:
+    """Return the table and the sections: the attacks, intervals, all figures, why runs ended early."""
     header = ["defence", "attack", *limits, REFUSED]
     done = {name: one for name, one in results.items() if isinstance(one, Poisoning)}
-    rows = [
-        row
-        for name, one in done.items()
-        for attack in one.attacks
-        if not one.without_figures(attack)
-        for row in rows_of(name, one, attack, limits)
+    every = [one for name, own in done.items() for attack in own.attacks for one in settings(name, own, attack, limits)]
+    attacks = dict.fromkeys(attack for one in done.values() for attack in one.attacks if attack != HONEST)
+    figures = [
+        [*one[:3], percent(one.accuracy), text(one.points, "+.1f"), str(one.ended), *map(str, one.refusals)]
+        for one in every
     ]
-    named = {attack: None for one in done.values() for attack in one.attacks if attack != HONEST}
     sections: list[Section] = [
-        Text("How to read it", EXPLAINED),
-        Table("The attacks", ["attack", "a hostile client sends"], [[name, ATTACKS[name].summary] for name in named]),
+        Text("How to read it", READING),
+        Table("The attacks", ["attack", "hostile clients send"], [[name, ATTACKS[name].summary] for name in attacks]),
     ]
     for name in done:
-        marks = [mark(row.limits, row.accuracy, row.attack, 100) for row in rows if row.defence == name]
+        marks = [mark(one.limits, one.accuracy, one.attack, 100) for one in every if one.defence == name]
         sections.append(Intervals(f"Accuracy: {name}", "accuracy, %", marks, {}))
-    sections.append(Table("All figures", ["defence", "attack", "limits", *FIGURES], list(all_rows(rows))))
-    ended = reasons(rows)
-    sections += [Text("Runs that ended", ended)] if ended else []
-    return header, list(main_rows(results, limits, hostile, len(header))), NOTE, sections
+    sections.append(Table("All figures", ["defence", "attack", "limits", *FIGURES], figures))
+    ended = [
+        f"{', '.join(one[:3])}: {next(run.ended for run in one.endings if run.ended)[:200]}"
+        for one in every
+        if one.ended
+    ]
+    sections += [Text("Runs that ended early", ended)] if ended else []
+    rows = list(main_rows(results, limits, hostile, len(header)))
+    return Shown("", verdict(every), header, rows, NOTE, sections)

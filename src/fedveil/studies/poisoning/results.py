@@ -1,4 +1,4 @@
-"""What came of federations with hostile clients."""
+"""Results of federations with hostile clients."""
 
 from dataclasses import dataclass, field
 
@@ -10,11 +10,11 @@ class Ending:
     """One run.
 
     Attributes:
-        accuracy: on test records after the last round; None if the run ended before.
+        accuracy: on test records after the last round; None if the run ended earlier.
         ended: why it ended before its last round; "" if it did not.
-        rounds: how many there were.
-        refused: updates of hostile clients that were refused.
-        wronged: updates of honest clients that were refused.
+        rounds: number of completed rounds.
+        refused: number of refused updates of hostile clients.
+        wronged: number of refused updates of honest clients.
     """
 
     accuracy: float | None
@@ -26,10 +26,10 @@ class Ending:
 
 @dataclass(frozen=True)
 class Endings(Result):
-    """One attack, with each of the limits.
+    """One attack under each limit.
 
     Attributes:
-        runs: by the name of the limits.
+        runs: by the name of the limit.
         inapplicable: why there are no runs; "" if there are.
     """
 
@@ -39,17 +39,17 @@ class Endings(Result):
 
 @dataclass(frozen=True)
 class Poisoning(Result):
-    """One defence: by attack, one after the other seed."""
+    """All attacks under one defence, each with one result per seed."""
 
     attacks: dict[str, list[Endings | Failed]]
 
     def endings(self, attack: str, limits: str) -> list[Ending]:
-        """The runs of all seeds that did not fail."""
+        """Return the runs of all seeds that did not fail."""
         done = [one.runs for one in self.attacks.get(attack, []) if isinstance(one, Endings)]
         return [runs[limits] for runs in done if limits in runs]
 
-    def without_figures(self, attack: str) -> str:
-        """Why an attack has no figures; "" if it has some."""
+    def missing(self, attack: str) -> str:
+        """Return why an attack has no figures; "" if it has some."""
         for one in self.attacks[attack]:
             if isinstance(one, Failed):
                 return f"failed: {one.failed}"

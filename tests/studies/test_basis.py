@@ -10,10 +10,6 @@ import pytest
 
 from fedveil.cli import main
 from fedveil.runs.folder import open_run
-from fedveil.studies.audit.harden import HARDEN, Hardening, base_of
-from fedveil.studies.audit.run import Options
-from fedveil.studies.jobs import Failed
-from fedveil.studies.study import gather
 
 TINY = ["--trials", "1", "--broadcasts", "1", "--no-network", "--no-server", "--workers", "1"]
 NET = """
@@ -131,13 +127,6 @@ def test_another_version_makes_new_results(audited, lines, monkeypatch):
     assert {found["basis"]["version"] for found in results("run/audit").values()} == {"9.9.9"}
 
 
-def test_results_without_a_basis_are_computed_again(audited, lines):
-    for path in Path("run/audit/jobs").iterdir():
-        found = json.loads(path.read_text())
-        path.write_text(json.dumps({name: found[name] for name in ("asked", "result")}))
-    assert again(lines("audit", "run", *TINY), "it was kept without the version") == JOBS
-
-
 def import_again(name):
     """Forget a module, as a new process would."""
     sys.modules.pop(name, None)
@@ -227,19 +216,6 @@ def test_a_generator_is_not_continued_with_other_images(here, lines):
     after = [Path("study", name).read_bytes() for name in ("gan.pt", "judge.pt")]
     assert before[0] != after[0]
     assert before[1] != after[1]
-
-
-def test_what_hardens_a_veil_is_measured_again_with_other_data(here):
-    base = base_of({"data": "csv", "path": "records.csv", "target": "answer", "epochs": 1, "hidden": 4})
-    looks = Options(trials=1, broadcasts=1, network=False, shadows=2)
-    asked, told = Hardening(base, 1, looks, ("no veil at all",)), []
-    for change in ("", "", "0.5"):
-        write_records(here / "records.csv", change)
-        told.clear()
-        found = gather(HARDEN, asked, here / "study", workers=1, show=lambda name, share, what: told.append(what))
-        assert not [one for some in found.values() for one in some if isinstance(one, Failed)]
-        assert (told.count("kept") == 3) == (change == "" and "done" not in told)
-    assert len([what for what in told if what.startswith("computed again: the data changed since")]) == 3
 
 
 def test_a_run_that_is_attacked_is_never_written_to_and_its_state_is_told(here, capsys):

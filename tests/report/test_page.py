@@ -1,7 +1,8 @@
-"""The page: its structure, what it refuses, what it never lets through, how it is written."""
+"""The page: its structure, escaping, policy, colours, and how it is written."""
 
 import errno
 import os
+import re
 import stat
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -27,7 +28,6 @@ from fedveil.report import (
     render,
     write,
 )
-from fedveil.report.style import DARK, LIGHT
 
 EVIL = "<script>alert('x')</script>\"&' onload=\"x"
 
@@ -69,13 +69,6 @@ def test_the_page_loads_nothing(tree):
     assert "url(" not in style
     assert "@import" not in style
     assert "default-src 'none'" in policy(tree)
-
-
-def test_the_page_states_result_and_command(tree):
-    assert tree.all("p", "verdict")[0].text == demo.VERDICT
-    assert tree.all("p", "lead")[0].text == "Longer."
-    assert tree.all("code")[0].text == demo.COMMAND
-    assert not read(render(Page("t", "v", [], "c"))).all("p", "lead")
 
 
 def tags(tree):
@@ -131,14 +124,6 @@ def test_whatever_can_scroll_can_be_reached_by_keyboard_and_has_a_name(tree):
     boxes = tree.all("div", "scroll")
     assert boxes
     assert all(box.attributes["tabindex"] == "0" and box.attributes["aria-label"] for box in boxes)
-
-
-def test_every_chart_has_words_and_a_table(tree):
-    charts = tree.all("figure", "chart")
-    assert len(charts) == 5
-    for chart in charts:
-        assert "Line chart" in chart.all("svg", "plot")[0].attributes["aria-label"]
-        assert chart.all("details")[0].all("table")
 
 
 def test_nothing_a_caller_supplies_becomes_markup():
@@ -202,15 +187,6 @@ def test_an_empty_section_is_no_reason_to_fail(section):
     assert len(read(render(Page("t", "l", [section], "c"))).all("section")) == 1
 
 
-def test_sections_that_do_not_add_up_are_refused():
-    with pytest.raises(BadArgument, match="Table 't': row 2 has 1 cells, the header has 2"):
-        Table("t", ["a", "b"], [["1", "2"], ["3"]])
-    with pytest.raises(BadArgument, match="Matrix 'm': 2 labels need 2 rows of 2 counts"):
-        Matrix("m", ["a", "b"], [[1, 2]])
-    with pytest.raises(BadArgument, match="Matrix 'm': a count is below zero"):
-        Matrix("m", ["a"], [[-1]])
-
-
 def test_writing_replaces_a_page_whole(tmp_path):
     path = tmp_path / "runs" / "report.html"
     assert write(Page("one", "l", [], "c"), path) == path
@@ -258,8 +234,9 @@ def _contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_text_and_lines_stand_out_in_both_themes(theme):
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_lines_stand_out_in_both_themes(text, scheme):
+    theme = dict(re.findall(r"--(\w+):(#\w+);", re.search(rf"color-scheme:{scheme};([^}}]*)}}", text)[1]))
     for ink, ground in [("ink", "page"), ("quiet", "page"), ("accent", "page"), ("bad", "page"), ("quiet", "surface")]:
         assert _contrast(theme[ink], theme[ground]) >= 4.5, (ink, ground)
     for ground in ("hit", "miss"):

@@ -7,7 +7,8 @@ from tests.configs import config_of
 from fedveil.errors import BadArgument
 from fedveil.runs.folder import finished, open_run
 from fedveil.studies.compare import DEFENCES
-from fedveil.studies.victim import observe, quality_of, trained
+from fedveil.studies.federations import load_or_train, measure_quality
+from fedveil.studies.observation import observe
 
 
 def silent(share, what):
@@ -20,8 +21,8 @@ def config(request):
 
 
 def test_an_attacker_observes_what_travelled_and_its_own_records(config, tmp_path):
-    federation, data = trained(config, tmp_path, silent)
-    quality = quality_of(federation, data)
+    federation, data = load_or_train(config, tmp_path, silent)
+    quality = measure_quality(federation, data)
     assert 0 <= quality.test <= 1
     assert quality.metric == "accuracy"
     assert quality.gap == quality.train - quality.test
@@ -41,11 +42,11 @@ def test_an_attacker_observes_what_travelled_and_its_own_records(config, tmp_pat
 def test_a_run_is_opened_as_it_was_left_and_not_trained_twice(tmp_path):
     config = config_of(data="digits", train_size=200, clients=2, hidden=16, epochs=2, defence="plain")
     assert not finished(config, tmp_path)
-    federation, _ = trained(config, tmp_path, silent)
+    federation, _ = load_or_train(config, tmp_path, silent)
     assert finished(config, tmp_path)
     assert not finished(config.changed(epochs=3), tmp_path)
     written = (tmp_path / "checkpoint.pt").stat().st_mtime_ns
-    again, _ = trained(config, tmp_path, silent)
+    again, _ = load_or_train(config, tmp_path, silent)
     assert (tmp_path / "checkpoint.pt").stat().st_mtime_ns == written
     for name, value in federation.model.state_dict().items():
         assert torch.equal(value, again.model.state_dict()[name])

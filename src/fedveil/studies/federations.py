@@ -1,0 +1,151 @@
+"""Federations of studies: trained, or read from the folder of a run; their history and quality."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter
+
+from fedveil.data import Data
+from fedveil.federation.checkpoint import BEST
+from fedveil.federation.evaluate import METRICS, metrics, predict
+from fedveil.federation.local import Federation
+from fedveil.federation.server import History, Record
+from fedveil.federation.setting import RECORDS
+from fedveil.files import write_whole
+from fedveil.plain_json import read_json, to_json
+from fedveil.progress import Progress
+from fedveil.runs.build import load_data
+from fedveil.runs.config import Config
+from fedveil.runs.folder import RUN, finished, holds_run, resumed, train
+from fedveil.studies.basis import AGAIN, Basis, explain_change
+from fedveil.studies.jobs import Done, Result
+
+BASIS = "basis.json"  # in the folder of a run that a study trained
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Quality of the server's model on members and on held-out records.
+
+    Attributes:
+        metric: name of the metric.
+        train, test: its value on members and on held-out records.
+        gap: how much better the model is on members; without a gap there is nothing to infer.
+    """
+
+    metric: str
+    train: float
+    test: float
+    gap: float
+
+
+@dataclass(frozen=True)
+class TrainedRun(Result):
+    """A run, round by round.
+
+    Attributes:
+        run: folder of the run.
+        records: records of its rounds.
+        constant: the metric of the best constant prediction: the mean, or the commonest class.
+    """
+
+    run: str
+    records: list[Record]
+    constant: float
+
+    @property
+    def history(self) -> History:
+        """Return the records as the server's history."""
+        return History(self.records)
+
+    @property
+    def metric(self) -> str:
+        """Return the name of the primary metric."""
+        return next(name for name in METRICS if name in self.history.last)
+
+
+@dataclass(frozen=True)
+class TrainRun:
+    """Train a federation, or resume the run in the folder."""
+
+    config: Config
+    run: Path
+
+    def __call__(self, progress: Progress, done: Done) -> TrainedRun:
+        """Train to the end."""
+        federation, data = load_or_train(self.config, self.run, progress, done.basis)
+        return TrainedRun(str(self.run), federation.history.records, constant_metric(data))
+
+
+def round_progress(epochs: int, progress: Progress) -> Callable[[Record], None]:
+    """Return a callback that reports the records of rounds as progress."""
+    return lambda record: progress(
+        min(1.0, record["epoch"] / epochs), f"training, epoch {record['epoch']:.0f}/{epochs}"
+    )
+
+
+def constant_metric(data: Data) -> float:
+    """Return the test metric of the best constant prediction: the mean, or the commonest class."""
+    train, test = data.train.targets, data.test.targets
+    if train.is_floating_point():
+        return float((test.double() - train.double().mean(0)).pow(2).mean())
+    return float((test == torch.mode(train).values).double().mean())
+
+
+def load_or_train(
+    config: Config, folder: Path, progress: Progress, basis: Basis | None = None
+) -> tuple[Federation, Data]:
+    """Return the federation of a configuration after its last round; an unfinished run of a study is resumed.
+
+    A run that a study trained on another basis (version, data or code) is trained from the start; without `basis`, for
+    attacks that need the job that trains it, it is used as it is. A user's run, whose basis has a checkpoint, is only
+    read.
+    """
+    data = load_data(config)
+    if basis and basis.checkpoint is not None:
+        return resumed(config, folder, data), data
+    if basis:
+        remove_stale_run(folder, basis.training, progress)
+    if not finished(config, folder):
+        train(config, folder, resume=True, on_round=round_progress(config.training.epochs, progress), data=data)
+    return resumed(config, folder, data), data
+
+
+def describe_run(config: Config, folder: Path) -> list[str]:
+    """Return notes on a user's run that is attacked: that it is unfinished, or that its data changed."""
+    federation = resumed(config, folder, load_data(config))
+    notes, last = [], config.training.epochs * federation.rounds_per_epoch
+    if not finished(config, folder) and federation.round < last:
+        notes.append(f"This run is not finished: it is attacked after round {federation.round} of {last}.")
+    if RECORDS in federation.changed:
+        notes.append("The data changed since this run was trained: it has not seen the records that count as members.")
+    return notes
+
+
+def remove_stale_run(folder: Path, basis: Basis, progress: Progress) -> None:
+    """Remove a run that a study trained on another basis, and write the basis of the next one."""
+    path, changed = folder / BASIS, f"{BASIS} cannot be read"
+    with contextlib.suppress(ValueError):  # a BadArgument is one, and so is a pydantic error
+        found = explain_change(TypeAdapter(Basis).validate_python(read_json(path)), basis)
+        if found is None:
+            return
+        changed = found
+    if holds_run(folder):
+        progress(0.0, f"{AGAIN}: {changed}")
+        for name in (*RUN, BEST):
+            (folder / name).unlink(missing_ok=True)
+    write_whole(path, to_json(basis.to_plain(), indent=2) + "\n")
+
+
+def measure_quality(federation: Federation, data: Data) -> Quality:
+    """Measure the server's model on members and on held-out records."""
+    train, test = (
+        metrics(predict(federation.model, part.tensor.to(federation.device)).cpu(), part.targets)
+        for part in (data.train, data.test)
+    )
+    name = next(metric for metric in METRICS if metric in train)
+    gap = test[name] - train[name] if name in ("mse", "loss") else train[name] - test[name]
+    return Quality(name, train[name], test[name], gap)

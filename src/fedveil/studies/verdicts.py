@@ -1,0 +1,184 @@
+"""Verdicts of all studies: one table of thresholds, and a label with its figure and interval."""
+
+import enum
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedveil.attacks.observation import PUBLISHED
+from fedveil.report import Section, Text
+from fedveil.studies.estimates import Estimate, Outcome, Reached, Rule, furthest, text
+from fedveil.studies.tables import display_name
+
+CLEAR = 0.1  # a leak is clear from this fraction of the way from guessing to full knowledge
+SLIGHT, FULL = 0.2, 0.8  # fractions of the way from guessing to no defence: below, a slight leak; above, a full one
+LAG = 0.2  # published attacks are mentioned if they fall this fraction of the way short of the strongest attacker
+RECOGNISED = 10.0  # dB above guessing, a tenth of the squared error: the record is known, and more says nothing
+MAX_MEMBERSHIP, MAX_COST = 0.52, 0.005  # of a hardening: balanced accuracy of the attacker, and accuracy lost
+
+ADAPTIVE = (
+    'SPN is our re-implementation. "own labels" is an adaptive attacker that fits the noise of the veil\'s final layer '
+    'with its own labels, "sketches stacked" one that adds up DBCL\'s sketches of six rounds. The models of the other '
+    "defences have no noise to remove."
+)
+
+
+class Label(enum.StrEnum):
+    """Outcome for the strongest attackers, with the defence and without one."""
+
+    LEAK = "LEAK"
+    PARTIAL = "PARTIAL LEAK"
+    SLIGHT = "SLIGHT LEAK"
+    PROTECTED = "PROTECTED"
+    NOTHING = "NOTHING FOUND"
+    TOO_FEW = "TOO FEW TRIALS"
+    UNTESTED = "UNTESTED"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One kind of figure: how it is printed, and from where on it is a leak.
+
+    Attributes:
+        subject: what may leak.
+        figure: the name of the figure.
+        form, scale, unit: how it is printed.
+        headroom: full knowledge is this far above guessing; None if it is 1.
+        two_sided: figures below guessing tell as much as those above it.
+        needs_adaptive: without an adaptive attacker, finding nothing is no evidence.
+    """
+
+    subject: str
+    figure: str
+    form: str = ".2f"
+    scale: float = 1.0
+    unit: str = ""
+    headroom: float | None = None
+    two_sided: bool = False
+    needs_adaptive: bool = False
+
+    def full(self, guess: float) -> float:
+        """Return the figure of an attacker that knows everything."""
+        return 1.0 if self.headroom is None else guess + self.headroom
+
+    def rule(self, guess: float) -> Rule:
+        """Return the rule that intervals are judged by."""
+        return Rule(guess, guess + CLEAR * (self.full(guess) - guess), self.two_sided)
+
+    def number(self, value: float) -> str:
+        """Return a value with its unit."""
+        return f"{self.scale * value:{self.form}}{self.unit}"
+
+    def estimate(self, found: Estimate) -> str:
+        """Return a value with its interval and unit."""
+        return f"{text(found, self.form, self.scale)}{self.unit}"
+
+
+AGREEMENT = Measure("the model", "agreement", ".0f", 100, " %")
+RANKING = Measure("the model", "ranking AUC")
+MEMBERSHIP = Measure("membership", "AUC", two_sided=True)
+RECORD = Measure("single records", "PSNR", ".1f", unit=" dB", headroom=RECOGNISED, needs_adaptive=True)
+GRADIENTS = Measure("images from gradients", "PSNR", ".1f", unit=" dB", headroom=RECOGNISED)
+INVERSION = Measure("private classes", "attack success", ".0f", 100, " %")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The label of one measure under one defence, with the figures behind it.
+
+    Attributes:
+        guess: the figure of the best constant answer.
+        strongest: the attacker that gets furthest.
+        undefended: the one that gets furthest without a defence; None if that was not measured.
+        published: the strongest published one; None if none was run.
+    """
+
+    label: Label
+    measure: Measure
+    guess: float
+    strongest: Reached
+    undefended: Reached | None = None
+    published: Reached | None = None
+
+    def __str__(self) -> str:
+        """Return the label, the figure with its interval, and the figures to compare it with."""
+        one, number = self.strongest, self.measure.number
+        said = f"{self.label}: {self.measure.figure} {self.measure.estimate(one.figure)} ({one.attacker})"
+        if one.below:
+            said += f", below chance: {number(one.value)} for an attacker who reverses the scores"
+        beside = [f"guessing {number(self.guess)}"]
+        if self.undefended and self.undefended is not one:
+            beside.append(f"undefended {number(self.undefended.figure.value)}")
+        found = one.outcome is Outcome.FOUND
+        if found and self.published and one.value - self.published.value > LAG * (one.value - self.guess):
+            beside.append(f"{PUBLISHED} {number(self.published.figure.value)}")
+        return f"{said}; {', '.join(beside)}"
+
+
+def judge(
+    measure: Measure,
+    guess: float,
+    found: Sequence[Reached],
+    undefended: Sequence[Reached],
+    published: Collection[str] = (PUBLISHED,),
+) -> Verdict | None:
+    """Return the verdict on one defence from what each attacker reaches; None if there are no attackers.
+
+    `published` are the names of those that do not know the defence.
+    """
+    one, top = furthest(found), furthest(undefended)
+    if one is None:
+        return None
+    known = furthest(other for other in found if other.attacker in published)
+    label = choose_label(measure, guess, one, top)
+    if label is Label.SLIGHT and any(other.outcome is Outcome.TOO_FEW for other in found):
+        label = Label.TOO_FEW
+    if measure.needs_adaptive and one is known and label not in (Label.LEAK, Label.NOTHING, Label.TOO_FEW):
+        label = Label.UNTESTED
+    return Verdict(label, measure, guess, one, top, known)
+
+
+def choose_label(measure: Measure, guess: float, one: Reached, top: Reached | None) -> Label:
+    """Return the label for the strongest attacker with the defence, and the strongest without one."""
+    leaks = top is not None and top.outcome is Outcome.FOUND
+    if one.outcome is Outcome.TOO_FEW:
+        return Label.TOO_FEW
+    if one.outcome is Outcome.NOTHING:
+        return Label.PROTECTED if leaks else Label.NOTHING
+    if top is None or not leaks:
+        return Label.LEAK
+    way = min(top.value, measure.full(guess)) - guess
+    fraction = (one.value - guess) / way if way > 0 else 0.0
+    return Label.SLIGHT if fraction < SLIGHT else Label.PARTIAL if fraction < FULL else Label.LEAK
+
+
+def judge_defences(
+    measure: Measure, guess: float, found: Mapping[str, Sequence[Reached]], published: Collection[str] = (PUBLISHED,)
+) -> dict[str, Verdict]:
+    """Return the verdict on each defence that was attacked; "plain" is the undefended federation."""
+    undefended = found.get("plain", ())
+    every = {name: judge(measure, guess, own, undefended, published) for name, own in found.items()}
+    return {name: one for name, one in every.items() if one}
+
+
+def summarise(verdicts: Mapping[str, Verdict]) -> str:
+    """Return the verdicts of one measure, defences by label: who took part: LEAK (veil 0.69), PROTECTED (spn 0.51)."""
+    by_label: dict[Label, list[str]] = {}
+    for name, one in verdicts.items():
+        by_label.setdefault(one.label, []).append(f"{display_name(name)} {one.measure.number(one.strongest.value)}")
+    first = next(iter(verdicts.values()))
+    labels = ", ".join(f"{label} ({', '.join(names)})" for label, names in by_label.items())
+    return f"{first.measure.subject}: {labels}; guessing {first.measure.number(first.guess)}"
+
+
+def headline(verdicts: Mapping[str, Verdict]) -> str:
+    """Return the verdict of an attack in one sentence."""
+    if not verdicts:
+        return "No verdict: the attack failed under every defence."
+    said = summarise(verdicts)
+    missing = "" if "plain" in verdicts else "; no undefended federation was attacked"
+    return f"{said[0].upper()}{said[1:]}{missing}."
+
+
+def verdict_section(verdicts: Mapping[str, Verdict]) -> list[Section]:
+    """Return the verdicts in full, one paragraph each."""
+    return [Text("Verdict", [f"{name}: {one}." for name, one in verdicts.items()])] if verdicts else []
