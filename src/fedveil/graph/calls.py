@@ -1,7 +1,7 @@
 """One operation of an exported model, as a rule sees it, and the registry of rules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -56,7 +56,7 @@ class StateTensor:
                 return Units()
             units = Units((self.ledger.fresh_scale(shape, self.name),), (self.ledger.fresh_order(shape),))
             self.element_units[self.name] = units
-            self.attach(units, self.whole)
+            replace(self, value=self.whole).attach(units)
         units = self.element_units[self.name]
         if self.value is self.whole:
             return units
@@ -69,10 +69,10 @@ class StateTensor:
         return Units(tuple(view([factor]) for factor in units.scale), order)
 
     def attach(self, units: Units, view: Tensor | None = None) -> None:
-        """Record the noise on it, or on a reshaped view of it."""
-        part = self.value if view is None else view
-        region = Region(int(part.storage_offset()), tuple(part.shape), tuple(part.stride()), units)
-        self.ledger.attach(self.name, region)
+        """Record the noise on it, given over its dims or over those of a view of all its elements."""
+        form = self.value if view is None else view
+        offset = int(self.value.storage_offset())
+        self.ledger.attach(self.name, Region(offset, tuple(form.shape), tuple(form.stride()), units))
 
     def leave_bare(self, where: str, why: str) -> None:
         """Record that it gets no noise."""

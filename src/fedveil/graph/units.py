@@ -12,6 +12,7 @@ not move.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 Dims = frozenset[int]
@@ -36,6 +37,13 @@ def varying_dims(factor: Tensor) -> Dims:
 def distinct_dims(value: Tensor) -> Dims:
     """Return the dims along which a tensor's elements may differ: those along which it is not broadcast."""
     return frozenset(d for d in range(value.dim()) if value.shape[d] > 1 and value.stride(d) != 0)
+
+
+def split_first_dim(value: Tensor, parts: int) -> Tensor:
+    """Return a meta tensor with the form of value.unflatten(0, (parts, -1)), which is slow on fake tensors."""
+    size = value.shape[0] // parts
+    strides = (size * value.stride(0), *value.stride())
+    return torch.empty_strided((parts, size, *value.shape[1:]), strides, device="meta")
 
 
 def compress(factor: Tensor) -> Tensor:

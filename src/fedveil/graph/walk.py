@@ -77,7 +77,7 @@ class Walk:
             return pytree.tree_map_only(Tensor, Activation, output)
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
             return output
-        arguments = pytree.tree_map_only(fx.Node, self.values.__getitem__, named_arguments(node))
+        arguments = fx.map_arg(named_arguments(node), self.values.__getitem__)  # type: ignore[arg-type]
         call = Call(operation_name(node), describe_location(node), arguments, output, node.target, self.ledger)  # type: ignore[arg-type]
         if not is_in_place(node):
             return self._find_views(call) or self._follow(node, call)
@@ -89,13 +89,13 @@ class Walk:
 
     def _find_views(self, call: Call) -> StateTensor | list[StateTensor] | None:
         """Return the output if it is one or several views of a parameter or buffer, else None."""
+        if not call.operands or not isinstance(call.x, StateTensor):
+            return None
         leaves = [leaf for leaf in pytree.tree_leaves(call.output) if isinstance(leaf, Tensor)]
         owners = [self.storages.get(leaf.untyped_storage()._cdata) for leaf in leaves]
         expanded = any(n > 1 and not step for leaf in leaves for n, step in zip(leaf.shape, leaf.stride(), strict=True))
-        if expanded or not call.operands or not isinstance(call.x, StateTensor):
-            return None
         views = [replace(owner, value=leaf) for owner, leaf in zip(owners, leaves, strict=True) if owner]
-        if len(views) < len(leaves):
+        if expanded or len(views) < len(leaves):
             return None
         return views[0] if isinstance(call.output, Tensor) else views
 

@@ -15,7 +15,7 @@ from fedveil.graph.calls import Activation, Call, NoRule, Outcome, StateTensor, 
 from fedveil.graph.operations import CONVOLUTIONS, count_spatial_dims
 from fedveil.graph.rules.arithmetic import add_tensors
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Dims, Units, distinct_dims, reshape_factor, varying_dims
+from fedveil.graph.units import Dims, Units, distinct_dims, reshape_factor, split_first_dim, varying_dims
 
 Labels = Sequence[str]
 
@@ -42,8 +42,7 @@ class Weight:
 
     def group(self, groups: int) -> "Weight":
         """Split the first dim into groups."""
-        view = self.view.unflatten(0, (groups, -1))  # type: ignore[no-untyped-call]
-        return Weight(self.tensor, view, ("g", *self.labels))
+        return Weight(self.tensor, split_first_dim(self.view, groups), ("g", *self.labels))
 
     def attach(self, scale: Sequence[Tensor], order: Sequence[Tensor], space: Labels) -> None:
         """Record its noise, given over the dims `space`."""

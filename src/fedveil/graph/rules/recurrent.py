@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedveil.graph.calls import Call, NoRule, Outcome, StateTensor, Traced, as_state, as_tensor, rule
 from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Units, align
+from fedveil.graph.units import Units, align, split_first_dim
 
 
 class Cell(NamedTuple):
@@ -46,7 +46,7 @@ def _attach(weight: StateTensor, cell: Cell, rows: Units, columns: Units | None)
         scale = [f.unsqueeze(-1) for f in rows.scale] + [-f.reshape(1, 1, -1) for f in columns.scale]
         order = [f.unsqueeze(-1) for f in rows.order] + [f.reshape(1, 1, -1) for f in columns.order]
         rows = Units(tuple(scale), tuple(order))
-    weight.attach(rows, weight.value.unflatten(0, (cell.gates, -1)))  # type: ignore[no-untyped-call]
+    weight.attach(rows, split_first_dim(weight.value, cell.gates))
 
 
 def _step(
