@@ -1,4 +1,4 @@
-"""The how-tos, run as they stand."""
+"""The code of the how-tos and of other pages runs."""
 
 import pytest
 from tests.docs.markdown import ROOT, blocks
@@ -68,5 +68,6 @@ def test_callbacks_reach_the_board(tmp_path, capsys):
     assert len(found.Scalars("error")) == values[-1].step
 
 
-def test_a_device_is_the_models(tmp_path):
-    run_page(DOCS / "how-to" / "gpu.md", tmp_path, ELSEWHERE)
+@pytest.mark.parametrize("page", ["how-to/gpu.md", "losses.md", "hostile.md"])
+def test_a_page_runs(tmp_path, page):
+    run_page(DOCS / page, tmp_path, ELSEWHERE)
