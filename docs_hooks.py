@@ -1,8 +1,8 @@
-"""What the pages of docs/ need to become a site: links that leave the folder, and the generated parts of the reference.
+"""Turn the pages of docs/ into a site: rewrite links that leave the folder, and generate parts of the reference.
 
-The pages are written for GitHub as well, where `../examples` is a folder beside them. On the site such a link leads to
-the repository. Two pages of the reference are generated when the site is built, so that they are never older than the
-program: `<!-- commands -->` and `<!-- configuration -->` become what `fedveil COMMAND --help` and the schema say.
+The pages are written for GitHub as well, where `../examples` is a folder beside them. On the site such a link points to
+the repository. Two pages of the reference are generated when the site is built, so that they always match the program:
+`<!-- commands -->` and `<!-- configuration -->` become what `fedveil COMMAND --help` and the schema say.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ SHARED = ("data", "model", "defence", "training", "privacy", "limits")  # sectio
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """MkDocs calls it with every page."""
+    """Rewrite a page; MkDocs calls this for every page."""
     if page.parent is None:  # a tab of its own, whose side menu would have one entry
         page.meta.setdefault("hide", ["navigation", "toc"] if page.is_homepage else ["navigation"])
     text, broken = absolute(generated(markdown), page.file.src_uri, config.repo_url)
@@ -37,7 +37,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Pages that docstrings and flags name, such as docs/hostile.md, as links."""
+    """Turn pages named in docstrings and flags, such as docs/hostile.md, into links."""
 
     def change(found: re.Match[str]) -> str:
         file = files.get_file_from_path(found[1])
@@ -47,7 +47,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def absolute(markdown: str, page: str, repository: str) -> tuple[str, list[str]]:
-    """The page with links out of docs/ as addresses of the repository, and those that lead nowhere."""
+    """Return the page with links out of docs/ as addresses of the repository, and the broken links."""
     broken = []
 
     def change(found: re.Match[str]) -> str:
@@ -64,7 +64,7 @@ def absolute(markdown: str, page: str, repository: str) -> tuple[str, list[str]]
 
 
 def outside_code(markdown: str, change: Any) -> str:
-    """The page with everything but its code blocks changed."""
+    """Apply a change to everything but the code blocks."""
     pieces, end = [], 0
     for block in FENCE.finditer(markdown):
         pieces += [change(markdown[end : block.start()]), block[0]]
@@ -73,7 +73,7 @@ def outside_code(markdown: str, change: Any) -> str:
 
 
 def generated(markdown: str) -> str:
-    """The page with its generated parts."""
+    """Insert the generated parts into a page."""
     for name, make in (("commands", commands), ("configuration", configuration)):
         if (mark := f"<!-- {name} -->") in markdown:
             markdown = markdown.replace(mark, make())
@@ -81,20 +81,20 @@ def generated(markdown: str) -> str:
 
 
 class Blocks(griffe.Extension):
-    """Examples and drawn trees in docstrings as code; mkdocstrings takes `>>>` for quotations and trees for text."""
+    """Render examples and drawn trees in docstrings as code; mkdocstrings takes `>>>` for quotations."""
 
     EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1\S.*)*", re.MULTILINE)
     TREE = re.compile(r"^\S+(?:\n *[├│└].*)+", re.MULTILINE)
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Griffe calls it with everything that it has read."""
+        """Rewrite a docstring; Griffe calls this for every object."""
         if obj.docstring:
             text = self.EXAMPLE.sub(r"\1```pycon\n\g<0>\n\1```", obj.docstring.value)
             obj.docstring.value = self.TREE.sub(r"```text\n\g<0>\n```", text)
 
 
 class Flag(NamedTuple):
-    """A flag or a positional argument, as the help of a command has it."""
+    """A flag or a positional argument in the help of a command."""
 
     names: str
     value: str
@@ -103,7 +103,7 @@ class Flag(NamedTuple):
 
     @property
     def row(self) -> str:
-        """Its row of a table."""
+        """Return the row of a table."""
         choices = re.findall(r",(?=,)|,$|[^,]+", self.value[1:-1]) if self.value.startswith("{") else []
         shown = self.names if choices else f"{self.names} {self.value}".strip()
         text = escaped(self.text) + (f" ({', '.join(map(code, choices))})" if choices else "")
@@ -112,18 +112,18 @@ class Flag(NamedTuple):
 
 
 def code(text: str) -> str:
-    """Text as code inside of a table."""
+    """Format text as code inside a table."""
     return f"`{text}`".replace("|", "\\|") if text else ""
 
 
 def escaped(text: str) -> str:
-    """Text inside of a table."""
+    """Escape text inside a table."""
     return re.sub(r"([|*_<\[\]])", r"\\\1", text)
 
 
 @functools.cache
 def help_of(*words: str) -> str:
-    """What a command prints with --help."""
+    """Return what a command prints with --help."""
     from fedveil.cli import main
 
     printed = io.TextIOWrapper(io.BytesIO(), "utf-8")  # boxes are drawn only where they can be encoded
@@ -134,7 +134,7 @@ def help_of(*words: str) -> str:
 
 
 def flags_of(text: str) -> dict[str, list[Flag]]:
-    """The flags in a help text, by the title of their box."""
+    """Parse the flags of a help text, by the title of their box."""
     found: dict[str, list[list[str]]] = {}
     for line in text.splitlines():
         if title := re.match(r"╭─ (.*?) ─*╮", line):
@@ -144,10 +144,10 @@ def flags_of(text: str) -> dict[str, list[Flag]]:
         elif line.startswith("│"):
             inner = line[2:-1].rstrip()
             deep = len(inner) - len(inner.lstrip())
-            if deep:  # the text goes on
+            if deep:  # continuation of the text
                 rows[-1][1] += f" {inner.strip()}"
             elif rows and not inner.startswith("-") and rows[-1][0].count("{") > rows[-1][0].count("}"):
-                rows[-1][0] += inner  # a list of choices goes on
+                rows[-1][0] += inner  # continuation of a list of choices
             else:
                 names, _, rest = re.sub(r" {2,}", "\0", inner, count=1).partition("\0")
                 rows.append([names, rest])
@@ -164,12 +164,12 @@ def _flag(names: str, text: str) -> Flag:
 
 
 def table(flags: list[Flag]) -> str:
-    """Flags as a table."""
+    """Format flags as a table."""
     return "\n".join(["| flag | meaning | default |", "|---|---|---|", *(flag.row for flag in flags)])
 
 
 def commands() -> str:
-    """A section for every command: what it does, an example, its own flags, and where its defaults differ."""
+    """Return a section for every command: summary, example, its own flags, and where its defaults differ."""
     from fedveil.cli.attacks import ATTACKS
     from fedveil.cli.commands import COMMANDS
 
@@ -188,7 +188,7 @@ def commands() -> str:
 
 
 def described(groups: dict[str, list[Flag]], usual: dict[str, str]) -> list[str]:
-    """The flags of one command: its own as a table, those of the configuration by reference."""
+    """Describe the flags of one command: its own as a table, those of the configuration by reference."""
     own = [flag for title, flags in groups.items() if title not in SHARED for flag in flags]
     found = [table(own)] if own else []
     if "training" in groups:
@@ -200,7 +200,7 @@ def described(groups: dict[str, list[Flag]], usual: dict[str, str]) -> list[str]
 
 
 def configuration() -> str:
-    """A section for every section of run.toml: its keys, their types, defaults and meaning."""
+    """Return a section for every section of run.toml: keys, types, defaults and meaning."""
     from fedveil.runs.config import Config
 
     schema = Config.model_json_schema()
@@ -217,8 +217,8 @@ def configuration() -> str:
 
 
 def kind(field: dict[str, Any]) -> str:
-    """The type of a key, with its bounds."""
-    names = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
+    """Return the type of a key, with its bounds."""
+    names = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false"}
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     options = [option for option in field.get("anyOf", [field]) if option.get("type") != "null"]
     found = []
@@ -236,7 +236,7 @@ def kind(field: dict[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A default as TOML has it; nothing for a key that is left out."""
+    """Format a default as TOML; return an empty string for None."""
     if value is None:
         return ""
     text = {True: "true", False: "false"}.get(value) if isinstance(value, bool) else None

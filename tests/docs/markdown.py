@@ -1,4 +1,4 @@
-"""Pages as tests see them: text without code, links, anchors, code blocks."""
+"""Parse Markdown pages: prose without code, links, anchors, code blocks."""
 
 import re
 from functools import cache
@@ -11,24 +11,24 @@ ADDRESSES = ("http://", "https://", "mailto:")
 
 
 def pages():
-    """Every page that people read in the repository or on the site."""
-    folders = [path for name in ("docs", "examples") for path in sorted((ROOT / name).rglob("*.md"))]
+    """Return every page of the repository and of the site."""
+    folders = [path for name in ("docs", "examples", "results") for path in sorted((ROOT / name).rglob("*.md"))]
     return [*sorted(ROOT.glob("*.md")), *folders]
 
 
 def name_of(page):
-    """The page as tests call it."""
+    """Return the page's path inside the repository."""
     return page.relative_to(ROOT).as_posix()
 
 
 @cache
 def prose(page):
-    """The page without its code blocks."""
+    """Return the page without its code blocks."""
     return FENCE.sub("", page.read_text())
 
 
 def blocks(page, kind):
-    """The code blocks of a kind, each as (line of the page, code without the indentation of its fence)."""
+    """Return the code blocks of a language, each as (line number, code without the indentation of its fence)."""
     text = page.read_text()
     found = []
     for block in FENCE.finditer(text):
@@ -39,13 +39,13 @@ def blocks(page, kind):
 
 
 def links(page):
-    """The targets of links and pictures, inline code apart."""
+    """Return the targets of links and images outside inline code."""
     text = re.sub(r"`[^`\n]+`", "", prose(page))
     return [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r'(?:src|href)="([^"]+)"', text)]
 
 
 def slug(heading):
-    """The anchor of a heading, by GitHub's rule, which mkdocs.yml chooses too."""
+    """Return the anchor of a heading by GitHub's rule, which mkdocs.yml uses too."""
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)|<[^>]+>", r"\1", heading)
     text = re.sub(r"[^\w\- ]", "", text.strip().lower())
     return text.replace(" ", "-")
@@ -53,7 +53,7 @@ def slug(heading):
 
 @cache
 def anchors(page):
-    """Everything on a page that a link may name."""
+    """Return all anchors of a page."""
     text = prose(page)
     if "<!-- " in text and page.parent.name == "reference":
         import docs_hooks
@@ -65,7 +65,7 @@ def anchors(page):
 
 
 def target_of(page, link):
-    """The file that a link leads to, and the anchor in it; no file for an address of others."""
+    """Return the file a link points to and the anchor in it; None for external addresses."""
     address, _, anchor = link.partition("#")
     if address.startswith(SITE):
         return _published(address.removeprefix(SITE)), anchor
@@ -77,7 +77,7 @@ def target_of(page, link):
 
 
 def _published(path):
-    """The file that the site shows at a path."""
+    """Return the file that the site serves at a path."""
     plain = ROOT / "docs" / path
     if plain.suffix:
         return plain

@@ -1,4 +1,4 @@
-"""A page's code, run as a reader would: block by block, in a folder of its own."""
+"""Run the code of a page as a reader would: block by block, in an empty folder."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from fedveil.cli import main
 
 
 def steps(page):
-    """The blocks of Python and of shell in their order, each as (line of the page, kind, code)."""
+    """Yield the blocks of Python and shell in order, each as (line number, language, code)."""
     text = page.read_text()
     for block in FENCE.finditer(text):
         if block[3] in ("python", "sh", "toml", "yaml"):
@@ -25,14 +25,14 @@ def steps(page):
 
 
 def file_of(code):
-    """The name of the file that a block is to be saved as, if its first line is such a comment."""
+    """Return the file name in a block's first line, if that is a comment with a file name."""
     named = re.match(r"# ([\w/-]+\.(?:py|toml|yml))\n", code)
     return named and named[1]
 
 
 @contextlib.contextmanager
 def reader(folder):
-    """A reader who sits in this folder: its modules are found, and gone afterwards."""
+    """Work in this folder and import its modules; forget them afterwards."""
     before, known, path = Path.cwd(), set(sys.modules), list(sys.path)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
@@ -49,7 +49,7 @@ def reader(folder):
 
 
 def run_page(page, folder, left_out=()):
-    """Run every block of a page; lines and blocks with one of the words in `left_out` are only looked at elsewhere."""
+    """Run every block of a page, except lines and blocks that contain one of the words in `left_out`."""
     names = {"__name__": "page"}
     with reader(folder):
         for line, kind, code in steps(page):
@@ -58,7 +58,7 @@ def run_page(page, folder, left_out=()):
 
 
 def run_block(where, kind, code, names, left_out=()):
-    """Run one block: Python in the names of the page, or a file for later; commands of ours and scripts of the page."""
+    """Run one block: execute Python in the page's namespace, save a named file, or run fedveil and scripts."""
     if file := file_of(code):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(code)
@@ -73,7 +73,7 @@ def run_block(where, kind, code, names, left_out=()):
 
 
 def run_command(where, words):
-    """A command of the library, or a script that the page has written."""
+    """Run a fedveil command, or a script that the page has saved."""
     if words[0] == "fedveil":
         assert main(words[1:]) == 0, f"{where}: {words}"
         return

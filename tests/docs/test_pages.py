@@ -1,4 +1,4 @@
-"""Links lead somewhere, every page is in the site's menu, code is code."""
+"""Links resolve, every page is in the site's menu, Python blocks parse, and the pages stay short."""
 
 import ast
 import re
@@ -26,6 +26,12 @@ def test_every_page_is_in_the_menu_and_the_menu_has_only_pages():
     named = re.findall(r"([\w/-]+\.md)$", menu, re.MULTILINE)
     assert len(named) == len(set(named))
     assert set(named) == {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+
+
+def test_hand_written_pages_have_at_most_45000_words():
+    """A generated page starts with a comment that says so; measurements belong in results/."""
+    texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    assert sum(len(text.split()) for text in texts if not text.startswith("<!-- generated")) <= 45_000
 
 
 def test_pages_that_code_and_messages_name_exist():

@@ -1,4 +1,4 @@
-"""The site builds without a warning, and asks nobody else for anything."""
+"""The site builds without a warning and loads nothing from other servers."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The tutorial, followed as it stands: its first steps in this process, its deployment as processes with real keys."""
+"""The tutorial's code runs: its first steps in this process, its deployment as processes with real keys."""
 
 import json
 import os
@@ -15,14 +15,14 @@ PAGE = ROOT / "docs" / "tutorial.md"
 
 
 def pieces():
-    """The blocks by their place: those before the deployment, and the rest."""
+    """Split the blocks into those before the deployment and the rest."""
     every = list(steps(PAGE))
     first = next(number for number, (_, kind, code) in enumerate(every) if "export CHURN_DATA" in code)
     return every[:first], every[first:]
 
 
 def followed(folder, capsys, shorter=lambda code: code):
-    """Steps 1 to 7 but for the audit: the accuracies that are printed, and everything that is."""
+    """Run steps 1 to 7 without the audit and return the printed accuracies."""
     names = {"__name__": "page"}
     with reader(folder):
         for line, kind, code in pieces()[0]:
