@@ -9,10 +9,10 @@ from pathlib import Path
 from fedveil.checks import one_of, whole
 from fedveil.defences.registry import BUILT_IN, names
 from fedveil.errors import BadArgument
-from fedveil.federation.evaluate import METRICS
 from fedveil.report import Facts, Section, Text
-from fedveil.runs.build import federation_of, load_data
+from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.config import Config
+from fedveil.runs.losses import primary_metric
 from fedveil.runs.page import cost_section, curve_sections, quality
 from fedveil.studies.jobs import Done, Failed, Job, Result
 from fedveil.studies.study import Shown, Study
@@ -49,6 +49,11 @@ class Compared:
 
 
 Runs = dict[str, list[Trained | Failed]]  # by defence, seed after seed
+
+
+def baseline_settings(seed: int) -> tuple[str, ...]:
+    """Return the settings that make plain training the rounding baseline."""
+    return (f"rounding={seed}",)
 
 
 def check_defences(names: Sequence[str], known: Sequence[str], flag: str) -> None:
@@ -146,15 +151,17 @@ class CompareStudy(Study[Compared, Runs]):
         jobs, first = {}, asked.config.training.seed
         for seed in range(first, first + asked.seeds):
             for name in asked.defences:
-                kind = {"defence": "plain", "rounding": seed + 1} if name == BASELINE else {"defence": name}
+                config = asked.config.changed(seed=seed, defence="plain" if name == BASELINE else name)
+                if name == BASELINE:
+                    config = config.changed(settings=baseline_settings(seed + 1))
                 label = f"{name}-{seed}".replace(":", ".")
-                work = TrainRun(asked.config.changed(seed=seed, **kind), folder / "runs" / label)
+                work = TrainRun(config, folder / "runs" / label)
                 jobs[name, seed] = Job(label, work, Trained)
         return jobs
 
     def jobs(self, asked: Compared, folder: Path) -> list[Job[Result]]:
         """Seed by seed, so that a comparison that was stopped is whole for some seeds."""
-        federation_of(asked.config.changed(defence="plain"), load_data(asked.config))  # refused before anything runs
+        build_federation(asked.config.changed(defence="plain"), load_data(asked.config))  # refused before anything runs
         return list(self.runs(asked, folder).values())
 
     def collect(self, asked: Compared, folder: Path, done: Done) -> Runs:
@@ -168,7 +175,7 @@ class CompareStudy(Study[Compared, Runs]):
         """The table, curves of the first seed, cost, configuration."""
         config, private = asked.config, asked.config.privacy.dp_clip is not None
         last = [run.history.last for runs in results.values() for run in finished(runs)]
-        metric = next((name for name in METRICS for record in last if name in record), METRICS[0])
+        metric = primary_metric({name for record in last for name in record})
         header = [title.format(metric) for title in HEADER] + ["epsilon"] * private
         first = {name: runs[0].history for name, runs in results.items() if isinstance(runs[0], Trained)}
         failures = [

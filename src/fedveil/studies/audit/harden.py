@@ -9,7 +9,7 @@ from fedveil.attacks.observed import PUBLISHED
 from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Intervals, Section, Text
-from fedveil.runs.config import PAPER, Config, Value, configure
+from fedveil.runs.config import Config, Value, configure
 from fedveil.studies.audit.results import Audited
 from fedveil.studies.audit.run import Audit, Options
 from fedveil.studies.estimates import Estimate, average, percent, text
@@ -81,7 +81,7 @@ def base_of(given: Values) -> Values:
             raise BadArgument("fedveil audit --harden", f"it measures several --{flag}", f"leave out --{flag}")
     data = str(given.get("data", "digits"))
     usual = BASES.get(data, {name: BASES["digits"][name] for name in ("clients", "epochs")})
-    return {"data": data, **PAPER, **usual, **given}
+    return {"data": data, "loss": "squared_error", **usual, **given}
 
 
 def looks_of(base: Values) -> Options:

@@ -11,13 +11,13 @@ from typing import Generic, NamedTuple, TypeVar
 from fedveil.attacks.observed import PUBLISHED
 from fedveil.report import NOTHING, Interval, Intervals
 from fedveil.runs.build import load_data
-from fedveil.runs.config import PAPER, Config, configure
+from fedveil.runs.config import Config, configure
 from fedveil.studies.attack import Asked, AttackStudy
 from fedveil.studies.estimates import Estimate, average, text
 from fedveil.studies.inversion.results import Inversion
 from fedveil.studies.jobs import Done, Failed, Job, Result
 from fedveil.studies.membership.results import Membership
-from fedveil.studies.paper.plan import Exhibit, Plan
+from fedveil.studies.paper.plan import LOSS, Exhibit, Plan
 from fedveil.studies.study import Shown
 from fedveil.studies.tables import mark
 
@@ -58,7 +58,7 @@ class AttackExhibit(Exhibit[R], Generic[O, A, R]):
         """What the attack is asked on each data set with one seed, and the folder for its files."""
         found, options = {}, self.study.options(**plan.settings.attack)
         for group in plan.settings.runs:
-            config = configure({**PAPER, **group, "device": plan.device, "seed": seed}, plan.where)
+            config = configure({**LOSS, **group, "device": plan.device, "seed": seed}, plan.where)
             name, data = self.study.name, config.data.name
             part = f"{data}-{seed}" if seed else data
             asked = Asked(config, tuple(plan.settings.defences), options, label=f"{name}-{part}-")

@@ -7,14 +7,14 @@ from pydantic import TypeAdapter
 
 from fedveil.report import Section
 from fedveil.runs.build import load_data
-from fedveil.runs.config import PAPER, Config, Value, configure
+from fedveil.runs.config import Config, Value, configure
 from fedveil.studies.attack import Asked, Results
 from fedveil.studies.estimates import average
 from fedveil.studies.gradients.page import HEADER, chart, defence_rows, floors_of, gallery, joined, table_row, whole
 from fedveil.studies.gradients.results import Batch, Gradients
 from fedveil.studies.gradients.run import GRADIENTS, Options
 from fedveil.studies.jobs import Done, Job, Result
-from fedveil.studies.paper.plan import Exhibit, Plan
+from fedveil.studies.paper.plan import LOSS, Exhibit, Plan
 from fedveil.studies.study import Shown
 
 BATCH = 1
@@ -35,7 +35,7 @@ def variants(plan: Plan) -> dict[str, Config]:
         changes[f"ppdl, variance {variance:g}"] = noise
     changes["veil"] = {"defence": "veil"}
     common = plan.settings.run | {"device": plan.device}
-    return {name: configure({**PAPER, **common, **own}, plan.where) for name, own in changes.items()}
+    return {name: configure({**LOSS, **common, **own}, plan.where) for name, own in changes.items()}
 
 
 class Fig5(Exhibit[Found]):

@@ -2,6 +2,7 @@
 
 import tomllib
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +17,8 @@ from fedveil.studies.jobs import Show
 from fedveil.studies.study import Shown, Study, gather
 
 SCALES = ("quick", "cpu", "paper")
+LOSS: Mapping[str, Value] = {"loss": "squared_error"}
+"""The paper's loss, of every plan that names no other."""
 T = TypeVar("T")
 R = TypeVar("R")
 Axis = Value | list[Value] | dict[str, Value]

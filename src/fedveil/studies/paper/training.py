@@ -14,10 +14,11 @@ from pydantic import TypeAdapter
 
 from fedveil.report import NOTHING
 from fedveil.runs.build import load_data
-from fedveil.runs.config import PAPER, Config, configure
-from fedveil.studies.compare import BASELINE
+from fedveil.runs.choices import format_command
+from fedveil.runs.config import Config, configure
+from fedveil.studies.compare import BASELINE, baseline_settings
 from fedveil.studies.jobs import Done, Failed, Job, Result
-from fedveil.studies.paper.plan import Axis, Exhibit, Plan
+from fedveil.studies.paper.plan import LOSS, Axis, Exhibit, Plan
 from fedveil.studies.victim import Trained, TrainRun
 
 Where = dict[str, str | int]
@@ -62,7 +63,9 @@ def configs_of(plan: Plan) -> list[Config]:
             for name, value in chosen.items():
                 if isinstance(value, dict):
                     chosen[name] = value[str(chosen[str(value["of"])])]
-            found.append(configure({**PAPER, **chosen}, plan.where))
+            if "rounding" in chosen:
+                chosen["settings"] = baseline_settings(int(str(chosen.pop("rounding"))))
+            found.append(configure({**LOSS, **chosen}, plan.where))
     return list(dict.fromkeys(found))
 
 
@@ -76,7 +79,7 @@ def name_of(config: Config) -> str:
 
 def kind_of(config: Config) -> str:
     """The defence; a rounding baseline is none of them."""
-    return config.defence.name if config.defence.rounding is None else BASELINE
+    return BASELINE if config.defence.settings else config.defence.name
 
 
 class TrainingExhibit(Exhibit[list[Run]]):
@@ -106,7 +109,7 @@ class TrainingExhibit(Exhibit[list[Run]]):
         jobs, found = self.runs(plan, folder), []
         for config in configs_of(plan):
             what = (config.data.name, config.model.name, config.model.layers, config.data.clients)
-            run = Run(*what, str(config.training.loss), config.training.seed, kind_of(config), config.flags())
+            run = Run(*what, str(config.training.loss), config.training.seed, kind_of(config), format_command(config))
             trained = done[jobs[config]]
             if isinstance(trained, Failed):
                 found.append(dataclasses.replace(run, failed=trained.failed))

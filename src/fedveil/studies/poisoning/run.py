@@ -12,7 +12,7 @@ from fedveil.errors import BadArgument, Diverged, TooFewAnswers
 from fedveil.federation.aggregators import RULES
 from fedveil.federation.limits import MEAN
 from fedveil.federation.local import Federation
-from fedveil.runs.build import build_limits, build_model, federation_of, load_data
+from fedveil.runs.build import build_federation, build_limits, build_model, load_data
 from fedveil.runs.config import Config, LimitSettings, Value
 from fedveil.studies.attack import Asked, OnDefences, Results, option
 from fedveil.studies.jobs import Done, Job, Progress, Result
@@ -74,7 +74,7 @@ class Poison:
         make, every, runs = partial(Poisoned, attack=attack, hostile=hostile), self.options.limited(self.config), {}
         for number, (name, config) in enumerate(every.items()):
             progress(number / len(every), name)
-            runs[name] = ending(federation_of(config, data, make=make), data, self.options.rounds, hostile)
+            runs[name] = ending(build_federation(config, data, make=make), data, self.options.rounds, hostile)
         return Endings(runs)
 
 
