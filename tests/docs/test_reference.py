@@ -29,7 +29,7 @@ def test_the_command_line_has_every_command_with_every_flag_of_its_own():
             flag for row in section.splitlines() if row.startswith("|") for flag in re.findall(r"--[a-z][\w-]*", row)
         }
         assert named - {"--help"} <= shown | set(COMMANDS[name][2].split()), name
-    assert "| `--seeds INT` | runs of each, from --seed on | `3` |" in text
+    assert "| `--seeds INT` | number of runs of each, from --seed upwards | `3` |" in text
     assert "with other defaults for" in text.split("## fedveil audit")[1]
 
 

@@ -105,7 +105,7 @@ def accuracy(model, data):
 @pytest.mark.parametrize("network", ["mlp", "cnn"])
 def test_the_last_and_the_best_model_load_in_one_line(tmp_path, network):
     config = config_of(**SMALL | {"batch_size": 5}, epochs=6, model=network, width=4, lr=0.3)
-    summary = train(config, tmp_path / "run")
+    summary = train(config, tmp_path / "run").to_dict()
     data = load("digits", flat=network == "mlp", train_size=60)
     last, best = fedveil.load_model(str(tmp_path / "run")), fedveil.load_model(tmp_path / "run", best=True)
     assert not last.training
@@ -222,7 +222,7 @@ def test_the_loss_that_suits_the_data_is_written_down(tmp_path, values, loss):
 
 def test_a_run_stops_early_with_patience_and_its_page_counts_the_rounds(tmp_path):
     summary = train(config_of(**SMALL, epochs=50, lr=1e-30, patience=2), tmp_path / "run")
-    assert summary["rounds"] == 3 * 2  # of the first epoch and two that are no better
+    assert summary.rounds == 3 * 2  # of the first epoch and two that are no better
     text = "6 rounds with 2 clients. Stopped early, after 2 evaluations without a better one."
     assert text in (tmp_path / "run/report.html").read_text()
 

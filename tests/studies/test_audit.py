@@ -8,7 +8,7 @@ from tests.configs import config_of
 from fedveil import cli
 from fedveil.data import Data
 from fedveil.data.records import Part
-from fedveil.runs.build import federation_of, load_data
+from fedveil.runs.build import build_federation, load_data
 from fedveil.studies.audit.attackers import attacker_table, member_table
 from fedveil.studies.audit.members import LOOKS, MemberAttacks, averaged_members
 from fedveil.studies.audit.page import verdict
@@ -154,7 +154,7 @@ def test_without_classes_the_network_and_the_loss_still_attack_and_nothing_is_sh
     values = {part: getattr(whole, part) for part in ("train", "test")}
     numbers = {name: Part(part.tensor, part.targets.double().float()[:, None] / 10) for name, part in values.items()}
     data = Data("numbers", numbers["train"], numbers["test"])
-    federation = federation_of(config, data)
+    federation = build_federation(config, data)
     attacks = MemberAttacks(records_of(config, data, everyone=True), ByShadows(config, tmp_path, 2, False), True, 0)
     found = attacks.look(observe(federation), 0, False)
     assert set(found.attacks) == {"loss", "white-box network"}

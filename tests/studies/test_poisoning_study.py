@@ -137,7 +137,7 @@ def test_bounds_are_the_default_limits_and_come_with_every_rule():
 
 
 def test_the_command_attacks_plain_and_veil_by_default():
-    command = Attack.read("fedveil attack", ["poisoning", "--rounds", "3"], "")
-    assert command.config.defence.name == "plain,veil"
+    command = Attack.parse("fedveil attack", ["poisoning", "--rounds", "3"])
+    assert command.defences == ("plain", "veil")
     assert command.attack == Options(rounds=3)
     assert command.config.training.lr == 0.01

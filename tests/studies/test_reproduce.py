@@ -231,10 +231,10 @@ def test_groups_share_what_is_common_and_values_follow_others():
     found = configs_of(dataclasses.replace(read_plan("table2", "quick"), settings=Scale(**settings)))
     assert len(found) == 2 * 2 * 2 + 2
     assert {(run.data.clients, run.training.batch_size) for run in found} == {(1, 40), (5, 8)}
-    assert {(run.training.lr, run.defence.rounding, kind_of(run)) for run in found} == {
-        (2e-2, None, "plain"),
-        (2e-2, None, "veil"),
-        (1e-2, 1, "baseline"),
+    assert {(run.training.lr, run.defence.settings, kind_of(run)) for run in found} == {
+        (2e-2, (), "plain"),
+        (2e-2, (), "veil"),
+        (1e-2, ("rounding=1",), "baseline"),
     }
 
 

@@ -23,7 +23,7 @@ from fedveil.federation.shards import generator
 from fedveil.models import mlp
 from fedveil.report import NOTHING
 from fedveil.runs.build import load_data
-from fedveil.runs.folder import resumed, train
+from fedveil.runs.folder import resume_federation, train
 from fedveil.scheme import Entropy
 from fedveil.studies.attack import Asked
 from fedveil.studies.audit import run as audit
@@ -184,7 +184,7 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
     config = config_of(data="digits", train_size=200, clients=2, epochs=1, defence="plain")
     train(config, tmp_path)
     data, model = images_and_model(config, tmp_path)
-    kept = resumed(config, tmp_path, load_data(config)).model
+    kept = resume_federation(config, tmp_path, load_data(config)).model
     assert torch.equal(model(data.test.tensor), kept(data.test.tensor.flatten(1)))
     assert not torch.equal(model(data.test.tensor), images_and_model(config, None)[1](data.test.tensor))
 
@@ -274,7 +274,7 @@ def test_the_audit_has_the_curious_server_once_beside_the_undefended_federation(
     printed = " ".join(capsys.readouterr().out.split())
     assert "server: a curious server rebuilds a record from: single update (1 of 1 rounds)" in printed
     words = ["--no-server", *AUDIT[1:]]
-    assert not audit.AUDIT.server_rounds(Asked(config_of(), ("plain",), Audit.read("fedveil audit", words, "").attack))
+    assert not audit.AUDIT.server_rounds(Asked(config_of(), ("plain",), Audit.parse("fedveil audit", words).attack))
 
 
 def test_the_audit_says_why_the_curious_server_was_not_run():

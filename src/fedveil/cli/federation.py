@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, Self, TypeVar
 
 from tyro import conf
 
@@ -36,9 +36,9 @@ class FederationCommand:
     given: Annotated[tuple[str, ...], conf.Suppress] = ()  # names of the flags on the command line
 
     @classmethod
-    def launch(cls, prog: str, words: Sequence[str], about: str) -> None:
-        """Parse the flags, and run the command."""
-        parse_command(cls(), prog, words, about).run()
+    def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
+        """Return the command with the values of its flags."""
+        return parse_command(cls(), prog, words, about)
 
     @classmethod
     def starts(cls) -> dict[str, "FederationCommand"]:
@@ -145,7 +145,7 @@ def _check_flags(prog: str, flags: Sequence[str]) -> None:
 
 def _check_file(command: FederationCommand, values: Mapping[str, object], choices: Choices) -> None:
     """Refuse keys of a file that have no meaning for its choices nor for those of the flags."""
-    if not values:
+    if command.file is None or command.file.suffix == ".json":  # which the program wrote
         return
     defence = str(values.get("defence", ""))
     defences = choices.defences if ":" in defence else (defence or choices.defences[0],)  # never imports what it names

@@ -111,7 +111,7 @@ def run_command(name: str, words: Sequence[str]) -> None:
     command, prog, (_, summary, example) = find_command(name), f"fedveil {name}", COMMANDS[name]
     about = f"{summary[0].upper()}{summary[1:]}.\n\nExample: {prog} {example}"
     if isinstance(command, type):
-        command.launch(prog, words, about)  # type: ignore[attr-defined]
+        command.parse(prog, words, about).run()  # type: ignore[attr-defined]
     else:
         words = ["--help" if word == HELP_ALL else word for word in words]
         tyro.cli(command, prog=prog, args=words, description=about, config=MARKERS)
@@ -122,22 +122,26 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="t
     kinds: list[Any] = []
     for name, (_, summary, _) in COMMANDS.items():
         command = find_command(name)
-        if not isinstance(command, type):
-            kinds.append(Annotated[Any, conf.subcommand(name, description=summary, constructor=command)])
-            continue
-        starts: dict[str, object] = command.starts()  # type: ignore[attr-defined]
-        own = [Annotated[type(start), conf.subcommand(label or name, default=start)] for label, start in starts.items()]
-        several = conf.subcommand(name, description=summary, constructor=_choose(own))
-        kinds.append(own[0] if len(own) == 1 else Annotated[Any, several])
+        if isinstance(command, type):
+            starts: dict[str, object] = command.starts()  # type: ignore[attr-defined]
+            own = [
+                Annotated[type(one), conf.subcommand(label or name, description=summary, default=one)]
+                for label, one in starts.items()
+            ]
+            command = own[0] if len(own) == 1 else _choose(name, own)
+        else:
+            command = Annotated[Any, conf.subcommand(name, description=summary, constructor=command)]
+        kinds.append(command)
+    every: Any = Union[tuple(kinds)]  # noqa: UP007
     words = ["--tyro-print-completion", shell]
-    tyro.cli(Union[tuple(kinds)], prog="fedveil", args=words, config=MARKERS, registry=EVERYTHING.registry())  # noqa: UP007
+    tyro.cli(every, prog="fedveil", args=words, config=MARKERS, registry=EVERYTHING.registry())
 
 
-def _choose(kinds: Sequence[Any]) -> Any:
-    """Return a constructor with one subcommand per kind."""
+def _choose(name: str, kinds: Sequence[Any]) -> Any:
+    """Return a subcommand with one subcommand per kind."""
 
     def choose(command: Any) -> None:
-        """Run one of them."""
+        """Choose one of them."""
 
     choose.__annotations__["command"] = Union[tuple(kinds)]  # noqa: UP007
-    return choose
+    return Annotated[Any, conf.subcommand(name, constructor=choose)]

@@ -78,14 +78,14 @@ class Attack(FederationCommand):
         return {name: cls.start(name) for name in registry.attack_names()}
 
     @classmethod
-    def launch(cls, prog: str, words: Sequence[str], about: str) -> None:
-        """Run an attack by its name; without a name, list the attacks."""
+    def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
+        """Return the command of an attack by its name; for help without a name, list the attacks."""
         if words and words[0] in HELP:
             lines = [f"  {name:<12}{summary}" for name, summary in registry.attack_names().items()]
             print(f"usage: {prog} NAME [FILE] [FLAGS]\n\n{about}\n\nattacks:", *lines, sep="\n")
             raise SystemExit(0)
         start = cls.start(name := words[0] if words else "", f"{prog} {name}")
-        parse_command(start, start.where, words[1:], f"{about}\n\n{name}: {start.study.summary}").run()
+        return parse_command(start, start.where, words[1:], f"{about}\n\n{name}: {start.study.summary}")
 
     @property
     def defaults(self) -> Mapping[str, Value]:
@@ -156,9 +156,9 @@ class Audit(Attack):
         return {"": cls.start(registry.AUDIT, "fedveil audit")}
 
     @classmethod
-    def launch(cls, prog: str, words: Sequence[str], about: str) -> None:
-        """Parse the flags, and run the command."""
-        parse_command(cls.start(registry.AUDIT, prog), prog, words, about).run()
+    def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
+        """Return the command with the values of its flags."""
+        return parse_command(cls.start(registry.AUDIT, prog), prog, words, about)
 
     @property
     def is_suite(self) -> bool:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from tyro.conf import Positional, UseAppendAction, arg
 
@@ -64,8 +64,8 @@ class Train(FederationCommand):
     as_json: Json = False
 
     @classmethod
-    def launch(cls, prog: str, words: Sequence[str], about: str) -> None:
-        """Train; a run that is resumed has the values of its folder below its flags."""
+    def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
+        """Return the command; a run that is resumed has the values of its folder below its flags."""
         found = parse_command(cls(), prog, words, about)
         with end_at_once():
             import fedveil.runs.folder  # noqa: F401
@@ -74,7 +74,7 @@ class Train(FederationCommand):
             own = folder / "config.json"
             if own.is_file():
                 found = replace(parse_command(cls(), prog, [str(own), *words], about), out=folder)
-        found.run()
+        return found
 
     def run(self) -> None:
         """Train with progress on stderr; if it is stopped, print how to continue."""

@@ -45,28 +45,6 @@ def test_a_column_that_counts_the_rows_is_pointed_out(table):
     assert not any("counts the rows" in note for note in load("csv", path="mine.csv", target="x", ignore="id").notes)
 
 
-@pytest.mark.parametrize(
-    ("spec", "texts"),
-    [
-        ("./nets.py:Net", ["./nets.py is a file", "Fix: nets:Net, where"]),
-        ("my/nets.py:Net", ["my/nets.py is a file", "Fix: my.nets:Net, where"]),
-        ("torch.nn:Identiti", ["module torch.nn has no 'Identiti'", "Fix: torch.nn:Identity is the nearest"]),
-        ("torch.nn:qqqq", ["module torch.nn has no 'qqqq'", "Fix: name something that torch.nn defines"]),
-    ],
-)
-def test_a_model_that_is_named_wrongly_is_told_how_it_is_named(spec, texts, capsys):
-    assert main(["inspect", spec, "--input", "4"]) == 2
-    err = capsys.readouterr().err
-    assert all(text in err for text in texts), err
-
-
-def test_an_error_in_a_users_module_is_not_taken_for_a_missing_name(tmp_path, monkeypatch):
-    (tmp_path / "broken_nets.py").write_text("import math\nmath.nothing\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(AttributeError, match="module 'math' has no attribute 'nothing'"):
-        main(["inspect", "broken_nets:Net", "--input", "4"])
-
-
 def test_records_without_columns_cannot_be_divided_by_one(capsys):
     assert main(["train", "--data", "digits", "--split", "column"]) == 2
     assert "Fix: use 'iid' or 'dirichlet': 'digits' has no columns" in capsys.readouterr().err
