@@ -19,7 +19,7 @@ def table(tmp_path, monkeypatch):
     [
         (["mine.csv", "--target", "price"], ["mine.csv: it is a table", "--data csv --path mine.csv --target COLUMN"]),
         (["--data", "mine.csv", "--target", "price"], ["is a file or folder", "--data csv --path mine.csv"]),
-        (["--path", "mine.csv", "--target", "price"], ["takes no path", "--data csv (or images) --path mine.csv"]),
+        (["--path", "mine.csv", "--target", "price"], ["--path does not apply to --data digits", "csv"]),
         (["--data", "digits", "--model", "mlpp"], ["there is no model 'mlpp'", "'mlp' is the nearest of"]),
         (["--data", "digits", "--model", "reset20"], ["there is no model 'reset20'", "'resnet20' is the nearest of"]),
         (["gone.toml"], ["gone.toml: cannot be read", "Fix: name a TOML file that is there"]),

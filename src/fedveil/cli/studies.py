@@ -22,6 +22,7 @@ from fedveil.lookup import installed
 from fedveil.runs.config import CODE, HOME, Config, Value, configure, format_flags
 
 if TYPE_CHECKING:
+    from fedveil.studies.attack import OnDefences
     from fedveil.studies.paper.plan import Plan
     from fedveil.studies.study import Shown, Study
 
@@ -56,7 +57,7 @@ class Attack(FederationCommand):
 
     prefix: ClassVar[str] = "attack-"
     defence_flag: ClassVar[str] = "defence"
-    study: Annotated[Any, Suppress] = None  # an AttackStudy
+    spec: Annotated[str, Suppress] = ""  # name of the attack
     where: Annotated[str, Suppress] = "fedveil attack"
     defence: Annotated[str, arg(help=DEFENCES)] = "all"
     attack: Annotated[object, arg(name="")] = None  # the options of the study
@@ -70,7 +71,7 @@ class Attack(FederationCommand):
         """Return the command with the flags and defaults of an attack."""
         study = registry.find_attack(name)
         defence = str(study.defaults.get("defence", "all"))
-        return cls(study=study, where=where, defence=defence, attack=study.options())
+        return cls(spec=name, where=where, defence=defence, attack=study.options())
 
     @classmethod
     def starts(cls) -> dict[str, FederationCommand]:
@@ -88,8 +89,13 @@ class Attack(FederationCommand):
         return parse_command(start, start.where, words[1:], f"{about}\n\n{name}: {start.study.summary}")
 
     @property
+    def study(self) -> "OnDefences[Any, Any]":
+        """The study that attacks."""
+        return registry.find_attack(self.spec)
+
+    @property
     def defaults(self) -> Mapping[str, Value]:
-        """Those of the study."""
+        """Values of the configuration that differ from its defaults."""
         return {key: value for key, value in self.study.defaults.items() if key != "defence"}
 
     @property

@@ -140,7 +140,7 @@ class DefenceSettings(Settings):
     multiplicative: float = _field(4.0, "draw the factors of hidden units between 1/x and x", ge=1)
     permute: bool = _field(True, "permute hidden units secretly")
     min_coverage: float = _field(
-        0.0, "refuse a model if less than this fraction of its values can be perturbed", ge=0, le=1
+        0.0, "refuse a model if less than this fraction of its values can be perturbed", ge=0, le=1, rare=True
     )
     decoys: Positive | None = _field(
         None, "false offsets sent beside the true one; by default 2, and none for squared error"
@@ -169,7 +169,7 @@ class TrainingSettings(Settings):
     optimizer: Literal["adam", "adamw", "sgd"] = _field("adam", "the server's optimizer")
     lr: float = _field(1e-3, "learning rate", gt=0)
     momentum: float = _field(0.9, "sgd: momentum", ge=0, lt=1, rare=True)
-    weight_decay: float = _field(0.0, "weight decay", ge=0)
+    weight_decay: float = _field(0.0, "weight decay", ge=0, rare=True)
     schedule: Literal["constant", "cosine", "plateau"] = _field(
         "constant", "learning rate: constant, cosine to 0, or a tenth after 10 evaluations without improvement"
     )
