@@ -219,14 +219,23 @@ def test_an_attack_starts_from_its_own_defaults_then_the_file_then_flags(tmp_pat
 
 def test_an_own_attack_runs_and_its_repeat_command_asks_for_the_same(tmp_path, capsys):
     folder = tmp_path / "my results"
-    words = ["attack", GUESS_NAME, "--defence", "plain,tests.own:Mine", "--guesses", "5", "--out", str(folder)]
+    words = [
+        "attack",
+        GUESS_NAME,
+        "--defence",
+        "plain,tests.cli.test_flags:Own",
+        "--guesses",
+        "5",
+        "--out",
+        str(folder),
+    ]
     assert main([*words, "--workers", "1"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^plain +5 +3$", out, re.MULTILINE)
     assert f"report: {folder / 'report.html'}" in out
     repeat = re.search(r"^repeat: (.*)", out, re.MULTILINE)[1]
     assert f"--guesses 5 --out '{folder}'" in repeat
-    assert "--data cifar10 --train-size 100 --clients 3 --defence plain,tests.own:Mine" in repeat
+    assert "--data cifar10 --train-size 100 --clients 3 --defence plain,tests.cli.test_flags:Own" in repeat
     assert json.loads((folder / "results.json").read_text())["command"] == repeat
     assert main([*words, "--workers", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0] == {"defence": "plain", "guesses": "5", "clients": "3"}

@@ -356,7 +356,7 @@ def refuse_code(values: Mapping[str, object], where: str, named: Collection[str]
         value = values.get(key)
         if key not in named and isinstance(value, str) and ":" in value:
             what = f"{key} = {value!r} names code: importing it runs it, and this file may come from anyone"
-            fix = f"pass --{key} {shlex.quote(value)} or --trust-code, or trust_code=True in Python"
+            fix = f"pass --{key} {shlex.quote(value)} or --trust-code on the command line, or trust_code=True in Python"
             raise BadArgument(where, what, fix)
 
 
