@@ -20,7 +20,7 @@ from fedveil.studies.membership.attacks import ByShadows
 from fedveil.studies.membership.records import records_of
 from fedveil.studies.victim import observe
 
-FEDERATION = ["--data", "digits", "--train-size", "300", "--clients", "2"]
+FEDERATION = ["--data", "digits", "--train-size", "300", "--clients", "2", "--loss", "squared_error"]
 SMALL = [*FEDERATION, "--epochs", "60", "--workers", "1", "--trials", "2", "--no-server"]
 
 

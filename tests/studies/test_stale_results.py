@@ -149,6 +149,7 @@ def import_again(name):
 def test_changed_code_of_a_model_makes_new_results_and_a_new_run(here, lines, monkeypatch):
     monkeypatch.syspath_prepend(here)
     words = ["attack", "membership", *csv("--model", "own_net:net", "--defence", "plain"), "--shadows", "0"]
+    words = [word for word in words if word not in ("--hidden", "4", "--layers", "1")]  # of the mlp
     words += ["--no-full", "--attack-epochs", "1", "--workers", "1", "--out", "study"]
     Path("own_net.py").write_text(NET.format(hidden=4))
     lines(*words)

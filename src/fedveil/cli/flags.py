@@ -56,9 +56,11 @@ class Shown:
         own = self.own_fields(base["settings"]) if kind is DefenceSettings and self.own else []
 
         def build(**values: Value) -> Settings:
-            if own:
-                changed = {field.name: values.pop(field.name) for field in own}
-                values["settings"] = tuple(f"{name}={value}" for name, value in changed.items())
+            if own and self.own:
+                given = {one.name: (values.pop(one.name), one.default) for one in dataclasses.fields(self.own)}
+                values["settings"] = tuple(
+                    f"{name}={value}" for name, (value, usual) in given.items() if value != usual
+                )
             try:
                 return kind.model_validate(base | values)
             except ValidationError as error:

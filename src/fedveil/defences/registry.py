@@ -62,7 +62,6 @@ BUILT_IN = (
         "plain",
         "no defence: clients get the model and send gradients",
         "fedveil.defences.plain:Plain",
-        settings={"rounding": "rounding"},
         messages="fedveil.defences.plain:MESSAGES",
         generic=(),
     ),
