@@ -219,16 +219,8 @@ def test_an_attack_starts_from_its_own_defaults_then_the_file_then_flags(tmp_pat
 
 def test_an_own_attack_runs_and_its_repeat_command_asks_for_the_same(tmp_path, capsys):
     folder = tmp_path / "my results"
-    words = [
-        "attack",
-        GUESS_NAME,
-        "--defence",
-        "plain,tests.cli.test_flags:Own",
-        "--guesses",
-        "5",
-        "--out",
-        str(folder),
-    ]
+    defences = "plain,tests.cli.test_flags:Own"
+    words = ["attack", GUESS_NAME, "--defence", defences, "--guesses", "5", "--out", str(folder)]
     assert main([*words, "--workers", "1"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^plain +5 +3$", out, re.MULTILINE)

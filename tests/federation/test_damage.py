@@ -127,9 +127,9 @@ def test_going_back_is_in_the_metrics_and_ends_as_if_nothing_had_happened(tmp_pa
     summary = train(config_of(**SMALL, epochs=4), folder, resume=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == list(range(1, whole.rounds + 1))
-    assert [line["round"] for line in lines if "went_back" in line] == [whole["rounds"] // 4]
+    assert [line["round"] for line in lines if "went_back" in line] == [whole.rounds // 4]
     assert summary.rounds == whole.rounds
-    assert checkpoint.load(folder / PREVIOUS)["round"] == 3 * whole["rounds"] // 4
+    assert checkpoint.load(folder / PREVIOUS)["round"] == 3 * whole.rounds // 4
 
 
 def test_a_plain_run_that_went_back_ends_bit_for_bit_the_same(tmp_path):
