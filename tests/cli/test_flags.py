@@ -17,7 +17,7 @@ import fedveil.runs.folder
 from fedveil.cli import main
 from fedveil.cli.attacks import ATTACKS, attack_names
 from fedveil.cli.commands import COMMANDS
-from fedveil.cli.training import Train
+from fedveil.cli.training import TrainCommand
 from fedveil.data.catalogue import LOADERS
 from fedveil.defences import Plain
 from fedveil.runs.build import build_defence, load_data
@@ -190,7 +190,7 @@ TOML = '[data]\nname = "bank"\nclients = 7\n[training]\nlr = 0.5\nepochs = 20\n[
 def test_flags_override_the_file_and_its_values_are_the_defaults_of_the_help(tmp_path, capsys):
     (tmp_path / "run.toml").write_text(TOML)
     path = str(tmp_path / "run.toml")
-    config = Train.parse("fedveil train", ["--lr", "0.25", path, "--sketch", "3"]).config
+    config = TrainCommand.parse("fedveil train", ["--lr", "0.25", path, "--sketch", "3"]).config
     assert config.changes() == {"data": "bank", "clients": 7, "lr": 0.25, "defence": "dbcl", "sketch": 3}
     text = printed_help(capsys, "train", path)
     assert any(re.search(r"^--clients .*\(default: 7\)", entry) for entry in entries(text))
@@ -200,7 +200,7 @@ def test_flags_override_the_file_and_its_values_are_the_defaults_of_the_help(tmp
 
 
 def asked(*words):
-    return commands.Attack.parse("fedveil attack", [GUESS_NAME, *words])
+    return commands.AttackCommand.parse("fedveil attack", [GUESS_NAME, *words])
 
 
 def test_an_attack_starts_from_its_own_defaults_then_the_file_then_flags(tmp_path):
@@ -235,7 +235,7 @@ def test_an_own_attack_runs_and_its_repeat_command_asks_for_the_same(tmp_path, c
 
 def test_an_audit_without_a_federation_is_that_of_the_suite(tmp_path):
     def suite(*words):
-        return commands.Audit.parse("fedveil audit", words).is_suite
+        return commands.AuditCommand.parse("fedveil audit", words).is_suite
 
     assert suite()
     assert suite("--defence", "plain", "--trials", "1", "--out", "x")
@@ -335,7 +335,12 @@ def test_help_fits_on_two_screens_and_shows_what_applies(monkeypatch, capsys):
 def test_names_of_flags_are_unique():
     keys = [key for section in SECTIONS.values() for key in section.model_fields if key != "name"]
     assert len({*keys, *SECTIONS}) == len(keys) + len(SECTIONS)
-    for start in (Train(), commands.Compare(), *commands.Attack.starts().values(), *commands.Audit.starts().values()):
+    for start in (
+        TrainCommand(),
+        commands.CompareCommand(),
+        *commands.AttackCommand.starts().values(),
+        *commands.AuditCommand.starts().values(),
+    ):
         own = [field.name for field in fields(start) if field.name not in ("defence", "config")]
         options = [field.name for field in fields(start.attack)] if hasattr(start, "attack") else []
         assert len({*own, *options, *HOME}) == len(own) + len(options) + len(HOME)
@@ -368,11 +373,11 @@ def test_a_settings_class_of_another_package_has_flags(capsys):
     words = ["--defence", "tests.cli.test_flags:Own"]
     text = printed_help(capsys, "train", *words)
     assert re.search(r"--strength FLOAT +how strong it is \(default: 0.5\)", text)
-    config = Train.parse("fedveil train", [*words, "--strength", "0.25"]).config
+    config = TrainCommand.parse("fedveil train", [*words, "--strength", "0.25"]).config
     assert config.defence.settings == ("strength=0.25",)
     defence = build_defence(config)
     assert (defence.strength, defence.mode) == (0.25, "fast")
-    assert Train.parse("fedveil train", [*words, "--mode", "slow"]).config.defence.settings == ("mode=slow",)
+    assert TrainCommand.parse("fedveil train", [*words, "--mode", "slow"]).config.defence.settings == ("mode=slow",)
 
 
 def test_a_file_with_a_key_of_another_choice_is_refused(tmp_path, capsys):
@@ -380,7 +385,9 @@ def test_a_file_with_a_key_of_another_choice_is_refused(tmp_path, capsys):
     assert main(["train", str(tmp_path / "run.toml")]) == 2
     assert "--groups does not apply to --defence ppdl" in capsys.readouterr().err
     (tmp_path / "run.toml").write_text('[defence]\ndefence = "ppdl"\nsigma = 0.1\n')
-    assert Train.parse("fedveil train", [str(tmp_path / "run.toml"), "--defence", "plain"]).defences == ("plain",)
+    assert TrainCommand.parse("fedveil train", [str(tmp_path / "run.toml"), "--defence", "plain"]).defences == (
+        "plain",
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.data.making import picture, write_folder
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedveil.cli import main
-from fedveil.cli.training import Train
+from fedveil.cli.training import TrainCommand
 from fedveil.runs.build import load_data
 from fedveil.runs.choices import format_command
 from fedveil.runs.config import configure, format_flags
@@ -111,16 +111,16 @@ missing = "drop"
 test_share = 0.25
 """)
     words = ["--ignore", "id", "size in m2", "--categorical", "zip", "--missing", "drop", "--test-share", "0.25"]
-    from_flags = Train.parse("fedveil train", [*FLAGS, "--delimiter", ";", *words]).config
-    from_file = Train.parse("fedveil train", ["run.toml"]).config
+    from_flags = TrainCommand.parse("fedveil train", [*FLAGS, "--delimiter", ";", *words]).config
+    from_file = TrainCommand.parse("fedveil train", ["run.toml"]).config
     assert from_flags == from_file
     assert from_flags.data.ignore == ("id", "size in m2")
     command = format_command(from_flags)
     assert "--ignore id 'size in m2' --categorical zip" in command
     assert "--delimiter ';'" in command
-    assert Train.parse("fedveil train", shlex.split(command)).config == from_flags
+    assert TrainCommand.parse("fedveil train", shlex.split(command)).config == from_flags
     assert configure(json.loads(json.dumps(from_flags.to_sections()))) == from_flags
-    overridden = Train.parse("fedveil train", ["run.toml", "--ignore", "label"]).config
+    overridden = TrainCommand.parse("fedveil train", ["run.toml", "--ignore", "label"]).config
     assert overridden.data.ignore == ("label",)
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fedveil.attacks.observed import PUBLISHED
-from fedveil.cli.studies import Audit
+from fedveil.cli.studies import AuditCommand
 from fedveil.defences.accountant import epsilon
 from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
@@ -149,7 +149,7 @@ def test_flags_choose_the_federation_and_those_that_are_measured_are_refused():
     assert base_of({"data": "cifar10"})["train_size"] == 1000
     assert "train_size" not in base_of({"data": "bank"})
     words = ["--harden", "--data", "cifar10", "--epochs", "3", "--trials", "1"]
-    found = Audit.parse("fedveil audit", words)
+    found = AuditCommand.parse("fedveil audit", words)
     assert {"data", "epochs", "trials"} <= set(found.given)
     with pytest.raises(BadArgument, match="it measures several --weight-decay"):
-        Audit.parse("fedveil audit", ["--harden", "--weight-decay", "0.1"]).run()
+        AuditCommand.parse("fedveil audit", ["--harden", "--weight-decay", "0.1"]).run()

@@ -13,7 +13,7 @@ from fedveil.attacks.first_layer import first_linear, record_from_gradient
 from fedveil.attacks.gradients import Search
 from fedveil.attacks.leaks import gradients_of
 from fedveil.attacks.observed import DoesNotApply
-from fedveil.cli.studies import Audit
+from fedveil.cli.studies import AuditCommand
 from fedveil.data import Data, load
 from fedveil.data.records import Part
 from fedveil.defences import Plain, Private, Veil
@@ -274,7 +274,8 @@ def test_the_audit_has_the_curious_server_once_beside_the_undefended_federation(
     printed = " ".join(capsys.readouterr().out.split())
     assert "server: a curious server rebuilds a record from: single update (1 of 1 rounds)" in printed
     words = ["--no-server", *AUDIT[1:]]
-    assert not audit.AUDIT.server_rounds(Asked(config_of(), ("plain",), Audit.parse("fedveil audit", words).attack))
+    options = AuditCommand.parse("fedveil audit", words).attack
+    assert not audit.AUDIT.server_rounds(Asked(config_of(), ("plain",), options))
 
 
 def test_the_audit_says_why_the_curious_server_was_not_run():

@@ -3,13 +3,21 @@
 COMMANDS = {
     "inspect": ("training:inspect", "show which layers of a model can be perturbed", "my_package:net --input 3,32,32"),
     "train": (
-        "training:Train",
+        "training:TrainCommand",
         "train a federation, from flags or a TOML file",
         "--data digits --epochs 5 --out runs/a",
     ),
-    "compare": ("studies:Compare", "compare defences on one federation", "--defences plain,baseline,veil --seeds 3"),
-    "attack": ("studies:Attack", "measure what a curious participant learns", "membership --defence plain,veil"),
-    "audit": ("studies:Audit", "measure what published and adaptive attackers learn under each defence", "runs/a"),
+    "compare": (
+        "studies:CompareCommand",
+        "compare defences on one federation",
+        "--defences plain,veil --seeds 3",
+    ),
+    "attack": ("studies:AttackCommand", "measure what a curious participant learns", "membership --defence plain,veil"),
+    "audit": (
+        "studies:AuditCommand",
+        "measure what attackers learn under each defence",
+        "runs/a",
+    ),
     "reproduce": ("studies:reproduce", "compute the paper's tables and figures beside its values", "all --scale cpu"),
     "flower-node": (
         "flower:flower_node",

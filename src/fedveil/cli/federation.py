@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Self, TypeVar
 
 from tyro import conf
 
-from fedveil.cli.flags import EVERYTHING, HELP_ALL, Shown, Switch, parse
+from fedveil.cli.flags import EVERYTHING, HELP_ALL, FlagSet, Switch, parse
 from fedveil.errors import BadArgument
 from fedveil.runs.choices import RARE, Choices, settings_class
 from fedveil.runs.config import ABSENT, Config, Value, configure, flatten, read_file, refuse_code
@@ -97,14 +97,14 @@ def parse_command(start: C, prog: str, words: Sequence[str], about: str) -> C:
     left_out = () if chosen["data"] == usual["data"] else SIZES
     below = {key: value for key, value in start.defaults.items() if key not in left_out} | values
     start = replace(start, config=configure(below, str(first.file or prog)))
-    shown = Shown(lambda key: key != hidden and choices.accepts(key), own or own_settings(defences))
+    shown = FlagSet(lambda key: key != hidden and choices.accepts(key), own or own_settings(defences))
     found = parse(start, prog, quiet, about, shown)
     if len(quiet) < len(words):
         _print_help(start, prog, about, shown, everything=HELP_ALL in words)
     return replace(found, config=configure(found.config.flat(), str(first.file or prog)), given=tuple(flags))
 
 
-def _print_help(start: FederationCommand, prog: str, about: str, shown: Shown, everything: bool) -> None:
+def _print_help(start: FederationCommand, prog: str, about: str, shown: FlagSet, everything: bool) -> None:
     """Print the flags that apply except for rare ones, or all flags, and exit."""
     if everything:
         more = replace(shown, accepts=lambda key: shown.accepts(key) or key != "defence", named=True)

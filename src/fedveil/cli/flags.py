@@ -23,7 +23,7 @@ Json = Annotated[Switch, conf.arg(name="json", help="print the result as JSON")]
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
+class FlagSet:
     """The keys of the configuration that are flags of a command.
 
     Attributes:
@@ -86,10 +86,10 @@ class Shown:
         ]
 
 
-EVERYTHING = Shown()
+EVERYTHING = FlagSet()
 
 
-def parse(start: C, prog: str, words: Sequence[str], about: str, shown: Shown = EVERYTHING) -> C:
+def parse(start: C, prog: str, words: Sequence[str], about: str, shown: FlagSet = EVERYTHING) -> C:
     """Return a command with the values of its flags; help, and flags that tyro refuses, raise SystemExit."""
     return tyro.cli(
         type(start),

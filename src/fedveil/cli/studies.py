@@ -52,7 +52,7 @@ def run_study(study: "Study[S, Any]", asked: S, folder: Path, command: str, work
 
 
 @dataclass(frozen=True)
-class Attack(FederationCommand):
+class AttackCommand(FederationCommand):
     """`fedveil attack NAME`, on one federation under several defences."""
 
     prefix: ClassVar[str] = "attack-"
@@ -149,7 +149,7 @@ class Attack(FederationCommand):
 
 
 @dataclass(frozen=True)
-class Audit(Attack):
+class AuditCommand(AttackCommand):
     """`fedveil audit`, which takes a run's folder in place of a file too."""
 
     prefix: ClassVar[str] = ""
@@ -212,7 +212,7 @@ class Audit(Attack):
 
 
 @dataclass(frozen=True)
-class Compare(FederationCommand):
+class CompareCommand(FederationCommand):
     """`fedveil compare`."""
 
     defence_flag: ClassVar[str] = "defences"

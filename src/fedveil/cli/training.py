@@ -56,7 +56,7 @@ def inspect(
 
 
 @dataclass(frozen=True)
-class Train(FederationCommand):
+class TrainCommand(FederationCommand):
     """`fedveil train`."""
 
     out: Annotated[Path | None, arg(help=OUT)] = None
