@@ -11,7 +11,7 @@ from fedveil import load_model
 from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
-from fedveil.runs.folder import finished, read_config, train
+from fedveil.runs.folder import is_finished, read_config, train
 from fedveil.studies.jobs import Job, Result, read_result
 from fedveil.studies.paper import reproduce as paper
 from fedveil.studies.paper.plan import read_plan
@@ -54,11 +54,11 @@ def folder(tmp_path_factory):
 
 def test_files_of_a_run_are_refused_by_their_names(folder):
     kept = {name: (folder / name).read_text() for name in ("config.json", "model.json", "summary.json")}
-    assert finished(read_config(folder), folder)
+    assert is_finished(read_config(folder), folder)
     for name, text in kept.items():
         (folder / name).write_text(JSON)
         if name == "summary.json":
-            assert not finished(read_config(folder), folder)
+            assert not is_finished(read_config(folder), folder)
         else:
             with pytest.raises(BadArgument, match=rf"(?s){name}.*{LEVELS}"):
                 load_model(folder)

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from tests.configs import config_of
 
 from fedveil.plain_json import to_json
-from fedveil.runs.build import federation_of, load_data
+from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.folder import record_run, train
 from fedveil.studies.jobs import Done, Job, Result, read_result, run_job
 
@@ -72,12 +72,12 @@ def test_a_runs_files_are_json_and_its_command_can_be_pasted(tmp_path):
     table = tmp_path / "it's $HOME & more.csv"
     table.write_text("a,b\n" + "".join(f"{k},{k % 3}\n" for k in range(20)))
     config = config_of(data="csv", path=str(table), target="b", defence="plain", clients=2, epochs=1)
-    summary = train(config, folder)
+    summary = train(config, folder).to_dict()
     words = shlex.split(summary["repeat"])
     assert words[:2] == ["fedveil", "train"]
     assert words[words.index("--path") + 1] == str(table)
     data = load_data(config)
-    federation = federation_of(config, data)
+    federation = build_federation(config, data)
     federation.history.records.append({"round": 1, "epoch": 1.0, "loss": math.nan, "error": math.inf, "seconds": 0.0})
     folder = tmp_path / "again"
     record_run(federation, folder, data, config.flat(), "again", rounds=1)

@@ -18,7 +18,7 @@ from tests.small import SMALL, federation
 from fedveil.defences import PPDL, Plain, Private
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
-from fedveil.runs.folder import finished, train
+from fedveil.runs.folder import is_finished, train
 
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 
@@ -120,16 +120,16 @@ def test_going_back_is_in_the_metrics_and_ends_as_if_nothing_had_happened(tmp_pa
     whole = train(config_of(**SMALL, epochs=4), tmp_path / "whole")
     config, folder = config_of(**SMALL, epochs=2), tmp_path / "run"
     train(config, folder)
-    assert finished(config, folder)
+    assert is_finished(config, folder)
     content = (folder / LAST).read_bytes()
     (folder / LAST).write_bytes(content[:99] + bytes(40) + content[139:])
-    assert not finished(config, folder)
+    assert not is_finished(config, folder)
     summary = train(config_of(**SMALL, epochs=4), folder, resume=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["round"] for line in lines] == list(range(1, whole["rounds"] + 1))
-    assert [line["round"] for line in lines if "went_back" in line] == [whole["rounds"] // 4]
-    assert summary["rounds"] == whole["rounds"]
-    assert checkpoint.load(folder / PREVIOUS)["round"] == 3 * whole["rounds"] // 4
+    assert [line["round"] for line in lines] == list(range(1, whole.rounds + 1))
+    assert [line["round"] for line in lines if "went_back" in line] == [whole.rounds // 4]
+    assert summary.rounds == whole.rounds
+    assert checkpoint.load(folder / PREVIOUS)["round"] == 3 * whole.rounds // 4
 
 
 def test_a_plain_run_that_went_back_ends_bit_for_bit_the_same(tmp_path):

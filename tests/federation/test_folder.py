@@ -171,7 +171,7 @@ def test_a_run_that_ended_before_its_first_round_blocks_nobody(tmp_path, monkeyp
     assert (tmp_path / "config.json").exists()
     summary = train(config_of(**SMALL, epochs=1, lr=0.01), tmp_path)  # the same flags or others
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == summary["rounds"]
+    assert len(lines) == summary.rounds
     with pytest.raises(BadArgument, match="there is a run in this folder"):
         train(config, tmp_path)
     (tmp_path / "checkpoint.pt").unlink()

@@ -123,7 +123,7 @@ def test_a_run_of_such_records_writes_its_folder_and_page(tmp_path):
     data = Data("words", Part(*as_float[0]), Part(*as_float[1]), classes=tuple("abcd"))
     federation = Federation(built(Words, dtype=torch.float32), as_float, "plain", sgd, loss="cross_entropy")
     summary = record_run(federation, tmp_path, data, {"clients": 3, "model": "words"}, "-", rounds=2)
-    assert 0 <= summary["accuracy"] <= 1
+    assert 0 <= summary.metrics["accuracy"] <= 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert "Answers on the test data" in (tmp_path / "report.html").read_text()
     assert json.loads((tmp_path / "summary.json").read_text())["rounds"] == 2

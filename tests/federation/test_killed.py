@@ -15,6 +15,7 @@ from tests.small import federation
 
 from fedveil.data import from_records
 from fedveil.federation import checkpoint
+from fedveil.runs.choices import format_command
 from fedveil.runs.folder import record_run, train
 
 TENTHS = range(1, 11)
@@ -50,7 +51,8 @@ def recorded(folder, kill_at=0):
     generator = torch.Generator().manual_seed(5)
     test = torch.randn(6, 3, generator=generator), torch.randn(6, 2, generator=generator)
     about, how = {"clients": 2, "model": "mlp"}, {"rounds": ROUNDS, "evaluate_every": EVERY, "resume": True}
-    return record_run(federation(), folder, from_records("numbers", test, test), about, "again", on_round=end, **how)
+    data = from_records("numbers", test, test)
+    return record_run(federation(), folder, data, about, "again", on_round=end, **how).to_dict()
 
 
 def test_a_run_in_python_that_is_killed_at_every_tenth_is_whole_in_the_end(tmp_path):
@@ -82,9 +84,9 @@ def test_the_command_that_is_killed_at_every_tenth_is_whole_in_the_end(tmp_path)
     folder, whole = tmp_path / "killed", tmp_path / "whole"
     named = f"{Deadly.__module__}:{Deadly.__name__}"
     config = config_of(**FLAGS, defence=named)
-    summary = train(config, whole)
+    summary = train(config, whole).to_dict()
     assert summary["rounds"] == 10 * PER_EPOCH
-    first = [*config.flags().split(), "--defence", named]
+    first = [*format_command(config).split(), "--defence", named]
     for kill_at in (tenth * PER_EPOCH - 1 for tenth in TENTHS):
         again = ["--resume", "--trust-code"] if (folder / "checkpoint.pt").exists() else first
         words = [sys.executable, "-m", "fedveil", "train", *again, "--out", str(folder)]

@@ -20,7 +20,8 @@ from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import metrics, predict
 from fedveil.runs.folder import train
 
-QUICK = ("--train-size", "60", "--hidden", "4", "--clients", "2", "--epochs", "2")
+SHORT = ("--train-size", "60", "--clients", "2", "--epochs", "2")
+QUICK = (*SHORT, "--hidden", "4")
 
 
 @pytest.fixture
@@ -66,9 +67,9 @@ def test_resume_goes_on_with_the_last_of_the_default_folders(at, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--resume", "--out", "none"), "none: there is no run to go on with.\n  Fix: leave out --resume"),
-        (("--resume",), "runs/digits-mlp-veil-0: there is no run to go on with"),
-        (("run",), "run: it is a folder, not a file.\n  Fix: run/config.json to repeat the run in it, and"),
+        (("--resume", "--out", "none"), "none: there is no run to continue.\n  Fix: leave out --resume"),
+        (("--resume",), "runs/digits-mlp-veil-0: there is no run to continue"),
+        (("run",), "run: it is a folder, not a file.\n  Fix: use run/config.json to repeat the run in it, or"),
         (("torn.json",), "torn.json: is not JSON"),
         (("list.json",), "list.json: holds a list, not sections"),
     ],
@@ -87,7 +88,7 @@ def test_a_config_json_from_elsewhere_runs_no_code(at, capsys):
     path = at / "first/config.json"
     path.write_text(path.read_text().replace('"model": "mlp"', '"model": "os:getcwd"'))
     assert main(["train", "first/config.json", "--out", "second"]) == 2
-    assert "names code: to import it is to run it" in capsys.readouterr().err
+    assert "names code: importing it runs it" in capsys.readouterr().err
 
 
 def test_progress_goes_to_a_log_where_there_is_no_terminal(at, capsys, monkeypatch):
@@ -105,7 +106,7 @@ def accuracy(model, data):
 @pytest.mark.parametrize("network", ["mlp", "cnn"])
 def test_the_last_and_the_best_model_load_in_one_line(tmp_path, network):
     config = config_of(**SMALL | {"batch_size": 5}, epochs=6, model=network, width=4, lr=0.3)
-    summary = train(config, tmp_path / "run")
+    summary = train(config, tmp_path / "run").to_dict()
     data = load("digits", flat=network == "mlp", train_size=60)
     last, best = fedveil.load_model(str(tmp_path / "run")), fedveil.load_model(tmp_path / "run", best=True)
     assert not last.training
@@ -123,7 +124,7 @@ def test_a_model_of_the_users_own_loads_where_its_code_is_trusted(at, capsys):
         "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Linear(5, 10))\n"
     )
     (at / "minenet.py").write_text(text)
-    trained("--model", "minenet:net", "--out", "run", "--defence", "plain")
+    assert main(["train", *SHORT, "--model", "minenet:net", "--out", "run", "--defence", "plain"]) == 0
     with pytest.raises(BadArgument, match="names code"):
         fedveil.load_model("run")
     loaded = fedveil.load_model("run", trust_code=True)
@@ -148,7 +149,7 @@ def own():
         (lambda run: (run / "model.safetensors").write_bytes(b"torn"), "is damaged"),
         (lambda run: (run / "model.json").unlink(), r"model\.json, which has the shape of records, cannot be read"),
         (
-            lambda run: (run / "model.json").write_text('{"record": [63], "outputs": 10}'),
+            lambda run: (run / "model.json").write_text('{"schema": 1, "record": [63], "outputs": 10}'),
             "its values are of another model",
         ),
     ],
@@ -222,8 +223,8 @@ def test_the_loss_that_suits_the_data_is_written_down(tmp_path, values, loss):
 
 def test_a_run_stops_early_with_patience_and_its_page_counts_the_rounds(tmp_path):
     summary = train(config_of(**SMALL, epochs=50, lr=1e-30, patience=2), tmp_path / "run")
-    assert summary["rounds"] == 3 * 2  # of the first epoch and two that are no better
-    text = "6 rounds with 2 clients. Stopped early, after 2 evaluations without a better one."
+    assert summary.rounds == 3 * 2  # of the first epoch and two that are no better
+    text = "6 rounds with 2 clients. Stopped early, after 2 evaluations without improvement."
     assert text in (tmp_path / "run/report.html").read_text()
 
 

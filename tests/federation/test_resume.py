@@ -152,7 +152,7 @@ def test_a_run_folder_goes_on_where_it_stopped(tmp_path):
         metrics.write('{"round": 99, "half a li')  # as a kill may leave it
     summary = train(config_of(epochs=4, clients=3, hidden=8), tmp_path / "a", resume=True)
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["round"] for line in lines] == list(range(1, summary["rounds"] + 1))
+    assert [line["round"] for line in lines] == list(range(1, summary.rounds + 1))
     clock = [line["seconds"] for line in lines]
     assert clock == sorted(clock)  # of both parts together
     assert {p.name for p in (tmp_path / "a").iterdir()} == {

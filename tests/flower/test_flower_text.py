@@ -54,7 +54,7 @@ def test_a_text_classifier_trains_over_flower_as_a_plain_one_does_in_one_process
     assert "% scaled or with additive noise" in caplog.text
     data = from_records("help texts", clients[0], test, classes=TOPICS)
     config = {"clients": 3, "model": name}
-    summary = record_run(server, tmp_path, data, config, "repeat", rounds=ROUNDS)
+    summary = record_run(server, tmp_path, data, config, "repeat", rounds=ROUNDS).to_dict()
     assert worst(server.model.state_dict(), plain.model.state_dict()) < 1e-9
     assert summary["accuracy"] == plain.history.last["accuracy"]
     shares = [summary[kind] for kind in ("scaled", "signed", "moved", "bare")]

@@ -15,7 +15,7 @@ from torch import nn
 from fedveil import cli
 from fedveil.data import Data
 from fedveil.federation.evaluate import predict
-from fedveil.runs.build import federation_of, load_data
+from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.folder import open_run
 from fedveil.studies.audit.members import MAX_LOOKS, MemberAttacks, average_members
 from fedveil.studies.audit.page import UNDEFENDED, show
@@ -28,7 +28,7 @@ from fedveil.studies.membership.attacks import ShadowAttacks
 from fedveil.studies.membership.records import divide_records
 from fedveil.studies.observation import observe
 
-FEDERATION = ["--data", "digits", "--train-size", "300", "--clients", "2"]
+FEDERATION = ["--data", "digits", "--train-size", "300", "--clients", "2", "--loss", "squared_error"]
 MAX_MODULES = 186  # lower it with every import that becomes unnecessary
 SMALL = [*FEDERATION, "--epochs", "60", "--workers", "1", "--trials", "2", "--no-server"]
 
@@ -182,7 +182,7 @@ def test_without_classes_the_network_and_the_loss_still_attack_and_nothing_is_sh
     values = {part: getattr(whole, part) for part in ("train", "test")}
     numbers = {name: Part(part.tensor, part.targets.double().float()[:, None] / 10) for name, part in values.items()}
     data = Data("numbers", numbers["train"], numbers["test"])
-    federation = federation_of(config, data)
+    federation = build_federation(config, data)
     attacks = MemberAttacks(
         divide_records(config, data, everyone=True), ShadowAttacks(config, tmp_path, 2, False), True, 0
     )

@@ -60,9 +60,11 @@ def lines(capsys):
     return run
 
 
+CSV = ["--data", "csv", "--path", "records.csv", "--target", "answer", "--clients", "2", "--epochs", "1"]
+
+
 def csv(*words):
-    federation = ["--data", "csv", "--path", "records.csv", "--target", "answer", "--clients", "2", "--epochs", "1"]
-    return [*federation, "--hidden", "4", "--layers", "1", *words]
+    return [*CSV, "--hidden", "4", "--layers", "1", *words]
 
 
 def train(out, *words):
@@ -137,7 +139,7 @@ def import_again(name):
 
 def test_changed_code_of_a_model_makes_new_results_and_a_new_run(here, lines, monkeypatch):
     monkeypatch.syspath_prepend(here)
-    words = ["attack", "membership", *csv("--model", "own_net:net", "--defence", "plain"), "--shadows", "0"]
+    words = ["attack", "membership", *CSV, "--model", "own_net:net", "--defence", "plain", "--shadows", "0"]
     words += ["--no-full", "--attack-epochs", "1", "--workers", "1", "--out", "study"]
     Path("own_net.py").write_text(NET.format(hidden=4))
     lines(*words)

@@ -62,8 +62,8 @@ def test_train_takes_every_defence_and_resumes(tmp_path, defence, model):
     short = config_of(epochs=1, batch_size=256, **settings)
     train(short, tmp_path)
     summary = train(config_of(epochs=2, batch_size=256, **settings), tmp_path, resume=True)
-    assert summary["rounds"] == 6
-    assert 0 <= summary["accuracy"] <= 1
+    assert summary.rounds == 6
+    assert 0 <= summary.metrics["accuracy"] <= 1
 
 
 def test_a_checkpoint_of_another_defence_is_refused(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from tests.configs import config_of
 
 from fedveil.errors import BadArgument
-from fedveil.runs.folder import finished, open_run
+from fedveil.runs.folder import is_finished, open_run
 from fedveil.studies.compare import DEFENCES
 from fedveil.studies.federations import load_or_train, measure_quality
 from fedveil.studies.observation import observe
@@ -41,10 +41,10 @@ def test_an_attacker_observes_what_travelled_and_its_own_records(config, tmp_pat
 
 def test_a_run_is_opened_as_it_was_left_and_not_trained_twice(tmp_path):
     config = config_of(data="digits", train_size=200, clients=2, hidden=16, epochs=2, defence="plain")
-    assert not finished(config, tmp_path)
+    assert not is_finished(config, tmp_path)
     federation, _ = load_or_train(config, tmp_path, silent)
-    assert finished(config, tmp_path)
-    assert not finished(config.changed(epochs=3), tmp_path)
+    assert is_finished(config, tmp_path)
+    assert not is_finished(config.changed(epochs=3), tmp_path)
     written = (tmp_path / "checkpoint.pt").stat().st_mtime_ns
     again, _ = load_or_train(config, tmp_path, silent)
     assert (tmp_path / "checkpoint.pt").stat().st_mtime_ns == written

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fedveil.attacks.observation import PUBLISHED
-from fedveil.cli.studies import Audit
+from fedveil.cli.studies import AuditCommand
 from fedveil.defences.accountant import epsilon
 from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
@@ -160,7 +160,7 @@ def test_flags_choose_the_federation_and_those_that_are_measured_are_refused():
     assert base_values({"data": "cifar10"})["train_size"] == 1000
     assert "train_size" not in base_values({"data": "bank"})
     words = ["--harden", "--data", "cifar10", "--epochs", "3", "--trials", "1"]
-    found = Audit.read("fedveil audit", words, "")
+    found = AuditCommand.parse("fedveil audit", words)
     assert {"data", "epochs", "trials"} <= set(found.given)
     with pytest.raises(BadArgument, match="it measures several --weight-decay"):
-        Audit.read("fedveil audit", ["--harden", "--weight-decay", "0.1"], "")()
+        AuditCommand.parse("fedveil audit", ["--harden", "--weight-decay", "0.1"]).run()

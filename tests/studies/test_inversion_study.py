@@ -70,7 +70,6 @@ def test_a_run_s_folder_is_attacked(run, tmp_path):
     [
         (["--labels", "0-9"], "leave 10 of 10 private"),
         (["--labels", "3"], "leave 1 of 10 private"),
-        (["--model", "mlp"], "an mlp takes rows of numbers"),
         (["--codes", "0"], "must be at least 1, got 0"),
         (["--codes", "5"], "5 cannot be divided among 2 broadcasts"),
     ],
@@ -79,6 +78,12 @@ def test_what_cannot_be_attacked_is_refused(run, words, text):
     code, captured, _ = run(*VICTIM, "--defence", "plain", *words)
     assert code == 2
     assert text in captured.err
+
+
+def test_an_mlp_is_refused(run):
+    code, captured, _ = run("--data", "digits", "--model", "mlp", "--defence", "plain")
+    assert code == 2
+    assert "an mlp takes rows of numbers" in captured.err
 
 
 def test_a_federation_of_all_classes_is_refused(tmp_path):

@@ -167,7 +167,7 @@ def agreement(folder, defence, attacker):
 def test_the_example_looks_safe_to_published_attacks_and_falls_to_a_generic_one(example, tmp_path, capsys):
     spec, own = example["shifted"], ["outputs centred"]
     flags = ["--data", "digits", "--train-size", "300", "--clients", "2", "--epochs", "30", "--workers", "1"]
-    flags += ["--settings", "size=1000.0", "--trials", "1", "--no-server"]
+    flags += ["--loss", "squared_error", "--settings", "size=1000.0", "--trials", "1", "--no-server"]
     words = ["audit", *flags, "--defence", spec, "--out", str(tmp_path)]
     assert main(words) == 0, capsys.readouterr().err
     printed, page = " ".join(capsys.readouterr().out.split()), (tmp_path / "report.html").read_text()

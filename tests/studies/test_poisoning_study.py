@@ -6,7 +6,7 @@ import pytest
 from tests.configs import config_of
 
 from fedveil.attacks.poisoning import ATTACKS
-from fedveil.cli.studies import Attack
+from fedveil.cli.studies import AttackCommand
 from fedveil.errors import BadArgument
 from fedveil.federation.aggregators import RULES
 from fedveil.federation.limits import Limits
@@ -155,7 +155,7 @@ def test_bounds_are_the_default_limits_and_come_with_every_rule():
 
 
 def test_the_command_attacks_plain_and_veil_by_default():
-    command = Attack.read("fedveil attack", ["poisoning", "--rounds", "3"], "")
-    assert command.config.defence.name == "plain,veil"
+    command = AttackCommand.parse("fedveil attack", ["poisoning", "--rounds", "3"])
+    assert command.defences == ("plain", "veil")
     assert command.attack == PoisoningOptions(rounds=3)
     assert command.config.training.lr == 0.01

@@ -228,10 +228,10 @@ def test_groups_share_what_is_common_and_values_follow_others():
     found = list_configs(dataclasses.replace(read_plan("table2", "quick"), settings=Scale(**settings)))
     assert len(found) == 2 * 2 * 2 + 2
     assert {(run.data.clients, run.training.batch_size) for run in found} == {(1, 40), (5, 8)}
-    assert {(run.training.lr, run.defence.rounding, defence_name(run)) for run in found} == {
-        (2e-2, None, "plain"),
-        (2e-2, None, "veil"),
-        (1e-2, 1, "baseline"),
+    assert {(run.training.lr, run.defence.settings, defence_name(run)) for run in found} == {
+        (2e-2, (), "plain"),
+        (2e-2, (), "veil"),
+        (1e-2, ("rounding=1",), "baseline"),
     }
 
 

@@ -14,7 +14,7 @@ from fedveil.attacks.first_layer import first_linear, record_from_gradient
 from fedveil.attacks.gradients import Search
 from fedveil.attacks.leaks import mean_gradients
 from fedveil.attacks.observation import DoesNotApply
-from fedveil.cli.studies import Audit
+from fedveil.cli.studies import AuditCommand
 from fedveil.data import Data, load
 from fedveil.defences import Plain, Private, Veil
 from fedveil.errors import BadArgument
@@ -23,7 +23,7 @@ from fedveil.models import mlp
 from fedveil.records.shards import generator
 from fedveil.report import NOTHING
 from fedveil.runs.build import load_data
-from fedveil.runs.folder import resumed, train
+from fedveil.runs.folder import resume_federation, train
 from fedveil.scheme import Entropy
 from fedveil.studies.attack import AttackRequest
 from fedveil.studies.audit import run as audit
@@ -184,7 +184,7 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
     config = config_of(data="digits", train_size=200, clients=2, epochs=1, defence="plain")
     train(config, tmp_path)
     data, model = images_and_model(config, tmp_path)
-    kept = resumed(config, tmp_path, load_data(config)).model
+    kept = resume_federation(config, tmp_path, load_data(config)).model
     assert torch.equal(model(data.test.tensor), kept(data.test.tensor.flatten(1)))
     assert not torch.equal(model(data.test.tensor), images_and_model(config, None)[1](data.test.tensor))
 
@@ -276,7 +276,7 @@ def test_the_audit_has_the_curious_server_once_beside_the_undefended_federation(
     )
     words = ["--no-server", *AUDIT[1:]]
     assert not audit.AUDIT.server_rounds(
-        AttackRequest(config_of(), ("plain",), Audit.read("fedveil audit", words, "").attack)
+        AttackRequest(config_of(), ("plain",), AuditCommand.parse("fedveil audit", words).attack)
     )
 
 

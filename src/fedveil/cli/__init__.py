@@ -1,4 +1,4 @@
-"""The command line: results to stdout, messages to stderr; exit 0 as asked, 2 for misuse, 130 if stopped."""
+"""The command line: results to stdout, messages to stderr; exit code 0, 2 for misuse, 130 if stopped."""
 
 import sys
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from importlib.metadata import version
 
 from fedveil.checks import one_of
 from fedveil.cli.commands import COMMANDS, usage
-from fedveil.cli.stops import INTERRUPTED, Stopped
+from fedveil.cli.stops import INTERRUPTED, Stop
 from fedveil.errors import FedveilError
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+    """Run a command, and return the exit code."""
     name, *words = (sys.argv[1:] if arguments is None else arguments) or [""]
     if name in ("", "-h", "--help", "help", "--version", "version"):
         print(version("fedveil") if name.endswith("version") else usage(), file=sys.stdout if name else sys.stderr)
@@ -28,13 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FedveilError, OSError) as error:
         if isinstance(error, OSError):
             where, why = str(error.filename or f"fedveil {name}"), error.strerror or error
-            error = FedveilError(where, f"cannot be used: {why}", "another folder, free space or other permissions")
+            error = FedveilError(
+                where, f"cannot be used: {why}", "choose another folder, free space or change permissions"
+            )
         print(f"fedveil: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as end:
-        stopped = end if isinstance(end, Stopped) else Stopped("run the same command again to continue", INTERRUPTED)
-        print(f"\nfedveil: stopped; {stopped.what}", file=sys.stderr)
-        return stopped.code
+        stop = end if isinstance(end, Stop) else Stop("run the same command again to continue", INTERRUPTED)
+        print(f"\nfedveil: stopped; {stop.what}", file=sys.stderr)
+        return stop.code
     except SystemExit as end:  # help, and flags that tyro refuses
         return end.code if isinstance(end.code, int) else 0
     return 0

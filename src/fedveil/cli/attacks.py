@@ -1,4 +1,4 @@
-"""The attacks that `fedveil attack` knows by name. No torch is needed for it."""
+"""The attacks of `fedveil attack` by name. No torch is needed for it."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -27,24 +27,24 @@ ATTACKS = {
         "what a curious server learns from updates, from sums (secure aggregation) and from their differences",
     ),
 }
-"""Where each attack is, and its summary."""
+"""The module and summary of each attack."""
 
 
 def attack_names() -> dict[str, str]:
-    """The attacks of this library and of installed packages, each with a line about it."""
+    """Return the attacks of this library and of installed packages, each with a summary."""
     theirs = {name: f"{spec}, from an installed package" for name, spec in installed(GROUP).items()}
     return theirs | {name: summary for name, (_, summary) in ATTACKS.items()}
 
 
 def find_attack(name: str) -> "MultiDefenceStudy[Any, Any]":
-    """The attack of a name, of an entry point, or at `package.module:NAME`."""
+    """Return an attack by its name, that of an entry point, or `package.module:NAME`."""
     from fedveil.studies.attack import MultiDefenceStudy
 
     spec = name
     if ":" not in name:
         one_of("fedveil attack", "attack", name, attack_names())
         spec = ATTACKS[name][0] if name in ATTACKS else installed(GROUP)[name]
-    found = imported(spec, "an attack", "fedveil attack my_package.attacks:GUESS")
+    found = imported(spec, "an attack", "my_package.attacks:GUESS")
     if isinstance(found, type) and issubclass(found, MultiDefenceStudy):
         found = found()
     if not isinstance(found, MultiDefenceStudy):

@@ -1,11 +1,9 @@
-"""Flags from annotated functions and classes, by tyro; below them the values of a file, and below those defaults."""
+"""Flags from annotated functions and classes, by tyro."""
 
+import dataclasses
 import importlib
-import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_type_hints
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar, Union, get_type_hints
 
 import tyro
 from pydantic import ValidationError
@@ -13,143 +11,139 @@ from tyro import conf
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from fedveil.cli.commands import COMMANDS
-from fedveil.errors import BadArgument, FedveilError
-from fedveil.runs.config import (
-    ABSENT,
-    Config,
-    Settings,
-    Value,
-    configure,
-    explained,
-    keys_of,
-    of_users,
-    read_file,
-    refuse_code,
-)
+from fedveil.errors import FedveilError
+from fedveil.runs.choices import owners, parse_settings
+from fedveil.runs.config import DefenceSettings, Settings, Value, explain
 
-TABLES = (".csv", ".tsv", ".tab", ".xls", ".xlsx", ".parquet")
-HELP = ("-h", "--help")
-TRUST = "import the code that the file or the run's folder names as package.module:name; only if you know what it does"
+C = TypeVar("C")
 MARKERS = (conf.DisallowNone, conf.OmitArgPrefixes, conf.OmitSubcommandPrefixes, conf.PositionalRequiredArgs)
-RULES = ConstructorRegistry()
+HELP_ALL = "--help-all"
 Switch = Annotated[bool, conf.FlagCreatePairsOff]
-Json = Annotated[Switch, conf.arg(name="json", help="print the result for machines")]
+Json = Annotated[Switch, conf.arg(name="json", help="print the result as JSON")]
 
 
-@RULES.struct_rule
-def section_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """A section of the configuration, whose bad values are refused with their flag and in our own words."""
-    kind = info.type
-    if not (isinstance(kind, type) and issubclass(kind, Settings)):
-        return None
+@dataclasses.dataclass(frozen=True)
+class FlagSet:
+    """The keys of the configuration that are flags of a command.
 
-    def build(**values: Value) -> Settings:
-        try:
-            return kind(**values)
-        except ValidationError as error:
-            what, fix = explained(error)
-            flag, _, rest = what.partition(" ")
-            raise FedveilError(f"--{flag.replace('_', '-')}", rest, fix) from None
+    Attributes:
+        accepts: returns whether a key is a flag.
+        own: settings class of the defence, whose fields are flags too.
+        named: whether a help text says which data sets, models or defences a key is for.
+    """
 
-    build.__doc__, hints, fields = kind.__doc__, get_type_hints(kind), []
-    for name, of in kind.model_fields.items():
-        hint: Any = Annotated[(hints[name], of, *of.metadata)]
-        default = getattr(info.default, name)
-        several = name == "name" and (default == "all" or "," in default)
-        text = f"all, or with commas between them: {of.description}" if several else of.description
-        fields.append(StructFieldSpec(name, hint, default, text))
-    return StructConstructorSpec(build, tuple(fields))
+    accepts: Callable[[str], bool] = lambda key: True
+    own: type | None = None
+    named: bool = False
+
+    def describe(self, key: str, text: str | None) -> str:
+        """Return the help of a key."""
+        names = owners(key) if self.named else []
+        return f"{', '.join(names)}: {text}" if names else str(text)
+
+    def registry(self) -> ConstructorRegistry:
+        """Return the rule by which tyro makes flags of a section of the configuration."""
+        found = ConstructorRegistry()
+        found.struct_rule(self.section_rule)
+        return found
+
+    def section_rule(self, info: StructTypeInfo) -> StructConstructorSpec | None:
+        """Return the flags of a section, whose bad values are refused with their flag."""
+        kind = info.type
+        if not (isinstance(kind, type) and issubclass(kind, Settings)):
+            return None
+        base = {name: getattr(info.default, name) for name in kind.model_fields}
+        own = self.own_fields(base["settings"]) if kind is DefenceSettings and self.own else []
+
+        def build(**values: Value) -> Settings:
+            if own and self.own:
+                given = {one.name: (values.pop(one.name), one.default) for one in dataclasses.fields(self.own)}
+                values["settings"] = tuple(
+                    f"{name}={value}" for name, (value, usual) in given.items() if value != usual
+                )
+            try:
+                return kind.model_validate(base | values)
+            except ValidationError as error:
+                what, fix = explain(error)
+                flag, _, rest = what.partition(" ")
+                raise FedveilError(f"--{flag.replace('_', '-')}", rest, fix) from None
+
+        build.__doc__, hints, fields = kind.__doc__, get_type_hints(kind), []
+        for name, field in kind.model_fields.items():
+            key = field.serialization_alias or name
+            if self.accepts(key) and not (own and key == "settings"):
+                hint: Any = Annotated[(hints[name], field, *field.metadata)]
+                fields.append(StructFieldSpec(name, hint, base[name], self.describe(key, field.description)))
+        return StructConstructorSpec(build, (*fields, *own))
+
+    def own_fields(self, settings: Sequence[str]) -> list[StructFieldSpec]:
+        """Return the flags of the settings class of a defence."""
+        assert self.own
+        values, hints = parse_settings(settings), get_type_hints(self.own)
+        return [
+            StructFieldSpec(one.name, hints[one.name], values.get(one.name, one.default), one.metadata.get("help"))
+            for one in dataclasses.fields(self.own)
+        ]
 
 
-def parse(kind: Any, prog: str, words: Sequence[str], about: str = "", default: Any = tyro.MISSING_NONPROP) -> Any:
-    """An object of a class, or what a function returns; help, and what tyro refuses, ends in SystemExit."""
-    return tyro.cli(kind, prog=prog, args=words, description=about, default=default, config=MARKERS, registry=RULES)
+EVERYTHING = FlagSet()
 
 
-def find(name: str) -> Any:
-    """What does a command: a function whose parameters are flags, or a class of commands on federations."""
+def parse(start: C, prog: str, words: Sequence[str], about: str, shown: FlagSet = EVERYTHING) -> C:
+    """Return a command with the values of its flags; help, and flags that tyro refuses, raise SystemExit."""
+    return tyro.cli(
+        type(start),
+        prog=prog,
+        args=words,
+        description=about,
+        default=start,
+        config=MARKERS,
+        registry=shown.registry(),
+    )
+
+
+def find_command(name: str) -> Any:
+    """Return what runs a command: a function whose parameters are flags, or a `FederationCommand`."""
     module, _, kind = COMMANDS[name][0].partition(":")
     return getattr(importlib.import_module(f"fedveil.cli.{module}"), kind)
 
 
 def run_command(name: str, words: Sequence[str]) -> None:
     """Run a command with its flags."""
-    command, prog, (_, summary, example) = find(name), f"fedveil {name}", COMMANDS[name]
+    command, prog, (_, summary, example) = find_command(name), f"fedveil {name}", COMMANDS[name]
     about = f"{summary[0].upper()}{summary[1:]}.\n\nExample: {prog} {example}"
     if isinstance(command, type):
-        command.read(prog, words, about)()  # type: ignore[attr-defined]
+        command.parse(prog, words, about).run()  # type: ignore[attr-defined]
     else:
-        parse(command, prog, words, about)
+        words = ["--help" if word == HELP_ALL else word for word in words]
+        tyro.cli(command, prog=prog, args=words, description=about, config=MARKERS)
 
 
-def _check_flags(prog: str, flags: Sequence[str]) -> None:
-    """Refuse flags that are missing on purpose, and a list that is given in parts, of which the last would win."""
-    usual = Config().flat()
-    for flag in flags:
-        name = f"--{flag.replace('_', '-')}"
-        if flag in ABSENT:
-            raise BadArgument(
-                prog, f"there is no {name}: {ABSENT[flag].partition(';')[0]}", "--whole-shard, or neither"
-            )
-        if isinstance(usual.get(flag), tuple) and flags.count(flag) > 1:
-            raise BadArgument(prog, f"{name} is given twice", f"{name} FIRST SECOND")
-
-
-@dataclass(frozen=True)
-class Federated:
-    """A command on a federation: flags over the values of a file over defaults. Calling it does what was asked."""
-
-    defaults: ClassVar[Mapping[str, Value]] = {}
-    file: Annotated[
-        Path | None,
-        conf.Positional,
-        conf.arg(metavar="[FILE]", help="run.toml, or the config.json of a run; flags override it"),
-    ] = None
-    config: Annotated[Config, conf.arg(name="")] = Config()  # noqa: RUF009
-    trust_code: Annotated[Switch, conf.arg(help=TRUST)] = False
-    given: Annotated[tuple[str, ...], conf.Suppress] = ()  # names of the flags on the command line
-
-    @classmethod
-    def read(cls, prog: str, words: Sequence[str], about: str) -> Self:
-        """The command; it is parsed again when the file or the data set that it names brings other defaults."""
-        quiet = [word for word in words if word not in HELP]
-        flags = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
-        flags = [flag.removeprefix("no-").replace("-", "_") for flag in flags]
-        _check_flags(prog, flags)
-        values, found = None, cls(config=configure(cls.defaults))
-        while values != (wanted := found.below()):
-            values, start = wanted, cls(config=configure(wanted, str(found.file or prog)))
-            found = parse(cls, prog, quiet, about, start)
-        if len(quiet) < len(words):
-            parse(cls, prog, words, about, start)
-        if not found.trust_code:
-            refuse_code(found.in_file(), str(found.file), flags)
-        return replace(found, config=configure(found.config.flat(), str(found.file or prog)), given=tuple(flags))
-
-    def in_file(self) -> dict[str, Value]:
-        """The values of the file."""
-        if self.file and self.file.suffix.lower() in TABLES:
-            fix = f"--data csv --path {shlex.quote(str(self.file))} --target COLUMN; run.toml names flags of a command"
-            raise BadArgument(str(self.file), "it is a table of records, not the configuration of a run", fix)
-        given = keys_of(read_file(self.file), str(self.file)) if self.file and not self.file.is_dir() else {}
-        if "defence" in self.defaults:  # several defences, which only the flag names
-            given.pop("defence", None)
-        return given
-
-    def below(self) -> dict[str, Value]:
-        """The values below the flags: the file's over the defaults."""
-        usual = self.defaults.get("data", self.config.data.name) == self.config.data.name
-        without = set() if usual else {"train_size", "test_size"}  # sizes for one data set mean nothing to another
-        if self.file or of_users(self.config.data.name):
-            without |= {"loss"}  # as `fedveil train` chooses it
-        return {name: value for name, value in self.defaults.items() if name not in without} | self.in_file()
-
-
-def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="the shell that completes")]) -> None:
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="the shell to complete in")]) -> None:
     """Print the script, with the commands and flags of everything that is installed."""
-    kinds = []
+    kinds: list[Any] = []
     for name, (_, summary, _) in COMMANDS.items():
-        found = find(name)
-        shape = found.shape() if hasattr(found, "shape") else found
-        kinds.append(Annotated[Any, conf.subcommand(name, description=summary, constructor=shape)])
-    parse(Union[tuple(kinds)], "fedveil", ["--tyro-print-completion", shell])  # noqa: UP007
+        command = find_command(name)
+        if isinstance(command, type):
+            starts: dict[str, object] = command.starts()  # type: ignore[attr-defined]
+            own = [
+                Annotated[type(one), conf.subcommand(label or name, description=summary, default=one)]
+                for label, one in starts.items()
+            ]
+            command = own[0] if len(own) == 1 else _choose(name, own)
+        else:
+            command = Annotated[Any, conf.subcommand(name, description=summary, constructor=command)]
+        kinds.append(command)
+    every: Any = Union[tuple(kinds)]  # noqa: UP007
+    words = ["--tyro-print-completion", shell]
+    tyro.cli(every, prog="fedveil", args=words, config=MARKERS, registry=EVERYTHING.registry())
+
+
+def _choose(name: str, kinds: Sequence[Any]) -> Any:
+    """Return a subcommand with one subcommand per kind."""
+
+    def choose(command: Any) -> None:
+        """Choose one of them."""
+
+    choose.__annotations__["command"] = Union[tuple(kinds)]  # noqa: UP007
+    return Annotated[Any, conf.subcommand(name, constructor=choose)]

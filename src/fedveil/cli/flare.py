@@ -21,5 +21,7 @@ def flare_kit(
         what, fix = "NVIDIA FLARE is not installed", "pip install 'fedveil[nvflare]'"
         raise BadArgument("fedveil flare-kit", what, fix) from error
     if not (kit / "startup").is_dir():
-        raise BadArgument(str(kit), "is no startup kit: it has no folder startup", "nvflare provision -p project.yml")
+        raise BadArgument(
+            str(kit), "is not a startup kit: it has no folder startup", "run nvflare provision -p project.yml"
+        )
     print(configure(kit, *package))

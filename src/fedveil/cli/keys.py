@@ -16,7 +16,7 @@ def keys(
     out: Annotated[Path, arg(help="folder for NAME.key")] = Path(),
     server: Annotated[str, arg(help=SERVER, metavar="HEX")] = "",
 ) -> None:
-    """Keys and policies of members in secure aggregation."""
+    """Make or show a key, or write a policy."""
     from fedveil.errors import BadArgument
     from fedveil.secagg.identity import HEX, Identity
     from fedveil.secagg.policy import Policy

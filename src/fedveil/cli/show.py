@@ -1,4 +1,4 @@
-"""What a user sees: a live line on stderr, tables on stdout."""
+"""Progress on stderr, tables on stdout."""
 
 import contextlib
 import json
@@ -6,13 +6,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from fedveil.studies.basis import AGAIN
-
 if TYPE_CHECKING:
+    from fedveil.federation.history import Record
     from fedveil.studies.study import Shown
 
 Show = Callable[[str, float, str], None]
@@ -22,16 +21,20 @@ EVERY = 5.0  # seconds between lines in a log
 
 
 @contextlib.contextmanager
-def live() -> Iterator[Show]:
-    """Progress on stderr: a live line on a terminal, else lines for a log."""
+def print_progress(urgent: str | None = None) -> Iterator[Show]:
+    """Print progress on stderr: a live line on a terminal, else lines for a log.
+
+    Args:
+        urgent: how messages begin that are always printed.
+    """
     if not sys.stderr.isatty():
-        yield logged()
+        yield log_progress(urgent)
         return
     form, done, doing = "{percentage:3.0f}% |{bar}| [{elapsed}<{remaining}]{postfix}", {}, {}
     with tqdm(total=0, bar_format=form, file=sys.stderr) as bar:
 
         def show(name: str, share: float, what: str) -> None:
-            if what.startswith(AGAIN):
+            if urgent and what.startswith(urgent):
                 bar.write(f"{name}: {what}", file=sys.stderr)
             done[name], doing[name] = share, f"{name}: {what}"
             if share >= 1:
@@ -43,34 +46,34 @@ def live() -> Iterator[Show]:
         yield show
 
 
-def logged() -> Show:
-    """Prints a line every few seconds, and one when something is done or has to be computed again."""
+def log_progress(urgent: str | None = None) -> Show:
+    """Return a function that prints a line every few seconds, and one for what is done or urgent."""
     last = time.monotonic()
 
     def show(name: str, share: float, what: str) -> None:
         nonlocal last
-        if share >= 1 or what.startswith(AGAIN) or time.monotonic() - last >= EVERY:
+        if share >= 1 or (urgent and what.startswith(urgent)) or time.monotonic() - last >= EVERY:
             last = time.monotonic()
             print(f"{100 * min(share, 1):3.0f}% {name}: {what}", file=sys.stderr, flush=True)
 
     return show
 
 
-def rounds(show: Show, epochs: int) -> Callable[[dict[str, Any]], None]:
-    """Shows the records of a run's rounds: the epoch and the last metrics."""
+def round_callback(show: Show, epochs: int) -> "Callable[[Record], None]":
+    """Return a function that shows the epoch and the last metrics of a round's record."""
     from fedveil.federation.evaluate import METRICS
 
     found: dict[str, str] = {}
 
-    def take(record: dict[str, Any]) -> None:
+    def take(record: "Record") -> None:
         found.update({name: f", {name} {record[name]:.4f}" for name in METRICS if name in record})
         show("epoch", record["epoch"] / epochs, f"{record['epoch']:.1f}/{epochs}{''.join(found.values())}")
 
     return take
 
 
-def print_shown(shown: "Shown", *last: str, as_json: bool = False) -> None:
-    """The table, the paragraphs, the note and last lines; for machines the table alone."""
+def print_result(shown: "Shown", *last: str, as_json: bool = False) -> None:
+    """Print the table, the paragraphs, the note and last lines; as JSON the table alone."""
     from fedveil.report import Text
 
     if as_json:

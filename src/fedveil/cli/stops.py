@@ -1,4 +1,4 @@
-"""Ends of a command before its time: Ctrl-C, and the SIGTERM of `kill`, Slurm and Docker."""
+"""Interruptions of a command: Ctrl-C, and the SIGTERM of `kill`, Slurm and Docker."""
 
 import signal
 from contextlib import AbstractContextManager
@@ -9,12 +9,12 @@ from fedveil.signals import handle
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes, as in a shell
 
 
-class Terminated(KeyboardInterrupt):
+class Termination(KeyboardInterrupt):
     """SIGTERM, which ends a command as Ctrl-C does."""
 
 
-class Stopped(KeyboardInterrupt):
-    """The end of a command that has more to say than that it was stopped."""
+class Stop(KeyboardInterrupt):
+    """The end of a command that was stopped, with how to continue."""
 
     def __init__(self, what: str, code: int) -> None:
         super().__init__(what)
@@ -27,10 +27,10 @@ def end_at_once() -> AbstractContextManager[None]:
 
 
 def catch_sigterm() -> AbstractContextManager[None]:
-    """Raise `Terminated` at the first SIGTERM; later ones are ignored, so that the save completes."""
+    """Raise `Termination` at the first SIGTERM; later ones are ignored, so that the save completes."""
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Terminated
+        raise Termination
 
     return handle(signal.SIGTERM, end)

@@ -1,108 +1,120 @@
-"""`fedveil attack`, `audit`, `compare`, `reproduce` and `demo`: studies, which go on where they were stopped."""
+"""`fedveil attack`, `audit`, `compare`, `reproduce` and `demo`: studies, which continue where they were stopped."""
 
-import dataclasses
 import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from tyro.conf import Suppress, arg, subcommand
+from tyro.conf import Suppress, arg
 
 from fedveil.checks import whole
 from fedveil.cli import attacks as registry
-from fedveil.cli.flags import HELP, Federated, Json, Switch
-from fedveil.cli.show import live, print_shown
+from fedveil.cli.federation import HELP, FederationCommand, parse_command
+from fedveil.cli.flags import Json, Switch
+from fedveil.cli.show import print_progress, print_result
+from fedveil.defences.registry import BUILT_IN
 from fedveil.errors import BadArgument
 from fedveil.locks import locked
 from fedveil.lookup import installed
-from fedveil.runs.config import CODE, HOME, PAPER, Config, Value, configure, flags_of
+from fedveil.runs.config import CODE, HOME, Config, Value, configure, format_flags
 
 if TYPE_CHECKING:
+    from fedveil.studies.attack import MultiDefenceStudy
     from fedveil.studies.paper.plan import Plan
     from fedveil.studies.study import Shown, Study
 
 S = TypeVar("S")
-COMPARED = "built-in, installed or package.module:Class; baseline is plain training with one rounding error more"
+DEFENCES = "all, or names with commas between them: plain, veil, ppdl, dbcl, spn, installed or package.module:Class"
+COMPARED = "as in train, with commas between them; baseline is plain training with one more rounding error"
 EXHIBITS = "all, or some of table1, table2, fig3, table3, table4, fig4, fig5"
 SCALES = "quick: minutes, embedded data; cpu: two cores, up to two hours per table; paper: its own, for a GPU"
-Out = Annotated[Path | None, arg(help="folder of the results, where a stopped command goes on; by default in runs")]
-Workers = Annotated[int | None, arg(help="processes side by side; by default one per core")]
+Out = Annotated[Path | None, arg(help="folder of the results, where a stopped command continues; by default in runs")]
+Workers = Annotated[int | None, arg(help="number of parallel processes; by default one per core")]
 
 
 def run_study(study: "Study[S, Any]", asked: S, folder: Path, command: str, workers: Workers, as_json: bool) -> None:
-    """Compute what is not there yet, write the page and print the table."""
+    """Compute missing results, write the page and print the table."""
+    from fedveil.studies.basis import AGAIN
     from fedveil.studies.study import gather, publish
 
     if workers is not None:
         whole("fedveil", "--workers", workers)
-    command = f"{command} {flags_of({'out': str(folder)})}"
+    command = f"{command} {format_flags({'out': str(folder)})}"
     with locked(folder):
-        with live() as show:
+        with print_progress(AGAIN) as show:
             results = gather(study, asked, folder, workers=workers, show=show)
         shown = publish(study, asked, results, folder, command)
     verdict = f"\n{textwrap.fill(shown.verdict, 110)}\n"
-    print_shown(shown, verdict, f"report: {folder / 'report.html'}", f"repeat: {command}", as_json=as_json)
-
-
-def with_loss(config: Config) -> Config:
-    """The configuration with a loss: for the user's own data, the one that `fedveil train` takes."""
-    from fedveil.runs.build import load_data, settled
-
-    return config if config.training.loss else settled(config, load_data(config))
+    print_result(shown, verdict, f"report: {folder / 'report.html'}", f"repeat: {command}", as_json=as_json)
 
 
 @dataclass(frozen=True)
-class Attack(Federated):
+class AttackCommand(FederationCommand):
     """`fedveil attack NAME`, on one federation under several defences."""
 
     prefix: ClassVar[str] = "attack-"
-    where: ClassVar[str]
-    study: ClassVar[Any]  # an AttackStudy
-    attack: Annotated[Any, Suppress] = None
-    run: Annotated[Path | None, arg(help="attack the federation that a run left in this folder")] = None
+    defence_flag: ClassVar[str] = "defence"
+    spec: Annotated[str, Suppress] = ""  # name of the attack
+    where: Annotated[str, Suppress] = "fedveil attack"
+    defence: Annotated[str, arg(help=DEFENCES)] = "all"
+    attack: Annotated[object, arg(name="")] = None  # the options of the study
+    run_folder: Annotated[Path | None, arg(name="run", help="attack the run in this folder")] = None
     out: Out = None
     workers: Workers = None
     as_json: Json = False
 
     @classmethod
-    def of(cls, name: str, where: str) -> type[Self]:
-        """The command with the flags and defaults of an attack."""
+    def start(cls, name: str, where: str = "fedveil attack") -> Self:
+        """Return the command with the flags and defaults of an attack."""
         study = registry.find_attack(name)
-        own = ("attack", study.options, dataclasses.field(default=study.options()))
-        fixed = {"study": study, "defaults": {"defence": "all", **PAPER, **study.defaults}, "where": where}
-        made: Any = dataclasses.make_dataclass(cls.__name__, [own], bases=(cls,), namespace=fixed, frozen=True)
-        return made  # type: ignore[no-any-return]
+        defence = str(study.defaults.get("defence", "all"))
+        return cls(spec=name, where=where, defence=defence, attack=study.options())
 
     @classmethod
-    def read(cls, prog: str, words: Sequence[str], about: str) -> Self:
-        """The command of an attack; without a name, the attacks that there are."""
+    def starts(cls) -> dict[str, FederationCommand]:
+        """Return one command per attack."""
+        return {name: cls.start(name) for name in registry.attack_names()}
+
+    @classmethod
+    def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
+        """Return the command of an attack by its name; for help without a name, list the attacks."""
         if words and words[0] in HELP:
             lines = [f"  {name:<12}{summary}" for name, summary in registry.attack_names().items()]
             print(f"usage: {prog} NAME [FILE] [FLAGS]\n\n{about}\n\nattacks:", *lines, sep="\n")
             raise SystemExit(0)
-        kind = cls.of(name := words[0] if words else "", f"{prog} {name}")
-        return super(Attack, kind).read(kind.where, words[1:], f"{about}\n\n{name}: {kind.study.summary}")
+        start = cls.start(name := words[0] if words else "", f"{prog} {name}")
+        return parse_command(start, start.where, words[1:], f"{about}\n\n{name}: {start.study.summary}")
 
-    @classmethod
-    def shape(cls) -> Any:
-        """One command per attack, for completion."""
-        kinds: Any = [Annotated[cls.of(name, ""), subcommand(name)] for name in registry.attack_names()]
-        return dataclasses.make_dataclass("Attacks", [("name", Union[tuple(kinds)])])  # noqa: UP007
+    @property
+    def study(self) -> "MultiDefenceStudy[Any, Any]":
+        """The study that attacks."""
+        return registry.find_attack(self.spec)
 
-    def __call__(self) -> None:
+    @property
+    def defaults(self) -> Mapping[str, Value]:
+        """Values of the configuration that differ from its defaults."""
+        return {key: value for key, value in self.study.defaults.items() if key != "defence"}
+
+    @property
+    def defences(self) -> tuple[str, ...]:
+        """Names of the defences."""
+        return tuple(record.name for record in BUILT_IN) if self.defence == "all" else tuple(self.defence.split(","))
+
+    def run(self) -> None:
         """Attack the federation of a run, or of a configuration."""
-        run = self.run or (self.file if self.file and self.file.is_dir() else None)
+        run = self.run_folder or (self.file if self.file and self.file.is_dir() else None)
         folder = self.out or (run or Path("runs")) / f"{self.prefix}{self.study.name}"
-        self.measure(self.config_of(run) if run else self.config, folder, run)
+        self.measure(self.read_run(run) if run else self.config, folder, run)
 
-    def config_of(self, run: Path) -> Config:
-        """The configuration of a run; code that it names must be named here too, or trusted."""
+    def read_run(self, run: Path) -> Config:
+        """Return the configuration of a run; code that it names must be named here too, or trusted."""
         from fedveil.runs.folder import read_config
 
-        named = {key: value for key, value in self.config.flat().items() if key in CODE and key in self.given}
+        values = {**self.config.flat(), "defence": self.defence}
+        named = {key: value for key, value in values.items() if key in CODE and key in self.given}
         if ":" not in str(named.get("defence", ":")):
             raise BadArgument(self.where, "a run has its own defence", f"leave out --defence, or {run}")
         config = read_config(run, trust_code=self.trust_code, named=named)
@@ -113,84 +125,85 @@ class Attack(Federated):
 
     def measure(self, config: Config, folder: Path, run: Path | None = None) -> None:
         """Attack, and print the table."""
+        from fedveil.runs.losses import choose_loss
         from fedveil.studies.attack import AttackRequest, plain_values
-        from fedveil.studies.compare import DEFENCES, check_defences
+        from fedveil.studies.compare import check_defences
         from fedveil.studies.federations import describe_run
 
-        config = with_loss(config)
-        named = config.defence.name if run else self.config.defence.name
-        defences = DEFENCES if named == "all" else tuple(named.split(","))
-        check_defences(defences, (*DEFENCES, *installed("fedveil.defences")), "--defence")
-        told, usual = {"data", *config.changes(), *self.study.defaults}, plain_values(self.study.options())
-        values = {name: value for name, value in config.flat().items() if name in told}
+        config = choose_loss(config)
+        defences = (config.defence.name,) if run else self.defences
+        built_in = [record.name for record in BUILT_IN]
+        check_defences(defences, (*built_in, *installed("fedveil.defences")), "--defence")
+        usual = plain_values(self.study.options())
         if run:
-            values = {"run": str(run)} | ({"trust_code": True} if self.trust_code else {})
+            values: dict[str, Value] = {"run": str(run)} | ({"trust_code": True} if self.trust_code else {})
             values |= {key: config.flat()[key] for key in CODE if key in self.given}
         else:
+            shown = {"data", *config.changes(), *self.defaults} - {"defence"}
+            values = {name: value for name, value in config.flat().items() if name in shown}
             values |= {"defence": ",".join(defences)}
         values |= {name: value for name, value in plain_values(self.attack).items() if value != usual[name]}
         notes = tuple(describe_run(config, run)) if run else ()
         asked = AttackRequest(config.changed(defence=defences[0]), defences, self.attack, run, notes=notes)
-        run_study(self.study, asked, folder, f"{self.where} {flags_of(values)}", self.workers, self.as_json)
+        run_study(self.study, asked, folder, f"{self.where} {format_flags(values)}", self.workers, self.as_json)
 
 
 @dataclass(frozen=True)
-class Audit(Attack):
+class AuditCommand(AttackCommand):
     """`fedveil audit`, which takes a run's folder in place of a file too."""
 
     prefix: ClassVar[str] = ""
-    harden: Annotated[Switch, arg(help="measure what hardens the veil instead")] = False
-    seeds: Annotated[int, arg(help="runs of each setting with --harden")] = 5
+    harden: Annotated[Switch, arg(help="measure which settings harden the veil instead")] = False
+    seeds: Annotated[int, arg(help="number of runs of each setting with --harden")] = 5
 
     @classmethod
-    def read(cls, prog: str, words: Sequence[str], about: str) -> Self:
-        """The command, with the audit's own flags."""
-        kind: type[Self] = cls.shape()
-        return super(Attack, kind).read(prog, words, about)
+    def starts(cls) -> dict[str, FederationCommand]:
+        """Return the command with the audit's options."""
+        return {"": cls.start(registry.AUDIT, "fedveil audit")}
+
+    @classmethod
+    def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
+        """Return the command with the values of its flags."""
+        return parse_command(cls.start(registry.AUDIT, prog), prog, words, about)
 
     @property
-    def suite(self) -> bool:
-        """Whether it names neither a federation nor a value of it."""
-        return not (self.file or self.run or set(self.given) & (HOME.keys() - {"defence"}))
+    def is_suite(self) -> bool:
+        """Whether the command names neither a federation nor a value of it."""
+        return not (self.file or self.run_folder or set(self.given) & (HOME.keys() - {"defence"}))
 
-    @classmethod
-    def shape(cls) -> Any:
-        """With the audit's own flags."""
-        return cls.of(registry.AUDIT, "fedveil audit")
-
-    def __call__(self) -> None:
+    def run(self) -> None:
         """Audit a run, a configuration or the standard suite, or measure what hardens the veil."""
         if self.harden:
             self.measure_hardening()
-        elif self.suite:
+        elif self.is_suite:
             self.audit_suite(self.out or Path("runs/audit"))
         else:
-            super().__call__()
+            super().run()
 
     def measure_hardening(self) -> None:
         """Measure what hardens the veil, in the federation of the flags."""
         from fedveil.studies.attack import plain_values
         from fedveil.studies.audit.harden import HARDEN, Hardening, base_values, default_options
 
-        if self.run or self.file:
-            raise BadArgument(self.where, "--harden trains federations of its own", "give flags in place of a run")
-        values, own = self.config.flat(), plain_values(self.attack)
+        if self.run_folder or self.file:
+            raise BadArgument(self.where, "--harden trains its own federations", "give flags in place of a run")
+        values, own = {**self.config.flat(), "defence": self.defence}, plain_values(self.attack)
         given = {name: values[name] for name in self.given if name in HOME}
         looks: dict[str, Any] = {name: own[name] for name in self.given if name in own}
         base, seeds = base_values(given), whole(self.where, "--seeds", self.seeds)
-        asked = Hardening(base, seeds, dataclasses.replace(default_options(base), **looks))
-        told = given | {"seeds": seeds} | looks
-        folder, command = self.out or Path("runs/hardening"), f"{self.where} --harden {flags_of(told)}"
+        asked = Hardening(base, seeds, replace(default_options(base), **looks))
+        folder = self.out or Path("runs/hardening")
+        command = f"{self.where} --harden {format_flags(given | {'seeds': seeds} | looks)}"
         run_study(HARDEN, asked, folder, command, self.workers, self.as_json)
 
     def audit_suite(self, folder: Path) -> None:
-        """Audit the federations of the standard suite whose data are here."""
+        """Audit the federations of the standard suite whose data are available."""
         from fedveil.data import available
         from fedveil.studies.audit.run import SUITE
 
         missing = {entry.name for entry in available() if entry.state == "missing"}
         for name, values in SUITE.items():
-            config = configure({**PAPER, **values})
+            config = configure(values)
             print(f"{name}\n", file=sys.stderr if self.as_json else sys.stdout)
             if config.data.name in missing:
                 print(f"left out: fedveil data get {config.data.name}, or set FEDVEIL_DATA\n", file=sys.stderr)
@@ -199,52 +212,59 @@ class Audit(Attack):
 
 
 @dataclass(frozen=True)
-class Compare(Federated):
+class CompareCommand(FederationCommand):
     """`fedveil compare`."""
 
-    defaults: ClassVar[Mapping[str, Value]] = PAPER
-    defences: Annotated[str, arg(help=COMPARED)] = "plain,baseline,veil,ppdl,dbcl,spn"
-    seeds: Annotated[int, arg(help="runs of each, from --seed on")] = 3
+    defence_flag: ClassVar[str] = "defences"
+    names: Annotated[str, arg(name="defences", help=COMPARED)] = "plain,baseline,veil,ppdl,dbcl,spn"
+    seeds: Annotated[int, arg(help="number of runs of each, from --seed upwards")] = 3
     out: Out = None
     workers: Workers = None
     as_json: Json = False
 
-    def __call__(self) -> None:
-        """Train what is not trained yet, and print the table."""
+    @property
+    def defences(self) -> tuple[str, ...]:
+        """Names of the defences."""
+        return tuple(name for name in self.names.split(",") if name != "baseline") or ("plain",)
+
+    def run(self) -> None:
+        """Train missing runs, and print the table."""
+        from fedveil.runs.losses import choose_loss
         from fedveil.studies.compare import COMPARE, Comparands
 
-        config = with_loss(self.config)
-        asked = Comparands(config, tuple(self.defences.split(",")), self.seeds)
+        config = choose_loss(self.config)
+        asked = Comparands(config, tuple(self.names.split(",")), self.seeds)
         title = f"compare-{config.data.name}-{config.model.name}".replace(":", ".")
-        values = config.changes() | {"defences": self.defences, "seeds": self.seeds}
-        command, folder = f"fedveil compare {flags_of(values)}", self.out or Path("runs") / title
+        values = config.changes() | {"defences": self.names, "seeds": self.seeds}
+        command, folder = f"fedveil compare {format_flags(values)}", self.out or Path("runs") / title
         run_study(COMPARE, asked, folder, command, self.workers, self.as_json)
 
 
 def reproduce(
     names: Annotated[tuple[str, ...], arg(metavar="NAME [NAME ...]", help=EXHIBITS, help_behavior_hint="(required)")],
     scale: Annotated[Literal["quick", "cpu", "paper"], arg(help=SCALES)] = "quick",
-    device: Annotated[str, arg(help="where to compute: cpu, cuda, cuda:1 ...")] = "cpu",
+    device: Annotated[str, arg(help="device to compute on: cpu, cuda, cuda:1 ...")] = "cpu",
     out: Out = None,
     workers: Workers = None,
 ) -> None:
-    """Compute what is not there yet, print each table, say where the page is."""
+    """Compute missing results, and print each table and the path of the page."""
     if not names:
-        raise BadArgument("fedveil reproduce", "nothing is named", EXHIBITS)
+        raise BadArgument("fedveil reproduce", "nothing is named", f"name {EXHIBITS}")
+    from fedveil.studies.basis import AGAIN
     from fedveil.studies.paper.reproduce import reproduce as run
 
-    def done(plan: "Plan", shown: "Shown") -> None:
+    def print_exhibit(plan: "Plan", shown: "Shown") -> None:
         print(f"\n{plan.title}\n{textwrap.fill(plan.settings.about, 110)}\n")
-        print_shown(shown)
+        print_result(shown)
 
     folder = out or Path("runs") / f"paper-{scale}"
-    with live() as show:
-        page = run(names, scale, folder, workers=workers, device=device, show=show, on_done=done)
+    with print_progress(AGAIN) as show:
+        page = run(names, scale, folder, workers=workers, device=device, show=show, on_done=print_exhibit)
     print(f"\nreport: {page}")
 
 
 def demo(out: Annotated[Path, arg(help="folder of the report")] = Path("runs/demo")) -> None:
-    """Show the library at work, computed anew each time."""
+    """Train plain and veiled from scratch, and print what they differ in."""
     import torch
 
     from fedveil.studies.demo import DEMO, Demo

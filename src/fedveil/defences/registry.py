@@ -43,7 +43,6 @@ BUILT_IN = (
         "plain",
         "no defence: clients get the model and send gradients",
         "fedveil.defences.plain:Plain",
-        settings={"rounding": "rounding"},
     ),
     Record(
         "veil",

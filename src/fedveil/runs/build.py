@@ -1,9 +1,9 @@
-"""What a configuration describes, as objects: data, model, defence, loss, optimiser, federation."""
+"""Build data, model, defence, loss, optimizer and federation from a configuration."""
 
 import contextlib
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -20,22 +20,25 @@ from fedveil.federation.local import Federation
 from fedveil.files import require_memory
 from fedveil.lookup import imported
 from fedveil.models import cnn, densenet, lenet, mlp, resnet
-from fedveil.plain_json import parse_json
 from fedveil.records.shards import count_batches
+from fedveil.runs.choices import parse_settings
 from fedveil.runs.config import Config, DataSettings, LimitSettings, ModelSettings, TrainingSettings
-from fedveil.runs.loss_choice import check_choice
+from fedveil.runs.losses import choose_loss
 from fedveil.scheme import CrossEntropy, Loss, find_loss
 
 RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56")
 
 
 def load_data(config: Config) -> Data:
-    """The data set, with the options that it takes."""
+    """Return the data set of a configuration."""
     asked = config.data
     sharing = {"name", "labels", "clients", "split", "alpha", "column"}  # the rest are options of data sets
     options = asked.model_dump(exclude=sharing, exclude_defaults=True)
     if ":" in asked.name:
-        found = load_own_data(asked.name, list(options))
+        if options:
+            what = f"--{next(iter(options)).replace('_', '-')} is for data sets of the library"
+            raise BadArgument(asked.name, what, "apply it in the factory, and leave it out")
+        found = load_own_data(asked.name)
     else:
         if asked.name == "digits" and not config.model.name.startswith("mlp"):
             options["flat"] = False
@@ -46,13 +49,13 @@ def load_data(config: Config) -> Data:
 
 
 def client_parts(asked: DataSettings, seed: int, data: Data) -> list[Part]:
-    """Each client's records."""
+    """Return the records of each client."""
     rows = split(data, asked.clients, how=asked.split, seed=seed, alpha=asked.alpha, column=asked.column)
     return [data.train.take(r) for r in rows]
 
 
 def build_model(config: Config, data: Data) -> nn.Module:
-    """The named network for the data's shape, or what package.module:factory builds; repeatable by the seed."""
+    """Return the named network for the shape of the data, or the model of a factory; the seed repeats it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
         if ":" in config.model.name:
@@ -63,22 +66,22 @@ def build_model(config: Config, data: Data) -> nn.Module:
 
 
 def record_shape(name: str, data: Data) -> torch.Size:
-    """The shape of one record, as networks of the library take it."""
+    """Return the shape of one record for a network of the library."""
     if not isinstance(data.train.inputs, Tensor) or not data.train.inputs.is_floating_point():
-        what = f"{name} takes one tensor of floating numbers, {data!r} has others"
-        raise BadArgument("model", what, "--model package.module:factory for a model of your own")
+        what = f"{name} takes one floating-point tensor, {data!r} has others"
+        raise BadArgument("model", what, "use --model package.module:factory for a model of your own")
     return data.train.inputs.shape[1:]
 
 
 def named_model(asked: ModelSettings, shape: torch.Size, outputs: int) -> nn.Module:
-    """A network of the library, for records of a shape."""
+    """Return a network of the library for records of a shape."""
     name, width = asked.name, asked.width
     _check_name(name)
     if name == "mlp":
         net = mlp(shape.numel(), outputs, layers=asked.layers, hidden=asked.hidden, bias=asked.bias)
         return net if len(shape) == 1 else nn.Sequential(nn.Flatten(), net)
     if len(shape) == 1:
-        raise BadArgument("model", f"{name} takes images, and a record is {shape[0]} numbers in a row", "mlp")
+        raise BadArgument("model", f"{name} takes images, and a record is {shape[0]} numbers in a row", "use mlp")
     channels = shape[0] if len(shape) == 3 else 1
     if name == "cnn":
         return cnn(channels, outputs, width=width, size=shape[-1])
@@ -92,7 +95,7 @@ def named_model(asked: ModelSettings, shape: torch.Size, outputs: int) -> nn.Mod
 
 
 def _check_name(name: str) -> None:
-    """Refuse a name that no network of the library has; the nearest one is named."""
+    """Refuse a name that no network of the library has, and suggest the nearest."""
     known = ("mlp", "cnn", "lenet", *RESNETS, "densenet")
     if name in known or (name.startswith("resnet") and name[6:].isdigit()):
         return
@@ -104,23 +107,19 @@ def _check_name(name: str) -> None:
 
 
 def load_factory(spec: str) -> nn.Module:
-    """The model that `package.module:factory` builds, or names."""
-    model = _made(spec, "a model", "fedveil inspect my_package.models:net", nn.Module)
+    """Return the model that `package.module:factory` builds or names."""
+    model = _call_factory(spec, "a model", "fedveil inspect my_package.models:net", nn.Module)
     if not isinstance(model, nn.Module):
         raise BadArgument(spec, f"gave {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
-def load_own_data(spec: str, options: Sequence[str] = ()) -> Data:
-    """The data that `package.module:factory` loads: a `fedveil.data.Data`, or train and test in any form.
+def load_own_data(spec: str) -> Data:
+    """Return the data that `package.module:factory` loads: a `fedveil.data.Data`, or train and test in any form.
 
-    That is (inputs, targets) of tensors, arrays or frames, a Dataset or a DataLoader; see `fedveil.data.from_records`.
-    `options` are those that were given for data sets of the library, and that mean nothing here.
+    Each is (inputs, targets) of tensors, arrays or frames, a Dataset or a DataLoader; see `fedveil.data.from_records`.
     """
-    if options:
-        flag = options[0].replace("_", "-")
-        raise BadArgument(spec, f"--{flag} is for data sets of the library", "let the factory do it, and leave it out")
-    found = _made(spec, "data", "fedveil train --data my_package.data:load --model my_package.models:net", Data)
+    found = _call_factory(spec, "data", "fedveil train --data my_package.data:load --model my_package.models:net", Data)
     if isinstance(found, Data):
         return found
     if isinstance(found, tuple | list) and len(found) == 2:
@@ -130,68 +129,47 @@ def load_own_data(spec: str, options: Sequence[str] = ()) -> Data:
     raise BadArgument(spec, f"gave {type(found).__name__}{length}, not data", fix)
 
 
-def _made(spec: str, kind: str, example: str, made: type) -> object:
-    """What `package.module:factory` returns, or names if that is what it should return already."""
+def _call_factory(spec: str, kind: str, example: str, made: type) -> object:
+    """Return the result of `package.module:factory`, or the named object if it is of that type already."""
     found = imported(spec, kind, example)
     if isinstance(found, made):
         return found
     try:
         if not callable(found):
             raise TypeError(f"it is {type(found).__name__}")
-        with contextlib.suppress(ValueError):  # built-in classes do not tell
+        with contextlib.suppress(ValueError):  # built-in classes have no signature
             inspect.signature(found).bind()
     except TypeError as error:
-        raise BadArgument(spec, f"cannot be called without arguments: {error}", "name a factory that can") from error
+        raise BadArgument(
+            spec, f"cannot be called without arguments: {error}", "name a factory without required arguments"
+        ) from error
     return found()
 
 
 def build_defence(config: Config) -> AnyDefence:
-    """The named defence with its settings, private if that is asked for."""
+    """Return the defence of a configuration, with differential privacy if it is asked for."""
     privacy = config.privacy
-    defence = registry.build(config.defence.name, config.flat(), own_settings(config.defence.settings))
+    defence = registry.build(config.defence.name, config.flat(), parse_settings(config.defence.settings))
     if privacy.dp_clip is None or privacy.dp_noise is None:
         return defence
     return registry.add_privacy(defence, privacy.dp_clip, privacy.dp_noise, privacy.dp_delta)
 
 
-def own_settings(words: Sequence[str]) -> dict[str, bool | int | float | str]:
-    """NAME=VALUE as arguments of a user's defence; numbers, true and false are what they look like."""
-    found: dict[str, bool | int | float | str] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise BadArgument("--settings", f"{word!r} is not NAME=VALUE", "--settings strength=0.1 mode=fast")
-        try:
-            value = parse_json(word, text)
-        except ValueError:
-            value = text
-        found[name] = value if isinstance(value, bool | int | float) else text
-    return found
-
-
 def build_limits(asked: LimitSettings) -> Limits | None:
-    """The limits with what was given of them; None if nothing was."""
+    """Return the limits on clients; None if none are given."""
     given = asked.model_dump(exclude_none=True)
     return Limits(**given) if given else None
 
 
-def settled(config: Config, data: Data) -> Config:
-    """The configuration with the loss that suits the data, if it names none; refuses one that does not."""
-    check_choice(config, data)
-    if config.training.loss is not None:
-        return config
-    return config.changed(loss="cross_entropy" if data.classes else "squared_error")
-
-
 def build_loss(asked: TrainingSettings) -> Loss | None:
-    """The named loss with its settings; None for the one that suits the targets."""
+    """Return the named loss with its settings; None for the default of the targets."""
     if asked.label_smoothing:
         return CrossEntropy(label_smoothing=asked.label_smoothing)
     return None if asked.loss is None else find_loss(asked.loss)
 
 
 def build_optimizer(asked: TrainingSettings) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
-    """The named optimiser with its settings."""
+    """Return a constructor of the named optimizer."""
     lr, decay = asked.lr, asked.weight_decay
     if asked.optimizer == "sgd":
         return lambda p: torch.optim.SGD(p, lr, momentum=asked.momentum, weight_decay=decay)
@@ -202,7 +180,7 @@ def build_optimizer(asked: TrainingSettings) -> Callable[[Iterable[Tensor]], tor
 def build_schedule(
     asked: TrainingSettings, rounds_per_epoch: int
 ) -> Callable[[torch.optim.Optimizer], LRScheduler] | None:
-    """The named learning-rate schedule."""
+    """Return a constructor of the named learning-rate schedule; None for a constant rate."""
     if asked.schedule == "constant":
         return None
     if asked.schedule == "plateau":
@@ -210,27 +188,29 @@ def build_schedule(
     return partial(CosineAnnealingLR, T_max=asked.epochs * (rounds_per_epoch if asked.schedule_every == "round" else 1))
 
 
-def on_device(model: nn.Module, device: str) -> nn.Module:
-    """The model on a device; a device that is not there is refused."""
+def move_to_device(model: nn.Module, device: str) -> nn.Module:
+    """Move a model to a device; refuse a device that is not available."""
     try:
         return model.to(torch.device(device))
     except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
-        raise BadArgument("device", f"cannot use {device!r}: {str(error).splitlines()[0]}", "--device cpu") from error
+        raise BadArgument(
+            "device", f"cannot use {device!r}: {str(error).splitlines()[0]}", "use --device cpu"
+        ) from error
 
 
-def federation_of(
+def build_federation(
     config: Config, data: Data, defence: AnyDefence | None = None, make: Callable[..., Federation] = Federation
 ) -> Federation:
-    """The federation that a configuration describes, or with another defence, before its first round.
+    """Return the federation of a configuration before its first round.
 
     Args:
-        config: describes it.
-        data: what is learned from.
-        defence: in place of the configuration's.
+        config: the configuration.
+        data: its data set, loaded.
+        defence: replaces the one of the configuration.
         make: a class derived from `Federation`, or one with further arguments.
     """
-    config = settled(config, data)
-    model, training = on_device(build_model(config, data), config.training.device), config.training
+    config = choose_loss(config, data)
+    model, training = move_to_device(build_model(config, data), config.training.device), config.training
     parts = client_parts(config.data, training.seed, data)
     largest = max(len(part.targets) for part in parts)
     return make(

@@ -1,17 +1,18 @@
-"""A run as plain values, in sections: from flags, from a TOML file, from a run's folder. No torch is needed for it."""
+"""The configuration of a run as plain values in sections. No torch is needed for it."""
 
 import difflib
 import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from tyro.conf import arg
 
 from fedveil.errors import BadArgument
 from fedveil.plain_json import read_json, read_toml
 
+T = TypeVar("T")
 Value: TypeAlias = bool | int | float | str | tuple[str, ...] | None
 Positive = Annotated[int, Field(ge=1)]
 LossName = Literal[
@@ -24,54 +25,92 @@ LossName = Literal[
     "poisson",
     "squared_error",
 ]
+IMAGES = "cifar10 cifar100 images lesion"
+SIZED = f"digits {IMAGES}"
+SCHEMA = 1  # of the files in a run's folder
 
 
-def _name(flag: str, default: str, description: str) -> Any:
-    """The field `name` of a section, whose key and flag is the section's own name."""
-    return Field(
-        default, validation_alias=AliasChoices(flag, "name"), serialization_alias=flag, description=description
+def _field(
+    default: T,
+    description: str,
+    only: str = "",
+    *,
+    rare: bool = False,
+    gt: float | None = None,
+    ge: float | None = None,
+    lt: float | None = None,
+    le: float | None = None,
+) -> T:
+    """Declare a key.
+
+    Args:
+        default: its default.
+        description: its help.
+        only: names of the data sets or models that have it, or nothing for all.
+        rare: leave it to `--help-all`.
+        gt: exclusive lower bound.
+        ge: lower bound.
+        lt: exclusive upper bound.
+        le: upper bound.
+    """
+    extra: dict[str, JsonValue] = {"only": only, "rare": rare}
+    strict = None if not isinstance(default, tuple) else False  # a list in a file is a tuple here
+    found: T = Field(
+        default, description=description, json_schema_extra=extra, gt=gt, ge=ge, lt=lt, le=le, strict=strict
     )
+    return found
+
+
+def _name(section: str, default: str, description: str) -> str:
+    """Declare the key `name` of a section, which files and flags call by the section's name."""
+    alias = AliasChoices(section, "name")
+    found: str = Field(default, validation_alias=alias, serialization_alias=section, description=description)
+    return found
 
 
 class Settings(BaseModel):
-    """A section: unknown keys and wrong types are refused."""
+    """A section. Unknown keys and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
 
 
 class DataSettings(Settings):
-    """What is learned from, and who holds it."""
+    """The records, and how clients share them."""
 
     name: Annotated[str, arg(name="data")] = _name(
         "data",
         "digits",
-        "a data set (fedveil data list), or package.module:factory, which returns fedveil.data.Data, or training and "
+        "a data set (see fedveil data list), or package.module:factory that returns fedveil.data.Data, or training and "
         "test records: each (inputs, targets), a torch Dataset or a DataLoader",
     )
-    path: str | None = Field(None, description="file or folder of the data; by default where FEDVEIL_DATA has it")
-    train_size: Positive | None = Field(None, description="training records to take; by default all")
-    test_size: Positive | None = Field(None, description="test records to take; by default all")
-    duration: bool = Field(True, description="bank: keep the length of the call, which nearly gives the answer away")
-    task: str | None = Field(
-        None, description="bank, csv: regression or classification; csv: by default words and two integers are classes"
+    path: str | None = _field(None, "file or folder to read; by default in FEDVEIL_DATA", f"bank csv {IMAGES}")
+    train_size: Positive | None = _field(None, "number of training records; by default all", SIZED)
+    test_size: Positive | None = _field(None, "number of test records; by default all", SIZED)
+    duration: bool = _field(True, "keep the duration of the call, which nearly gives the answer away", "bank")
+    task: str | None = _field(
+        None, "regression or classification; in a csv, words and pairs of integers are classes by default", "bank csv"
     )
-    target: str | None = Field(None, description="csv: the column to predict")
-    delimiter: str | None = Field(None, description="csv: between fields, such as ; or tab; by default found")
-    decimal: Literal[".", ","] = Field(".", description="csv: decimal mark of numbers")
-    missing: Literal["refuse", "drop", "impute"] = Field(
-        "refuse", description="csv: refuse missing cells, drop their records, or impute them (median, own category)"
+    target: str | None = _field(None, "the column to predict", "csv")
+    delimiter: str | None = _field(None, "between fields, such as ; or tab; by default detected", "csv", rare=True)
+    decimal: Literal[".", ","] = _field(".", "decimal mark of numbers", "csv", rare=True)
+    missing: Literal["refuse", "drop", "impute"] = _field(
+        "refuse", "refuse missing cells, drop their records, or impute them (median, or a category)", "csv"
     )
-    ignore: tuple[str, ...] = Field((), description="csv: columns to leave out", strict=False)
-    categorical: tuple[str, ...] = Field((), description="csv: columns of numbers that are categories", strict=False)
-    test_share: float | None = Field(
-        None, gt=0, lt=1, description="csv, images without test/: share of the records to test on; by default 0.2"
+    ignore: tuple[str, ...] = _field((), "columns to leave out", "csv")
+    categorical: tuple[str, ...] = _field((), "columns of numbers that are categories", "csv")
+    test_share: float | None = _field(
+        None,
+        "fraction of the records to test on without test records; by default 0.2",
+        "csv images",
+        gt=0,
+        lt=1,
     )
-    size: Positive | None = Field(None, description="images: side in pixels")
-    labels: str | None = Field(None, description="classes to train on, such as 0-4 or first-half; by default all")
-    clients: Positive = Field(5, description="clients that share the training records")
-    split: Literal["iid", "dirichlet", "column"] = Field("iid", description="how the records are shared among clients")
-    alpha: float = Field(0.5, gt=0, description="split dirichlet: smaller values give clients more different classes")
-    column: str | None = Field(None, description="split column: a client gets all records of a value")
+    size: Positive | None = _field(None, "side of the images in pixels", IMAGES)
+    labels: str | None = _field(None, "classes to train on, such as 0-4 or first-half; by default all", rare=True)
+    clients: Positive = _field(5, "number of clients that share the training records")
+    split: Literal["iid", "dirichlet", "column"] = _field("iid", "how the records are divided among clients")
+    alpha: float = _field(0.5, "split dirichlet: smaller values make clients differ more", gt=0, rare=True)
+    column: str | None = _field(None, "split column: each client gets the records of one value", rare=True)
 
 
 class ModelSettings(Settings):
@@ -80,80 +119,81 @@ class ModelSettings(Settings):
     name: Annotated[str, arg(name="model")] = _name(
         "model", "mlp", "mlp, cnn, lenet, resnet8 to resnet56, densenet, or package.module:factory"
     )
-    layers: Positive = Field(3, description="mlp: hidden layers")
-    hidden: Positive = Field(50, description="mlp: units per hidden layer")
-    bias: bool = Field(True, description="mlp: layers have biases")
-    width: Positive = Field(16, description="cnn, resnet: channels of the first layer")
-    activation: Literal["relu", "sigmoid"] = Field("relu", description="lenet: activation function")
-    norm: Literal["batch", "none"] = Field("batch", description="resnet: batch normalisation or none")
-    shortcut: Literal["A", "B"] = Field("A", description="resnet: shortcuts by padding (A) or by 1 x 1 convolution (B)")
+    layers: Positive = _field(3, "number of hidden layers", "mlp")
+    hidden: Positive = _field(50, "units per hidden layer", "mlp")
+    bias: bool = _field(True, "add a bias to each layer", "mlp")
+    width: Positive = _field(16, "channels of the first layer", "cnn resnet")
+    activation: Literal["relu", "sigmoid"] = _field("relu", "activation function", "lenet")
+    norm: Literal["batch", "none"] = _field("batch", "batch normalisation or none", "resnet")
+    shortcut: Literal["A", "B"] = _field(
+        "A", "shortcuts by padding (A) or by 1 x 1 convolution (B)", "resnet", rare=True
+    )
 
 
 class DefenceSettings(Settings):
-    """What protects clients from one another."""
+    """The protection of clients from one another."""
 
     name: Annotated[str, arg(name="defence")] = _name(
-        "defence", "veil", "plain, veil, ppdl, dbcl, spn, an installed one, or package.module:Class"
+        "defence", "veil", "plain, veil, ppdl, dbcl, spn, an installed defence, or package.module:Class"
     )
-    groups: Positive = Field(1, description="veil: groups of outputs with their own additive noise (the paper's m)")
-    additive: float = Field(1.0, gt=0, description="veil: size of the additive noise on the final layer")
-    multiplicative: float = Field(4.0, ge=1, description="veil: factors of hidden units lie between 1/x and x")
-    permute: bool = Field(True, description="veil: also permute hidden units secretly")
-    min_coverage: float = Field(
-        0.0, ge=0, le=1, description="veil: refuse a model if less than this share of its values can be covered"
+    groups: Positive = _field(1, "groups of outputs with independent additive noise (the paper's m)")
+    additive: float = _field(1.0, "scale of the additive noise on the final layer", gt=0)
+    multiplicative: float = _field(4.0, "draw the factors of hidden units between 1/x and x", ge=1)
+    permute: bool = _field(True, "permute hidden units secretly")
+    min_coverage: float = _field(
+        0.0, "refuse a model if less than this fraction of its values can be perturbed", ge=0, le=1, rare=True
     )
-    decoys: Positive | None = Field(
-        None, description="veil: false offsets beside the true one; by default 2, and none for squared error"
+    decoys: Positive | None = _field(
+        None, "false offsets sent beside the true one; by default 2, and none for squared error"
     )
-    keep_noise: bool = Field(
-        False, description="veil: draw factors, permutation and direction once, not in every round (docs: limits)"
+    keep_noise: bool = _field(
+        False, "draw factors, permutation and direction once instead of in every round (docs: limits)", rare=True
     )
-    ppdl: Literal["sel", "noise", "both"] = Field("sel", description="ppdl: select, add noise, or both")
-    fraction: float | None = Field(None, gt=0, le=1, description="ppdl: share of the gradient that is sent")
-    sigma: float | None = Field(None, ge=0, description="ppdl: standard deviation of the noise")
-    sketch: int = Field(2, ge=2, description="dbcl: inputs per bucket of a sketch")
-    spn_weight: float = Field(0.1, description="spn: weight of the private head's loss")
-    spn_bits: Positive = Field(32, description="spn: bits of a class's code")
-    rounding: int | None = Field(
-        None, description="plain: a seed makes it a rounding baseline, plain training with one rounding error more"
-    )
-    settings: tuple[str, ...] = Field((), description="settings of a defence of your own, as NAME=VALUE", strict=False)
+    ppdl: Literal["sel", "noise", "both"] = _field("sel", "select, add noise, or both")
+    fraction: float | None = _field(None, "fraction of the gradient that is sent", gt=0, le=1)
+    sigma: float | None = _field(None, "standard deviation of the noise", ge=0)
+    sketch: int = _field(2, "inputs per bucket of a sketch", ge=2)
+    spn_weight: float = _field(0.1, "weight of the private head's loss")
+    spn_bits: Positive = _field(32, "bits of a class's code")
+    settings: tuple[str, ...] = _field((), "further arguments of the defence's class, as NAME=VALUE", rare=True)
 
 
 class TrainingSettings(Settings):
-    """How the model is trained."""
+    """The training loop."""
 
-    loss: LossName | None = Field(
-        None, description="what clients minimise; by default cross_entropy for classes, squared_error for numbers"
+    loss: LossName | None = _field(
+        None, "training loss; by default cross_entropy for classes, squared_error for numbers"
     )
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="cross_entropy: share spread over all classes")
-    optimizer: Literal["adam", "adamw", "sgd"] = Field("adam", description="the server's optimiser")
-    lr: float = Field(1e-3, gt=0, description="learning rate")
-    momentum: float = Field(0.9, ge=0, lt=1, description="sgd: momentum")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay")
-    schedule: Literal["constant", "cosine", "plateau"] = Field(
-        "constant", description="learning rate: constant, cosine to 0, or a tenth after 10 evaluations without progress"
+    label_smoothing: float = _field(
+        0.0, "cross_entropy: fraction of each target spread over all classes", ge=0, lt=1, rare=True
     )
-    schedule_every: Literal["epoch", "round"] = Field("epoch", description="cosine: how often the rate changes")
-    clip_norm: float | None = Field(None, gt=0, description="longest gradient that the optimiser gets")
-    epochs: Positive = Field(20, description="passes of the largest client over its records")
-    patience: Positive | None = Field(None, description="stop early after so many evaluations without a better one")
-    batch_size: Positive = Field(32, description="records that a client takes in a round")
-    whole_shard: bool = Field(False, description="clients go through all their records in a round")
-    participation: float = Field(1.0, gt=0, le=1, description="share of the clients in a round")
-    fuse: bool = Field(True, description="compute clients in one pass where nothing ties samples together")
-    seed: int = Field(0, description="of the model's start, the order of records and the choice of clients")
-    device: str = Field("cpu", description="where to compute: cpu, cuda, cuda:1 ...")
-    checkpoint_every: int = Field(0, ge=0, description="rounds between checkpoints; 0 writes one per epoch")
+    optimizer: Literal["adam", "adamw", "sgd"] = _field("adam", "the server's optimizer")
+    lr: float = _field(1e-3, "learning rate", gt=0)
+    momentum: float = _field(0.9, "sgd: momentum", ge=0, lt=1, rare=True)
+    weight_decay: float = _field(0.0, "weight decay", ge=0, rare=True)
+    schedule: Literal["constant", "cosine", "plateau"] = _field(
+        "constant", "learning rate: constant, cosine to 0, or a tenth after 10 evaluations without improvement"
+    )
+    schedule_every: Literal["epoch", "round"] = _field("epoch", "cosine: how often the rate changes", rare=True)
+    clip_norm: float | None = _field(None, "clip the gradient to this norm", gt=0)
+    epochs: Positive = _field(20, "passes of the largest client over its records")
+    patience: Positive | None = _field(None, "stop after N evaluations without improvement")
+    batch_size: Positive = _field(32, "records per client and round")
+    whole_shard: bool = _field(False, "let clients use all their records in every round")
+    participation: float = _field(1.0, "fraction of the clients in each round", gt=0, le=1)
+    fuse: bool = _field(True, "compute all clients in one pass where samples are independent", rare=True)
+    seed: int = _field(0, "seed of the initial model, the order of records and the choice of clients")
+    device: str = _field("cpu", "device to compute on: cpu, cuda, cuda:1 ...")
+    checkpoint_every: int = _field(0, "rounds between checkpoints; 0 writes one per epoch", ge=0, rare=True)
 
 
 class PrivacySettings(Settings):
-    """What the server may see: differential privacy (both clip and noise, or neither), secure aggregation."""
+    """Limits on what the server sees: differential privacy (clip and noise together), secure aggregation."""
 
-    dp_clip: float | None = Field(None, gt=0, description="longest gradient of a client")
-    dp_noise: float | None = Field(None, ge=0, description="standard deviation of the noise on the sum, over dp_clip")
-    dp_delta: float = Field(1e-5, gt=0, lt=1, description="delta at which epsilon is given")
-    secure_aggregation: bool = Field(False, description="clients mask their updates, and the server sees sums only")
+    dp_clip: float | None = _field(None, "clip each client's gradient to this norm", gt=0)
+    dp_noise: float | None = _field(None, "noise multiplier (standard deviation / clipping norm)", ge=0)
+    dp_delta: float = _field(1e-5, "delta at which epsilon is reported", gt=0, lt=1, rare=True)
+    secure_aggregation: bool = _field(False, "mask updates, so that the server sees only their sum")
 
 
 class LimitSettings(Settings):
@@ -171,16 +211,18 @@ class LimitSettings(Settings):
             "multi-krum",
         ]
         | None
-    ) = Field(None, description="how clients' gradients become one; by default their mean")
-    hostile: int | None = Field(None, ge=0, description="hostile clients of a round that the rule must withstand")
-    max_records: Positive | None = Field(None, description="records that a client may count for, whatever it claims")
-    max_share: float | None = Field(None, gt=0, le=1, description="largest share of a client in the mean")
-    max_norm: float | None = Field(None, gt=0, description="longest gradient of a client; longer ones are refused")
-    norm_factor: float | None = Field(None, ge=1, description="longest gradient of a client, in medians of the round")
+    ) = _field(None, "how the clients' gradients are combined; by default their mean", rare=True)
+    hostile: int | None = _field(None, "number of hostile clients to tolerate in a round", ge=0, rare=True)
+    max_records: Positive | None = _field(None, "maximum number of records that a client counts for", rare=True)
+    max_share: float | None = _field(None, "maximum weight of a client in the mean", gt=0, le=1, rare=True)
+    max_norm: float | None = _field(None, "refuse gradients of a larger norm", gt=0, rare=True)
+    norm_factor: float | None = _field(
+        None, "refuse gradients whose norm exceeds the round's median by this factor", ge=1, rare=True
+    )
 
 
 class Config(BaseModel):
-    """Everything that decides a run, but for the secrets."""
+    """Everything that determines a run except the secrets."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     data: DataSettings = DataSettings()
@@ -190,40 +232,45 @@ class Config(BaseModel):
     privacy: PrivacySettings = PrivacySettings()
     limits: LimitSettings = LimitSettings()
 
-    def nested(self) -> dict[str, dict[str, Value]]:
-        """By section and key, as in a TOML file and in config.json."""
+    def to_sections(self) -> dict[str, dict[str, Value]]:
+        """Return the values by section and key, as in a TOML file."""
         return self.model_dump(by_alias=True)
 
     def flat(self) -> dict[str, Value]:
-        """By key, as flags have them."""
-        return {key: value for section in self.nested().values() for key, value in section.items()}
+        """Return the values by key."""
+        return {key: value for section in self.to_sections().values() for key, value in section.items()}
 
     def changed(self, **values: Value) -> "Config":
-        """The same configuration with other values, checked."""
+        """Return a checked copy with other values."""
         return configure(self.flat() | values)
 
     def changes(self) -> dict[str, Value]:
-        """The values that are not the default."""
+        """Return the values that are not the default."""
         default = Config().flat()
         return {key: value for key, value in self.flat().items() if value != default[key]}
 
-    def flags(self) -> str:
-        """The values that are not the default, as flags of `fedveil train`."""
-        return flags_of(self.changes())
-
     @property
     def title(self) -> str:
-        """Data, model and defence, for the name of a folder."""
+        """Data, model and defence, as the name of a folder."""
         return f"{self.data.name}-{self.model.name}-{self.defence.name}".replace(":", ".")
 
 
 SECTIONS: dict[str, type[Settings]] = {name: type(field.default) for name, field in Config.model_fields.items()}
 HOME = {(section if name == "name" else name): section for section, of in SECTIONS.items() for name in of.model_fields}
 """The section of each key."""
+CODE = ("data", "model", "defence")
+"""Keys that may name code, as package.module:name."""
+ABSENT = {
+    "local_epochs": (
+        "clients send gradients of a perturbed model, which only the server can step, so there are no local epochs; "
+        "whole_shard lets a client use all its records in a round"
+    )
+}
+"""Keys that users expect and that do not exist, each with the reason."""
 
 
-def flags_of(values: Mapping[str, Value]) -> str:
-    """Values as flags; None, which is no value, is left out."""
+def format_flags(values: Mapping[str, Value]) -> str:
+    """Return values as flags; None is left out."""
     words: list[str] = []
     for name, value in values.items():
         flag = name.replace("_", "-")
@@ -236,128 +283,103 @@ def flags_of(values: Mapping[str, Value]) -> str:
     return shlex.join(words)
 
 
-ABSENT = {
-    "local_epochs": (
-        "clients send gradients of a masked model, which only the server can step, so there are no local epochs; "
-        "whole_shard lets a client go through all its records in a round"
-    )
-}
-"""What users look for and do not find, and why."""
-
-
-def _near(key: str) -> str:
+def _suggest(key: str) -> str:
+    """Return what to write in place of an unknown key."""
     if key in ABSENT:
         return ABSENT[key]
     near = difflib.get_close_matches(key, HOME, 1)
     return f"did you mean {near[0]!r}, of [{HOME[near[0]]}]?" if near else "valid keys: " + ", ".join(HOME)
 
 
-def _by_section(values: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    """Keys put into their sections; one that is unknown, elsewhere at home or given twice is refused."""
-    found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, object]]:
+    """Return keys by section; refuse a key that is unknown, in a wrong section or given twice."""
+    found: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
     for section, group in values.items():
         inside = isinstance(group, Mapping)
         if inside and section not in SECTIONS:
             near = difflib.get_close_matches(section, SECTIONS, 1) or list(SECTIONS)
             raise BadArgument(where, f"there is no section [{section}]", f"did you mean [{'], ['.join(near)}]?")
-        for raw, value in group.items() if inside else [(section, group)]:
+        for raw, value in group.items() if isinstance(group, Mapping) else [(section, group)]:
             key = section if inside and raw == "name" else raw.replace("-", "_")
             if key not in HOME:
-                raise BadArgument(where, f"there is no key {raw!r}", _near(key))
+                raise BadArgument(where, f"there is no key {raw!r}", _suggest(key))
             home = HOME[key]
             if inside and section != home:
-                raise BadArgument(where, f"{raw!r} is in section [{section}]", f"it belongs to [{home}]")
+                raise BadArgument(where, f"{raw!r} is in section [{section}]", f"move it to [{home}]")
             if key in found[home]:
                 raise BadArgument(where, f"{raw!r} is given twice", f"keep the one in [{home}]")
             found[home][key] = value
     return found
 
 
-def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Sections or keys as keys alone; values are not checked."""
-    return {key: value for section in _by_section(values, where).values() for key, value in section.items()}
+def flatten(values: Mapping[str, object], where: str) -> dict[str, object]:
+    """Return the values of sections or keys by key, without checking them."""
+    return {key: value for section in _sort_keys(values, where).values() for key, value in section.items()}
 
 
-def configure(values: Mapping[str, Any], where: str = "configuration") -> Config:
-    """A checked configuration, from sections or from keys alone; a bad value is an error that says what is allowed."""
-    sections = _by_section(values, where)
+def configure(values: Mapping[str, object], where: str = "configuration") -> Config:
+    """Return a checked configuration from sections or keys; the error on a bad value names what is allowed."""
+    sections = _sort_keys(values, where)
     try:
-        config = Config(**{section: SECTIONS[section](**own) for section, own in sections.items()})  # type: ignore[arg-type]
+        config = Config.model_validate({name: SECTIONS[name].model_validate(own) for name, own in sections.items()})
     except ValidationError as error:
-        raise BadArgument(where, *explained(error)) from None
-    check(config, where)
+        raise BadArgument(where, *explain(error)) from None
+    _check_together(config, where)
     return config
 
 
-def explained(error: ValidationError) -> tuple[str, str | None]:
-    """What is wrong with the first bad value, and what would do."""
+def explain(error: ValidationError) -> tuple[str, str | None]:
+    """Return what is wrong with the first bad value, and how to correct it."""
     first = error.errors()[0]
     key, rule = ".".join(map(str, first["loc"])) or "it", first["msg"].removeprefix("Input should be ")
     if first["type"] == "extra_forbidden":
-        return f"there is no key {key!r}", _near(key)
+        return f"there is no key {key!r}", _suggest(key)
     wanted = {"a valid integer": "int", "a valid number": "float", "a valid string": "str", "a valid boolean": "bool"}
-    quoted = rule in wanted and wanted[rule] != "str" and isinstance(first["input"], str)
-    fix = f"write {key} without quotes" if quoted else None
+    is_quoted = rule in wanted and wanted[rule] != "str" and isinstance(first["input"], str)
+    fix = f"write {key} without quotes" if is_quoted else None
     return f"{key} must be {wanted.get(rule, rule)}, got {first['input']!r}", fix
 
 
-def check(config: Config, where: str) -> None:
-    """Refuse values that do not go together."""
-    privacy, defence = config.privacy, config.defence
+def _check_together(config: Config, where: str) -> None:
+    """Refuse values that contradict one another."""
+    privacy, training = config.privacy, config.training
     if (privacy.dp_clip is None) != (privacy.dp_noise is None):
         given, missing = ("dp_clip", "dp_noise") if privacy.dp_noise is None else ("dp_noise", "dp_clip")
-        raise BadArgument(where, f"{given} without {missing} protects nothing", "--dp-clip 1 --dp-noise 1, or neither")
-    if defence.rounding is not None and defence.name != "plain":
-        what = f"rounding makes a baseline of plain training, not of {defence.name}"
-        fix = "fedveil train --defence plain --rounding 1, or fedveil compare --defences plain,baseline"
-        raise BadArgument(where, what, fix)
-    if config.training.label_smoothing and config.training.loss not in (None, "cross_entropy"):
-        raise BadArgument(where, f"label_smoothing: {config.training.loss} has none", "--loss cross_entropy")
+        fix = "use --dp-clip 1 --dp-noise 1, or neither"
+        raise BadArgument(where, f"{given} without {missing} protects nothing", fix)
+    if training.label_smoothing and training.loss not in (None, "cross_entropy"):
+        raise BadArgument(where, f"label_smoothing: {training.loss} has none", "use --loss cross_entropy")
 
 
-PAPER: Mapping[str, Value] = {"loss": "squared_error"}
-"""What studies of the paper start from: its loss. Data of users' own are trained on as `fedveil train` does."""
-OWN_DATA = ("csv", "images")
-
-
-def of_users(name: str) -> bool:
-    """Whether a data set is the user's own."""
-    return name in OWN_DATA or ":" in name
-
-
-CODE = ("data", "model", "defence")
-"""Keys that may name code, as package.module:name."""
-
-
-def refuse_code(values: Mapping[str, Any], where: str, named: Collection[str] = ()) -> None:
-    """Refuse keys and values from elsewhere that name code, but for those keys that the user has named."""
+def refuse_code(values: Mapping[str, object], where: str, named: Collection[str] = ()) -> None:
+    """Refuse values of a file that name code, except for the keys that the user has named on the command line."""
     for key in CODE:
         value = values.get(key)
         if key not in named and isinstance(value, str) and ":" in value:
-            what = f"{key} = {value!r} names code: to import it is to run it, and this file may be from anyone"
-            fix = f"--{key} {shlex.quote(value)} or --trust-code on the command line, trust_code=True in Python"
+            what = f"{key} = {value!r} names code: importing it runs it, and this file may come from anyone"
+            fix = f"pass --{key} {shlex.quote(value)} or --trust-code on the command line, or trust_code=True in Python"
             raise BadArgument(where, what, fix)
 
 
-RETIRED = ("nodes", "tolerance")  # keys of earlier versions, which interpolated losses
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """The sections and keys of a TOML file, or of a run's config.json, not yet checked; null means not given."""
-    return _given(path, read_json(path)) if path.suffix == ".json" else read_toml(path)
-
-
-def _given(path: Path, values: Any) -> dict[str, Any]:
-    """What a JSON file gives values for; keys of earlier versions may be there as long as they were not used."""
+def check_schema(values: object, where: str) -> dict[str, object]:
+    """Return the content of a file in a run's folder without its schema; refuse another schema."""
     if not isinstance(values, dict):
-        raise BadArgument(str(path), f"holds a {type(values).__name__}, not sections", "the config.json of a run")
-    for key in RETIRED:
-        if values.get(key) is not None:
-            raise BadArgument(str(path), f"the run used {key!r}, which is gone", "start it anew; decoys do the same")
-    found = {}
-    for key, value in values.items():
+        raise BadArgument(where, f"holds a {type(values).__name__}, not sections", "name the config.json of a run")
+    found = dict(values)
+    if (schema := found.pop("schema", None)) != SCHEMA:
+        what = f"has schema {schema!r}, and this version reads schema {SCHEMA}"
+        raise BadArgument(where, what, "use the version of fedveil that wrote it, or train again")
+    return found
+
+
+def read_file(path: Path) -> dict[str, object]:
+    """Return the unchecked sections and keys of a TOML file or a run's config.json, where null means not given."""
+    if path.suffix != ".json":
+        return dict(read_toml(path))
+    found: dict[str, object] = {}
+    for key, value in check_schema(read_json(path), str(path)).items():
         if isinstance(value, dict):
             found[key] = {name: own for name, own in value.items() if own is not None}
-        elif value is not None and key not in RETIRED:
+        elif value is not None:
             found[key] = value
     return found

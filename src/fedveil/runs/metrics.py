@@ -15,17 +15,17 @@ LOG = logging.getLogger("fedveil")
 
 
 class Metrics:
-    """The file of a server's records; untouched until there is one to write, so that a run may still be refused.
+    """The file of a server's records, untouched until there is one to write, so that a run may still be refused.
 
     Args:
-        path: of the file. Lines that the server does not know, of rounds that a kill has lost, are cut off.
-        server: whose records they are.
+        path: of the file. Lines of rounds that a kill has lost are cut off.
+        server: the server that appends its records.
     """
 
     def __init__(self, path: Path, server: Server) -> None:
         self._path, self._server = path, server
         self._file: IO[str] | None = None
-        self._count = -1  # of lines that are written
+        self._count = -1  # lines written
 
     def append(self, record: Record) -> None:
         """Add the record of the round that has just ended."""
@@ -44,7 +44,7 @@ class Metrics:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write what is missing: of a run that was finished before, all; of an evaluation that broke off, one line."""
+        """Write missing records: all of a run that was finished before, or the last one if its evaluation failed."""
         records = self._server.history.records
         if self._file is not None:
             self._file.close()
@@ -53,5 +53,5 @@ class Metrics:
         elif self._file is not None and self._count != len(records):
             try:
                 self._write(records)
-            except BadArgument as failure:  # the error that ended the run is the one to be seen
+            except BadArgument as failure:  # the user must see the error that ended the run
                 LOG.warning("fedveil: %s", failure)

@@ -1,7 +1,6 @@
 """The report page of a run."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +12,15 @@ from fedveil.federation.server import Server
 from fedveil.graph import Plan
 from fedveil.graph.describe import known_in_words
 from fedveil.report import Beside, Curves, Facts, Matrix, Page, Section, Table, Text
+from fedveil.runs.config import Value
+from fedveil.runs.losses import primary_metric
+from fedveil.runs.summary import RunSummary
 from fedveil.scheme import Broadcast, Loss, client_view
 from fedveil.scheme.outputs import head_axis
 
 SERVER, NO_DATA = "the server's model", " (no data needed)"
 MOST_CLASSES = 20
-NEAR = 0.2  # of the server's metric: a client that comes so near has the model
+NEAR = 0.2  # of the server's metric: a client within this fraction has the model
 WINDOWS = 60  # points of a line that is drawn as median and band
 
 PROTECTION = (
@@ -40,13 +42,13 @@ SPENT = "The most that any client has spent, at the delta of the configuration."
 
 
 def confusion(outputs: Tensor, targets: Tensor, classes: int, axis: int | None = None) -> list[list[int]]:
-    """Counts, of positions where records have several: one row for each true class, one column for each answer."""
+    """Return counts of records (or positions): one row per true class, one column per answer."""
     cells = torch.bincount((targets * classes + predicted(outputs, targets, axis)).flatten(), minlength=classes**2)
     return [[int(count) for count in row] for row in cells.reshape(classes, classes)]
 
 
 def client_models(federation: Server) -> dict[str, nn.Module]:
-    """The model as the server has it, as received by a client, and with the offset removed."""
+    """Return the server's model, the model as a client receives it, and the latter with the offset removed."""
     defence, model = federation.defence, federation.model
     own_round = federation.defence_server.start_round(model)
     broadcast = own_round.broadcast
@@ -58,14 +60,14 @@ def client_models(federation: Server) -> dict[str, nn.Module]:
 
 
 def scores(views: Mapping[str, nn.Module], data: Data, loss: Loss | None = None) -> dict[str, dict[str, float]]:
-    """Test metrics of each view."""
+    """Return the test metrics of each view."""
     device = next(next(iter(views.values())).parameters()).device
     inputs, targets = moved(data.test.inputs, device), data.test.targets.to(device)
     return {name: metrics(predict(view, inputs), targets, loss, axis=head_axis(view)) for name, view in views.items()}
 
 
 def confusions(views: Mapping[str, nn.Module], data: Data) -> dict[str, list[list[int]]]:
-    """Confusion matrices of the first two views."""
+    """Return the confusion matrices of the first two views."""
     device = next(next(iter(views.values())).parameters()).device
     inputs, targets = moved(data.test.inputs, device), data.test.targets
     return {
@@ -75,7 +77,7 @@ def confusions(views: Mapping[str, nn.Module], data: Data) -> dict[str, list[lis
 
 
 def view_sections(views: Mapping[str, nn.Module], data: Data, name: str, found: Mapping[str, float]) -> list[Section]:
-    """What the server has against what a client sees: one metric of each view."""
+    """Return one metric of each view: the server's model beside those that clients have."""
     rows = [[view, f"{value:.4f}"] for view, value in found.items()]
     sections: list[Section] = [Table("What the server has, and what a client sees", ["model", f"test {name}"], rows)]
     if name == "accuracy" and 0 < len(data.classes) <= MOST_CLASSES:
@@ -85,15 +87,15 @@ def view_sections(views: Mapping[str, nn.Module], data: Data, name: str, found: 
 
 
 def quality(name: str, value: float) -> str:
-    """A metric as text: a share of right answers in per cent, anything else as a number."""
+    """Return a metric as text: accuracy in per cent, anything else as a number."""
     return f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.3g}"
 
 
 def verdict(name: str, found: Mapping[str, float], budget: str = "") -> str:
-    """What came of a run in one sentence: one metric of the server's model, and of it as clients have it.
+    """Return the result of a run in one sentence: one metric of the server's model, and of the clients' copies.
 
-    Names of views are those of `client_models`. What was not measured is said to be so where clients seem to have
-    little: an adaptive one may have more.
+    Names of views are those of `client_models`. Where the copies are poor, the sentence names what was not measured: an
+    adaptive client may have more.
     """
     server, received, *removed = found.values()
     near = [abs(value - server) <= NEAR * abs(server) for value in (received, *removed)]
@@ -111,13 +113,13 @@ def verdict(name: str, found: Mapping[str, float], budget: str = "") -> str:
 SHARES = {
     "scaled": "multiplied by secret factors, or masked additively (the final layer)",
     "signed": "multiplied by secret signs",
-    "moved": "sent as they are, in secret places",
+    "moved": "sent as they are, at secret positions",
     "bare": "sent as they are",
 }
 
 
 def veil_sections(plan: Plan, draws: int = 0) -> list[Section]:
-    """How much of the model a veil covers, and what that protects; `draws` of noise that was kept over rounds."""
+    """Return how much of the model a veil perturbs, and what that protects; `draws` of noise kept over rounds."""
     rows = [[kind, f"{100 * plan.shares[kind]:.1f} %", words] for kind, words in SHARES.items()]
     note = "Each value counts once, under the strongest. " + (known_in_words(plan) or "")
     table = Table("What the veil covers", ["parameters' values", "share", "in each broadcast"], rows, note.strip())
@@ -132,7 +134,7 @@ ESTIMATED = (
 
 
 def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> list[Section]:
-    """Metrics and errors over rounds."""
+    """Return curves of metrics and errors over rounds."""
     sections: list[Section] = []
     for name in METRICS:
         series = {run: history.curve(name) for run, history in histories.items() if name in history.names}
@@ -148,7 +150,7 @@ def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> l
 
 
 def error_section(errors: Mapping[str, Sequence[tuple[int, float]]], note: str) -> Curves:
-    """The relative error of the gradient: the median of some rounds, with a band from their 10 % to 90 % quantile."""
+    """Return the relative error of the gradient: medians over rounds, with a band of 80 %."""
     lines: dict[str, list[tuple[float, float]]] = {}
     bands: dict[str, list[tuple[float, float]]] = {}
     for run, points in errors.items():
@@ -164,7 +166,7 @@ def error_section(errors: Mapping[str, Sequence[tuple[int, float]]], note: str) 
 
 
 def cost_section(histories: Mapping[str, History]) -> Section:
-    """Seconds of each run."""
+    """Return the seconds of each run."""
     rows = []
     for run, history in histories.items():
         seconds, rounds = history.records[-1]["seconds"], len(history.records)
@@ -172,33 +174,33 @@ def cost_section(histories: Mapping[str, History]) -> Section:
     return Table("Cost", ["run", "rounds", "seconds", "ms per round"], rows, "Evaluation included.")
 
 
-def run_page(server: Server, data: Data, config: Mapping[str, Any], summary: Mapping[str, Any]) -> Page:
-    """The page of one run."""
-    defence, name = server.defence, server.defence.name
-    histories, own = {name: server.history}, server.defence_server
+def run_page(server: Server, data: Data, config: Mapping[str, Value], summary: RunSummary) -> Page:
+    """Return the page of one run."""
+    name, own = server.defence.name, server.defence_server
+    histories = {name: server.history}
     veil = veil_sections(own.plan, own.draws) if own.plan is not None else []  # before the page's own broadcast
     views = client_models(server)
     every = scores(views, data, server.loss)
-    metric = next(one for one in METRICS if one in next(iter(every.values())))
+    metric = primary_metric(next(iter(every.values())))
     found = {view: values[metric] for view, values in every.items()}
     sections = [
         *curve_sections(histories),
         *view_sections(views, data, metric, found),
         *veil,
-        *([Text("Differential privacy", (GUARANTEE,))] if defence.dp_clip is not None else []),
+        *([Text("Differential privacy", (GUARANTEE,))] if summary.budget else []),
         cost_section(histories),
         Facts("Configuration", {key: str(value) for key, value in config.items()}),
     ]
-    budget = summary.get("epsilon")
-    stopped = f" Stopped {summary['stopped']}." if "stopped" in summary else ""
-    lead = f"{summary['rounds']} rounds with {config['clients']} clients.{stopped}"
-    if budget is not None:
-        lead += f" Epsilon {budget:.3g} at delta {summary['delta']:g}."
+    budget, epsilon = summary.budget, summary.budget.epsilon if summary.budget else None
+    stopped = f" Stopped {summary.stopped}." if summary.stopped else ""
+    lead = f"{summary.rounds} rounds with {config['clients']} clients.{stopped}"
+    if budget and epsilon is not None:
+        lead += f" Epsilon {epsilon:.3g} at delta {budget.delta:g}."
     return Page(
         f"{data.name}, {config['model']}, {name}",
-        verdict(metric, found, f" at epsilon {budget:.3g}" if budget is not None else ""),
+        verdict(metric, found, f" at epsilon {epsilon:.3g}" if epsilon is not None else ""),
         sections,
-        str(summary["repeat"]),
+        summary.repeat,
         lead,
         f"test {metric} {quality(metric, found[SERVER])}",
     )

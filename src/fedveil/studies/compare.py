@@ -9,10 +9,10 @@ from pathlib import Path
 from fedveil.checks import one_of, whole
 from fedveil.defences.registry import BUILT_IN, names
 from fedveil.errors import BadArgument
-from fedveil.federation.evaluate import METRICS
 from fedveil.report import Facts, Section, Text, count
-from fedveil.runs.build import federation_of, load_data
+from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.config import Config
+from fedveil.runs.losses import primary_metric
 from fedveil.runs.page import cost_section, curve_sections, quality
 from fedveil.studies.federations import TrainedRun, TrainRun
 from fedveil.studies.jobs import Done, Failed, Job
@@ -49,6 +49,11 @@ class Comparands:
         whole("--seeds", "seeds", self.seeds, 1)
 
 
+def baseline_settings(seed: int) -> tuple[str, ...]:
+    """Return the settings that make plain training the rounding baseline."""
+    return (f"rounding={seed}",)
+
+
 def check_defences(names: Sequence[str], known: Sequence[str], flag: str) -> None:
     """Refuse an unknown or repeated name; package.module:Class is not looked up here."""
     for number, name in enumerate(names):
@@ -68,13 +73,15 @@ class CompareStudy(Study[Comparands, Runs]):
 
     def graph(self, asked: Comparands, folder: Path) -> JobGraph[Runs]:
         """Return a job per seed and defence, seed by seed, so that a stopped comparison is complete for some seeds."""
-        federation_of(asked.config.changed(defence="plain"), load_data(asked.config))  # refused before anything runs
+        build_federation(asked.config.changed(defence="plain"), load_data(asked.config))  # refused before anything runs
         jobs, first = dict[tuple[str, int], Job[TrainedRun]](), asked.config.training.seed
         for seed in range(first, first + asked.seeds):
             for name in asked.defences:
-                kind = {"defence": "plain", "rounding": seed + 1} if name == BASELINE else {"defence": name}
+                config = asked.config.changed(seed=seed, defence="plain" if name == BASELINE else name)
+                if name == BASELINE:
+                    config = config.changed(settings=baseline_settings(seed + 1))
                 label = f"{name}-{seed}".replace(":", ".")
-                work = TrainRun(asked.config.changed(seed=seed, **kind), folder / "runs" / label)
+                work = TrainRun(config, folder / "runs" / label)
                 jobs[name, seed] = Job(label, work, TrainedRun)
 
         def collect(done: Done) -> Runs:
@@ -86,7 +93,7 @@ class CompareStudy(Study[Comparands, Runs]):
         """Show the table, curves of the first seed, cost, configuration."""
         config, private = asked.config, asked.config.privacy.dp_clip is not None
         last = [run.history.last for runs in results.values() for run in _successes(runs)]
-        metric = next((name for name in METRICS for record in last if name in record), METRICS[0])
+        metric = primary_metric({name for record in last for name in record})
         header = [title.format(metric) for title in HEADER] + ["epsilon"] * private
         first = {name: runs[0].history for name, runs in results.items() if isinstance(runs[0], TrainedRun)}
         failures = [

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from fedveil.data import Data
 from fedveil.federation.checkpoint import BEST
-from fedveil.federation.evaluate import METRICS, metrics, predict
+from fedveil.federation.evaluate import metrics, predict
 from fedveil.federation.local import Federation
 from fedveil.federation.server import History, Record
 from fedveil.federation.setting import RECORDS
@@ -19,7 +19,8 @@ from fedveil.plain_json import read_json, to_json
 from fedveil.progress import Progress
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
-from fedveil.runs.folder import RUN, finished, holds_run, resumed, train
+from fedveil.runs.folder import RUN, holds_run, is_finished, resume_federation, train
+from fedveil.runs.losses import primary_metric
 from fedveil.studies.basis import AGAIN, Basis, explain_change
 from fedveil.studies.jobs import Done, Result
 
@@ -64,7 +65,7 @@ class TrainedRun(Result):
     @property
     def metric(self) -> str:
         """Return the name of the primary metric."""
-        return next(name for name in METRICS if name in self.history.last)
+        return primary_metric(self.history.last)
 
 
 @dataclass(frozen=True)
@@ -106,19 +107,19 @@ def load_or_train(
     """
     data = load_data(config)
     if basis and basis.checkpoint is not None:
-        return resumed(config, folder, data), data
+        return resume_federation(config, folder, data), data
     if basis:
         remove_stale_run(folder, basis.training, progress)
-    if not finished(config, folder):
+    if not is_finished(config, folder):
         train(config, folder, resume=True, on_round=round_progress(config.training.epochs, progress), data=data)
-    return resumed(config, folder, data), data
+    return resume_federation(config, folder, data), data
 
 
 def describe_run(config: Config, folder: Path) -> list[str]:
     """Return notes on a user's run that is attacked: that it is unfinished, or that its data changed."""
-    federation = resumed(config, folder, load_data(config))
+    federation = resume_federation(config, folder, load_data(config))
     notes, last = [], config.training.epochs * federation.rounds_per_epoch
-    if not finished(config, folder) and federation.round < last:
+    if not is_finished(config, folder) and federation.round < last:
         notes.append(f"This run is not finished: it is attacked after round {federation.round} of {last}.")
     if RECORDS in federation.changed:
         notes.append("The data changed since this run was trained: it has not seen the records that count as members.")
@@ -146,6 +147,6 @@ def measure_quality(federation: Federation, data: Data) -> Quality:
         metrics(predict(federation.model, part.tensor.to(federation.device)).cpu(), part.targets)
         for part in (data.train, data.test)
     )
-    name = next(metric for metric in METRICS if metric in train)
+    name = primary_metric(train)
     gap = test[name] - train[name] if name in ("mse", "loss") else train[name] - test[name]
     return Quality(name, train[name], test[name], gap)

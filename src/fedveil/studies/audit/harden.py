@@ -9,7 +9,7 @@ from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.registry import ATTACKERS
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Intervals, Section, Text
-from fedveil.runs.config import PAPER, Config, Value, configure
+from fedveil.runs.config import Config, Value, configure
 from fedveil.studies.audit.results import FLOOR, AuditResult
 from fedveil.studies.audit.run import Audit, AuditOptions
 from fedveil.studies.estimates import Estimate, average, percent, text
@@ -81,7 +81,7 @@ def base_values(given: Values) -> Values:
             raise BadArgument("fedveil audit --harden", f"it measures several --{flag}", f"leave out --{flag}")
     data = str(given.get("data", "digits"))
     usual = BASES.get(data, {name: BASES["digits"][name] for name in ("clients", "epochs")})
-    return {"data": data, **PAPER, **usual, **given}
+    return {"data": data, "loss": "squared_error", **usual, **given}
 
 
 def default_options(base: Values) -> AuditOptions:

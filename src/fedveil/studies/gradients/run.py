@@ -26,9 +26,9 @@ from fedveil.federation import checkpoint
 from fedveil.federation.local import Federation
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
-from fedveil.runs.build import build_defence, build_loss, build_model, build_optimizer, load_data, on_device
+from fedveil.runs.build import build_defence, build_loss, build_model, build_optimizer, load_data, move_to_device
 from fedveil.runs.config import Config
-from fedveil.runs.folder import resumed
+from fedveil.runs.folder import resume_federation
 from fedveil.scheme import Broadcast
 from fedveil.studies.attack import AttackRequest, PartStudy, Results, option
 from fedveil.studies.gradients import page
@@ -115,7 +115,7 @@ class AttackBatch:
         model = build_model(config, data)  # fresh: the state in which gradient inversion is published
         optimizer = build_optimizer(config.training)
         if self.run and is_run(self.run):
-            model.load_state_dict(resumed(config, self.run, data).model.state_dict())
+            model.load_state_dict(resume_federation(config, self.run, data).model.state_dict())
             optimizer = plain_sgd(config.training.lr)
         federation = few_clients(config, model, (own, victim), optimizer, max(first, size))
         leaks, observed = observe_leaks(federation)
@@ -191,7 +191,7 @@ def few_clients(
 ) -> Federation:
     """Build a federation of clients with these records."""
     return Federation(
-        on_device(model, config.training.device),
+        move_to_device(model, config.training.device),
         [(part.tensor, part.targets) for part in parts],
         build_defence(config),
         optimizer,

@@ -22,7 +22,7 @@ from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_model, build_optimizer, load_data
 from fedveil.runs.config import Config
-from fedveil.runs.folder import resumed
+from fedveil.runs.folder import resume_federation
 from fedveil.studies.attack import AttackRequest, PartStudy, Results, option
 from fedveil.studies.gradients import server_page
 from fedveil.studies.gradients.results import Curious, Nearest, ServerRound, ServerView
@@ -84,7 +84,7 @@ def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]
     data = load_data(config)
     model = build_model(config, data)
     if run and is_run(run):
-        model.load_state_dict(resumed(config, run, data).model.state_dict())
+        model.load_state_dict(resume_federation(config, run, data).model.state_dict())
     if config.data.name == "digits" and config.model.name == "mlp":  # loaded as rows of 64 numbers
         data, model = load_data(config.changed(model="lenet")), nn.Sequential(nn.Flatten(), model)
     if data.scale is None or data.train.tensor.dim() != 4:

@@ -21,7 +21,7 @@ from fedveil.federation.evaluate import metrics, predict
 from fedveil.files import write_whole
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
-from fedveil.runs.build import federation_of, load_data
+from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.config import Config
 from fedveil.studies.federations import round_progress
 from fedveil.studies.jobs import Done, Job, Result
@@ -145,7 +145,7 @@ class TrainShadow:
         inside = shadow_members(config, len(pool.targets), self.shadows, size)[self.number]
         how = "iid" if config.data.split == "column" else config.data.split
         own = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
-        federation = federation_of(own, Data(data.name, pool.take(inside), data.test, classes=data.classes))
+        federation = build_federation(own, Data(data.name, pool.take(inside), data.test, classes=data.classes))
         federation.fit(own.training.epochs, on_round=round_progress(own.training.epochs, progress))
         views = observe(federation).model, federation.model
         outputs = [predict(view, pool.tensor.to(federation.device)).cpu() for view in views]

@@ -9,13 +9,13 @@ from typing import Generic, NamedTuple, TypeVar
 
 from fedveil.attacks.observation import PUBLISHED
 from fedveil.report import NOTHING, Interval, Intervals
-from fedveil.runs.config import PAPER, configure
+from fedveil.runs.config import configure
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results
 from fedveil.studies.estimates import Estimate, average, text
 from fedveil.studies.inversion.results import Inversion
 from fedveil.studies.jobs import Done, Failed
 from fedveil.studies.membership.results import Membership
-from fedveil.studies.paper.plan import Plan
+from fedveil.studies.paper.plan import LOSS, Plan
 from fedveil.studies.study import JobGraph, Shown
 from fedveil.studies.tables import mark
 
@@ -41,7 +41,7 @@ def attack_graph(
     options, graphs = study.options(**plan.settings.attack), dict[tuple[str, int], JobGraph[Results[A]]]()
     for seed in range(plan.settings.seeds) if seeds is None else seeds:
         for group in plan.settings.runs:
-            config = configure({**PAPER, **group, "device": plan.device, "seed": seed}, plan.where)
+            config = configure({**LOSS, **group, "device": plan.device, "seed": seed}, plan.where)
             part = f"{config.data.name}-{seed}" if seed else config.data.name
             asked = AttackRequest(config, tuple(plan.settings.defences), options, label=f"{study.name}-{part}-")
             graphs[config.data.name, seed] = study.graph(asked, folder / study.name / part)

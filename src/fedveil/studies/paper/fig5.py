@@ -6,13 +6,13 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from fedveil.report import Section
-from fedveil.runs.config import PAPER, Config, Value, configure
+from fedveil.runs.config import Config, Value, configure
 from fedveil.studies.attack import AttackRequest, Results
 from fedveil.studies.estimates import average
 from fedveil.studies.gradients.page import HEADER, chart, complete_batches, gallery, join_figures, table_rows
 from fedveil.studies.gradients.results import Gradients
 from fedveil.studies.gradients.run import GRADIENTS, GradientOptions
-from fedveil.studies.paper.plan import Plan, make_exhibit
+from fedveil.studies.paper.plan import LOSS, Plan, make_exhibit
 from fedveil.studies.study import JobGraph, Shown
 
 BATCH = 1
@@ -32,7 +32,7 @@ def _configs(plan: Plan) -> dict[str, Config]:
         changes[f"ppdl, variance {variance:g}"] = noise
     changes["veil"] = {"defence": "veil"}
     common = plan.settings.run | {"device": plan.device}
-    return {name: configure({**PAPER, **common, **own}, plan.where) for name, own in changes.items()}
+    return {name: configure({**LOSS, **common, **own}, plan.where) for name, own in changes.items()}
 
 
 def graph(plan: Plan, folder: Path) -> JobGraph[Results[Gradients]]:

@@ -1,7 +1,7 @@
 """Tables and figures of the paper: a plan in TOML, and the functions that compute and present it."""
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +14,8 @@ from fedveil.runs.config import Value
 from fedveil.studies.study import JobGraph, Shown
 
 SCALES = ("quick", "cpu", "paper")
+LOSS: Mapping[str, Value] = {"loss": "squared_error"}
+"""The paper's loss, of every plan that names no other."""
 T = TypeVar("T")
 R = TypeVar("R")
 Axis = Value | list[Value] | dict[str, Value]

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedveil.report import NOTHING
-from fedveil.runs.config import PAPER, Config, configure
-from fedveil.studies.compare import BASELINE
+from fedveil.runs.choices import format_command
+from fedveil.runs.config import Config, configure
+from fedveil.studies.compare import BASELINE, baseline_settings
 from fedveil.studies.federations import TrainedRun, TrainRun
 from fedveil.studies.jobs import Failed, Job
-from fedveil.studies.paper.plan import Axis, Plan
+from fedveil.studies.paper.plan import LOSS, Axis, Plan
 from fedveil.studies.study import JobGraph
 
 Setting = dict[str, str | int]
@@ -60,7 +61,9 @@ def list_configs(plan: Plan) -> list[Config]:
             for name, value in chosen.items():
                 if isinstance(value, dict):
                     chosen[name] = value[str(chosen[str(value["of"])])]
-            found.append(configure({**PAPER, **chosen}, plan.where))
+            if "rounding" in chosen:
+                chosen["settings"] = baseline_settings(int(str(chosen.pop("rounding"))))
+            found.append(configure({**LOSS, **chosen}, plan.where))
     return list(dict.fromkeys(found))
 
 
@@ -74,7 +77,7 @@ def run_name(config: Config) -> str:
 
 def defence_name(config: Config) -> str:
     """Return the name of the defence, or of the rounding baseline."""
-    return config.defence.name if config.defence.rounding is None else BASELINE
+    return BASELINE if config.defence.settings else config.defence.name
 
 
 def training_graph(plan: Plan, folder: Path) -> JobGraph[list[Run]]:
@@ -88,7 +91,7 @@ def training_graph(plan: Plan, folder: Path) -> JobGraph[list[Run]]:
 
 def _to_run(config: Config, trained: TrainedRun | Failed) -> Run:
     what = (config.data.name, config.model.name, config.model.layers, config.data.clients)
-    run = Run(*what, str(config.training.loss), config.training.seed, defence_name(config), config.flags())
+    run = Run(*what, str(config.training.loss), config.training.seed, defence_name(config), format_command(config))
     if isinstance(trained, Failed):
         return dataclasses.replace(run, failed=trained.failed)
     metric, last = trained.metric, trained.history.last

@@ -12,7 +12,7 @@ from fedveil.federation.aggregators import RULES
 from fedveil.federation.limits import MEAN
 from fedveil.federation.local import Federation
 from fedveil.progress import Progress
-from fedveil.runs.build import build_limits, build_model, federation_of, load_data
+from fedveil.runs.build import build_federation, build_limits, build_model, load_data
 from fedveil.runs.config import Config, LimitSettings, Value
 from fedveil.studies.attack import AttackRequest, PartStudy, Results, option
 from fedveil.studies.jobs import Done, Failed, Job
@@ -75,7 +75,7 @@ class Poison:
         every, runs = self.options.configs(self.config), {}
         for number, (name, config) in enumerate(every.items()):
             progress(number / len(every), name)
-            runs[name] = ending(federation_of(config, data, make=make), data, self.options.rounds, hostile)
+            runs[name] = ending(build_federation(config, data, make=make), data, self.options.rounds, hostile)
         return Endings(runs)
 
 

@@ -12,12 +12,13 @@ from tests.data.making import picture, write_folder
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedveil.cli import main
-from fedveil.cli.training import Train
+from fedveil.cli.training import TrainCommand
 from fedveil.runs.build import load_data
-from fedveil.runs.config import configure, flags_of
+from fedveil.runs.choices import format_command
+from fedveil.runs.config import configure, format_flags
 from fedveil.runs.folder import open_run, read_config
 
-HERE = "tests.test_cli_data"
+HERE = "tests.cli.test_own_data"
 
 
 def test_data_sets_are_listed_with_their_state(capsys, monkeypatch, tmp_path):
@@ -110,22 +111,22 @@ missing = "drop"
 test_share = 0.25
 """)
     words = ["--ignore", "id", "size in m2", "--categorical", "zip", "--missing", "drop", "--test-share", "0.25"]
-    from_flags = Train.read("fedveil train", [*FLAGS, "--delimiter", ";", *words], "").config
-    from_file = Train.read("fedveil train", ["run.toml"], "").config
+    from_flags = TrainCommand.parse("fedveil train", [*FLAGS, "--delimiter", ";", *words]).config
+    from_file = TrainCommand.parse("fedveil train", ["run.toml"]).config
     assert from_flags == from_file
     assert from_flags.data.ignore == ("id", "size in m2")
-    command = from_flags.flags()
+    command = format_command(from_flags)
     assert "--ignore id 'size in m2' --categorical zip" in command
     assert "--delimiter ';'" in command
-    assert Train.read("fedveil train", shlex.split(command), "").config == from_flags
-    assert configure(json.loads(json.dumps(from_flags.nested()))) == from_flags
-    overridden = Train.read("fedveil train", ["run.toml", "--ignore", "label"], "").config
+    assert TrainCommand.parse("fedveil train", shlex.split(command)).config == from_flags
+    assert configure(json.loads(json.dumps(from_flags.to_sections()))) == from_flags
+    overridden = TrainCommand.parse("fedveil train", ["run.toml", "--ignore", "label"]).config
     assert overridden.data.ignore == ("label",)
 
 
 def test_odd_names_of_columns_survive_the_shell():
     names = ("a b", "it's", "$HOME", 'say "x"', "grün", "*", ";")
-    assert shlex.split(flags_of({"ignore": names})) == ["--ignore", *names]
+    assert shlex.split(format_flags({"ignore": names})) == ["--ignore", *names]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_what_is_wrong_with_a_csv_file_is_said_with_the_flag_that_mends_it(words
 
 def test_a_flag_for_tables_is_refused_by_other_data(capsys, tmp_path):
     assert main(["train", "--data", "digits", "--ignore", "x", "--out", str(tmp_path / "run")]) == 2
-    assert "load('digits'): there is no option 'ignore'" in capsys.readouterr().err
+    assert "--ignore does not apply to --data digits" in capsys.readouterr().err
 
 
 def test_images_in_folders_of_classes_alone_are_trained_on(tmp_path, capsys, monkeypatch):

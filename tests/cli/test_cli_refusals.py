@@ -19,7 +19,7 @@ def table(tmp_path, monkeypatch):
     [
         (["mine.csv", "--target", "price"], ["mine.csv: it is a table", "--data csv --path mine.csv --target COLUMN"]),
         (["--data", "mine.csv", "--target", "price"], ["is a file or folder", "--data csv --path mine.csv"]),
-        (["--path", "mine.csv", "--target", "price"], ["takes no path", "--data csv (or images) --path mine.csv"]),
+        (["--path", "mine.csv", "--target", "price"], ["--path does not apply to --data digits", "csv"]),
         (["--data", "digits", "--model", "mlpp"], ["there is no model 'mlpp'", "'mlp' is the nearest of"]),
         (["--data", "digits", "--model", "reset20"], ["there is no model 'reset20'", "'resnet20' is the nearest of"]),
         (["gone.toml"], ["gone.toml: cannot be read", "Fix: name a TOML file that is there"]),
@@ -43,28 +43,6 @@ def test_a_column_that_counts_the_rows_is_pointed_out(table):
     notes = load("csv", path=table / "mine.csv", target="price").notes
     assert [note for note in notes if "'id' counts the rows" in note and "--ignore id" in note]
     assert not any("counts the rows" in note for note in load("csv", path="mine.csv", target="x", ignore="id").notes)
-
-
-@pytest.mark.parametrize(
-    ("spec", "texts"),
-    [
-        ("./nets.py:Net", ["./nets.py is a file", "Fix: nets:Net, where"]),
-        ("my/nets.py:Net", ["my/nets.py is a file", "Fix: my.nets:Net, where"]),
-        ("torch.nn:Identiti", ["module torch.nn has no 'Identiti'", "Fix: torch.nn:Identity is the nearest"]),
-        ("torch.nn:qqqq", ["module torch.nn has no 'qqqq'", "Fix: name something that torch.nn defines"]),
-    ],
-)
-def test_a_model_that_is_named_wrongly_is_told_how_it_is_named(spec, texts, capsys):
-    assert main(["inspect", spec, "--input", "4"]) == 2
-    err = capsys.readouterr().err
-    assert all(text in err for text in texts), err
-
-
-def test_an_error_in_a_users_module_is_not_taken_for_a_missing_name(tmp_path, monkeypatch):
-    (tmp_path / "broken_nets.py").write_text("import math\nmath.nothing\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(AttributeError, match="module 'math' has no attribute 'nothing'"):
-        main(["inspect", "broken_nets:Net", "--input", "4"])
 
 
 def test_records_without_columns_cannot_be_divided_by_one(capsys):

@@ -17,7 +17,7 @@ from fedveil.cli.inputs import example_inputs
 from fedveil.data import from_records
 from fedveil.graph.inputs import call
 
-HERE = "tests.test_cli_inputs"
+HERE = "tests.cli.test_own_inputs"
 
 
 class Both(nn.Module):
@@ -92,22 +92,6 @@ def test_inspect_takes_one_input_for_each_argument(capsys):
     assert json.loads(capsys.readouterr().out)["head"] == "head"
 
 
-@pytest.mark.parametrize(
-    ("inputs", "text"),
-    [
-        (["ids=5:int", "3"], "some arguments have names and some have none"),
-        (["ids=5", "ids=5"], "ids is there twice"),
-        (["ids=5:text"], "there is no type 'text' in 'ids=5:text'"),
-        (["2 words=5"], "'2 words' in '2 words=5' is no name of an argument"),
-        (["ids=x:int"], "'x' is not a list of sizes"),
-        ([""], "'' is not a list of sizes"),
-    ],
-)
-def test_inputs_that_are_none_are_refused(capsys, inputs, text):
-    assert main(["inspect", f"{HERE}:Both", *(word for one in inputs for word in ("--input", one))]) == 2
-    assert text in capsys.readouterr().err
-
-
 def train(folder, *arguments):
     return main(["train", "--defence", "plain", "--epochs", "8", "--lr", "0.05", "--batch-size", "8", *arguments,
                  "--clients", "2", "--loss", "cross_entropy", "--out", str(folder), "--json"])  # fmt: skip
@@ -148,9 +132,9 @@ def test_a_class_at_each_pixel_is_trained_and_counted(tmp_path, capsys):
         (["--data", f"{HERE}:wants"], "cannot be called without arguments"),
         (["--data", f"{HERE}:two"], "gave Bilinear, not data"),
         (["--data", f"{HERE}:part"], "it is a dict, not records with their targets"),
-        (["--data", f"{HERE}:pairs", "--train-size", "3"], "--train-size is for data sets of the library"),
-        (["--data", f"{HERE}:pairs", "--path", "x"], "--path is for data sets of the library"),
-        (["--data", f"{HERE}:pairs"], "mlp takes one tensor of floating numbers"),
+        (["--data", f"{HERE}:pairs", "--train-size", "3"], "--train-size does not apply to --data"),
+        (["--data", f"{HERE}:pairs", "--path", "x"], "--path does not apply to --data"),
+        (["--data", f"{HERE}:pairs"], "mlp takes one floating-point tensor"),
     ],
 )
 def test_data_that_is_none_is_refused(arguments, text, tmp_path, capsys):
@@ -165,7 +149,7 @@ def test_an_attack_on_records_of_several_tensors_says_that_it_takes_one(tmp_path
 
 
 def test_what_the_page_shows_runs(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parent.parent / "docs" / "inputs.md").read_text()
+    page = (Path(__file__).parent.parent.parent / "docs" / "inputs.md").read_text()
     code, commands = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("python", "sh"))
     (tmp_path / "mine.py").write_text(code)
     monkeypatch.chdir(tmp_path)

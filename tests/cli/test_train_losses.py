@@ -61,7 +61,7 @@ def floats():
 
 def test_floating_zeros_and_ones_of_a_users_own_data_need_a_loss(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["train", "--data", "tests.test_cli_losses:floats", "--epochs", "1", "--clients", "2"]
+    words = ["train", "--data", "tests.cli.test_train_losses:floats", "--epochs", "1", "--clients", "2"]
     assert main(words) == 2
     err = capsys.readouterr().err
     assert "all of them 0 or 1: classes or quantities?\n" in err

@@ -13,10 +13,10 @@ from torch import nn
 from fedveil.cli import main
 from fedveil.defences import Plain
 from fedveil.federation import checkpoint
-from fedveil.runs.config import flags_of
+from fedveil.runs.config import format_flags
 from fedveil.runs.folder import train
 
-FLAGS = shlex.split(flags_of({**SMALL, "data": "digits", "epochs": 4, "layers": 2}))
+FLAGS = shlex.split(format_flags({**SMALL, "data": "digits", "epochs": 4, "layers": 2}))
 PER_EPOCH = 2  # rounds
 
 
@@ -79,7 +79,7 @@ def network():
 
 
 def test_the_command_trusts_code_that_the_user_has_named(tmp_path, monkeypatch, capsys):
-    words = ["--defence", "plain", "--train-size", "60", "--model", "tests.test_cli_stops:network", "--clients", "2"]
+    words = ["--defence", "plain", "--train-size", "60", "--model", "tests.cli.test_stops:network", "--clients", "2"]
     assert stopped(monkeypatch, [*words, "--epochs", "2", "--out", str(tmp_path)], 2, signal.SIGTERM) == 143
     command = capsys.readouterr().err.rpartition("this resumes after it: ")[2]
     assert main(shlex.split(command)[1:]) == 0
@@ -104,4 +104,4 @@ def test_resume_takes_the_configuration_of_the_folder_and_compares_the_flags_tha
         said = capsys.readouterr().err
         assert all(text in said for text in told), said
     assert main(["train", "--resume", "--out", str(tmp_path / "nothing")]) == 2
-    assert "there is no run to go on with" in capsys.readouterr().err
+    assert "there is no run to continue" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""Which keys of the configuration apply to a choice of data, model and defences. No torch is needed for it."""
+
+import dataclasses
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fedveil.defences import registry
+from fedveil.errors import BadArgument
+from fedveil.lookup import imported
+from fedveil.plain_json import parse_json
+from fedveil.runs.config import HOME, SECTIONS, Config, Value, format_flags
+
+Scalar = bool | int | float | str
+
+
+FIELDS = {
+    (section if key == "name" else key): field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    for section, kind in SECTIONS.items()
+    for key, field in kind.model_fields.items()
+}
+ONLY = {key: str(extra.get("only", "")).split() for key, extra in FIELDS.items()}
+"""The data sets or models that have a key; none for keys that all have, and for those of defences."""
+RARE = frozenset(key for key, extra in FIELDS.items() if extra.get("rare"))
+"""Keys that only `--help-all` shows."""
+DATA_SETS = {"diabetes", *(name for key, names in ONLY.items() if HOME[key] == "data" for name in names)}
+MODELS = ("mlp", "cnn", "lenet", "resnet", "densenet")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The data set, the model and the defences of a command."""
+
+    data: str
+    model: str
+    defences: tuple[str, ...]
+
+    def accepts(self, key: str) -> bool:
+        """Return whether a key has a meaning for these choices; a misspelt name accepts all, and is refused later."""
+        section = HOME[key]
+        if section == "defence" and key != section:
+            return key == "settings" or any(key in defence_keys(name) for name in self.defences)
+        if not ONLY[key]:
+            return True
+        if section == "data":
+            return self.data in ONLY[key] or (self.data not in DATA_SETS and ":" not in self.data)
+        family = "resnet" if self.model.startswith("resnet") else self.model.partition("-")[0]
+        return family in ONLY[key] or (family not in MODELS and ":" not in family)
+
+    def refuse_others(self, keys: Iterable[str], where: str) -> None:
+        """Refuse keys that have no meaning for these choices."""
+        for key in keys:
+            if key in HOME and not self.accepts(key):
+                flag = f"--{key.replace('_', '-')}"
+                chosen = getattr(self, HOME[key], None) or ",".join(self.defences)
+                what = f"{flag} does not apply to --{HOME[key]} {shlex.quote(chosen)}"
+                raise BadArgument(where, what, f"leave it out; it is for {', '.join(owners(key))}")
+
+
+def owners(key: str) -> list[str]:
+    """Return the data sets, models or defences that a key is for; none if it is for all."""
+    defences = registry.BUILT_IN if HOME[key] == "defence" else ()
+    return [*ONLY[key], *(record.name for record in defences if key in record.settings)]
+
+
+def defence_keys(name: str) -> frozenset[str]:
+    """Return the keys of the configuration that a defence has; all for an unknown name."""
+    if ":" not in name and name not in registry.names():
+        return frozenset(HOME)
+    return frozenset(registry.find(name).settings)
+
+
+def settings_class(name: str) -> type | None:
+    """Return the settings class of a defence of another package: a dataclass that its class has as `Settings`."""
+    if name in {record.name for record in registry.BUILT_IN} or (":" not in name and name not in registry.names()):
+        return None
+    found = getattr(imported(registry.find(name).target, "a defence", registry.EXAMPLE), "Settings", None)
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        return None
+    for field in dataclasses.fields(found):
+        if field.name in HOME:
+            what = f"its setting {field.name!r} has the name of a key of [{HOME[field.name]}]"
+            raise BadArgument(name, what, "rename the setting")
+    return found
+
+
+def parse_settings(words: Iterable[str]) -> dict[str, Scalar]:
+    """Return NAME=VALUE words as arguments; numbers, true and false are parsed."""
+    found: dict[str, Scalar] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise BadArgument("--settings", f"{word!r} is not NAME=VALUE", "use --settings strength=0.1 mode=fast")
+        try:
+            value = parse_json(word, text)
+        except ValueError:
+            value = text
+        found[name] = value if isinstance(value, bool | int | float) else text
+    return found
+
+
+def choices_in(config: Config) -> Choices:
+    """Return the choices of a configuration."""
+    return Choices(config.data.name, config.model.name, (config.defence.name,))
+
+
+def applicable(config: Config) -> dict[str, Value]:
+    """Return the values of a configuration that have a meaning for its choices."""
+    choices = choices_in(config)
+    return {key: value for key, value in config.flat().items() if choices.accepts(key)}
+
+
+def format_command(config: Config) -> str:
+    """Return the flags of `fedveil train` for a configuration."""
+    default = Config().flat()
+    return format_flags({key: value for key, value in applicable(config).items() if value != default[key]})
