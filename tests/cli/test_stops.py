@@ -11,7 +11,7 @@ from tests.small import SMALL
 from torch import nn
 
 from fedveil.cli import main
-from fedveil.defences import Plain
+from fedveil.defences.plain import PlainRound
 from fedveil.federation import checkpoint
 from fedveil.runs.config import format_flags
 from fedveil.runs.folder import train
@@ -32,20 +32,20 @@ class Signalled:
     """Sends this process a signal, or several, when it is called so often."""
 
     def __init__(self, number, *signals):
-        self.left, self.signals, self.real = number, signals, Plain.aggregate
+        self.left, self.signals, self.real = number, signals, PlainRound.recover
 
-    def __call__(self, defence, updates, weights):
+    def __call__(self, own, updates, weights):
         self.left -= 1
         if not self.left:
             for each in self.signals:
                 os.kill(os.getpid(), each)
-        return self.real(defence, updates, weights)
+        return self.real(own, updates, weights)
 
 
 def stopped(monkeypatch, words, number, *signals):
     called = Signalled(number, *signals)
     with monkeypatch.context() as patch:
-        patch.setattr(Plain, "aggregate", lambda *given: called(*given))
+        patch.setattr(PlainRound, "recover", lambda *given: called(*given))
         return main(["train", *words])
 
 
