@@ -234,10 +234,10 @@ def test_an_audit_of_an_imbalanced_file_guesses_its_most_frequent_class(tmp_path
 BUILD_AUDIT = """
 import sys
 from pathlib import Path
-from fedveil.cli.studies import Audit
+from fedveil.cli.studies import AuditCommand
 from fedveil.studies.attack import AttackRequest
 
-audit = Audit.read("fedveil audit", ["--data", "digits"], "")
+audit = AuditCommand.parse("fedveil audit", ["--data", "digits"])
 audit.study.graph(AttackRequest(audit.config.changed(defence="veil"), ("veil",), audit.attack), Path("unused"))
 print(*(name for name in sys.modules if name.partition(".")[0] == "fedveil"))
 """

@@ -55,7 +55,7 @@ def test_the_page_of_a_run_has_its_own_figures(tmp_path):
         small = {"data": "digits", "train_size": 100, "test_size": 100, "clients": 2, "hidden": 12, "lr": 0.02}
         summary = train(config_of(epochs=epochs, **small), tmp_path / str(epochs))
         page = (tmp_path / str(epochs) / "report.html").read_text()
-        accuracy = f"test accuracy {100 * summary['accuracy']:.1f} %"
+        accuracy = f"test accuracy {100 * summary.metrics['accuracy']:.1f} %"
         assert f"<title>digits, mlp, veil: {accuracy} \N{EN DASH} Fedveil</title>" in page
         (said[epochs],) = re.findall('<meta name="description" content="(.*)">', page)
         assert checked(said[epochs].replace("&#39;", "'")).startswith(f"T{accuracy[1:]};")
