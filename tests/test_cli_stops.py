@@ -11,7 +11,7 @@ from tests.small import SMALL
 from torch import nn
 
 from fedveil.cli import main
-from fedveil.defences import Plain
+from fedveil.defences.plain import PlainRound
 from fedveil.federation import checkpoint
 from fedveil.runs.config import flags_of
 from fedveil.runs.folder import train
@@ -32,7 +32,7 @@ class Signalled:
     """Sends this process a signal, or several, when it is called so often."""
 
     def __init__(self, number, *signals):
-        self.left, self.signals, self.real = number, signals, Plain.aggregate
+        self.left, self.signals, self.real = number, signals, PlainRound.recover
 
     def __call__(self, defence, updates, weights):
         self.left -= 1
@@ -45,7 +45,7 @@ class Signalled:
 def stopped(monkeypatch, words, number, *signals):
     called = Signalled(number, *signals)
     with monkeypatch.context() as patch:
-        patch.setattr(Plain, "aggregate", lambda *given: called(*given))
+        patch.setattr(PlainRound, "recover", lambda *given: called(*given))
         return main(["train", *words])
 
 
