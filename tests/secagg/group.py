@@ -80,12 +80,12 @@ def take(taken, name, data, refused):
 def settle_all(group, tally, gone=(), refused=None):
     """Settle, without those who are gone, until all who are left agree; returns how many steps that took."""
     steps = 0
-    while not tally.settled():
+    while not tally.has_agreement():
         common, own = tally.settle()
         steps += 1
         for name in own:
             if name not in gone:
-                take(tally.take_settled, name, group.parties[name].settle(common, own[name]), refused)
+                take(tally.take_settle_reply, name, group.parties[name].settle(common, own[name]), refused)
     return steps
 
 
@@ -94,7 +94,7 @@ def reveal_all(group, tally, gone=(), refused=None):
     message = tally.reveal()
     for name in tally.survivors:
         if name not in gone:
-            take(tally.take_revealed, name, group.parties[name].reveal(message), refused)
+            take(tally.take_reveal_reply, name, group.parties[name].reveal(message), refused)
 
 
 def attempt(group, opening, sent, vanish=None, digest=DIGEST):

@@ -10,6 +10,7 @@ from tests.secagg.hostile import Hostile
 
 from fedveil.errors import Aborted
 from fedveil.secagg import Hello, Opening, masks, messages, party, rules
+from fedveil.secagg.memory import RunMemory
 
 OTHER = hashlib.sha256(b"a model on which updates are zero").digest()
 SECRET = words(11, 22)
@@ -222,7 +223,7 @@ def without_digest(patch):
 
 
 def without_counters(patch):
-    for rule in ("new_attempt", "new_round"):
+    for rule in ("check_attempt", "check_round"):
         patch.setattr(rules, rule, lambda kept, opening: None)
 
 
@@ -254,15 +255,15 @@ ATTACKS = [
     (different_models, without_digest, "signatures"),
     (same_attempt_twice, without_counters, "attempt"),
     (old_share_in_a_later_attempt, without_context_in_shares, None),
-    (different_members_to_different_clients, without(rules, "enough_signed", nothing), "signatures"),
-    (dropped_and_back, without(rules, "inside", nothing), "members"),
-    (dropped_after_the_reveal, without(party, "ended", lambda current: current), "attempt"),
-    (two_reveals, without(party, "ended", lambda current: current), "attempt"),
-    (revealed_round_again, without(rules, "new_round", nothing), "round"),
-    (next_round_without_the_victim, without(rules, "not_repeated", nothing), "repeat"),
-    (another_run_without_the_victim, without(rules, "not_repeated", nothing), "repeat"),
-    (small_roster, without(rules, "enough", nothing), "few"),
-    (keys_of_the_servers_own, without(rules, "known", nothing), "roster"),
+    (different_members_to_different_clients, without(rules, "check_signatures", nothing), "signatures"),
+    (dropped_and_back, without(rules, "check_members", nothing), "members"),
+    (dropped_after_the_reveal, without(RunMemory, "forget_attempt", nothing), "attempt"),
+    (two_reveals, without(RunMemory, "forget_attempt", nothing), "attempt"),
+    (revealed_round_again, without(rules, "check_round", nothing), "round"),
+    (next_round_without_the_victim, without(rules, "check_same_members", nothing), "repeat"),
+    (another_run_without_the_victim, without(rules, "check_same_members", nothing), "repeat"),
+    (small_roster, without(rules, "check_roster_size", nothing), "few"),
+    (keys_of_the_servers_own, without(rules, "check_roster", nothing), "roster"),
     (late_upload, without(masks, "mask", pairs_only), "masked"),
     (self_masks_alone, without(masks, "mask", self_only), "masked"),
 ]
