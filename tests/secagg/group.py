@@ -133,5 +133,15 @@ class Attempt:
         message = self.tally.reveal()
         return {name: self.group.parties[name].reveal(message) for name in self.tally.survivors if name not in gone}
 
+    def finish(self, refused=None):
+        """Settle and reveal with everyone; returns the number of steps of settling."""
+        steps = settle_all(self.group, self.tally, refused=refused)
+        reveal_all(self.group, self.tally, refused=refused)
+        return steps
+
+    def answers(self, common, own):
+        """M4 by name."""
+        return {name: self.group.parties[name].settle(common, own[name]) for name in own}
+
     def exact(self):
         return np.array_equal(self.tally.total(), summed(self.vectors, self.tally.survivors))

@@ -5,7 +5,7 @@ import logging
 import traceback
 
 import pytest
-from tests.secagg.group import DIGEST, Group, reveal_all, settle_all, upload
+from tests.secagg.group import DIGEST, Attempt, Group, settle_all, upload
 from tests.secagg.hostile import Hostile
 
 from fedveil.errors import FedveilError
@@ -70,12 +70,9 @@ def test_the_search_finds_what_is_planted():
 
 
 def test_no_object_shows_a_secret(planted):
-    group = Group(4)
-    opening, vectors = group.opening(), group.vectors()
-    tally = Tally(opening, DIGEST, group.roster)
-    texts = []
-    for name, data in group.uploads(opening, vectors).items():
-        tally.take_upload(name, data)
+    a = Attempt(4)
+    group, opening, tally, texts = a.group, a.opening, a.tally, []
+    for data in a.sent.values():
         texts += everything_said(messages.Upload.from_bytes(data, 4, 3))
     common, own = tally.settle()
     for name in group.names[:3]:
@@ -188,12 +185,7 @@ def key_for(group, name):
 
 
 def test_a_revealed_attempt_leaves_no_share_in_memory_files():
-    group = Group(4)
-    opening, vectors = group.opening(), group.vectors()
-    tally = Tally(opening, DIGEST, group.roster)
-    for name, data in group.uploads(opening, vectors).items():
-        tally.take_upload(name, data)
-    settle_all(group, tally)
-    reveal_all(group, tally)
-    for memory in group.memories.values():
+    a = Attempt(4)
+    a.finish()
+    for memory in a.group.memories.values():
         assert '"current": null' in memory.to_bytes().decode()

@@ -29,6 +29,15 @@ def show(server, step, members, to=None):
         server.settle(name, step, members)
 
 
+def opened(group, opening):
+    """A server that has followed the protocol to its end, with everyone."""
+    server = uploaded(Hostile(group, opening))
+    show(server, 0, ALL)
+    for name in ALL:
+        server.reveal(name, 0, ALL)
+    return server
+
+
 def different_models():
     """Only the victim gets the real model; the others' updates are known, so the sum is the victim's."""
     group = Group(4)
@@ -48,10 +57,7 @@ def same_attempt_twice():
     """The first time all are left, and self seeds open; the second time the victim is not, and pair seeds open."""
     group = Group(4)
     opening = group.opening()
-    first = uploaded(Hostile(group, opening))
-    show(first, 0, ALL)
-    for name in ALL:
-        first.reveal(name, 0, ALL)
+    first = opened(group, opening)
     second = uploaded(Hostile(group, opening))
     if "c0" in second.sent:
         show(second, 0, REST)
@@ -101,67 +107,54 @@ def dropped_and_back():
 def dropped_after_the_reveal():
     """Self seeds open; after that the victim is dropped, and pair seeds open."""
     group = Group(4)
-    server = uploaded(Hostile(group, group.opening()))
-    show(server, 0, ALL)
-    for name in ALL:
-        server.reveal(name, 0, ALL)
+    server = opened(group, group.opening())
     show(server, 1, REST)
     return server.peel("c0"), server.refused
 
 
 def two_reveals():
-    """All reveal twice: for all, then without the victim (which goes through a settling of its own)."""
+    """All clients are asked to reveal twice."""
     group = Group(4)
-    server = uploaded(Hostile(group, group.opening()))
-    show(server, 0, ALL)
+    server = opened(group, group.opening())
     for name in ALL:
         server.reveal(name, 0, ALL)
-        server.reveal(name, 0, ALL)
     return (SECRET if not server.refused else None), server.refused
+
+
+def two_sums(group, opening, again, subject=None, vanish=None):
+    """The difference of a sum over everyone and a later one without the victim."""
+    vectors = group.vectors() | {"c0": SECRET}
+    everyone = attempt(group, opening, group.uploads(opening, vectors, subject=subject)).total()
+    later = again()
+    try:
+        rest = attempt(group, later, group.uploads(later, vectors, subject=subject), vanish).total()
+    except Aborted as error:
+        return None, [error.reason]
+    return everyone - rest, []
 
 
 def revealed_round_again():
     """Two sums of the same updates, with and without the victim: their difference is the victim's."""
     group = Group(5)
-    vectors = group.vectors() | {"c0": SECRET}
-    opening = group.opening(round=3)
-    everyone = attempt(group, opening, group.uploads(opening, vectors)).total()
-    again = group.opening(round=3)
-    try:
-        rest = attempt(group, again, group.uploads(again, vectors), {"c0": "upload"}).total()
-    except Aborted as error:
-        return None, [error.reason]
-    return everyone - rest, []
+    return two_sums(group, group.opening(round=3), lambda: group.opening(round=3), vanish={"c0": "upload"})
 
 
 def next_round_without_the_victim():
     """The same model again in the next round, with one member fewer."""
     group = Group(5)
-    vectors = group.vectors() | {"c0": SECRET}
-    opening = group.opening()
-    everyone = attempt(group, opening, group.uploads(opening, vectors, subject=DIGEST)).total()
-    again = group.opening(names=group.names[1:])
-    try:
-        rest = attempt(group, again, group.uploads(again, vectors, subject=DIGEST)).total()
-    except Aborted as error:
-        return None, [error.reason]
-    return everyone - rest, []
+    return two_sums(group, group.opening(), lambda: group.opening(names=group.names[1:]), DIGEST)
 
 
 def another_run_without_the_victim():
     """The same model again in another run: also a server that was started again from its checkpoint."""
     group = Group(5)
-    vectors = group.vectors() | {"c0": SECRET}
-    opening = group.opening(round=0)
-    everyone = attempt(group, opening, group.uploads(opening, vectors, subject=DIGEST)).total()
-    group.run = "another run"
-    group.hellos = {name: party.hello(group.run) for name, party in group.parties.items()}
-    again = group.opening(round=0, names=group.names[1:])
-    try:
-        rest = attempt(group, again, group.uploads(again, vectors, subject=DIGEST)).total()
-    except Aborted as error:
-        return None, [error.reason]
-    return everyone - rest, []
+
+    def again():
+        group.run = "another run"
+        group.hellos = {name: party.hello(group.run) for name, party in group.parties.items()}
+        return group.opening(round=0, names=group.names[1:])
+
+    return two_sums(group, group.opening(round=0), again, DIGEST)
 
 
 def small_roster():
@@ -208,10 +201,7 @@ def late_upload():
 def self_masks_alone():
     """Nobody vanishes, self seeds open: only pair masks are left."""
     group = Group(4)
-    server = uploaded(Hostile(group, group.opening()))
-    show(server, 0, ALL)
-    for name in ALL:
-        server.reveal(name, 0, ALL)
+    server = opened(group, group.opening())
     return masks.unmask([server.sent["c0"].words], [server.own_seed("c0")], {}), ["masked"]
 
 
@@ -285,18 +275,14 @@ def test_a_key_that_outlives_its_counters_masks_twice_with_the_same_streams(lost
     """Whoever loses the memory has a new key; only a key that stays while its counters go would repeat its masks."""
     group = Group(4)
     opening = group.opening()
-    first = uploaded(Hostile(group, opening))
-    show(first, 0, ALL)
-    for name in ALL:
-        first.reveal(name, 0, ALL)
+    first = opened(group, opening)
     for name in ALL:
         with group.memories[name].turn() as turn:
             if lost == "everything":
                 turn.state.runs.clear()
             else:
-                turn.state.runs[group.run].attempt = turn.state.runs[group.run].round = turn.state.runs[
-                    group.run
-                ].revealed = -1
+                run = turn.state.runs[group.run]
+                run.attempt = run.round = run.revealed = -1
             turn.write()
         group.parties[name].hello(group.run)
     second = uploaded(Hostile(group, opening))

@@ -36,24 +36,8 @@ def mutated(data, rng):
     return bytes(data)
 
 
-ODD = (
-    None,
-    True,
-    -1,
-    1.5,
-    10**30,
-    "",
-    "x" * 64,
-    [],
-    ["c0", "c0"],
-    ["c9"],
-    ["\ud800"],
-    "\ud800",
-    [[]],
-    {},
-    "00" * 32,
-    float("nan"),
-)
+NUMBERS = (None, True, -1, 1.5, 10**30, float("nan"))
+ODD = (*NUMBERS, "", "x" * 64, "\ud800", "00" * 32, {}, [], ["c0", "c0"], ["c9"], ["\ud800"], [[]])
 
 
 def with_other_head(data, rng):

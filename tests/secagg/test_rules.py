@@ -136,11 +136,3 @@ def test_a_run_without_a_proper_name_leaves_nothing_in_memory():
         with pytest.raises(BadArgument, match="run must be printable text"):
             group.parties["c0"].hello(run)
     assert group.memories["c0"].to_bytes() == before
-
-
-def test_a_stranger_in_the_opening_is_named():
-    group = Group(5)
-    told = group.opening()
-    zoe = Hello(group.run, "zoe", bytes(32), bytes(64))
-    with pytest.raises(Aborted, match="zoe is not in this client's roster"):
-        upload(group.parties["c0"], replace(told, roster=(*told.roster, zoe)), DIGEST, group.vectors()["c0"])
