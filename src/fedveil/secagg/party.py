@@ -17,22 +17,11 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.secagg import masks, rules, signed
+from fedveil.secagg import masks, messages, rules, signed
 from fedveil.secagg.fixed import Words
 from fedveil.secagg.identity import Identity, Roster
 from fedveil.secagg.memory import Current, Memory, RunMemory, State, short_digest
-from fedveil.secagg.messages import (
-    Hello,
-    Opening,
-    Reveal,
-    RevealReply,
-    SealedShares,
-    Settle,
-    SettleReply,
-    Upload,
-    check_run_name,
-    context,
-)
+from fedveil.secagg.messages import Hello, Opening, Reveal, RevealReply, Settle, SettleReply, Upload, context
 from fedveil.secagg.policy import Policy
 from fedveil.secagg.shares import is_field_element, split_seed
 
@@ -99,7 +88,7 @@ class Party:
             run: name of the run.
             server: the server's X25519 key for the run, from which the key of its tags follows; empty if there is none.
         """
-        check_run_name("hello", run)
+        messages.check_run_name("hello", run)
         with self._memory.turn() as turn:
             state, now = turn.state, int(self._clock())
             if state.member not in (None, self.name):
@@ -324,7 +313,7 @@ class Party:
     def _open_shares(self, settle: Settle, own: bytes, pairs: Mapping[str, bytes], index: int) -> dict[str, bytes]:
         """Decrypt the others' shares, by dealer, and keep those that match their hashes."""
         dealers = [name for name in settle.members if name != self.name]
-        dealt, found = SealedShares.from_bytes(own, len(dealers)), {}
+        dealt, found = messages.SealedShares.from_bytes(own, len(dealers)), {}
         for dealer, sealed, known in zip(dealers, dealt.shares, dealt.hashes, strict=True):
             share = masks.unseal(sealed, pairs[dealer], settle.context, dealer, self.name)
             if share is None or not is_field_element(share):
