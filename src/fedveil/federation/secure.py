@@ -355,7 +355,7 @@ def open_sum(tally: Tally, send: Send, refused: Callable[[str, BadArgument], Non
                 if refused:
                     refused(name, error)
 
-    while not tally.settled():
-        take("settle", *tally.settle(), tally.take_settled)
-    take("reveal", tally.reveal(), dict.fromkeys(tally.survivors, b""), tally.take_revealed)
+    while not tally.has_agreement():
+        take("settle", *tally.settle(), tally.take_settle_reply)
+    take("reveal", tally.reveal(), dict.fromkeys(tally.survivors, b""), tally.take_reveal_reply)
     return tally.total()

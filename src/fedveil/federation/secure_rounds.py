@@ -229,7 +229,7 @@ class SecureRounds:
             raise BadArgument("hello", "it is of another run")
         proof = hello.proof(challenge)
         for signature, covered in (
-            (hello.signature, Hello.signed(hello.run, hello.name, hello.key)),
+            (hello.signature, Hello.signed_bytes(hello.run, hello.name, hello.key)),
             (shown[:SIGNATURE], proof),
         ):
             if len(signature) != SIGNATURE or not self._roster.verifies(hello.name, signature, covered):
