@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 
 @dataclass(repr=False, eq=False)
 class _Client:
-    """What a client keeps to itself: the key of its noise, its draws so far, the norms of its first gradients."""
+    """A client's private state: the key of its noise, its draws so far, the norms of its first gradients."""
 
     key: bytes
     draws: int = 0

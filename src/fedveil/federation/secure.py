@@ -130,7 +130,7 @@ class Form:
         return records, found
 
     def rounding(self, exponents: Sequence[int], clients: int, records: int) -> dict[str, list[float]]:
-        """What fixed point may add to each number of the mean, row by row: half a unit for each client."""
+        """Bound the rounding error of each number of the mean, row by row: half a unit for each client."""
         rest, found = list(exponents), {}
         for part in self.parts:
             own, rest = rest[: part.rows], rest[part.rows :]
