@@ -62,9 +62,9 @@ def prepared(n: int, size: int) -> Case:
     hellos = tuple(party.hello("benchmark") for party in parties.values())
     opening = Opening("benchmark", 0, 0, hellos, (9,), (size,))
     words = encoded(np.random.default_rng(0).standard_normal(size), opening)
-    before = memories["c0"].packed()
+    before = memories["c0"].to_bytes()
     sent = {name: party.upload(party.admit(opening, DIGEST), words) for name, party in parties.items()}
-    after = {name: memory.packed() for name, memory in memories.items()}
+    after = {name: memory.to_bytes() for name, memory in memories.items()}
     return Case(roster, parties, memories, opening, words, sent, before, after)
 
 
@@ -89,12 +89,12 @@ def answers(
     for name, data in case.sent.items():
         tally.take_upload(name, data)
     settled, asked = [], []
-    while not tally.settled():
+    while not tally.has_agreement():
         common, own = tally.settle()
         asked.append((common, own["c0"]))
         settled.append({name: case.parties[name].settle(common, own[name]) for name in own if name not in lost})
         for name, data in settled[-1].items():
-            tally.take_settled(name, data)
+            tally.take_settle_reply(name, data)
     message = tally.reveal()
     asked.append((message,))
     revealed = {name: case.parties[name].reveal(message) for name in tally.survivors}
@@ -109,10 +109,10 @@ def serve(case: Case, settled: Sequence[Mapping[str, bytes]], revealed: Mapping[
     for step in settled:
         tally.settle()
         for name, data in step.items():
-            tally.take_settled(name, data)
+            tally.take_settle_reply(name, data)
     tally.reveal()
     for name, data in revealed.items():
-        tally.take_revealed(name, data)
+        tally.take_reveal_reply(name, data)
     return tally.total()
 
 

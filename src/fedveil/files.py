@@ -16,7 +16,7 @@ PART = ".part"  # of the name of a file that is being written
 
 @contextlib.contextmanager
 def refusals(path: Path) -> Iterator[None]:
-    """What the operating system refuses (read-only, full disk, a file in place of a folder) as a FedveilError."""
+    """Turn refusals of the operating system (read-only, full disk, a file in place of a folder) into a FedveilError."""
     try:
         yield
     except OSError as error:

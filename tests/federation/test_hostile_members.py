@@ -12,7 +12,7 @@ from fedveil.errors import TooFewAnswers
 from fedveil.federation.progress import line
 from fedveil.federation.rounds import RemoteServer
 from fedveil.secagg import Hello, Party, masks, threshold
-from fedveil.secagg.messages import Revealed, Settled, Upload
+from fedveil.secagg.messages import RevealReply, SettleReply, Upload
 from fedveil.secagg.shares import PRIME, SEED, WIDTH, split_seed
 
 ROUNDS = 4
@@ -31,7 +31,7 @@ def with_shares_of(party, sent, names, seed):
 def with_shares(party, sent, names, shares):
     with party._memory.turn() as turn:
         kept = next(kept for kept in turn.state.runs.values() if kept.current is not None)
-        pairs = party._pairs(kept, kept.current)
+        pairs = party._pair_secrets(kept, kept.current)
     others = [(place, name) for place, name in enumerate(names) if name != party.name]
     return replace(
         sent,
@@ -69,7 +69,7 @@ class SmallKey(Liar):
 
     def hello(self, run, server=b""):
         super().hello(run, server)
-        return Hello(run, self.name, bytes(32), self._identity.sign(Hello.signed(run, self.name, bytes(32))))
+        return Hello(run, self.name, bytes(32), self._identity.sign(Hello.signed_bytes(run, self.name, bytes(32))))
 
 
 class CopiedKey(Liar):
@@ -86,7 +86,9 @@ class CopiedKey(Liar):
     def hello(self, run, server=b""):
         found, key = super().hello(run, server), getattr(self, "copied", None)
         return (
-            found if key is None else Hello(run, self.name, key, self._identity.sign(Hello.signed(run, self.name, key)))
+            found
+            if key is None
+            else Hello(run, self.name, key, self._identity.sign(Hello.signed_bytes(run, self.name, key)))
         )
 
 
@@ -111,7 +113,7 @@ class Complaining(Liar):
             for dealer in self.others(current.members):
                 current.shares.pop(dealer, None)
             turn.write()
-        return replace(Settled.from_bytes(data, outside), failed=tuple(self.others(current.members))).to_bytes()
+        return replace(SettleReply.from_bytes(data, outside), failed=tuple(self.others(current.members))).to_bytes()
 
 
 class ComplainingOfAll(Complaining):
@@ -206,16 +208,16 @@ class WrongSignature(Liar):
     def settle(self, message, own=b""):
         data = super().settle(message, own)
         outside = (len(data) - 8 - int.from_bytes(data[:8], "little") - 64) // SEED
-        return replace(Settled.from_bytes(data, outside), signature=bytes(64)).to_bytes()
+        return replace(SettleReply.from_bytes(data, outside), signature=bytes(64)).to_bytes()
 
 
 class WrongRevealer(Liar):
     """It reveals wrong shares of all."""
 
     def reveal(self, message):
-        found = Revealed.from_bytes(super().reveal(message))
+        found = RevealReply.from_bytes(super().reveal(message))
         wrong = {d: ((int.from_bytes(s, "big") + 1) % PRIME).to_bytes(WIDTH, "big") for d, s in found.shares.items()}
-        return Revealed(found.context, wrong).to_bytes()
+        return RevealReply(found.context, wrong).to_bytes()
 
 
 class Silent(Liar):
@@ -340,7 +342,7 @@ class Plotting(Disputing):
             for dealer in dealers:
                 current.shares.pop(dealer, None)
             turn.write()
-        return replace(Settled.from_bytes(data, outside), failed=tuple(dealers)).to_bytes()
+        return replace(SettleReply.from_bytes(data, outside), failed=tuple(dealers)).to_bytes()
 
 
 def test_three_of_ten_that_share_their_lies_cost_attempts_and_not_the_run():

@@ -23,7 +23,8 @@ from fedveil.federation import masked
 from fedveil.federation.protocol import Ask, Masked, Step, read, write
 from fedveil.federation.remote import ClientState, reply
 from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party, rules, shares, signed
-from fedveil.secagg.messages import Revealed, Settle, Settled, Upload, context, sealed_bytes
+from fedveil.secagg.memory import RunMemory
+from fedveil.secagg.messages import RevealReply, SealedShares, Settle, SettleReply, Upload, context
 from fedveil.secagg.signed import Digest, sign
 from fedveil.wire import as_bytes, as_tensor, kind_of
 
@@ -175,19 +176,19 @@ class LyingServer(RuleBasedStateMachine):
         """Send a message to both clients; returns what both of them said."""
         own = self.mark(message, signer, own, run)
         said = []
-        self.before = self.clients[0].memory.packed()
+        self.before = self.clients[0].memory.to_bytes()
         for client, name in zip(self.clients, self.pair if records else ("ordinary", "other values"), strict=True):
             self.tape.draw.seed(self.steps)
             client.records = name
             said.append(client.hear(message, own))
         assert public_part(said[0], n) == public_part(said[1], n)
-        assert self.clients[0].memory.packed() == self.clients[1].memory.packed()
+        assert self.clients[0].memory.to_bytes() == self.clients[1].memory.to_bytes()
         return said[0]
 
     def refused(self, said, reasons=()):
         """Nothing was answered or remembered."""
         assert isinstance(said, FedveilError), said
-        assert self.clients[0].memory.packed() == self.before
+        assert self.clients[0].memory.to_bytes() == self.before
         assert not reasons or getattr(said, "reason", "argument") in reasons, said
 
     def expired(self, run):
@@ -217,7 +218,7 @@ class LyingServer(RuleBasedStateMachine):
                 new.attempt, new.round, new.revealed, new.sums = old.attempt, old.round, old.revealed, old.sums
         body = as_bytes("step", read(said, Step).tensors, "body")
         hello = Hello.from_values(masked.json.loads(body))
-        assert ROSTER.verifies(VICTIM, hello.signature, Hello.signed(run, VICTIM, hello.key))
+        assert ROSTER.verifies(VICTIM, hello.signature, Hello.signed_bytes(run, VICTIM, hello.key))
         assert self.runs[run].key in (None, hello.key)
         self.runs[run].key = hello.key
         self.hellos[run] = hello
@@ -317,7 +318,7 @@ class LyingServer(RuleBasedStateMachine):
             return [own, replace(others[0], key=b"f" * 32), *others[1:]]
         if kind == "old key":
             key = b"o" * 32
-            return [Hello(run, VICTIM, key, IDENTITIES[VICTIM].sign(Hello.signed(run, VICTIM, key))), *others]
+            return [Hello(run, VICTIM, key, IDENTITIES[VICTIM].sign(Hello.signed_bytes(run, VICTIM, key))), *others]
         return [own, *others][: {"all": 5, "four": 4, "three": 3, "two": 2}[kind]]
 
     @rule(
@@ -367,7 +368,11 @@ class LyingServer(RuleBasedStateMachine):
         members = tuple(now["names"]) if now and lie == "all again" else members
         members += ("zoe",) if lie == "a stranger" else ()
         count = max(0, len(members) - 1)
-        extra = {"right": sealed_bytes([bytes(94)] * count, [bytes(32)] * count), "short": b"x" * 9, "none": b""}[own]
+        extra = {
+            "right": SealedShares((bytes(94),) * count, (bytes(32),) * count).to_bytes(),
+            "short": b"x" * 9,
+            "none": b"",
+        }[own]
         message = Settle(bound, step, members).to_bytes()
         said = self.send(
             write(Step(run, "settle", {"body": as_tensor(message)})), signer, own=extra, run=run if known else None
@@ -378,10 +383,10 @@ class LyingServer(RuleBasedStateMachine):
         allowed = allowed and len(members) >= threshold(len(now["names"])) and (step > 0 or own == "right")
         if not allowed:
             return self.refused(said)
-        answer = Settled.from_bytes(
+        answer = SettleReply.from_bytes(
             as_bytes("step", read(said, Step).tensors, "body"), len(now["names"]) - len(members)
         )
-        assert ROSTER.verifies(VICTIM, answer.signature, Settle(bound, step, members).signed())
+        assert ROSTER.verifies(VICTIM, answer.signature, Settle(bound, step, members).signed_bytes())
         now["step"], now["members"] = step, members
         return None
 
@@ -404,7 +409,11 @@ class LyingServer(RuleBasedStateMachine):
         settle = Settle(told["context"], max(0, told["step"]) + (other == "step"), tuple(members))
         needed = threshold(len(told["names"])) - 1
         signers = [name for name in members if name != VICTIM][: needed - (signatures == "one fewer")]
-        covered = replace(settle, step=settle.step + 1).signed() if signatures == "of another list" else settle.signed()
+        covered = (
+            replace(settle, step=settle.step + 1).signed_bytes()
+            if signatures == "of another list"
+            else settle.signed_bytes()
+        )
         signed = {name: IDENTITIES[name].sign(covered) for name in signers if signatures != "none"}
         data = party.Reveal(settle, signed).to_bytes()
         message = write(Step(run, "reveal", {"body": as_tensor(data)}))
@@ -414,7 +423,7 @@ class LyingServer(RuleBasedStateMachine):
         allowed = allowed and self.opened.get(now["subject"], set(members)) == set(members)
         if not allowed:
             return self.refused(said)
-        found = Revealed.from_bytes(as_bytes("step", read(said, Step).tensors, "body"))
+        found = RevealReply.from_bytes(as_bytes("step", read(said, Step).tensors, "body"))
         assert set(found.shares) <= set(members)
         today = self.now // 86_400
         self.day = today, self.sums_today() + 1
@@ -466,19 +475,19 @@ def nothing(*arguments):
 
 SAFEGUARDS = {
     "signature": (signed, "admit", lambda server, channels, digest, own: own[65 if own[:1] == b"s" else 33 :]),
-    "attempt": (rules, "new_attempt", nothing),
-    "round": (rules, "new_round", nothing),
-    "roster": (rules, "known", nothing),
-    "own key": (rules, "included", nothing),
-    "members": (rules, "enough", nothing),
-    "key's end": (rules, "alive", nothing),
-    "steps": (rules, "next_step", nothing),
-    "nobody back": (rules, "inside", nothing),
-    "enough left": (rules, "many_left", nothing),
-    "signatures": (rules, "enough_signed", nothing),
-    "budget": (rules, "within_budget", nothing),
-    "same members": (rules, "not_repeated", nothing),
-    "once": (party, "ended", lambda current: current),
+    "attempt": (rules, "check_attempt", nothing),
+    "round": (rules, "check_round", nothing),
+    "roster": (rules, "check_roster", nothing),
+    "own key": (rules, "check_membership", nothing),
+    "members": (rules, "check_roster_size", nothing),
+    "key's end": (rules, "check_key", nothing),
+    "steps": (rules, "check_step", nothing),
+    "nobody back": (rules, "check_members", nothing),
+    "enough left": (rules, "check_survivors", nothing),
+    "signatures": (rules, "check_signatures", nothing),
+    "budget": (rules, "check_budget", nothing),
+    "same members": (rules, "check_same_members", nothing),
+    "once": (RunMemory, "forget_attempt", nothing),
     "one form of reply": (masked, "contribute", lambda admitted, work: work()),
 }
 

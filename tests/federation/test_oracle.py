@@ -12,7 +12,7 @@ from fedveil.errors import FedveilError
 from fedveil.federation.protocol import Ask, Step, read, write
 from fedveil.federation.remote import ClientState, reply
 from fedveil.secagg import Identity, Opening, Party, Policy, Roster
-from fedveil.secagg.memory import State, short
+from fedveil.secagg.memory import State, short_digest
 from fedveil.secagg.signed import sign
 from fedveil.wire import as_tensor, kind_of
 
@@ -68,7 +68,7 @@ def test_an_asker_without_the_pinned_key_gets_one_refusal_and_the_client_loads_n
 
     stranger = Identity.new("x")
     forged = Party(stranger, Roster({"x": stranger.public()})).hello("a run")
-    before, answers = victim._memory.packed(), set()
+    before, answers = victim._memory.to_bytes(), set()
     for exponent in range(-20, 20):
         message = ask_of(linear(), opening_for([forged], exponent))
         own = b"" if signer is None else sign(signers[signer], message)
@@ -81,7 +81,7 @@ def test_an_asker_without_the_pinned_key_gets_one_refusal_and_the_client_loads_n
     assert len(answers) == 1
     assert "is not signed by the server" in answers.pop()
     assert not loaded
-    assert victim._memory.packed() == before
+    assert victim._memory.to_bytes() == before
 
 
 def pixel_model(pixel):
@@ -175,7 +175,7 @@ def test_nothing_is_computed_before_it_is_stored_that_the_attempt_was_admitted(m
     victim, seen = known["site-0"], []
 
     def data():
-        seen.append(json.loads(victim._memory.packed())["runs"]["a run"]["attempt"])
+        seen.append(json.loads(victim._memory.to_bytes())["runs"]["a run"]["attempt"])
         return record()
 
     heard(ask_of(linear(), opening_for(hellos, attempt=7)), victim, data)
@@ -274,11 +274,11 @@ def test_two_rounds_of_batches_that_are_whole_shards_open_nothing_either():
 def test_a_sum_is_remembered_over_a_thousand_others():
     state = State()
     for number in range(1000):
-        state.remember_sum(short(b"%d" % number), short(b"members"))
-    assert state.members_of(short(b"0")) == [short(b"members")]
-    state.remember_sum(short(b"x"), short(b"members"))
-    assert state.members_of(short(b"0")) == []
-    assert state.members_of(short(b"999")) == [short(b"members")]
+        state.remember_sum(short_digest(b"%d" % number), short_digest(b"members"))
+    assert state.opened_members(short_digest(b"0")) == [short_digest(b"members")]
+    state.remember_sum(short_digest(b"x"), short_digest(b"members"))
+    assert state.opened_members(short_digest(b"0")) == []
+    assert state.opened_members(short_digest(b"999")) == [short_digest(b"members")]
 
 
 def test_no_batch_has_fewer_records_than_the_policy_says():

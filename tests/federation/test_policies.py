@@ -61,7 +61,7 @@ def test_keys_are_replaced_every_fifty_rounds_and_training_goes_on():
     keys = []
     for rounds in (1, 50, 51, 101):
         server.fit(rounds=rounds)
-        keys.append(json.loads(known["site-0"]._memory.packed())["runs"][server._session]["key"])
+        keys.append(json.loads(known["site-0"]._memory.to_bytes())["runs"][server._session]["key"])
     assert keys[0] == keys[1] != keys[2] != keys[3]
     assert not any("faults" in record for record in server.history.records)
     assert [record["round"] for record in server.history.records if record["exchanges"] == 4] == [1, 51, 101]
@@ -82,14 +82,14 @@ def test_a_run_that_has_ended_leaves_a_tombstone_and_no_key():
     known = parties()
     server = server_of("veil", known=known)
     server.fit(rounds=2)
-    text = known["site-0"]._memory.packed().decode()
+    text = known["site-0"]._memory.to_bytes().decode()
     key = json.loads(text)["runs"][server._session]["key"]
     server.close()
     for party in known.values():
-        found = json.loads(party._memory.packed())
+        found = json.loads(party._memory.to_bytes())
         assert found["runs"] == {}
         assert len(found["ended"]) == 1
-        assert key not in party._memory.packed().decode()
+        assert key not in party._memory.to_bytes().decode()
         with pytest.raises(FedveilError, match="this run has ended"):
             party.hello(server._session)
 
@@ -113,7 +113,7 @@ def test_keys_die_by_the_clients_own_clock():
 
 
 def keys_in(party):
-    return [run for run, kept in json.loads(party._memory.packed())["runs"].items() if kept["key"]]
+    return [run for run, kept in json.loads(party._memory.to_bytes())["runs"].items() if kept["key"]]
 
 
 def test_a_client_that_restarts_after_its_key_died_continues_with_its_counters():

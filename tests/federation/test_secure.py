@@ -220,7 +220,7 @@ def test_a_client_without_an_identity_or_with_one_refuses_the_other_kind_of_serv
 def test_a_stranger_whom_the_servers_roster_has_stops_every_client():
     known = parties()
     stranger = Identity.new("site-4")
-    others = {name: party._roster.key_of(name) for name, party in known.items()}
+    others = {name: party._roster.public_key(name) for name, party in known.items()}
     wrong = Roster({**others, "site-4": stranger.public()})
     known["site-4"] = Party(stranger, wrong, policy=POLICY)
     server = server_of("veil", known=known, attempts=1, secure_aggregation=wrong)
@@ -342,7 +342,7 @@ def test_a_client_that_spoils_the_sum_costs_rounds_and_not_the_run():
 def test_nobody_takes_the_name_of_another_member():
     known = parties()
     thief = Identity.new("site-2")
-    keys = {name: party._roster.key_of(name) for name, party in known.items()}
+    keys = {name: party._roster.public_key(name) for name, party in known.items()}
     known["site-4"] = Party(thief, Roster({**keys, "site-2": thief.public()}), policy=POLICY)
     server = server_of("veil", known=known, secure_aggregation=known["site-2"]._roster)
     server.fit(rounds=1)

@@ -169,7 +169,7 @@ def test_a_rule_combines_what_nodes_send():
 
 @pytest.mark.parametrize("places", [[10**6], [-1], [0, 0], [[0]]])
 def test_numbers_selected_at_impossible_places_are_refused(places):
-    new = {"selected": torch.zeros(1).double(), "places": torch.tensor(places, dtype=torch.int32)}
+    new = {"selected": torch.zeros(1).double(), "indices": torch.tensor(places, dtype=torch.int32)}
     change = altered(tensors=lambda t: t | new)
     server = server_of({(101, 0): change}, PPDL(0.01))
     server.fit(rounds=1)
@@ -219,7 +219,7 @@ def test_a_round_that_never_gets_its_answers_ends_in_time_and_says_why():
     with pytest.raises(TooFewAnswers, match=r"(?s)round 0: 3 exchanges did not bring 2 answers .*silent.*checkpoint"):
         server.fit(rounds=1)
     assert time.monotonic() - began < 3 * 0.3 + 2
-    assert server.defence._secret is None
+    assert not secrets_alive()
     assert worst(values(server.model), values(net())) == 0
 
 

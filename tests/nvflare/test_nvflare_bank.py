@@ -31,6 +31,7 @@ def one_process():
         "plain",
         lambda p: torch.optim.Adam(p, 1e-3, betas=(0.9, 0.99), weight_decay=5e-4),
         batch_size=BATCH,
+        loss="squared_error",
     )
     run.fit(rounds=ROUNDS, test=(data.test.inputs, data.test.targets))
     return run.history.last["mse"]

@@ -115,9 +115,12 @@ def test_a_job_that_is_aborted_ends_the_run_and_is_no_sites_fault():
     server = server_of()
     server.signal.trigger("killed")
     server.cells["site-2"].faults = {0: lambda result: time.sleep(3)}
+    rounds, start = [], server.defence_server.start_round
+    server.defence_server.start_round = lambda *given: rounds.append(start(*given)) or rounds[-1]
     with pytest.raises(RunAborted):
         server.fit(rounds=1)
-    assert server.defence._secret is None
+    with pytest.raises(BadArgument, match="was released"):
+        rounds[0].recover([], [])
 
 
 class Broken(Own):

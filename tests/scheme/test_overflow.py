@@ -12,7 +12,7 @@ from torch import nn
 
 import fedveil
 from fedveil import errors
-from fedveil.defences.plain import Plain, PlainUpdate
+from fedveil.defences.plain import PlainRound, PlainUpdate
 from fedveil.scheme.recover import _refuse_overflow, _Sums
 
 FINITE = torch.finfo(torch.float32).max
@@ -118,16 +118,17 @@ def test_the_error_is_finite_where_passes_cancel_completely(planned):
 
 @pytest.mark.parametrize("rounding", [None, 1])
 def test_plain_aggregation_takes_large_numbers_and_refuses_others(rounding):
-    defence = Plain(rounding)
+    noise = None if rounding is None else torch.Generator().manual_seed(rounding)
+    own = PlainRound(nn.Linear(1, 1), {}, noise)
 
     def update(gradient, buffer=1.0):
         return PlainUpdate({"w": torch.full((4, 4), gradient)}, {"m": torch.full((4,), buffer), "n": torch.tensor(3)})
 
-    found = defence.aggregate([update(1e20), update(1e25)], [1, 1])
+    found = own.recover([update(1e20), update(1e25)], [1, 1])
     assert all(t.isfinite().all() for t in (*found.gradients.values(), *found.buffers.values()))
     torch.testing.assert_close(found.gradients["w"], torch.full((4, 4), 5e24), rtol=1e-4, atol=0)
     with pytest.raises(errors.NonFiniteUpdate, match="client 1: gradient w holds NaN"):
-        defence.aggregate([update(1e20), update(math.nan)], [1, 1])
+        own.recover([update(1e20), update(math.nan)], [1, 1])
     for bad in (math.nan, math.inf):
         with pytest.raises(errors.NonFiniteUpdate, match="client 1: buffer m holds NaN"):
-            defence.aggregate([update(1.0), update(1.0, bad)], [1, 1])
+            own.recover([update(1.0), update(1.0, bad)], [1, 1])

@@ -80,12 +80,12 @@ def take(taken, name, data, refused):
 def settle_all(group, tally, gone=(), refused=None):
     """Settle, without those who are gone, until all who are left agree; returns how many steps that took."""
     steps = 0
-    while not tally.settled():
+    while not tally.has_agreement():
         common, own = tally.settle()
         steps += 1
         for name in own:
             if name not in gone:
-                take(tally.take_settled, name, group.parties[name].settle(common, own[name]), refused)
+                take(tally.take_settle_reply, name, group.parties[name].settle(common, own[name]), refused)
     return steps
 
 
@@ -94,7 +94,7 @@ def reveal_all(group, tally, gone=(), refused=None):
     message = tally.reveal()
     for name in tally.survivors:
         if name not in gone:
-            take(tally.take_revealed, name, group.parties[name].reveal(message), refused)
+            take(tally.take_reveal_reply, name, group.parties[name].reveal(message), refused)
 
 
 def attempt(group, opening, sent, vanish=None, digest=DIGEST):
@@ -132,6 +132,16 @@ class Attempt:
         """M6 by name."""
         message = self.tally.reveal()
         return {name: self.group.parties[name].reveal(message) for name in self.tally.survivors if name not in gone}
+
+    def finish(self, refused=None):
+        """Settle and reveal with everyone; returns the number of steps of settling."""
+        steps = settle_all(self.group, self.tally, refused=refused)
+        reveal_all(self.group, self.tally, refused=refused)
+        return steps
+
+    def answers(self, common, own):
+        """M4 by name."""
+        return {name: self.group.parties[name].settle(common, own[name]) for name in own}
 
     def exact(self):
         return np.array_equal(self.tally.total(), summed(self.vectors, self.tally.survivors))

@@ -6,7 +6,7 @@ from tests.secagg.group import upload
 
 from fedveil.errors import BadArgument, FedveilError
 from fedveil.secagg import masks, threshold
-from fedveil.secagg.messages import Reveal, Revealed, Settle, Settled, Upload, context, sealed_bytes
+from fedveil.secagg.messages import Reveal, RevealReply, SealedShares, Settle, SettleReply, Upload, context
 from fedveil.secagg.shares import join_seed
 
 
@@ -46,32 +46,32 @@ class Hostile:
         place, own = self.names.index(name), self.names.index(dealer)
         return self.sent[dealer].sealed[place - (place > own)]
 
-    def hash_of(self, dealer, name):
+    def share_hash(self, dealer, name):
         return self.sent[dealer].hashes[self.names.index(name)]
 
     def settle(self, name, step, members, replaced=None):
         """Show a client a list of members; shares of other attempts go in as `replaced`, by dealer."""
         settle = Settle(self.contexts[name], step, tuple(members))
         dealt = [(replaced or {}).get(d) or self.sealed(d, name) for d in members if d != name] if step == 0 else []
-        known = [self.hash_of(dealer, name) for dealer in members if dealer != name]
-        own = sealed_bytes(dealt, known) if step == 0 else b""
+        known = [self.share_hash(dealer, name) for dealer in members if dealer != name]
+        own = SealedShares(tuple(dealt), tuple(known)).to_bytes() if step == 0 else b""
         data = self.ask(name, lambda party: party.settle(settle.to_bytes(), own))
         if data:
             outside = [other for other in self.names if other not in members]
-            answer = Settled.from_bytes(data, len(outside))
-            self.signatures[settle.signed()][name] = answer.signature
+            answer = SettleReply.from_bytes(data, len(outside))
+            self.signatures[settle.signed_bytes()][name] = answer.signature
             for other, seed in zip(outside, answer.seeds, strict=True):
                 self.seeds[tuple(sorted((name, other)))] = seed
 
     def reveal(self, name, step, members):
         """Show a client the signatures that there are for a list of members, those of colluders too."""
         settle = Settle(self.contexts[name], step, tuple(members))
-        signed = settle.signed()
+        signed = settle.signed_bytes()
         bought = {who: self.group.identities[who].sign(signed) for who in self.colluders}
         reveal = Reveal(settle, self.signatures[signed] | bought)
         data = self.ask(name, lambda party: party.reveal(reveal.to_bytes()))
         if data:
-            for dealer, share in Revealed.from_bytes(data).shares.items():
+            for dealer, share in RevealReply.from_bytes(data).shares.items():
                 self.shares[dealer][self.names.index(name) + 1] = share
 
     def buy(self, victim):

@@ -37,7 +37,7 @@ def test_a_roster_comes_back(tmp_path):
     assert roster.names == ("zoe", "alice")
     assert repr(roster) == "Roster(zoe, alice)"
     with pytest.raises(BadArgument, match="'bob' is not in it"):
-        roster.key_of("bob")
+        roster.public_key("bob")
 
 
 @pytest.mark.parametrize(

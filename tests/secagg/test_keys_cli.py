@@ -20,7 +20,7 @@ def test_a_new_key_is_private_and_its_line_goes_into_a_roster(tmp_path, capsys):
     assert main(["keys", "show", str(path)]) == 0
     assert capsys.readouterr().out == line
     (tmp_path / "roster").write_text("# ours\n\n" + line)
-    assert Roster.read(tmp_path / "roster").key_of("alice") == Identity.load(path).public()
+    assert Roster.read(tmp_path / "roster").public_key("alice") == Identity.load(path).public()
 
 
 def test_a_private_key_is_not_printed(tmp_path, capsys):

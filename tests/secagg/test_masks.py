@@ -40,8 +40,8 @@ def found():
         "share hash": masks.ShareHash(SALT, "c0")(SEED, 1),
         "stream, first words": stream[:4].astype("<u8").tobytes(),
         "stream, across pieces": stream[-4:].astype("<u8").tobytes(),
-        "hello, signed": Hello.signed("a run", "c0", b"k" * 32),
-        "settle, signed": Settle(SALT, 2, ("c0", "c1")).signed(),
+        "hello, signed": Hello.signed_bytes("a run", "c0", b"k" * 32),
+        "settle, signed": Settle(SALT, 2, ("c0", "c1")).signed_bytes(),
         "context": context(opening(), SEED),
     }
 

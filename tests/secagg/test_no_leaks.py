@@ -5,7 +5,7 @@ import logging
 import traceback
 
 import pytest
-from tests.secagg.group import DIGEST, Group, reveal_all, settle_all, upload
+from tests.secagg.group import DIGEST, Attempt, Group, settle_all, upload
 from tests.secagg.hostile import Hostile
 
 from fedveil.errors import FedveilError
@@ -70,18 +70,15 @@ def test_the_search_finds_what_is_planted():
 
 
 def test_no_object_shows_a_secret(planted):
-    group = Group(4)
-    opening, vectors = group.opening(), group.vectors()
-    tally = Tally(opening, DIGEST, group.roster)
-    texts = []
-    for name, data in group.uploads(opening, vectors).items():
-        tally.take_upload(name, data)
+    a = Attempt(4)
+    group, opening, tally, texts = a.group, a.opening, a.tally, []
+    for data in a.sent.values():
         texts += everything_said(messages.Upload.from_bytes(data, 4, 3))
     common, own = tally.settle()
     for name in group.names[:3]:
         data = group.parties[name].settle(common, own[name])
-        texts += everything_said(messages.Settled.from_bytes(data, 0))
-        tally.take_settled(name, data)
+        texts += everything_said(messages.SettleReply.from_bytes(data, 0))
+        tally.take_settle_reply(name, data)
     for memory in group.memories.values():
         with memory.turn() as turn:
             texts += everything_said(turn) + everything_said(turn.state.runs[group.run])
@@ -90,8 +87,8 @@ def test_no_object_shows_a_secret(planted):
     message = tally.reveal()
     for name in tally.survivors:
         data = group.parties[name].reveal(message)
-        texts += everything_said(messages.Revealed.from_bytes(data))
-        tally.take_revealed(name, data)
+        texts += everything_said(messages.RevealReply.from_bytes(data))
+        tally.take_reveal_reply(name, data)
     for thing in (tally, *group.parties.values(), *group.memories.values(), *group.identities.values(), opening):
         texts += everything_said(thing)
     assert len(planted) > 50
@@ -129,8 +126,8 @@ def test_no_error_or_log_line_shows_a_secret(planted, caplog, tmp_path, capfd):
         fails(party.settle, common, own[name][:-1])
         data = party.settle(common, own[name])
         fails(party.settle, common, own[name])
-        fails(tally.take_settled, name, data[:-1])
-        tally.take_settled(name, data)
+        fails(tally.take_settle_reply, name, data[:-1])
+        tally.take_settle_reply(name, data)
     message = tally.reveal()
     for name in group.names:
         party = group.parties[name]
@@ -139,16 +136,16 @@ def test_no_error_or_log_line_shows_a_secret(planted, caplog, tmp_path, capfd):
         fails(party.reveal, message)
         wrong = bytearray(data)
         wrong[-1] ^= 1
-        fails(tally.take_revealed, name, data[:-1])
-        fails(tally.take_revealed, name, bytes(wrong))
+        fails(tally.take_reveal_reply, name, data[:-1])
+        fails(tally.take_reveal_reply, name, bytes(wrong))
     fails(tally.total)
     secrets = planted | keys_of(group)
     path = group.identities["c0"].save(tmp_path / "a.key")
     fails(group.identities["c0"].save, path)
     path.write_text(path.read_text().replace('private = "', 'private = "0'))
     fails(Identity.load, path)
-    fails(Memory.unpacked, group.memories["c0"].packed() + b"}")
-    path.write_bytes(group.memories["c0"].packed()[:-1])
+    fails(Memory.from_bytes, group.memories["c0"].to_bytes() + b"}")
+    path.write_bytes(group.memories["c0"].to_bytes()[:-1])
     fails(Party(group.identities["c0"], group.roster, Memory(path)).hello, "run")
     path.chmod(0o644)
     fails(Identity.load, path)
@@ -173,7 +170,7 @@ def test_clients_send_no_key_and_no_seed_in_the_clear(planted):
         data = group.parties[name].settle(common, own[name])
         opened = {secret for secret in planted.values() if len(secret) == 32 and secret in data}
         assert opened == {masks.pair_seed(seeds[name], tally._context, name, "c3")}
-        tally.take_settled(name, data)
+        tally.take_settle_reply(name, data)
     message = tally.reveal()
     for name in group.names[:3]:
         data = group.parties[name].reveal(message)
@@ -188,12 +185,7 @@ def key_for(group, name):
 
 
 def test_a_revealed_attempt_leaves_no_share_in_memory_files():
-    group = Group(4)
-    opening, vectors = group.opening(), group.vectors()
-    tally = Tally(opening, DIGEST, group.roster)
-    for name, data in group.uploads(opening, vectors).items():
-        tally.take_upload(name, data)
-    settle_all(group, tally)
-    reveal_all(group, tally)
-    for memory in group.memories.values():
-        assert '"current": null' in memory.packed().decode()
+    a = Attempt(4)
+    a.finish()
+    for memory in a.group.memories.values():
+        assert '"current": null' in memory.to_bytes().decode()

@@ -10,6 +10,7 @@ from tests.secagg.hostile import Hostile
 
 from fedveil.errors import Aborted
 from fedveil.secagg import Hello, Opening, masks, messages, party, rules
+from fedveil.secagg.memory import RunMemory
 
 OTHER = hashlib.sha256(b"a model on which updates are zero").digest()
 SECRET = words(11, 22)
@@ -26,6 +27,15 @@ def uploaded(server, digest=DIGEST):
 def show(server, step, members, to=None):
     for name in to or members:
         server.settle(name, step, members)
+
+
+def opened(group, opening):
+    """A server that has followed the protocol to its end, with everyone."""
+    server = uploaded(Hostile(group, opening))
+    show(server, 0, ALL)
+    for name in ALL:
+        server.reveal(name, 0, ALL)
+    return server
 
 
 def different_models():
@@ -47,10 +57,7 @@ def same_attempt_twice():
     """The first time all are left, and self seeds open; the second time the victim is not, and pair seeds open."""
     group = Group(4)
     opening = group.opening()
-    first = uploaded(Hostile(group, opening))
-    show(first, 0, ALL)
-    for name in ALL:
-        first.reveal(name, 0, ALL)
+    first = opened(group, opening)
     second = uploaded(Hostile(group, opening))
     if "c0" in second.sent:
         show(second, 0, REST)
@@ -100,67 +107,54 @@ def dropped_and_back():
 def dropped_after_the_reveal():
     """Self seeds open; after that the victim is dropped, and pair seeds open."""
     group = Group(4)
-    server = uploaded(Hostile(group, group.opening()))
-    show(server, 0, ALL)
-    for name in ALL:
-        server.reveal(name, 0, ALL)
+    server = opened(group, group.opening())
     show(server, 1, REST)
     return server.peel("c0"), server.refused
 
 
 def two_reveals():
-    """All reveal twice: for all, then without the victim (which goes through a settling of its own)."""
+    """All clients are asked to reveal twice."""
     group = Group(4)
-    server = uploaded(Hostile(group, group.opening()))
-    show(server, 0, ALL)
+    server = opened(group, group.opening())
     for name in ALL:
         server.reveal(name, 0, ALL)
-        server.reveal(name, 0, ALL)
     return (SECRET if not server.refused else None), server.refused
+
+
+def two_sums(group, opening, again, subject=None, vanish=None):
+    """The difference of a sum over everyone and a later one without the victim."""
+    vectors = group.vectors() | {"c0": SECRET}
+    everyone = attempt(group, opening, group.uploads(opening, vectors, subject=subject)).total()
+    later = again()
+    try:
+        rest = attempt(group, later, group.uploads(later, vectors, subject=subject), vanish).total()
+    except Aborted as error:
+        return None, [error.reason]
+    return everyone - rest, []
 
 
 def revealed_round_again():
     """Two sums of the same updates, with and without the victim: their difference is the victim's."""
     group = Group(5)
-    vectors = group.vectors() | {"c0": SECRET}
-    opening = group.opening(round=3)
-    everyone = attempt(group, opening, group.uploads(opening, vectors)).total()
-    again = group.opening(round=3)
-    try:
-        rest = attempt(group, again, group.uploads(again, vectors), {"c0": "upload"}).total()
-    except Aborted as error:
-        return None, [error.reason]
-    return everyone - rest, []
+    return two_sums(group, group.opening(round=3), lambda: group.opening(round=3), vanish={"c0": "upload"})
 
 
 def next_round_without_the_victim():
     """The same model again in the next round, with one member fewer."""
     group = Group(5)
-    vectors = group.vectors() | {"c0": SECRET}
-    opening = group.opening()
-    everyone = attempt(group, opening, group.uploads(opening, vectors, subject=DIGEST)).total()
-    again = group.opening(names=group.names[1:])
-    try:
-        rest = attempt(group, again, group.uploads(again, vectors, subject=DIGEST)).total()
-    except Aborted as error:
-        return None, [error.reason]
-    return everyone - rest, []
+    return two_sums(group, group.opening(), lambda: group.opening(names=group.names[1:]), DIGEST)
 
 
 def another_run_without_the_victim():
     """The same model again in another run: also a server that was started again from its checkpoint."""
     group = Group(5)
-    vectors = group.vectors() | {"c0": SECRET}
-    opening = group.opening(round=0)
-    everyone = attempt(group, opening, group.uploads(opening, vectors, subject=DIGEST)).total()
-    group.run = "another run"
-    group.hellos = {name: party.hello(group.run) for name, party in group.parties.items()}
-    again = group.opening(round=0, names=group.names[1:])
-    try:
-        rest = attempt(group, again, group.uploads(again, vectors, subject=DIGEST)).total()
-    except Aborted as error:
-        return None, [error.reason]
-    return everyone - rest, []
+
+    def again():
+        group.run = "another run"
+        group.hellos = {name: party.hello(group.run) for name, party in group.parties.items()}
+        return group.opening(round=0, names=group.names[1:])
+
+    return two_sums(group, group.opening(round=0), again, DIGEST)
 
 
 def small_roster():
@@ -207,10 +201,7 @@ def late_upload():
 def self_masks_alone():
     """Nobody vanishes, self seeds open: only pair masks are left."""
     group = Group(4)
-    server = uploaded(Hostile(group, group.opening()))
-    show(server, 0, ALL)
-    for name in ALL:
-        server.reveal(name, 0, ALL)
+    server = opened(group, group.opening())
     return masks.unmask([server.sent["c0"].words], [server.own_seed("c0")], {}), ["masked"]
 
 
@@ -222,7 +213,7 @@ def without_digest(patch):
 
 
 def without_counters(patch):
-    for rule in ("new_attempt", "new_round"):
+    for rule in ("check_attempt", "check_round"):
         patch.setattr(rules, rule, lambda kept, opening: None)
 
 
@@ -254,15 +245,15 @@ ATTACKS = [
     (different_models, without_digest, "signatures"),
     (same_attempt_twice, without_counters, "attempt"),
     (old_share_in_a_later_attempt, without_context_in_shares, None),
-    (different_members_to_different_clients, without(rules, "enough_signed", nothing), "signatures"),
-    (dropped_and_back, without(rules, "inside", nothing), "members"),
-    (dropped_after_the_reveal, without(party, "ended", lambda current: current), "attempt"),
-    (two_reveals, without(party, "ended", lambda current: current), "attempt"),
-    (revealed_round_again, without(rules, "new_round", nothing), "round"),
-    (next_round_without_the_victim, without(rules, "not_repeated", nothing), "repeat"),
-    (another_run_without_the_victim, without(rules, "not_repeated", nothing), "repeat"),
-    (small_roster, without(rules, "enough", nothing), "few"),
-    (keys_of_the_servers_own, without(rules, "known", nothing), "roster"),
+    (different_members_to_different_clients, without(rules, "check_signatures", nothing), "signatures"),
+    (dropped_and_back, without(rules, "check_members", nothing), "members"),
+    (dropped_after_the_reveal, without(RunMemory, "forget_attempt", nothing), "attempt"),
+    (two_reveals, without(RunMemory, "forget_attempt", nothing), "attempt"),
+    (revealed_round_again, without(rules, "check_round", nothing), "round"),
+    (next_round_without_the_victim, without(rules, "check_same_members", nothing), "repeat"),
+    (another_run_without_the_victim, without(rules, "check_same_members", nothing), "repeat"),
+    (small_roster, without(rules, "check_roster_size", nothing), "few"),
+    (keys_of_the_servers_own, without(rules, "check_roster", nothing), "roster"),
     (late_upload, without(masks, "mask", pairs_only), "masked"),
     (self_masks_alone, without(masks, "mask", self_only), "masked"),
 ]
@@ -284,18 +275,14 @@ def test_a_key_that_outlives_its_counters_masks_twice_with_the_same_streams(lost
     """Whoever loses the memory has a new key; only a key that stays while its counters go would repeat its masks."""
     group = Group(4)
     opening = group.opening()
-    first = uploaded(Hostile(group, opening))
-    show(first, 0, ALL)
-    for name in ALL:
-        first.reveal(name, 0, ALL)
+    first = opened(group, opening)
     for name in ALL:
         with group.memories[name].turn() as turn:
             if lost == "everything":
                 turn.state.runs.clear()
             else:
-                turn.state.runs[group.run].attempt = turn.state.runs[group.run].round = turn.state.runs[
-                    group.run
-                ].revealed = -1
+                run = turn.state.runs[group.run]
+                run.attempt = run.round = run.revealed = -1
             turn.write()
         group.parties[name].hello(group.run)
     second = uploaded(Hostile(group, opening))

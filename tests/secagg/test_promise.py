@@ -49,9 +49,9 @@ def histories(n, name):
 
 def allowed(current, settle, name):
     try:
-        rules.next_step(current, settle)
-        rules.inside(current, settle.members)
-        rules.many_left(current, settle.members, name)
+        rules.check_step(current, settle)
+        rules.check_members(current, settle.members)
+        rules.check_survivors(current, settle.members, name)
     except Aborted:
         return False
     return True
@@ -129,5 +129,5 @@ def test_without_the_rule_that_nobody_comes_back_a_single_client_opens(monkeypat
     without = [Settle(b"", 0, names[:3]), Settle(b"", 1, names)]
     current = Current(b"", 0, b"", names, (), b"", 0, names[:3])
     assert not allowed(current, without[1], "c0")
-    monkeypatch.setattr(rules, "inside", lambda current, members: None)
+    monkeypatch.setattr(rules, "check_members", lambda current, members: None)
     assert allowed(current, without[1], "c0")

@@ -105,8 +105,8 @@ def test_as_many_as_the_threshold_allows_vanish_one_by_one(n):
         common, own = tally.settle()
         for name in own:
             if name != lost:
-                tally.take_settled(name, group.parties[name].settle(common, own[name]))
-        assert tally.settled() == (lost is None)
+                tally.take_settle_reply(name, group.parties[name].settle(common, own[name]))
+        assert tally.has_agreement() == (lost is None)
     reveal_all(group, tally)
     assert tally.survivors == tuple(group.names[len(spare) :])
     assert np.array_equal(tally.total(), summed(vectors, tally.survivors))
@@ -173,13 +173,13 @@ def test_steps_out_of_order_are_refused():
         tally.settle()
     for name, data in sent.items():
         tally.take_upload(name, data)
-    with pytest.raises(BadArgument, match="c0 has uploaded already"):
+    with pytest.raises(BadArgument, match="c0 has already uploaded"):
         tally.take_upload("c0", sent["c0"])
     settle_all(group, tally)
-    with pytest.raises(BadArgument, match="have agreed already"):
+    with pytest.raises(BadArgument, match="have already agreed"):
         tally.settle()
     with pytest.raises(BadArgument, match="nothing was revealed"):
         tally.total()
     reveal_all(group, tally)
-    with pytest.raises(BadArgument, match="is not asked for it now"):
+    with pytest.raises(BadArgument, match="is not expected from 'c0' now"):
         tally.take_upload("c0", sent["c0"])

@@ -79,7 +79,7 @@ class Sketch:
 
 
 class SketchedLayer(nn.Module):
-    """What a client has in place of a layer: `weight` is W~ = W S, (m, s), `sketch` is S, the bias is as it was."""
+    """A layer as a client has it: `weight` is W~ = W S, (m, s), `sketch` is S, the bias is as it was."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 
 @dataclass(repr=False, eq=False)
 class _Client:
-    """What a client keeps to itself: the key of its noise, its draws so far, the norms of its first gradients."""
+    """A client's private state: the key of its noise, its draws so far, the norms of its first gradients."""
 
     key: bytes
     draws: int = 0
@@ -325,4 +325,8 @@ def _spread(tensors: Tensors, like: Tensors) -> Tensors:
         raise BadArgument("update", f"{len(numbers)} numbers selected from {count} do not have these indices")
     flat = torch.zeros(count, dtype=numbers.dtype)
     flat[indices.long()] = numbers
-    return split(flat.to(first.device), like)
+    pieces = torch.split(
+        flat.to(first.device), [tensor.numel() for tensor in like.values()]
+    )  # dtypes are checked later
+    # in the dtype that was sent, which is checked with the shapes
+    return {name: piece.view(own.shape) for (name, own), piece in zip(like.items(), pieces, strict=True)}

@@ -28,7 +28,7 @@ NOTHING: Mapping[str, Any] = {}
 
 @dataclass(frozen=True)
 class Record:
-    """What the rest of the library knows about a defence. Code is named as `package.module:name`."""
+    """A defence as the rest of the library knows it. Code is named as `package.module:name`."""
 
     name: str  # by which it is found
     summary: str  # one line of help

@@ -35,7 +35,7 @@ SLACK = 1e-3  # of the sum of a row of probabilities; far from 0 and 2, which th
 
 @dataclass(frozen=True, eq=False)
 class PrivateHead:
-    """What a client never sends: its head P_k (bits, features) and its codes T_k (classes, bits) of -1 and +1."""
+    """A client's secrets: its head P_k (bits, features) and its codes T_k (classes, bits) of -1 and +1."""
 
     head: Tensor = field(repr=False)
     codes: Tensor = field(repr=False)
@@ -62,7 +62,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class SPNUpdate(PlainUpdate):
-    """Of the public network as plain; and `step`, the gradient of the client's own head, which never leaves it."""
+    """A plain update of the public network, and `step`, the gradient of the private head, which never leaves its client."""
 
     step: Tensor = field(repr=False)
 

@@ -25,13 +25,13 @@ SMOOTHING = 1e-6  # of a median distance: nearer than this, a row pulls no more
 
 
 def distances(rows: Tensor, centre: Tensor) -> Tensor:
-    """Of each row from the centre, in float64."""
+    """Return the distance of each row from the centre, in float64."""
     away: Tensor = torch.linalg.vector_norm(rows - centre, dim=1, dtype=torch.float64)
     return away
 
 
 def median(rows: Tensor, hostile: int) -> Tensor:
-    """Of each coordinate; the mean of the middle two of an even number."""
+    """Return the median of each coordinate; the mean of the middle two of an even number."""
     ordered, middle = rows.sort(0).values, len(rows) // 2
     return ordered[middle] if len(rows) % 2 else ordered[middle - 1 : middle + 1].mean(0)
 

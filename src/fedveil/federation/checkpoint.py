@@ -1,4 +1,4 @@
-"""What a run needs to go on: written whole or not at all, and without secrets (a resumed round draws a new one).
+"""Checkpoints of a run: written atomically, without secrets (a resumed round draws new noise).
 
 A file is a mark, the SHA-256 of everything behind it, the run and the round that it belongs to, and what torch writes.
 Nothing is parsed before the checksum was compared.

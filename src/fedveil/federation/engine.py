@@ -1,4 +1,4 @@
-"""What carries bytes between a server and its clients: one interface for every transport, and what goes wrong there."""
+"""The interface of a transport between a server and its clients, and its faults."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Fault:
 
 
 def clean(text: object) -> str:
-    """What came from elsewhere as a part of one line: cut, and without what a terminal would obey."""
+    """Make untrusted text safe to print: one short line without control characters."""
     return "".join(c if c.isprintable() else " " for c in str(text)[:LONGEST_TEXT])
 
 

@@ -1,4 +1,4 @@
-"""What one client may do to a round: its update is judged by itself, and what counts of it is bounded."""
+"""Limits on the influence of a single client: each update is checked separately, and its weight is bounded."""
 
 import dataclasses
 import math
@@ -82,7 +82,7 @@ class Limits:
         return 0 if self.aggregator == MEAN else min(self.hostile, RULES[self.aggregator].most(updates))
 
     def records(self, client: Member, claimed: int) -> int:
-        """What a client's claim counts for."""
+        """Return the number of records that a client's claim counts for."""
         known = self.max_records
         most = known.get(client) if isinstance(known, Mapping) else known
         return claimed if most is None else min(claimed, most)
@@ -124,7 +124,7 @@ def shares_of(records: Sequence[float], most: float) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What became of a round's updates."""
+    """The result of a round's updates, and which of them were refused or capped."""
 
     result: Aggregate | None  # None if too few are left
     refused: dict[Member, UpdateRefused]  # by client
@@ -181,7 +181,7 @@ def aggregate(
 def judge(
     own_round: AnyRound, updates: Sequence[Any], model: nn.Module, limits: Limits, past: Sequence[Mapping[str, Any]]
 ) -> list[Aggregate | UpdateRefused]:
-    """What each update says by itself, or why it is refused. Norms are taken in float64.
+    """Recover and check each update separately. Norms are taken in float64.
 
     Args:
         own_round: the round whose broadcast the updates answer.
@@ -205,7 +205,7 @@ def judge(
 
 
 def _norms(found: Aggregate, model: nn.Module) -> dict[str, float]:
-    """Of each kind in `NORMS`; kinds that the model does not have are left out."""
+    """Return the norm of each kind in `NORMS`, except kinds that the model does not have."""
     before = dict(model.named_buffers())
     floating = [name for name in found.buffers if before[name].is_floating_point()]
     parts: dict[str, list[Tensor]] = {"update_norm": list(found.gradients.values())}
@@ -216,7 +216,7 @@ def _norms(found: Aggregate, model: nn.Module) -> dict[str, float]:
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
-    """Of all numbers together, in float64."""
+    """Return the common norm of some tensors, in float64."""
     own = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
     return float(torch.linalg.vector_norm(torch.stack(own)))
 

@@ -204,7 +204,7 @@ class Federation(Server):
             return Aggregate({}, {}, 0.0, notes={"skipped": error.what})
 
     def answers(self, broadcast: Any, clients: Sequence[int]) -> list[Any]:
-        """What each of the clients uploads."""
+        """Compute each client's upload."""
         answer = partial(client_update, self._client, broadcast, self.shards, number=self.round)
         return [answer(client=client, whole_shard=self.whole_shard, dtype=self.dtype) for client in clients]
 

@@ -63,7 +63,7 @@ def schedule_of(given: Schedule | None, optimizer: torch.optim.Optimizer) -> LRS
 
 
 def plateau_value(schedule: ReduceLROnPlateau, found: Mapping[str, Any]) -> float:
-    """What a schedule that waits for a plateau is to watch: it falls in its mode "min", and rises in "max"."""
+    """Return the metric that a plateau schedule watches: a falling one in mode "min", a rising one in "max"."""
     if schedule.mode == "max":
         if "accuracy" not in found:
             what = 'the schedule waits for a metric that stops rising (mode="max"), and this task has none'

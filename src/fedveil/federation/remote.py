@@ -55,7 +55,7 @@ def refuse_failures() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class ClientState:
-    """What a client remembers from one ask to the next; nobody else sees it."""
+    """A client's memory from one ask to the next; nobody else sees it."""
 
     seen: Mapping[str, Any] = field(default_factory=dict)  # session, round and token of the last ask that was answered
     private: Mapping[str, Any] = field(default_factory=dict)  # the defence's: SPN's head, PPDL's source of noise

@@ -207,7 +207,7 @@ class RemoteServer(Server):
     def _aggregated(
         self, own_round: AnyRound, heard: list[_Heard], faults: list[Fault], left_out: int, seen: Seen | None
     ) -> Outcome | None:
-        """What became of the answers; None if there are too few. Refusals go to the faults."""
+        """Aggregate valid replies; return None if there are too few. Refusals are added to the faults."""
         if len(heard) < self.min_answers:
             return None
         updates = {answer.member: answer.update for answer in heard}
@@ -237,7 +237,7 @@ class RemoteServer(Server):
 
     def _too_few(self, what: str, faults: list[Fault]) -> TooFewAnswers:
         last = f"; the last fault was {faults[-1]}" if faults else ""
-        fix = "look at the nodes; a new run goes on from the checkpoint"
+        fix = "look at the clients' logs; a new run resumes from the checkpoint"
         return TooFewAnswers(f"round {self.round}", what + last, fix)
 
     def _nodes(self, deadline: float, guilty: Set[Member]) -> list[Member]:
@@ -281,7 +281,7 @@ class RemoteServer(Server):
         return self.engine.ask(common, own, label=label, timeout=timeout)
 
     def _ask_of(self, own_round: AnyRound, secure: Mapping[str, Any] | None = None) -> Ask:
-        """What clients are sent; `secure` is the opening of secure aggregation."""
+        """Return the message to clients; `secure` is the opening of secure aggregation."""
         values, tensors = self.codec.encode_broadcast(own_round.broadcast)
         assert self.record is not None
         return Ask(

@@ -130,7 +130,7 @@ class Form:
         return records, found
 
     def rounding(self, exponents: Sequence[int], clients: int, records: int) -> dict[str, list[float]]:
-        """What fixed point may add to each number of the mean, row by row: half a unit for each client."""
+        """Bound the rounding error of each number of the mean, row by row: half a unit for each client."""
         rest, found = list(exponents), {}
         for part in self.parts:
             own, rest = rest[: part.rows], rest[part.rows :]
@@ -355,7 +355,7 @@ def open_sum(tally: Tally, send: Send, refused: Callable[[str, BadArgument], Non
                 if refused:
                     refused(name, error)
 
-    while not tally.settled():
-        take("settle", *tally.settle(), tally.take_settled)
-    take("reveal", tally.reveal(), dict.fromkeys(tally.survivors, b""), tally.take_revealed)
+    while not tally.has_agreement():
+        take("settle", *tally.settle(), tally.take_settle_reply)
+    take("reveal", tally.reveal(), dict.fromkeys(tally.survivors, b""), tally.take_reveal_reply)
     return tally.total()

@@ -229,7 +229,7 @@ class SecureRounds:
             raise BadArgument("hello", "it is of another run")
         proof = hello.proof(challenge)
         for signature, covered in (
-            (hello.signature, Hello.signed(hello.run, hello.name, hello.key)),
+            (hello.signature, Hello.signed_bytes(hello.run, hello.name, hello.key)),
             (shown[:SIGNATURE], proof),
         ):
             if len(signature) != SIGNATURE or not self._roster.verifies(hello.name, signature, covered):
@@ -283,7 +283,7 @@ class SecureRounds:
         return {member: signed.tag(self._greeted[member].channel, digest, extra) for member, extra in own.items()}
 
     def _hear(self, member: Member, take: Callable[[], Found], faults: list[Fault]) -> Found | None:
-        """What `take` makes of an answer; None, and a fault, if it refuses it."""
+        """Return the result of `take`; None, and a fault, if it refuses the reply."""
         try:
             return take()
         except FedveilError as error:

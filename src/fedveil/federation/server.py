@@ -1,4 +1,4 @@
-"""What every server does, wherever its clients are: rounds, optimiser, metrics, checkpoints."""
+"""The server's loop, wherever its clients are: rounds, optimizer, metrics, checkpoints."""
 
 import contextlib
 import secrets

@@ -49,7 +49,7 @@ def called_by_server() -> bool:
 
 
 class Client(ABC):
-    """What answers for a site. Say how to build the network and how this site loads its records.
+    """The client on a site: derive from it to say how to build the network and how the site loads its records.
 
     FLARE builds one on every site from the arguments of its constructor, which must be plain values that are kept as
     attributes of the same names. Records are loaded once, with the first round, and stay in memory.

@@ -1,4 +1,4 @@
-"""What a startup kit of FLARE should say before it is used: whose classes may run, and that logs stay on their site."""
+"""Settings for a FLARE startup kit: whose classes may run, and that logs stay on their site."""
 
 import json
 from pathlib import Path

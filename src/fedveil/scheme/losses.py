@@ -21,7 +21,7 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 
 class Loss(Protocol):
-    """What clients minimise."""
+    """A loss that clients minimise."""
 
     @property
     def name(self) -> str:

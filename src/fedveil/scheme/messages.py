@@ -1,4 +1,4 @@
-"""What travels: a Broadcast from the server to clients, an Update back.
+"""Messages: a Broadcast from the server to clients, an Update back.
 
 Both turn into plain values and tensors (`pack`), which `fedveil.wire` makes bytes of, and back (`unpack`).
 """

@@ -1,25 +1,25 @@
-"""Secure aggregation: a server adds up the clients' vectors and sees nothing but the sum.
+"""Secure aggregation: a server adds the clients' vectors and sees nothing but the sum.
 
 Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning (CCS 2017), with keys agreed once
 per run and seeds derived for every attempt.
 
-    M0  client   run, name, X25519 key, Ed25519 signature                          Party.hello
-    M1  server   broadcast, round, attempt, roster with the M0s, exponents         Opening        Party.admit
-    M2  client   words + PRG(b_k) +- PRG(s_kj), encrypted shares of b_k,           Party.upload   Tally.take_upload
+    M0  client   run, name, X25519 key, Ed25519 signature                        Party.hello
+    M1  server   broadcast, round, attempt, roster with the M0s, exponents       Opening        Party.admit
+    M2  client   words + PRG(b_k) +- PRG(s_kj), encrypted shares of b_k,         Party.upload   Tally.take_upload
                  commitments to b_k and every s_kj, hashes of the shares
-    M3  server   step, those left V; at step 0 the shares and their hashes         Tally.settle
-    M4  client   signature over (context, step, V), s_kd for d outside V,          Party.settle   Tally.take_settled
-                 dealers whose share fails; someone vanished: M3 again
-    M5  server   at least t signatures on the last (step, V)                       Tally.reveal
-    M6  client   once: shares of b_k for k in V                                    Party.reveal   Tally.take_revealed
-                                                                                   Tally.total
+    M3  server   step, members left V; at step 0 the shares and their hashes     Tally.settle
+    M4  client   signature over (context, step, V), s_kd for d outside V,        Party.settle   Tally.take_settle_reply
+                 dealers of unusable shares; M3 again if someone drops out
+    M5  server   at least t signatures on the last (step, V)                     Tally.reveal
+    M6  client   once: shares of b_k for k in V                                  Party.reveal   Tally.take_reveal_reply
+                                                                                 Tally.total
 
-What a client refuses is in `rules` and `policy`, what is promised to it too; what is derived from which secret is in
-`masks`, and who is excluded in `conduct`. Messages come from one server, whose signature `signed` checks.
+`rules` and `policy` hold what a client refuses and what it is promised, `masks` what is derived from which secret, and
+`conduct` who is excluded. Messages come from one server, whose signature `signed` checks.
 
-Not promised: anything against crafted models that are sent to all alike, differences of sums over different members,
-and poisoning by a client: a hostile client can spoil the sum. Nor anything for a client whose disk is set back to an
-earlier state: it has its key still, and has forgotten what it did with it.
+Not promised: anything against crafted models that are sent to all clients alike, against differences of sums over
+different members, or against poisoning: a hostile client can spoil the sum. Nor is anything promised to a client whose
+disk is restored to an earlier state: it still has its key, but has forgotten how it used it.
 """
 
 from fedveil.errors import Aborted

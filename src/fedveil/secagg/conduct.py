@@ -1,15 +1,15 @@
 """The members' conduct in a run, as the server knows it: who lied, and who disagrees with whom.
 
-A member is excluded for the run, by name and with a reason, once a lie of its is proven, provided that no more than
-`rules.liars(n)` members lie: as many as may vanish.
+A member is excluded for the rest of the run, by name and with a reason, once it is proven to have lied, provided that
+at most `rules.liars(n)` members lie, which is how many may drop out.
 
-    alone      a signature, pair seed or share that misses the member's own hash, commitment or key
-    complaints of more than that many members about one dealer; by one accuser about more than that many dealers
-    disputes   about the seed of a pair, with more than that many partners over the run
+    evidence    a signature, pair seed or share that does not match the member's own hash, commitment or key
+    complaints  by more than liars(n) members about one dealer, or by one accuser about more than liars(n) dealers
+    disputes    about the seed of a pair, with more than liars(n) partners over the run
 
-One complaint, or one dispute, proves nothing: either side may be lying. A complaint costs the accuser's share and no
-more. Of a disputed pair one is left out of the attempt, in turn, so that a liar costs an honest member at most every
-other round.
+A single complaint or dispute proves nothing: either side may be lying. A complaint costs only the accuser's share. Of
+a disputed pair one member is left out of the attempt; they take turns, so that a liar costs an honest member at most
+every other round.
 """
 
 from collections import Counter
@@ -26,27 +26,27 @@ class Conduct:
     def __init__(self) -> None:
         self._excluded: dict[str, str] = {}
         self._partners: dict[str, set[str]] = {}
-        self._most = 1  # liars that were allowed for in the largest attempt
-        self._left_out: Counter[str] = Counter()  # how often a dispute cost a member its place
+        self._most = 1  # liars tolerated in the largest attempt
+        self._left_out: Counter[str] = Counter()  # how often a dispute kept a member out
 
     def __repr__(self) -> str:
         return f"Conduct(excluded={self._excluded!r})"
 
     @property
     def excluded(self) -> Mapping[str, str]:
-        """Members that lied, and how."""
+        """The members that lied, with the reason."""
         return dict(self._excluded)
 
     def exclude(self, name: str, why: str) -> None:
-        """Exclude a member whose lie is proven; the first reason stays."""
+        """Exclude a member that is proven to have lied; the first reason stays."""
         self._excluded.setdefault(name, why)
 
     def judge_complaints(self, complaints: Mapping[str, Collection[str]], n: int) -> None:
-        """Exclude accusers and dealers that cannot both be honest with `liars(n)` liars at most.
+        """Exclude accusers and dealers that must be lying if there are at most `liars(n)` liars.
 
         Args:
-            complaints: dealers whose share each member of an attempt could not use.
-            n: members of the attempt.
+            complaints: the dealers whose shares each member of an attempt could not use.
+            n: number of members of the attempt.
         """
         most = liars(n)
         for accuser, dealers in complaints.items():
@@ -60,10 +60,10 @@ class Conduct:
                 self.exclude(dealer, f"{count} of {n} members complained about its shares")
 
     def settle_disputes(self, pairs: Iterable[Pair], n: int) -> set[str]:
-        """Record the disputed pairs of an attempt; returns those who are left out of it.
+        """Record the disputed pairs of an attempt and return the members that are left out of it.
 
-        Of a pair that is the one who was left out less often; of two who were left out equally often, the one with more
-        disputes. By disputes alone, two liars could keep an honest member out of every round.
+        Of each pair it is the member that was left out less often so far; in a tie, the one with more disputes. If the
+        number of disputes alone decided, two liars could keep an honest member out of every round.
         """
         disputed = {(min(pair), max(pair)) for pair in pairs}
         self._most = most = max(self._most, liars(n))  # partners add up over attempts, also with fewer members

@@ -1,16 +1,16 @@
 """Fixed point in Z_2^64: real numbers as integers that add without error, modulo 2^64.
 
-With b bits behind the point a value x travels as rint(x 2^b) mod 2^64. For n clients and values below 2^e,
+With b fractional bits a value x travels as rint(x 2^b) mod 2^64. For n clients and values below 2^e,
 
     b = 62 - ceil(log2 n) - e
 
-so that n of them add to less than 2^62: the sum of the integers is exact, and each client's rounding costs at most
-2^-(b+1) per element. `decode` then rounds the sum to float64: at most 2^-53 of its magnitude more.
+so that the sum of n values stays below 2^62: the sum of the integers is exact, and each client's rounding costs at most
+2^-(b+1) per element. `decode` then rounds the sum to float64, which adds at most 2^-53 of its magnitude.
 
 Nothing is saturated or refused. Reduction modulo 2^64 is linear, so whatever exponents a server chooses, the sum of
-the words is a function of the sum of the integers alone. A saturated value is not: with a well-chosen exponent the sum
-would show the smallest client by itself. Nor may a client say that its values do not fit, since that is a bit about
-its data for whoever chose the exponent.
+the words is a function of the sum of the integers alone. Saturation is not linear: with a well-chosen exponent the sum
+would show the smallest client by itself. Nor may a client say that its values do not fit, since that would tell
+whoever chose the exponent one bit about its data.
 
 Instead every row has two check words, which are linear too. With s_i the integers before their reduction, p = 2^31 - 1
 and r a fixed public vector of 15-bit integers, a client's check word is
@@ -20,12 +20,12 @@ and r a fixed public vector of 15-bit integers, a client's check word is
 The sum of these words modulo p is that of r_i times the true sums. If the sum of some s_i leaves [-2^63, 2^63), the
 opened row is off by m_i 2^64, and disagrees unless p divides sum_i r_i m_i: never if one element wrapped, and with
 probability 2^-30 for several. u hides the quotient by p, which is not a function of the sum. r is fixed: it guards
-against accidents, and a client that wants to spoil a sum can do so anyway.
+against accidents; a client that wants to spoil a sum can do so anyway.
 """
 
 import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,10 +41,10 @@ Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 HEADROOM = 8
-"""Bits between the largest magnitude that was seen and the largest that fits."""
+"""Bits between the largest magnitude seen so far and the largest that fits."""
 
 LOWEST, HIGHEST = -32, 96
-"""The exponents that clients accept."""
+"""The range of exponents that clients accept."""
 
 LARGEST = 2.0**512
 """The largest magnitude of a client's mean: scaled, it is still a float64."""
@@ -53,11 +53,11 @@ CHECKS = 2
 """Check words per row."""
 
 PRIME = 2**31 - 1
-PIECE = 2**14  # values that are worked on at a time: they stay in the cache
+PIECE = 2**14  # values processed at a time: they stay in the cache
 
 
 def exponent(largest: float) -> int:
-    """The e of values that are about as large as `largest`: below 2^(e - 8), so that 2^8 times as much still fits.
+    """Return the exponent e with `largest` below 2^(e - 8), so that values 2^8 times as large still fit.
 
     >>> exponent(1.0), exponent(0.75), exponent(0.0)
     (9, 8, 8)
@@ -68,7 +68,7 @@ def exponent(largest: float) -> int:
 
 
 def bits(n: int, exponent: int) -> int:
-    """How many bits stand behind the point when n clients send values below 2^exponent.
+    """Return the number of fractional bits when n clients send values below 2^exponent.
 
     >>> bits(10, 8), bits(1000, -3)
     (50, 55)
@@ -78,18 +78,18 @@ def bits(n: int, exponent: int) -> int:
 
 
 def scale(values: Floats, bits: int) -> Floats:
-    """rint(x 2^b) as float64; exact but for the rounding. Values must be finite."""
+    """Return rint(x 2^b) as float64, exact but for the rounding; values must be finite."""
     scaled = values * 2.0**bits if -1000 < bits < 1000 else np.ldexp(values, bits)
     return np.asarray(np.rint(scaled, out=scaled))
 
 
 def fits(integers: Floats) -> bool:
-    """Whether reduction leaves all integers as they are."""
+    """Tell whether reduction leaves all integers unchanged."""
     return bool(np.abs(integers).max(initial=0.0) < 2.0**63)
 
 
 def reduce(integers: Floats, small: bool | None = None) -> Words:
-    """Integers, held as float64, modulo 2^64; `small` says whether that leaves them as they are, if it is known."""
+    """Reduce integers, stored as float64, modulo 2^64; `small` is `fits(integers)`, if known."""
     if fits(integers) if small is None else small:
         return integers.astype(np.int64).view(np.uint64)
     rest = np.fmod(integers, 2.0**64)  # exact, and so are the next two lines: what is added has no smaller bits
@@ -99,28 +99,28 @@ def reduce(integers: Floats, small: bool | None = None) -> Words:
 
 
 def encode(values: npt.ArrayLike, bits: int) -> Words:
-    """rint(x 2^b) mod 2^64. Values must be finite."""
+    """Return rint(x 2^b) mod 2^64; raise BadArgument unless all values are finite."""
     found = np.asarray(values, np.float64)
     if not np.isfinite(found).all():
         raise BadArgument("encode", "a value is not finite")
     return reduce(scale(found, bits))
 
 
-def decode(total: Words, bits: int) -> Floats:
-    """The sum of values from the sum of their words."""
+def decode(total: Words, bits: int | Integers) -> Floats:
+    """Return the sum of values from the sum of their words."""
     if total.dtype != np.uint64:
         raise BadArgument("decode", f"words are uint64, got {total.dtype}")
     return np.asarray(np.ldexp(total.view(np.int64).astype(np.float64), -bits))
 
 
 def encode_rows(values: Floats, sizes: Sequence[int], bits: Sequence[int], n: int, checks: bool = True) -> Words:
-    """Rows behind one another, each with its own number of bits behind the point; then the check words of each row.
+    """Encode consecutive rows, each with its own number of fractional bits, followed by the check words of each row.
 
     Args:
-        values: finite, all rows together.
-        sizes: of the rows.
-        bits: behind the point, one for each row.
-        n: how many clients' words are added.
+        values: finite, all rows concatenated.
+        sizes: number of values in each row.
+        bits: number of fractional bits of each row.
+        n: number of clients whose words are added.
         checks: whether check words follow.
     """
     words = np.empty(len(values) + (CHECKS * len(sizes) if checks else 0), np.uint64)
@@ -138,15 +138,12 @@ def encode_rows(values: Floats, sizes: Sequence[int], bits: Sequence[int], n: in
 
 
 def decode_rows(total: Words, sizes: Sequence[int], bits: Sequence[int]) -> Floats:
-    """The sum of all rows' values from the sum of `encode_rows`, whose check words are left out."""
-    found = np.empty(sum(sizes), np.float64)
-    for row, (at, size) in enumerate(_starts(sizes)):
-        found[at : at + size] = decode(total[at : at + size], bits[row])
-    return found
+    """Return the sum of all rows' values from the sum of `encode_rows`; check words are skipped."""
+    return decode(total[: sum(sizes)], np.repeat(np.array(bits, np.int64), sizes))
 
 
 def wrapped_rows(total: Words, sizes: Sequence[int]) -> list[int]:
-    """The rows of a sum that wrapped around, by their check words."""
+    """Return the indices of the rows of a sum that wrapped around, as their check words tell."""
     hashes, end = _Hashes(sizes), sum(sizes)
     for piece in _pieces(tuple(sizes)):
         hashes.add(piece, _residues(total[piece.own]))
@@ -155,17 +152,17 @@ def wrapped_rows(total: Words, sizes: Sequence[int]) -> list[int]:
 
 
 class _Piece(NamedTuple):
-    """Some values that are worked on at a time, and the rows that they belong to."""
+    """Values that are processed together, and the rows that they belong to."""
 
     own: slice
     rows: Integers
     counts: Integers
-    starts: Integers  # where each of the rows begins in the piece
+    starts: Integers  # index in the piece at which each row begins
 
 
 @lru_cache(maxsize=16)
 def _pieces(sizes: tuple[int, ...]) -> tuple[_Piece, ...]:
-    """All values in pieces that stay in the cache; rows without values belong to none."""
+    """Divide all values into pieces that stay in the cache; empty rows belong to none."""
     ends, found = np.cumsum(np.array(sizes, np.int64)), []
     total = int(ends[-1]) if sizes else 0
     for start in range(0, total, PIECE):
@@ -179,7 +176,7 @@ def _pieces(sizes: tuple[int, ...]) -> tuple[_Piece, ...]:
 
 
 class _Hashes:
-    """sum_i r_i s_i mod p of each row, for each vector r, from residues that come piece by piece."""
+    """Accumulates sum_i r_i s_i mod p of each row, for each vector r, from residues that come piece by piece."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         total = max(sum(sizes), 1)
@@ -187,38 +184,31 @@ class _Hashes:
         self._sums = np.zeros((CHECKS, len(sizes)), np.int64)
 
     def add(self, piece: _Piece, residues: Integers) -> None:
-        """Products have 48 bits; without those above 2^31 as many as there are add up to less than 2^63."""
+        """Add the products of one piece; each has 48 bits and is folded, so that their sum stays below 2^63."""
         for sums, row in zip(self._sums, self._drawn[:, piece.own], strict=True):
             products = row * residues
             sums[piece.rows] += np.add.reduceat((products & PRIME) + (products >> 31), piece.starts)
 
     def values(self) -> Words:
-        """Those of the first row, of the second, and on."""
+        """Return the hashes of the first row, then of the second, and so on."""
         return (self._sums % PRIME).T.reshape(-1).astype(np.uint64)
 
 
 def _residues(words: Words) -> Integers:
-    """Integers congruent to the words, as signed numbers, modulo 2^31 - 1, and below 2^33."""
+    """Return integers below 2^33 that are congruent to the words, read as signed, modulo 2^31 - 1."""
     integers = words.view(np.int64)
     return (integers & PRIME) + (integers >> 31)
 
 
 def _quotients(count: int, n: int) -> Words:
-    """Random integers u such that n check words add up to less than 2^64."""
+    """Draw integers u such that the sum of n check words stays below 2^64."""
     drawn = np.frombuffer(secrets.token_bytes(4 * count), np.uint32).astype(np.uint64)
     return drawn >> np.uint64((n - 1).bit_length())
 
 
 @lru_cache(maxsize=32)
 def _coefficients(size: int) -> npt.NDArray[np.int16]:
-    """Two fixed rows of integers from 1 to 2^15 - 1: AES-256-CTR under a key of zeros and of ones."""
+    """Return two fixed rows of integers from 1 to 2^15 - 1: AES-256-CTR under a key of zeros and of ones."""
     keys = bytes(32), bytes([1]) * 32
     streams = [Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update(bytes(2 * size)) for key in keys]
     return np.stack([np.frombuffer(stream, "<u2") for stream in streams]).astype(np.int16) & 0x7FFF | 1
-
-
-def _starts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    at = 0
-    for size in sizes:
-        yield at, size
-        at += size

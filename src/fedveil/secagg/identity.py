@@ -1,7 +1,7 @@
-"""Who is who: a member's signing key, and the list of those who may take part.
+"""Members' signing keys, and the roster of those who may take part.
 
-A member makes an identity once (`fedveil keys new NAME`), keeps the file, and hands its roster line to the others by a
-way that does not lead through the server. The roster is what keeps a server from inventing clients.
+A member creates an identity once (`fedveil keys new NAME`), keeps the file, and hands its roster line to the others
+through a channel that the server does not control. The roster is what keeps a server from inventing clients.
 """
 
 import os
@@ -29,36 +29,34 @@ private = "{private}"
 ROSTER = "# Who may take part: one line per member, its name and its public key (`fedveil keys show FILE`)\n"
 
 
-def named(where: str, name: object) -> str:
-    """A member's name, or BadArgument."""
+def check_member_name(where: str, name: object) -> str:
+    """Return a member's name; raise BadArgument for anything else."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         what = "a member's name has 1 to 64 letters, digits or . _ @ - and begins with a letter or digit"
         raise BadArgument(where, what)
     return name
 
 
-def read_private(path: Path) -> str:
-    """The text of a file that nobody but its owner can read or change; any other is refused."""
-    return _read(path, 0o077, "others can read or change this private file", f"chmod 600 {path}")
+def read_private_file(path: Path) -> str:
+    """Return the text of a file that only its owner can read or change; refuse any other."""
+    return _read_file(path, 0o077, "others can read or change this private file", f"chmod 600 {path}")
 
 
-def read_trusted(path: Path) -> str:
-    """The text of a file that nobody but its owner can change; any other is refused."""
-    return _read(
-        path, 0o022, "others can change this file, which decides whom this machine trusts", f"chmod 644 {path}"
-    )
+def read_trusted_file(path: Path) -> str:
+    """Return the text of a file that only its owner can change; refuse any other."""
+    what = "others can change this file, which decides whom this machine trusts"
+    return _read_file(path, 0o022, what, f"chmod 644 {path}")
 
 
-def _read(path: Path, forbidden: int, what: str, fix: str) -> str:
+def _read_file(path: Path, forbidden: int, what: str, fix: str) -> str:
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             if os.name == "posix" and found.st_mode & forbidden:
-                raise BadArgument(str(path), f"{what} (mode {stat.S_IMODE(found.st_mode):o})", fix)
+                raise BadArgument(str(path), f"{what} (mode {stat.S_IMODE(found.st_mode):o})", f"run {fix}")
             if os.name == "posix" and found.st_uid not in (os.geteuid(), 0):
-                raise BadArgument(
-                    str(path), f"it belongs to another user (uid {found.st_uid})", f"chown it, then {fix}"
-                )
+                what = f"it belongs to another user (uid {found.st_uid})"
+                raise BadArgument(str(path), what, f"change its owner, then run {fix}")
             return file.read(LONGEST_FILE).decode()
     except OSError as error:
         raise BadArgument(str(path), f"cannot be read: {error.strerror or type(error).__name__}") from None
@@ -66,52 +64,62 @@ def _read(path: Path, forbidden: int, what: str, fix: str) -> str:
         raise BadArgument(str(path), "is not a text file") from None
 
 
+def is_signature(key: Ed25519PublicKey | bytes, signature: bytes, message: bytes) -> bool:
+    """Tell whether the owner of a public key signed a message."""
+    try:
+        public = Ed25519PublicKey.from_public_bytes(key) if isinstance(key, bytes) else key
+        public.verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
 class Identity:
-    """A member's name and Ed25519 key. It shows its name only."""
+    """A member's name and Ed25519 key; its repr shows the name only."""
 
     def __init__(self, name: str, key: Ed25519PrivateKey) -> None:
-        self.name = named("Identity", name)
+        self.name = check_member_name("Identity", name)
         self._key = key
 
     def __repr__(self) -> str:
         return f"Identity({self.name!r})"
 
     def __reduce__(self) -> str:
-        raise BadArgument("Identity", "a private key is not pickled", "Identity.save and Identity.load")
+        raise BadArgument("Identity", "a private key is not pickled", "use Identity.save and Identity.load")
 
     @classmethod
     def new(cls, name: str) -> "Identity":
-        """A new key, from the operating system's entropy."""
+        """Generate a key from the operating system's entropy."""
         return cls(name, Ed25519PrivateKey.generate())
 
     @classmethod
     def load(cls, path: Path) -> "Identity":
-        """What `save` wrote; a file that others can read is refused."""
-        text = read_private(path)
+        """Load a file that `save` wrote; refuse one that others can read."""
+        text = read_private_file(path)
         try:
             found = tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError):
             found = {}
         name, private = found.get("name"), found.get("private")
         if not isinstance(private, str) or not HEX.fullmatch(private):
-            raise BadArgument(str(path), "is not an identity file", "fedveil keys new NAME")
-        return cls(named(str(path), name), Ed25519PrivateKey.from_private_bytes(bytes.fromhex(private)))
+            raise BadArgument(str(path), "is not an identity file", "run fedveil keys new NAME")
+        return cls(check_member_name(str(path), name), Ed25519PrivateKey.from_private_bytes(bytes.fromhex(private)))
 
     def save(self, path: Path) -> Path:
-        """Write the private key for its owner alone; a file that is there already stays."""
+        """Write the private key to a new file that only its owner can read."""
         private = self._key.private_bytes_raw().hex()
         return write_whole(path, IDENTITY.format(name=self.name, private=private), OWNER, new=True)
 
     def public(self) -> bytes:
-        """The public key, 32 bytes."""
+        """Return the public key, 32 bytes."""
         return self._key.public_key().public_bytes_raw()
 
     def sign(self, message: bytes) -> bytes:
-        """The signature, 64 bytes."""
+        """Return the signature of a message, 64 bytes."""
         return self._key.sign(message)
 
     def line(self) -> str:
-        """The member's line in a roster."""
+        """Return the member's line in a roster."""
         return f"{self.name} {self.public().hex()}"
 
 
@@ -120,13 +128,13 @@ class Roster:
 
     def __init__(self, members: Mapping[str, bytes]) -> None:
         for name, key in members.items():
-            named("Roster", name)
+            check_member_name("Roster", name)
             if type(key) is not bytes or len(key) != KEY:
                 raise BadArgument("Roster", f"the public key of {name} must have {KEY} bytes")
         if len(set(members.values())) != len(members):
             raise BadArgument("Roster", "two members have the same public key")
         self._members = dict(members)
-        self._keys: dict[str, Ed25519PublicKey] = {}
+        self._keys: dict[str, Ed25519PublicKey] = {}  # parsed when they are first used
 
     def __repr__(self) -> str:
         return f"Roster({', '.join(self.names)})"
@@ -139,11 +147,11 @@ class Roster:
 
     @classmethod
     def read(cls, path: Path) -> "Roster":
-        """The members in a text file: one line for each, a name and a public key in hex; # begins a comment.
+        """Read a text file with one member per line, a name and a public key in hex; # begins a comment.
 
         A file that others can change is refused.
         """
-        return cls(dict(_members(str(path), read_trusted(path))))
+        return cls(dict(_parse_members(str(path), read_trusted_file(path))))
 
     def write(self, path: Path) -> Path:
         """Write the file that `read` reads."""
@@ -152,27 +160,26 @@ class Roster:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All members, in the file's order."""
+        """All members, in the order of the file."""
         return tuple(self._members)
 
-    def key_of(self, name: str) -> bytes:
-        """A member's public key; a stranger is a BadArgument."""
+    def public_key(self, name: str) -> bytes:
+        """Return a member's public key; raise BadArgument for a stranger."""
         if name not in self._members:
             raise BadArgument("roster", f"{name!r} is not in it")
         return self._members[name]
 
     def verifies(self, name: str, signature: bytes, message: bytes) -> bool:
-        """Whether a member signed a message; nobody outside the roster did."""
+        """Tell whether a member of the roster signed a message; False for anyone else."""
         try:
             if name not in self._keys:
                 self._keys[name] = Ed25519PublicKey.from_public_bytes(self._members[name])
-            self._keys[name].verify(signature, message)
-        except (KeyError, InvalidSignature, ValueError):
+        except (KeyError, ValueError):
             return False
-        return True
+        return is_signature(self._keys[name], signature, message)
 
 
-def _members(path: str, text: str) -> Iterator[tuple[str, bytes]]:
+def _parse_members(path: str, text: str) -> Iterator[tuple[str, bytes]]:
     seen: set[str] = set()
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -181,7 +188,7 @@ def _members(path: str, text: str) -> Iterator[tuple[str, bytes]]:
         where = f"{path}, line {number}"
         if len(words) != 2 or not HEX.fullmatch(words[1]):
             raise BadArgument(where, "a line is a name and a public key of 64 hexadecimal digits")
-        if named(where, words[0]) in seen:
+        if check_member_name(where, words[0]) in seen:
             raise BadArgument(where, f"{words[0]} is listed twice")
         seen.add(words[0])
         yield words[0], bytes.fromhex(words[1])

@@ -1,4 +1,4 @@
-"""What is derived from which secret, and the streams that hide a vector.
+"""Keys, seeds and commitments derived from secrets, and the streams that mask a vector.
 
     pair       = X25519 of two members, agreed once per run
     s_kj       = HKDF-SHA256(pair, salt = context, info = ("mask", both names in order))
@@ -6,9 +6,9 @@
     PRG(seed)  = AES-256-CTR(HKDF-SHA256(seed, info = "stream")), as little-endian words
     commitment = SHA-256(context, seed)
 
-The context is a hash over everything that a round's clients must have in common (`messages.context`): run, round,
-attempt, roster, exponents and the whole broadcast. So two clients whose broadcasts differ in one bit have masks that do
-not cancel, and no mask or key occurs twice. A seed is committed to and stretched under different labels, so that a
+The context is a hash over everything that the clients of a round must have in common (`messages.context`): run, round,
+attempt, roster, exponents and the entire broadcast. Two clients whose broadcasts differ in one bit have masks that do
+not cancel, and no mask or key occurs twice. A seed is committed to and expanded under different labels, so that a
 commitment says nothing about the stream.
 """
 
@@ -31,26 +31,27 @@ from fedveil.secagg.shares import SEED, WIDTH
 LABEL = "fedveil secagg 1"
 NONCE, TAG = 12, 16
 SEALED = NONCE + WIDTH + TAG  # bytes of an encrypted share
-PIECE = 2**15  # words that are worked on at a time: they and their stream stay in the cache
+PIECE = 2**15  # words processed at a time: they and their stream stay in the cache
 ZEROS = memoryview(bytes(8 * PIECE))
 WORD = np.dtype("<u8")
 
 Fill = Callable[[int], Words]
+Seeds = Iterable[bytes]
 
 
 def fields(*parts: bytes | str | int) -> bytes:
-    """Parts as bytes, each behind its length: no two lists of parts give the same."""
+    """Encode parts as bytes, each preceded by its length: different lists of parts give different bytes."""
     raw = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     return b"".join(len(part).to_bytes(8, "big") + part for part in raw)
 
 
 def derive(secret: bytes, salt: bytes, *info: bytes | str | int) -> bytes:
-    """32 bytes from a secret, other ones for each salt and info."""
+    """Derive 32 bytes from a secret, different ones for each salt and info."""
     return HKDF(SHA256(), SEED, salt, fields(LABEL, *info)).derive(secret)
 
 
 def agree(own: X25519PrivateKey, key: bytes) -> bytes:
-    """The secret that a member has in common with the owner of a public key."""
+    """Return the secret that a member shares with the owner of a public key."""
     try:
         return own.exchange(X25519PublicKey.from_public_bytes(key))
     except ValueError:  # a point of small order
@@ -58,29 +59,29 @@ def agree(own: X25519PrivateKey, key: bytes) -> bytes:
 
 
 def pair_seed(pair: bytes, context: bytes, one: str, other: str) -> bytes:
-    """The seed of the mask that two members have in common."""
+    """Return the seed of the mask that two members share."""
     return derive(pair, context, "mask", *sorted((one, other)))
 
 
 def share_key(pair: bytes, context: bytes, sender: str, receiver: str) -> bytes:
-    """The key under which a share travels from one member to another."""
+    """Return the key that encrypts a share from one member to another."""
     return derive(pair, context, "share", sender, receiver)
 
 
 def share_label(context: bytes, sender: str, receiver: str) -> bytes:
-    """The associated data of an encrypted share."""
+    """Return the associated data of an encrypted share."""
     return fields(LABEL, "share", context, sender, receiver)
 
 
 def seal(share: bytes, pair: bytes, context: bytes, sender: str, receiver: str) -> bytes:
-    """A share, encrypted from one member to another in one attempt."""
-    nonce = os.urandom(NONCE)  # the key is used once; a random nonce holds even if a disk is set back
+    """Encrypt a share from one member to another in one attempt."""
+    nonce = os.urandom(NONCE)  # the key is used once; a random nonce is safe even if a disk is restored
     key = AESGCM(share_key(pair, context, sender, receiver))
     return nonce + key.encrypt(nonce, share, share_label(context, sender, receiver))
 
 
 def unseal(sealed: bytes, pair: bytes, context: bytes, sender: str, receiver: str) -> bytes | None:
-    """The share, or None if it was not encrypted by this sender to this receiver in this attempt."""
+    """Decrypt a share; None if it was not encrypted by this sender to this receiver in this attempt."""
     if len(sealed) != SEALED:
         return None
     key = AESGCM(share_key(pair, context, sender, receiver))
@@ -91,39 +92,39 @@ def unseal(sealed: bytes, pair: bytes, context: bytes, sender: str, receiver: st
 
 
 def new_seed() -> bytes:
-    """A fresh seed, from the operating system's entropy."""
+    """Draw a seed from the operating system's entropy."""
     return os.urandom(SEED)
 
 
 def commitment(seed: bytes, context: bytes) -> bytes:
-    """What binds a client to a seed without showing it."""
+    """Return the hash that binds a client to a seed without showing it."""
     return hashlib.sha256(fields(LABEL, "commitment", context, seed)).digest()
 
 
 class ShareHash:
-    """The hash that binds a dealer to a share, and the member that gets the share to what it reveals."""
+    """The hash that binds a dealer to the share that it dealt, and the receiver to the share that it reveals."""
 
     def __init__(self, context: bytes, dealer: str) -> None:
         self._start = hashlib.sha256(fields(LABEL, "share hash", context, dealer))
 
-    def __call__(self, share: bytes, place: int) -> bytes:
-        """The hash of the share for the member at a place of the roster."""
+    def __call__(self, share: bytes, index: int) -> bytes:
+        """Hash the share for the member at an index of the roster."""
         found = self._start.copy()
-        found.update(place.to_bytes(8, "big") + share)
+        found.update(index.to_bytes(8, "big") + share)
         return found.digest()
 
 
 def proper_key(key: bytes) -> bool:
-    """Whether an X25519 key agrees on a secret at all: a point of small order does not."""
+    """Tell whether an X25519 key can agree on a secret: a point of small order cannot."""
     try:
-        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
-    except ValueError:
+        agree(X25519PrivateKey.generate(), key)
+    except Aborted:
         return False
     return True
 
 
 def keystream(seed: bytes, buffer: bytearray) -> Fill:
-    """PRG(seed): a function that returns the next words of it, in the buffer, until the next call."""
+    """Return a function that writes the next words of PRG(seed) to the buffer; they hold until the next call."""
     encryptor = Cipher(algorithms.AES(derive(seed, b"", "stream")), modes.CTR(bytes(16))).encryptor()
     words = np.frombuffer(buffer, WORD, PIECE)
 
@@ -135,61 +136,55 @@ def keystream(seed: bytes, buffer: bytearray) -> Fill:
 
 
 def add_streams(
-    start: Words,
-    plus: Iterable[bytes] = (),
-    minus: Iterable[bytes] = (),
-    also: Sequence[Words] = (),
-    out: Words | None = None,
+    start: Words, plus: Seeds = (), minus: Seeds = (), also: Sequence[Words] = (), out: Words | None = None
 ) -> Words:
-    """A vector, plus PRG of some seeds, minus PRG of others, plus further vectors, modulo 2^64, in one pass.
+    """Add PRG of some seeds to a vector, subtract PRG of others and add further vectors, modulo 2^64, in one pass.
 
     Args:
-        start: the vector; left as it is.
+        start: the vector; not modified.
         plus: seeds whose streams are added.
         minus: seeds whose streams are subtracted.
         also: vectors that are added.
-        out: where the result goes; a new vector by default.
+        out: buffer for the result; a new vector by default.
     """
     buffer = bytearray(8 * PIECE + 16)
-    added = [keystream(seed, buffer) for seed in plus]
-    taken = [keystream(seed, buffer) for seed in minus]
+    signs = [(np.add, plus), (np.subtract, minus)]
+    streams = [(combine, keystream(seed, buffer)) for combine, seeds in signs for seed in seeds]
     total = np.empty(start.size, np.uint64) if out is None else out
     for at in range(0, start.size, PIECE):
         piece = total[at : at + PIECE]
         so_far = start[at : at + PIECE]
         for words in also:
             so_far = np.add(so_far, words[at : at + PIECE], out=piece)
-        for fill in added:
-            so_far = np.add(so_far, fill(piece.size), out=piece)
-        for fill in taken:
-            so_far = np.subtract(so_far, fill(piece.size), out=piece)
+        for combine, fill in streams:
+            so_far = combine(so_far, fill(piece.size), out=piece)
         if so_far is not piece:  # there was nothing to add
             piece[:] = so_far
     return total
 
 
-def mask(words: Words, own: bytes, place: int, pairs: Mapping[int, bytes], out: Words | None = None) -> Words:
-    """y_k = x_k + PRG(b_k) + sum over j > k of PRG(s_kj) - sum over j < k of PRG(s_kj).
+def mask(words: Words, own: bytes, index: int, pairs: Mapping[int, bytes], out: Words | None = None) -> Words:
+    """Return y_k = x_k + PRG(b_k) + sum over j > k of PRG(s_kj) - sum over j < k of PRG(s_kj).
 
     Args:
-        words: x_k; left as they are.
+        words: x_k; not modified.
         own: b_k.
-        place: k, in the roster's order.
+        index: k, in the order of the roster.
         pairs: s_kj by j.
-        out: where y_k goes; a new vector by default.
+        out: buffer for y_k; a new vector by default.
     """
-    plus = [own, *(seed for other, seed in pairs.items() if other > place)]
-    return add_streams(words, plus, [seed for other, seed in pairs.items() if other < place], out=out)
+    plus = [own, *(seed for other, seed in pairs.items() if other > index)]
+    return add_streams(words, plus, [seed for other, seed in pairs.items() if other < index], out=out)
 
 
-def unmask(uploads: Sequence[Words], own: Iterable[bytes], pairs: Mapping[tuple[int, int], bytes]) -> Words:
-    """The sum of x_k, from the y_k of those who stayed.
+def unmask(uploads: Sequence[Words], own: Seeds, pairs: Mapping[tuple[int, int], bytes]) -> Words:
+    """Return the sum of x_k from the y_k of the survivors.
 
     Args:
-        uploads: y_k of those who stayed.
-        own: b_k of those who stayed.
-        pairs: s_kd by (k, d), for k who stayed and d who did not.
+        uploads: y_k of the survivors.
+        own: b_k of the survivors.
+        pairs: s_kd by (k, d), for each survivor k and each member d that dropped out.
     """
-    plus = [seed for (kept, lost), seed in pairs.items() if lost < kept]
-    minus = [*own, *(seed for (kept, lost), seed in pairs.items() if lost > kept)]
+    plus = [seed for (survivor, lost), seed in pairs.items() if lost < survivor]
+    minus = [*own, *(seed for (survivor, lost), seed in pairs.items() if lost > survivor)]
     return add_streams(uploads[0], plus, minus, uploads[1:])

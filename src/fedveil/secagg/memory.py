@@ -1,16 +1,16 @@
-"""A client's memory from one message to the next: its key of a run, what it has done with it, what it opened.
+"""A client's memory from one message to the next: its key for each run, how it was used, and the sums it opened.
 
-The X25519 key and the last attempt live together: a key without its counter would mask twice with the same streams.
-Both are written before an answer leaves, so that a client that is killed and started again refuses what it has answered
-already. Counters of a run only grow, also when its key is replaced.
+The X25519 key and the last attempt are stored together: a key without its counter would mask twice with the same
+streams. Both are written before a reply leaves, so that a client that is killed and restarted refuses what it has
+already answered. Counters of a run only grow, also when its key is replaced.
 
-Keys die. A key is replaced after some rounds or hours (`Policy`), and one that is older is removed, while the counters
-of its run stay. A run that has ended leaves a tombstone: its name is never accepted again. The table of runs is
-bounded, and a full one refuses new runs rather than forget old ones.
+Keys expire. A key is replaced after some rounds or hours (`Policy`), and one past its lifetime is removed, while the
+counters of its run stay. A run that has ended leaves a tombstone: its name is never accepted again. The table of runs
+is bounded, and a full one refuses new runs rather than forget old ones.
 
-Differs from the protocol on paper: the memory also holds the attempt that is under way (shares, members left), since a
-client may be a new process for every message, and one process at a time may use it: two at once could be shown two
-lists of members.
+Differs from the protocol on paper: the memory also holds the attempt in progress (shares, members left), since a client
+may be a new process for every message. Only one process at a time may use it: two at once could be shown two lists of
+members.
 """
 
 import contextlib
@@ -20,38 +20,36 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from filelock import FileLock, Timeout
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.files import OWNER, refusals, write_whole
-from fedveil.secagg.identity import KEY, named, read_private
-from fedveil.secagg.messages import HASH
+from fedveil.secagg.identity import KEY, check_member_name, read_private_file
+from fedveil.secagg.messages import HASH, JsonObject
 from fedveil.secagg.shares import WIDTH
 
 FORMAT = 2
-MOST_RUNS = 1024  # that a memory knows, tombstones included
-MOST_SUMS = 1000  # opened sums of which the broadcast and the members are kept
-SHORT = 16  # bytes of a digest that is kept
-Values = dict[str, Any]
+MOST_RUNS = 1024  # runs in a memory, tombstones included
+MOST_SUMS = 1000  # opened sums whose subject and members are stored
+SHORT = 16  # bytes of a stored digest
 
 
 @dataclass(repr=False)
 class Current:
-    """The attempt that is under way.
+    """The attempt in progress.
 
     Attributes:
-        context: of the attempt.
-        round: of the federation.
+        context: context of the attempt.
+        round: round of the federation.
         subject: digest of what the sum is about: the broadcast, and which records take part.
-        names: of all who take part, in the roster's order.
+        names: all who take part, in the order of the roster.
         keys: their X25519 keys.
         own: the client's share of its own seed.
         step: the last step of settling that it answered; -1 before the first.
-        members: whom it agreed to last; all before the first step.
-        shares: that others dealt to it, by dealer.
+        members: the members that it agreed to last; all before the first step.
+        shares: the shares that were dealt to it, by dealer.
     """
 
     context: bytes
@@ -66,18 +64,18 @@ class Current:
 
 
 @dataclass(repr=False)
-class Kept:
+class RunMemory:
     """The part of the memory for one run.
 
     Attributes:
-        key: the private key; empty once it is gone.
-        created: when, in seconds since 1970 by the client's clock.
-        uses: attempts that the key was used in.
-        attempt, round: of the last opening that was admitted.
-        revealed: the last round in which it revealed.
-        sums: how many sums it has helped to open.
-        server: the server's X25519 key of the run; empty without.
-        current: the attempt that is under way.
+        key: the private key; empty once it has been removed.
+        created: time of its creation, in seconds since 1970 by the client's clock.
+        uses: number of attempts that used the key.
+        attempt, round: those of the last admitted opening.
+        revealed: the last round in which the client revealed shares.
+        sums: number of sums that it has helped to open.
+        server: the server's X25519 key for the run; empty if there is none.
+        current: the attempt in progress.
     """
 
     key: bytes
@@ -91,12 +89,16 @@ class Kept:
     current: Current | None = None
 
     def private(self) -> X25519PrivateKey:
-        """The key itself."""
+        """Return the private key as an object."""
         return X25519PrivateKey.from_private_bytes(self.key)
 
     def public(self) -> bytes:
-        """The public half."""
+        """Return the public key."""
         return self.private().public_key().public_bytes_raw()
+
+    def forget_attempt(self) -> None:
+        """Drop the attempt in progress, so that it is never revealed twice."""
+        self.current = None
 
 
 @dataclass(repr=False)
@@ -104,70 +106,70 @@ class State:
     """Everything that a client remembers.
 
     Attributes:
-        member: whose memory it is.
-        runs: by name.
+        member: the member whose memory it is.
+        runs: the memory of each run, by the run's name.
         ended: short digests of the names of runs that have ended.
-        day: of the last opened sum, in days since 1970, and how many were opened on it.
-        opened: subject and members of the last opened sums, as short digests behind one another: read in every turn,
-            searched only before a sum is opened.
+        day: the day of the last opened sum, in days since 1970, and the number of sums opened on it.
+        opened: subject and members of the last opened sums, as concatenated short digests: read in every turn, searched
+            only before a sum is opened.
     """
 
     member: str | None = None
-    runs: dict[str, Kept] = field(default_factory=dict)
+    runs: dict[str, RunMemory] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
     day: tuple[int, int] = (0, 0)
     opened: str = ""
 
-    def members_of(self, subject: str) -> list[str]:
-        """The members over whom sums on a subject were opened."""
+    def opened_members(self, subject: str) -> list[str]:
+        """Return the digests of the members over whom sums on a subject were opened."""
         size = 4 * SHORT  # characters of two digests
         found = [self.opened[at : at + size] for at in range(0, len(self.opened), size)]
         return [each[2 * SHORT :] for each in found if each.startswith(subject)]
 
     def remember_sum(self, subject: str, members: str) -> None:
-        """Remember an opened sum; the oldest is forgotten once there are too many."""
-        if members not in self.members_of(subject):
+        """Remember an opened sum; beyond the limit, the oldest is forgotten."""
+        if members not in self.opened_members(subject):
             self.opened = (self.opened + subject + members)[-4 * SHORT * MOST_SUMS :]
 
     def end(self, run: str) -> None:
         """Forget a run's key, and never accept the run again."""
         if self.runs.pop(run, None) is not None:
-            self.ended.append(short(run.encode()))
+            self.ended.append(short_digest(run.encode()))
 
-    def has_ended(self, run: str) -> bool:
-        """Whether there is a tombstone of a run."""
-        return short(run.encode()) in self.ended
+    def has_tombstone(self, run: str) -> bool:
+        """Tell whether a run has ended."""
+        return short_digest(run.encode()) in self.ended
 
-    def full(self) -> bool:
-        """Whether the table of runs is full."""
+    def is_full(self) -> bool:
+        """Tell whether the table of runs is full."""
         return len(self.runs) + len(self.ended) >= MOST_RUNS
 
     def sums_on(self, day: int) -> int:
-        """Sums that were opened on a day."""
+        """Return the number of sums opened on a day."""
         return self.day[1] if day == self.day[0] else 0
 
 
-def short(data: bytes) -> str:
-    """A digest as it is kept."""
+def short_digest(data: bytes) -> str:
+    """Return a digest in the form in which it is stored."""
     return hashlib.sha256(data).digest()[:SHORT].hex()
 
 
 class Turn:
-    """The memory while one call uses it: changes count once they are written."""
+    """The memory while one call uses it: changes take effect once they are written."""
 
     def __init__(self, memory: "Memory", state: State) -> None:
         self._memory, self.state = memory, state
 
     def write(self) -> None:
-        """Keep what was changed, on disk if the memory has a file."""
+        """Store all changes, on disk if the memory has a file."""
         self._memory._write(_to_text(self.state))
 
 
 class Memory:
-    """A client's memory: in a file that only its owner can read, or in this process. It shows nothing of itself.
+    """A client's memory, in a file that only its owner can read or in this process; its repr shows nothing.
 
     Args:
-        path: of the file; without it the memory ends with the process, and the next one has a new key.
+        path: path of the file; without one, the memory ends with the process, and the next process has a new key.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -179,15 +181,15 @@ class Memory:
         return "Memory()"
 
     def __reduce__(self) -> str:
-        raise BadArgument("Memory", "private keys are not pickled", "Memory(path)")
+        raise BadArgument("Memory", "private keys are not pickled", "pass a path: Memory(path)")
 
-    def packed(self) -> bytes:
-        """The whole memory as bytes, for a client whose state is kept elsewhere. They hold private keys."""
-        return self._read().encode()
+    def to_bytes(self) -> bytes:
+        """Return the entire memory, private keys included, for a client that stores its state elsewhere."""
+        return self._load_text().encode()
 
     @classmethod
-    def unpacked(cls, data: bytes) -> "Memory":
-        """A memory in this process, from what `packed` gave."""
+    def from_bytes(cls, data: bytes) -> "Memory":
+        """Restore a memory in this process from the bytes of `to_bytes`."""
         memory = cls()
         with contextlib.suppress(UnicodeDecodeError):
             memory._text = data.decode("ascii")
@@ -196,17 +198,17 @@ class Memory:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[Turn]:
-        """The memory for one call alone; what is not written is forgotten. In use elsewhere: Aborted."""
+        """Lock the memory for one call; unwritten changes are lost. Abort if it is in use elsewhere."""
         if not self._lock.acquire(blocking=False):
             raise Aborted("busy", "memory", "another thread uses this client's memory")
         try:
-            with self._alone():
-                yield Turn(self, _from_text(str(self._path or "memory"), self._read()))
+            with self._lock_file():
+                yield Turn(self, _from_text(str(self._path or "memory"), self._load_text()))
         finally:
             self._lock.release()
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _lock_file(self) -> Iterator[None]:
         if self._path is None:
             yield
             return
@@ -222,10 +224,10 @@ class Memory:
         finally:
             lock.release()
 
-    def _read(self) -> str:
+    def _load_text(self) -> str:
         if self._path is None:
             return self._text
-        return read_private(self._path) if self._path.exists() else ""
+        return read_private_file(self._path) if self._path.exists() else ""
 
     def _write(self, text: str) -> None:
         if self._path is None:
@@ -235,21 +237,11 @@ class Memory:
 
 
 def _to_text(state: State) -> str:
-    runs = {run: _kept_values(found) for run, found in state.runs.items()}
-    values: Values = {"format": FORMAT, "member": state.member, "day": state.day, "opened": state.opened}
-    return json.dumps(values | {"ended": state.ended, "runs": runs})
+    return json.dumps({"format": FORMAT, **vars(state)}, default=_to_plain)
 
 
-def _kept_values(kept: Kept) -> Values:
-    now = kept.current
-    own: Values = {"key": kept.key.hex(), "created": kept.created, "uses": kept.uses, "sums": kept.sums}
-    own |= {"attempt": kept.attempt, "round": kept.round, "revealed": kept.revealed, "server": kept.server.hex()}
-    if now is None:
-        return own | {"current": None}
-    values: Values = {"context": now.context.hex(), "round": now.round, "names": list(now.names), "own": now.own.hex()}
-    values |= {"keys": [key.hex() for key in now.keys], "step": now.step, "members": list(now.members)}
-    values["subject"] = now.subject.hex()
-    return own | {"current": values | {"shares": {dealer: share.hex() for dealer, share in now.shares.items()}}}
+def _to_plain(value: bytes | RunMemory | Current) -> str | JsonObject:
+    return value.hex() if isinstance(value, bytes) else vars(value)
 
 
 def _from_text(where: str, text: str) -> State:
@@ -261,26 +253,26 @@ def _from_text(where: str, text: str) -> State:
             raise ValueError
         member, day, opened = found["member"], found["day"], found["opened"]
         return State(
-            None if member is None else named(where, member),
-            {run: _kept_from(values) for run, values in found["runs"].items()},
+            None if member is None else check_member_name(where, member),
+            {run: _run_from(values) for run, values in found["runs"].items()},
             [_bytes(ended, SHORT).hex() for ended in found["ended"]],
             (int(day[0]), int(day[1])),
             bytes.fromhex(opened).hex() if len(opened) % (4 * SHORT) == 0 else _bytes(opened, 0).hex(),
         )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        fix = "remove it: the client then has a new key"
+        fix = "remove it; the client then generates a new key"
         raise BadArgument(where, "this memory is damaged", fix) from None
 
 
-def _kept_from(values: Values) -> Kept:
+def _run_from(values: JsonObject) -> RunMemory:
     now = values["current"]
     counts = {name: int(values[name]) for name in ("created", "uses", "attempt", "round", "revealed", "sums")}
     server = _bytes(values["server"], KEY) if values["server"] else b""
     key = _bytes(values["key"], KEY) if values["key"] else b""
-    return Kept(key, **counts, server=server, current=None if now is None else _current_from(now))
+    return RunMemory(key, **counts, server=server, current=None if now is None else _current_from(now))
 
 
-def _current_from(now: Values) -> Current:
+def _current_from(now: JsonObject) -> Current:
     return Current(
         _bytes(now["context"], HASH),
         int(now["round"]),

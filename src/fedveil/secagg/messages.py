@@ -1,13 +1,13 @@
-"""What travels, as typed values and as bytes. Nothing is pickled; sizes are checked before anything is read.
+"""The messages of the protocol, as typed values and as bytes. Nothing is pickled; sizes are checked before reading.
 
 A message is the length of its head (8 bytes), the head (JSON, padded to a multiple of 8 bytes), and raw bytes whose
-number follows from the head and the roster. Whatever cannot be read is a BadArgument. Secrets travel in M2 (encrypted),
-M4 and M6 (opened on purpose); those messages have no repr.
+number follows from the head and the roster. Malformed messages raise BadArgument. Secrets travel in M2 (encrypted), M4
+and M6 (opened on purpose); those messages have no repr.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from fedveil.errors import BadArgument
 from fedveil.secagg.fixed import CHECKS, HIGHEST, LOWEST, Words
-from fedveil.secagg.identity import KEY, SIGNATURE, named
+from fedveil.secagg.identity import KEY, SIGNATURE, check_member_name
 from fedveil.secagg.masks import LABEL, SEALED, WORD, fields
 from fedveil.secagg.shares import SEED, WIDTH
 
@@ -24,11 +24,11 @@ HASH = 32
 LONGEST_HEAD = 2**20
 LONGEST_RUN = 200
 MOST_MEMBERS = 10_000
-MOST_COUNT = 2**53  # of rounds, attempts and steps: what JSON holds everywhere
+MOST_COUNT = 2**53  # bound on rounds, attempts and steps: every JSON parser holds them exactly
 MOST_WORDS = 2**36
-HEAD = 2  # words before the rows: 1 for each client, and its records
+HEAD = 2  # words before the rows: 1 for each client, and its number of records
 
-Values = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,26 @@ class Hello:
     signature: bytes
 
     @staticmethod
-    def signed(run: str, name: str, key: bytes) -> bytes:
-        """What the signature covers."""
+    def signed_bytes(run: str, name: str, key: bytes) -> bytes:
+        """Return the bytes that the signature covers."""
         return fields(LABEL, "hello", run, name, key)
 
     def proof(self, challenge: bytes) -> bytes:
-        """The bytes that a member signs to show that it says hello now."""
+        """Return the bytes that a member signs to prove that its hello is fresh."""
         return fields(LABEL, "proof", self.run, self.name, self.key, challenge)
 
-    def values(self) -> Values:
-        """For JSON."""
+    def values(self) -> JsonObject:
+        """Return the fields as JSON values."""
         return {"run": self.run, "name": self.name, "key": self.key.hex(), "signature": self.signature.hex()}
 
     @classmethod
     def from_values(cls, values: object) -> "Hello":
-        """The inverse of `values`; anything else is a BadArgument."""
-        found = _object("hello", values)
-        key, signature = _raw("hello", found, "key", KEY), _raw("hello", found, "signature", SIGNATURE)
-        return cls(named_run("hello", found.get("run")), named("hello", found.get("name")), key, signature)
+        """Invert `values`; raise BadArgument for anything else."""
+        found = _Fields("hello", values)
+        key, signature = found.raw("key", KEY), found.raw("signature", SIGNATURE)
+        return cls(
+            check_run_name("hello", found.get("run")), check_member_name("hello", found.get("name")), key, signature
+        )
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,11 @@ class Opening:
 
     Attributes:
         run: the run that all the M0s are for.
-        round: of the federation.
+        round: round of the federation.
         attempt: strictly increasing over a run.
-        roster: the M0s of those who take part; their order gives every member its place.
-        exponents: of the fixed point, one for each row.
-        rows: how many values each row has.
+        roster: the M0s of those who take part; a member's index is its position here.
+        exponents: exponent of the fixed point of each row.
+        rows: number of values in each row.
         checks: whether check words follow the rows.
     """
 
@@ -85,42 +87,41 @@ class Opening:
 
     @property
     def size(self) -> int:
-        """How many words a client sends."""
+        """The number of words that a client sends."""
         return HEAD + sum(self.rows) + (CHECKS * len(self.rows) if self.checks else 0)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those who take part, in order."""
+        """The names of those who take part, in order."""
         return tuple(hello.name for hello in self.roster)
 
-    def values(self) -> Values:
-        """For JSON, so that it can travel in another message."""
-        hellos = [hello.values() for hello in self.roster]
-        own: Values = {"run": self.run, "round": self.round, "attempt": self.attempt}
+    def values(self) -> JsonObject:
+        """Return the fields as JSON values, to travel in another message."""
+        own: JsonObject = {"run": self.run, "round": self.round, "attempt": self.attempt}
         own |= {"exponents": list(self.exponents), "rows": list(self.rows), "checks": self.checks}
-        return own | {"roster": hellos}
+        return own | {"roster": [hello.values() for hello in self.roster]}
 
     @classmethod
     def from_values(cls, values: object) -> "Opening":
-        """The inverse of `values`; anything else is a BadArgument."""
-        found = _object("opening", values)
-        roster = found.get("roster")
+        """Invert `values`; raise BadArgument for anything else."""
+        found = _Fields("opening", values)
+        roster, checks = found.get("roster"), found.get("checks")
         if type(roster) is not list or not 0 < len(roster) <= MOST_MEMBERS:
             raise BadArgument("opening", f"its roster must be a list of 1 to {MOST_MEMBERS:,} members")
-        exponents = _integers("opening", found, "exponents", LOWEST, HIGHEST)
-        rows = _integers("opening", found, "rows", 0, MOST_WORDS)
-        if len(rows) != len(exponents) or sum(rows) > MOST_WORDS or type(found.get("checks")) is not bool:
-            raise BadArgument("opening", "its rows, exponents and checks do not belong together")
-        counts = _count("opening", found, "round"), _count("opening", found, "attempt")
+        exponents = found.integers("exponents", LOWEST, HIGHEST)
+        rows = found.integers("rows", 0, MOST_WORDS)
+        if len(rows) != len(exponents) or sum(rows) > MOST_WORDS or type(checks) is not bool:
+            raise BadArgument("opening", "its rows, exponents and checks do not fit together")
+        counts = found.count("round"), found.count("attempt")
         hellos = tuple(Hello.from_values(hello) for hello in roster)
-        return cls(named_run("opening", found.get("run")), *counts, hellos, exponents, rows, found["checks"])
+        return cls(check_run_name("opening", found.get("run")), *counts, hellos, exponents, rows, checks)
 
 
 def context(opening: Opening, digest: bytes) -> bytes:
-    """What masks, keys, shares and signatures of an attempt are bound to: the opening, and H = SHA-256(M1).
+    """Hash the opening and H = SHA-256(M1): masks, keys, shares and signatures of an attempt are bound to the result.
 
-    Differs from the protocol on paper: H alone is bound there. The opening goes in besides, so that clients whose
-    rosters differ have nothing in common even if what the caller hashed did not hold the roster.
+    Differs from the protocol on paper, which binds H alone. The opening is included so that clients with different
+    rosters have nothing in common even if the bytes that the caller hashed did not contain the roster.
     """
     if type(digest) is not bytes or len(digest) != HASH:
         raise BadArgument("digest", f"it must be the {HASH} bytes of SHA-256")
@@ -133,10 +134,10 @@ class Upload:
     """M2: the masked words, encrypted shares of the self seed, and hashes that bind the client to them.
 
     Attributes:
-        context: of the attempt.
-        commitments: in the roster's order; at the client's own place that of its self seed, elsewhere of pair seeds.
-        hashes: of the shares, in the roster's order.
-        sealed: encrypted shares in the roster's order, without the client's own.
+        context: context of the attempt.
+        commitments: in the order of the roster; to the self seed at the client's own index, elsewhere to pair seeds.
+        hashes: hashes of the shares, in the order of the roster.
+        sealed: encrypted shares in the order of the roster, without the client's own.
         words: y_k.
     """
 
@@ -147,57 +148,79 @@ class Upload:
     words: Words
 
     def to_bytes(self) -> bytes:
-        """The message."""
+        """Encode the message."""
         words: list[bytes | memoryview] = [self.words.astype(WORD, copy=False).data]
         return pack("upload", {"context": self.context.hex()}, [*words, *self.commitments, *self.hashes, *self.sealed])
 
     @classmethod
     def from_bytes(cls, data: bytes, members: int, size: int) -> "Upload":
-        """An upload of `size` words, for a roster of `members`."""
+        """Decode an upload of `size` words for a roster of `members`."""
         head, body = unpack(data, "upload", 8 * size + 2 * members * HASH + (members - 1) * SEALED)
         words = np.frombuffer(body[: 8 * size], WORD).astype(np.uint64, copy=False)
         rest, block = body[8 * size :], members * HASH
-        return cls(
-            _raw("upload", head, "context", HASH),
-            _cut(rest[:block], HASH),
-            _cut(rest[block : 2 * block], HASH),
-            _cut(rest[2 * block :], SEALED),
-            words,
-        )
+        hashes = _cut(rest[:block], HASH), _cut(rest[block : 2 * block], HASH)
+        return cls(head.raw("context", HASH), *hashes, _cut(rest[2 * block :], SEALED), words)
 
 
 @dataclass(frozen=True)
 class Settle:
-    """M3, the part for all: whom the sum is over."""
+    """M3, the part for all: the members that the sum is over."""
 
     context: bytes
     step: int
     members: tuple[str, ...]
 
-    def signed(self) -> bytes:
-        """What a client signs if it agrees: context (and in it run, attempt and H), step and members."""
+    def signed_bytes(self) -> bytes:
+        """Return the bytes that a client signs if it agrees: context (hence run, attempt and H), step and members."""
         return fields(LABEL, "settled", self.context, self.step, *self.members)
 
+    def values(self) -> JsonObject:
+        """Return the fields as JSON values."""
+        return {"context": self.context.hex(), "step": self.step, "members": list(self.members)}
+
     def to_bytes(self) -> bytes:
-        """The message."""
-        return pack("settle", _settle_values(self))
+        """Encode the message."""
+        return pack("settle", self.values())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Settle":
-        """The inverse."""
-        return _settle_from("settle", unpack(data, "settle", 0)[0])
+        """Decode the message."""
+        return unpack(data, "settle", 0)[0].settle()
+
+
+@dataclass(frozen=True)
+class SealedShares:
+    """M3, the part for one client at step 0: the shares that the others dealt to it, in the order of the members.
+
+    Attributes:
+        shares: encrypted shares.
+        hashes: hashes of the shares.
+    """
+
+    shares: tuple[bytes, ...]
+    hashes: tuple[bytes, ...]
+
+    def to_bytes(self) -> bytes:
+        """Encode the message."""
+        return pack("sealed", {}, [*self.shares, *self.hashes])
+
+    @classmethod
+    def from_bytes(cls, data: bytes, count: int) -> "SealedShares":
+        """Decode the shares of `count` dealers."""
+        body = unpack(data, "sealed", count * (SEALED + HASH))[1]
+        return cls(_cut(body[: count * SEALED], SEALED), _cut(body[count * SEALED :], HASH))
 
 
 @dataclass(frozen=True, repr=False)
-class Settled:
-    """M4: a signature, the pair seeds with those outside, and whose share is no good.
+class SettleReply:
+    """M4: a signature, the pair seeds with those who dropped out, and the dealers of unusable shares.
 
     Attributes:
-        context: of the attempt.
+        context: context of the attempt.
         step: as in M3.
-        failed: dealers whose share the client cannot decrypt.
-        signature: over `Settle.signed`.
-        seeds: of the pairs with those outside, in the roster's order.
+        failed: dealers whose share the client cannot use.
+        signature: over `Settle.signed_bytes`.
+        seeds: seeds of the pairs with members that dropped out, in the order of the roster.
     """
 
     context: bytes
@@ -207,16 +230,16 @@ class Settled:
     seeds: tuple[bytes, ...]
 
     def to_bytes(self) -> bytes:
-        """The message."""
+        """Encode the message."""
         head = {"context": self.context.hex(), "step": self.step, "failed": list(self.failed)}
         return pack("settled", head, (self.signature, *self.seeds))
 
     @classmethod
-    def from_bytes(cls, data: bytes, outside: int) -> "Settled":
-        """An answer with seeds for this many members outside."""
+    def from_bytes(cls, data: bytes, outside: int) -> "SettleReply":
+        """Decode a reply with the seeds of `outside` members."""
         head, body = unpack(data, "settled", SIGNATURE + outside * SEED)
-        found = _raw("settled", head, "context", HASH), _count("settled", head, "step")
-        return cls(*found, _names("settled", head, "failed"), bytes(body[:SIGNATURE]), _cut(body[SIGNATURE:], SEED))
+        found = head.raw("context", HASH), head.count("step"), head.names("failed")
+        return cls(*found, bytes(body[:SIGNATURE]), _cut(body[SIGNATURE:], SEED))
 
 
 @dataclass(frozen=True)
@@ -227,132 +250,126 @@ class Reveal:
     signatures: Mapping[str, bytes]
 
     def to_bytes(self) -> bytes:
-        """The message."""
-        head = _settle_values(self.settle) | {"signers": list(self.signatures)}
-        return pack("reveal", head, tuple(self.signatures.values()))
+        """Encode the message."""
+        head = self.settle.values() | {"signers": list(self.signatures)}
+        return pack("reveal", head, self.signatures.values())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Reveal":
-        """The inverse."""
+        """Decode the message."""
         head, body = unpack(data, "reveal")
-        signers = _names("reveal", head, "signers")
-        if len(body) != SIGNATURE * len(signers):
-            raise BadArgument("reveal", f"it has {len(body)} bytes for {len(signers)} signatures")
-        return cls(_settle_from("reveal", head), dict(zip(signers, _cut(body, SIGNATURE), strict=True)))
+        signatures = head.cut_by_name("signers", body, SIGNATURE)
+        return cls(head.settle(), signatures)
 
 
 @dataclass(frozen=True, repr=False)
-class Revealed:
-    """M6: shares of the self seeds of those whom the sum is over, by dealer."""
+class RevealReply:
+    """M6: shares of the self seeds of the members that the sum is over, by dealer."""
 
     context: bytes
     shares: Mapping[str, bytes]
 
     def to_bytes(self) -> bytes:
-        """The message."""
+        """Encode the message."""
         head = {"context": self.context.hex(), "dealers": list(self.shares)}
-        return pack("revealed", head, tuple(self.shares.values()))
+        return pack("revealed", head, self.shares.values())
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Revealed":
-        """The inverse."""
+    def from_bytes(cls, data: bytes) -> "RevealReply":
+        """Decode the message."""
         head, body = unpack(data, "revealed")
-        dealers = _names("revealed", head, "dealers")
-        if len(body) != WIDTH * len(dealers):
-            raise BadArgument("revealed", f"it has {len(body)} bytes for {len(dealers)} shares")
-        return cls(_raw("revealed", head, "context", HASH), dict(zip(dealers, _cut(body, WIDTH), strict=True)))
+        shares = head.cut_by_name("dealers", body, WIDTH)
+        return cls(head.raw("context", HASH), shares)
 
 
-def pack(kind: str, values: Mapping[str, Any], body: Iterable[bytes | memoryview] = ()) -> bytes:
-    """A message."""
+class _Fields:
+    """The fields of a JSON object that arrived; every accessor raises BadArgument unless its field is well-formed."""
+
+    def __init__(self, kind: str, values: object) -> None:
+        if type(values) is not dict:
+            raise BadArgument(kind, "it is not a JSON object")
+        self._kind, self._values = kind, values
+
+    def get(self, name: str) -> object:
+        """Return the value of a field without a check; None if it is missing."""
+        return self._values.get(name)
+
+    def raw(self, name: str, size: int) -> bytes:
+        """Return bytes that travel as lower-case hex."""
+        text = self.get(name)
+        if type(text) is not str or len(text) != 2 * size or not set(text) <= set("0123456789abcdef"):
+            raise BadArgument(self._kind, f"{name} must be {size} bytes in hex")
+        return bytes.fromhex(text)
+
+    def count(self, name: str) -> int:
+        """Return an integer of at least 0."""
+        value = self.get(name)
+        if type(value) is not int or not 0 <= value < MOST_COUNT:
+            raise BadArgument(self._kind, f"{name} must be an integer of at least 0")
+        return value
+
+    def integers(self, name: str, least: int, most: int) -> tuple[int, ...]:
+        """Return integers between two bounds."""
+        found = self.get(name)
+        if type(found) is not list or not all(type(each) is int and least <= each <= most for each in found):
+            raise BadArgument(self._kind, f"{name} must be a list of integers from {least} to {most:,}")
+        return tuple(found)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Return distinct names; the caller checks that they are members."""
+        found = self.get(name)
+        if type(found) is not list or len(found) > MOST_MEMBERS:
+            raise BadArgument(self._kind, f"{name} must be a list of names")
+        if not all(type(item) is str for item in found) or len(set(found)) != len(found):
+            raise BadArgument(self._kind, f"{name} must be a list of distinct names")
+        return tuple(found)
+
+    def settle(self) -> Settle:
+        """Return the fields of M3."""
+        return Settle(self.raw("context", HASH), self.count("step"), self.names("members"))
+
+    def cut_by_name(self, name: str, body: memoryview, size: int) -> dict[str, bytes]:
+        """Cut raw bytes into one block per name in a field."""
+        names = self.names(name)
+        if len(body) != size * len(names):
+            raise BadArgument(self._kind, f"it has {len(body)} bytes for {len(names)} {name}")
+        return dict(zip(names, _cut(body, size), strict=True))
+
+
+def pack(kind: str, values: JsonObject, body: Iterable[bytes | memoryview] = ()) -> bytes:
+    """Encode a message from its head and raw bytes."""
     head = json.dumps({"format": FORMAT, "kind": kind, **values}).encode()
     head += b" " * (-len(head) % 8)
     return b"".join((len(head).to_bytes(8, "little"), head, *body))
 
 
-def unpack(data: bytes, kind: str, size: int | None = None) -> tuple[Values, memoryview]:
-    """The head and the raw bytes of a message of that kind, of which there must be `size` if that is known."""
+def unpack(data: bytes, kind: str, size: int | None = None) -> tuple[_Fields, memoryview]:
+    """Return the head and the raw bytes of a message of a kind; there must be `size` raw bytes, if given."""
     if type(data) is not bytes or len(data) < 8:
-        raise BadArgument(kind, "it is no message")
+        raise BadArgument(kind, "it is not a message")
     start = 8 + int.from_bytes(data[:8], "little")
     if start > min(len(data), LONGEST_HEAD):
-        raise BadArgument(kind, "its head is longer than it may be")
+        raise BadArgument(kind, "its head is longer than allowed")
     if size is not None and len(data) != start + size:
-        raise BadArgument(kind, f"it must have {size:,} bytes behind its head, got {len(data) - start:,}")
+        raise BadArgument(kind, f"it must have {size:,} bytes after its head, got {len(data) - start:,}")
     try:
         head = json.loads(data[8:start])
     except (ValueError, RecursionError):
-        raise BadArgument(kind, "its head is no JSON", "send what fedveil wrote") from None
-    found = _object(kind, head)
+        raise BadArgument(kind, "its head is not JSON", "send the bytes that fedveil encoded") from None
+    found = _Fields(kind, head)
     if (found.get("kind"), found.get("format")) != (kind, FORMAT):
-        raise BadArgument(kind, f"it is another message, or not in format {FORMAT}", "the same fedveil everywhere")
+        what = f"it is another message, or not in format {FORMAT}"
+        raise BadArgument(kind, what, "install the same version of fedveil everywhere")
     return found, memoryview(data)[start:]
 
 
-def _settle_values(settle: Settle) -> Values:
-    return {"context": settle.context.hex(), "step": settle.step, "members": list(settle.members)}
-
-
-def _settle_from(kind: str, head: Values) -> Settle:
-    return Settle(_raw(kind, head, "context", HASH), _count(kind, head, "step"), _names(kind, head, "members"))
-
-
-def _object(where: str, values: object) -> Values:
-    if type(values) is not dict:
-        raise BadArgument(where, "it is no JSON object")
-    return values
-
-
-def _raw(where: str, values: Values, name: str, size: int) -> bytes:
-    """Bytes that travel as lower-case hex."""
-    text = values.get(name)
-    if type(text) is not str or len(text) != 2 * size or not set(text) <= set("0123456789abcdef"):
-        raise BadArgument(where, f"{name} must be {size} bytes in hex")
-    return bytes.fromhex(text)
-
-
-def _count(where: str, values: Values, name: str) -> int:
-    value = values.get(name)
-    if type(value) is not int or not 0 <= value < MOST_COUNT:
-        raise BadArgument(where, f"{name} must be an integer of at least 0")
-    return value
-
-
-def _integers(where: str, values: Values, name: str, least: int, most: int) -> tuple[int, ...]:
-    found = values.get(name)
-    if type(found) is not list or not all(type(each) is int and least <= each <= most for each in found):
-        raise BadArgument(where, f"{name} must be a list of integers from {least} to {most:,}")
-    return tuple(found)
-
-
-def named_run(where: str, run: object) -> str:
-    """The name of a run, or BadArgument."""
+def check_run_name(where: str, run: object) -> str:
+    """Return the name of a run; raise BadArgument for anything else."""
     if type(run) is not str or not 0 < len(run) <= LONGEST_RUN or not run.isprintable():
-        raise BadArgument(where, f"run must be a printable text of 1 to {LONGEST_RUN} characters")
+        raise BadArgument(where, f"run must be printable text of 1 to {LONGEST_RUN} characters")
     return run
-
-
-def _names(where: str, values: Values, name: str) -> tuple[str, ...]:
-    """Names, none of them twice; whoever uses them looks whether they are those of members."""
-    found = values.get(name)
-    if type(found) is not list or len(found) > MOST_MEMBERS:
-        raise BadArgument(where, f"{name} must be a list of names")
-    if not all(type(item) is str for item in found) or len(set(found)) != len(found):
-        raise BadArgument(where, f"{name} must be a list of names, none of them twice")
-    return tuple(found)
 
 
 def _cut(body: memoryview, size: int) -> tuple[bytes, ...]:
     raw = bytes(body)
     return tuple([raw[at : at + size] for at in range(0, len(raw), size)])
-
-
-def sealed_bytes(shares: Sequence[bytes], hashes: Sequence[bytes]) -> bytes:
-    """M3, the part for one client: the shares that the others dealt to it and their hashes, in the members' order."""
-    return pack("sealed", {}, [*shares, *hashes])
-
-
-def sealed_from(data: bytes, count: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-    """The inverse for this many dealers: encrypted shares, and their hashes."""
-    body = unpack(data, "sealed", count * (SEALED + HASH))[1]
-    return _cut(body[: count * SEALED], SEALED), _cut(body[count * SEALED :], HASH)

@@ -1,8 +1,8 @@
 """Shamir's secret sharing: any t of n shares give the secret, t - 1 of them say nothing about it.
 
 The secret is the value at 0 of a polynomial of degree t - 1 over GF(p) whose other coefficients are uniform; the share
-of member x = 1 .. n is its value at x. p = 2^521 - 1 holds any seed of 32 bytes in one element. A wrong share
-gives some other secret, not always one above 2^256: only the dealer's commitment tells, and `Tally` compares it.
+of member x = 1 .. n is its value at x. p = 2^521 - 1 holds any 32-byte seed in one element. A wrong share gives some
+other secret, which may also be below 2^256: only the dealer's commitment tells, and `Tally` compares it.
 """
 
 import secrets
@@ -13,29 +13,29 @@ from fedveil.errors import Aborted, BadArgument
 
 PRIME = 2**521 - 1
 WIDTH = 66  # bytes of a share
-LARGEST = PRIME.to_bytes(WIDTH, "big")  # shares are below it: bytes of one length compare as numbers do
+LARGEST = PRIME.to_bytes(WIDTH, "big")  # shares are below it: bytes of equal length compare as integers do
 SEED = 32  # bytes of a seed
 
 
 def split(
     secret: int, t: int, n: int, *, prime: int = PRIME, draw: Callable[[int], int] = secrets.randbelow
 ) -> list[int]:
-    """The shares at 1 .. n.
+    """Return the shares at 1 .. n.
 
     Args:
         secret: an element of GF(prime).
-        t: how many shares give it back.
-        n: how many shares there are.
-        prime: the size of the field; above n.
-        draw: a uniform number below its argument, from the operating system.
+        t: number of shares that give it back.
+        n: number of shares.
+        prime: size of the field; above n.
+        draw: returns a uniform integer below its argument, from the operating system.
     """
     if not 1 <= t <= n < prime or not 0 <= secret < prime:
         raise BadArgument("split", f"t must be between 1 and n, and n and the secret below the prime, got t={t}, n={n}")
-    rest = [draw(prime) for _ in range(t - 1)]
-    return [_value([secret, *rest], x, prime) for x in range(1, n + 1)]
+    coefficients = [secret, *(draw(prime) for _ in range(t - 1))]
+    return [_evaluate(coefficients, x, prime) for x in range(1, n + 1)]
 
 
-def _value(coefficients: list[int], x: int, prime: int) -> int:
+def _evaluate(coefficients: list[int], x: int, prime: int) -> int:
     y = 0
     for coefficient in reversed(coefficients):
         y = (y * x + coefficient) % prime
@@ -43,12 +43,12 @@ def _value(coefficients: list[int], x: int, prime: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def weights(places: tuple[int, ...], prime: int = PRIME) -> tuple[int, ...]:
-    """What the shares at these places are multiplied with: Lagrange's polynomials at 0."""
+def weights(points: tuple[int, ...], prime: int = PRIME) -> tuple[int, ...]:
+    """Return the factors of the shares at these points: the Lagrange polynomials at 0."""
     found = []
-    for own in places:
+    for own in points:
         above = below = 1
-        for other in places:
+        for other in points:
             if other != own:
                 above, below = above * other % prime, below * (other - own) % prime
         found.append(above * pow(below, -1, prime) % prime)
@@ -56,27 +56,27 @@ def weights(places: tuple[int, ...], prime: int = PRIME) -> tuple[int, ...]:
 
 
 def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
-    """The secret of the polynomial through these shares, by place."""
+    """Return the secret of the polynomial through these shares, keyed by their points."""
     return sum(w * y for w, y in zip(weights(tuple(shares), prime), shares.values(), strict=True)) % prime
 
 
 def split_seed(seed: bytes, t: int, n: int) -> list[bytes]:
-    """The shares of a seed of 32 bytes, for places 1 .. n."""
+    """Return the shares of a 32-byte seed at 1 .. n."""
     if len(seed) != SEED:
         raise BadArgument("split_seed", f"a seed has {SEED} bytes, got {len(seed)}")
     return [share.to_bytes(WIDTH, "big") for share in split(int.from_bytes(seed, "big"), t, n)]
 
 
 def join_seed(shares: Mapping[int, bytes]) -> bytes:
-    """The seed, from t shares by place; shares that belong to no seed are an abort."""
-    if not all(in_field(share) for share in shares.values()):
-        raise Aborted("share", "join_seed", "a share is no element of the field")
-    secret = join({place: int.from_bytes(share, "big") for place, share in shares.items()})
+    """Return the seed from t shares, keyed by their points; abort if they are not shares of a seed."""
+    if not all(is_field_element(share) for share in shares.values()):
+        raise Aborted("share", "join_seed", "a share is not an element of the field")
+    secret = join({point: int.from_bytes(share, "big") for point, share in shares.items()})
     if secret >= 2 ** (8 * SEED):
         raise Aborted("share", "join_seed", "the shares do not belong to one seed: at least one of them is wrong")
     return secret.to_bytes(SEED, "big")
 
 
-def in_field(share: bytes) -> bool:
-    """Whether bytes are an element of the field in its one form."""
+def is_field_element(share: bytes) -> bool:
+    """Tell whether bytes are an element of the field in its one encoding."""
     return len(share) == WIDTH and share < LARGEST

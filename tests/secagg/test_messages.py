@@ -36,24 +36,8 @@ def mutated(data, rng):
     return bytes(data)
 
 
-ODD = (
-    None,
-    True,
-    -1,
-    1.5,
-    10**30,
-    "",
-    "x" * 64,
-    [],
-    ["c0", "c0"],
-    ["c9"],
-    ["\ud800"],
-    "\ud800",
-    [[]],
-    {},
-    "00" * 32,
-    float("nan"),
-)
+NUMBERS = (None, True, -1, 1.5, 10**30, float("nan"))
+ODD = (*NUMBERS, "", "x" * 64, "\ud800", "00" * 32, {}, [], ["c0", "c0"], ["c9"], ["\ud800"], [[]])
 
 
 def with_other_head(data, rng):
@@ -157,8 +141,8 @@ def test_settled_at_the_server(recorded):
     common, own = tally.settle()
     answer = group.parties["c0"].settle(common, own["c0"])
     for _ in range(MUTATIONS):
-        survives(tally.take_settled, "c0", mutated(answer, rng))
-        tally._answers.clear()
+        survives(tally.take_settle_reply, "c0", mutated(answer, rng))
+        tally._replies.clear()
 
 
 def test_reveal_at_clients(recorded):
@@ -179,7 +163,7 @@ def test_revealed_at_the_server(recorded):
     for _ in range(MUTATIONS):
         tally._revealed.clear()
         for name, data in answers.items():
-            survives(tally.take_revealed, name, mutated(data, rng) if name == "c0" else data)
+            survives(tally.take_reveal_reply, name, mutated(data, rng) if name == "c0" else data)
         total, reason = outcome(tally)
         assert reason in ("few", "share") or np.array_equal(total, exact)
 

@@ -41,10 +41,10 @@ def test_a_new_process_for_every_message_gives_the_same_sum(tmp_path):
     for gone in ({"c2"}, set()):
         common, own = tally.settle()
         for name in set(own) - gone:
-            tally.take_settled(name, group.parties[name].settle(common, own[name]))
+            tally.take_settle_reply(name, group.parties[name].settle(common, own[name]))
     message = tally.reveal()
     for name in tally.survivors:
-        tally.take_revealed(name, group.parties[name].reveal(message))
+        tally.take_reveal_reply(name, group.parties[name].reveal(message))
     assert np.array_equal(tally.total(), summed(vectors, ("c0", "c1", "c3")))
     assert refuses(upload, group.parties["c0"], opening, DIGEST, vectors["c0"]) == "attempt"
     again = group.opening(round=0)
@@ -78,7 +78,7 @@ def test_nothing_leaves_that_could_not_be_written(tmp_path, monkeypatch, step):
         calls["settle"] = lambda: group.parties["c0"].settle(common, own["c0"])
         if step == "reveal":
             for name in own:
-                tally.take_settled(name, group.parties[name].settle(common, own[name]))
+                tally.take_settle_reply(name, group.parties[name].settle(common, own[name]))
             message = tally.reveal()
             calls["reveal"] = lambda: group.parties["c0"].reveal(message)
     before = (tmp_path / "c0.json").read_text()
@@ -126,17 +126,17 @@ def test_a_memory_belongs_to_one_member(tmp_path):
     group, path = Group(4), tmp_path / "m.json"
     Party(group.identities["c0"], group.roster, Memory(path)).hello("run")
     other = Party(group.identities["c1"], group.roster, Memory(path))
-    with pytest.raises(BadArgument, match="belongs to another member than c1"):
+    with pytest.raises(BadArgument, match="belongs to a member other than c1"):
         other.hello("run")
     assert refuses(upload, other, group.opening(), DIGEST, words(1, 2)) == "run"
 
 
 def test_a_memory_travels_as_bytes_where_state_is_kept_elsewhere():
     group = Group(4)
-    memory = Memory.unpacked(group.memories["c0"].packed())
+    memory = Memory.from_bytes(group.memories["c0"].to_bytes())
     party = Party(group.identities["c0"], group.roster, memory)
     assert party.hello(group.run) == group.hellos["c0"]
-    assert Party(group.identities["c0"], group.roster, Memory.unpacked(b"")).hello(group.run) != group.hellos["c0"]
+    assert Party(group.identities["c0"], group.roster, Memory.from_bytes(b"")).hello(group.run) != group.hellos["c0"]
 
 
 @pytest.mark.parametrize("text", ["x", "[]", "{}", '{"format": 2}', '{"format": 1, "member": null, "runs": {"a": {}}}'])
@@ -148,18 +148,18 @@ def test_a_damaged_memory_is_refused(tmp_path, text):
     with pytest.raises(BadArgument, match="this memory is damaged"):
         Party(group.identities["c0"], group.roster, Memory(path)).hello("run")
     with pytest.raises(BadArgument, match="this memory is damaged"):
-        Memory.unpacked(text.encode())
+        Memory.from_bytes(text.encode())
 
 
 @pytest.mark.parametrize("change", ["key", "own", "attempt"])
 def test_a_memory_with_a_damaged_value_is_refused(change):
     group = Group(4)
     group.uploads(group.opening(), group.vectors())
-    state = json.loads(group.memories["c0"].packed())
+    state = json.loads(group.memories["c0"].to_bytes())
     kept = state["runs"][group.run]
     {"own": kept["current"]}.get(change, kept)[change] = "abc"
     with pytest.raises(BadArgument, match="damaged"):
-        Memory.unpacked(json.dumps(state).encode())
+        Memory.from_bytes(json.dumps(state).encode())
 
 
 def test_a_memory_is_not_pickled_and_shows_nothing():

@@ -11,7 +11,7 @@ from tests.secagg.hostile import refuses
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import Hello, Opening, Party, Roster, Tally, rules
-from fedveil.secagg.messages import Reveal, Settle, Settled, sealed_bytes, sealed_from
+from fedveil.secagg.messages import Reveal, Settle, SettleReply
 
 
 def openings(group):
@@ -69,7 +69,7 @@ def test_a_digest_has_32_bytes():
 def test_steps_and_members_that_a_client_refuses():
     a = Attempt(5)  # t = 4
     bound, party, names = a.tally._context, a.group.parties["c0"], tuple(a.group.names)
-    dealt = sealed_bytes(*sealed_from(a.tally.settle()[1]["c0"], 4))
+    dealt = a.tally.settle().own["c0"]
     for step, members, reason in (
         (1, names, "step"),
         (0, names[1:], "members"),
@@ -90,11 +90,11 @@ def test_signatures_count_once_for_members_and_for_the_same_list_only():
     a = Attempt(5)  # t = 4
     common, own = a.tally.settle()
     settle = Settle.from_bytes(common)
-    answers = {n: Settled.from_bytes(a.group.parties[n].settle(common, own[n]), 0).signature for n in a.group.names}
+    answers = {n: SettleReply.from_bytes(a.group.parties[n].settle(common, own[n]), 0).signature for n in a.group.names}
     party = a.group.parties["c0"]
     three = dict(list(answers.items())[:3])
-    another = a.group.identities["c3"].sign(replace(settle, step=1).signed())
-    elsewhere = a.group.identities["c3"].sign(replace(settle, context=bytes(32)).signed())
+    another = a.group.identities["c3"].sign(replace(settle, step=1).signed_bytes())
+    elsewhere = a.group.identities["c3"].sign(replace(settle, context=bytes(32)).signed_bytes())
     for signatures in (
         three,
         {},
@@ -131,16 +131,8 @@ def test_few_clients_are_refused_where_a_run_starts():
 
 def test_a_run_without_a_proper_name_leaves_nothing_in_memory():
     group = Group(4)
-    before = group.memories["c0"].packed()
+    before = group.memories["c0"].to_bytes()
     for run in ("", "x" * 201, "a\nb", None, 3):
-        with pytest.raises(BadArgument, match="run must be a printable text"):
+        with pytest.raises(BadArgument, match="run must be printable text"):
             group.parties["c0"].hello(run)
-    assert group.memories["c0"].packed() == before
-
-
-def test_a_stranger_in_the_opening_is_named():
-    group = Group(5)
-    told = group.opening()
-    zoe = Hello(group.run, "zoe", bytes(32), bytes(64))
-    with pytest.raises(Aborted, match="zoe is not in this client's roster"):
-        upload(group.parties["c0"], replace(told, roster=(*told.roster, zoe)), DIGEST, group.vectors()["c0"])
+    assert group.memories["c0"].to_bytes() == before
