@@ -176,7 +176,7 @@ def test_what_the_page_shows_runs(tmp_path, monkeypatch, capsys):
         assert float(capsys.readouterr().out) > 0.55
         for command in commands.splitlines():
             assert main(shlex.split(command, comments=True)[1:]) == 0
-    assert "the final layer, head with 2 outputs, is masked" in (printed := capsys.readouterr().out)
+    assert "the final layer, head with 2 outputs, takes additive noise" in (printed := capsys.readouterr().out)
     assert "accuracy" in printed
     sys.modules.pop("mine")
 

@@ -8,12 +8,11 @@ from collections import Counter
 
 import pytest
 import torch
-from fedveil.data.records import Part
 from tests.configs import config_of
 from torch import nn
 
 from fedveil import cli
-from fedveil.data import Data
+from fedveil.data import Data, Part
 from fedveil.federation.evaluate import predict
 from fedveil.runs.build import federation_of, load_data
 from fedveil.runs.folder import open_run

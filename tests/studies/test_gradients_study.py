@@ -97,7 +97,7 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "settings", "what"),
     [
-        ({"model": "mlp"}, QUICK, "no images"),
+        ({"model": "mlp"}, QUICK, "not images"),
         ({"optimizer": "adamw"}, QUICK, "for plain SGD and Adam only"),
         ({"momentum": 0.9}, QUICK, "for plain SGD and Adam only"),
         ({"train_size": 30}, QUICK, "30 training records, the attacker and the victim need 34"),

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from fedveil.attacks.observation import PUBLISHED
+from fedveil.attacks.registry import ATTACKERS
 from fedveil.cli.studies import Audit
 from fedveil.defences.accountant import epsilon
-from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
 from fedveil.runs.config import configure
 from fedveil.studies.audit import harden
@@ -64,7 +64,7 @@ def test_the_study_runs_and_shows_every_measure(tmp_path):
     assert list(lines) == list(SOME)
     assert all("[" in line["accuracy, %"] for line in lines.values())
     assert lines["no veil at all"]["cost, points"] == "0.0"
-    assert {f"agreement {name}, %" for name in (PUBLISHED, *find("veil").attackers)} <= set(shown.header)
+    assert {f"agreement {name}, %" for name in (PUBLISHED, *ATTACKERS["veil"].models)} <= set(shown.header)
     assert (tmp_path / "report.html").exists()
     kept = json.loads((tmp_path / "results.json").read_text())["results"]["noise kept over rounds"]
     assert "RMIA" in kept[0]["attackers"]["own labels"]["membership"]["attacks"]  # its shadows were found

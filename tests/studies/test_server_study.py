@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from fedveil.data.records import Part
 from tests.configs import config_of
 from torch import nn
 
@@ -15,7 +14,7 @@ from fedveil.attacks.gradients import Search
 from fedveil.attacks.leaks import mean_gradients
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.cli.studies import Audit
-from fedveil.data import Data, load
+from fedveil.data import Data, Part, load
 from fedveil.defences import Plain, Private, Veil
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
