@@ -62,7 +62,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class SPNUpdate(PlainUpdate):
-    """A plain update of the public network, and `step`, the gradient of the private head, which never leaves its client."""
+    """A plain update of the public network; `step`, the gradient of the private head, stays with the client."""
 
     step: Tensor = field(repr=False)
 
