@@ -53,6 +53,6 @@ def main(grid: Grid, context: Context) -> None:
     words = [f"{name}={json.dumps(value)}" for name, value in config.items()]
     repeat = shlex.join(["flwr", "run", ".", "--run-config", " ".join(words)])
     print(
-        record_run(server, out, data, values, repeat, rounds=rounds, resume=True, on_round=printed(rounds)),
+        record_run(server, out, data, values, repeat, rounds=rounds, resume=True, on_round=printed(rounds)).to_dict(),
         flush=True,
     )

@@ -48,5 +48,5 @@ class BankServer:
         values = {**self.settings, "clients": asked.sites, "model": "mlp"}
         repeat = "python examples/nvflare_app/job.py"
         how = {"rounds": asked.rounds, "resume": True, "on_round": printed(asked.rounds)}
-        print(record_run(server, out, data, values, repeat, **how), flush=True)
+        print(record_run(server, out, data, values, repeat, **how).to_dict(), flush=True)
         server.close()
