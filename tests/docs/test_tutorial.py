@@ -28,7 +28,7 @@ def followed(folder, capsys, shorter=lambda code: code):
         for line, kind, code in pieces()[0]:
             run_block(f"tutorial:{line}", kind, shorter(code), names, ("pip install", "fedveil audit"))
     printed, notes = capsys.readouterr()
-    assert "100.0% scaled by secret factors" in printed
+    assert "100.0% scaled or with additive noise" in printed
     for line in re.findall(r"^customers: .*$", PAGE.read_text(), re.MULTILINE):
         assert line in notes
     return [float(value) for value in re.findall(r"(?<!best )accuracy +(\d\.\d+)", printed)]
