@@ -4,25 +4,23 @@
 - Shows: a defence in forty lines, lossless by construction, and what `fedveil audit` makes of it.
 - Who attacks: a client. Published attacks take the model as received, adaptive ones try to undo the defence first.
 - Needs: `pip install fedveil`
-- Last line: `the model: not protected`
+- Last line: `the model: LEAK`
 """
 
 # %%
 import copy
 import secrets
 import tempfile
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fedveil
 from fedveil.defences import DefenceRound, Plain, Samples
 from fedveil.defences.plain import PlainClient, PlainServer, PlainUpdate, average
 from fedveil.runs.config import configure
-from fedveil.scheme import Loss
 from fedveil.studies.attack import AttackRequest
 from fedveil.studies.audit.run import AUDIT, AuditOptions
 from fedveil.studies.study import gather, publish
@@ -43,46 +41,36 @@ class Shifted(Plain):
 
     linear = False  # updates have two parts: secure aggregation, which adds up plain ones, is not for them
 
-    def server(self, model: nn.Module, example: Tensor, loss: Loss) -> "ShiftedServer":
-        """The server's side."""
-        return ShiftedServer(model)
+    def server(self, model, example, loss):
+        """Prepare the server for a run."""
+        return _Server(model)
 
-    def client(self, model: nn.Module, example: Tensor, loss: Loss) -> "ShiftedClient":
-        """The clients' side."""
-        return ShiftedClient(model, loss)
+    def client(self, model, example, loss):
+        """Prepare clients for a run."""
+        return _Client(model, loss)
 
 
-class ShiftedServer(PlainServer):
-    """Shifts the outputs of each broadcast by another secret number."""
-
-    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "ShiftedRound":
-        """Make what clients receive."""
+class _Server(PlainServer):  # shifts the outputs of each broadcast by another secret number
+    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "_Round":
         network, secret = copy.deepcopy(model), secrets.SystemRandom().gauss(0, 100)
         network.direction = torch.randn_like(network[-1].bias)
-        with torch.no_grad():
-            network[-1].bias += secret * network.direction
-        return ShiftedRound(network, secret)
+        network[-1].bias.data += secret * network.direction
+        return _Round(network, secret)
 
 
-class ShiftedClient(PlainClient):
-    """Computes the gradient of its loss, and that of its outputs along the direction."""
-
+class _Client(PlainClient):  # sends the gradient of its loss, and that of its outputs along the direction
     def step(self, broadcast: nn.Module, samples: Samples, client: int = 0) -> tuple:
-        """Make what a client sends."""
         update, outputs = super().step(broadcast, samples), broadcast(samples.inputs)
         share = 1 / len(outputs) if samples.weights is None else samples.weights[:, None]
         along = torch.autograd.grad((share * outputs * broadcast.direction).sum(), broadcast.parameters())
         return update, PlainUpdate(dict(zip(update.gradients, along, strict=True)), {})
 
 
-class ShiftedRound(DefenceRound):
-    """Subtracts the shift from what clients send."""
-
+class _Round(DefenceRound):  # subtracts the effect of the shift
     def __init__(self, broadcast: nn.Module, secret: float) -> None:
         self.broadcast, self._secret = broadcast, secret
 
     def recover(self, updates: Sequence[tuple], weights: Sequence[float]) -> fedveil.Aggregate:
-        """Return the true gradient."""
         seen, along = (average(part, weights, {}) for part in zip(*updates, strict=True))
         true = {name: seen.gradients[name] - self._secret * along.gradients[name] for name in seen.gradients}
         return fedveil.Aggregate(true, seen.buffers, seen.error)
@@ -118,5 +106,5 @@ to read an audit.
 
 # %%
 verdict, words = shown.first
-print(textwrap.fill(words.paragraphs[0], 110))
+print(words.paragraphs[0])
 print(f"{verdict.header[1]}: {verdict.rows[0][1]}")

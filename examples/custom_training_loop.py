@@ -1,7 +1,7 @@
 """A training loop of your own: the calls of one round, with everything around them in your hands.
 
 - Shows: analyse, perturb, client_step and recover in place of a Federation; a loss function of your own.
-- Who attacks: nobody here. What is protected: clients receive `broadcast`, a masked model, and never `model` itself.
+- Who attacks: nobody here. What is protected: clients receive a perturbed model, and never `model` itself.
 - Needs: pip install fedveil
 - Last line: test accuracy 94.7 %; recovered and plain gradient differ by 5e-07 of its length
 

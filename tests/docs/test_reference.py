@@ -14,7 +14,7 @@ import fedveil
 from fedveil.cli.commands import COMMANDS
 from fedveil.runs.config import HOME
 
-UNDOCUMENTED = {"Inputs", "innermost", "one_tensor"}  # a type alias, and internal helpers
+UNDOCUMENTED = {"Inputs", "one_tensor"}  # a type alias, and an internal helper
 REFERENCE = ROOT / "docs" / "reference"
 
 
