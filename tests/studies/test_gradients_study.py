@@ -156,7 +156,7 @@ def test_plain_training_gives_real_pictures_away(tmp_path, monkeypatch):
         pytest.skip(f"no cifar10 in {REAL}")
     monkeypatch.setenv("FEDVEIL_DATA", str(REAL))
     monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "cache"))
-    config = small(data="cifar10", train_size=1000, model="lenet-sigmoid")
+    config = small(data="cifar10", train_size=1000, model="lenet", activation="sigmoid")
     asked = AttackRequest(config, ("plain",), GradientOptions(images=1, victim_batch="1", restarts=2))
     part = gather(GRADIENTS, asked, tmp_path, workers=1)["plain"].parts["batch1-0"]
     assert part.views["V-diff"].psnr[0] > 20 > part.floors["mean image"].psnr[0]
