@@ -84,6 +84,18 @@ def test_attacks_cannot_reach_a_secret(path):
         assert not names & SECRET, f"line {node.lineno}"
 
 
+CONCRETE = ("dbcl", "plain", "ppdl", "private", "spn", "veil")
+
+
+@pytest.mark.parametrize("layer", ["federation", "runs"])
+def test_no_concrete_defence_is_imported(layer):
+    for path in (SOURCE / layer).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("fedveil.defences"):
+                names = {node.module.rpartition(".")[2], *(alias.name.lower() for alias in node.names)}
+                assert not names & set(CONCRETE), f"{path.name}, line {node.lineno}"
+
+
 def test_every_layer_has_its_place():
     ours = {path.stem for path in SOURCE.iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")}
     assert ours == {*BELOW, *EVERYONE}

@@ -20,8 +20,9 @@ from fedveil import Entropy, cli, errors
 from fedveil.data import load, split
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Samples, Veil
 from fedveil.defences.accountant import Accountant, epsilon
+from fedveil.defences.clipping import clip_vector
 from fedveil.defences.plain import PlainRound, PlainUpdate, average
-from fedveil.defences.private import PrivateRound, find_moving_buffers, shorten
+from fedveil.defences.private import PrivateRound, find_moving_buffers
 from fedveil.federation import Federation, checkpoint
 from fedveil.models import cnn, mlp, resnet
 from fedveil.runs.build import build_defence
@@ -87,7 +88,7 @@ numbers = st.floats(allow_nan=False, allow_infinity=False)
 @given(st.lists(numbers, min_size=1, max_size=30), st.floats(1e-30, 1e30))
 def test_no_contribution_is_longer_than_clip(values, clip):
     own = torch.tensor(values, dtype=torch.float64)
-    short, size, cut = shorten(own, clip)
+    short, size, cut = clip_vector(own, clip)
     length = sum(Fraction(x) ** 2 for x in short.tolist())
     assert length <= Fraction(clip) ** 2  # in exact arithmetic
     assert size <= clip
@@ -409,7 +410,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_its_clients_place(make):
         run.recover([steps[0], bad, steps[2]])
     assert run.server.accountant.rounds == 0  # nothing was given away
     with pytest.raises(errors.NonFiniteUpdate, match="client 4: its gradient holds NaN or infinity"):
-        shorten(torch.tensor([1.0, math.nan]), 1.0, "client 4")
+        clip_vector(torch.tensor([1.0, math.nan]), 1.0, "client 4")
 
 
 # What is refused

@@ -204,12 +204,6 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def split(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split a vector into tensors with the names, shapes and dtypes of others."""
-    pieces = torch.split(flat, [g.numel() for g in like.values()])
-    return {name: piece.view(g.shape).to(g.dtype) for (name, g), piece in zip(like.items(), pieces, strict=True)}
-
-
 def _is_moderate(tensors: Sequence[Tensor]) -> bool:
     """Whether all norms are finite; if not, something is NaN or infinite, or only its square overflows."""
     return math.isfinite(float(torch.stack(torch._foreach_norm(list(tensors))).sum()))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.checks import number, one_of, share
+from fedveil.defences.clipping import split_vector
 from fedveil.defences.interface import Defence, DefenceRound, State
 from fedveil.defences.plain import (
     PlainClient,
@@ -27,7 +28,6 @@ from fedveil.defences.plain import (
     check_names,
     check_number,
     count_bytes,
-    split,
     trainable_tensors,
 )
 from fedveil.errors import BadArgument
@@ -191,7 +191,7 @@ class PPDLClient(PlainClient):
         sent = values if kept is None else torch.zeros_like(true).masked_scatter_(kept, values)
         numbers = count * true.element_size() + min(4 * count, math.ceil(len(true) / 8))
         measurement = Measurement(size, _norm(sent - true), rms, clipped, numbers)
-        return PPDLUpdate(split(sent, update.gradients), update.buffers, measurement)
+        return PPDLUpdate(split_vector(sent, update.gradients), update.buffers, measurement)
 
     def _client(self, client: int) -> _Client:
         if client not in self._clients:

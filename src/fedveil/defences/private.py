@@ -1,6 +1,5 @@
 """Differential privacy for clients, on top of any defence (docs/defences/privacy.md)."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,9 +8,9 @@ from torch import Tensor, nn
 
 from fedveil.checks import number
 from fedveil.defences.accountant import Accountant, import_library
+from fedveil.defences.clipping import clip_vector, split_vector
 from fedveil.defences.interface import B, Codec, Defence, DefenceClient, DefenceRound, DefenceServer, State, U
-from fedveil.defences.plain import split
-from fedveil.errors import BadArgument, NonFiniteUpdate, UpdateRefused
+from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Entropy, Loss
 from fedveil.scheme.outputs import outputs_of
@@ -178,7 +177,7 @@ class PrivateRound(DefenceRound[B, U]):
             raise BadArgument("Private", "a round needs at least one update")
         like, clip = results[0].gradients, self._settings.clip
         flat = [torch.cat([one.gradients[name].reshape(-1).double() for name in like]) for one in results]
-        shorts = [shorten(own, clip, f"client {position}") for position, own in enumerate(flat)]
+        shorts = [clip_vector(own, clip, f"client {position}") for position, own in enumerate(flat)]
         total = torch.stack([short for short, _, _ in shorts]).sum(0)
         self._count(len(results))  # before the noise is drawn, whatever interrupts that
         total = self._add_noise(total)
@@ -187,7 +186,7 @@ class PrivateRound(DefenceRound[B, U]):
         size = sum(size for _, size, _ in shorts)
         wrong = sum(one.error * size for one, (_, size, _) in zip(results, shorts, strict=True))
         error = wrong / size if size else 0.0
-        return Aggregate(split(total / len(results), like), {}, error, figures | self._spent())
+        return Aggregate(split_vector(total / len(results), like), {}, error, figures | self._spent())
 
     def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
         """Add noise to the mean of gradients that clients have clipped themselves, under secure aggregation."""
@@ -195,7 +194,9 @@ class PrivateRound(DefenceRound[B, U]):
         total = clients * torch.cat([gradient.reshape(-1).double() for gradient in like.values()])
         self._count(clients)
         total = self._add_noise(total)
-        return Aggregate(split(total / clients, like), {}, mean.error, {**mean.figures, **self._spent()}, mean.notes)
+        return Aggregate(
+            split_vector(total / clients, like), {}, mean.error, {**mean.figures, **self._spent()}, mean.notes
+        )
 
     def release(self, *, reuse: bool = False) -> None:
         """Drop the inner secret."""
@@ -215,25 +216,6 @@ class PrivateRound(DefenceRound[B, U]):
             return total
         drawn = torch.from_numpy(settings.entropy.normal(len(total))).to(total.device)
         return total + (settings.noise * settings.clip) * drawn
-
-
-def shorten(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Tensor, float, bool]:
-    """Return a float64 vector with norm at most `clip`, that norm, and whether it was clipped.
-
-    The norm is bounded in exact arithmetic: the slack is what rounding may add to a norm of that many numbers and to
-    their product with a factor. Scaling by the largest number first keeps squares from overflowing.
-    """
-    largest = float(flat.abs().max()) if len(flat) else 0.0
-    if not math.isfinite(largest):
-        raise NonFiniteUpdate(where, "its gradient holds NaN or infinity")
-    if not largest:
-        return flat, 0.0, False
-    unit = flat / largest
-    length = float(torch.linalg.vector_norm(unit))
-    slack = (len(flat) + 8) * torch.finfo(torch.float64).eps
-    if largest * length * (1 + slack) <= clip:
-        return flat, largest * length, False
-    return unit * (clip / length * (1 - slack)), clip, True
 
 
 def find_moving_buffers(model: nn.Module, example: Inputs) -> list[str]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import one_of, positive, share, whole
+from fedveil.defences.clipping import split_vector
 from fedveil.defences.interface import AnyDefence, AnyRound
-from fedveil.defences.plain import split
 from fedveil.errors import BadArgument, ExcessiveUpdate, NonFiniteUpdate, UpdateRefused
 from fedveil.federation.aggregators import RULES
 from fedveil.federation.engine import Member
@@ -310,7 +310,7 @@ def _by_name(clients: Sequence[Mapping[str, Tensor]], one: Callable[[Sequence[Te
     if not first:
         return {}
     flat = one([torch.cat([own[name].reshape(-1) for name in first]) for own in clients])
-    return split(flat, first)
+    return split_vector(flat, first)
 
 
 def _error(found: Sequence[Aggregate], shares: Sequence[float]) -> float:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil import secagg
+from fedveil.defences.clipping import clip_vector, split_vector
 from fedveil.defences.interface import AnyClient, AnyDefence, AnyRound, Ranges, Samples
-from fedveil.defences.plain import split
-from fedveil.defences.private import shorten
 from fedveil.defences.registry import find_codec
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.federation.limits import Limits
@@ -188,8 +187,8 @@ def check_combination(defence: AnyDefence, model: nn.Module, limits: Limits | No
 def clipped(tensors: Mapping[str, Tensor], clip: float) -> Tensors:
     """Client: gradients, as they travel, whose common norm is `clip` at most. Buffers stay the server's."""
     like = {name: own for name, own in tensors.items() if name.startswith("gradient/")}
-    flat, _, _ = shorten(torch.cat([own.reshape(-1).double() for own in like.values()]), clip)
-    return split(flat, like)
+    flat, _, _ = clip_vector(torch.cat([own.reshape(-1).double() for own in like.values()]), clip)
+    return split_vector(flat, like)
 
 
 def words_of(tensors: Mapping[str, Tensor], records: int, opening: Opening, clip: float | None = None) -> Words:

@@ -1,0 +1,34 @@
+"""Gradients as vectors: clipped to a norm, and split into tensors again."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedveil.errors import NonFiniteUpdate
+
+
+def clip_vector(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Tensor, float, bool]:
+    """Return a float64 vector with norm at most `clip`, that norm, and whether it was clipped.
+
+    The norm is bounded in exact arithmetic: the slack is what rounding may add to a norm of that many numbers and to
+    their product with a factor. Scaling by the largest number first keeps squares from overflowing.
+    """
+    largest = float(flat.abs().max()) if len(flat) else 0.0
+    if not math.isfinite(largest):
+        raise NonFiniteUpdate(where, "its gradient holds NaN or infinity")
+    if not largest:
+        return flat, 0.0, False
+    unit = flat / largest
+    length = float(torch.linalg.vector_norm(unit))
+    slack = (len(flat) + 8) * torch.finfo(torch.float64).eps
+    if largest * length * (1 + slack) <= clip:
+        return flat, largest * length, False
+    return unit * (clip / length * (1 - slack)), clip, True
+
+
+def split_vector(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Split a vector into tensors with the names, shapes and dtypes of others."""
+    pieces = torch.split(flat, [g.numel() for g in like.values()])
+    return {name: piece.view(g.shape).to(g.dtype) for (name, g), piece in zip(like.items(), pieces, strict=True)}
