@@ -2,14 +2,10 @@
 
 A weight W of m units with n inputs each leaves the server as W~ = W S; S, new in every round and the same for all
 clients, adds q of the n inputs, with random signs, into each of s = floor(n / q) buckets. A client forms X~ = X S and
-Z = X~ W~^T + b, and sends Gamma = delta^T X~. The server steps along sum_k |D_k| / |D| Gamma_k S^T.
+Z = X~ W~^T + b, and sends Gamma = delta^T X~. The server steps along sum_k |D_k| / |D| Gamma_k S^T: the exact gradient
+of the loss with weights W S S^T, and not an unbiased gradient of the plain loss (docs/defences/dbcl.md).
 
-What that is: L_S(W), the loss of the network with weights W S S^T, has the gradient Gamma S^T with respect to W. So a
-round is an exact gradient of L_S, and over the draw of S an unbiased one of E_S L_S. It is no unbiased gradient of the
-plain loss: docs/defences/dbcl.md has the difference.
-
-Differs from the original: one gradient per round in place of local epochs; clients hold W~, never W; any stride,
-padding, dilation and groups.
+Differs from the original: one gradient per round, not local epochs; clients hold W~, never W; any convolution.
 """
 
 import copy
@@ -60,7 +56,7 @@ class Sketch:
         return cls(torch.from_numpy(inputs), torch.from_numpy(signs), fan_in)
 
     def to(self, like: Tensor) -> "Sketch":
-        """For work with `like`: its device and dtype."""
+        """Move it to the device and dtype of `like`."""
         return self.map(lambda tensor: tensor.to(like) if tensor.is_floating_point() else tensor.to(like.device))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Sketch":
@@ -236,7 +232,10 @@ class DBCLServer(DefenceServer[SketchedBroadcast, SketchedUpdate]):
         self._number = int(state["number"])
 
 
-class DBCLRound(DefenceRound[SketchedBroadcast, SketchedUpdate]):
+SketchedRound = DefenceRound[SketchedBroadcast, SketchedUpdate]
+
+
+class DBCLRound(SketchedRound):
     """A sketched broadcast, and its sketches."""
 
     def __init__(self, broadcast: SketchedBroadcast, drawn: Mapping[str, tuple[Sketch, torch.Size]]) -> None:
@@ -269,13 +268,11 @@ class DBCLRound(DefenceRound[SketchedBroadcast, SketchedUpdate]):
 
     def list_gradients(self, model: nn.Module) -> Tensors:
         """Return tensors like the gradients of an update: sketched weights have one column per bucket."""
-        whole_weights = trainable_tensors(model)
-        small = {
-            name: whole_weights[name].flatten(1)[:, : sketch.inputs.shape[1]]
-            for name, (sketch, _) in self.drawn.items()
-            if name in whole_weights
-        }
-        return whole_weights | small
+        found = trainable_tensors(model)
+        for name, (sketch, _) in self.drawn.items():
+            if name in found:
+                found[name] = found[name].flatten(1)[:, : sketch.inputs.shape[1]]
+        return found
 
 
 class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
@@ -387,12 +384,7 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
         return {"number": update.number}, tensors
 
     def decode_update(
-        self,
-        own: DefenceRound[SketchedBroadcast, SketchedUpdate],
-        model: nn.Module,
-        values: Values,
-        tensors: Tensors,
-        position: int,
+        self, own: SketchedRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> SketchedUpdate:
         """Decode an update; one that answers another broadcast is refused."""
         assert isinstance(own, DBCLRound)
@@ -401,7 +393,7 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
         plain = decode_gradients(own.list_gradients(model), model, tensors, position)
         return SketchedUpdate(plain.gradients, plain.buffers, number)
 
-    def template(self, own: DefenceRound[SketchedBroadcast, SketchedUpdate], model: nn.Module) -> Packed:
+    def template(self, own: SketchedRound, model: nn.Module) -> Packed:
         """Return tensors like those of an update."""
         assert isinstance(own, DBCLRound)
         gradients, buffers = own.list_gradients(model), dict(model.named_buffers())
