@@ -176,7 +176,7 @@ class Trial(NamedTuple):
     labelled: bool
 
 
-def outputs_of(model: nn.Sequential, broadcast: Broadcast, inputs: Tensor) -> Tensor:
+def compute_outputs(model: nn.Sequential, broadcast: Broadcast, inputs: Tensor) -> Tensor:
     """Of the base, then of each candidate's model."""
     head = broadcast.head
     assert head is not None
@@ -195,7 +195,7 @@ def try_records(
     """One secret, with records that a client might have."""
     inputs, labels = one_tensor("picks", data.test.inputs), data.test.targets
     with torch.no_grad():
-        outputs = outputs_of(model, broadcast, inputs).double()
+        outputs = compute_outputs(model, broadcast, inputs).double()
     answers = outputs.argmax(2)
     agree = (answers == answers[1 + place]).double().mean(1).numpy()
     own = torch.from_numpy(random.permutation(len(inputs)))

@@ -77,13 +77,13 @@ def _parse_integer(text: str) -> int:
 _BOUNDED = json.JSONDecoder(parse_int=_parse_integer)
 
 
-def kind_of(data: bytes) -> str:
+def read_kind(data: bytes) -> str:
     """The kind of a message, from its first bytes; "" if it is none."""
     found = BEGINNING.match(data, 8, 8 + LONGEST_ENTRY)
     return found[1].decode() if found else ""
 
 
-def layout_of(data: bytes) -> dict[str, Any]:
+def read_layout(data: bytes) -> dict[str, Any]:
     """Names, dtypes, shapes and places of a message's tensors; the message was read before."""
     size = int.from_bytes(data[:8], "little")
     return {name: entry for name, entry in json.loads(data[8 : 8 + size]).items() if name != "__metadata__"}

@@ -9,7 +9,7 @@ from tests.attacks.victims import IMAGES, chance, observe_leaks, sgd
 from fedveil.attacks.canonical_gradient import from_canonical_difference, truncated_mean
 from fedveil.attacks.gradients import cosine_distance
 from fedveil.attacks.labels import batch_labels, single_label
-from fedveil.attacks.leaks import from_difference, mean_gradients
+from fedveil.attacks.leaked_gradients import from_difference, mean_gradients
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.defences import Plain, Veil
 from fedveil.graph.layout import flatten

@@ -20,7 +20,7 @@ from fedveil.attacks.first_layer import (
     record_from_agreeing_rows,
     record_from_gradient,
 )
-from fedveil.attacks.leaks import Leak, from_difference, from_masked_difference
+from fedveil.attacks.leaked_gradients import Leak, from_difference, from_masked_difference
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.attacks.registry import ATTACKERS
 from fedveil.defences import PPDL, Plain, Veil

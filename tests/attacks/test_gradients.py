@@ -10,7 +10,7 @@ from torch import nn
 
 from fedveil.attacks.gradients import Search, cosine_distance, reconstruct, squared_distance
 from fedveil.attacks.labels import batch_labels, single_label
-from fedveil.attacks.leaks import Leak, mean_gradients
+from fedveil.attacks.leaked_gradients import Leak, mean_gradients
 from fedveil.attacks.similarity import match, psnr, ssim
 from fedveil.errors import BadArgument
 from fedveil.models import lenet, mlp

@@ -6,7 +6,7 @@ from tests.attacks.victims import DIGITS
 from tests.oracle import built
 
 from fedveil.attacks.labels import batch_labels, single_label
-from fedveil.attacks.leaks import Leak, mean_gradients
+from fedveil.attacks.leaked_gradients import Leak, mean_gradients
 from fedveil.errors import BadArgument
 from fedveil.models import mlp
 from fedveil.scheme import find_loss

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedveil.defences import Defence, Plain, Private, registry
-from fedveil.defences.registry import BUILT_IN, Record, build, find, find_codec, names, record_of
+from fedveil.defences.registry import BUILT_IN, Record, build, find, find_codec, find_record, names
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
 from fedveil.lookup import imported
@@ -76,7 +76,7 @@ def test_every_record_names_code_that_is_there_and_keys_that_a_configuration_has
         assert callable(imported(record.target, "code", ""))
         assert set(record.settings) <= keys
         assert isinstance(build(record.name), Defence)
-        assert record_of(build(record.name)) is record
+        assert find_record(build(record.name)) is record
         assert find_codec(build(record.name))
 
 
@@ -117,7 +117,7 @@ def test_a_defence_of_an_installed_package_has_a_name(toy, monkeypatch, value):
     assert names()[-1] == "mine"
     record = find("mine")
     assert (record.name, record.target) == ("mine", "toy_defences:Mine")
-    assert record_of(build("mine")) is record
+    assert find_record(build("mine")) is record
     torch.testing.assert_close(moved_by("mine"), moved_by("plain") / 2, rtol=1e-2, atol=1e-6)
     assert build("mine", {"strength": 0.1}).factor == (0.1 if "RECORD" in value else 0.5)
     with pytest.raises(BadArgument, match="there is no defence 'mini'"):
@@ -144,10 +144,10 @@ def test_a_subclass_travels_as_its_base_unless_it_has_a_record_of_its_own(toy):
     class Watched(Plain):
         pass
 
-    assert record_of(Watched()).name == "plain"
-    assert record_of(Private(Plain(), 1.0, 0.0)) is None
+    assert find_record(Watched()).name == "plain"
+    assert find_record(Private(Plain(), 1.0, 0.0)) is None
     mine = build("toy_defences:Mine")
-    assert record_of(mine).name == "toy_defences:Mine"
+    assert find_record(mine).name == "toy_defences:Mine"
 
 
 def test_the_registry_imports_nothing_heavy():

@@ -12,7 +12,7 @@ from torch import nn
 
 from fedveil import Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
-from fedveil.defences.registry import find_codec, record_of
+from fedveil.defences.registry import find_codec, find_record
 from fedveil.errors import FedveilError
 from fedveil.federation.limits import aggregate, limits_for
 from fedveil.federation.protocol import Ask, read, take, write
@@ -56,7 +56,7 @@ class Round:
         self.codec, inner = find_codec(self.defence), self.defence.base
         packed = self.codec.encode_broadcast(self.round.broadcast)
         options = {name: getattr(inner, name) for name in inner.remote_settings}
-        record = record_of(inner).name
+        record = find_record(inner).name
         self.ask = Ask(
             "session", 0, "token", record, options, loss, find_loss(loss).settings(), True, 8, 0, {}, *packed
         )

@@ -37,7 +37,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from fedveil.defences import Plain
 from fedveil.errors import Diverged, TooFewAnswers
-from fedveil.federation import Federation, checkpoint, fitting
+from fedveil.federation import Federation, checkpoint
 from fedveil.federation.rounds import RemoteServer
 
 
@@ -55,7 +55,7 @@ def test_a_checkpoint_follows_each_evaluation_and_without_test_data_each_interva
 
 def test_a_checkpoint_is_written_when_the_last_one_is_too_long_ago(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(fitting, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "INTERVAL_SECONDS", 0.0)
     make().fit(rounds=3, evaluate_every=100, folder=tmp_path, on_round=lambda _: seen.append(round_in(tmp_path)))
     assert seen == [1, 2, 3]
     assert round_in(tmp_path, PREVIOUS) == 2

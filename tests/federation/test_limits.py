@@ -12,7 +12,7 @@ from fedveil import Entropy, Federation, Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
 from fedveil.defences.plain import PlainUpdate
 from fedveil.errors import BadArgument, Diverged, TooFewAnswers
-from fedveil.federation.limits import AGGREGATORS, REMEMBERED, shares_of
+from fedveil.federation.limits import AGGREGATORS, REMEMBERED, bounded_shares
 from fedveil.models import mlp
 from fedveil.scheme import Update
 
@@ -175,12 +175,12 @@ def test_shares_add_up_and_none_is_above_the_cap():
         count = int(torch.randint(1, 9, (1,), generator=draw))
         records = (10 ** (12 * torch.rand(count, generator=draw, dtype=torch.float64))).long().add(1).tolist()
         most = float(torch.rand(1, generator=draw)) * 0.99 + 0.01
-        shares = shares_of(records, most)
+        shares = bounded_shares(records, most)
         assert sum(shares) == pytest.approx(1)
         assert max(shares) <= max(most, 1 / count) * (1 + 1e-12)
         pairs = sorted(zip(records, shares, strict=True))
         assert all(a[1] <= b[1] * (1 + 1e-12) for a, b in itertools.pairwise(pairs))
-    assert shares_of([30, 10, 10], 0.9) == [0.6, 0.2, 0.2]
+    assert bounded_shares([30, 10, 10], 0.9) == [0.6, 0.2, 0.2]
 
 
 @pytest.mark.parametrize("defence", DEFENCES)

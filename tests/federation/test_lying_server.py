@@ -26,7 +26,7 @@ from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Rost
 from fedveil.secagg.memory import RunMemory
 from fedveil.secagg.messages import RevealReply, SealedShares, Settle, SettleReply, Upload, context
 from fedveil.secagg.signed import Digest, sign
-from fedveil.wire import as_bytes, as_tensor, kind_of
+from fedveil.wire import as_bytes, as_tensor, read_kind
 
 NAMES = ("site-0", "site-1", "site-2", "site-3", "site-4")
 VICTIM = NAMES[0]
@@ -114,7 +114,7 @@ def public_part(answer, n):
     """What the server gets besides the masked words."""
     if isinstance(answer, FedveilError):
         return type(answer).__name__, str(answer)
-    if kind_of(answer) == "step":
+    if read_kind(answer) == "step":
         return "step", answer
     size = 2 + sum(ROWS) + 2 * len(ROWS)
     found = read(answer, Masked)
@@ -295,13 +295,13 @@ class LyingServer(RuleBasedStateMachine):
         known.attempt, known.round, known.uses = attempt, round_, known.uses + 1
         names = tuple(hello.name for hello in hellos)
         bound = context(opening, Digest.of(message).whole())
-        subject = masked.subject_of(ask, message, Digest.of(message).body)
+        subject = masked.digest_subject(ask, message, Digest.of(message).body)
         known.current = {"context": bound, "names": names, "members": names, "step": -1, "subject": subject}
         if fault == "model":
             assert isinstance(said, FedveilError)
             assert self.clients[0].loads == loads
             return
-        assert kind_of(said) == "masked"
+        assert read_kind(said) == "masked"
         assert self.clients[0].loads == loads + 1
         self.last = (run, round_, self.tokens)
 
@@ -444,7 +444,7 @@ def lies(examples, steps, **options):
         def send(self, message, *rest, **named):
             said = super().send(message, *rest, **named)
             if not isinstance(said, FedveilError):
-                answered[read(said, Step).step if kind_of(said) == "step" else "masked"] += 1
+                answered[read(said, Step).step if read_kind(said) == "step" else "masked"] += 1
             return said
 
         def teardown(self):

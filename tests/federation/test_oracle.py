@@ -14,7 +14,7 @@ from fedveil.federation.remote import ClientState, reply
 from fedveil.secagg import Identity, Opening, Party, Policy, Roster
 from fedveil.secagg.memory import State, short_digest
 from fedveil.secagg.signed import sign
-from fedveil.wire import as_tensor, kind_of
+from fedveil.wire import as_tensor, read_kind
 
 PIXELS = 16
 
@@ -141,8 +141,8 @@ def test_the_attack_gets_nothing_from_a_client_under_secure_aggregation(members)
         hellos = [party.hello(run) for party in known.values()]
         opening = opening_for(hellos[:1] if members == "forged" else hellos, run=run)
         answer = heard(ask_of(model, replace(opening, exponents=(exponent, 90))), victim, record())
-        seen.add(str(answer) if isinstance(answer, FedveilError) else (kind_of(answer), len(answer) // 64))
-        return str(answer) if isinstance(answer, FedveilError) else (kind_of(answer), len(answer) // 64)
+        seen.add(str(answer) if isinstance(answer, FedveilError) else (read_kind(answer), len(answer) // 64))
+        return str(answer) if isinstance(answer, FedveilError) else (read_kind(answer), len(answer) // 64)
 
     found, _ = read_record(observe)
     assert len(seen) == 1  # one answer to all questions
@@ -162,7 +162,7 @@ def test_with_a_valid_roster_the_answer_does_not_depend_on_whether_values_fit():
         exponent = -32 + attempt * 2
         answer = heard(ask_of(linear(), opening_for(hellos, exponent, attempt + 1)), victim, record())
         if attempt < POLICY.key_rounds:
-            kinds.add(kind_of(answer))
+            kinds.add(read_kind(answer))
             lengths.add(len(answer) // 1000)
         else:
             assert answer.reason == "key"
@@ -214,12 +214,12 @@ def test_batches_and_records_below_the_clients_policy_are_refused():
     rows = (4, 24)
     small = heard(ask_of(wide, opening_for(hellos, rows=rows), batch_size=19), victim, data, wide)
     assert small.reason == "policy"
-    assert kind_of(heard(ask_of(wide, opening_for(hellos, rows=rows), batch_size=20), victim, data, wide)) == "masked"
+    assert read_kind(heard(ask_of(wide, opening_for(hellos, rows=rows), batch_size=20), victim, data, wide)) == "masked"
     greeting = write(Step("another run", "hello", {"body": as_tensor(bytes(16) + b"k" * 32)}))
     few = heard(greeting, victim, parts((19,))[0], wide)
     assert few.reason == "policy"
     assert "19" not in str(few)
-    assert kind_of(heard(greeting, victim, data, wide)) == "step"
+    assert read_kind(heard(greeting, victim, data, wide)) == "step"
 
 
 def test_two_rounds_on_the_same_model_with_one_member_fewer_open_nothing():
@@ -295,7 +295,7 @@ def test_no_batch_has_fewer_records_than_the_policy_says():
     for number in range(3):
         opening = opening_for(hellos, rows=rows, attempt=number + 1, number=number)
         message = ask_of(wide, opening, batch_size=98, number=number, token=str(number))
-        assert kind_of(heard(message, known["site-0"], parts((100,))[0], model)) == "masked"
+        assert read_kind(heard(message, known["site-0"], parts((100,))[0], model)) == "masked"
     assert [count for count in seen if count > 2] == [100] * 3  # and not 98 and 2; others are looks at shapes
 
 
@@ -338,7 +338,7 @@ def test_what_a_forward_pass_leaves_in_the_clients_model_does_not_show():
             data, own = (values, torch.tensor([0, 1, 0, 1])), sign(SERVER, write(ask))
             try:
                 answer, state = reply(write(ask), state, model, data, client=0, party=known["site-0"], own=own)
-                said.add(kind_of(answer))
+                said.add(read_kind(answer))
             except FedveilError as error:
                 said.add(str(error))
     assert said == {"masked"}
@@ -355,7 +355,7 @@ def test_an_stderr_that_cannot_be_written_shows_nothing(monkeypatch):
     monkeypatch.setattr("sys.stderr", Full())
     for attempt, data in enumerate((record, lambda: 1 / 0), 1):
         message = ask_of(linear(), opening_for(hellos, attempt=attempt), token=str(attempt))
-        assert kind_of(heard(message, known["site-0"], data)) == "masked"
+        assert read_kind(heard(message, known["site-0"], data)) == "masked"
 
 
 def test_a_masked_answer_holds_no_time_and_no_count():
@@ -375,7 +375,7 @@ def test_a_plain_client_may_pin_its_server_too():
         with pytest.raises(FedveilError, match="is not signed by the server"):
             reply(message, ClientState(), linear(), data, client=0, policy=policy, own=own)
     found, _ = reply(message, ClientState(), linear(), data, client=0, policy=policy, own=sign(SERVER, message))
-    assert kind_of(found) == "answer"
+    assert read_kind(found) == "answer"
 
 
 def test_a_server_without_roster_or_key_is_refused_where_it_starts():

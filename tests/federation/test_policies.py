@@ -10,7 +10,7 @@ from tests.oracle import worst
 
 from fedveil.errors import FedveilError
 from fedveil.secagg import Identity, Party, Policy, Roster
-from fedveil.wire import kind_of
+from fedveil.wire import read_kind
 
 
 def test_policies_bound_the_sums_of_a_run_and_of_a_day():
@@ -128,7 +128,7 @@ def test_a_client_that_restarts_after_its_key_died_continues_with_its_counters()
     assert again.key != hellos[0].key
     found = heard(ask_of(linear(), opening_for([again, *hellos[1:]], attempt=7)), late, record())
     assert found.reason == "attempt"
-    assert kind_of(heard(ask_of(linear(), opening_for([again, *hellos[1:]], attempt=8)), late, record())) == "masked"
+    assert read_kind(heard(ask_of(linear(), opening_for([again, *hellos[1:]], attempt=8)), late, record())) == "masked"
 
 
 def test_a_full_memory_refuses_new_runs_and_forgets_none(monkeypatch):

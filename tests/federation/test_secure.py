@@ -34,7 +34,7 @@ from fedveil.federation.rounds import RemoteServer
 from fedveil.federation.secure import Form, Layout
 from fedveil.models import mlp, resnet
 from fedveil.secagg import Identity, Opening, Party, Roster
-from fedveil.wire import kind_of
+from fedveil.wire import read_kind
 
 
 def one_process(defence, rounds=6, build=net, data=None, optimizer=adam, **options):
@@ -307,7 +307,7 @@ def test_no_client_counts_more_than_the_clip_whoever_contributes_nothing(absent,
     opening = known.opening(range(4), 0, sums.layout(session.round))
     long, none = torch.full((2, 4), 5.0).double(), torch.full((2, 4), torch.nan).double()
     updates = [long, *[torch.zeros(2, 4).double()] * (3 - absent), *[none] * absent]
-    words = {k: secure.words_of({"gradient/weight": own}, 50, opening, clip) for k, own in enumerate(updates)}
+    words = {k: secure.encode_words({"gradient/weight": own}, 50, opening, clip) for k, own in enumerate(updates)}
     if records is not None:
         words[3][1] = records % 2**64
     mean = sums.aggregate(session.round, known.total(opening, words), opening).gradients["weight"]
@@ -364,16 +364,16 @@ def test_what_the_server_receives_holds_no_update_and_no_number_of_records(monke
 
     monkeypatch.setattr(server.engine, "ask", tapped)
     server.fit(rounds=2)
-    kinds = {kind_of(data) for _, data in seen}
+    kinds = {read_kind(data) for _, data in seen}
     assert kinds == {"masked", "step"}
-    uploads = [read(data, Masked) for _, data in seen if kind_of(data) == "masked"]
+    uploads = [read(data, Masked) for _, data in seen if read_kind(data) == "masked"]
     assert len(uploads) == 10
     for masked in uploads:
         values = {key for key in vars(masked) if key != "tensors"}
         assert values == {"round", "token", "defence"}
     words = [np.frombuffer(m.tensors["upload"].numpy().tobytes()[-4096:], np.uint8) for m in uploads]
     assert len({own.tobytes() for own in words}) == 10
-    steps = [read(data, Step).step for _, data in seen if kind_of(data) == "step"]
+    steps = [read(data, Step).step for _, data in seen if read_kind(data) == "step"]
     assert set(steps) == {"hello", "settle", "reveal"}
 
 

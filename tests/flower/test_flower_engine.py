@@ -22,7 +22,7 @@ from fedveil.federation import Federation
 from fedveil.federation.protocol import Ask, read
 from fedveil.flower import Server, client_app
 from fedveil.flower.engine import FlowerEngine
-from fedveil.flower.messages import COMMON, RECORD, unwrap, unwrap_own, wrap
+from fedveil.flower.wrapping import COMMON, RECORD, unwrap, unwrap_own, wrap
 from fedveil.scheme.recovery import Recovery
 
 DATA = parts()

@@ -22,7 +22,7 @@ from tests.oracle import worst
 from fedveil.defences import Plain
 from fedveil.federation import Federation
 from fedveil.federation.rounds import RemoteServer
-from fedveil.wire import kind_of
+from fedveil.wire import read_kind
 
 pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).parents[2] / "examples" / "nvflare_app" / "job.py"
@@ -79,7 +79,7 @@ def test_twenty_rounds_with_one_client_killed_and_back(tmp_path):
     assert survivors[-1] == (0, 1, 2, 3)
     assert all(record["answers"] == len(who) for record, who in zip(found, survivors, strict=True))
     assert worst(load_file(out / "model.safetensors"), expected(survivors)) < 1e-6
-    assert {kind_of(file.read_bytes()) for file in tap.iterdir()} == {"masked", "step"}
+    assert {read_kind(file.read_bytes()) for file in tap.iterdir()} == {"masked", "step"}
 
 
 def test_what_the_server_receives_holds_an_update_only_without_secure_aggregation(tmp_path):

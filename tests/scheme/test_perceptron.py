@@ -7,7 +7,7 @@ from torch import nn
 
 import fedveil
 from fedveil.models import mlp
-from fedveil.scheme.perceptron import links_of
+from fedveil.scheme.perceptron import find_links
 
 
 class Same(nn.Sequential):
@@ -24,8 +24,8 @@ def test_a_chain_gives_the_passes_that_autograd_gives(bias, groups, frozen):
     general = Same(*chain)
     inputs, targets = batch((5,), 4)
     names = {name for name, _ in chain.named_parameters()}
-    assert links_of(chain, inputs, names) == ["0", None, "2", None, "4", None, "6"]
-    assert links_of(general, inputs, names) is None
+    assert find_links(chain, inputs, names) == ["0", None, "2", None, "4", None, "6"]
+    assert find_links(general, inputs, names) is None
     broadcast = perturb(chain, fedveil.analyse(chain, inputs), groups=groups).broadcast
     found, expected = (fedveil.client_step(net, broadcast, inputs, targets) for net in (chain, general))
     assert list(found.passes) == list(expected.passes)
@@ -43,18 +43,18 @@ def test_a_chain_gives_the_passes_that_autograd_gives(bias, groups, frozen):
     ],
 )
 def test_other_networks_go_the_general_way(model):
-    assert links_of(model, torch.zeros(2, 5), set(model.state_dict())) is None
+    assert find_links(model, torch.zeros(2, 5), set(model.state_dict())) is None
 
 
 def test_inputs_of_more_dimensions_go_the_general_way():
     model = mlp(5, 4)
-    assert links_of(model, torch.zeros(2, 3, 5), set(model.state_dict())) is None
+    assert find_links(model, torch.zeros(2, 3, 5), set(model.state_dict())) is None
 
 
 def test_hooks_go_the_general_way():
     model = mlp(5, 4)
     model[1].register_forward_hook(lambda *_: None)
-    assert links_of(model, torch.zeros(2, 5), set(model.state_dict())) is None
+    assert find_links(model, torch.zeros(2, 5), set(model.state_dict())) is None
 
 
 def twice():

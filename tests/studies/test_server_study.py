@@ -11,7 +11,7 @@ from torch import nn
 from fedveil import cli
 from fedveil.attacks.first_layer import first_linear, record_from_gradient
 from fedveil.attacks.gradients import Search
-from fedveil.attacks.leaks import mean_gradients
+from fedveil.attacks.leaked_gradients import mean_gradients
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.cli.studies import AuditCommand
 from fedveil.data import Data, Part, load

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from fedveil.attacks.blocks import TINY, Blocks, find_blocks
 from fedveil.attacks.canonical import canonical_form, match_units
-from fedveil.attacks.leaks import Gradients, Leak, mean_gradients
+from fedveil.attacks.leaked_gradients import Gradients, Leak, mean_gradients
 from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_values
 from fedveil.attacks.veil import analyse_architecture, calibrate, candidate_models
 from fedveil.graph.layout import Entry, flatten, unflatten

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedveil.attacks.first_layer import first_linear
-from fedveil.attacks.leaks import own_gradients, sketched_layers
+from fedveil.attacks.leaked_gradients import own_gradients, sketched_layers
 from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_values
 from fedveil.defences.dbcl import Sketch, SketchedBroadcast, SketchedLayer
 

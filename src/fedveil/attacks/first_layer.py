@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedveil.attacks.leaks import ULPS, Leak, from_difference, sketched_layers
+from fedveil.attacks.leaked_gradients import ULPS, Leak, from_difference, sketched_layers
 from fedveil.attacks.observation import DoesNotApply, Observation
 from fedveil.scheme.messages import Broadcast
 

@@ -14,7 +14,7 @@ from fedveil.attacks.features import dense_targets
 from fedveil.attacks.first_layer import first_linear, rebuild_from_difference
 from fedveil.attacks.gradients import Search, reconstruct
 from fedveil.attacks.labels import single_label
-from fedveil.attacks.leaks import from_difference
+from fedveil.attacks.leaked_gradients import from_difference
 from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_values
 from fedveil.attacks.veil import minimise
 from fedveil.federation.evaluate import predict

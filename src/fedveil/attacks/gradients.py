@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.attacks.leaks import Gradients, Leak, mean_gradients
+from fedveil.attacks.leaked_gradients import Gradients, Leak, mean_gradients
 from fedveil.attacks.similarity import total_variation
 from fedveil.errors import BadArgument
 

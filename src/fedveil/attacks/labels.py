@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedveil.attacks.leaks import Leak
+from fedveil.attacks.leaked_gradients import Leak
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import calls_of
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedveil.attacks import dbcl, generic, veil
 from fedveil.attacks.canonical_gradient import from_canonical_difference
 from fedveil.attacks.first_layer import rebuild_selected_record, rebuild_veiled_record
-from fedveil.attacks.leaks import Leak, from_masked_difference
+from fedveil.attacks.leaked_gradients import Leak, from_masked_difference
 from fedveil.attacks.observation import PUBLISHED, Observation, attempt
 from fedveil.defences.registry import BUILT_IN, Record
 from fedveil.errors import BadArgument

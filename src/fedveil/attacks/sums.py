@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.attacks.leaks import Gradients
+from fedveil.attacks.leaked_gradients import Gradients
 from fedveil.errors import BadArgument
 
 WORD = 62  # bits for the sum over all clients

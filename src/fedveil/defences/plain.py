@@ -25,7 +25,7 @@ from fedveil.graph.layout import look_inside
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.losses import per_sample
 from fedveil.scheme.messages import LARGEST, SAME_CODE, check_trainable, match_model
-from fedveil.scheme.outputs import head_axis, outputs_of, slope
+from fedveil.scheme.outputs import compute_outputs, head_axis, slope
 from fedveil.scheme.ranges import smooth
 from fedveil.wire import Packed, Tensors, Values, add_prefix, checked, strip_prefix
 
@@ -148,7 +148,7 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
     def step(self, broadcast: nn.Module, samples: Samples, client: int = 0) -> PlainUpdate:
         """Compute the gradients for one batch; buffers are the client's own copies."""
         trainable, own = split_tensors(broadcast)
-        outputs = outputs_of(broadcast, samples.inputs, own)
+        outputs = compute_outputs(broadcast, samples.inputs, own)
         with torch.no_grad():
             share = per_sample(self.loss, outputs, samples.weights)
             delta = slope(self.loss, outputs, samples.targets, self.axis) * share

@@ -13,7 +13,7 @@ from fedveil.defences.interface import B, Codec, Defence, DefenceClient, Defence
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Entropy, Loss
-from fedveil.scheme.outputs import outputs_of
+from fedveil.scheme.outputs import compute_outputs
 
 LEAST, MOST = 1e-30, 1e30  # of clip: squares and products stay far inside float64
 
@@ -225,5 +225,5 @@ def find_moving_buffers(model: nn.Module, example: Inputs) -> list[str]:
     if not own:
         return []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        outputs_of(model, example, own)
+        compute_outputs(model, example, own)
     return [name for name, buffer in own.items() if not torch.equal(buffer, before[name])]

@@ -173,7 +173,7 @@ def _records() -> Iterator[Record]:
     yield from (find(name) for name in installed(GROUP))
 
 
-def record_of(defence: object) -> Record | None:
+def find_record(defence: object) -> Record | None:
     """The record of an object's class, or of the nearest class that it derives from."""
     for kind in type(defence).__mro__[:-1]:
         for record in _records():

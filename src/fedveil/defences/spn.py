@@ -27,7 +27,7 @@ from fedveil.graph.head import find_head
 from fedveil.graph.inputs import Inputs, calls_of
 from fedveil.scheme import Entropy, Loss
 from fedveil.scheme.losses import per_sample
-from fedveil.scheme.outputs import outputs_of
+from fedveil.scheme.outputs import compute_outputs
 
 MOST_BITS = 2**10  # of a code: a client draws, keeps and uses as many numbers for each feature
 SLACK = 1e-3  # of the sum of a row of probabilities; far from 0 and 2, which the sums of other rows may be
@@ -138,7 +138,7 @@ class SPNClient(PlainClient):
         """Compute gradients of the public network and of the client's head; the first step draws its secrets."""
         trainable, own = split_tensors(broadcast)
         with calls_of([broadcast.get_submodule(self.split.path)]) as calls:
-            outputs = outputs_of(broadcast, samples.inputs, own)
+            outputs = compute_outputs(broadcast, samples.inputs, own)
         hidden = calls[0].entered
         with torch.no_grad():
             wanted = self.loss.dense(samples.targets, outputs)

@@ -31,6 +31,7 @@ MARK, ZIP = b"FEDVEIL3", b"PK\x03\x04"
 DIGEST = hashlib.sha256().digest_size
 BELONGS = struct.Struct("<16sQ")
 START = len(MARK) + DIGEST
+INTERVAL_SECONDS = 60.0  # the maximum between two checkpoints, but for the length of a round
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 MODEL, BEST = "model.safetensors", "best.safetensors"  # the values of the last and of the best model
 ROUND = "round"  # of the run, in their metadata

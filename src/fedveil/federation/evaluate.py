@@ -12,7 +12,7 @@ from fedveil.graph.inputs import Inputs, count, each
 from fedveil.records.checks import check_finite, check_range
 from fedveil.records.sources import Rows, Source
 from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss, SquaredError, match_targets
-from fedveil.scheme.outputs import are_classes, class_axis, outputs_of, values
+from fedveil.scheme.outputs import are_classes, class_axis, compute_outputs, values
 
 METRICS = ("accuracy", "auc", "mse", "loss")
 COUNTS = ("accuracy", "loss", "mse")  # the first of them that was measured says which model is best
@@ -44,7 +44,7 @@ def predict(model: nn.Module, inputs: Inputs, *, batch_size: int = 1000) -> Tens
     """The model's outputs."""
     starts = range(0, max(1, count(inputs)), batch_size)
     with torch.no_grad(), evaluating(model):
-        return torch.cat([outputs_of(model, rows_of(inputs, start, start + batch_size)) for start in starts])
+        return torch.cat([compute_outputs(model, rows_of(inputs, start, start + batch_size)) for start in starts])
 
 
 def predict_source(model: nn.Module, source: Source, *, batch_size: int = 256) -> tuple[Tensor, Tensor]:

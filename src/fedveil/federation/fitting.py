@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedveil.errors import BadArgument
+from fedveil.federation import checkpoint
 from fedveil.federation.history import Record
 from fedveil.records.sources import Source
 
-CHECKPOINT_SECONDS = 60.0  # the maximum between two checkpoints, but for the length of a round
 Callback = Callable[[Record], object]
 
 
@@ -43,7 +43,7 @@ class Plan:
 
     def is_late(self) -> bool:
         """Whether the last checkpoint is too long ago."""
-        return time.monotonic() - self.saved >= CHECKPOINT_SECONDS
+        return time.monotonic() - self.saved >= checkpoint.INTERVAL_SECONDS
 
     def note_save(self) -> None:
         """Count the time to the next checkpoint from now."""

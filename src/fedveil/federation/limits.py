@@ -104,10 +104,10 @@ def limits_for(defence: AnyDefence, limits: Limits | None) -> Limits | None:
     return dataclasses.replace(limits, norm_factor=None)
 
 
-def shares_of(records: Sequence[float], most: float) -> list[float]:
+def bounded_shares(records: Sequence[float], most: float) -> list[float]:
     """Each client's share; where one would be above `most`, records above some number do not count for anyone.
 
-    >>> shares_of([10, 10, 80], 0.5)
+    >>> bounded_shares([10, 10, 80], 0.5)
     [0.25, 0.25, 0.5]
     """
     bound = max(most, 1 / len(records))
@@ -168,7 +168,7 @@ def aggregate(
     if len(kept) < max(least, limits.needed(out)):
         return Outcome(None, refused, ())
     records = {client: limits.records(client, claims[client]) for client in kept}
-    shares = shares_of(list(records.values()), limits.max_share if len(kept) >= FEWEST else 1.0)
+    shares = bounded_shares(list(records.values()), limits.max_share if len(kept) >= FEWEST else 1.0)
     whole_share = [own / sum(records.values()) for own in records.values()]
     lower = [own < before - 1e-12 for own, before in zip(shares, whole_share, strict=True)]
     private = own_round.combine(list(kept.values()))
@@ -280,21 +280,23 @@ def combine(found: Sequence[Aggregate], shares: Sequence[float], limits: Limits,
             return torch.tensor(shares, dtype=rows.dtype, device=rows.device) @ rows
         return RULES[limits.aggregator].combine(rows, limits.withstood(len(rows)))
 
-    gradients = _by_name([one_client.gradients for one_client in found], one)
+    gradients = _combine_by_name([one_client.gradients for one_client in found], one)
     first = found[0].buffers
     floating = [name for name, buffer in first.items() if buffer.is_floating_point()]
     before = dict(model.named_buffers())
     if limits.aggregator == MEAN:
-        buffers = _by_name([{name: own.buffers[name] for name in floating} for own in found], one)
+        buffers = _combine_by_name([{name: own.buffers[name] for name in floating} for own in found], one)
     else:  # of changes: a rule may depend on where 0 is
-        buffers = _by_name([{name: own.buffers[name] - before[name] for name in floating} for own in found], one)
+        buffers = _combine_by_name(
+            [{name: own.buffers[name] - before[name] for name in floating} for own in found], one
+        )
         buffers = {name: before[name] + change for name, change in buffers.items()}
     for name in first.keys() - set(floating):
-        buffers[name] = _counted([own.buffers[name] for own in found], before[name], limits.norm_factor)
+        buffers[name] = _limit_counters([own.buffers[name] for own in found], before[name], limits.norm_factor)
     return Aggregate(gradients, buffers, _error(found, shares), _combine_figures(found))
 
 
-def _counted(clients: Sequence[Tensor], before: Tensor, factor: float | None) -> Tensor:
+def _limit_counters(clients: Sequence[Tensor], before: Tensor, factor: float | None) -> Tensor:
     """The largest counter, or as far as `factor` times the median of their growth."""
     largest = torch.stack(list(clients)).amax(0)
     if factor is None or len(clients) < FEWEST or before.dtype == torch.bool:
@@ -305,7 +307,9 @@ def _counted(clients: Sequence[Tensor], before: Tensor, factor: float | None) ->
     return before + within
 
 
-def _by_name(clients: Sequence[Mapping[str, Tensor]], one: Callable[[Sequence[Tensor]], Tensor]) -> dict[str, Tensor]:
+def _combine_by_name(
+    clients: Sequence[Mapping[str, Tensor]], one: Callable[[Sequence[Tensor]], Tensor]
+) -> dict[str, Tensor]:
     first = clients[0]
     if not first:
         return {}

@@ -19,7 +19,7 @@ from fedveil.federation.history import History, Record
 from fedveil.federation.limits import Limits, aggregate
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.prepare import make_shards, read_held_out, refuse_single
-from fedveil.federation.secure import LocalParties, Sums, check_combination, words_of
+from fedveil.federation.secure import LocalParties, Sums, check_combination, encode_words
 from fedveil.federation.server import Seen, Server
 from fedveil.federation.setting import RECORDS, Setting, checksum_records
 from fedveil.federation.targets import one_output, usual_loss, warn_of_activation
@@ -195,7 +195,7 @@ class Federation(Server):
         words = {}
         for client, update in zip(clients, self.answers(own_round.broadcast, clients), strict=True):
             _, tensors = sums.codec.encode_update(update)
-            words[client] = words_of(tensors, self.claims(client), opening, sums.clip)
+            words[client] = encode_words(tensors, self.claims(client), opening, sums.clip)
             if not words[client][1]:
                 raise NonFiniteUpdate(f"client {client}", f"its update holds NaN or infinity, {FINITE}")
         try:

@@ -23,14 +23,14 @@ from fedveil.secagg import Opening, Party, Policy, signed
 from fedveil.secagg.identity import KEY
 from fedveil.secagg.party import Ticket
 from fedveil.secagg.signed import Digest
-from fedveil.wire import as_bytes, layout_of
+from fedveil.wire import as_bytes, read_layout
 
 CHALLENGE = 16  # bytes of a greeting, which the answer signs
 MOST_WORDS = MOST_PASSES + 2  # for each value of the model: its passes or candidates, buffers, check words
 UNUSABLE = "this client's records cannot be used, or are too few for its policy; its own log says which"
 
 
-class Admitted(NamedTuple):
+class Admission(NamedTuple):
     """An ask that a client takes part in."""
 
     ticket: Ticket
@@ -80,7 +80,7 @@ def respond(step: Step, own: bytes, party: Party | None, check_records: Callable
     raise BadArgument("step", f"there is no step {step.step[:20]!a}")
 
 
-def admit(ask: Ask, message: bytes, digest: Digest, party: Party | None, model: nn.Module) -> Admitted:
+def admit(ask: Ask, message: bytes, digest: Digest, party: Party | None, model: nn.Module) -> Admission:
     """Check an ask under secure aggregation, and store that it was admitted, before anything is computed."""
     if party is None:
         what = "the server asks for secure aggregation, and this client has no identity for it"
@@ -102,10 +102,10 @@ def admit(ask: Ask, message: bytes, digest: Digest, party: Party | None, model: 
     if not ask.whole_shard and ask.batch_size < party.policy.min_records:
         what = f"batches of {ask.batch_size} records are too small: this client's policy is {party.policy.min_records}"
         raise Aborted("policy", "ask", what)
-    return Admitted(party.admit(opening, digest.whole(), subject_of(ask, message, digest.body)), clip)
+    return Admission(party.admit(opening, digest.whole(), digest_subject(ask, message, digest.body)), clip)
 
 
-def contribute(admitted: Admitted, work: Callable[[], Words]) -> Words:
+def contribute(admitted: Admission, work: Callable[[], Words]) -> Words:
     """The words of a client's update. Whatever goes wrong, there are as many: of a client that contributes nothing."""
     try:
         return work()
@@ -139,10 +139,10 @@ def _tell(what: str) -> None:
         traceback.print_exc(file=sys.stderr)
 
 
-def subject_of(ask: Ask, message: bytes, body: bytes) -> bytes:
+def digest_subject(ask: Ask, message: bytes, body: bytes) -> bytes:
     """The digest of what a sum is about: the broadcast. Two sums on one subject can be subtracted.
 
     Whatever batch is asked for, it may be all of a client's records, so batches make no difference here.
     """
-    about = [ask.defence, ask.settings, ask.loss, ask.loss_settings, ask.values, layout_of(message)]
+    about = [ask.defence, ask.settings, ask.loss, ask.loss_settings, ask.values, read_layout(message)]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode() + body).digest()

@@ -25,7 +25,7 @@ def _refuse_failures(name: str, fix: str) -> Iterator[None]:
         raise BadArgument(WHERE, f"{name}= cannot be made: {error}", f"give all its settings, as in {fix}") from error
 
 
-def optimizer_of(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+def make_optimizer(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
     """The optimiser that a factory makes for these parameters, or the one that was given, if it is for them."""
     if isinstance(given, torch.optim.Optimizer):
         found = given
@@ -44,7 +44,7 @@ def optimizer_of(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.op
     return found
 
 
-def schedule_of(given: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+def make_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     """The schedule that a factory makes for the optimiser, or the one that was given, if it is for it."""
     fix = "schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)"
     found = given

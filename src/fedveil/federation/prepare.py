@@ -16,7 +16,7 @@ from fedveil.records.inputs import Batch, Inputs, join_batches
 from fedveil.records.shards import MemoryShards, Shards, StreamShards
 from fedveil.records.sources import Given, Rows, Source, as_source
 from fedveil.scheme.losses import USERS, Loss, couples_samples
-from fedveil.scheme.outputs import head_axis, outputs_of
+from fedveil.scheme.outputs import compute_outputs, head_axis
 
 WHERE = "Federation"
 TEST = "test data"
@@ -120,7 +120,7 @@ def _find_layer(model: nn.Module, shards: Shards, client: int) -> str | None:
             hook = module.register_forward_pre_hook(lambda *_, path=path: entered.append(path))
             stack.callback(hook.remove)
         try:
-            outputs_of(model, inputs, buffers)
+            compute_outputs(model, inputs, buffers)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise

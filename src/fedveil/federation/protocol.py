@@ -123,7 +123,7 @@ class Taken(NamedTuple):
 def take(data: bytes, ask: Ask, codec: AnyCodec, own_round: AnyRound, model: nn.Module, position: int) -> Taken:
     """Server: the update in an answer to this ask, and what the client says about it; any other is refused."""
     found = read(data, Answer, most=bound_tensors(model))
-    _of_this_exchange(found, ask, position)
+    _check_exchange(found, ask, position)
     update = codec.decode_update(own_round, model, found.values, found.tensors, position)
     return Taken(update, found.records, found.seconds)
 
@@ -131,11 +131,11 @@ def take(data: bytes, ask: Ask, codec: AnyCodec, own_round: AnyRound, model: nn.
 def take_masked(data: bytes, ask: Ask, position: int) -> Masked:
     """Server: a masked answer to this ask; any other is refused."""
     found = read(data, Masked, most=1)
-    _of_this_exchange(found, ask, position)
+    _check_exchange(found, ask, position)
     return found
 
 
-def _of_this_exchange(found: Answer | Masked, ask: Ask, position: int) -> None:
+def _check_exchange(found: Answer | Masked, ask: Ask, position: int) -> None:
     if (found.round, found.token, found.defence) != (ask.round, ask.token, ask.defence):
         raise StaleUpdate(f"client {position}", f"its answer is for another exchange, of round {found.round}")
 

@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedveil.defences.interface import AnyCodec, AnyDefence
-from fedveil.defences.registry import build_for_client, find_codec, record_of, refuse_repeatable
+from fedveil.defences.registry import build_for_client, find_codec, find_record, refuse_repeatable
 from fedveil.errors import BadArgument, FedveilError
 from fedveil.federation import checkpoint, masked
 from fedveil.federation.client import client_update
 from fedveil.federation.prepare import make_shards
 from fedveil.federation.protocol import Answer, Ask, Masked, Step, bound_tensors, read, refuse_old, write
-from fedveil.federation.secure import Words, words_of
+from fedveil.federation.secure import Words, encode_words
 from fedveil.files import make_folder
 from fedveil.records.checks import check_sources
 from fedveil.records.sources import Given, Source, as_source
@@ -32,7 +32,7 @@ from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.messages import known_loss
 from fedveil.secagg import Identity, Memory, Party, Policy, Roster
 from fedveil.secagg.signed import Digest
-from fedveil.wire import Tensors, as_tensor, kind_of
+from fedveil.wire import Tensors, as_tensor, read_kind
 
 Data = Given | Callable[[], Given]
 
@@ -112,7 +112,7 @@ def reply(
     rules = party.policy if party is not None else policy
     digest = Digest.of(message)
     own = masked.authenticate(digest, own, party, policy)
-    if kind_of(message) == "step":
+    if read_kind(message) == "step":
         step = read(message, Step)
         body = masked.respond(step, own, party, lambda: masked.check_usable(lambda: _count(data), rules or Policy()))
         return write(Step(step.session, step.step, {"body": as_tensor(body)})), state
@@ -132,7 +132,7 @@ def reply(
     def work() -> Words:
         own = copy.deepcopy(model)  # what a forward pass leaves in it must not show in a later answer
         _, tensors, records, _ = _update(ask, task, own, data, {}, client, least)
-        return words_of(tensors, records, admitted.opening, admitted.clip)
+        return encode_words(tensors, records, admitted.opening, admitted.clip)
 
     upload = party.upload(admitted.ticket, masked.contribute(admitted, work))
     return write(Masked(ask.round, ask.token, ask.defence, {"upload": as_tensor(upload)})), ClientState(
@@ -144,7 +144,7 @@ IDENTITY, ROSTER, POLICY = "FEDVEIL_IDENTITY", "FEDVEIL_ROSTER", "FEDVEIL_POLICY
 
 
 @lru_cache(maxsize=8)
-def party_of(identity: Path, roster: Path, policy: Path | None = None) -> Party:
+def load_party(identity: Path, roster: Path, policy: Path | None = None) -> Party:
     """Client: its part in secure aggregation, from the files of `fedveil keys` and the roster.
 
     Keys of a run, and what must not be forgotten before it ends, are kept in a file beside the identity: a client whose
@@ -169,7 +169,7 @@ def own_party() -> Party | None:
         return None
     if not roster:
         raise BadArgument(IDENTITY, f"{ROSTER} is not set beside it", "name the file that lists who may take part")
-    return party_of(Path(identity), Path(roster), Path(policy) if policy else None)
+    return load_party(Path(identity), Path(roster), Path(policy) if policy else None)
 
 
 def own_policy() -> Policy | None:
@@ -247,7 +247,7 @@ def _defence(ask: Ask, own: AnyDefence | None) -> AnyDefence:
     """Return the client's defence: of the server's kind, and not one for tests."""
     if own is None:
         return build_for_client(ask.defence, ask.settings)
-    record = record_of(own)
+    record = find_record(own)
     if record is None or record.name != ask.defence:
         raise BadArgument("answer", f"the server's defence is {ask.defence!r}, this client insists on {own.name!r}")
     refuse_repeatable("answer", own)

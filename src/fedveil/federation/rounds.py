@@ -11,7 +11,7 @@ from torch import nn
 
 from fedveil.checks import positive, share, whole
 from fedveil.defences.interface import AnyDefence, AnyRound
-from fedveil.defences.registry import find_codec, record_of
+from fedveil.defences.registry import find_codec, find_record
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate, TooFewAnswers
 from fedveil.federation.engine import Engine, Fault, Member, fault
 from fedveil.federation.evaluate import moved
@@ -34,7 +34,7 @@ LOG = logging.getLogger("fedveil.rounds")
 KEPT_FAULTS = 20  # of a round, in its record
 
 
-class _Heard(NamedTuple):
+class _Reply(NamedTuple):
     """An answer that is in order."""
 
     member: Member
@@ -136,7 +136,7 @@ class RemoteServer(Server):
             positive(type(self).__name__, name, seconds, f"{name}=600, in seconds")
         share(type(self).__name__, "participation", participation)
         self.inner = self.defence.base  # what travels; privacy on top is the server's
-        self.record = record_of(self.inner)
+        self.record = find_record(self.inner)
         if self.record is None:
             fix = "enter it in the group fedveil.defences of your package's entry points"
             raise BadArgument(type(self).__name__, f"clients cannot find the defence {self.inner.name}", fix)
@@ -186,7 +186,7 @@ class RemoteServer(Server):
             try:
                 down, heard = self._ask(own_round, nodes, faults)
                 finite, answered = finite or bool(heard), time.perf_counter()
-                outcome = self._aggregated(own_round, heard, faults, len(guilty - set(nodes)), seen)
+                outcome = self._aggregate_replies(own_round, heard, faults, len(guilty - set(nodes)), seen)
             finally:
                 own_round.release()  # no secret is left, however the attempt ends
             if outcome is not None and outcome.result is not None:
@@ -204,8 +204,8 @@ class RemoteServer(Server):
             wanted += f", or the {self.limits.needed()} that {self.limits.aggregator} needs"
         raise self._too_few(f"{self.attempts} exchanges did not bring {wanted}", faults)
 
-    def _aggregated(
-        self, own_round: AnyRound, heard: list[_Heard], faults: list[Fault], left_out: int, seen: Seen | None
+    def _aggregate_replies(
+        self, own_round: AnyRound, heard: list[_Reply], faults: list[Fault], left_out: int, seen: Seen | None
     ) -> Outcome | None:
         """Aggregate valid replies; return None if there are too few. Refusals are added to the faults."""
         if len(heard) < self.min_answers:
@@ -257,10 +257,10 @@ class RemoteServer(Server):
         order = torch.randperm(len(nodes), generator=generator("nodes", self.seed, self.round))
         return [nodes[place] for place in sorted(order[:count].tolist())]
 
-    def _ask(self, own_round: AnyRound, nodes: list[Member], faults: list[Fault]) -> tuple[int, list[_Heard]]:
+    def _ask(self, own_round: AnyRound, nodes: list[Member], faults: list[Fault]) -> tuple[int, list[_Reply]]:
         """Exchange messages once: return the bytes for each node and the valid replies; faults go to the list."""
-        ask = self._ask_of(own_round)
-        data, heard = write(ask), list[_Heard]()
+        ask = self._make_ask(own_round)
+        data, heard = write(ask), list[_Reply]()
         own = dict.fromkeys(nodes, b"")
         for node, reply in self._send(data, own, str(self.round), self.timeout):
             found = reply if isinstance(reply, Fault) else self._hear(own_round, ask, node, reply, len(heard))
@@ -280,7 +280,7 @@ class RemoteServer(Server):
             own = {member: made[extra] for member, extra in own.items()}
         return self.engine.ask(common, own, label=label, timeout=timeout)
 
-    def _ask_of(self, own_round: AnyRound, secure: Mapping[str, Any] | None = None) -> Ask:
+    def _make_ask(self, own_round: AnyRound, secure: Mapping[str, Any] | None = None) -> Ask:
         """Return the message to clients; `secure` is the opening of secure aggregation."""
         values, tensors = self.codec.encode_broadcast(own_round.broadcast)
         assert self.record is not None
@@ -300,14 +300,14 @@ class RemoteServer(Server):
             tensors,
         )
 
-    def _hear(self, own_round: AnyRound, ask: Ask, node: Member, data: bytes, position: int) -> _Heard | Fault:
+    def _hear(self, own_round: AnyRound, ask: Ask, node: Member, data: bytes, position: int) -> _Reply | Fault:
         try:
             found = take(data, ask, self.codec, own_round.base, self.model, position)
         except FedveilError as error:
             return refusal(node, error)
         except Exception as error:  # nothing that a node sends may end the run
             return fault(node, "malformed", f"{type(error).__name__}: {error}")
-        return _Heard(node, *found, len(data))
+        return _Reply(node, *found, len(data))
 
 
 def refusal(node: Member, error: FedveilError) -> Fault:
@@ -318,7 +318,7 @@ def refusal(node: Member, error: FedveilError) -> Fault:
     return fault(node, kinds.get(type(error), "refused"), error.what)
 
 
-def _count_traffic(asked: int, down: int, heard: list[_Heard], attempt: int) -> dict[str, float]:
+def _count_traffic(asked: int, down: int, heard: list[_Reply], attempt: int) -> dict[str, float]:
     records, up = sum(answer.records for answer in heard), sum(answer.size for answer in heard)
     figures: dict[str, float] = {"asked": asked, "bytes_down": down, "answers": len(heard), "records": records}
     figures |= {"bytes_up": round(up / len(heard)), "bytes_total": down * asked + up}

@@ -106,7 +106,7 @@ class Form:
         if not np.abs(values).max(initial=0.0) < LARGEST:  # NaN too
             return no_words(opening)
         clients = len(opening.roster)
-        found = encode_rows(values * records, opening.rows, bits_of(opening), clients, opening.checks)
+        found = encode_rows(values * records, opening.rows, row_bits(opening), clients, opening.checks)
         return np.concatenate([np.array([1, records], np.uint64), found])
 
     def opened(self, total: Words, opening: Opening) -> tuple[int, Tensors]:
@@ -120,7 +120,7 @@ class Form:
             raise Aborted("sum", "the sum", what, "look at the clients' logs")
         if not 1 <= records < 2**53:
             raise Aborted("sum", "the sum", f"its clients have {records} records together", "look for a hostile client")
-        values = decode_rows(total[HEAD:], opening.rows, bits_of(opening)) / records
+        values = decode_rows(total[HEAD:], opening.rows, row_bits(opening)) / records
         found, start = {}, 0
         for part in self.parts:
             own = torch.from_numpy(values[start : start + part.size]).reshape(part.shape)
@@ -151,7 +151,7 @@ class Form:
         return tuple([min(max(own + wider, LOWEST), HIGHEST) for own in found])
 
 
-def bits_of(opening: Opening) -> list[int]:
+def row_bits(opening: Opening) -> list[int]:
     """Bits behind the point, row by row."""
     return [secagg.bits(len(opening.roster), exponent) for exponent in opening.exponents]
 
@@ -191,7 +191,7 @@ def clipped(tensors: Mapping[str, Tensor], clip: float) -> Tensors:
     return split_vector(flat, like)
 
 
-def words_of(tensors: Mapping[str, Tensor], records: int, opening: Opening, clip: float | None = None) -> Words:
+def encode_words(tensors: Mapping[str, Tensor], records: int, opening: Opening, clip: float | None = None) -> Words:
     """Client: its update as words; with differential privacy clipped, and counted once whatever its records."""
     if clip is not None:
         if not all(bool(own.isfinite().all()) for own in tensors.values()):

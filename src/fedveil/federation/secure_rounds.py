@@ -43,7 +43,7 @@ class _Traffic:
         self.down, self.up, self.asked, self.exchanges = 0, 0, 0, 0
 
 
-class _Opened(NamedTuple):
+class _SumAttempt(NamedTuple):
     """An attempt whose sum was opened, or was not after clients had begun to reveal."""
 
     total: Words | None
@@ -52,7 +52,7 @@ class _Opened(NamedTuple):
     why: str  # there is no sum
 
 
-class _Greeted(NamedTuple):
+class _Member(NamedTuple):
     """A member's key, the key of the tags on messages to it, and in how many attempts it was used."""
 
     hello: Hello
@@ -60,7 +60,7 @@ class _Greeted(NamedTuple):
     uses: int = 0
 
     def __repr__(self) -> str:
-        return f"_Greeted({self.hello.name!r})"  # not the key
+        return f"_Member({self.hello.name!r})"  # not the key
 
 
 class SecureRounds:
@@ -76,7 +76,7 @@ class SecureRounds:
         client = server.defence.client(server.model, example, server.loss)
         self.server, self.sums = server, Sums(server.defence, client, server.model, example)
         self.conduct = Conduct()
-        self._greeted: dict[Member, _Greeted] = {}  # also members that are away
+        self._greeted: dict[Member, _Member] = {}  # also members that are away
         self._doubtful: set[Member] = set()  # members that may have lost their key
         self._quarrelling: set[Member] = set()  # in a failed attempt of this round: left out if others are enough
         self._impostors: dict[Member, str] = {}  # members without a proper hello, and why
@@ -101,7 +101,7 @@ class SecureRounds:
             began = time.perf_counter()
             own_round = server.defence_server.start_round(server.model)
             try:
-                opened = self._attempted(own_round, nodes, faults, traffic)
+                opened = self._attempt_sum(own_round, nodes, faults, traffic)
                 answered = time.perf_counter()
                 result = self._result(own_round, opened) if opened is not None else None
             finally:
@@ -128,12 +128,12 @@ class SecureRounds:
         members = [member for member in self.server.engine.members() if member in self._greeted]
         if members:
             message = write(Step(self.server._session, "end", {"body": as_tensor(b"")}))
-            own = self._tagged(message, dict.fromkeys(members, b""))
+            own = self._add_tags(message, dict.fromkeys(members, b""))
             list(self.server._send(message, own, "end", FAREWELL, tagged=True))
 
-    def _attempted(
+    def _attempt_sum(
         self, own_round: AnyRound, nodes: list[Member], faults: list[Fault], traffic: _Traffic
-    ) -> _Opened | None:
+    ) -> _SumAttempt | None:
         """One attempt; None if it may be repeated."""
         server = self.server
         present = self._greet(nodes, faults, traffic)
@@ -146,7 +146,7 @@ class SecureRounds:
         self._attempt += 1
         opening = self._opening(sorted(names), names, own_round)
         clip = {} if self.sums.clip is None else {"clip": self.sums.clip}
-        ask = server._ask_of(own_round, opening.values() | clip)
+        ask = server._make_ask(own_round, opening.values() | clip)
         data = write(ask)
         tally = Tally(opening, Digest.of(data).whole(), self._roster, self.conduct)
 
@@ -169,7 +169,7 @@ class SecureRounds:
 
     def _open(
         self, opening: Opening, tally: Tally, names: Mapping[str, Member], faults: list[Fault], traffic: _Traffic
-    ) -> _Opened | None:
+    ) -> _SumAttempt | None:
         """The steps after the uploads; None if the attempt may be repeated."""
         revealing = False
 
@@ -185,13 +185,13 @@ class SecureRounds:
             self._note(fault(names[name], "malformed", f"{error.where}: {error.what}"), faults)
 
         try:
-            return _Opened(open_sum(tally, send, refused), opening, tally, "")
+            return _SumAttempt(open_sum(tally, send, refused), opening, tally, "")
         except Aborted as error:
             self._note(fault("server", "aborted", f"{error.where}: {error.what}"), faults)
             self._quarrelling |= {names[name] for name in tally.quarrelling}
-            return _Opened(None, opening, tally, error.what) if revealing else None
+            return _SumAttempt(None, opening, tally, error.what) if revealing else None
 
-    def _result(self, own_round: AnyRound, opened: _Opened) -> Aggregate:
+    def _result(self, own_round: AnyRound, opened: _SumAttempt) -> Aggregate:
         """The gradient; nothing if there is no sum, or if a client has spoilt it."""
         why = opened.why
         if opened.total is not None:
@@ -213,7 +213,7 @@ class SecureRounds:
                 hello = self._hear(member, partial(self._hello, member, reply, challenge), faults)
                 if hello is not None:
                     channel = signed.channel(self._key, hello.key, self.server._session)
-                    self._greeted[member] = _Greeted(hello, channel)
+                    self._greeted[member] = _Member(hello, channel)
                     self._doubtful.discard(member)
         fresh = [node for node in nodes if node in self._greeted and node not in self._doubtful]
         return [node for node in fresh if self._greeted[node].uses < RENEWAL and not self._is_excluded(node)]
@@ -268,7 +268,7 @@ class SecureRounds:
         traffic.asked = max(traffic.asked, len(own))
         traffic.down += sum(len(common) + len(extra) for extra in own.values())
         tagged = step != "hello"
-        own = self._tagged(common, own) if tagged else own
+        own = self._add_tags(common, own) if tagged else own
         for member, reply in server._send(common, own, f"{server.round} {step}", server.timeout, tagged=tagged):
             if isinstance(reply, Fault):
                 self._note(reply, faults)
@@ -277,7 +277,7 @@ class SecureRounds:
                 traffic.up += len(reply)
                 yield member, reply
 
-    def _tagged(self, common: bytes, own: Mapping[Member, bytes]) -> dict[Member, bytes]:
+    def _add_tags(self, common: bytes, own: Mapping[Member, bytes]) -> dict[Member, bytes]:
         """The bytes for each member alone, under its tag."""
         digest = Digest.of(common).whole()
         return {member: signed.tag(self._greeted[member].channel, digest, extra) for member, extra in own.items()}

@@ -20,7 +20,7 @@ from fedveil.federation.finite import find_non_finite, find_non_finite_state, se
 from fedveil.federation.fitting import Callback, Plan, list_callbacks
 from fedveil.federation.history import History, Record
 from fedveil.federation.limits import Limits, limits_for
-from fedveil.federation.optimise import Optimizer, Schedule, optimizer_of, plateau_value, schedule_of
+from fedveil.federation.optimise import Optimizer, Schedule, make_optimizer, make_schedule, plateau_value
 from fedveil.federation.prepare import read_held_out
 from fedveil.federation.snapshot import Snapshot
 from fedveil.federation.stored import LOG, LOWER, Folder, Stored
@@ -73,8 +73,8 @@ class Server(Stored):
         if (name := find_non_finite(select_floats(self._parameters | self._buffers))) is not None:
             fix = "give it finite values; a mask of -inf can be a bool tensor, or made in forward"
             raise BadArgument(type(self).__name__, f"the model's {name} holds NaN or infinity", fix)
-        self.optimizer = optimizer_of(optimizer, self._parameters)
-        self.schedule = schedule_of(schedule, self.optimizer)
+        self.optimizer = make_optimizer(optimizer, self._parameters)
+        self.schedule = make_schedule(schedule, self.optimizer)
         self.schedule_every = one_of(type(self).__name__, "schedule_every", schedule_every, ("epoch", "round"))
         self.clip_norm = None if clip_norm is None else positive(type(self).__name__, "clip_norm", clip_norm)
         self.round = 0

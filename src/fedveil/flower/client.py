@@ -12,7 +12,7 @@ from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation import remote
 from fedveil.federation.remote import ClientState, Data
-from fedveil.flower.messages import unwrap, unwrap_own, wrap
+from fedveil.flower.wrapping import unwrap, unwrap_own, wrap
 from fedveil.records.sources import Given
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party

@@ -9,7 +9,7 @@ from flwr.serverapp import Grid
 
 from fedveil.errors import BadArgument
 from fedveil.federation.engine import Fault, Member, fault
-from fedveil.flower.messages import unwrap, wrap
+from fedveil.flower.wrapping import unwrap, wrap
 
 MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between two looks for replies
 POLL_FRACTION = 0.05  # of the time waited so far: the most that polling adds to a round

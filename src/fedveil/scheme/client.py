@@ -15,7 +15,7 @@ from fedveil.graph.tail import AtLayer
 from fedveil.scheme.losses import per_sample
 from fedveil.scheme.messages import SAME_CODE, Broadcast, PublicHead, Update, match_model
 from fedveil.scheme.outputs import head_axis, slope
-from fedveil.scheme.perceptron import backward, forward, links_of
+from fedveil.scheme.perceptron import backward, find_links, forward
 from fedveil.scheme.terms import cotangents
 from fedveil.wire import Tensors
 
@@ -106,7 +106,7 @@ def client_step(
         raise BadArgument("client_step", what)
     head = broadcast.head
     values = _with_alpha(head, broadcast.parameters) if head else broadcast.parameters
-    links = links_of(model, inputs, values) if head and not head.within else None
+    links = find_links(model, inputs, values) if head and not head.within else None
     if head and links and isinstance(inputs, Tensor):
         with torch.no_grad():
             seen = forward(links, values, inputs)

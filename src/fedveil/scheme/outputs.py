@@ -13,7 +13,7 @@ from fedveil.graph.inputs import Inputs, arguments
 from fedveil.scheme.losses import OF_CLASSES, USERS, Loss, one_hot
 
 
-def outputs_of(model: nn.Module, inputs: Inputs, buffers: dict[str, Tensor] | None = None) -> Tensor:
+def compute_outputs(model: nn.Module, inputs: Inputs, buffers: dict[str, Tensor] | None = None) -> Tensor:
     """The model's outputs; with `buffers` in place of its own, which the pass updates."""
     args, kwargs = arguments(inputs)
     outputs = torch.func.functional_call(model, buffers, args, kwargs) if buffers else model(*args, **kwargs)

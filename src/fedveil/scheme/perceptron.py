@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fedveil.wire import Tensors
 
 
-def links_of(model: nn.Module, inputs: object, values: Collection[str]) -> list[str | None] | None:
+def find_links(model: nn.Module, inputs: object, values: Collection[str]) -> list[str | None] | None:
     """The path of each Linear and None for each ReLU, in order; or None if the model is not such a stack."""
     if type(model) is not nn.Sequential or not isinstance(inputs, Tensor) or inputs.dim() != 2:
         return None

@@ -8,9 +8,9 @@ from tests.deployed.misbehaving import after, before
 from tests.deployed.serving import serve
 from tests.deployed.task import images, make_model, parts
 
-from fedveil.federation.remote import party_of
+from fedveil.federation.remote import load_party
 from fedveil.nvflare import Client, Server
-from fedveil.wire import kind_of
+from fedveil.wire import read_kind
 
 
 class TestClient(Client):
@@ -34,8 +34,8 @@ class TestClient(Client):
     def _answer(self, common, own=b""):
         if self.config["keys"]:
             keys = Path(self.config["keys"])
-            self.party = party_of(keys / f"{self._site}.key", keys / "roster")
-        if kind_of(common) != "ask":
+            self.party = load_party(keys / f"{self._site}.key", keys / "roster")
+        if read_kind(common) != "ask":
             return super()._answer(common, own)
         kind = before(self.config, self.number(self._site), common)
         return after(kind, super()._answer(common, own))

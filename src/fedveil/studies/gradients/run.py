@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from fedveil.attacks import Observation
 from fedveil.attacks.gradients import METHODS, Reconstruction, Search, reconstruct
 from fedveil.attacks.labels import batch_labels, single_label
-from fedveil.attacks.leaks import Leak, from_difference, from_upload
+from fedveil.attacks.leaked_gradients import Leak, from_difference, from_upload
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.attacks.registry import find_attackers
 from fedveil.attacks.similarity import match, mse, psnr, ssim
 from fedveil.data import Data, Part
-from fedveil.defences.registry import record_of
+from fedveil.defences.registry import find_record
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.federation.local import Federation
@@ -220,7 +220,7 @@ def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]
     }
     if isinstance(rounds[ATTACKER].broadcast, Broadcast):
         leaks[MISMATCHED] = dataclasses.replace(leaks["V-up"], model=true)
-    record = record_of(federation.defence.base)
+    record = find_record(federation.defence.base)
     for label, derive in find_attackers(record).leaks.items() if record else ():
         with contextlib.suppress(DoesNotApply):
             leaks[label] = derive(observed)

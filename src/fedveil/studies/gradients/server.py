@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedveil.attacks.first_layer import first_linear, record_from_agreeing_rows, record_from_gradient
 from fedveil.attacks.gradients import Search
-from fedveil.attacks.leaks import Gradients, Leak
+from fedveil.attacks.leaked_gradients import Gradients, Leak
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.attacks.similarity import psnr, ssim
 from fedveil.attacks.sums import secure_sum

@@ -8,7 +8,7 @@ from tests.deployed.misbehaving import after, before
 from tests.deployed.task import images, make_model, parts
 
 from fedveil.flower import answer, cache_records
-from fedveil.flower.messages import unwrap, wrap
+from fedveil.flower.wrapping import unwrap, wrap
 
 app = ClientApp()
 

@@ -7,7 +7,7 @@ import torch
 from tests.attacks.victims import observe_leaks
 from tests.oracle import built
 
-from fedveil.attacks.leaks import from_difference, from_upload, full_weights, mean_gradients, sketch_weights
+from fedveil.attacks.leaked_gradients import from_difference, from_upload, full_weights, mean_gradients, sketch_weights
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
 from fedveil.errors import BadArgument
