@@ -60,7 +60,7 @@ class Sketch:
         return self.map(lambda tensor: tensor.to(like) if tensor.is_floating_point() else tensor.to(like.device))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Sketch":
-        """The same with both tensors changed."""
+        """Apply a function to both tensors."""
         return Sketch(change(self.inputs), change(self.signs), self.fan_in)
 
     def down(self, rows: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ class Ledger:
         self.limits.append(Limit(torch.empty(0, dtype=torch.int64), Symmetry.NOTHING, where, why))
 
     def unite_scale(self, a: Tensor, b: Tensor, where: str, why: str) -> None:
-        """Make factors equal element by element; where one of them has none, the other has none either."""
+        """Make factors equal element by element; an element without a factor in one has none in the other."""
         if a is b:
             return
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]

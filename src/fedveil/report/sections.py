@@ -132,7 +132,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Values with their intervals, one row each, gathered by group in the order given, beside named reference lines.
+    """Values with their intervals, one per row, grouped in the order given, beside named reference lines.
 
     Entries of one name look the same in every group. The axis holds all numbers, and `low` and `high` where given.
     """

@@ -42,7 +42,7 @@ def _reason(x: float, y: float, log: bool, log_x: bool) -> Reason | None:
 
 
 def clean(name: str, points: Sequence[Point], *, log: bool, log_x: bool = False) -> Line:
-    """The series with NaN for each y that cannot be drawn, or whose x cannot."""
+    """Replace each y by NaN if it, or its x, cannot be drawn."""
     reasons = [_reason(x, y, log, log_x) for x, y in points]
     kept = ((float(x), math.nan if why else float(y)) for (x, y), why in zip(points, reasons, strict=True))
     return Line(name, tuple(kept), Counter(why for why in reasons if why))

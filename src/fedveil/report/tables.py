@@ -26,7 +26,7 @@ def _numeric(cells: Sequence[str]) -> bool:
 
 
 def _split(cell: str) -> tuple[str, str]:
-    """A cell's value, and what follows it in brackets: set smaller, below the value where columns are narrow.
+    """Split a cell into its value and the text in brackets, which is set smaller.
 
     >>> _split("89.1% [87.7%, 90.4%]"), _split("12.5")
     (('89.1%', '[87.7%, 90.4%]'), ('12.5', ''))

@@ -81,7 +81,7 @@ def _refuse(name: str, form: _Form, settings: Mapping[str, Any], reduction: str)
 
 
 def _name_ours(form: _Form, settings: Mapping[str, Any]) -> str | None:
-    """The loss of the library that keeps all these settings, if there is one."""
+    """Name the loss of this library that has all these settings, if there is one."""
     if (
         form.ours == "cross_entropy"
         and settings
