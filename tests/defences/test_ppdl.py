@@ -1,6 +1,7 @@
 """PPDL: what clients do to their gradients before they upload them."""
 
 import math
+import pickle
 import re
 from pathlib import Path
 
@@ -556,3 +557,10 @@ def test_the_pages_bytes_are_those_of_the_models():
     }
     for name, model in models.items():
         assert f"| {name} | " + " | ".join(f"{number:,}" for number in wire(model, 0.1)) + " |" in page
+
+
+def test_what_a_client_measured_is_neither_printed_nor_pickled():
+    sent = use_named("both", seed=0).upload(update(torch.ones(20)))
+    assert sent.measurement is not None
+    assert "measurement" not in repr(sent)
+    assert pickle.loads(pickle.dumps(sent)).measurement is None

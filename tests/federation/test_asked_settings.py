@@ -3,6 +3,7 @@
 import math
 import sys
 
+import numpy as np
 import pytest
 import torch
 from tests.asks import ask_of, changed, faults, unpacked
@@ -125,3 +126,12 @@ def test_a_loss_takes_the_settings_that_it_has_and_finite_numbers():
     message, client = ask_of("plain")
     asks = {str(own): changed(message, loss=own[0], loss_settings=own[1]) for own in LOSSES}
     assert faults(client, asks) == {}
+
+
+def test_a_refusal_of_records_says_nothing_of_them(capsys):
+    message, client = ask_of("plain")
+    client.records = np.array([["John Smith", 1]], dtype=object), client.records[1][:1]
+    with pytest.raises(BadArgument, match="its records cannot be used; its own log says why") as caught:
+        client.reply(message)
+    assert "John" not in str(caught.value)
+    assert "John Smith" in capsys.readouterr().err

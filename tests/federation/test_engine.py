@@ -194,3 +194,18 @@ def test_federations_that_cannot_be_are_refused(clients, options, text):
 def test_a_rounding_control_parts_from_plain_by_rounding():
     control, plain = trained(net, Plain(rounding=1)), trained(net, "plain")
     assert 0 < worst(control, plain) < 1e-13
+
+
+def test_a_broadcast_that_a_subclass_keeps_is_not_overwritten():
+    class Keeping(Federation):
+        kept = None
+
+        def answers(self, broadcast, clients):
+            self.kept = self.kept or (broadcast, {k: v.clone() for k, v in broadcast.parameters.items()})
+            return super().answers(broadcast, clients)
+
+    data = [(torch.randn(8, 300), torch.randn(8, 4)) for _ in range(2)]
+    run = Keeping(mlp(300, 4, hidden=200), data, Veil(), batch_size=4, fuse=False)
+    run.fit(rounds=3)
+    broadcast, copies = run.kept
+    assert all(torch.equal(broadcast.parameters[name], value) for name, value in copies.items())

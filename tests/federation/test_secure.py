@@ -415,3 +415,12 @@ def test_words_and_back():
 def test_limits_that_are_asked_for_in_one_process_are_refused_and_not_left_out():
     with pytest.raises(BadArgument, match="limits and rules judge single updates"):
         Federation(net(), parts(), "veil", adam, secure_aggregation=True, limits=Limits())
+
+
+def test_a_class_derived_from_plain_has_to_say_that_its_gradients_can_be_clipped():
+    class Doubled(Plain):
+        pass
+
+    assert Plain.clippable
+    with pytest.raises(BadArgument, match="clips what the noise is removed from"):
+        secure.check_combination(Private(Doubled(), 1.0, 0.0), net(), None)

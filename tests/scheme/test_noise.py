@@ -146,3 +146,13 @@ def test_secrets_are_neither_pickled_nor_copied(secrets, leak):
     for secret in secrets:
         with pytest.raises(TypeError, match="never leaves the server's memory"):
             leak(secret)
+
+
+def test_a_forked_process_has_no_noise_of_its_parent():
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    session = Veil().start(fedveil.analyse(net, torch.zeros(1, 2)))
+    session.perturb(net)
+    assert session._state.ahead
+    if not (child := os.fork()):
+        os._exit(len(session._state.ahead))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -52,6 +52,11 @@ class Plain(Defence[nn.Module, PlainUpdate]):
     linear = True
     clippable = True
 
+    def __init_subclass__(cls, **named: object) -> None:
+        """Have each class say for itself whether clients can clip: one that changes gradients must not inherit it."""
+        super().__init_subclass__(**named)
+        cls.clippable = cls.__dict__.get("clippable", False)
+
     def __init__(self, rounding: int | None = None) -> None:
         self.name = "plain" if rounding is None else "rounding baseline"
         self._rounding = rounding

@@ -74,7 +74,10 @@ class Measurement:
 class PPDLUpdate(PlainUpdate):
     """A clipped, thinned and noised gradient; no message carries the measurement."""
 
-    measurement: Measurement | None = None
+    measurement: Measurement | None = field(default=None, repr=False)
+
+    def __reduce__(self) -> tuple[type["PPDLUpdate"], tuple[Tensors, Tensors]]:
+        return PPDLUpdate, (self.gradients, self.buffers)  # the measurement stays in this process
 
 
 class PPDL(Defence[nn.Module, PlainUpdate]):

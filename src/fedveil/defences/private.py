@@ -75,6 +75,7 @@ class Private(Defence[B, U]):
         self.inner, self.clip, self.noise, self.delta = inner, float(clip), float(noise), float(delta)
         self.dp_clip, self.name = self.clip, f"{inner.name}+dp"
         self.entropy = entropy or Entropy()
+        self.accountant = Accountant(self.noise, self.delta)  # of all runs with this object
         self.repeatable = self.entropy.for_tests_only or inner.repeatable
         self.clippable, self.largest_factor = inner.clippable, inner.largest_factor
 
@@ -113,7 +114,7 @@ class PrivateServer(DefenceServer[B, U]):
 
     def __init__(self, settings: Private[B, U], inner: DefenceServer[B, U]) -> None:
         self.settings, self.inner, self.plan = settings, inner, inner.plan
-        self.accountant = Accountant(settings.noise, settings.delta)
+        self.accountant = settings.accountant
 
     @property
     def draws(self) -> int:  # type: ignore[override]

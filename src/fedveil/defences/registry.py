@@ -137,9 +137,13 @@ def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
     """
     one_of(ASK, "defence", name, names())  # never imports what a server names
     kind = _find_class(find(name))
+    own = vars(kind)  # not inherited: a class has to say itself that servers may ask for it, and what they may set
+    if not {"codec", "remote_settings"} & own.keys():
+        raise BadArgument(ASK, f"{name} is not for servers to ask for", "define codec or remote_settings in its class")
+    allowed = own.get("remote_settings", ())
     for key, value in settings.items():
-        if key not in kind.remote_settings:
-            known = ", ".join(kind.remote_settings) or "nothing"
+        if key not in allowed:
+            known = ", ".join(allowed) or "nothing"
             raise BadArgument(ASK, f"a server cannot set {key[:40]!a} of {name}", f"send no settings but: {known}")
         if not _is_plain(value):
             raise BadArgument(ASK, f"{key} of {name} is neither a number nor a short text nor a short list of these")

@@ -138,6 +138,8 @@ class Federation(Server):
         self._example = self.shards.example
         self.defence_server = self.defence.server(model, self._example, self.loss)
         self._client = self.defence.client(model, self._example, self.loss)
+        ours = type(self._client).__module__.startswith("fedveil.")
+        self._owns_broadcasts = ours and type(self).answers is Federation.answers  # others may keep what they get
         self._parties, self._sums = None, None
         if secure_aggregation:
             check_combination(self.defence, model, limits)
@@ -163,7 +165,7 @@ class Federation(Server):
                 result = self._aggregate_securely(self._sums, self._parties, own_round, clients)
             else:
                 result = self._aggregate(own_round, clients, seen)
-            reuse = seen is None
+            reuse = seen is None and self._owns_broadcasts
             return result
         finally:
             own_round.release(reuse=reuse)  # no secret is left, however the exchange ends

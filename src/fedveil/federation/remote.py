@@ -208,7 +208,11 @@ def _task(ask: Ask, model: nn.Module, defence: AnyDefence | None, loss: Function
 
 def _source(data: Data) -> Source:
     given = data if isinstance(data, Dataset) or not callable(data) else data()
-    return check_sources([as_source("this client", given)])[0]
+    try:
+        return check_sources([as_source("this client", given)])[0]
+    except FedveilError as error:  # its text may hold values of records, and refusals travel to the server
+        print(f"fedveil: {error}", file=sys.stderr)
+        raise BadArgument("this client", "its records cannot be used; its own log says why") from None
 
 
 def _count(data: Data) -> int:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from fedveil.scheme.result import Aggregate
 from fedveil.scheme.transform import BufferPool
 from fedveil.wire import Tensors
 
+_SESSIONS: "WeakSet[VeilSession]" = WeakSet()
 SLOTS_AHEAD = 2**15  # of noise drawn ahead
 MOST_AHEAD = 16  # rounds
 
@@ -140,6 +142,7 @@ class VeilSession(MemoryOnly):
         self.plan, self.loss, self.settings = plan, find_loss(loss), settings
         self._entropy, self._state = entropy or Entropy(), _State()
         self.draws = 0  # of noise that is kept, which clients can see anyway
+        _SESSIONS.add(self)
 
     def perturb(self, model: nn.Module) -> Perturbation:
         """Perturb a model with new noise; the model itself is not changed."""
@@ -190,3 +193,13 @@ class VeilSession(MemoryOnly):
             first, *others_drawn = draw_units(self.plan, shape, count, self._entropy)
             state.ahead.extend(others_drawn)
             return first
+
+
+def _forget_all() -> None:
+    """Leave no noise of the parent in a forked process."""
+    for session in list(_SESSIONS):
+        session.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

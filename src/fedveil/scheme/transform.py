@@ -24,18 +24,18 @@ class BufferPool:
     """Memory for large tensors, reused from round to round: new pages take longer to get than to write."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self._free: dict[tuple[int, torch.dtype, torch.device, bool], list[Tensor]] = {}
 
-    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a vector with arbitrary values that nobody else uses."""
+    def take(self, size: int, dtype: torch.dtype, device: torch.device, *, scratch: bool = False) -> Tensor:
+        """Return a vector with arbitrary values that nobody else uses; scratch never becomes part of a broadcast."""
         try:
-            return self._free[size, dtype, device].pop()  # atomic, so that no other thread uses it
+            return self._free[size, dtype, device, scratch].pop()  # atomic, so that no other thread uses it
         except (KeyError, IndexError):
             return _allocate(size, dtype, device)
 
-    def give(self, memory: Tensor) -> None:
+    def give(self, memory: Tensor, *, scratch: bool = False) -> None:
         """Take back memory that nobody uses any more."""
-        self._free.setdefault((memory.numel(), memory.dtype, memory.device), []).append(memory)
+        self._free.setdefault((memory.numel(), memory.dtype, memory.device, scratch), []).append(memory)
 
 
 def _allocate(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -80,10 +80,10 @@ class Transform:
         if plan.large:
             sizes = [entry.shape.numel() for entry in plan.large]
             kind = plan.layout.dtype, plan.layout.device
-            memory, scratch = pool.take(sum(sizes), *kind), pool.take(max(sizes), *kind)
+            memory, scratch = pool.take(sum(sizes), *kind), pool.take(max(sizes), *kind, scratch=True)
             for entry, out in zip(plan.large, torch.split_with_sizes(memory, sizes), strict=True):
                 perturbed[entry.name] = self._apply_large(entry, tensors[entry.name], out, scratch)
-            pool.give(scratch)
+            pool.give(scratch, scratch=True)
         return {entry.name: perturbed[entry.name] for entry in plan.layout.entries}, memory
 
     def _apply_large(self, entry: Entry, tensor: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
