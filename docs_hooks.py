@@ -170,8 +170,7 @@ def table(flags: list[Flag]) -> str:
 
 def commands() -> str:
     """Return a section for every command: summary, example, its own flags, and where its defaults differ."""
-    from fedveil.cli.attacks import ATTACKS
-    from fedveil.cli.commands import COMMANDS
+    from fedveil.cli.commands import ATTACKS, COMMANDS
 
     train = flags_of(help_of("train"))
     usual = {flag.names: flag.default for part in SHARED for flag in train[part]}

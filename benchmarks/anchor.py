@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.timing import table
-from fedveil.scheme.anchor import anchor
+from fedveil.scheme.offsets import anchor
 
 HEADS = [
     (1, 50, 1),

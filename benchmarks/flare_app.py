@@ -46,7 +46,7 @@ class TurnServer:
     def run(self) -> None:
         """Write what each round took."""
         torch.set_num_threads(1)
-        rounds_in_turn(Server, self.config)
+        rounds_in_turn(lambda *given, **named: Server(collab.clients, *given, **named), self.config)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ from benchmarks.picks_rules import (
 from benchmarks.timing import table
 from fedveil.data import Data, load, one_tensor
 from fedveil.graph.plan import Plan
-from fedveil.scheme.entropy import Entropy
 from fedveil.scheme.messages import Broadcast
+from fedveil.scheme.noise import Entropy
 
 GROUPS, CANDIDATES = (1, 10), (2, 3, 4)
 STEPS, BATCH = 300, 64
@@ -185,7 +185,7 @@ def compute_outputs(model: nn.Sequential, broadcast: Broadcast, inputs: Tensor) 
     weight, bias = sent.pop(head.weight), sent.pop(head.bias)
     hidden = torch.func.functional_call(model[:-1], sent, inputs)
     base = F.linear(hidden, weight, bias)
-    alpha = hidden.sum(1, keepdim=True) + float(head.masked_bias)
+    alpha = hidden.sum(1, keepdim=True) + float(head.noisy_bias)
     return torch.cat([base[None], base - alpha * head.noise(base)[:, None]])
 
 

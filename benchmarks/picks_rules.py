@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedveil.scheme.anchor import column_weights
 from fedveil.scheme.messages import Broadcast, PublicHead
+from fedveil.scheme.offsets import column_weights
 
 GAMMA = (0.5, 2.0)  # between which the size of the public offset is drawn, by default
 FINER = 8.0  # how much smaller than V the base must be to have finer digits
@@ -77,7 +77,7 @@ def look(broadcast: Broadcast) -> tuple[Reals, ...]:
     assert head is not None
     assert head.bias is not None
     base = torch.cat([broadcast.parameters[head.weight], broadcast.parameters[head.bias][:, None]], 1)
-    noisy = np.append(np.ones(base.shape[1] - 1), float(head.masked_bias))
+    noisy = np.append(np.ones(base.shape[1] - 1), float(head.noisy_bias))
     rows = F.one_hot(head.partition, head.groups).double().T * head.direction.double()
     scale = canonical_scale(broadcast.parameters, head)
     return base.double().numpy(), noisy, rows.numpy(), head.candidates.numpy(), head.offset.numpy(), scale

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.timing import machine, table
-from fedveil.data import Data, Part
+from fedveil.data import Data, DataPart
 from fedveil.federation import Federation
 from fedveil.runs.build import build_model, build_optimizer, client_parts, load_data
 from fedveil.runs.config import Config
@@ -32,7 +32,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "flower_app"
 ROUNDS, RATES, BOUND = (10, 20, 30, 50, 80, 100, 150), (3e-3, 5e-3, 1e-2, 2e-2), 0.003
 
 
-def score(run: Federation, part: Part) -> float:
+def score(run: Federation, part: DataPart) -> float:
     """Mean squared error."""
     with torch.no_grad():
         return float((run.model(part.inputs) - part.targets).square().mean())

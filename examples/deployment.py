@@ -58,7 +58,8 @@ class Trainer:
         """What FLARE calls when all sites are there."""
         data, model = load("digits"), network()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        server = Server(model, data.test.inputs[:2], "veil", optimizer, loss="cross_entropy", wait_for=SITES)
+        inputs = data.test.inputs[:2]
+        server = Server(collab.clients, model, inputs, "veil", optimizer, loss="cross_entropy", wait_for=SITES)
         about, how = {"clients": SITES, "model": "mlp"}, {"rounds": ROUNDS, "resume": True}
         record_run(server, Path(self.folder), data, about, "this script", **how)
         server.close()

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import fedveil
 from fedveil.data import load, split
 from fedveil.report import Picture
-from fedveil.report.pictures import encode
 
 # %% [markdown]
 """## The clients
@@ -96,7 +95,7 @@ if hasattr(builtins, "__IPYTHON__"):  # in a notebook: the three as pictures, da
 
     shares = torch.cat([nn.functional.pad(confusion(model), (1, 1, 1, 1), value=0.1) for model in views.values()], 1)
     pixels = (255 * (1 - shares)).byte().repeat_interleave(16, 0).repeat_interleave(16, 1)
-    display(Image(encode(Picture(pixels.shape[1], pixels.shape[0], 1, pixels.numpy().tobytes()))))
+    display(Image(Picture(pixels.shape[1], pixels.shape[0], 1, pixels.numpy().tobytes()).to_png()))
 
 # %% [markdown]
 """## How equal the two models are

@@ -5,14 +5,13 @@ import math
 
 import safetensors.torch
 import torch
-from tests.engines import Loopback, member
+from tests.engines import Loopback, LoopbackServer, member
 from tests.oracle import built
 from torch import nn
 
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
 from fedveil.errors import BadArgument, ModelMismatch
-from fedveil.federation.remote import ClientState, reply
-from fedveil.federation.rounds import RemoteServer
+from fedveil.federation.client import ClientSession
 from fedveil.models import mlp
 
 RECORDS, INPUTS, OUTPUTS = 12, 6, 4
@@ -68,7 +67,7 @@ class Client:
         self.model, self.records = built(build).float(), records()
 
     def reply(self, message, **options):
-        return reply(message, ClientState(), self.model, self.records, client=0, **options)[0]
+        return ClientSession(self.model, self.records, client=0, **options).reply(message)
 
     def check(self, message):
         """Let the client check an ask; refused before any record is looked at, or no answer is ever computed."""
@@ -76,7 +75,7 @@ class Client:
         def load():
             raise AssertionError("the ask was not refused before records were loaded")
 
-        return reply(message, ClientState(), self.model, load, client=0)[0]
+        return ClientSession(self.model, load, client=0).reply(message)
 
     def most(self):
         """Bytes that an answer may have: `MOST_PASSES` models in float64, and the names of their tensors."""
@@ -95,7 +94,7 @@ def ask_of(kind, **options):
         return honest(common, own)
 
     options = {"loss": loss, "timeout": 60.0, "pause": 0.0, "min_answers": 1, "batch_size": 8, **options}
-    server = RemoteServer(
+    server = LoopbackServer(
         Loopback({"site": answer}),
         built(build).float(),
         inputs[:2],
@@ -293,7 +292,7 @@ def of_head(message, chance):
         head["dim"], head["axis"] = chance.randint(-2, 3), chance.randint(-3, 9)
     elif how == "tail":
         head["tail"] = chance.choice(["alike", "reshaped", "stacked", "repeated"])
-        head["masked_bias"] = chance.random() < 0.5
+        head["noisy_bias"] = chance.random() < 0.5
     else:
         values["values"]["head"] = None
     if how in ("outputs", "names"):

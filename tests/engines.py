@@ -2,20 +2,21 @@
 
 import itertools
 
-from fedveil.federation.engine import fault
-from fedveil.federation.remote import ClientState, reply
+from fedveil.federation.client import ClientSession
+from fedveil.federation.engines import Fault, FaultKind
+from fedveil.federation.remote import RemoteServer
 
 
 def member(build, data, client, party=None):
     """A client that keeps its own state; `party` makes its part in secure aggregation."""
-    state = ClientState()
+    return ClientSession(build(), data, client=client, party=party).reply
 
-    def answer(common, own):
-        nonlocal state
-        found, state = reply(common, state, build(), data, client=client, party=party, own=own)
-        return found
 
-    return answer
+class LoopbackServer(RemoteServer):
+    """A server whose connection is a `Loopback`."""
+
+    def _connect(self, connection):
+        return connection
 
 
 class Loopback:
@@ -40,11 +41,11 @@ class Loopback:
             try:
                 found = self.answers[name](common, extra)
             except Exception as error:
-                yield name, fault(name, "raised", f"{type(error).__name__}: {error}")
+                yield name, Fault(name, FaultKind.RAISED, f"{type(error).__name__}: {error}")
                 continue
             change = self.faults.get((name, number), lambda data: data)
             found = change(found)
-            yield name, fault(name, "silent", f"no answer within {timeout:g} s") if found is None else found
+            yield name, Fault(name, FaultKind.SILENT, f"no answer within {timeout:g} s") if found is None else found
 
     def close(self):
         self.closed = True

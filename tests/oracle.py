@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,7 @@ from fedveil.scheme.noise import HeadNoise, UnitNoise
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """Half the squared distance, summed over outputs, averaged over samples."""
-    return 0.5 * (outputs - targets).pow(2).flatten(1).sum(1).mean()
+    return 0.5 * (outputs - targets).pow(2).reshape(len(outputs), -1).sum(1).mean()
 
 
 def in_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -24,11 +24,13 @@ def in_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     return each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
 
-def plain(model: nn.Module, inputs: Inputs, targets: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients and buffers after one pass, of a copy of the model."""
+def plain(
+    model: nn.Module, inputs: Inputs, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor] = squared_error
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients and buffers after one pass, of a copy of the model; `loss` gives one number for the batch."""
     model = copy.deepcopy(model)
     wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad(squared_error(call(model, inputs), targets), list(wanted.values()))
+    gradients = torch.autograd.grad(loss(call(model, inputs), targets), list(wanted.values()))
     return dict(zip(wanted, gradients, strict=True)), {k: b.clone() for k, b in model.named_buffers()}
 
 
@@ -111,8 +113,8 @@ def perturb_known(model: nn.Module, plan: fedveil.Plan, loss="squared_error", **
     """Perturb a model once, and tell the noise."""
     session = fedveil.Veil(keep_noise=True, **settings).start(plan, loss)
     perturbation = session.perturb(model)
-    assert session._state.kept
-    units, head = session._state.kept
+    assert session._reserve.kept
+    units, head = session._reserve.kept
     assert head
     return Known(perturbation, units, head)
 

@@ -1,4 +1,4 @@
-"""Files whose values are nested as deeply as nobody writes them: refused by name, or as damaged as any other."""
+"""Files whose values are nested too deeply are refused by name, or count as damaged."""
 
 import fcntl
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.runs.folder import is_finished, read_config, train
-from fedveil.studies.jobs import Job, Result, read_result
+from fedveil.studies.jobs import Result, StudyJob, read_result
 from fedveil.studies.paper import reproduce as paper
 from fedveil.studies.paper.plan import read_plan
 
@@ -44,15 +44,9 @@ def test_a_number_that_python_does_not_read_is_refused_too(tmp_path, text):
         read_config(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Of a run that is done."""
-    home = tmp_path_factory.mktemp("run")
-    train(config_of(**SMALL, epochs=1), home)
-    return home
-
-
-def test_files_of_a_run_are_refused_by_their_names(folder):
+def test_files_of_a_run_are_refused_by_their_names(tmp_path):
+    folder = tmp_path / "run"
+    train(config_of(**SMALL, epochs=1), folder)
     kept = {name: (folder / name).read_text() for name in ("config.json", "model.json", "summary.json")}
     assert is_finished(read_config(folder), folder)
     for name, text in kept.items():
@@ -73,7 +67,7 @@ def test_the_records_in_a_checkpoint_are_refused_with_its_folder(tmp_path):
         federation().resume(tmp_path)
 
 
-def test_whoever_holds_a_folder_is_another_process_if_its_name_cannot_be_read(tmp_path):
+def test_a_folder_whose_holder_cannot_be_read_is_held_by_another_process(tmp_path):
     (tmp_path / ".holder").write_text(JSON)
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -88,12 +82,6 @@ class Nothing(Result):
 
 def test_results_that_cannot_be_read_are_computed_again(tmp_path):
     (tmp_path / "one.json").write_text(JSON)
-    assert read_result(Job("one", lambda progress, done: Nothing(), Nothing), tmp_path) is None
+    assert read_result(StudyJob("one", lambda progress, done: Nothing(), Nothing), tmp_path) is None
     (tmp_path / "table1.json").write_text(JSON)
     assert paper.read_exhibit(read_plan("table1", "quick"), tmp_path) is None
-
-
-def test_a_setting_of_a_defence_that_looks_like_json_is_a_text(tmp_path, capsys):
-    words = ["--defence", "plain", "--settings", f"x={JSON[:3000]}", "--out", str(tmp_path / "run")]
-    assert main(["train", "--data", "digits", "--epochs", "1", *words]) == 2
-    assert "Traceback" not in capsys.readouterr().err

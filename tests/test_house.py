@@ -63,6 +63,7 @@ def test_a_layer_imports_only_what_is_below_it(layer):
     assert imported(layer) <= {layer, *EVERYONE, *BELOW[layer]}
 
 
+SECRET_MODULES = {f"fedveil.scheme.{name}" for name in ("perturbation", "recover", "transform")}
 SECRET = {"Perturbation", "VeilSession", "Recovery", "perturb", "recover", "recover_each", "start"}  # of the scheme
 
 
@@ -71,11 +72,7 @@ def test_attacks_cannot_reach_a_secret(path):
     for node in ast.walk(ast.parse(path.read_text())):
         names = set()
         if isinstance(node, ast.ImportFrom):
-            assert node.module not in {
-                "fedveil.scheme.perturbation",
-                "fedveil.scheme.recovery",
-                "fedveil.scheme.recover",
-            }
+            assert node.module not in SECRET_MODULES
             names = {alias.name for alias in node.names}
         elif isinstance(node, ast.Call):
             names = {getattr(node.func, "attr", getattr(node.func, "id", ""))}
@@ -131,3 +128,57 @@ def test_studies_say_what_they_take_and_return(path):
     for place, annotation in annotations(ast.parse(path.read_text()).body):
         names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
         assert not names & {"Any", "object"}, f"{path.name}: {place}"
+
+
+SHARED_NAMES = {"Server", "Client", "Engine"}  # of flower and nvflare, as users write them
+
+
+def test_class_names_are_unique():
+    homes = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(path.relative_to(SOURCE).as_posix())
+    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in SHARED_NAMES} == {}
+
+
+MUTABLE = ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
+REGISTRIES = {"defences/registry.py": {"_KNOWN"}, "graph/calls.py": {"RULES"}}
+
+
+def changed_names(tree):
+    """Yield the names of containers that some function of a module changes."""
+    methods = {
+        "add",
+        "append",
+        "clear",
+        "discard",
+        "extend",
+        "insert",
+        "pop",
+        "popitem",
+        "remove",
+        "setdefault",
+        "update",
+    }
+    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Global):
+                yield from node.names
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+                yield getattr(node.value, "id", None)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods:
+                yield getattr(node.func.value, "id", None)
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_no_module_has_mutable_state_but_registries(path):
+    tree = ast.parse(path.read_text())
+    held = set()
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        call = getattr(getattr(value, "func", None), "id", "")
+        if isinstance(value, MUTABLE) or call in {"dict", "list", "set", "defaultdict", "WeakSet", "WeakKeyDictionary"}:
+            held |= {target.id for target in targets if isinstance(target, ast.Name)}
+    assert held & set(changed_names(tree)) <= REGISTRIES.get(path.relative_to(SOURCE).as_posix(), set())

@@ -3,7 +3,6 @@
 import json
 import math
 import shlex
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +10,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from tests.configs import config_of
 
+from fedveil.federation.history import RoundRecord
 from fedveil.plain_json import to_json
 from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.folder import record_run, train
-from fedveil.studies.jobs import Done, Job, Result, read_result, run_job
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -48,25 +47,6 @@ def test_exact_values_are_read_back(numbers):
     assert str(found) == str(numbers)
 
 
-@dataclass(frozen=True)
-class Measured(Result):
-    loss: float
-    best: float | None
-
-
-@dataclass(frozen=True)
-class Measure:
-    def __call__(self, progress, done):
-        return Measured(loss=math.inf, best=None)
-
-
-def test_a_job_whose_result_is_not_finite_is_read_back(tmp_path):
-    job = Job("one", Measure(), Measured)
-    run_job(job, tmp_path, print, Done({}))
-    strictly((tmp_path / "one.json").read_text())
-    assert read_result(job, tmp_path) == Measured(loss=math.inf, best=None)
-
-
 def test_a_runs_files_are_json_and_its_command_can_be_pasted(tmp_path):
     folder = tmp_path / "it's $HOME & more"
     table = tmp_path / "it's $HOME & more.csv"
@@ -78,9 +58,9 @@ def test_a_runs_files_are_json_and_its_command_can_be_pasted(tmp_path):
     assert words[words.index("--path") + 1] == str(table)
     data = load_data(config)
     federation = build_federation(config, data)
-    federation.history.records.append({"round": 1, "epoch": 1.0, "loss": math.nan, "error": math.inf, "seconds": 0.0})
+    federation.history.records.append(RoundRecord(1, 1.0, math.inf, 0.1, 0.0, metrics={"loss": math.nan}))
     folder = tmp_path / "again"
     record_run(federation, folder, data, config.flat(), "again", rounds=1)
     lines = [strictly(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0] == {"round": 1, "epoch": 1.0, "loss": None, "error": None, "seconds": 0.0}
+    assert lines[0] == {"round": 1, "epoch": 1.0, "loss": None, "error": None, "lr": 0.1, "seconds": 0.0}
     assert strictly((folder / "summary.json").read_text())["largest_error"] is None

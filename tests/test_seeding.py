@@ -41,29 +41,18 @@ def shared():
     return draw()
 
 
-def test_a_name_repeats_every_source_and_another_name_none():
-    seeding.seed_all("one")
+def test_a_test_is_seeded_by_its_name_and_another_name_repeats_no_source(request):
     first = draw()
     seeding.seed_all("two")
     second = draw()
-    seeding.seed_all("one")
+    seeding.seed_all(request.node.nodeid)
     assert draw() == first
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-def test_a_test_is_seeded_by_its_name(request):
-    drawn = draw()
-    seeding.seed_all(request.node.nodeid)
-    assert draw() == drawn
-
-
-@pytest.mark.parametrize("way", ["first", "second"])
-def test_a_shared_fixture_does_not_depend_on_the_test_that_asks_first(shared, way, request):
+def test_files_and_shared_fixtures_are_seeded_by_their_names_too(shared, request):
     seeding.seed_all(f"{request.node.parent.nodeid}::shared[0]")
     assert draw() == shared
-
-
-def test_importing_a_file_is_seeded_by_its_name(request):
     seeding.seed_all(request.node.parent.nodeid)
     assert draw() == FIRST
 

@@ -11,7 +11,7 @@ from tests.configs import config_of
 from fedveil.cli import main
 from fedveil.defences import registry
 from fedveil.errors import BadArgument
-from fedveil.lookup import imported
+from fedveil.lookup import import_object
 from fedveil.runs.folder import open_run, read_config, train
 
 TRAP = """
@@ -133,12 +133,12 @@ def test_the_working_directory_is_looked_at_last_and_only_for_code_that_is_named
     assert here not in sys.path
     for name in ("json", "torch", "fedveil"):
         Path(f"{name}.py").write_text("raise SystemExit(name)")
-    imported("fedveil.defences.plain:Plain", "a defence", "")
+    import_object("fedveil.defences.plain:Plain", "a defence", "")
     assert here not in sys.path
     assert main(["inspect", "trap:model", "--input", "8,8"]) == 0
     assert sys.path[-1] == here
     assert sys.path.count(here) == 1
-    assert imported("json:dumps", "a function", "") is json.dumps
+    assert import_object("json:dumps", "a function", "") is json.dumps
 
 
 def test_no_file_of_the_working_directory_is_imported_by_a_command(tmp_path):

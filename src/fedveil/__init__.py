@@ -45,18 +45,13 @@ __all__ = [
     "load_model",
 ]
 
-_HOMES = {"FedveilError": "errors", "Federation": "federation", "History": "federation", "Limits": "federation"}
-_HOMES |= {
-    "Plan": "graph",
-    "Symmetry": "graph",
-    "analyse": "graph",
-    "load_model": "runs.folder",
-    "Veil": "defences",
-}  # all others: scheme
+_HOMES = {"FedveilError": "errors", "Veil": "defences", "load_model": "runs.folder"}  # those of no other: scheme
+_HOMES |= dict.fromkeys(("Federation", "History", "Limits"), "federation")
+_HOMES |= dict.fromkeys(("Plan", "Symmetry", "analyse"), "graph")
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for when it is first used: `fedveil --help` needs no torch."""
+    """Import a public name or a package when it is first used: `fedveil --help` needs no torch."""
     from importlib import import_module, metadata
 
     if name == "__version__":

@@ -1,4 +1,4 @@
-"""One wording for each kind of bad value. Each function returns the value that it was given, or raises BadArgument."""
+"""Checks of arguments, with one wording for each kind of mistake. Each returns its value, or raises BadArgument."""
 
 import difflib
 import math
@@ -8,10 +8,10 @@ from typing import TypeGuard
 from fedveil.errors import BadArgument
 
 
-def one_of(where: str, name: str, value: str, allowed: Iterable[str]) -> str:
-    """One of a few words; any other is refused, and the nearest named.
+def check_choice(where: str, name: str, value: str, allowed: Iterable[str]) -> str:
+    """Check that a value is one of a few words; otherwise name the nearest.
 
-    >>> one_of("load", "task", "regression", ("classification", "regression"))
+    >>> check_choice("load", "task", "regression", ("classification", "regression"))
     'regression'
     """
     names = sorted(allowed)
@@ -19,45 +19,45 @@ def one_of(where: str, name: str, value: str, allowed: Iterable[str]) -> str:
         return value
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     every = ", ".join(repr(known) for known in names)
-    fix = f"{near[0]!r} is the nearest of {every}" if near else (f"one of {every}" if names else None)
+    fix = f"use {near[0]!r}; the choices are {every}" if near else (f"use one of {every}" if names else None)
     raise BadArgument(where, f"there is no {name} {value!r}", fix)
 
 
-def whole(where: str, name: str, value: object, least: int = 1, fix: str | None = None) -> int:
-    """A whole number of at least `least`; True and False are none."""
+def check_count(where: str, name: str, value: object, least: int = 1, fix: str | None = None) -> int:
+    """Check that a value is an integer of at least `least`; True and False are not."""
     if type(value) is not int or value < least:
-        raise BadArgument(where, f"{name} must be a whole number of at least {least}, got {value!r}", fix)
+        raise BadArgument(where, f"{name} must be an integer of at least {least}, got {value!r}", fix)
     return value
 
 
 def check_integer(where: str, name: str, value: object) -> int:
-    """Any integer; True and False are none."""
+    """Check that a value is an integer; True and False are not."""
     if type(value) is not int:
         raise BadArgument(where, f"{name} must be an integer, got {value!r:.60}", f"use an int, such as {name}=0")
     return value
 
 
 def check_boolean(where: str, name: str, value: object) -> bool:
-    """True or False; a word such as "no" would count as True."""
+    """Check that a value is True or False; a word such as "no" would count as True."""
     if type(value) is not bool:
         raise BadArgument(where, f"{name} must be True or False, got {value!r:.60}", f"use {name}=True or {name}=False")
     return value
 
 
-def number(value: object) -> TypeGuard[float]:
-    """Whether a value is an int or a float; True and False are neither."""
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is an int or a float; True and False are neither."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def positive(where: str, name: str, value: object, fix: str | None = None) -> float:
-    """A finite number above 0."""
-    if not number(value) or not 0 < value < math.inf:
+def check_positive(where: str, name: str, value: object, fix: str | None = None) -> float:
+    """Check that a value is a finite number above 0."""
+    if not is_number(value) or not 0 < value < math.inf:
         raise BadArgument(where, f"{name} must be a finite number above 0, got {value!r}", fix)
     return float(value)
 
 
-def share(where: str, name: str, value: object, fix: str | None = None) -> float:
-    """A number above 0 and at most 1."""
-    if not number(value) or not 0 < value <= 1:
+def check_fraction(where: str, name: str, value: object, fix: str | None = None) -> float:
+    """Check that a value is above 0 and at most 1."""
+    if not is_number(value) or not 0 < value <= 1:
         raise BadArgument(where, f"{name} must be above 0 and at most 1, got {value!r}", fix)
     return float(value)

@@ -6,11 +6,11 @@ FedveilError
 │   ├── NotTraceable     torch.export cannot follow its forward
 │   ├── HeadNotLinear    no Linear or convolution of it can take additive noise
 │   ├── NothingToVeil    every axis is pinned: a veil would change nothing
-│   └── TooLittleCovered less of it can be covered than was asked for
+│   └── TooLittleCovered less of it can be perturbed than required
 ├── ModelMismatch        a model is not the one that was analysed or broadcast
 ├── Diverged             training became NaN or infinite
-├── TooFewAnswers        a round's clients did not answer, or not in order, however often they were asked
-├── Aborted              secure aggregation stops rather than open what it should not; names its reason
+├── TooFewAnswers        too few clients of a round sent a valid reply in all attempts
+├── Aborted              secure aggregation stopped rather than reveal an update; has a reason
 └── UpdateRefused        an update that must not be aggregated; says which client and which tensor
     ├── StaleUpdate      made for another round
     ├── ForeignUpdate    made for another model
@@ -55,7 +55,7 @@ class NothingToVeil(AnalysisError):
 
 
 class TooLittleCovered(AnalysisError):
-    """Less of the model can be covered than was asked for."""
+    """Less of the model can be perturbed than required."""
 
 
 class ModelMismatch(FedveilError):
@@ -67,11 +67,11 @@ class Diverged(FedveilError):
 
 
 class TooFewAnswers(FedveilError):
-    """A round's clients did not answer."""
+    """Too few clients of a round sent a valid reply."""
 
 
 class Aborted(FedveilError):
-    """Secure aggregation stops rather than open what it should not.
+    """Secure aggregation stopped rather than reveal an update.
 
     Attributes:
         reason: one word out of `fedveil.secagg.REASONS`, for programs; the message says the same in a sentence.

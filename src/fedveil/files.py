@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and what the operating system refuses, in our own words."""
+"""Atomic files, and errors of the operating system as FedveilErrors."""
 
 import contextlib
 import os
@@ -10,30 +10,30 @@ from typing import IO
 
 from fedveil.errors import BadArgument
 
-OWNER = 0o600  # the mode of files that nobody else may read
-PART = ".part"  # of the name of a file that is being written
+OWNER = 0o600  # mode of private files
+PART = ".part"  # suffix of a file that is being written
 
 
 @contextlib.contextmanager
 def refusals(path: Path) -> Iterator[None]:
-    """Turn refusals of the operating system (read-only, full disk, a file in place of a folder) into a FedveilError."""
+    """Turn errors of the operating system (read-only, full disk, a file in place of a folder) into a FedveilError."""
     try:
         yield
     except OSError as error:
         where, why = str(error.filename or path), error.strerror or type(error).__name__
-        fix = "another folder, free space or other permissions"
+        fix = "choose another folder, free space on the disk, or change permissions"
         raise BadArgument(where, f"cannot be written: {why}", fix) from error
 
 
 @contextlib.contextmanager
 def require_memory(where: str, what: str, fix: str, needed: int | None = None) -> Iterator[None]:
-    """Raise a FedveilError that says how much memory is needed, where there is less.
+    """Raise a FedveilError that says how much memory is needed, if there is less.
 
     Args:
         where: as in errors.
-        what: needs the memory; a plural noun.
+        what: what needs the memory; a plural noun.
         fix: as in errors.
-        needed: bytes, where they are known: more than the machine has are refused before they are asked for.
+        needed: number of bytes, if known: more than the machine has are refused before they are allocated.
     """
     if needed is not None and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise _lack_of_memory(where, what, fix, needed)
@@ -42,19 +42,19 @@ def require_memory(where: str, what: str, fix: str, needed: int | None = None) -
     except (MemoryError, RuntimeError, TypeError) as error:  # torch raises the latter two
         if not isinstance(error, MemoryError) and not re.search("alloc|overflow", str(error), re.IGNORECASE):
             raise
-        told = re.search(r"to allocate (\d+) bytes", str(error))
-        raise _lack_of_memory(where, what, fix, needed or (int(told[1]) if told else None)) from error
+        size = re.search(r"to allocate (\d+) bytes", str(error))
+        raise _lack_of_memory(where, what, fix, needed or (int(size[1]) if size else None)) from error
 
 
 def _lack_of_memory(where: str, what: str, fix: str, size: int | None) -> BadArgument:
-    amount = "more memory than there is"
+    amount = "more memory than this machine has"
     if size is not None and size < 2**60:
-        amount = f"{size / 2**30:,.1f} GiB of memory, more than there is"
+        amount = f"{size / 2**30:,.1f} GiB of memory, more than this machine has"
     return BadArgument(where, f"{what} need {amount}", fix)
 
 
 def make_folder(path: Path, mode: int = 0o777) -> Path:
-    """Make a folder, with a mode less what the umask takes away, and those above it."""
+    """Create a folder and its parents; the umask applies to its mode."""
     with refusals(path):
         path.mkdir(mode, parents=True, exist_ok=True)
     return path
@@ -63,16 +63,16 @@ def make_folder(path: Path, mode: int = 0o777) -> Path:
 def write_whole(
     path: Path, content: str | bytes | Callable[[IO[bytes]], object], mode: int = 0o666, *, new: bool = False
 ) -> Path:
-    """Write a file so that a reader finds the old one or the new one, never a part; what is on disk survives a crash.
+    """Write a file atomically and durably: readers find the old one or the new one, also after a crash.
 
     Args:
-        path: of the file; its folder is made.
+        path: of the file; its folder is created.
         content: text, bytes, or a function that writes to an open file.
-        mode: the file's permissions, less what the umask takes away.
-        new: refuse to replace a file; two writers at once cannot both succeed.
+        mode: permissions; the umask applies.
+        new: refuse to replace a file; of two concurrent writers only one succeeds.
     """
     make_folder(path.parent)
-    half = part_of(path)
+    half = temporary_name(path)
     with refusals(path):
         try:
             with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
@@ -97,13 +97,13 @@ def write_whole(
     return path
 
 
-def part_of(path: Path) -> Path:
-    """A new name beside a file, for what shall take its place."""
+def temporary_name(path: Path) -> Path:
+    """Return a temporary name beside a file that will replace it."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}{PART}")
 
 
 def flush_folder(folder: Path) -> None:
-    """Have a folder's names on disk, where the file system can."""
+    """Fsync a directory, if the file system supports it."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -113,6 +113,6 @@ def flush_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed processes were writing; the caller is the only one who writes there."""
+    """Remove incomplete files of killed processes; only the caller may write there."""
     for half in folder.glob(f".*{PART}"):
         half.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
-"""One writer per folder: a lock of the operating system, which a killed process gives up, and who holds it."""
+"""One writer per folder: a lock of the operating system, which a killed process releases, and who holds it."""
 
 import contextlib
 import json
 import os
 import socket
 import sys
-import threading
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 
@@ -17,17 +17,17 @@ from fedveil.files import make_folder, refusals, sweep
 from fedveil.plain_json import read_json
 
 LOCK, HOLDER = ".lock", ".holder"
-_held: set[tuple[int, int, Path]] = set()  # process, thread, folder
+HELD: ContextVar[frozenset[tuple[int, Path]]] = ContextVar("held", default=frozenset())  # process and folder
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The folder for this thread alone while it writes there; inside of another `locked` of it nothing is to be done.
+    """Reserve a folder for this thread while it writes there; may be nested.
 
-    A folder that was made for it and is empty at the end is removed again.
+    A folder that was created for it and is empty at the end is removed again.
     """
-    key = os.getpid(), threading.get_ident(), folder.resolve()
-    if key in _held:
+    key = os.getpid(), folder.resolve()
+    if key in HELD.get():
         yield
         return
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -37,36 +37,38 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             lock.acquire()
         except Timeout:
-            fix = "wait until it is done, or another --out"
+            fix = "wait until it is done, or choose another folder"
             raise BadArgument(str(folder), f"{_holder(folder)} is working in this folder", fix) from None
-    _held.add(key)
+    token = HELD.set(HELD.get() | {key})
     try:
         with refusals(folder):
             _sign(folder / HOLDER)
             sweep(folder)
         yield
     finally:
-        _held.discard(key)
+        HELD.reset(token)
         _leave(folder, made)
         lock.release()
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse links in the place of our files: whoever put them there may have them lead to any file of the user."""
+    """Refuse links in place of our files: they may point to any file of the user."""
     for path in (folder / LOCK, folder / HOLDER):
         if path.is_symlink():
-            raise BadArgument(str(path), "it is a link, not a file of this folder", "remove it, or use another --out")
+            raise BadArgument(
+                str(path), "it is a link, not a file of this folder", "remove it, or choose another folder"
+            )
 
 
 def _sign(path: Path) -> None:
-    """Write who holds the lock into a new file: whatever had this name before is not written to."""
+    """Write who holds the lock to a new file; an existing file of this name is not written to."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:
         json.dump(_own_name(), file)
 
 
 def _own_name() -> dict[str, str | int]:
-    """This process, for others; of its command the first two words at most, since flags may hold anything."""
+    """Describe this process; at most the first two words of its command, since flags may contain anything."""
     program, *words = sys.argv or [""]
     name = Path(program).parent.name if Path(program).name == "__main__.py" else Path(program).name
     command = " ".join([name, *[word for word in words[:1] if word.isidentifier()]])
@@ -75,7 +77,7 @@ def _own_name() -> dict[str, str | int]:
 
 
 def _holder(folder: Path) -> str:
-    """Who holds the lock, if that is known already."""
+    """Describe who holds the lock, if known."""
     try:
         found = read_json(folder / HOLDER)
         return f"{found['command']!r} (process {found['pid']} on {found['host']}, since {found['since']})"
@@ -84,7 +86,7 @@ def _holder(folder: Path) -> str:
 
 
 def _leave(folder: Path, made: Sequence[Path]) -> None:
-    """Remove who held the lock, and folders that were made in vain."""
+    """Remove the name of the holder, and folders that were created in vain."""
     with contextlib.suppress(OSError):
         (folder / HOLDER).unlink(missing_ok=True)
         if folder in made and [path.name for path in folder.iterdir()] == [LOCK]:

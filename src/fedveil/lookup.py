@@ -1,4 +1,4 @@
-"""Objects of users' own packages: by `package.module:name`, or by an entry point of an installed package."""
+"""Objects by name: those of users' packages, entry points of installed packages, and names imported on first use."""
 
 import difflib
 import importlib
@@ -12,22 +12,23 @@ from pathlib import Path
 from fedveil.errors import BadArgument
 
 
-def imported(spec: str, kind: str, example: str) -> object:
-    """The object that `package.module:name` names.
+def import_object(spec: str, kind: str, example: str) -> object:
+    """Return the object that `package.module:name` names.
 
     Args:
         spec: as the user wrote it.
         kind: what it should be, such as "a model", for messages.
-        example: of a spec that would do.
+        example: a valid spec.
     """
     path, _, name = spec.partition(":")
     if not path or not name:
-        raise BadArgument(spec, f"{kind} is named as package.module:name", example)
+        raise BadArgument(spec, f"{kind} is named as package.module:name", f"use {example}")
     if "/" in path or path.endswith(".py"):
-        fix = f"{'.'.join(Path(path).with_suffix('').parts).lstrip('.')}:{name}, where the file can be imported"
-        raise BadArgument(spec, f"{path} is a file, and {kind} is named as package.module:name", fix)
+        dotted = ".".join(Path(path).with_suffix("").parts).lstrip(".")
+        what = f"{path} is a file, and {kind} is named as package.module:name"
+        raise BadArgument(spec, what, f"use {dotted}:{name}, and run where `import {dotted}` works")
     if path.partition(".")[0] != "fedveil":
-        _look_here()
+        _search_working_directory()
     try:
         module: object = importlib.import_module(path)
     except ImportError as error:
@@ -35,45 +36,43 @@ def imported(spec: str, kind: str, example: str) -> object:
     try:
         return attrgetter(name)(module)
     except AttributeError as error:
-        known = [own for own in vars(module) if not own.startswith("_")]
-        near = difflib.get_close_matches(name, known, 1, 0.5)
-        fix = f"{path}:{near[0]} is the nearest" if near else f"name something that {path} defines"
+        near = difflib.get_close_matches(name, [own for own in vars(module) if not own.startswith("_")], 1, 0.5)
+        fix = f"use {path}:{near[0]}" if near else f"name something that {path} defines"
         raise BadArgument(spec, f"module {path} has no {name!r}", fix) from error
 
 
-def _look_here() -> None:
-    """Let packages of the working directory be found too, after all others: no file of it hides an installed one."""
+def _search_working_directory() -> None:
+    """Find packages of the working directory too, after all others: no file in it hides an installed module."""
     here = str(Path.cwd())
     if not {here, ""} & set(sys.path):
         sys.path.append(here)
 
 
 @lru_cache(maxsize=8)
-def installed(group: str) -> dict[str, str]:
-    """The names that installed packages enter in a group of entry points, each with its `package.module:name`."""
+def list_installed(group: str) -> dict[str, str]:
+    """Return the entry points of a group by name, each as `package.module:name`."""
     return {point.name: point.value for point in entry_points(group=group)}
 
 
 def lazily(package: str, homes: Mapping[str, str], needs: str | None = None) -> Callable[[str], object]:
-    """A package's `__getattr__`: public names are imported when they are first used, each from its own module.
+    """Return a package's `__getattr__`, which imports a public name from its module when it is first used.
 
     Args:
-        package: whose names they are.
+        package: the package.
         homes: the module of each name.
-        needs: what the modules import that comes with the extra of the package's name.
+        needs: a package that the modules import, and that comes with the extra of the package's name.
     """
 
     def find(name: str) -> object:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            home = importlib.import_module(f"{package}.{homes[name]}")
+            return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
         except ModuleNotFoundError as error:
             if needs is None or error.name != needs:
                 raise
             what = f"{package}.{name} needs the package {needs}, which is not installed."
             fix = f"pip install 'fedveil[{package.rpartition('.')[2]}]'"
             raise ModuleNotFoundError(f"{what}\n  Fix: {fix}", name=needs) from None
-        return getattr(home, name)
 
     return find

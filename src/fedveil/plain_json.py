@@ -1,4 +1,4 @@
-"""JSON that every program reads, without NaN and infinity; and JSON and TOML of users' files, whatever they hold."""
+"""JSON without NaN and infinity, which every program reads; JSON and TOML of users' files, however damaged."""
 
 import json
 import math
@@ -14,35 +14,34 @@ Value = TypeVar("Value")
 
 
 def to_json(value: Any, indent: int | None = None, *, exact: bool = False) -> str:
-    """A value as JSON.
+    """Return a value as JSON.
 
     Args:
         value: what `json.dumps` takes.
-        indent: of nested values; all on one line by default.
-        exact: write what is not finite as text, such as "inf", which pydantic reads back as a number; by default it is
-            null.
+        indent: spaces before nested values; all on one line by default.
+        exact: write infinity and NaN as text such as "inf", which pydantic reads back as a number; by default as null.
 
     >>> to_json({"loss": math.inf, "rounds": 3}), to_json([math.nan, -math.inf], exact=True)
     ('{"loss": null, "rounds": 3}', '["nan", "-inf"]')
     """
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
-    except ValueError:  # something in it is not finite
-        return json.dumps(_replaced(value, exact), indent=indent, allow_nan=False)
+    except ValueError:  # it contains infinity or NaN
+        return json.dumps(_replace_infinite(value, exact), indent=indent, allow_nan=False)
 
 
-def _replaced(value: Any, exact: bool) -> Any:
+def _replace_infinite(value: Any, exact: bool) -> Any:
     if isinstance(value, dict):
-        return {key: _replaced(inner, exact) for key, inner in value.items()}
+        return {key: _replace_infinite(inner, exact) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_replaced(inner, exact) for inner in value]
+        return [_replace_infinite(inner, exact) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value)) if exact else None
     return value
 
 
 def parse_json(where: str, text: str) -> Any:
-    """The value of a JSON text; `where` names it in errors.
+    """Return the value of a JSON text; `where` names it in errors.
 
     >>> parse_json("config.json", "[1, 2")
     Traceback (most recent call last):
@@ -53,12 +52,12 @@ def parse_json(where: str, text: str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file; a BadArgument names a file that cannot be read."""
+    """Return the value of a JSON file; a BadArgument names a file that cannot be read."""
     return parse_json(str(path), _read_text(path, "JSON"))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file; a BadArgument names a file that cannot be read."""
+    """Return the tables of a TOML file; a BadArgument names a file that cannot be read."""
     return _parse(str(path), "TOML", tomllib.loads, _read_text(path, "TOML"))
 
 

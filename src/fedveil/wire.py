@@ -1,4 +1,4 @@
-"""One form for everything that travels: safetensors, with plain values as JSON in its head. Nothing is pickled."""
+"""The encoding of all messages: safetensors, with plain values as JSON in its head. Nothing is pickled."""
 
 import json
 import re
@@ -12,45 +12,45 @@ from torch import Tensor
 from fedveil.errors import BadArgument
 
 FORMAT = 2
-HEAD, LONGEST_ENTRY = 2**16, 2**10  # bytes of a message's values, and of a tensor's name, shape and place
-LONGEST_TEXT = 2**10  # characters of a value that is text
-MOST_NESTED = 2**14  # lists and dicts among the values: a roster has one for each of up to 10,000 members
-DIGITS = 20  # of an integer among the values: those of 64 bits have no more
-BEGINNING = re.compile(rb'\{"__metadata__":\{"fedveil":"\{\\"format\\": \d+, \\"kind\\": \\"(\w+)\\"')  # of a head
+MAX_HEAD, MAX_ENTRY = 2**16, 2**10  # bytes of a message's values, and of a tensor's name, shape and offset
+MAX_TEXT = 2**10  # characters of text among the values
+MAX_NESTED = 2**14  # lists and dicts among the values: a roster of 10,000 members has as many
+MAX_DIGITS = 20  # of an integer among the values: 64 bits
+HEAD_PATTERN = re.compile(rb'\{"__metadata__":\{"fedveil":"\{\\"format\\": \d+, \\"kind\\": \\"(\w+)\\"')
 Values = dict[str, Any]
 Tensors = dict[str, Tensor]
 Packed = tuple[Values, Tensors]
 
 
 def to_bytes(kind: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """A message of some kind: values that JSON can hold, and named tensors in their own dtypes."""
+    """Encode a message: JSON values, and named tensors with their dtypes."""
     head = json.dumps({"format": FORMAT, "kind": kind, "values": dict(values)})
-    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}  # none shares memory
+    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}  # no shared memory
     return save(own, {"fedveil": head})
 
 
-def from_bytes(data: bytes, kind: str, most: int | None = None, head: int = HEAD) -> Packed:
-    """The values and tensors of a message of that kind; anything else is refused, and nothing in it is executed.
+def from_bytes(data: bytes, kind: str, most: int | None = None, head: int = MAX_HEAD) -> Packed:
+    """Decode a message of a kind; anything else is refused, and nothing in it is executed.
 
     Args:
         data: the message.
-        kind: what it should be.
-        most: tensors that it may hold; more are refused before they are read, and so are heads that are too long for
-            them, and integers of more than 64 bits. Without it, the message is trusted.
-        head: bytes that its values may take, if `most` is given.
+        kind: expected kind.
+        most: maximum number of tensors; more are refused before they are read, and so are longer heads and integers of
+            more than 64 bits. None for a trusted message.
+        head: maximum number of bytes of its values, if `most` is given.
     """
     size = int.from_bytes(data[:8], "little")
-    if most is not None and len(data) > size > head + LONGEST_ENTRY * most:
+    if most is not None and len(data) > size > head + MAX_ENTRY * most:
         raise BadArgument(kind, f"its head has {size} bytes, too many for {most} tensors")
     try:
         if size > len(data) - 8:
             raise ValueError
         raw = data[8 : 8 + size]
-        if most is not None and raw.count(b"[") + raw.count(b"{") > MOST_NESTED + 3 * most:  # an entry has 3
-            raise BadArgument(kind, f"its head holds too many lists and dicts for {most} tensors")
+        if most is not None and raw.count(b"[") + raw.count(b"{") > MAX_NESTED + 3 * most:  # an entry has 3
+            raise BadArgument(kind, f"its head has too many lists and dicts for {most} tensors")
         names = json.loads(raw)
         if most is not None and len(names) > most + 1:  # and the values
-            raise BadArgument(kind, f"it holds {len(names) - 1} tensors, more than {most}")
+            raise BadArgument(kind, f"it has {len(names) - 1} tensors, more than {most}")
         text = names["__metadata__"]["fedveil"]
         top = json.loads(text) if most is None else _BOUNDED.decode(text)
         loaded = load(data)  # checks all sizes; in any order
@@ -59,17 +59,19 @@ def from_bytes(data: bytes, kind: str, most: int | None = None, head: int = HEAD
         values = dict(top["values"])
     except BadArgument:
         raise
-    except Exception as error:  # whatever garbage makes of safetensors and json
-        raise BadArgument(kind, f"it cannot be read: {type(error).__name__}", "send what fedveil wrote") from error
+    except Exception as error:  # safetensors and json raise many types on garbage
+        raise BadArgument(
+            kind, f"it cannot be read: {type(error).__name__}", "send bytes that fedveil encoded"
+        ) from error
     if found != (kind, FORMAT):
         own = [str(part)[:20] for part in found]
         what = f"it is {own[0]!a} in format {own[1]}, not {kind!r} in {FORMAT}"
-        raise BadArgument(kind, what, "install the same fedveil everywhere")
+        raise BadArgument(kind, what, "install the same version of fedveil everywhere")
     return values, tensors
 
 
 def _parse_integer(text: str) -> int:
-    if len(text) > DIGITS:
+    if len(text) > MAX_DIGITS:
         raise ValueError
     return int(text)
 
@@ -78,36 +80,34 @@ _BOUNDED = json.JSONDecoder(parse_int=_parse_integer)
 
 
 def read_kind(data: bytes) -> str:
-    """The kind of a message, from its first bytes; "" if it is none."""
-    found = BEGINNING.match(data, 8, 8 + LONGEST_ENTRY)
+    """Return the kind of a message, from its first bytes; "" if it is not a message."""
+    found = HEAD_PATTERN.match(data, 8, 8 + MAX_ENTRY)
     return found[1].decode() if found else ""
 
 
 def read_layout(data: bytes) -> dict[str, Any]:
-    """Names, dtypes, shapes and places of a message's tensors; the message was read before."""
+    """Return names, dtypes, shapes and offsets of the tensors in a message that was decoded before."""
     size = int.from_bytes(data[:8], "little")
     return {name: entry for name, entry in json.loads(data[8 : 8 + size]).items() if name != "__metadata__"}
 
 
 def as_tensor(data: bytes) -> Tensor:
-    """Bytes as a tensor, to travel in a message."""
+    """Return bytes as a tensor, for a message."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def as_bytes(where: str, tensors: Mapping[str, Tensor], name: str) -> bytes:
-    """The inverse of `as_tensor`."""
+    """Invert `as_tensor`."""
     tensor = tensors.get(name)
     if tensor is None or tensor.dtype != torch.uint8 or tensor.dim() != 1:
         raise BadArgument(where, f"{name} must be bytes")
     return tensor.numpy().tobytes()
 
 
-def checked(where: str, values: Mapping[str, Any], wanted: Mapping[str, Any]) -> Values:
-    """The wanted values by name, each of exactly the type that is asked for; further ones are left out.
+def check_fields(where: str, values: Mapping[str, Any], wanted: Mapping[str, Any]) -> Values:
+    """Return the wanted values by name; refuse values of another type, and text of more than `MAX_TEXT` characters.
 
-    Text is refused if it has more than `LONGEST_TEXT` characters.
-
-    >>> checked("answer", {"round": 3, "names": ["a"]}, {"round": int, "names": list[str]})
+    >>> check_fields("answer", {"round": 3, "names": ["a"]}, {"round": int, "names": list[str]})
     {'round': 3, 'names': ['a']}
     """
     for name, kind in wanted.items():
@@ -120,8 +120,8 @@ def checked(where: str, values: Mapping[str, Any], wanted: Mapping[str, Any]) ->
             text = kind.__name__ if isinstance(kind, type) and not origin else str(kind)
             raise BadArgument(where, f"{name} must be {text}, got {type(value).__name__}")
         items = value if isinstance(value, list) else [value]
-        if any(type(item) is str and len(item) > LONGEST_TEXT for item in items):
-            raise BadArgument(where, f"{name} has more than {LONGEST_TEXT} characters")
+        if any(type(item) is str and len(item) > MAX_TEXT for item in items):
+            raise BadArgument(where, f"{name} has more than {MAX_TEXT} characters")
     return {name: values[name] for name in wanted}
 
 

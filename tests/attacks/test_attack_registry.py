@@ -17,7 +17,7 @@ from fedveil.errors import BadArgument
 from fedveil.models import mlp
 from fedveil.scheme import SquaredError
 from fedveil.studies.audit.rebuild import rebuild
-from fedveil.studies.digests import list_specs
+from fedveil.studies.basis import list_specs
 
 
 def fail(observed):
@@ -25,23 +25,13 @@ def fail(observed):
     raise ValueError("no such layer")
 
 
+BUGGY = {"buggy": "failed: ValueError: no such layer"}
 OWN = Attackers(models={"buggy": fail})
 REBUILDERS = Attackers(
     generic={},
-    rebuilders={
-        "buggy": fail,
-        "sketches": dbcl.rebuild_record,
-        "rows": first_layer.rebuild_selected_record,
-    },
+    rebuilders={"buggy": fail, "sketches": dbcl.rebuild_record, "rows": first_layer.rebuild_selected_record},
     rebuild_rounds=3,
 )
-
-
-def observe_random(rounds):
-    models = [built(lambda: mlp(12, OUTPUTS, hidden=8), seed) for seed in range(rounds)]
-    inputs, seen = torch.randn(30, 12).double(), tuple(Round(model, model) for model in models)
-    targets = models[0](inputs).detach()
-    return Observation("any", models[-1], models[-1], seen, inputs, targets, SquaredError(), 0.1, 0.5)
 
 
 def test_every_built_in_defence_has_attackers():
@@ -56,13 +46,10 @@ def test_every_built_in_defence_has_attackers():
     assert ATTACKERS["veil"].shadows == "plain"
 
 
-def test_a_copy_of_a_built_in_record_keeps_its_attackers_and_others_get_the_generic_ones():
+def test_a_record_keeps_its_attackers_or_names_those_of_another_package_or_gets_the_generic_ones(monkeypatch):
     assert find_attackers(dataclasses.replace(find("veil"), name="mine", settings={})) is ATTACKERS["veil"]
     assert find_attackers(Record("mine", "ours", "my_package:Mine")) == Attackers()
     assert Attackers().generic is GENERIC
-
-
-def test_a_record_names_the_attackers_of_another_package(monkeypatch):
     harder = dataclasses.replace(find("plain"), attackers=f"{__name__}:OWN")
     assert find_attackers(harder) is OWN
     monkeypatch.setitem(registry._KNOWN, "harder", harder)
@@ -73,12 +60,14 @@ def test_a_record_names_the_attackers_of_another_package(monkeypatch):
 
 
 def test_attackers_that_fail_or_do_not_apply_are_listed_and_the_others_run():
-    found = attacker_views(OWN, observe_random(3))
-    assert set(found.attackers) == {PUBLISHED, *GENERIC}
-    assert found.left_out == {"buggy": "failed: ValueError: no such layer"}
-    found = attacker_views(Attackers(models={"mean": generic.average_broadcasts}, generic={}), observe_random(1))
-    assert set(found.attackers) == {PUBLISHED}
-    assert found.left_out == {"mean": "there is only one broadcast"}
+    models = [built(lambda: mlp(12, OUTPUTS, hidden=8), seed) for seed in range(3)]
+    inputs, seen = torch.randn(30, 12).double(), tuple(Round(model, model) for model in models)
+    known = inputs, models[0](inputs).detach(), SquaredError(), 0.1, 0.5
+    found = attacker_views(OWN, Observation("any", models[-1], models[-1], seen, *known))
+    assert (set(found.attackers), found.left_out) == ({PUBLISHED, *GENERIC}, BUGGY)
+    mean = Attackers(models={"mean": generic.average_broadcasts}, generic={})
+    found = attacker_views(mean, Observation("any", models[-1], models[-1], seen[:1], *known))
+    assert (set(found.attackers), found.left_out) == ({PUBLISHED}, {"mean": "there is only one broadcast"})
 
 
 def test_each_rebuilder_applies_or_says_why_not(monkeypatch):
@@ -86,8 +75,7 @@ def test_each_rebuilder_applies_or_says_why_not(monkeypatch):
     monkeypatch.setitem(registry._KNOWN, "plain", mine)
     found = rebuild(lambda share, what: None, config_of(data="digits", defence="plain"), DIGITS, 1)
     assert set(found.psnr) == {PUBLISHED, "rows", "floor"}
-    left_out = {"buggy": "failed: ValueError: no such layer", "sketches": "the first layer is not sketched"}
-    assert found.left_out == left_out
+    assert found.left_out == {**BUGGY, "sketches": "the first layer is not sketched"}
     found = rebuild(lambda share, what: None, config_of(data="digits", defence="plain", bias=False), DIGITS, 1)
     assert not found.psnr
     assert found.left_out[PUBLISHED].startswith("the network does not begin with a Linear with a bias")

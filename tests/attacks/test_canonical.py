@@ -4,13 +4,12 @@ import pytest
 import torch
 from tests.attacks.victims import NETWORKS, build_victim, observe_broadcasts
 
-from fedveil.attacks.canonical import canonical_form, match_units
-from fedveil.attacks.canonical_gradient import flat_values
+from fedveil.attacks.canonical import canonical_form, flat_values, match_units
 from fedveil.attacks.observation import copy_with_values
 from fedveil.attacks.veil import analyse_architecture, calibrate
 from fedveil.defences import Veil
 from fedveil.federation.evaluate import predict
-from fedveil.graph.layout import unflatten
+from fedveil.graph.plan import unflatten
 from fedveil.scheme import Entropy, SquaredError
 
 

@@ -8,11 +8,10 @@ from tests.attacks.victims import IMAGES, chance, observe_leaks, sgd
 
 from fedveil.attacks.canonical_gradient import from_canonical_difference, truncated_mean
 from fedveil.attacks.gradients import cosine_distance
-from fedveil.attacks.labels import batch_labels, single_label
-from fedveil.attacks.leaked_gradients import from_difference, mean_gradients
+from fedveil.attacks.leaked_gradients import batch_labels, from_difference, mean_gradients, single_label
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.defences import Plain, Veil
-from fedveil.graph.layout import flatten
+from fedveil.graph.plan import flatten
 from fedveil.models import cnn, lenet, mlp, resnet
 from fedveil.scheme import Entropy
 
@@ -58,17 +57,12 @@ def test_directions_within_blocks_are_exact_for_a_step_of_any_size(network):
     assert float(compare(true)) < float(compare(false))
 
 
-def test_other_secrets_show_the_same():
-    distances = []
-    for secret in (0, 1):
-        _, leak, *gradients = derive(secret=secret, multiplicative=100.0)
-        distances.append([float(leak.compare(one)) for one in gradients])
-    assert distances[0] == pytest.approx(distances[1], rel=1e-6)
-
-
-def test_both_directions_must_be_removed_and_labels_follow():
+def test_other_secrets_show_the_same_both_directions_must_be_removed_and_labels_follow():
     """The change of factors moves blocks along C; an inexact k leaves some of the attacker's own part."""
-    observed, leak, true, _ = derive()
+    observed, leak, true, false = derive(multiplicative=100.0)
+    other = derive(secret=1, multiplicative=100.0)
+    distances = [[float(own.compare(one)) for one in both] for own, *both in ((leak, true, false), other[1:])]
+    assert distances[0] == pytest.approx(distances[1], rel=1e-6)
     assert float(cosine_distance(true, from_difference(observed).gradients, None)) > 0.5
     for number in range(2):
         one = dataclasses.replace(leak.compare, hidden=leak.compare.hidden[number : number + 1])

@@ -24,10 +24,14 @@ def made(build):
     return built(build, dtype=torch.float32)
 
 
-def test_layers_of_an_mlp_are_its_hidden_activations():
+def test_layers_are_hidden_activations_of_rows_and_of_sequences():
     net = made(lambda: mlp(6, 5, layers=3, hidden=8))
     for found, module in zip(layer_outputs(net, ROWS), (net, net[:6], net[:4]), strict=True):
         assert torch.allclose(found, module(ROWS))
+    net, x = net[4:], torch.randn(4, 9, 8, generator=chance())
+    for found, module in zip(layer_outputs(net, x), (net, net[:2]), strict=True):
+        assert torch.allclose(found, module(x))
+    assert layer_outputs(net, x.repeat(1, 20, 1))[1].shape == (4, 64, 8)  # at most 64 steps
 
 
 def test_layers_of_a_resnet_are_its_maps_and_their_mean():
@@ -45,23 +49,13 @@ def test_layers_of_a_resnet_are_its_maps_and_their_mean():
 def test_maps_that_a_network_flattens_stay_maps_up_to_eight_by_eight():
     net = made(lambda: cnn(3, 5, width=4, size=16))
     _, second, third = layer_outputs(net, IMAGES)
-    with torch.no_grad():
-        assert torch.allclose(third, net[:8](IMAGES), atol=1e-6)
-        assert torch.allclose(second, net[:11](IMAGES), atol=1e-6)
+    assert torch.allclose(third, net[:8](IMAGES), atol=1e-6)
+    assert torch.allclose(second, net[:11](IMAGES), atol=1e-6)
     large = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(), nn.Linear(2 * 256, 5))
-    _, maps = layer_outputs(made(lambda: large), IMAGES)
+    _, maps = layer_outputs(large, IMAGES)
     assert torch.allclose(maps, F.avg_pool2d(large[0](IMAGES), 2), atol=1e-6)  # of 16 x 16
     gradient = record_features(large, IMAGES, CLASSES, SquaredError(), extras=("gradient",))["gradient"]
     assert gradient.shape == (7, 5, 2 * 256 + 1)  # of what the Linear takes in, not of averaged maps
-
-
-def test_sequences_keep_their_steps():
-    net = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)))
-    x = torch.randn(4, 9, 6, generator=chance())
-    last, second = layer_outputs(net, x)
-    assert torch.allclose(last, net(x))
-    assert torch.allclose(second, net[:2](x))
-    assert layer_outputs(net, x.repeat(1, 20, 1))[1].shape == (4, 64, 8)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +93,7 @@ def test_the_head_gradient_is_that_of_autograd(loss):
 
 
 def test_shallow_networks_have_fewer_layers_and_odd_ones_are_refused():
-    assert len(layer_outputs(made(lambda: mlp(6, 5, layers=1)), ROWS)) == 2
-    assert len(layer_outputs(made(lambda: nn.Linear(6, 5)), ROWS)) == 1
+    assert [len(layer_outputs(net, ROWS)) for net in (made(lambda: mlp(6, 5, layers=1)), nn.Linear(6, 5))] == [2, 1]
     softmax = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.Softmax(1))
     assert not ends_in_linear(softmax, ROWS)
     for feature, why in (("gradient", r"ends in nn\.Linear"), ("colour", "unknown feature 'colour'")):

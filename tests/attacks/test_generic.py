@@ -17,17 +17,17 @@ from fedveil.federation import Federation
 from fedveil.federation.evaluate import predict
 from fedveil.models import mlp, resnet
 from fedveil.scheme import CrossEntropy, SquaredError
-from fedveil.studies.observation import observe
+from fedveil.studies.federations import observe
 
 ROUNDS = 6
 INPUTS = torch.randn(300, 12, generator=chance(1), dtype=torch.float64)
 
 
-def network():
-    return built(lambda: mlp(12, OUTPUTS, hidden=32))
+def network(hidden=32):
+    return built(lambda: mlp(12, OUTPUTS, hidden=hidden))
 
 
-def seen(models, inputs=INPUTS, targets=INPUTS, loss=None):
+def observe_models(models, inputs=INPUTS, targets=INPUTS, loss=None):
     rounds = tuple(Round(model, model) for model in models)
     return Observation("any", models[-1], models[-1], rounds, inputs, targets, loss or SquaredError(), 0.1, 0.5)
 
@@ -36,7 +36,7 @@ def flat(model):
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def noised(noises):
+def add_noise(noises):
     """The network with each of the noises added to its parameters."""
     models = [network() for _ in noises]
     for model, noise in zip(models, noises, strict=True):
@@ -44,36 +44,29 @@ def noised(noises):
     return models
 
 
-def test_the_mean_of_broadcasts_loses_independent_noise_with_the_root_of_their_number():
+def test_the_mean_of_broadcasts_loses_noise_that_is_independent_or_subtracted_again():
     true = flat(network())
-    models = noised(torch.randn(ROUNDS, len(true), generator=chance(), dtype=torch.float64))
-    found = average_broadcasts(seen(models)).model
+    noise = torch.randn(ROUNDS, len(true), generator=chance(), dtype=torch.float64)
+    models = add_noise(noise)
+    found = average_broadcasts(observe_models(models)).model
     ratio = float((flat(found) - true).norm() / (flat(models[-1]) - true).norm()) * ROUNDS**0.5
     assert abs(ratio - 1) < 4 * (1 / len(true)) ** 0.5  # two norms of normal vectors, each 1 / sqrt(2 n) wide
+    found = average_broadcasts(observe_models(add_noise([noise[0], -noise[0]]))).model
+    assert (flat(found) - true).norm() < 1e-12 * noise[0].norm()
 
 
-def test_noise_that_is_subtracted_in_the_next_round_is_gone():
-    true = flat(network())
-    noise = torch.randn(len(true), generator=chance(), dtype=torch.float64)
-    found = average_broadcasts(seen(noised([noise, -noise]))).model
-    assert (flat(found) - true).norm() < 1e-12 * noise.norm()
-
-
-def test_integers_of_a_broadcast_are_the_last_ones():
+def test_broadcasts_can_be_averaged_if_they_differ_in_values_only_and_integers_are_the_last_ones():
+    one, other = network(), network(8)
+    for models, why in (([one], "one broadcast"), ([one, one], "the same"), ([other, one], "names or shapes")):
+        with pytest.raises(DoesNotApply, match=why):
+            average_broadcasts(observe_models(models))
     first, last = (built(lambda: resnet(8, 3, OUTPUTS, width=4, norm="batch")) for _ in range(2))
     count = next(name for name in last.state_dict() if name.endswith("num_batches_tracked"))
     last.get_buffer(count).fill_(7)
-    assert int(average_broadcasts(seen([first, last])).model.state_dict()[count]) == 7
+    assert int(average_broadcasts(observe_models([first, last])).model.state_dict()[count]) == 7
 
 
-def test_there_must_be_broadcasts_that_can_be_averaged():
-    one, other = network(), built(lambda: mlp(12, OUTPUTS, hidden=8))
-    for models, why in (([one], "one broadcast"), ([one, one], "the same"), ([other, one], "names or shapes")):
-        with pytest.raises(DoesNotApply, match=why):
-            average_broadcasts(seen(models))
-
-
-def shifted(model):
+def shift(model):
     """The model behind a secret affine map of its outputs."""
     secret = nn.Linear(OUTPUTS, OUTPUTS).double()
     with torch.no_grad():
@@ -87,8 +80,8 @@ def test_a_secret_affine_map_of_the_outputs_is_reversed(loss):
     model = network()
     truth = predict(model, INPUTS)
     targets = truth if isinstance(loss, SquaredError) else (5 * truth).softmax(1)
-    view, held_out = shifted(model), torch.randn(200, 12, generator=chance(4), dtype=torch.float64)
-    found = calibrate_outputs(seen([view], targets=targets, loss=loss)).model
+    view, held_out = shift(model), torch.randn(200, 12, generator=chance(4), dtype=torch.float64)
+    found = calibrate_outputs(observe_models([view], targets=targets, loss=loss)).model
     wanted, got = predict(model, held_out), predict(found, held_out)
     assert (predict(view, held_out).argmax(1) == wanted.argmax(1)).double().mean() < 0.5
     assert (got.argmax(1) == wanted.argmax(1)).double().mean() > 0.95
@@ -100,7 +93,7 @@ def test_a_secret_affine_map_of_the_outputs_is_reversed(loss):
 def test_labels_without_relation_to_the_records_give_nothing():
     model = network()
     truth = predict(model, INPUTS)
-    observed = seen([shifted(model)], targets=truth[torch.randperm(len(truth), generator=chance())])
+    observed = observe_models([shift(model)], targets=truth[torch.randperm(len(truth), generator=chance())])
     answers = predict(calibrate_outputs(observed).model, INPUTS).argmax(1)
     constant = (truth.argmax(1) == truth.mean(0).argmax()).double().mean()
     assert (answers == truth.argmax(1)).double().mean() < constant + 0.15
@@ -110,11 +103,9 @@ def test_calibration_needs_labels_and_a_row_of_finite_outputs():
     model, broken = network(), network()
     nn.init.constant_(broken[-1].bias, float("nan"))
     deep = nn.Sequential(model, nn.Unflatten(1, (1, OUTPUTS)))
-    for observed, why in (
-        (seen([model], INPUTS[:0], INPUTS[:0]), "no labelled records"),
-        (seen([deep]), "more than one row"),
-        (seen([broken]), "not finite"),
-    ):
+    unlabelled = observe_models([model], INPUTS[:0], INPUTS[:0])
+    cases = {"no labelled": unlabelled, "than one row": observe_models([deep]), "not finite": observe_models([broken])}
+    for why, observed in cases.items():
         with pytest.raises(DoesNotApply, match=why):
             calibrate_outputs(observed)
 
@@ -145,4 +136,4 @@ def test_a_search_needs_images_with_classes():
     with pytest.raises(DoesNotApply, match="does not begin with a Linear with a bias, and records are not images"):
         rebuild_record(observe_plain(model, (12,))[0])
     with pytest.raises(DoesNotApply, match="needs classes"):
-        invert_gradient(seen([network()], torch.rand(3, 1, 8, 8), torch.rand(3, 1)), "it is convolutional")
+        invert_gradient(observe_models([network()], torch.rand(3, 1, 8, 8), torch.rand(3, 1)), "it is convolutional")

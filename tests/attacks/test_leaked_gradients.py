@@ -1,21 +1,24 @@
-"""The gradients that an attacker obtains are those of the victim."""
+"""The gradients that an attacker obtains are those of the victim, or of sums of clients; they reveal labels."""
 
 import dataclasses
+from fractions import Fraction
 
 import pytest
 import torch
-from tests.attacks.victims import observe_leaks
+from tests.attacks.victims import DIGITS, chance, observe_leaks
 from tests.oracle import built
 
-from fedveil.attacks.leaked_gradients import from_difference, from_upload, full_weights, mean_gradients, sketch_weights
+from fedveil.attacks import leaked_gradients as leaked
+from fedveil.attacks.leaked_gradients import Leak, from_difference, mean_gradients, secure_sum, single_label
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
 from fedveil.errors import BadArgument
-from fedveil.models import lenet
+from fedveil.models import lenet, mlp
 from fedveil.scheme import Entropy, find_loss
 from fedveil.studies.gradients.run import MISMATCHED
 
 EPS = torch.finfo(torch.float64).eps
+LOSSES = pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
 
 
 def network():
@@ -35,7 +38,7 @@ def rounding(observed, gradients):
     return 8 * EPS * float(size / wanted) / (observed.learning_rate * (1 - observed.share))
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
+@LOSSES
 def test_two_broadcasts_show_the_victims_gradient(loss):
     leaks, observed, victim = observe_leaks(network, Plain(), loss)
     wanted = mean_gradients(built(network), find_loss(loss), *victim)
@@ -58,11 +61,11 @@ def test_sketches_show_the_layers_that_are_not_sketched():
     plain, sketched = ["0.weight", "0.bias", "7.weight", "7.bias"], ["2.weight", "4.weight"]
     assert relative(leaks["V-diff"].gradients, wanted, plain) < rounding(observed, wanted)
     assert relative(leaks["V-diff"].gradients, wanted, sketched) > 1
-    again = sketch_weights(own, full_weights(own))
+    again = leaked.sketch_weights(own, leaked.full_weights(own))
     assert all(torch.allclose(again[name], value, rtol=1e-14, atol=0) for name, value in own.named_parameters())
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
+@LOSSES
 def test_a_veils_upload_is_a_gradient_of_a_network_that_every_client_knows(loss):
     leaks, _, victim = observe_leaks(network, Veil(entropy=Entropy.for_tests(0)), loss)
     leak, before = leaks["V-up"], built(network)
@@ -84,4 +87,70 @@ def test_the_round_of_a_difference_can_be_chosen_and_must_have_a_next_one_and_gr
     with pytest.raises(DoesNotApply, match="it needs a round and the one after it"):
         from_difference(observed, -1)
     with pytest.raises(BadArgument, match="a str holds no gradients"):
-        from_upload(observed.rounds[0], "letter", observed.loss)
+        leaked.from_upload(observed.rounds[0], "letter", observed.loss)
+
+
+@LOSSES
+@pytest.mark.parametrize("bias", [True, False])
+def test_labels_follow_from_the_head(loss, bias):
+    net = built(lambda: mlp(64, 10, layers=1, hidden=200, bias=bias), dtype=torch.float32)
+    inputs, targets, found = DIGITS.train.inputs, DIGITS.train.targets, find_loss(loss)
+
+    def leak(rows):
+        return Leak(net, mean_gradients(net, found, inputs[rows], targets[rows]), found)
+
+    assert [single_label(leak([row])) for row in range(20)] == targets[:20].tolist()
+    twice = [*range(4), *range(4)]
+    assert leaked.batch_labels(leak(twice), 8, inputs[100:]) == sorted(targets[twice].tolist())
+    with pytest.raises(BadArgument, match="no Linear"):
+        single_label(Leak(torch.nn.Conv2d(1, 1, 1), {}, found))
+
+
+HALF_ULP = 2.0**-53  # of a float64
+RECORDS = (3, 1, 7, 2, 5)
+
+
+def updates(scale=1.0):
+    random, shapes = chance(), {"weight": (4, 3), "bias": (4,)}
+    return [{name: scale * torch.randn(s, generator=random) for name, s in shapes.items()} for _ in RECORDS]
+
+
+def bound(own, name, records):
+    """n 2^-(b + 1), as the docstring has it."""
+    weighted = torch.stack([count * one[name].double() for one, count in zip(own, records, strict=True)])
+    return len(weighted) * 2.0 ** -(leaked.fraction_bits(weighted) + 1)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e6])
+def test_the_error_of_a_sum_is_that_of_its_fixed_point(scale):
+    own = updates(scale)
+    found = secure_sum(own, RECORDS)
+    assert found.records == sum(RECORDS)
+    for name in own[0]:
+        pairs = zip(own, RECORDS, strict=True)
+        rows = [[count * Fraction(value) for value in one[name].flatten().tolist()] for one, count in pairs]
+        for value, *exact in zip(found.values[name].flatten().tolist(), *rows, strict=True):
+            assert abs(Fraction(value) - sum(exact)) <= bound(own, name, RECORDS) + HALF_ULP * abs(value)
+
+
+@pytest.mark.parametrize("clients", [1, 2, 3, 4, 5, 100])
+def test_fraction_bits_leave_headroom_for_the_sum_of_all_clients(clients):
+    weighted = torch.full((clients, 2), 1.75, dtype=torch.float64)
+    total = clients * 1.75 * 2.0 ** leaked.fraction_bits(weighted)
+    assert 2.0 ** (63 - 8 - 3) < total < 2.0 ** (63 - 8)  # all is used but the sign, spare bits and powers of two
+
+
+def test_the_difference_of_two_sums_is_the_update_of_the_client_that_is_in_one_of_them():
+    own = updates()
+    total, others = secure_sum(own, RECORDS), secure_sum(own[1:], RECORDS[1:])
+    found = total - others
+    assert found.records == RECORDS[0]
+    for name, wanted in own[0].items():
+        wrong = bound(own, name, RECORDS) + bound(own[1:], name, RECORDS[1:])
+        rounded = 4 * HALF_ULP * sum(count * one[name].abs().max() for one, count in zip(own, RECORDS, strict=True))
+        assert (found.mean()[name] - wanted.double()).abs().max() <= (wrong + rounded) / RECORDS[0]
+        assert (total.mean()[name] - wanted).abs().max() > 1e6 * wrong  # the sum itself is far away
+    with pytest.raises(BadArgument, match="it is over -3 records"):
+        (others - total).mean()
+    with pytest.raises(BadArgument, match="it is over 0 records"):
+        leaked.Sum({}, 0).mean()

@@ -12,24 +12,13 @@ from scipy.stats import norm
 from tests.attacks.leaking import CLASSES, memorise, records
 from tests.attacks.victims import chance as seeded
 
+from fedveil.attacks import membership
 from fedveil.attacks.features import losses
-from fedveil.attacks.membership import (
-    FALLBACK,
-    GRID,
-    Shadows,
-    calibrated_scores,
-    choose_a,
-    confidence,
-    halves,
-    lira,
-    loss_scores,
-    rmia,
-    shadow_scores,
-)
+from fedveil.attacks.membership import Shadows, calibrated_scores, choose_a, confidence, halves, lira, shadow_scores
 from fedveil.attacks.scores import auc
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import predict
-from fedveil.scheme import CrossEntropy, LogCosh, SquaredError
+from fedveil.scheme.losses import CrossEntropy, LogCosh, SquaredError
 
 COUNT = 200
 
@@ -53,7 +42,7 @@ def test_scores_win_on_a_model_that_leaks_and_guess_on_one_that_cannot(pool, lea
     found = losses(SquaredError(), outputs, targets)
     known = slice(COUNT, COUNT + COUNT // 2)
     scores = {
-        "loss": loss_scores(found).numpy(),
+        "loss": membership.loss_scores(found).numpy(),
         "by class": calibrated_scores(found, targets, found[known], targets[known]).numpy(),
         **shadow_scores(outputs.numpy(), pool["shadows"], np.arange(2 * COUNT)[known], both=True),
     }
@@ -74,38 +63,28 @@ def test_log_odds_are_those_of_softmax(seed):
     chance = np.random.default_rng(seed)
     logits, classes = chance.normal(0, 5, (6, 4)), chance.integers(0, 4, 6)
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    true = p[np.arange(6), classes]
     others = np.where(np.arange(4) == classes[:, None], 0, p).sum(1)
-    assert np.allclose(confidence(logits, classes), np.log(true) - np.log(others))
+    assert np.allclose(confidence(logits, classes), np.log(p[np.arange(6), classes]) - np.log(others))
     assert np.isfinite(confidence(1e6 * logits, classes)).all()
 
 
-def test_lira_is_the_ratio_of_two_normal_densities():
-    chance = np.random.default_rng(0)
-    inside = halves(5, 4, seeded(0))
-    shadow, phi = chance.normal(0, 2, (4, 5)), chance.normal(0, 2, 5)
-    spread, middle = {}, {}
-    for kind, chosen in (("in", inside), ("out", ~inside)):
-        middle[kind] = [np.median(shadow[chosen[:, x], x]) for x in range(5)]
-        spread[kind] = math.sqrt(np.mean([(shadow[k, x] - middle[kind][x]) ** 2 for k, x in np.argwhere(chosen)]))
-    want = norm.logpdf(phi, middle["in"], spread["in"]) - norm.logpdf(phi, middle["out"], spread["out"])
-    assert np.allclose(lira(phi, shadow, inside), want)
-    assert np.allclose(lira(phi, shadow, inside, online=False), norm.cdf(phi, middle["out"], spread["out"]))
-
-
-def test_with_64_shadows_each_record_has_its_own_spread():
-    chance = np.random.default_rng(0)
-    inside = halves(3, 64, seeded(0))
-    shadow, phi = chance.normal(0, [1, 5, 20], (64, 3)), np.ones(3)
-    outs = [shadow[~inside[:, x], x] for x in range(3)]
-    want = [norm.cdf(1, np.median(values), values.std()) for values in outs]
-    assert np.allclose(lira(phi, shadow, inside, online=False), want)
+@pytest.mark.parametrize("shadows", [4, 64])  # with 64, each record has its own deviation
+def test_lira_is_the_ratio_of_two_normal_densities(shadows):
+    chance, inside = np.random.default_rng(0), halves(5, shadows, seeded(0))
+    shadow, phi = chance.normal(0, [1, 2, 5, 9, 20], (shadows, 5)), chance.normal(0, 2, 5)
+    fits = []
+    for chosen in (inside, ~inside):
+        columns = [shadow[chosen[:, x], x] for x in range(5)]
+        middle = [np.median(values) for values in columns]
+        gaps = np.concatenate([values - m for values, m in zip(columns, middle, strict=True)])
+        fits.append((middle, [v.std() for v in columns] if shadows == 64 else math.sqrt(np.mean(gaps**2))))
+    assert np.allclose(lira(phi, shadow, inside), norm.logpdf(phi, *fits[0]) - norm.logpdf(phi, *fits[1]))
+    assert np.allclose(lira(phi, shadow, inside, online=False), norm.cdf(phi, *fits[1]))
 
 
 @pytest.mark.parametrize("a", [0.0, 0.3, 1.0])
 def test_rmia_counts_population_records_that_are_less_likely_members(a):
-    chance = np.random.default_rng(0)
-    inside = halves(8, 4, seeded(0))
+    chance, inside = np.random.default_rng(0), halves(8, 4, seeded(0))
     shadow, target = chance.uniform(0, 1, (4, 8)), chance.uniform(0, 1, 8)
 
     def ratio(x):
@@ -114,14 +93,14 @@ def test_rmia_counts_population_records_that_are_less_likely_members(a):
 
     population = np.array([1, 4, 6])
     want = [np.mean([ratio(x) / ratio(z) > 1 for z in population]) for x in range(8)]
-    assert np.allclose(rmia(target, shadow, inside, population, a=a), want)
+    assert np.allclose(membership.rmia(target, shadow, inside, population, a=a), want)
 
 
 def test_a_is_chosen_on_a_shadow_and_falls_back_without_one_to_spare(pool):
     shadows = pool["shadows"]
     shadow = np.exp(-np.logaddexp(0, -confidence(shadows.outputs / shadows.temperature, shadows.classes)))
-    assert choose_a(shadow, shadows.inside) in GRID
-    assert choose_a(shadow[:2], shadows.inside[:2]) == FALLBACK
+    assert choose_a(shadow, shadows.inside) in membership.GRID
+    assert choose_a(shadow[:2], shadows.inside[:2]) == membership.FALLBACK
 
 
 @given(records=st.integers(2, 40), pairs=st.integers(1, 4), seed=st.integers(0, 100))
@@ -137,14 +116,13 @@ def test_every_record_is_in_half_of_the_shadows(records, pairs, seed):
 
 def test_shadows_that_do_not_fit_are_refused(pool):
     own = pool["shadows"]
-    with pytest.raises(BadArgument, match="they come in pairs, got 3"):
-        halves(10, 3, torch.Generator())
-    with pytest.raises(BadArgument, match="inside all shadows"):
-        Shadows(own.outputs[:1], own.inside[:1], own.targets, own.loss)
-    with pytest.raises(BadArgument, match="4 shadows of 400 records"):
-        Shadows(own.outputs[:3], own.inside, own.targets, own.loss)
-    with pytest.raises(BadArgument, match="inside no shadow"):
-        shadow_scores(own.outputs[0], replace(own, inside=own.inside & False), np.arange(5), both=True)
-    with pytest.raises(BadArgument, match="log_cosh gives no probabilities"):
-        _ = replace(own, loss=LogCosh()).temperature
+    for call, why in (
+        (lambda: halves(10, 3, torch.Generator()), "they come in pairs, got 3"),
+        (lambda: Shadows(own.outputs[:1], own.inside[:1], own.targets, own.loss), "inside all shadows"),
+        (lambda: Shadows(own.outputs[:3], own.inside, own.targets, own.loss), "4 shadows of 400 records"),
+        (lambda: shadow_scores(own.outputs[0], replace(own, inside=own.inside & False), [0], both=True), "no shadow"),
+        (lambda: replace(own, loss=LogCosh()).temperature, "log_cosh gives no probabilities"),
+    ):
+        with pytest.raises(BadArgument, match=why):
+            call()
     assert replace(own, loss=CrossEntropy()).temperature == 1

@@ -9,18 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from fedveil.attacks.scores import (
-    Estimate,
-    auc,
-    average,
-    balanced_accuracy,
-    best_threshold,
-    has_enough,
-    proportion,
-    roc,
-    threshold_at,
-    tpr_at,
-)
+from fedveil.attacks import scores
+from fedveil.attacks.scores import Estimate, auc, balanced_accuracy, best_threshold, proportion, roc, tpr_at
 from fedveil.errors import BadArgument
 
 SCORES = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=12)
@@ -29,10 +19,9 @@ SCORES = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=12)
 @given(members=SCORES, others=SCORES)
 def test_auc_is_the_share_of_pairs_in_order_with_ties_by_half(members, others):
     pairs = [(a > b) + (a == b) / 2 for a, b in itertools.product(members, others)]
-    found = auc(members, others)
+    found, turned = auc(members, others), auc([-a for a in members], [-b for b in others])
     assert found.value == pytest.approx(sum(pairs) / len(pairs), abs=1e-12)
     assert 0 <= found.low <= found.value <= found.high <= 1
-    turned = auc([-a for a in members], [-b for b in others])
     assert turned.value == pytest.approx(1 - found.value, abs=1e-12)
 
 
@@ -41,16 +30,14 @@ def test_the_best_threshold_is_the_best_of_all(members, others):
     def accuracy(threshold):
         return (np.mean(np.array(members) >= threshold) + np.mean(np.array(others) < threshold)) / 2
 
-    every = [-math.inf, *members, *others, math.inf]
     chosen = best_threshold(members, others)
-    assert accuracy(chosen) == pytest.approx(max(map(accuracy, every)), abs=1e-12)
+    assert accuracy(chosen) == pytest.approx(max(map(accuracy, [-math.inf, *members, *others, math.inf])), abs=1e-12)
     assert balanced_accuracy(members, others, chosen).value == pytest.approx(accuracy(chosen), abs=1e-12)
 
 
 @given(members=SCORES, others=SCORES, rate=st.sampled_from([0.01, 0.1, 0.25, 0.5, 1.0]))
 def test_a_true_positive_rate_keeps_the_false_positive_rate(members, others, rate):
-    threshold = threshold_at(others, rate)
-    assert np.mean(np.array(others) > threshold) <= rate
+    assert np.mean(np.array(others) > scores.threshold_at(others, rate)) <= rate
     lower = [t for t in [-math.inf, *others] if np.mean(np.array(others) > t) <= rate]
     assert tpr_at(members, others, rate).value == max(np.mean(np.array(members) > t) for t in lower)
 
@@ -62,31 +49,29 @@ def test_clopper_pearson_ends_leave_half_of_the_error_on_each_side(hits, trials)
     assert binom.cdf(hits, trials, found.high) == pytest.approx(0.025) if hits < trials else found.high == 1
 
 
-def coverage(interval, truth, trials=400):
-    return sum(truth in interval(np.random.default_rng(seed)) for seed in range(trials)) / trials
-
-
-LEAST = 0.95 - 3 * math.sqrt(0.95 * 0.05 / 400)  # three standard errors of 400 trials
-
-
 def test_the_interval_of_a_mean_is_students():
-    found = average([1.0, 2.0, 3.0])
+    found = scores.average([1.0, 2.0, 3.0])
     reach = 4.302652730 / 3**0.5  # the quantile 0.975 with two degrees of freedom, from a printed table
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - reach, 2 + reach))
-    assert average([1.0]) == Estimate(1.0, 1.0, 1.0)
+    assert scores.average([1.0]) == Estimate(1.0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize("shift", [0.0, 1.0, 2.0])
-def test_intervals_of_auc_have_their_coverage(shift):
+def areas(shift, r):
     truth = 0.5 * math.erfc(-shift / 2)  # P(N(shift, 1) > N(0, 1))
-    assert coverage(lambda r: auc(r.normal(shift, 1, 150), r.normal(0, 1, 150)), truth) >= LEAST
+    return truth in auc(r.normal(shift, 1, 150), r.normal(0, 1, 150))
 
 
-@pytest.mark.parametrize("shift", [0.0, 1.0, 4.0])
-def test_intervals_of_balanced_accuracy_have_their_coverage(shift):
+def accuracies(shift, r):
     truth = 0.5 * math.erfc(-shift / 2 / math.sqrt(2))
-    found = coverage(lambda r: balanced_accuracy(r.normal(shift, 1, 80), r.normal(0, 1, 120), shift / 2), truth)
-    assert found >= LEAST
+    return truth in balanced_accuracy(r.normal(shift, 1, 80), r.normal(0, 1, 120), shift / 2)
+
+
+@pytest.mark.parametrize(
+    ("covers", "shift"), [*[(areas, s) for s in (0.0, 1.0, 2.0)], *[(accuracies, s) for s in (0.0, 1.0, 4.0)]]
+)
+def test_intervals_have_their_coverage(covers, shift):
+    found = sum(covers(shift, np.random.default_rng(seed)) for seed in range(400)) / 400
+    assert found >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 400)  # three standard errors of 400 trials
 
 
 def test_perfect_and_tied_scores_have_intervals_with_a_width():
@@ -98,16 +83,15 @@ def test_perfect_and_tied_scores_have_intervals_with_a_width():
 
 
 def test_a_rate_takes_ten_expected_false_positives():
-    asked = [(10_000, 0.001), (9_999, 0.001), (1_000, 0.01), (999, 0.01)]
-    assert [has_enough(*one) for one in asked] == [True, False, True, False]
+    cases = [(10_000, 0.001), (9_999, 0.001), (1_000, 0.01), (999, 0.01)]
+    assert [scores.has_enough(*case) for case in cases] == [True, False, True, False]
 
 
 def test_a_roc_curve_rises_from_one_false_positive_to_all():
     chance = np.random.default_rng(0)
     members, others = chance.normal(1, 1, 300), chance.normal(0, 1, 500)
     curve = roc(members, others)
-    assert curve[0][0] == 1 / 500
-    assert curve[-1] == (1.0, 1.0)
+    assert (curve[0][0], curve[-1]) == (1 / 500, (1.0, 1.0))
     assert all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(curve))
     assert dict(curve)[1 / 500] == tpr_at(members, others, 1 / 500).value
 

@@ -19,19 +19,14 @@ def pair(seed, shape):
 
 def slow_ssim(a, b, size):
     """One window after another, as Wang et al. write it."""
-    weights = np.array(
-        [[math.exp(-((i - size // 2) ** 2 + (j - size // 2) ** 2) / 4.5) for j in range(size)] for i in range(size)]
-    )
-    weights /= weights.sum()
-    found = []
-    for channel in range(a.shape[0]):
-        for i, j in itertools.product(range(a.shape[1] - size + 1), range(a.shape[2] - size + 1)):
-            x, y = (image[channel, i : i + size, j : j + size] for image in (a, b))
-            mx, my = (weights * x).sum(), (weights * y).sum()
-            vx, vy = (weights * (x - mx) ** 2).sum(), (weights * (y - my) ** 2).sum()
-            both = (weights * (x - mx) * (y - my)).sum()
-            top = (2 * mx * my + 1e-4) * (2 * both + 9e-4)
-            found.append(top / ((mx**2 + my**2 + 1e-4) * (vx + vy + 9e-4)))
+    line = np.exp(-((np.arange(size) - size // 2) ** 2) / 4.5)
+    weights, found = np.outer(line, line) / line.sum() ** 2, []
+    for channel, i, j in itertools.product(range(len(a)), *(range(n - size + 1) for n in a.shape[1:])):
+        x, y = (image[channel, i : i + size, j : j + size] for image in (a, b))
+        mx, my = (weights * x).sum(), (weights * y).sum()
+        vx, vy = (weights * (x - mx) ** 2).sum(), (weights * (y - my) ** 2).sum()
+        top = (2 * mx * my + 1e-4) * (2 * (weights * (x - mx) * (y - my)).sum() + 9e-4)
+        found.append(top / ((mx**2 + my**2 + 1e-4) * (vx + vy + 9e-4)))
     return sum(found) / len(found)
 
 
@@ -46,7 +41,7 @@ def test_squared_error_and_psnr_are_what_loops_give(seed, records, channels):
 
 @pytest.mark.parametrize(
     ("level", "settings", "decibels"),
-    [(1, {}, 0.0), (0.1, {}, 20.0), (0, {}, 120.0), (1, {"peak": 10.0}, 20.0), (0, {"maximum": 100.0}, 100.0)],
+    [(0.1, {}, 20.0), (0, {}, 120.0), (1, {"peak": 10.0}, 20.0), (0, {"maximum": 100.0}, 100.0)],
 )
 def test_psnr_of_known_images(level, settings, decibels):
     black = torch.zeros(1, 1, 8, 8)
@@ -54,18 +49,12 @@ def test_psnr_of_known_images(level, settings, decibels):
 
 
 @pytest.mark.parametrize(("side", "size"), [(8, 7), (15, 7), (16, 11), (20, 11)])
-def test_ssim_is_what_loops_give(side, size):
+def test_ssim_is_what_loops_give_and_1_for_equal_images(side, size):
     a, b = pair(side, (2, 3, side, side))
     b = 0.5 * a + 0.5 * b
     slow = [slow_ssim(x.double().numpy(), y.double().numpy(), size) for x, y in zip(a, b, strict=True)]
     assert ssim(a, b) == pytest.approx(slow, rel=1e-9)
-
-
-def test_ssim_of_equal_images_is_one_and_falls_with_noise():
-    a, b = pair(0, (1, 1, 16, 16))
-    assert ssim(a, a) == pytest.approx([1.0], rel=1e-9)
-    falling = [ssim((1 - part) * a + part * b, a)[0] for part in (0, 0.1, 0.3, 1)]
-    assert falling == sorted(falling, reverse=True)
+    assert ssim(a, a) == pytest.approx([1.0, 1.0], rel=1e-9)
 
 
 @given(seed=st.integers(0, 10**6), records=st.integers(1, 5))
@@ -77,12 +66,6 @@ def test_matching_is_the_best_of_all_orders(seed, records):
 
     best = min(cost(order) for order in itertools.permutations(range(records)))
     assert cost(match(found, true)) == pytest.approx(best, rel=1e-12)
-
-
-def test_a_shuffled_batch_is_put_back_in_order():
-    true = pair(3, (6, 3, 8, 8))[0]
-    found = true[torch.randperm(6, generator=chance(1))]
-    assert torch.equal(found[match(found, true)], true)
 
 
 def test_total_variation_is_the_mean_step_across_plus_the_mean_step_down():

@@ -1,4 +1,4 @@
-"""Every test has a cache of its own and no data folder; real files are used only where a test asks for them."""
+"""Every test has its own cache and no data folder; real files are used only where a test asks for them."""
 
 import os
 import shutil

@@ -1,38 +1,47 @@
-"""The catalogue: every data set is registered with its files, and unknown names and options are refused."""
+"""The catalogue: every data set with its files; unknown names, options and unreadable files are refused."""
 
 import inspect
+import os
 
 import pytest
 from tests.data.making import class_folders, refused, write_zip
 
+from fedveil.cli import main
 from fedveil.data import available, load
-from fedveil.data.catalogue import LOADERS
+from fedveil.data.catalogue import CATALOGUE, find_loader
+
+TOO_LONG = "x" * 300
+FILES = ("bank", "cifar10", "cifar100", "csv", "images", "lesion")
 
 
-def test_every_loader_is_in_the_catalogue():
-    assert [info.name for info in available()] == sorted(LOADERS)
-
-
-def test_options_are_keywords_with_types():
-    for loader in LOADERS.values():
-        for option in inspect.signature(loader).parameters.values():
+def test_every_data_set_has_a_source_a_licence_and_a_loader_with_typed_options():
+    for info in available():
+        assert all((info.description, info.source, info.licence))
+        for option in inspect.signature(find_loader(info.name)).parameters.values():
             assert option.kind is option.KEYWORD_ONLY
             assert option.annotation is not option.empty
+    assert [info.name for info in available()] == sorted(CATALOGUE)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "texts"),
     [
-        ("cifar-10", {}, ["load: there is no data set 'cifar-10'", "'cifar10' is the nearest of"]),
+        ("cifar-10", {}, ["load: there is no data set 'cifar-10'", "use 'cifar10'"]),
         ("zzzz", {}, ["there is no data set 'zzzz'", "one of 'bank'"]),
-        ("digits", {"flatt": True}, ["load('digits'): there is no option 'flatt'", "'flat' is the nearest"]),
-        ("diabetes", {"flat": True}, ["load('diabetes'): there is no option 'flat'"]),
-        ("digits", {"flat": "yes"}, ["flat is 'yes'", "give flat as bool"]),
-        ("cifar10", {"train_size": 2.5}, ["train_size is 2.5", "train_size as int or None"]),
+        ("digits", {"flatt": True}, ["load('digits'): there is no option 'flatt'", "use 'flat'"]),
+        ("digits", {"flat": "yes"}, ["flat must be a valid boolean, got 'yes'"]),
+        ("cifar10", {"train_size": 2.5}, ["train_size must be a valid integer, got 2.5"]),
+        ("cifar10", {"size": 20}, ["size must be 32, 16 or 8, got 20"]),
+        ("lesion", {"size": 65}, ["size must be less than or equal to 64, got 65"]),
+        ("images", {"size": 0}, ["size must be greater than or equal to 1, got 0"]),
+        ("images", {"test_share": 1.0}, ["test_share must be less than 1, got 1.0"]),
+        ("bank", {"task": "classify"}, ["task must be 'classification' or 'regression', got 'classify'"]),
+        ("csv", {"missing": "guess"}, ["missing must be 'refuse', 'drop' or 'impute', got 'guess'"]),
+        ("csv", {"ignore": [3]}, ["ignore must be a valid string, got [3]"]),
         ("digits", {"path": "x"}, ["it comes with the library and takes no path"]),
         ("images", {}, ["load('images'): it needs a path", "load('images', path="]),
         ("images", {"path": "/no/such"}, ["/no/such: there is no such file"]),
-        ("csv", {}, ["load('csv'): it needs a path"]),
+        ("csv", {"path": "~nobody-of-this-name/mine.csv"}, ["~nobody-of-this-name/mine.csv: there is no such file"]),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(name, options, texts):
@@ -41,7 +50,7 @@ def test_what_cannot_be_loaded_is_refused(name, options, texts):
 
 
 @pytest.mark.parametrize("name", ["bank", "cifar10", "cifar100", "lesion"])
-def test_missing_files_are_named_with_their_place(name, tmp_path, monkeypatch):
+def test_missing_files_are_named_with_their_folder(name, tmp_path, monkeypatch):
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
     with refused(tmp_path / name, "no such folder", "put ", f"into {tmp_path / name}", f"`fedveil data get {name}`"):
         load(name)
@@ -64,7 +73,36 @@ def test_the_catalogue_says_what_is_there(tmp_path, monkeypatch):
     assert found["cifar10"] == ("found", archive)
     assert found["cifar100"] == ("found", tmp_path / "cifar100")
     assert found["bank"] == ("missing", tmp_path / "bank")
+    with refused(tmp_path, "several archives could be 'cifar100': a.zip, b.zip", "with path="):
+        load("cifar100")
 
 
-def test_every_data_set_names_source_and_licence():
-    assert all(info.description and info.source and info.licence for info in available())
+@pytest.mark.parametrize("name", FILES)
+def test_a_path_that_cannot_be_opened_is_named(name, tmp_path):
+    with refused(tmp_path / TOO_LONG, "cannot be read: File name too long", "Fix: use readable files and folders"):
+        load(name, path=tmp_path / TOO_LONG)
+    for target in ("gone", "link"):  # a link to nothing, and to itself
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(tmp_path / target)
+        with refused(tmp_path / "link", "it is a link to a file that is not there", "Fix: "):
+            load(name, path=tmp_path / "link")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with refused(path, "cannot be read: it is not a regular file", "Fix: "):
+            load(name, path=path, **({"target": "y"} if name == "csv" else {}))
+
+
+def test_a_data_folder_that_cannot_be_read_is_an_error_without_a_traceback(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path / TOO_LONG))
+    assert main(["data", "list"]) == 0
+    assert {info.state for info in available()} == {"embedded", "missing", "yours"}
+    assert main(["train", "--data", "bank", "--out", str(tmp_path / "run")]) == 2
+    assert "cannot be read: File name too long" in capsys.readouterr().err
+
+
+def test_an_archive_in_the_data_folder_that_leads_nowhere_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
+    (tmp_path / "lesion").mkdir()
+    (tmp_path / "lesion" / "some.zip").symlink_to(tmp_path / "gone")
+    with refused(tmp_path / "lesion" / "some.zip", "cannot be read: No such file or directory", "Fix: "):
+        load("lesion")

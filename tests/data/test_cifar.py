@@ -1,7 +1,10 @@
-"""CIFAR from the published archive, its folder or images; hostile pickles do nothing."""
+"""CIFAR from the published archive, its folder or images; pickles are never run, and hostile archives are cut off."""
 
+import contextlib
 import os
 import pickle
+import tarfile
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -17,9 +20,10 @@ from tests.data.making import (
     write_zip,
 )
 
-from fedveil.data import cifar, load
+from fedveil.data import archives, cifar, load
 from fedveil.data.cifar import read_pickle
-from fedveil.errors import BadArgument
+
+GIGABYTE = 2**30
 
 
 @pytest.fixture(params=["tar", "folder", "folder above", "data folder"])
@@ -33,14 +37,20 @@ def published(request, tmp_path, monkeypatch):
     return {"folder": inside, "folder above": above, "data folder": None}[request.param]
 
 
-def test_the_published_form_is_read(published):
+def test_the_published_form_is_read_and_kept_in_the_cache(published, monkeypatch):
     found = load("cifar10", path=published)
     assert (found.train.inputs.shape, found.test.inputs.shape) == ((100, 3, 32, 32), (20, 3, 32, 32))
     assert found.classes[0] == "airplane"
     assert found.train.targets.bincount().tolist() == [10] * 10
+    half = load("cifar10", path=published, size=16)
+    assert half.train.inputs.shape == (100, 3, 16, 16)
+    assert torch.allclose(half.test.inputs[3, 1, 4, 5], found.test.inputs[3, 1, 8:10, 10:12].mean(), atol=1e-6)
+    assert torch.equal(half.train.targets, found.train.targets)
+    monkeypatch.setattr(cifar, "_read_batches", None)
+    assert torch.equal(found.train.inputs, load("cifar10", path=published).train.inputs)
 
 
-def test_pixels_keep_their_place_label_and_scale(tmp_path):
+def test_pixels_keep_their_position_label_and_scale(tmp_path):
     found = load("cifar10", path=write_tar(tmp_path / "cifar-10-python.tar.gz", cifar10_batches()))
     raw = np.random.default_rng(5).integers(0, 256, (20, 3, 32, 32), dtype=np.uint8)
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (cifar.TEN.mean, cifar.TEN.deviation))
@@ -51,30 +61,16 @@ def test_pixels_keep_their_place_label_and_scale(tmp_path):
         assert int(distances.argmin()) % 10 == label
 
 
-def test_smaller_images_are_means_of_neighbours(published):
-    full, half = load("cifar10", path=published), load("cifar10", path=published, size=16)
-    assert half.train.inputs.shape == (100, 3, 16, 16)
-    assert torch.allclose(half.test.inputs[3, 1, 4, 5], full.test.inputs[3, 1, 8:10, 10:12].mean(), atol=1e-6)
-    assert torch.equal(half.train.targets, full.train.targets)
-    with pytest.raises(BadArgument, match="use one of 32, 16, 8"):
-        load("cifar10", path=published, size=20)
-
-
-def test_batches_are_kept_in_the_cache(published, monkeypatch):
-    first = load("cifar10", path=published)
-    monkeypatch.setattr(cifar, "_read_batches", None)
-    assert torch.equal(first.train.inputs, load("cifar10", path=published).train.inputs)
-
-
 def test_cifar100_reads_the_fine_labels(tmp_path):
     files = {name: cifar_batch(range(100), "fine_labels") for name in ("train", "test")}
-    path = write_tar(tmp_path / "cifar-100-python.tar.gz", files, "cifar-100-python")
-    assert load("cifar100", path=path).train.targets.bincount().tolist() == [1] * 100
-    folder = write_folder(tmp_path / "cifar-100-python", files)
-    assert len(load("cifar100", path=folder).test.inputs) == 100
+    for path in (
+        write_tar(tmp_path / "cifar-100-python.tar.gz", files, "cifar-100-python"),
+        write_folder(tmp_path / "cifar-100-python", files),
+    ):
+        assert load("cifar100", path=path).train.targets.bincount().tolist() == [1] * 100
 
 
-def test_cifar_as_image_files(tmp_path):
+def test_cifar_as_image_files_has_the_known_classes(tmp_path):
     files = class_folders(cifar.TEN.classes, side=32)
     above = tmp_path / "above"
     above.mkdir()
@@ -83,30 +79,14 @@ def test_cifar_as_image_files(tmp_path):
         found = load("cifar10", path=path, train_size=20, test_size=10)
         assert found.train.targets.bincount().tolist() == [2] * 10
         assert found.test.targets.bincount().tolist() == [1] * 10
-
-
-def test_image_folders_must_have_the_known_classes(tmp_path):
     with refused("train/ has unknown classes: lorry", "airplane"):
         load("cifar10", path=write_folder(tmp_path / "a", class_folders((*cifar.TEN.classes[:9], "lorry"))))
     with refused("train/ has no images of truck"):
         load("cifar10", path=write_folder(tmp_path / "b", class_folders(cifar.TEN.classes[:9])))
 
 
-def test_several_archives_are_refused(tmp_path):
-    for name in ("a.zip", "b.zip"):
-        write_zip(tmp_path / name, class_folders())
-    with refused(tmp_path, "several archives could be 'cifar10': a.zip, b.zip", "with path="):
-        load("cifar10", path=tmp_path)
-
-
-def replaced(name, content):
-    files = cifar10_batches()
-    files.pop(name)
-    return files | ({name: content} if content is not None else {})
-
-
-def no_images():
-    return pickle.dumps({"data": np.zeros((2, 9), np.uint8), "labels": [0, 1]}, protocol=2)
+def dump(value, protocol=2):
+    return pickle.dumps(value, protocol=protocol)
 
 
 @pytest.mark.parametrize(
@@ -116,16 +96,18 @@ def no_images():
         (b"", ["it is missing or empty"]),
         (cifar_batch([1, 2])[:-500], ["not a CIFAR file"]),
         (b"garbage", ["not a CIFAR file"]),
-        (pickle.dumps([1, 2], protocol=2), ["it holds list, not a dictionary"]),
-        (pickle.dumps({"data": np.zeros((2, 3072))}, protocol=2), ["not a CIFAR file: an array is not of bytes"]),
-        (pickle.dumps({"labels": [1]}, protocol=2), ["it has no images of 3072 bytes"]),
-        (no_images(), ["it has no images of 3072 bytes"]),
-        (cifar_batch([1, 2], "fine_labels"), ["no labels for 2 images"]),
+        (dump({"data": np.zeros((2, 3072)), "labels": [1, 2]}), ["it has another array than one of bytes"]),
+        (dump({"data": np.zeros((2, 3072), "u1", "F"), "labels": [1, 2]}), ["another array than one of bytes"]),
+        (dump({"labels": [1]}), ["it has no images of 3072 bytes"]),
+        (dump({"data": np.zeros((2, 9), np.uint8), "labels": [0, 1]}), ["it has no images of 3072 bytes"]),
+        (cifar_batch([1, 2], "fine_labels"), ["0 labels for 2 images"]),
         (cifar_batch([1, 10, 2]), ["row 1: label 10 is not one of 10 classes"]),
+        (cifar_batch([1, -1, 2]), ["2 labels for 3 images"]),
     ],
 )
 def test_damage_is_named_by_archive_member_and_row(content, texts, tmp_path):
-    path = write_tar(tmp_path / "cifar-10-python.tar.gz", replaced("data_batch_3", content))
+    files = cifar10_batches() | {"data_batch_3": content}
+    path = write_tar(tmp_path / "cifar-10-python.tar.gz", {name: own for name, own in files.items() if own is not None})
     with refused(path, "member data_batch_3", *texts, "fetch the archive again"):
         load("cifar10", path=path)
 
@@ -138,11 +120,15 @@ def test_a_damaged_archive_is_named(damage, tmp_path):
         load("cifar10", path=path)
 
 
-def test_a_pickle_of_python_2_is_read():
-    pixels = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
-    found = read_pickle("here", python2_batch(pixels, [3, 4]))
-    assert np.array_equal(found["data"], pixels)
-    assert found["labels"] == [3, 4]
+@pytest.mark.parametrize("protocol", ["Python 2", 2, 3, 4])
+def test_pixels_and_labels_are_read_from_pickles_of_every_age(protocol):
+    pixels = np.arange(300 * 3072, dtype=np.uint8).reshape(300, 3072)
+    labels = [row % 100 for row in range(300)]
+    content = {"filenames": ["a.png"] * 300, "labels": labels, "data": pixels, "batch_label": "training batch 1 of 5"}
+    raw = python2_batch(pixels, labels) if protocol == "Python 2" else dump(content, protocol)
+    found, read = read_pickle(raw, "labels")
+    assert found == pixels.tobytes()
+    assert list(read) == labels
 
 
 class Hostile:
@@ -153,33 +139,80 @@ class Hostile:
         return self.call
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda path: Hostile(os.mkdir, str(path)),
-        lambda path: Hostile(eval, f"__import__('os').mkdir({str(path)!r})"),
-        lambda path: Hostile(getattr, os, "mkdir"),
-        lambda path: Hostile(np.load, str(path)),
-    ],
-)
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_hostile_pickle_is_refused_and_does_nothing(call, protocol, tmp_path):
+@pytest.mark.parametrize("code", ["mkdir", "eval"])
+def test_a_pickle_is_never_run(protocol, code, tmp_path):
     path = tmp_path / "owned"
-    hostile = call(path)
-    if hostile.call[0] is getattr:
-        content = b"\x80\x02cbuiltins\ngetattr\n."
-    else:
-        content = pickle.dumps({"data": hostile}, protocol=protocol)
-    with refused("here: not a CIFAR file: it asks for", "which no CIFAR file needs"):
-        read_pickle("here", content)
+    hostile = Hostile(os.mkdir, str(path)) if code == "mkdir" else Hostile(eval, f"__import__('os').mkdir({path!r})")
+    for name, content in {"data_batch_1": {"data": hostile}, "data_batch_2": [hostile]}.items():
+        home = write_folder(tmp_path / name, cifar10_batches() | {name: dump(content, protocol)})
+        with refused(home, f"member {name}: it has no images of 3072 bytes"):
+            load("cifar10", path=home)
     assert not path.exists()
 
 
-def test_words_of_a_pickle_may_not_be_reached_by_dots():
-    with refused("it asks for numpy.ndarray.tofile"):
-        read_pickle("here", b"\x80\x04\x8c\x05numpy\x8c\x0endarray.tofile\x93.")
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02Nr\xff\xff\xff\x0f.",  # nine bytes: value 2**28 - 1 of a list
+        b"\x80\x05\x96\x00\x00\x00\x00\x04\x00\x00\x00.",  # a bytearray of 16 GB
+        b"\x80\x04\x8e\x00\x00\x00\x00\x04\x00\x00\x00.",  # bytes, as many
+        b"Np268435455\n.",
+        b"\x80\x02U\x06labels" + b"K\x01" * 10**6 + b".",  # a million labels
+    ],
+)
+def test_a_pickle_gets_little_more_memory_than_its_bytes(content):
+    tracemalloc.start()
+    with contextlib.suppress(ValueError):
+        assert not read_pickle(content, "labels")[0]
+    assert tracemalloc.get_traced_memory()[1] < 10**7
+    tracemalloc.stop()
 
 
-def test_unusual_encodings_are_refused():
-    with refused("an unusual encoding"):
-        read_pickle("here", b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R.")
+def test_a_member_that_claims_to_be_large_is_not_read(tmp_path):
+    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as archive:
+        member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
+        member.size = 8 * GIGABYTE
+        archive.fileobj.write(member.tobuf())  # Python 3.13 lets no archive claim what it does not hold
+        archive.fileobj.write(bytes(10**6))
+    with refused("member data_batch_1: it has 8589934592 bytes", "Fix: fetch"):
+        load("cifar10", path=tmp_path)
+    home = write_folder(tmp_path / "batches", cifar10_batches())
+    os.truncate(home / "data_batch_2", 8 * GIGABYTE)
+    with refused("member data_batch_2: it has 8589934592 bytes"):
+        load("cifar10", path=home)
+
+
+def test_an_archive_is_not_unpacked_without_end_nor_beyond_what_is_wanted(tmp_path, monkeypatch):
+    assert archives.MOST_BYTES > 170_498_071  # CIFAR-10, and train of CIFAR-100
+    assert cifar.MOST_UNPACKED > 2 * 186_000_000
+    batches, large = cifar10_batches(), {"large": bytes(2 * 10**6)}
+    monkeypatch.setattr(cifar, "MOST_UNPACKED", 10**6)
+    path = write_tar(tmp_path / "cifar-10-python.tar.gz", batches | large)
+    assert len(load("cifar10", path=path).train.targets) == 100
+    write_tar(path, large | batches)
+    with refused(path, "not a readable tar archive: it has more than 1000000 bytes", "Fix: "):
+        load("cifar10", path=path)
+
+
+def test_a_long_header_of_a_member_is_not_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(cifar, "MOST_UNPACKED", 10**6)
+    header = tarfile.TarInfo("pax")
+    header.type, header.size = tarfile.XHDTYPE, GIGABYTE
+    path = tmp_path / "cifar-10-python.tar"
+    path.write_bytes(header.tobuf())
+    os.truncate(path, GIGABYTE)  # a sparse file
+    tracemalloc.start()
+    with refused(path, "not a readable tar archive"):
+        load("cifar10", path=path)
+    assert tracemalloc.get_traced_memory()[1] < 10**8
+    tracemalloc.stop()
+
+
+@pytest.mark.slow
+def test_the_real_cifar10_is_balanced_and_standard(real_data):
+    real_data("cifar10")
+    found = load("cifar10")
+    assert found.train.targets.bincount().tolist() == [5000] * 10
+    assert found.test.targets.bincount().tolist() == [1000] * 10
+    assert found.train.inputs.mean((0, 2, 3)).abs().max() < 0.01

@@ -1,5 +1,7 @@
 """Data sets in memory, and users' records as such: several tensors, integers, targets at each position."""
 
+import dataclasses
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,12 +12,14 @@ from tests.small import Records
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from fedveil.data import Data, Part, from_records, keep_labels, split
+from fedveil.data import Data, DataPart, from_records, keep_labels, load
 
 IDS = torch.arange(12).reshape(4, 3)
 MASK = torch.tensor([[True, False]] * 4)
 LABELS = torch.tensor([0, 1, 1, 0])
 PAIRS = TensorDataset(IDS.float(), LABELS)
+FRAME = pd.DataFrame({"age": [3, 4, 5, 6], "member": [True, False, True, False]}, index=[7, 5, 3, 1])
+HUGE = torch.full((4, 2), 1e300, dtype=torch.float64)
 
 
 def read(given, **options):
@@ -25,6 +29,7 @@ def read(given, **options):
 
 def test_integers_stay_integers_and_other_numbers_become_single_precision():
     rows = [({"ids": IDS[k].int(), "mask": MASK[k], "age": 40.5 + k}, int(LABELS[k])) for k in range(4)]
+    rows[1] = ({"age": 41.5, **{name: rows[1][0][name] for name in ("mask", "ids")}}, 1)  # keys in another order
     inputs, targets = read(Records(items=rows)).train
     assert torch.equal(inputs["ids"], IDS)
     assert (inputs["ids"].dtype, inputs["mask"].dtype, inputs["age"].dtype) == (torch.int64, torch.bool, torch.float32)
@@ -46,77 +51,30 @@ def test_inputs_are_the_arguments_of_forward(wrap):
     assert isinstance(in_memory.inputs, tuple)
 
 
-def test_keys_in_another_order_are_the_same_record():
-    inputs, _ = read(Records(items=[({"ids": IDS[0], "age": 1.0}, 0), ({"age": 2.0, "ids": IDS[1]}, 1)])).train
-    assert torch.equal(inputs["ids"], IDS[:2])
-
-
-def test_targets_may_have_a_class_at_each_position():
-    targets = torch.stack([torch.tensor([[0, 1, 2], [2, 1, k]]) for k in range(4)])
-    data = read(Records(torch.zeros(4, 1, 2, 3), targets))
-    assert (data.train.targets.shape, data.classes, data.outputs) == ((4, 2, 3), ("0", "1", "2", "3"), 4)
-
-
-def test_tensors_in_memory_are_taken_as_they_are():
-    data = read(((IDS, torch.ones(4, 3, dtype=torch.float64)), LABELS), classes=["no", "yes"])
-    assert repr(data) == "Data('mine', train=4, test=4, inputs[0] (3,), inputs[1] (3,), 2 classes)"
-    assert data.train.inputs[1].dtype == torch.float32
+def test_targets_may_be_numbers_classes_or_a_class_at_each_position():
     numbers = read((IDS, torch.ones(4)))
     assert (numbers.train.targets.shape, numbers.outputs, numbers.classes) == ((4, 1), 1, ())
     assert read(PAIRS, classes=["a", "b", "c", "d"]).outputs == 4
+    targets = torch.stack([torch.tensor([[0, 1, 2], [2, 1, k]]) for k in range(4)])
+    data = read(Records(torch.zeros(4, 1, 2, 3), targets))
+    assert (data.train.targets.shape, data.classes, data.outputs) == ((4, 2, 3), ("0", "1", "2", "3"), 4)
+    data = read(((IDS, torch.ones(4, 3, dtype=torch.float64)), LABELS), classes=["no", "yes"])
+    assert repr(data) == "Data('mine', train=4, test=4, inputs[0] (3,), inputs[1] (3,), 2 classes)"
+    with refused("mine.train: classes are named, but targets are not integers"):
+        read((IDS, torch.rand(4)), classes=["a"])
 
 
 def test_records_stay_together_when_some_are_taken():
-    part = Part({"ids": IDS, "more": (IDS.float(),)}, LABELS)
+    part = DataPart({"ids": IDS, "more": (IDS.float(),)}, LABELS)
     for rows in (torch.tensor([2, 0]), np.array([2, 0]), [2, 0]):
         taken = part.take(rows)
         assert taken.inputs["ids"].tolist() == taken.inputs["more"][0].tolist() == [[6, 7, 8], [0, 1, 2]]
         assert taken.targets.tolist() == [1, 0]
-    data = read(({"ids": IDS, "age": IDS[:, 0].float()}, LABELS))
-    kept = keep_labels(data, [1])
+    kept = keep_labels(read(({"ids": IDS, "age": IDS[:, 0].float()}, LABELS)), [1])
     assert (kept.train.inputs["ids"].tolist(), kept.train.inputs["age"].tolist()) == ([[3, 4, 5], [6, 7, 8]], [3, 6])
-    assert sorted(torch.cat(split(data, 2)).tolist()) == [0, 1, 2, 3]
-
-
-def test_classes_at_each_position_divide_no_records():
-    data = read((IDS.float(), IDS % 2))
-    with refused("a Dirichlet split needs one class per record, and 'mine' has one at each position"):
-        split(data, 2, how="dirichlet")
-    with refused("records of 'mine' have a class at each position"):
-        keep_labels(data, [1])
-
-
-def test_a_single_tensor_is_required_by_name():
-    assert torch.equal(Part(IDS, LABELS).tensor, IDS)
+    assert torch.equal(DataPart(IDS, LABELS).tensor, IDS)
     with refused("records are a dict of tensors, and this takes records of one tensor only"):
-        _ = Part({"ids": IDS}, LABELS).tensor
-
-
-ZERO = torch.zeros(2)
-
-
-@pytest.mark.parametrize(
-    ("items", "texts"),
-    [
-        ([({"ids": IDS[0]}, 0), ({"words": IDS[0]}, 0)], [", record 1: inputs['ids'] is missing, that of record 0"]),
-        ([((IDS[0],), 0), ((IDS[0], IDS[1]), 0)], [", record 1: inputs[1] is integer", "record 0 is missing"]),
-        ([((IDS[0],), 0), (IDS[0], 0)], [", record 1: inputs[0] is missing"]),
-        ([((IDS[0], IDS[0]), 0), ((IDS[0], IDS[0, :2]), 0)], [", record 1: inputs[1] is integer of shape (2,)"]),
-        ([(ZERO, 0), (torch.zeros(3), 0)], [", record 1: inputs is float of shape (3,), that of record 0 is", "(2,)"]),
-        ([(ZERO, 0), (ZERO, 0.5)], [", record 1: target is float of shape ()"]),
-        ([((IDS[0], torch.tensor([torch.nan])), 0)], [", record 0: inputs[1] hold NaN"]),
-        ([({"ids": "text"}, 0)], [", record 0: inputs['ids'] cannot become a tensor: it is str"]),
-        ([(Image.new("L", (2, 2)), 1)], [", record 0: inputs cannot", "it is PIL.Image", "transforms.ToTensor()"]),
-        ([(np.array(["a"]), 1)], [", record 0: inputs cannot become a tensor"]),
-        ([({}, 0)], [": inputs, a dict, hold no tensor"]),
-        ([], [": there are no records"]),
-        ([3], [", record 0: it is a int, not (input, target)"]),
-        ([(ZERO, -1)], [": a target is -1"]),
-    ],
-)
-def test_records_of_other_forms_are_named(items, texts):
-    with refused("mine.train" + texts[0], *texts[1:]):
-        read(Records(items=items))
+        _ = part.tensor
 
 
 class Stream(IterableDataset):
@@ -124,42 +82,41 @@ class Stream(IterableDataset):
         return iter(PAIRS)
 
 
-FRAME = pd.DataFrame({"age": [3, 4, 5, 6], "member": [True, False, True, False]}, index=[7, 5, 3, 1])
-HUGE = torch.full((4, 2), 1e300, dtype=torch.float64)
+ZERO = torch.zeros(2)
 
 
 @pytest.mark.parametrize(
     ("given", "texts"),
     [
+        ([({"ids": IDS[0]}, 0), ({"words": IDS[0]}, 0)], [", record 1: inputs['ids'] is missing, that of record 0"]),
+        ([((IDS[0],), 0), ((IDS[0], IDS[1]), 0)], [", record 1: inputs[1] is integer", "record 0 is missing"]),
+        ([((IDS[0],), 0), (IDS[0], 0)], [", record 1: inputs[0] is missing"]),
+        ([(ZERO, 0), (torch.zeros(3), 0)], [", record 1: inputs is float of shape (3,), that of record 0 is", "(2,)"]),
+        ([(ZERO, 0), (ZERO, 0.5)], [", record 1: target is float of shape ()"]),
+        ([((IDS[0], torch.tensor([torch.nan])), 0)], [", record 0: inputs[1] hold NaN"]),
+        ([({"ids": "text"}, 0)], [", record 0: inputs['ids'] cannot become a tensor: it is str"]),
+        ([(Image.new("L", (2, 2)), 1)], [", record 0: inputs cannot", "it is PIL.Image", "transforms.ToTensor()"]),
+        ([({}, 0)], [": inputs, a dict, hold no tensor"]),
+        ([], [": there are no records"]),
+        ([3], [", record 0: it is a int, not (input, target)"]),
+        ([(ZERO, -1)], [": a target is -1"]),
         (({"ids": IDS, "mask": MASK[:3]}, LABELS), [": there are 3 records in inputs['mask'] and 4 targets"]),
-        (({"ids": IDS, "age": torch.full((4, 1), torch.inf)}, LABELS), [", record 0: inputs['age'] hold NaN"]),
         (({"x": np.array([[1.0], [2], [np.nan], [4]])}, LABELS), [", record 2: inputs['x'] hold NaN"]),
         ((HUGE, LABELS), [", record 0: inputs hold a number that is infinite in torch.float32"]),
         ((IDS, HUGE), [", record 0: targets hold a number that is infinite in torch.float32"]),
-        ((IDS.to_sparse(), LABELS), [": inputs are a sparse, nested or meta tensor"]),
-        ((IDS, LABELS.to_sparse()), [": targets are a sparse, nested or meta tensor"]),
         ((IDS.to("meta"), LABELS), [": inputs are a sparse, nested or meta tensor"]),
-        (({}, LABELS), [": inputs, a dict, hold no tensor"]),
         (([[1, 2], [3, 4]], LABELS), [": inputs, a list, hold no tensor", "torch.tensor(inputs)"]),
-        ((IDS, [0, 1]), [": there are 4 records in inputs and 2 targets"]),
-        ((IDS, 3), [": targets are one number"]),
         ((IDS, LABELS, LABELS), [": it is a tuple of 3, not records with their targets"]),
         (({"t": pd.DataFrame({"a": [1, None, 3, 4]})}, LABELS), [": inputs['t'] cannot", "column 'a' has 1 missing"]),
-        (Stream(), [": Stream has no length"]),
         (DataLoader(Stream()), [": Stream has no length"]),
-        *[(odd, [": it is a ", "not records with their targets"]) for odd in (IDS, FRAME, {"x": IDS}, "file.csv")],
+        (PAIRS, [": inputs is integer of shape (3,), that of mine.train is float"]),
     ],
 )
 def test_records_that_cannot_be_read_are_refused(given, texts):
-    with refused("mine.train" + texts[0], *texts[1:]):
-        from_records("mine", given, PAIRS)
-
-
-def test_both_parts_have_one_form_and_classes_are_integers():
-    with refused("mine.test: inputs is float of shape (3,), that of mine.train is integer of shape (3,)"):
-        from_records("mine", (IDS, LABELS), PAIRS)
-    with refused("mine.train: classes are named, but targets are not integers"):
-        read((IDS, torch.rand(4)), classes=["a"])
+    where = "mine.test" if given is PAIRS else "mine.train"
+    given = Records(items=given) if isinstance(given, list) else given
+    with refused(where + texts[0], *texts[1:]):
+        from_records("mine", given, (IDS, LABELS) if given is PAIRS else given)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +148,7 @@ def test_columns_of_frames_are_features_and_targets_are_one_class_or_several_num
 def test_floating_targets_that_look_like_classes_are_a_regression_with_a_note():
     found = read((FRAME, LABELS.double().numpy()))
     assert (found.classes, found.outputs) == ((), 1)
-    (note,) = found.notes
-    assert "2 different integer values: taken as a regression" in note
+    assert "2 different integer values: taken as a regression" in found.notes[0]
     for targets in (LABELS, torch.tensor([0.5, 1, 2, 3]), torch.arange(8.0).reshape(4, 2)):
         assert read((FRAME, targets)).notes == ()
 
@@ -227,22 +183,27 @@ INPUTS, TARGETS = torch.zeros(3, 2), torch.zeros(3, 1)
 
 
 @pytest.mark.parametrize(
-    ("part", "classes", "columns", "texts"),
+    ("inputs", "targets", "more", "text"),
     [
-        (Part(INPUTS[:0], TARGETS[:0]), (), {}, ["x.train: there are 0 records in inputs"]),
-        (Part(INPUTS.to(torch.complex64), TARGETS), (), {}, ["x.train: inputs are torch.complex64"]),
-        (Part({"age": INPUTS.double()}, TARGETS), (), {}, ["x.train: inputs['age'] are torch.float64"]),
-        (Part(INPUTS, TARGETS[:2]), (), {}, ["x.train: there are 3 records in inputs and 2 targets"]),
-        (
-            Part(INPUTS, TARGETS),
-            ("a",),
-            {},
-            ["targets are torch.float32", "torch.int64 targets of shape (records,)"],
-        ),
-        (Part(INPUTS, torch.tensor([0, 1, 5])), ("a", "b"), {}, ["a target is 0 or 5, there are 2"]),
-        (Part(INPUTS, TARGETS), (), {"c": np.zeros(2)}, ["x.columns['c']: 2 values for 3"]),
+        (INPUTS[:0], TARGETS[:0], {}, "x.train: there are 0 records in inputs"),
+        (INPUTS.to(torch.complex64), TARGETS, {}, "x.train: inputs are torch.complex64"),
+        ({"age": INPUTS.double()}, TARGETS, {}, "x.train: inputs['age'] are torch.float64"),
+        (INPUTS, TARGETS[:2], {}, "x.train: there are 3 records in inputs and 2 targets"),
+        (INPUTS, TARGETS, {"classes": ("a",)}, "use torch.int64 targets of shape (records,)"),
+        (INPUTS, torch.tensor([0, 1, 5]), {"classes": ("a", "b")}, "a target is 0 or 5, there are 2"),
+        (INPUTS, TARGETS, {"columns": {"c": np.zeros(2)}}, "x.columns['c']: 2 values for 3"),
     ],
 )
-def test_tensors_that_do_not_belong_together_are_refused(part, classes, columns, texts):
-    with refused(*texts):
-        Data("x", part, part, classes=classes, columns=columns)
+def test_tensors_that_do_not_belong_together_are_refused(inputs, targets, more, text):
+    part = DataPart(inputs, targets)
+    with refused(text):
+        Data("x", part, part, **more)
+
+
+def test_pixels_become_inputs_and_back():
+    data = dataclasses.replace(load("digits", flat=False), scale=((0.3,), (0.2,)))
+    pixels = torch.rand((2, 1, 8, 8), generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(data.pixels(data.standardise(pixels)), pixels, atol=2 * torch.finfo(torch.float32).eps)
+    for change in (data.standardise, load("digits").pixels):
+        with refused("are not images"):
+            change(pixels.flatten(1))

@@ -1,14 +1,16 @@
 """Image folders and zips: classes, sizes, the cache, and errors that name the file."""
 
+import os
 import sys
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.data.making import class_folders, picture, refused, write_folder, write_zip
+from tests.data.making import class_folders, lesion_files, picture, refused, write_folder, write_zip
 
-from fedveil.data import images, load
+from fedveil.data import archives, images, load
 
 
 @pytest.fixture(params=["folder", "zip", "zip with a top folder"])
@@ -20,18 +22,17 @@ def source(request, tmp_path):
     return write_zip(tmp_path / "pets.zip", {top + name: content for name, content in files.items()})
 
 
-def test_folders_are_classes(source):
+def test_folders_are_classes_and_channels_are_standardised_on_the_training_part(source):
     found = load("images", path=source, size=8)
     assert (found.name, found.classes, found.outputs) == ("pets", ("cat", "dog"), 2)
     assert (found.train.inputs.shape, found.test.inputs.shape) == ((6, 3, 8, 8), (4, 3, 8, 8))
     assert found.train.targets.bincount().tolist() == [3, 3]
-
-
-def test_channels_are_standardised_on_the_training_part(source):
-    inputs = load("images", path=source, size=8).train.inputs
-    torch.testing.assert_close(inputs.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
-    deviations = inputs.std((0, 2, 3), correction=0)
+    assert torch.equal(found.train.inputs[:, 0, 0, 0] > 0, found.train.targets == 1)  # red is the class
+    torch.testing.assert_close(found.train.inputs.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    deviations = found.train.inputs.std((0, 2, 3), correction=0)
     torch.testing.assert_close(deviations, torch.tensor([1.0, 1.0, 0.0]))  # blue is the same in all, and stays 0
+    for size in (5, 9):
+        assert load("images", path=source, size=size).train.inputs.shape == (6, 3, size, size)
 
 
 @pytest.mark.parametrize("blue", [11, 13, 26])  # sums of these, divided again, are not the same number
@@ -43,32 +44,17 @@ def test_a_channel_that_is_the_same_in_all_training_images_is_only_shifted(blue,
     torch.testing.assert_close(found.test.inputs[:, 2], torch.full((2, 8, 8), (255 - blue) / 255))
 
 
-def test_each_image_keeps_its_class(source):
-    found = load("images", path=source, size=8)
-    red = found.train.inputs[:, 0, 0, 0]
-    assert torch.equal(red > 0, found.train.targets == 1)
-
-
-def test_images_stand_upright(tmp_path):
+def test_images_stand_upright_and_grey_and_transparent_ones_become_colour(tmp_path):
     home = write_folder(tmp_path / "pets", class_folders(train=1))
     drawing = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     Image.fromarray(drawing).save(home / "train/cat/0.png")
     found = load("images", path=home, size=8)
-    image = found.train.inputs[found.train.targets == 0][0]
-    ranks = image.flatten(1).argsort(dim=1, stable=True)
+    ranks = found.train.inputs[found.train.targets == 0][0].flatten(1).argsort(dim=1, stable=True)
     assert torch.equal(ranks, torch.from_numpy(drawing).permute(2, 0, 1).flatten(1).argsort(dim=1, stable=True))
-
-
-def test_images_of_another_size_are_resized(source):
-    for size in (8, 5, 9):
-        assert load("images", path=source, size=size).train.inputs.shape == (6, 3, size, size)
-
-
-def test_grey_and_transparent_images_become_colour(tmp_path):
-    home = write_folder(tmp_path / "pets", class_folders())
+    os.rename(home / "train/cat/0.png", os.fsencode(home / "train/cat") + b"/\xff.png")  # a name that is not UTF-8
     Image.new("L", (8, 8), 7).save(home / "train/cat/grey.png")
     Image.new("RGBA", (8, 8), (1, 2, 3, 4)).save(home / "train/cat/clear.png")
-    assert len(load("images", path=home, size=8).train.inputs) == 8
+    assert len(load("images", path=home, size=8).train.inputs) == 4
 
 
 def test_subsets_keep_the_shares_of_classes_and_grow(tmp_path):
@@ -77,32 +63,28 @@ def test_subsets_keep_the_shares_of_classes_and_grow(tmp_path):
     assert small.train.targets.bincount().tolist() == [5, 5]
     assert sorted(large.train.targets.bincount().tolist()) == [10, 11]
     assert small.test.targets.bincount().tolist() == [1, 1]
-    assert sorted(load("images", path=home, size=8, train_size=1).train.targets.tolist()) == [0]
+    assert load("images", path=home, size=8, train_size=1).train.targets.tolist() == [0]
+    with refused("load of 'pets': train_size is 41, there are 40 records"):
+        load("images", path=home, size=8, train_size=41)
 
 
-def test_progress_is_told_to_the_end(source):
-    told = []
-    load("images", path=source, size=8, progress=lambda done, total: told.append((done, total)))
-    assert told[-1] == (10, 10)
-
-
-def test_a_second_load_decodes_nothing(source, monkeypatch):
-    first = load("images", path=source, size=8)
-    monkeypatch.setattr(images, "_decode_all", None)
-    assert torch.equal(first.train.inputs, load("images", path=source, size=8).train.inputs)
-
-
-def test_a_changed_folder_is_decoded_again(tmp_path):
-    home = write_folder(tmp_path / "pets", class_folders())
-    load("images", path=home, size=8)
-    (home / "train/cat/0.png").write_bytes(picture((255, 255, 255), 9))
-    assert load("images", path=home, size=8).train.inputs[:, 1].max() > 2
-
-
-def test_a_changed_zip_is_decoded_again(tmp_path):
-    path = write_zip(tmp_path / "pets.zip", class_folders())
-    load("images", path=path, size=8)
-    write_zip(path, class_folders() | {"train/cat/0.png": picture((255, 255, 255), 9)})
+@pytest.mark.parametrize("kind", ["folder", "link", "zip"])
+def test_images_are_decoded_once_and_again_if_they_change(kind, tmp_path, monkeypatch):
+    path, white = write_folder(tmp_path / "pets", class_folders()), picture((255, 255, 255), 9)
+    image = path / "train/cat/0.png"
+    if kind == "zip":
+        path = write_zip(tmp_path / "pets.zip", class_folders())
+    elif kind == "link":
+        image.rename(tmp_path / "elsewhere.png")
+        image.symlink_to(tmp_path / "elsewhere.png")
+    first = load("images", path=path, size=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(images, "_decode_all", None)
+        assert torch.equal(first.train.inputs, load("images", path=path, size=8).train.inputs)
+    if kind == "zip":
+        write_zip(path, class_folders() | {"train/cat/0.png": white})
+    else:
+        image.write_bytes(white)
     assert load("images", path=path, size=8).train.inputs[:, 1].max() > 2
 
 
@@ -110,27 +92,27 @@ def test_a_changed_zip_is_decoded_again(tmp_path):
 def test_a_damaged_cache_is_built_again(damage, source, cache):
     first = load("images", path=source, size=8)
     (path,) = cache.iterdir()
-    whole = path.read_bytes()
-    path.write_bytes(damage(whole))
+    path.write_bytes(damage(path.read_bytes()))
     assert torch.equal(first.train.inputs, load("images", path=source, size=8).train.inputs)
     with np.load(path) as stored:
         assert stored["images"].shape == (10, 3, 8, 8)
+    path.unlink()
+    os.mkfifo(path)  # reading it would never end
+    assert torch.equal(first.train.inputs, load("images", path=source, size=8).train.inputs)
 
 
-def test_a_cache_that_cannot_be_written_does_no_harm(source, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "file" / "below"))
-    assert len(load("images", path=source, size=8).train.inputs) == 6
-
-
-def test_a_cache_is_written_whole_or_not_at_all(source, cache, monkeypatch):
+def test_a_cache_that_cannot_be_written_does_no_harm_and_none_is_written_in_part(source, cache, tmp_path, monkeypatch):
     def full(file, **_):
         file.write(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr(np, "savez", full)
-    load("images", path=source, size=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", full)
+        assert len(load("images", path=source, size=8).train.inputs) == 6
     assert list(cache.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "file" / "below"))
+    assert len(load("images", path=source, size=8).train.inputs) == 6
 
 
 @pytest.mark.parametrize(
@@ -142,12 +124,20 @@ def test_a_cache_is_written_whole_or_not_at_all(source, cache, monkeypatch):
         ({"train/9.png": picture((1, 2, 3))}, ["member train/9.png: an image must lie in the folder of its class"]),
         ({"test/cat/more/9.png": picture((1, 2, 3))}, ["member test/cat/more/9.png: an image must lie"]),
         ({"test/fish/9.png": picture((1, 2, 3))}, ["test/ has unknown classes: fish", "cat, dog"]),
+        ({"train/cat/0.png": bytes(10**6)}, ["member train/cat/0.png: cannot be read: it has more than 100000 bytes"]),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_bad_files_are_named(changes, texts, packed, tmp_path):
-    files = class_folders() | changes
-    path = write_zip(tmp_path / "pets.zip", files) if packed else write_folder(tmp_path / "pets", files)
+def test_bad_files_are_named(changes, texts, packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "MOST_BYTES", 10**5)
+    monkeypatch.setattr(archives.read_member, "__defaults__", (10**5,))
+    path, files = tmp_path / "pets.zip", class_folders() | changes
+    if packed:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in files.items():
+                archive.writestr(name, content)
+    else:
+        path = write_folder(tmp_path / "pets", files)
     with refused(path, *texts):
         load("images", path=path, size=8)
 
@@ -168,16 +158,13 @@ def test_images_that_are_not_divided_are_divided_within_each_class(top, packed, 
     files = pets(top=top) | {f"{top.replace('train/', '')}README.txt": b"no image"}
     path = write_zip(tmp_path / "pets.zip", files) if packed else write_folder(tmp_path / "pets", files)
     found = load("images", path=path, size=8)
-    assert (found.classes, len(found.train.targets), len(found.test.targets)) == (("cat", "dog"), 12, 3)
+    assert found.classes == ("cat", "dog")
     assert (found.train.targets.bincount().tolist(), found.test.targets.bincount().tolist()) == ([8, 4], [2, 1])
     assert found.notes == ("divided at random within each class: 12 images for training, 3 for testing",)
-    every = torch.cat([found.pixels(part.inputs)[:, :, 0, 0] for part in (found.train, found.test)])
-    labels = torch.cat([found.train.targets, found.test.targets]).tolist()
-    seen = sorted(
-        (label, round(255 * red), round(255 * green))
-        for label, (red, green, _) in zip(labels, every.tolist(), strict=True)
-    )
-    assert seen == [*((0, 0, 9 * n) for n in range(10)), *((1, 100, 9 * n) for n in range(5))]
+    every = torch.cat([found.pixels(part.inputs)[:, :2, 0, 0] for part in (found.train, found.test)])
+    labels = torch.cat([found.train.targets, found.test.targets])[:, None]
+    seen = torch.cat([labels, (255 * every).round().long()], 1)
+    assert sorted(seen.tolist()) == [*([0, 0, 9 * n] for n in range(10)), *([1, 100, 9 * n] for n in range(5))]
 
 
 def test_the_seed_and_the_share_decide_which_images_test(tmp_path):
@@ -187,16 +174,11 @@ def test_the_seed_and_the_share_decide_which_images_test(tmp_path):
     assert not torch.equal(tests[0].sort(0).values, tests[2].sort(0).values)
     assert load("images", path=home, size=8, test_share=0.4).test.targets.bincount().tolist() == [4, 2]
     assert load("images", path=home, size=8, test_share=0.999).train.targets.bincount().tolist() == [1, 1]
-
-
-def test_a_class_of_one_image_is_trained_on(tmp_path):
-    found = load("images", path=write_folder(tmp_path / "pets", pets(4, 1)), size=8)
+    found = load("images", path=write_folder(tmp_path / "more", pets(4, 1)), size=8)  # a class of one image trains
     assert (found.train.targets.bincount().tolist(), found.test.targets.tolist()) == ([3, 1], [0])
-    with refused("2 classes of one image each leave none to test on"):
-        load("images", path=write_folder(tmp_path / "few", pets(1, 1)), size=8)
 
 
-def test_what_is_not_read_is_said(tmp_path):
+def test_a_note_says_what_is_left_out(tmp_path):
     home = write_folder(tmp_path / "pets", class_folders() | {"val/cat/0.png": picture((1, 1, 1))})
     (note,) = load("images", path=home, size=8).notes
     assert note == "left out 1 file, such as val/cat/0.png: not in train/ or test/, or not named as an image"
@@ -208,67 +190,80 @@ ANY_FORM = "use <class>/<image> with two classes or more, or train/<class>/<imag
 
 
 @pytest.mark.parametrize(
-    ("files", "texts"),
+    ("files", "options", "texts"),
     [
-        ({f"test/{name}": content for name, content in pets().items()}, ["there are no images in train/", "train/<cl"]),
-        ({"README.md": b"", "cat/a.txt": b""}, ["there are no images in it (.jpg, .jpeg, .png", ANY_FORM]),
-        ({}, ["there are no images in it", ANY_FORM]),
-        ({"a.png": picture((1, 1, 1))}, ["member a.png: an image must lie in the folder of its class", ANY_FORM]),
-        (pets(dogs=0), ["all images lie in one folder, cat, and so are of one class", ANY_FORM]),
-        (pets() | pets(top="more/"), ["member more/cat/0.png: folders of classes must be side by side, and cat/0.png"]),
-        (
-            pets() | {"train/0.png": picture((1, 1, 1))},
-            ["member train/0.png", "if train or test is a class here, rename"],
-        ),
+        ({f"test/{name}": own for name, own in pets().items()}, {}, ["there are no images in train/", "train/<cl"]),
+        ({"README.md": b"", "cat/a.txt": b""}, {}, ["there are no images in it (.jpg, .jpeg, .png", ANY_FORM]),
+        ({}, {}, ["there are no images in it", ANY_FORM]),
+        ({"a.png": picture((1, 1, 1))}, {}, ["member a.png: an image must lie in the folder of its class", ANY_FORM]),
+        (pets(dogs=0), {}, ["all images lie in one folder, cat, and so are of one class", ANY_FORM]),
+        (pets() | pets(top="more/"), {}, ["member more/cat/0.png: folders of classes must be side by side, and cat"]),
+        (pets() | {"train/0.png": picture((1, 1, 1))}, {}, ["member train/0.png", "if train or test is a class here"]),
+        (pets(1, 1), {}, ["2 classes of one image each leave none to test on"]),
+        (class_folders(), {"test_share": 0.2}, ["it is divided into train/ and test/ already"]),
     ],
 )
-def test_folders_of_no_known_form_are_refused(files, texts, tmp_path):
+def test_folders_of_no_known_form_are_refused(files, options, texts, tmp_path):
     home = write_folder(tmp_path / "pets", files)
     home.mkdir(exist_ok=True)
     with refused(home, *texts):
-        load("images", path=home, size=8)
-
-
-def test_a_share_for_what_is_divided_already_is_refused(source):
-    with refused(source, "it is divided into train/ and test/ already"):
-        load("images", path=source, size=8, test_share=0.2)
+        load("images", path=home, size=8, **options)
 
 
 @pytest.mark.parametrize(
-    ("damage", "text"),
-    [(lambda b: b"", "the file is empty"), (lambda b: b[:-200], "not a readable zip file")],
-)
-def test_a_damaged_zip_is_named(damage, text, tmp_path):
-    path = write_zip(tmp_path / "pets.zip", class_folders())
-    path.write_bytes(damage(path.read_bytes()))
-    with refused(path, text, "fetch it again"):
-        load("images", path=path)
-
-
-def test_a_damaged_member_of_a_zip_is_named(tmp_path):
-    path = write_zip(tmp_path / "pets.zip", class_folders())
-    content = bytearray(path.read_bytes())
-    content[80] ^= 255
-    path.write_bytes(content)
-    with refused(path, "member train/cat/0.png: cannot be read: Bad CRC-32"):
-        load("images", path=path)
-
-
-@pytest.mark.parametrize(
-    ("options", "texts"),
+    ("damage", "texts"),
     [
-        ({"size": 0}, ["load('images'): size must be a whole number of at least 1, got 0"]),
-        ({"train_size": 7}, ["load of 'pets': train_size is 7, there are 6 records"]),
-        ({"test_share": 1.0}, ["test_share is 1.0", "use a number between 0 and 1"]),
-        ({"test_size": 0}, ["test_size must be a whole number of at least 1, got 0"]),
+        (lambda b: b"", ["the file is empty", "fetch it again"]),
+        (lambda b: b[:-200], ["not a readable zip file", "fetch it again"]),
+        (lambda b: b[:80] + bytes([b[80] ^ 255]) + b[81:], ["member train/cat/0.png: cannot be read: Bad CRC-32"]),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(options, texts, source):
-    with refused(*texts):
-        load("images", path=source, **options)
+def test_a_damaged_zip_is_named(damage, texts, tmp_path):
+    path = write_zip(tmp_path / "pets.zip", class_folders())
+    path.write_bytes(damage(path.read_bytes()))
+    with refused(path, *texts):
+        load("images", path=path)
 
 
 def test_without_pillow_the_extra_is_named(source, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with refused("reading image files needs Pillow", "pip install 'fedveil[images]'"):
         load("images", path=source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("pipe", "it is not a regular file"), ("link", "No such file or directory")]
+)
+def test_what_is_no_file_is_named_where_it_would_be_read(kind, text, tmp_path):
+    def replace(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        os.mkfifo(path) if kind == "pipe" else path.symlink_to(path.parent / "gone")
+
+    home = write_folder(tmp_path / "pets", class_folders())
+    replace(home / "notes/readme")
+    assert len(load("images", path=home, size=8).train.targets) == 6
+    replace(home / "train/cat/0.png")
+    with refused(home, "member train/cat/0.png: cannot be read:", text, "Fix: replace it or leave it out"):
+        load("images", path=home, size=8)
+    home = write_folder(tmp_path / "lesion", lesion_files())
+    for member in ("images/ISIC_00000.jpg", "HAM10000_metadata.csv"):
+        replace(home / member)
+        with refused(home, f"member {member}: cannot be read:", text):
+            load("lesion", path=home)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_without_permission_nothing_is_left_out_silently(tmp_path):
+    home = write_folder(tmp_path / "pets", class_folders())
+    (home / "train/cat/0.png").chmod(0)
+    with refused(home, "member train/cat/0.png: cannot be read: [Errno 13] Permission denied"):
+        load("images", path=home, size=8)
+    for closed in (home / "train/dog", home):
+        mode = closed.stat().st_mode
+        closed.chmod(0)
+        try:
+            with refused("cannot be read: Permission denied", "Fix: "):
+                load("images", path=home)
+        finally:
+            closed.chmod(mode)

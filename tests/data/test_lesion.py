@@ -5,7 +5,6 @@ import torch
 from tests.data.making import lesion_files, picture, refused, write_folder, write_zip
 
 from fedveil.data import lesion, load
-from fedveil.errors import BadArgument
 
 
 @pytest.fixture(params=["folder", "zip", "table beside the zip", "folder above a zip"])
@@ -22,70 +21,31 @@ def source(request, tmp_path):
 
 
 def test_images_that_are_only_listed_are_left_out(source):
-    found = load("lesion", path=source)
+    found, small = load("lesion", path=source), load("lesion", path=source, size=32, train_size=20)
     assert len(found.train.inputs) + len(found.test.inputs) == 40
-    assert (found.train.inputs.shape[1:], found.outputs) == ((3, 64, 64), 7)
-    assert len(found.test.inputs) == 8
+    assert (found.train.inputs.shape[1:], found.outputs, len(found.test.inputs)) == ((3, 64, 64), 7, 8)
+    assert small.train.inputs.shape == (20, 3, 32, 32)
+    assert torch.equal(small.test.targets, found.test.targets)
+    assert {name: len(values) for name, values in small.columns.items()} == dict.fromkeys(lesion.COLUMNS, 20)
+    assert set(small.columns["sex"]) == {"male", "female"}
 
 
-def lesion_numbers(part):
-    """The red of each image, in 0 to 255."""
-    red = part.inputs[:, 0].mean((1, 2)) * lesion.DEVIATION[0] + lesion.MEAN[0]
-    return (red * 255).round().int().tolist()
-
-
-@pytest.fixture
-def grey_lesions(tmp_path):
-    """Ten times a lesion's number is the grey of its images; the table is in another order than the images."""
+def test_no_lesion_is_in_both_parts_and_targets_and_columns_describe_their_records(tmp_path):
     files = lesion_files(images_each=3)
     for name in files:
-        if name.endswith(".jpg"):
-            files[name] = picture((int(name[12:16]) * 10,) * 3, 64, "JPEG")
+        if name.endswith(".jpg"):  # ten times a lesion's number is the grey of its images, of another size
+            files[name] = picture((int(name[12:16]) * 10,) * 3, 100, "JPEG")
     header, *rows = files["HAM10000_metadata.csv"].split(b"\n")
-    files["HAM10000_metadata.csv"] = b"\n".join([header, *reversed(rows)])
-    return load("lesion", path=write_folder(tmp_path / "lesion", files))
-
-
-def test_no_lesion_is_in_both_parts(grey_lesions):
-    found = grey_lesions
-    train, test = lesion_numbers(found.train), lesion_numbers(found.test)
+    files["HAM10000_metadata.csv"] = b"\n".join([header, *reversed(rows)])  # in another order than the images
+    found, numbers = load("lesion", path=write_folder(tmp_path / "lesion", files)), []
+    for part in (found.train, found.test):
+        red = part.inputs[:, 0].mean((1, 2)) * lesion.DEVIATION[0] + lesion.MEAN[0]
+        numbers.append([value // 10 for value in (red * 255).round().int().tolist()])
+        assert [number % 7 for number in numbers[-1]] == part.targets.tolist()
+    train, test = numbers
     assert len(set(train)) + len(set(test)) == 20
     assert set(train).isdisjoint(test)
-    for part, numbers in ((found.train, train), (found.test, test)):
-        assert [number // 10 % 7 for number in numbers] == part.targets.tolist()
-
-
-def test_columns_describe_the_training_records(grey_lesions):
-    sexes = [("male", "female")[number // 10 % 2] for number in lesion_numbers(grey_lesions.train)]
-    assert grey_lesions.columns["sex"].tolist() == sexes
-
-
-def test_columns_follow_a_subset(source):
-    found = load("lesion", path=source, train_size=20)
-    assert {name: len(values) for name, values in found.columns.items()} == dict.fromkeys(lesion.COLUMNS, 20)
-    assert set(found.columns["sex"]) == {"male", "female"}
-
-
-def test_images_of_another_size_become_64_pixels_wide(tmp_path):
-    files = lesion_files()
-    files["images/ISIC_00000.jpg"] = picture((0, 0, 0), 100, "JPEG")
-    assert load("lesion", path=write_folder(tmp_path / "x", files)).train.inputs.shape[1:] == (3, 64, 64)
-
-
-def test_smaller_images_are_the_same_records(source):
-    small, full = load("lesion", path=source, size=32), load("lesion", path=source)
-    assert small.train.inputs.shape[1:] == (3, 32, 32)
-    assert torch.equal(small.train.targets, full.train.targets)
-
-
-@pytest.mark.parametrize("size", [0, 65])
-def test_a_size_that_is_none_is_refused(source, size):
-    with pytest.raises(BadArgument, match="from 8 to 64"):
-        load("lesion", path=source, size=size)
-
-
-def test_the_division_is_the_same_each_time(source):
-    assert torch.equal(load("lesion", path=source).test.inputs, load("lesion", path=source).test.inputs)
+    assert found.columns["sex"].tolist() == [("male", "female")[number % 2] for number in train]
 
 
 def changed(old, new):
@@ -110,3 +70,11 @@ def test_damage_is_named_by_member_or_line(files, texts, tmp_path):
     path = write_zip(tmp_path / "ham.zip", files)
     with refused(path, *texts):
         load("lesion", path=path)
+
+
+def test_the_real_lesions_are_loaded(real_data):
+    real_data("lesion")
+    found = load("lesion")
+    train, test = len(found.train.inputs), len(found.test.inputs)
+    assert train + test >= 7017
+    assert abs(train / (train + test) - 0.8) < 0.01

@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from tests.defences.runs import NETS, adam, federation, loss_before_and_after, records, same
 from tests.oracle import batch, built, worst
 from tests.sessions import Session
 from torch import nn
@@ -15,18 +16,10 @@ from torch.nn import functional as F
 from fedveil import errors
 from fedveil.defences import Plain, Samples
 from fedveil.defences.dbcl import DBCL, Sketch, SketchedConv2d, SketchedLinear
-from fedveil.federation import Federation
-from fedveil.models import cnn, mlp, resnet
-from fedveil.scheme.losses import CrossEntropy, Custom, SquaredError
+from fedveil.scheme.losses import CrossEntropy, SquaredError
 
 EPS = torch.finfo(torch.float64).eps
-NETS = {
-    "mlp": (lambda: mlp(6, 4, hidden=10), (6,)),
-    "cnn": (lambda: cnn(1, 4, width=4, size=8), (1, 8, 8)),
-    "resnet, batch": (lambda: resnet(8, 3, 4, width=4), (3, 8, 8)),
-    "resnet, none": (lambda: resnet(8, 3, 4, width=4, norm="none", shortcut="B"), (3, 8, 8)),
-}
-every_net = pytest.mark.parametrize(("build", "shape"), NETS.values(), ids=NETS)
+every_net = pytest.mark.parametrize("net", NETS)
 
 
 def matrix(sketch):
@@ -50,25 +43,6 @@ def prepared(model, inputs, loss=None, **options):
     return Session(DBCL(**{"seed": 0, **options}), model, inputs[:2], loss or SquaredError())
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, 0.05)
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, 1e-2)
-
-
-def federation(build, shape, defence, *, clients=3, classes=None, records=24, optimizer=sgd, **options):
-    """Clients with records that a network can learn."""
-    parts = []
-    for client in range(clients):
-        inputs, noise = batch(shape, 4, samples=records, seed=client)
-        rule = torch.randn(inputs[0].numel(), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
-        targets = inputs.flatten(1) @ rule / inputs[0].numel() ** 0.5 + 0.1 * noise
-        parts.append((inputs, targets.argmax(1) if classes else targets))
-    return Federation(built(build), parts, defence, optimizer, batch_size=8, **options)
-
-
 def rounding(model, *passes):
     """How far two float64 orders of the same gradient may part, relative to its size.
 
@@ -79,9 +53,6 @@ def rounding(model, *passes):
     inputs = [m.weight[0].numel() for m in modules if isinstance(m, nn.Linear | nn.Conv2d)]
     longest = max(inputs + [x.numel() // x.shape[1] for x in passes])
     return 2 * (len(modules) + 1) * longest * EPS
-
-
-# What a sketch is
 
 
 @pytest.mark.parametrize(("n", "q"), [(4, 2), (7, 2), (9, 4), (3, 3), (200, 3)])
@@ -105,15 +76,6 @@ def test_down_multiplies_by_s_and_up_by_its_transpose(n, q):
     assert torch.equal(sketch.up(small), small @ S.T)
 
 
-@pytest.mark.parametrize(("n", "q"), [(4, 2), (5, 2), (5, 3)])
-def test_on_average_a_sketch_keeps_what_it_does_not_drop(n, q):
-    total, count = torch.zeros(n, n, dtype=torch.float64), 0
-    for sketch in every_sketch(n, q):
-        S = matrix(sketch)
-        total, count = total + S @ S.T, count + 1
-    assert torch.equal(n * total, count * (n // q) * q * torch.eye(n, dtype=torch.float64))
-
-
 def test_draws_are_uniform():
     n, q, draws = 7, 2, 4000
     chance = np.random.default_rng(0)
@@ -124,9 +86,6 @@ def test_draws_are_uniform():
     sigma.fill_diagonal_((kept * (1 - kept) / draws) ** 0.5)
     assert ((mean - kept * torch.eye(n)).abs() < 5 * sigma).all()
     assert ((torch.stack(outer).abs().mean(0).fill_diagonal_(together) - together).abs() < 5 * sigma).all()
-
-
-# A sketched layer
 
 
 def literal(layer, sketch, x, small, bias):
@@ -141,12 +100,6 @@ def literal(layer, sketch, x, small, bias):
     return z.transpose(1, 2).unflatten(-1, (side + 1, -1))
 
 
-def lifted(layer, sketch, x, small, bias):
-    """The dense layer with the weight W~ S^T."""
-    values = {"weight": (small @ matrix(sketch).to(x).T).view_as(layer.weight), "bias": bias}
-    return torch.func.functional_call(layer, values, (x,))
-
-
 LAYERS = {
     "linear": (lambda: nn.Linear(7, 5), (7,)),
     "linear over tokens": (lambda: nn.Linear(8, 5), (3, 8)),
@@ -159,10 +112,9 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("oracle", [literal, lifted])
 @pytest.mark.parametrize("q", [2, 3])
 @pytest.mark.parametrize(("build", "shape"), LAYERS.values(), ids=LAYERS)
-def test_a_sketched_layer_is_the_dense_one_with_the_weight_spread_out(build, shape, q, oracle):
+def test_a_sketched_layer_is_the_dense_one_with_the_weight_spread_out(build, shape, q):
     layer, (x, _) = built(build), batch(shape)
     sketch = drawn(layer.weight[0].numel(), q)
     small = (SketchedLinear if isinstance(layer, nn.Linear) else SketchedConv2d)(layer, sketch)
@@ -178,16 +130,13 @@ def test_a_sketched_layer_is_the_dense_one_with_the_weight_spread_out(build, sha
         return torch.func.functional_call(small, {"weight": weight, "bias": bias}, (x,))
 
     given = x, small.weight, small.bias
-    found, true = passes(client, *given), passes(lambda *g: oracle(layer, sketch, *g), *given)
+    found, true = passes(client, *given), passes(lambda *g: literal(layer, sketch, *g), *given)
     # Both sum the same products, no sum longer than this: so they part by its length times eps, of the sum of sizes.
     positive = Sketch(sketch.inputs, sketch.signs.abs(), sketch.fan_in)
-    sizes = passes(lambda *g: oracle(layer, positive, *g), *[tensor.abs() for tensor in given])
+    sizes = passes(lambda *g: literal(layer, positive, *g), *[tensor.abs() for tensor in given])
     terms = max(sketch.fan_in, delta.numel() // delta.shape[1]) + 4
     for a, b, size in zip(found, true, sizes, strict=True):
         assert ((a - b).abs() <= terms * EPS * size).all()
-
-
-# What the server's step is a gradient of
 
 
 def spread_out(model, broadcast, names):
@@ -203,28 +152,26 @@ def spread_out(model, broadcast, names):
     return run
 
 
-def two_clients(build, shape, loss, **options):
-    """A round of two clients with 30 and 10 records, and the same of the dense network: losses and buffers."""
-    model = built(build)
-    data = [batch(shape, 4, samples=5 + k, seed=k) for k in range(2)]
-    if loss.name == "cross_entropy":
-        data = [(x, y.argmax(1)) for x, y in data]
+def two_clients(net, loss, **options):
+    """A round of two clients with weights 30 and 10, and the losses of the dense network."""
+    build, shape = NETS[net]
+    model, data = built(build), records(shape, (5, 6), classes=loss.name == "cross_entropy")
     defence = prepared(model, data[0][0], loss, **options)
     sent = defence.broadcast(model)
     updates = [defence.step(sent, Samples(*part)) for part in data]
-    run, losses, buffers = spread_out(model, sent, defence.server.sketched), [], []
+    run, losses = spread_out(model, sent, defence.server.sketched), []
     for x, y in data:
-        buffers.append({name: buffer.clone() for name, buffer in model.named_buffers()})
-        outputs = run(dict(model.named_parameters()), buffers[-1], x)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        outputs = run(dict(model.named_parameters()), buffers, x)
         losses.append(loss.values(outputs, loss.dense(y, outputs)).mean())
-    return model, data, defence, updates, losses, buffers
+    return model, data, defence, updates, losses
 
 
 @every_net
 @pytest.mark.parametrize("loss", [SquaredError(), CrossEntropy()], ids=lambda loss: loss.name)
 @pytest.mark.parametrize("q", [2, 4])
-def test_a_round_is_the_gradient_of_the_sketched_loss_with_respect_to_the_weights(build, shape, loss, q):
-    model, data, defence, updates, losses, _ = two_clients(build, shape, loss, q=q)
+def test_a_round_is_the_gradient_of_the_sketched_loss_with_respect_to_the_weights(net, loss, q):
+    model, data, defence, updates, losses = two_clients(net, loss, q=q)
     found = defence.recover(updates, [30.0, 10.0]).gradients
     parameters = dict(model.named_parameters())
     gradients = torch.autograd.grad(0.75 * losses[0] + 0.25 * losses[1], list(parameters.values()))
@@ -237,15 +184,6 @@ def test_a_round_is_the_gradient_of_the_sketched_loss_with_respect_to_the_weight
     assert worst(defence.recover(updates, [10.0, 30.0]).gradients, true) > 0.1  # and weights matter
 
 
-def test_statistics_of_norms_are_averaged_with_the_clients_weights():
-    model, data, defence, updates, _, buffers = two_clients(*NETS["resnet, batch"], SquaredError())
-    found = defence.recover(updates, [30.0, 10.0]).buffers
-    assert set(found) == {name for name, _ in model.named_buffers()}
-    for name, value in found.items():
-        expected = 0.75 * buffers[0][name] + 0.25 * buffers[1][name]
-        assert (value - expected).norm() <= rounding(model, *[x for x, _ in data]) * expected.norm()
-
-
 def mean_gradient(monkeypatch, model, loss, inputs, targets, n, q):
     """Over all sketches, each through a round of its own."""
     defence, total, count = prepared(model, inputs, loss, q=q, skip_last=False), 0, 0
@@ -254,16 +192,6 @@ def mean_gradient(monkeypatch, model, loss, inputs, targets, n, q):
         update = defence.step(defence.broadcast(model), Samples(inputs, targets))
         total, count = total + defence.recover([update], [1.0]).gradients["weight"], count + 1
     return total / count
-
-
-@pytest.mark.parametrize(("n", "q"), [(4, 2), (5, 3)])
-def test_where_the_loss_is_linear_the_mean_of_a_step_is_the_kept_share_of_the_plain_gradient(monkeypatch, n, q):
-    model, (x, y) = built(lambda: nn.Linear(n, 3)), batch((n,), 3)
-    found = mean_gradient(monkeypatch, model, Custom(lambda outputs, targets: (outputs * targets).sum(1)), x, y, n, q)
-    plain = y.T @ x / len(x)
-    draws = sum(1 for _ in every_sketch(n, q))
-    size = y.abs().T @ x.abs() / len(x)
-    assert ((found - n // q * q / n * plain).abs() <= (draws + len(x) + q) * q * EPS * size.sum(1, keepdim=True)).all()
 
 
 def test_where_the_loss_is_squared_the_mean_of_a_step_has_a_penalty_on_large_weights(monkeypatch):
@@ -278,9 +206,6 @@ def test_where_the_loss_is_squared_the_mean_of_a_step_has_a_penalty_on_large_wei
     size = W.abs().sum() * M.abs().sum() * q**2 + (y.abs().T @ x.abs()).sum()
     assert (found - plain - penalty).abs().max() <= (draws + len(x) + n) * EPS * size
     assert penalty.norm() > 0.1 * plain.norm()  # so the mean is not the plain gradient
-
-
-# What a client holds
 
 
 def reachable(thing):
@@ -321,14 +246,12 @@ def leaked(thing, secrets):
 
 
 @every_net
-def test_a_client_can_reach_no_sketched_weight(build, shape):
-    run = federation(build, shape, DBCL())
+def test_a_client_can_reach_no_sketched_weight(net):
+    run, shape = federation(net, DBCL()), NETS[net][1]
     run.fit(rounds=2)  # the server's parameters have gradients now
     model = run.model
     defence = Session(run.defence, model, batch(shape, 4)[0])
-    model.extra = [
-        dict(model.named_parameters())[name] for name in defence.server.sketched
-    ]  # a reference beside the layer's
+    model.extra = [model.get_parameter(name) for name in defence.server.sketched]  # beside the layers' own
     secrets = {name: model.get_parameter(name).detach() for name in defence.server.sketched}
     assert len(secrets) == sum(isinstance(m, nn.Linear | nn.Conv2d) for m in model.modules()) - 1 - (len(shape) == 3)
     sent = defence.broadcast(model)
@@ -344,9 +267,25 @@ def test_a_client_can_reach_no_sketched_weight(build, shape):
 
 
 @every_net
+def test_only_sketched_weights_learn_if_all_others_are_frozen(net):
+    build, shape = NETS[net]
+
+    def build_model():
+        model = build()
+        sketched = prepared(model, torch.zeros(2, *shape)).server.sketched
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in sketched)
+        return model
+
+    run = federation((build_model, shape), DBCL(seed=0), records(shape, (24,) * 3, classes=False), optimizer=adam)
+    before, after = loss_before_and_after(run, 20)
+    assert after < before
+
+
+@every_net
 @pytest.mark.parametrize("training", [True, False])
-def test_the_view_answers_as_the_sketched_network_in_both_modes(build, shape, training):
-    run = federation(build, shape, DBCL(seed=3))
+def test_the_view_answers_as_the_sketched_network_in_both_modes(net, training):
+    run, shape = federation(net, DBCL(seed=3)), NETS[net][1]
     run.fit(rounds=2)
     model = run.model.train(training)
     sent = run.defence_server.start_round(model).broadcast
@@ -365,7 +304,7 @@ def test_the_view_answers_as_the_sketched_network_in_both_modes(build, shape, tr
 
 
 def test_a_view_is_its_owners_and_takes_its_sketch_along():
-    run = federation(*NETS["resnet, batch"], DBCL())
+    run = federation("resnet, batch", DBCL())
     sent = run.defence_server.start_round(run.model).broadcast
     view = run.defence.client_view(run.model, sent).eval()
     assert sent.network.training
@@ -379,131 +318,39 @@ def test_a_view_is_its_owners_and_takes_its_sketch_along():
     assert view.to("meta")(inputs.to("meta")).shape == before.shape
 
 
-# Training
-
-
-def loss_before_and_after(run, rounds):
-    """Of the server's network, on all records."""
-    models = [copy.deepcopy(run.model).eval()]
-    run.fit(rounds=rounds)
-    models.append(copy.deepcopy(run.model).eval())
-    with torch.no_grad():
-        outputs = [model(run.shards.inputs) for model in models]
-    return [float(run.loss.values(y, run.shards.targets).mean()) for y in outputs]
-
-
-@every_net
-@pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
-@pytest.mark.parametrize("clients", [1, 10])
-def test_training_lowers_the_loss_of_the_network_without_sketches(build, shape, loss, clients):
-    run = federation(
-        build, shape, DBCL(seed=0), clients=clients, classes=loss == "cross_entropy", loss=loss, optimizer=adam
-    )
-    assert run.fused == (not any(isinstance(m, nn.BatchNorm2d) for m in run.model.modules()))
-    before, after = loss_before_and_after(run, 20)
-    assert after < before
-
-
-@every_net
-def test_sketched_weights_learn_by_themselves(build, shape):
-    def others_frozen():
-        model = build()
-        sketched = prepared(model, torch.zeros(2, *shape)).server.sketched
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in sketched)
-        return model
-
-    before, after = loss_before_and_after(federation(others_frozen, shape, DBCL(seed=0), optimizer=adam), 20)
-    assert after < before
-
-
-@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet, none"])
-def test_fused_clients_give_what_single_ones_give(name):
-    def gradients(fuse):
-        run = federation(*NETS[name], DBCL(seed=0), fuse=fuse)
-        assert run.fused == fuse
-        return run.step().gradients
-
-    model, inputs = built(NETS[name][0]), torch.empty(24, *NETS[name][1])
-    assert worst(gradients(True), gradients(False)) < rounding(model, inputs)
+@pytest.mark.parametrize("net", ["mlp", "cnn", "resnet, none"])
+def test_fused_clients_give_what_single_ones_give(net):
+    first, second = (federation(net, DBCL(seed=0), fuse=fuse).step().gradients for fuse in (True, False))
+    assert worst(first, second) < rounding(built(NETS[net][0]), torch.empty(24, *NETS[net][1]))
 
 
 def test_a_whole_shard_in_batches_is_one_gradient_under_one_sketch():
-    whole = federation(*NETS["mlp"], DBCL(seed=0), whole_shard=True)
-    found = whole.step().gradients
+    whole = federation("mlp", DBCL(seed=0), whole_shard=True)
     model, data = built(NETS["mlp"][0]), (whole.shards.inputs, whole.shards.targets)
-    defence = prepared(model, data[0])
+    defence = prepared(model, data[0], CrossEntropy())
     true = defence.recover([defence.step(defence.broadcast(model), Samples(*data))], [1.0]).gradients
-    assert worst(found, true) < rounding(model, data[0])
-
-
-def test_whole_shards_carry_statistics_on_from_batch_to_batch():
-    run = federation(*NETS["resnet, batch"], DBCL(seed=0), clients=2, whole_shard=True)
-    run.fit(rounds=2)
-    counters = [b for name, b in run.model.named_buffers() if name.endswith("num_batches_tracked")]
-    assert counters
-    assert all(int(counter) == 2 * 3 for counter in counters)
-
-
-@pytest.mark.parametrize("name", ["mlp", "resnet, batch"])
-def test_with_a_seed_a_resumed_run_ends_bit_for_bit_as_the_whole_one(tmp_path, name):
-    def run():
-        return federation(*NETS[name], DBCL(seed=5), optimizer=adam)
-
-    whole = run()
-    whole.fit(rounds=6)
-    run().fit(rounds=3, folder=tmp_path)
-    again = run()
-    again.resume(tmp_path)
-    assert again.defence_server.state() == {"number": 3}
-    again.fit(rounds=6)
-    other = federation(*NETS[name], DBCL(seed=6), optimizer=adam)
-    other.fit(rounds=6)
-    ends = [r.model.state_dict() for r in (whole, again, other)]
-    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
-    assert not torch.equal(*[end[whole.defence_server.sketched[0]] for end in (ends[0], ends[2])])
+    assert worst(whole.step().gradients, true) < rounding(model, data[0])
 
 
 def test_sketches_are_new_in_every_round_and_run_unless_seeded():
     def inputs(**options):
-        model, (x, _) = built(lambda: mlp(64, 4)), batch((64,))
+        model, (x, _) = built(lambda: NETS["mlp"][0]()), batch((6,))
         defence = prepared(model, x, **options)
-        return [defence.broadcast(model).network[0].sketch.inputs.flatten().tolist() for _ in range(3)]
+        found = [defence.broadcast(model).network[0].sketch for _ in range(3)]
+        return [tuple([*sketch.inputs.flatten().tolist(), *sketch.signs.flatten().tolist()]) for sketch in found]
 
-    free = inputs(seed=None) + inputs(seed=None)
-    assert len({tuple(order) for order in free}) == 6
+    assert len({*inputs(seed=None), *inputs(seed=None)}) == 6
     assert inputs(seed=1) == inputs(seed=1) != inputs(seed=2)
-    assert len({tuple(order) for order in inputs(seed=1)}) == 3
+    assert len(set(inputs(seed=1))) == 3
 
 
 def test_a_broadcast_leaves_the_model_and_the_global_generator_alone():
     model, (x, _) = built(NETS["resnet, batch"][0]), batch((3, 8, 8))
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    defence = prepared(model, x)
-    defence.broadcast(model)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    prepared(model, x).broadcast(model)
+    assert same(model.state_dict(), before)
     assert torch.equal(state, torch.get_rng_state())
-    assert all(module.training for module in model.modules())
-    assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_frozen_weights_are_sketched_and_get_no_gradient():
-    model, (x, y) = built(NETS["mlp"][0]), batch((6,), 4)
-    model[2].weight.requires_grad_(False)
-    defence = prepared(model, x)
-    sent = defence.broadcast(model)
-    result = defence.recover([defence.step(sent, Samples(x, y))], [1.0])
-    assert sent.network[2].weight.shape == (10, 5)
-    assert set(result.gradients) == {name for name, p in model.named_parameters() if p.requires_grad}
-
-
-def test_divergence_names_the_gradient():
-    run = federation(*NETS["mlp"], DBCL(), optimizer=lambda p: torch.optim.SGD(p, 1e200))
-    with pytest.raises(errors.Diverged, match=r"gradient \S+ holds NaN or infinity"):
-        run.fit(rounds=50)
-
-
-# Which weights
+    assert all(module.training and not module._forward_hooks for module in model.modules())
 
 
 class Backwards(nn.Module):
@@ -534,10 +381,6 @@ def test_the_first_convolution_and_the_last_linear_are_those_that_are_called_so(
     assert prepared(model, x, skip="hidden.weight").server.sketched == ("second.weight",)
 
 
-def test_the_first_linear_of_a_perceptron_is_sketched():
-    assert prepared(built(NETS["mlp"][0]), batch((6,))[0]).server.sketched == ("0.weight", "2.weight", "4.weight")
-
-
 def tied():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
     model[1].weight = model[0].weight
@@ -565,10 +408,10 @@ def bilinear():
     ("build", "options", "text"),
     [
         (lambda: nn.Linear(4, 3), {}, r"dbcl: nothing in this model would be sketched(?s:.*)Fix: .*skip_last=False"),
-        (tied, {}, r"dbcl, 0.weight: several places share this weight(?s:.*)Fix: .*DBCL\(skip=\('0',\)\)"),
+        (tied, {}, r"dbcl, 0.weight: several layers share this weight(?s:.*)Fix: use DBCL\(skip=\('0',\)\)"),
         (small_first, {}, r"dbcl, 1.weight: it has 1 inputs per unit, fewer than q = 2(?s:.*)Fix: .*skip=\('1',\)"),
-        (circular, {}, r"dbcl, 2.weight: a convolution with padding_mode 'circular' has no sketch(?s:.*)Fix"),
-        (bilinear, {}, r"dbcl, 0.weight: a Twice has no sketch, only the weights of Linear and Conv2d(?s:.*)Fix"),
+        (circular, {}, r"dbcl, 2.weight: a convolution with padding_mode 'circular' has no sketch"),
+        (bilinear, {}, r"dbcl, 0.weight: a Twice has no sketch, only the weights of Linear and Conv2d"),
         (tied, {"skip": ["5"]}, r"dbcl: skip names '5', and the model has no parameters there"),
     ],
 )
@@ -591,32 +434,10 @@ def test_what_is_refused_may_be_sent_as_it_is(build, skip):
         assert torch.equal(sent.network.get_submodule(path).weight, model.get_submodule(path).weight)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (
-            {"q": 1},
-            r"q must be a whole number of at least 2, got 1(?s:.*)Fix: use DBCL\(q=2\)",
-        ),
-        ({"q": 2.0}, r"q must be a whole number of at least 2, got 2\.0"),
-        ({"q": True}, "q must be a whole number of at least 2, got True"),
-        ({"seed": -1}, r"seed must be a whole number of at least 0, got -1(?s:.*)Fix: use DBCL\(seed=0\)"),
-        ({"seed": 0.5}, r"seed must be a whole number of at least 0, got 0\.5"),
-    ],
-)
-def test_arguments_without_meaning_are_refused(options, text):
-    with pytest.raises(errors.BadArgument, match=f"dbcl: {text}"):
-        DBCL(**options)
-
-
-def test_late_updates_and_foreign_states_are_refused():
+def test_late_updates_are_refused():
     model, (x, y) = built(NETS["mlp"][0]), batch((6,), 4)
     defence = prepared(model, x)
     late = defence.step(defence.broadcast(model), Samples(x, y))
     fresh = defence.step(defence.broadcast(model), Samples(x, y))
-    with pytest.raises(
-        errors.StaleUpdate, match="client 1: it answers broadcast 1, whose sketch is gone; the last one"
-    ):
+    with pytest.raises(errors.StaleUpdate, match="client 1: it answers broadcast 1, whose sketch is gone"):
         defence.recover([fresh, late], [1.0, 1.0])
-    with pytest.raises(errors.BadArgument, match="dbcl: the checkpoint is of another defence"):
-        defence.server.restore({})

@@ -73,6 +73,11 @@ def hang_up(*lines):
             line.shutdown(socket.SHUT_RDWR)
 
 
+def frames(heard):
+    """How many values the search may miss: each of HTTP/2's frames ends in the middle of one value at most."""
+    return len(heard) // 2**14 + 1
+
+
 def listen(run, home, ears):
     """Let a trained server go on for a few veiled rounds and a few plain ones, and look at what clients heard.
 
@@ -106,9 +111,9 @@ def listen(run, home, ears):
     for veiled, plain in zip(heard["veil"], heard["plain"], strict=True):
         for line in lines:
             assert len(line["secret"]) > 90
-            assert all(struct.pack("<d", x) in veiled for x in line["public"])  # the search finds what is there
+            assert sum(struct.pack("<d", x) not in veiled for x in line["public"]) <= frames(veiled)
             assert not any(holds(veiled, x) for x in line["secret"])
-        assert all(holds(plain, x) for x in parameters)
+        assert sum(not holds(plain, x) for x in parameters) <= frames(plain) < len(parameters) / 4
         assert not any(holds(veiled, x) for x in veiled_parameters(home / "veil-out"))
     test = load("digits").test
     inputs = test.inputs.double()

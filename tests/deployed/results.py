@@ -6,11 +6,10 @@ import re
 from safetensors.torch import load_file
 from tests.deployed.serving import adam
 from tests.deployed.task import make_model, parts
-from tests.engines import Loopback, member
+from tests.engines import Loopback, LoopbackServer, member
 from tests.oracle import worst
 
 from fedveil.defences import Plain
-from fedveil.federation.rounds import RemoteServer
 
 MLP = {"net": "mlp"}
 NAMES = {150: (0, 1, 2), 110: (0, 2), 90: (1, 2), 100: (0, 1), 60: (0,), 40: (1,), 50: (2,)}
@@ -28,7 +27,7 @@ def answered(out):
 
 def kinds(out):
     """The faults of each round, without the members' names."""
-    return [[re.sub(r"node [^:]*: ([^:]*):.*", r"\1", text) for text in r.get("faults", [])] for r in records(out)]
+    return [[re.sub(r"client [^:]*: ([^:]*):.*", r"\1", text) for text in r.get("faults", [])] for r in records(out)]
 
 
 def expected(rounds):
@@ -36,7 +35,7 @@ def expected(rounds):
     data = parts()
     members = {k: member(lambda: make_model(MLP), data[k], k) for k in range(3)}
     engine = Loopback(members)
-    server = RemoteServer(engine, make_model(MLP), data[0][0][:2], Plain(), adam, loss="squared_error", batch_size=32)
+    server = LoopbackServer(engine, make_model(MLP), data[0][0][:2], Plain(), adam, loss="squared_error", batch_size=32)
     for number, present in enumerate(rounds, 1):
         engine.down = set(members) - set(present)
         server.fit(rounds=number)

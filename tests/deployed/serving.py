@@ -115,7 +115,7 @@ def record(server, config, out):
 
 
 def serve(make_server, config):
-    """Train from the last checkpoint on; `make_server` takes what every `RemoteServer` takes behind its engine."""
+    """Train from the last checkpoint on; `make_server` takes what every `RemoteServer` takes after its connection."""
     out = Path(config["out"])
     data = parts()[0] if config["net"] != "resnet20" else images(0)
     server = make_server(
@@ -134,7 +134,7 @@ def serve(make_server, config):
         **keys_of(config),
     )
     if config["tap"]:
-        server.engine = Tapped(server.engine, Path(config["tap"]))
+        server.engine.transport = Tapped(server.engine.transport, Path(config["tap"]))
     if config["evaluate-every"]:
         record(server, config, out)
         return
@@ -144,8 +144,8 @@ def serve(make_server, config):
 
     def log(record):
         with (out / "records.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        print(record, flush=True)
+            file.write(json.dumps(record.to_dict()) + "\n")
+        print(record.to_dict(), flush=True)
 
     server.fit(rounds=config["rounds"], folder=out, checkpoint_every=1, on_round=log)
     save_file(server.model.state_dict(), out / "model.safetensors")

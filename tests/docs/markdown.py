@@ -27,15 +27,17 @@ def prose(page):
     return FENCE.sub("", page.read_text())
 
 
-def blocks(page, kind):
-    """Return the code blocks of a language, each as (line number, code without the indentation of its fence)."""
+def steps(page):
+    """Yield the code blocks in order, each as (line number, language, code without the indentation of its fence)."""
     text = page.read_text()
-    found = []
     for block in FENCE.finditer(text):
-        if block[3].split(" ")[0].strip("{.") == kind:
-            code = re.sub(rf"^{block[1]}", "", block[4], flags=re.MULTILINE)
-            found.append((text.count("\n", 0, block.start()) + 2, code))
-    return found
+        code = re.sub(rf"^{block[1]}", "", block[4], flags=re.MULTILINE)
+        yield text.count("\n", 0, block.start()) + 2, block[3].split(" ")[0].strip("{."), code
+
+
+def blocks(page, kind):
+    """Return the code blocks of a language, each as (line number, code)."""
+    return [(line, code) for line, language, code in steps(page) if language == kind]
 
 
 def links(page):

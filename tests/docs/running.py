@@ -9,19 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
-from tests.docs.markdown import FENCE, ROOT, name_of
+from tests.docs.markdown import name_of, steps
 
 from fedveil.cli import main
-
-
-def steps(page):
-    """Yield the blocks of Python and shell in order, each as (line number, language, code)."""
-    text = page.read_text()
-    for block in FENCE.finditer(text):
-        if block[3] in ("python", "sh", "toml", "yaml"):
-            indent = len(block[1])
-            code = "\n".join(line[indent:] for line in block[4].splitlines()) + "\n"
-            yield text.count("\n", 0, block.start()) + 2, block[3], code
 
 
 def file_of(code):
@@ -83,6 +73,3 @@ def run_command(where, words):
         runpy.run_path(words[1], run_name="__main__")
     finally:
         sys.argv = before
-
-
-__all__ = ["ROOT", "reader", "run_block", "run_page", "steps"]

@@ -15,8 +15,6 @@ from fedveil.cli import main
 from fedveil.defences import registry
 
 DOCS = ROOT / "docs"
-SVG = "{http://www.w3.org/2000/svg}"
-IMAGES = sorted((DOCS / "images").glob("*.svg"))
 SIZES = {"data": "digits", "train-size": 120, "clients": 2, "epochs": 2, "hidden": 8, "workers": 1, "trials": 2}
 SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
 
@@ -77,13 +75,9 @@ def test_the_how_to_on_privacy_spends_what_it_shows():
     assert re.findall(r"epsilon .*", printed) == re.findall(r"epsilon .*", shown)
 
 
-@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
-def test_an_image_stands_alone_and_describes_itself(path):
-    text, root = path.read_text(), ElementTree.parse(path).getroot()
-    for name in ("title", "desc"):
-        assert root.find(SVG + name).text.strip()
-    width, height = (float(root.get(side)) for side in ("width", "height"))
-    assert root.get("viewBox") == f"0 0 {width:g} {height:g}"
-    assert "prefers-color-scheme: dark" in text
-    assert min(map(int, re.findall(r"font-size: (\d+)px", text))) >= width / 40  # 9 pixels on a phone of 360
-    assert not re.search(r"<script|<image|<foreignObject|@import|url\((?!#)|(?:href|src)=\"(?!#)", text)
+@pytest.mark.parametrize("path", sorted((DOCS / "images").glob("*.svg")), ids=lambda path: path.name)
+def test_an_image_describes_itself_and_loads_nothing(path):
+    root = ElementTree.parse(path).getroot()
+    assert all(root.find(f"{{http://www.w3.org/2000/svg}}{name}").text.strip() for name in ("title", "desc"))
+    outside = r"<script|<image|<foreignObject|@import|url\((?!#)|(?:href|src)=\"(?!#)"
+    assert not re.search(outside, path.read_text())

@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from tests.docs.markdown import ROOT, anchors, blocks, links, name_of, pages, prose, target_of
+from tests.docs.markdown import ROOT, anchors, blocks, links, name_of, pages, target_of
 
 pytest.importorskip("griffe", reason="the site's tools are not installed: pip install 'fedveil[docs]'")
 
@@ -53,14 +53,3 @@ def test_python_blocks_are_python(page):
             ast.parse(code)
         except SyntaxError as error:
             pytest.fail(f"{name_of(page)}:{line + (error.lineno or 1) - 1}: {error.msg}")
-
-
-@pytest.mark.parametrize("page", pages(), ids=name_of)
-def test_lists_and_tables_follow_an_empty_line(page):
-    """GitHub shows them anyway; the site shows a paragraph full of dashes."""
-    lines = prose(page).splitlines()
-    item = r" *([-*]|\d+\.) "
-    for before, line in zip(["", *lines], lines, strict=False):
-        glued = before.strip() and not before.startswith((" ", "#"))
-        assert not (re.match(item, line) and glued and not re.match(item, before)), line
-        assert not (line.startswith("|") and before.strip() and not before.startswith("|")), line

@@ -7,8 +7,8 @@ import signal
 import subprocess
 
 import pytest
-from tests.docs.markdown import ROOT
-from tests.docs.running import file_of, reader, run_block, steps
+from tests.docs.markdown import ROOT, steps
+from tests.docs.running import file_of, reader, run_block
 from tests.flower.processes import BIN, free_port, wait_until
 
 PAGE = ROOT / "docs" / "tutorial.md"

@@ -1,12 +1,11 @@
 """Federations under secure aggregation over an engine in this process, with keys and policies."""
 
 import torch
-from tests.engines import Loopback, member
+from tests.engines import Loopback, LoopbackServer, member
 from tests.oracle import built
 from torch import nn
 
 from fedveil import Federation
-from fedveil.federation.rounds import RemoteServer
 from fedveil.models import mlp
 from fedveil.secagg import Identity, Party, Policy, Roster
 
@@ -67,7 +66,7 @@ def server_of(defence="veil", faults=None, build=net, known=None, sizes=SIZES, *
         "identity": SERVER,
         **options,
     }
-    return RemoteServer(Loopback(members, faults), build(), data[0][0][:2], defence, adam, **options)
+    return LoopbackServer(Loopback(members, faults), build(), data[0][0][:2], defence, adam, **options)
 
 
 def plain_of(rounds, clients=None, build=net, sizes=SIZES, **options):

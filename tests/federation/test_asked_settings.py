@@ -86,7 +86,7 @@ def halved(tmp_path, monkeypatch):
     (tmp_path / "own_halved.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
-    monkeypatch.setattr(registry, "installed", lambda group: {"halved": "own_halved:RECORD"})
+    monkeypatch.setattr(registry, "list_installed", lambda group: {"halved": "own_halved:RECORD"})
     yield
     sys.modules.pop("own_halved", None)
 

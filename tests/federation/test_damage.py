@@ -1,14 +1,11 @@
 """A hostile disk: damaged checkpoints, and kills at any instant. No run is lost, and none goes on with other values."""
 
 import errno
-import io
 import json
 import os
 import random
 import signal
-import struct
 import time
-import zipfile
 
 import pytest
 import torch
@@ -57,53 +54,6 @@ def test_no_damage_loads_with_other_values_and_no_run_is_lost(tmp_path, count, c
         assert "the run continues from checkpoint.previous.pt, round 2" in caplog.text
         with pytest.raises(checkpoint.Damaged):
             checkpoint.load(tmp_path / LAST)
-
-
-def as_before(path):
-    """The checkpoint as earlier versions wrote it: what torch writes, and nothing else."""
-    found, state = checkpoint.read(path)
-    assert found
-    torch.save({**state, "format": 2}, path)
-
-
-@pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.slow)])
-def test_a_checkpoint_of_an_earlier_version_loads_unless_it_is_damaged(tmp_path, count):
-    run, chance = federation(), random.Random(count)
-    run.fit(rounds=4, folder=tmp_path, evaluate_every=4)
-    as_before(tmp_path / LAST)
-    again, good = federation(), (tmp_path / LAST).read_bytes()
-    again.resume(tmp_path)
-    assert again.round == 4
-    assert torch.equal(values(again), values(run))
-    refused = 0
-    for _ in range(count):
-        (tmp_path / LAST).write_bytes(damaged(good, chance))
-        again = federation()
-        try:
-            again.resume(tmp_path)
-        except BadArgument:
-            refused += 1
-        else:  # a date, padding: nothing that is read
-            assert torch.equal(values(again), values(run))
-            assert again.optimizer.state_dict()["state"][0]["exp_avg"].equal(
-                run.optimizer.state_dict()["state"][0]["exp_avg"]
-            )
-    assert refused > count / 3
-
-
-def test_an_old_file_is_checked_by_its_parts(tmp_path):
-    federation().fit(rounds=1, folder=tmp_path)
-    as_before(tmp_path / LAST)
-    content = (tmp_path / LAST).read_bytes()
-    with zipfile.ZipFile(io.BytesIO(content)) as parts:
-        name = next(info for info in parts.infolist() if "/data/" in info.filename and info.file_size > 8)
-    start = name.header_offset
-    start += 30 + sum(struct.unpack_from("<HH", content, start + 26))
-    other = content[: start + 3] + bytes([content[start + 3] ^ 64]) + content[start + 4 :]
-    (tmp_path / LAST).write_bytes(other)
-    torch.load(tmp_path / LAST, weights_only=True)  # torch does not see it
-    with pytest.raises(BadArgument, match="it is damaged"):
-        federation().resume(tmp_path)
 
 
 def test_with_two_damaged_checkpoints_the_run_is_refused_by_name(tmp_path):
@@ -229,7 +179,7 @@ def test_a_study_s_state_that_is_damaged_is_made_anew(tmp_path, caplog):
     assert checkpoint.load_for(path, "that", checkpoint.CPU) is None
     path.write_bytes(path.read_bytes()[:-9])
     assert checkpoint.load_for(path, "this", checkpoint.CPU) is None
-    assert "it is made anew" in caplog.text
+    assert "it is computed again" in caplog.text
 
 
 MOMENTS = ("open", "fdopen", "fsync", "replace", "link", "unlink")

@@ -10,6 +10,7 @@ from torch import nn
 from fedveil import Entropy, errors
 from fedveil.defences import Plain, Veil
 from fedveil.federation import Federation
+from fedveil.federation.local import LocalEngine
 from fedveil.models import mlp
 
 
@@ -97,9 +98,9 @@ def test_fused_clients_give_what_single_ones_give(defence):
 
 
 def test_batch_norm_keeps_clients_apart_unless_it_uses_stored_statistics():
-    assert not Federation(normed(), parts(), "plain").fused
-    assert Federation(normed().eval(), parts(), "plain").fused
-    assert not Federation(net(), parts(), "plain", fuse=False).fused
+    assert not Federation(normed(), parts(), "plain").clients.fused
+    assert Federation(normed().eval(), parts(), "plain").clients.fused
+    assert not Federation(net(), parts(), "plain", fuse=False).clients.fused
 
 
 def test_a_whole_shard_in_batches_is_one_gradient_over_all_records():
@@ -176,7 +177,7 @@ def test_divergence_stops_with_the_round_and_a_way_out(defence):
             r"client 1: inputs is float of shape \(5,",
         ),
         ([(torch.full((3, 6), torch.nan), torch.zeros(3, 4))], {}, "client 0, record 0: inputs hold NaN"),
-        (parts(), {"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        (parts(), {"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
         (parts(), {"participation": 0.0}, "participation must be above 0"),
         (parts(), {"defence": "moat"}, "there is no defence 'moat'"),
         (
@@ -197,15 +198,17 @@ def test_a_rounding_control_parts_from_plain_by_rounding():
 
 
 def test_a_broadcast_that_a_subclass_keeps_is_not_overwritten():
-    class Keeping(Federation):
+    class Keeping(LocalEngine):
         kept = None
 
-        def answers(self, broadcast, clients):
+        def updates(self, broadcast, clients, number):
             self.kept = self.kept or (broadcast, {k: v.clone() for k, v in broadcast.parameters.items()})
-            return super().answers(broadcast, clients)
+            return super().updates(broadcast, clients, number)
 
     data = [(torch.randn(8, 300), torch.randn(8, 4)) for _ in range(2)]
-    run = Keeping(mlp(300, 4, hidden=200), data, Veil(), batch_size=4, fuse=False)
+    run = Federation(mlp(300, 4, hidden=200), data, Veil(), batch_size=4)
+    own = run.clients
+    run.use_engine(Keeping(own.client, own.shards, own.dtype, whole_shard=False, fused=False))
     run.fit(rounds=3)
-    broadcast, copies = run.kept
+    broadcast, copies = run.clients.kept
     assert all(torch.equal(broadcast.parameters[name], value) for name, value in copies.items())

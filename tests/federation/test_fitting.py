@@ -42,11 +42,11 @@ def test_an_optimiser_object_trains_as_its_factory_does():
     ("options", "text"),
     [
         ({"optimizer": "adam"}, "optimizer is 'adam'"),
-        ({"optimizer": lambda p: None}, "optimizer made a NoneType"),
+        ({"optimizer": lambda p: None}, "optimizer created a NoneType"),
         ({"optimizer": torch.optim.SGD(net().parameters(), 0.1)}, "parameters that are not this model's"),
         ({"schedule": "cosine"}, "schedule is 'cosine'"),
-        ({"schedule": lambda o: 0.1}, "schedule made a float"),
-        ({"schedule": StepLR(sgd(net().parameters()), 1)}, "the schedule is of another optimiser"),
+        ({"schedule": lambda o: 0.1}, "schedule created a float"),
+        ({"schedule": StepLR(sgd(net().parameters()), 1)}, "the schedule is of another optimizer"),
         ({"schedule_every": "batch"}, "there is no schedule_every 'batch'"),
         ({"clip_norm": 0.0}, "clip_norm must be a finite number above 0"),
     ],
@@ -186,4 +186,4 @@ def test_a_cosine_over_rounds_ends_at_nothing():
     )
     records = federation.fit(2).records
     assert federation.optimizer.param_groups[0]["lr"] < 1e-12
-    assert json.dumps(records)
+    assert json.dumps([record.to_dict() for record in records])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedveil import Federation
-from fedveil.federation.history import History
+from fedveil.federation.history import History, RoundRecord
 from fedveil.models import mlp
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
@@ -30,7 +30,7 @@ def test_a_metric_without_test_data_is_refused_with_the_reason():
 
 
 def test_a_metric_that_some_records_have_is_a_shorter_curve():
-    history = History([{"round": 1, "error": 0.0}, {"round": 2, "error": 0.0, "accuracy": 0.5, "evaluated": True}])
+    history = History([RoundRecord(1, 0.5, 0.0, 0.1, 1.0), RoundRecord(2, 1.0, 0.0, 0.1, 2.0, True, {"accuracy": 0.5})])
     assert history.curve("accuracy") == [(2, 0.5)]
     with pytest.raises(KeyError, match="auc"):
         history.curve("auc")

@@ -14,9 +14,10 @@ from fedveil import Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
 from fedveil.defences.registry import find_codec, find_record
 from fedveil.errors import FedveilError
+from fedveil.federation.client import ClientSession
 from fedveil.federation.limits import aggregate, limits_for
-from fedveil.federation.protocol import Ask, read, take, write
-from fedveil.federation.remote import ClientState, reply
+from fedveil.federation.protocol import Ask, read, write
+from fedveil.federation.remote import decode_answer, read_answer
 from fedveil.models import mlp
 from fedveil.scheme.losses import find_loss
 
@@ -61,7 +62,7 @@ class Round:
             "session", 0, "token", record, options, loss, find_loss(loss).settings(), True, 8, 0, {}, *packed
         )
         ask = write(self.ask)  # each client unpacks its own
-        self.honest = [reply(ask, ClientState(), built(build).float(), own, client=0)[0] for own in data]
+        self.honest = [ClientSession(built(build).float(), own, client=0).reply(ask) for own in data]
         moved = [self.step({client: data})[0] for client, data in enumerate(self.honest)]
         self.most = {kind: max(own[kind] for own in moved) for kind in moved[0]}
 
@@ -70,11 +71,12 @@ class Round:
         taken, refused = {}, set()
         for client, data in answers.items():
             try:
-                taken[client] = take(data, self.ask, self.codec, self.round.base, self.model, client)
+                answer = read_answer(data, self.ask, self.model)
+                taken[client] = decode_answer(answer, self.codec, self.round, self.model, client, client)
             except FedveilError:
                 refused.add(client)
 
-        updates, claims = {c: own[0] for c, own in taken.items()}, {c: own[1] for c, own in taken.items()}
+        updates, claims = {c: own.update for c, own in taken.items()}, {c: own.records for c, own in taken.items()}
         outcome = aggregate(self.round, updates, claims, self.model, self.limits)
         assert outcome.result is not None
         before = dict(self.model.named_buffers())

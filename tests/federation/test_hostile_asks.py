@@ -171,7 +171,7 @@ def test_a_head_that_is_not_one_of_the_model_is_refused():
         "dim": [2, -1, None, True],
         "axis": [-3, 0, 99, 10**30],
         "tail": ["odd", "", None],
-        "masked_bias": [1, None],
+        "noisy_bias": [1, None],
         "path": [None, "x" * 2000],
     }
     asks = {(name, bad): changed(message, head=head | {name: bad}) for name, own in parts.items() for bad in own}
@@ -312,7 +312,7 @@ def test_what_only_the_models_own_code_can_judge_is_a_refusal_too(kind):
     """BatchNorm in training mode fails for a batch of one record."""
     message, client = ask_of(kind)
     client.records = tuple(own[:1] for own in client.records)
-    with pytest.raises(BadArgument, match="ask: this client cannot answer it: ValueError") as caught:
+    with pytest.raises(BadArgument, match="ask: this client cannot answer: ValueError") as caught:
         client.reply(message)
     assert "input size" not in str(caught.value)
     assert "input size" in str(caught.value.__cause__)
@@ -322,5 +322,5 @@ def test_a_hidden_layer_in_place_of_the_head_is_a_refusal_too():
     message, client = ask_of("veil, a perceptron")
     head = unpacked(message)[0]["values"]["head"] | {"weight": "0.weight", "bias": "0.bias", "path": "0"}
     tensors = {"head/direction": torch.ones(10), "head/partition": torch.zeros(10).long()}
-    with pytest.raises(BadArgument, match="ask: this client cannot answer it: RuntimeError"):
+    with pytest.raises(BadArgument, match="ask: this client cannot answer: RuntimeError"):
         client.reply(changed(message, tensors, head=head))

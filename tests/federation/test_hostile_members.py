@@ -4,13 +4,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from tests.engines import Loopback, member
+from tests.engines import Loopback, LoopbackServer, member
 from tests.federation.secured import adam, floats, net, parties, parts, server_of
 from tests.oracle import worst
 
 from fedveil.errors import TooFewAnswers
-from fedveil.federation.progress import line
-from fedveil.federation.rounds import RemoteServer
+from fedveil.federation.progress import describe_round
 from fedveil.secagg import Hello, Party, masks, threshold
 from fedveil.secagg.messages import RevealReply, SettleReply, Upload
 from fedveil.secagg.shares import PRIME, SEED, WIDTH, split_seed
@@ -257,14 +256,19 @@ def trained(kind, n, hostile):
     names = tuple(f"site-{k}" for k in range(n))
     known = parties(names, {name: kind for name in names[:hostile]})
     server = server_of("veil", known=known, sizes=SIZES[:n])
-    inside, result = [], server.secure._result
+    inside, open_sum, decode = [], server.rounds._open, server.rounds._decode
+    attempts = []
 
-    def watched(own_round, opened):
-        found = result(own_round, opened)
-        inside.append(() if "skipped" in found.notes else opened.tally.survivors)
+    def watch_opening(attempt, faults):
+        attempts.append(attempt)
+        return open_sum(attempt, faults)
+
+    def watch_result(*given):
+        found = decode(*given)
+        inside.append(() if "skipped" in found.notes else attempts[-1].tally.survivors)
         return found
 
-    server.secure._result = watched
+    server.rounds._open, server.rounds._decode = watch_opening, watch_result
     server.fit(rounds=ROUNDS)
     return server, inside
 
@@ -273,7 +277,9 @@ def expected(inside, n):
     """Plain training with those who were in each sum."""
     data = parts(SIZES[:n])
     engine = Loopback({f"site-{k}": member(net, data[k], k) for k in range(n)})
-    server = RemoteServer(engine, net(), data[0][0][:2], "plain", adam, loss="squared_error", batch_size=8, limits=None)
+    server = LoopbackServer(
+        engine, net(), data[0][0][:2], "plain", adam, loss="squared_error", batch_size=8, limits=None
+    )
     for members in inside:
         if members:
             engine.down = set(engine.answers) - set(members)
@@ -296,7 +302,7 @@ def test_the_run_goes_to_its_end_and_proven_liars_are_named(name, n, hostile):
     records = server.history.records
     assert len(records) == ROUNDS
     assert worst(floats(server.model), expected(inside, n)) < 1e-6
-    excluded = set(server.secure.excluded)
+    excluded = set(server.rounds.excluded)
     assert excluded == (set() if name in UNDECIDED else liars)
     assert set().union(*[record.get("excluded", {}) for record in records]) == excluded
     lost = [record["round"] for record in records if "skipped" in record]
@@ -350,7 +356,7 @@ def test_three_of_ten_that_share_their_lies_cost_attempts_and_not_the_run():
     assert len(server.history.records) == ROUNDS
     assert all(record.get("attempts", 1) <= 2 for record in server.history.records)
     assert not any("skipped" in record for record in server.history.records)
-    assert not set(server.secure.excluded) & {f"site-{k}" for k in range(3, 10)}
+    assert not set(server.rounds.excluded) & {f"site-{k}" for k in range(3, 10)}
     assert worst(floats(server.model), expected(inside, 10)) < 1e-6
 
 
@@ -364,14 +370,14 @@ def test_liars_that_stay_away_do_not_get_an_honest_member_excluded():
     names = tuple(f"site-{k}" for k in range(10))
     server = server_of("veil", known=parties(names, dict.fromkeys(names[:3], DisputingWithTheLast)), sizes=SIZES)
     server.fit(rounds=1)
-    server.engine.down = {"site-1", "site-2"}
+    server.engine.transport.down = {"site-1", "site-2"}
     server.fit(rounds=3)
-    assert not server.secure.excluded
+    assert not server.rounds.excluded
 
 
 def test_a_rounds_line_says_who_is_excluded_and_that_a_round_was_skipped():
     server, _ = trained(OtherPolynomial, 4, 1)
-    first, second = [line(record, ROUNDS) for record in server.history.records[:2]]
+    first, second = [describe_round(record, ROUNDS) for record in server.history.records[:2]]
     assert "skipped: 1 of 4 self seeds are lost; site-0 lied" in first
     assert "site-0 is excluded: it did not reveal the shares that it was dealt" in first  # its own, of the other seed
     assert "3 of 3 answered" in second
@@ -384,4 +390,4 @@ def test_three_members_with_a_disputed_pair_cannot_train_and_the_error_says_so()
     server = server_of("veil", known=known, sizes=SIZES[:3], attempts=2)
     with pytest.raises(TooFewAnswers, match="2 of 3 clients are left: at least 3"):
         server.fit(rounds=1)
-    assert not server.secure.excluded
+    assert not server.rounds.excluded

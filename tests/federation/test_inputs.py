@@ -9,7 +9,7 @@ from tests.oracle import built, worst
 from torch import nn
 
 from fedveil import Entropy, Federation
-from fedveil.data import Data, Part
+from fedveil.data import Data, DataPart
 from fedveil.defences import Veil
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import predict
@@ -120,7 +120,7 @@ def test_keys_in_another_order_are_the_same_form():
 def test_a_run_of_such_records_writes_its_folder_and_page(tmp_path):
     parts = words()
     as_float = [({"ids": x["ids"], "numbers": x["numbers"].float()}, y) for x, y in parts]
-    data = Data("words", Part(*as_float[0]), Part(*as_float[1]), classes=tuple("abcd"))
+    data = Data("words", DataPart(*as_float[0]), DataPart(*as_float[1]), classes=tuple("abcd"))
     federation = Federation(built(Words, dtype=torch.float32), as_float, "plain", sgd, loss="cross_entropy")
     summary = record_run(federation, tmp_path, data, {"clients": 3, "model": "words"}, "-", rounds=2)
     assert 0 <= summary.metrics["accuracy"] <= 1

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from tests.engines import Loopback, member
+from tests.engines import Loopback, LoopbackServer, member
 from tests.federation.kept import (
     EVERY,
     HOW,
@@ -38,7 +38,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from fedveil.defences import Plain
 from fedveil.errors import Diverged, TooFewAnswers
 from fedveil.federation import Federation, checkpoint
-from fedveil.federation.rounds import RemoteServer
 
 
 @pytest.mark.parametrize("test", [TEST, None], ids=["evaluated", "not evaluated"])
@@ -194,12 +193,12 @@ def leaping():
 def test_after_a_divergence_the_model_in_memory_and_on_disk_is_the_last_finite_one(tmp_path):
     run, whole = leaping(), leaping()
     whole.fit(rounds=3)
-    with pytest.raises(Diverged, match="the model in memory is that of before the step, the last finite one"):
+    with pytest.raises(Diverged, match="the model in memory has the values before the step, the last finite ones"):
         run.fit(rounds=9, folder=tmp_path, evaluate_every=100)
     assert run.round == round_in(tmp_path) == 3
     assert equal(run, whole)
     assert [record["round"] for record in run.history.records] == [1, 2, 3]
-    with pytest.raises(Diverged, match="the model in memory keeps what the step made of it"):
+    with pytest.raises(Diverged, match="the model in memory has the values after the step"):
         leaping().fit(rounds=9)
 
 
@@ -216,7 +215,7 @@ def test_a_round_whose_metric_is_not_a_number_is_undone(tmp_path):
 
     run, whole = odd(), odd()
     whole.fit(rounds=EVERY - 1)
-    with pytest.raises(Diverged, match="mse is not a number, although the test data are finite"):
+    with pytest.raises(Diverged, match="mse is NaN, although the test data are finite"):
         run.fit(**HOW, folder=tmp_path)
     assert run.round == round_in(tmp_path) == EVERY - 1
     assert equal(run, whole)
@@ -227,16 +226,16 @@ def test_an_optimiser_that_is_not_finite_is_never_saved(tmp_path):
     run = make(size=1e25)  # the squares of the gradients are infinite, and steps of Adam are zero
     run.step()
     assert all(bool(value.isfinite().all()) for value in run.model.state_dict().values())
-    with pytest.raises(Diverged, match=r"the optimiser's exp_avg_sq of parameter 0 holds NaN or infinity"):
+    with pytest.raises(Diverged, match=r"the optimizer's exp_avg_sq of parameter 0 holds NaN or infinity"):
         run.save(tmp_path / "saved")
-    with pytest.raises(Diverged, match=r"the optimiser's exp_avg_sq of parameter 0 holds NaN or infinity"):
+    with pytest.raises(Diverged, match=r"the optimizer's exp_avg_sq of parameter 0 holds NaN or infinity"):
         make(size=1e25).fit(rounds=3, folder=tmp_path / "fitted")
     assert not list(tmp_path.rglob("*.pt"))
 
 
 def over_a_network(engine):
     how = {"loss": "squared_error", "pause": 0.0, "attempts": 1, "patience": 0.1, "timeout": 1.0}
-    return RemoteServer(engine, net(), TEST[0][:2], "plain", adam, **how)
+    return LoopbackServer(engine, net(), TEST[0][:2], "plain", adam, **how)
 
 
 def test_a_run_whose_clients_are_gone_is_saved_and_a_new_server_resumes_it(tmp_path):
@@ -272,16 +271,6 @@ def test_a_last_save_that_fails_is_a_warning_beside_the_error_that_ended_the_run
     monkeypatch.undo()
     assert round_in(tmp_path) == 4
     check_whole(tmp_path)
-
-
-def test_a_callback_cannot_change_the_history(tmp_path):
-    def spoil(record):
-        record["time"], record["accuracy"] = object(), 2.0
-
-    run = make()
-    run.fit(**HOW, folder=tmp_path, on_round=spoil)
-    assert round_in(tmp_path) == ROUNDS
-    assert not any("time" in record or record.get("accuracy") == 2.0 for record in run.history.records)
 
 
 def test_a_second_interrupt_does_not_stop_the_save(tmp_path, monkeypatch):

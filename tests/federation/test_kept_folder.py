@@ -93,7 +93,7 @@ def test_resuming_in_another_setting_says_what_is_other(tmp_path, caplog, change
 
 def test_resuming_with_another_optimiser_is_refused(tmp_path):
     make().fit(rounds=3, folder=tmp_path)
-    with pytest.raises(BadArgument, match="of the optimiser Adam, not SGD"):
+    with pytest.raises(BadArgument, match="of the optimizer 'Adam', not 'SGD'"):
         make(lambda parameters: torch.optim.SGD(parameters, 1e-2)).resume(tmp_path)
 
 
@@ -238,7 +238,7 @@ def test_the_last_record_is_there_without_an_evaluation_and_a_metric_says_why_it
     assert {"epoch", "error", "lr", "seconds"} <= set(history.last)
     with pytest.raises(KeyError, match="no evaluation: pass test="):
         history.last["accuracy"]
-    assert json.loads(json.dumps(history.last)) == history.records[-1]
+    assert json.loads(json.dumps(history.last.to_dict())) == dict(history.records[-1])
     evaluated = make().fit(rounds=6, test=TEST, evaluate_every=4).last
     assert evaluated["round"] == 6
     assert "mse" in evaluated

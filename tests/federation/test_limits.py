@@ -12,7 +12,9 @@ from fedveil import Entropy, Federation, Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
 from fedveil.defences.plain import PlainUpdate
 from fedveil.errors import BadArgument, Diverged, TooFewAnswers
+from fedveil.federation.history import RoundRecord
 from fedveil.federation.limits import AGGREGATORS, REMEMBERED, bounded_shares
+from fedveil.federation.local import LocalEngine
 from fedveil.models import mlp
 from fedveil.scheme import Update
 
@@ -43,22 +45,24 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, 0.1)
 
 
-class Hostile(Federation):
+class Hostile(LocalEngine):
     """Client 0 sends what `alter` makes of its update, and claims `claim` records."""
 
-    alter, claim = staticmethod(lambda update: update), None
+    def __init__(self, clients, alter, claim=None):
+        super().__init__(clients.client, clients.shards, clients.dtype, whole_shard=clients.whole_shard, fused=False)
+        self.alter, self.claim = alter, claim
 
-    def answers(self, broadcast, clients):
-        first, *others = super().answers(broadcast, clients)
+    def updates(self, broadcast, clients, number):
+        first, *others = super().updates(broadcast, clients, number)
         return [self.alter(first), *others]
 
-    def claims(self, client):
-        return self.claim if self.claim and client == 0 else super().claims(client)
+    def claim_records(self, client):
+        return self.claim if self.claim and client == 0 else super().claim_records(client)
 
 
 def hostile(alter=lambda update: update, *, defence="plain", limits=None, claim=None, build=net, data=None, **options):
-    run = Hostile(build(), data or parts(), DEFENCES[defence](), sgd, limits=limits, **{"fuse": False, **options})
-    run.alter, run.claim = alter, claim
+    run = Federation(build(), data or parts(), DEFENCES[defence](), sgd, limits=limits, **options)
+    run.use_engine(Hostile(run.clients, alter, claim))
     return run
 
 
@@ -215,13 +219,17 @@ def test_the_bound_remembers_rounds_with_longer_gradients():
     run = hostile(times(50.0), limits=Limits(norm_factor=3.0))
     first = hostile(limits=Limits(norm_factor=3.0))
     first.fit(rounds=1)
-    length = first.history.records[0]["update_norm"]
-    run.history.records = [{"round": 1, "seconds": 0.0, "error": 0.0, "update_norm": 30 * length}]
+    length = first.history.records[0].figures["update_norm"]
+
+    def past(norm):
+        return RoundRecord(1, 1.0, 0.0, 0.1, 0.0, figures={"update_norm": norm})
+
+    run.history.records[:] = [past(30 * length)]
     run.fit(rounds=1)
     assert "faults" not in run.history.records[-1]
-    run.history.records = run.history.records[:1] + [{"seconds": 0.0, "update_norm": length}] * REMEMBERED
+    run.history.records[1:] = [past(length)] * REMEMBERED
     run.fit(rounds=2)
-    assert run.history.records[-1]["faults"][0].startswith("client 0: its gradient has norm")
+    assert run.history.records[-1]["faults"][0].startswith("client 0: refused: its gradient has norm")
 
 
 def test_a_fixed_bound_holds_for_two_clients_too():
@@ -252,8 +260,8 @@ def private(inner="plain", **options):
 @pytest.mark.parametrize("inner", DEFENCES)
 @pytest.mark.parametrize("size", [float("nan"), 1e30])
 def test_with_privacy_the_round_goes_on_too_and_tells_no_norm(inner, size):
-    run = Hostile(net(), parts(), private(inner), sgd, limits=Limits())
-    run.alter = times(size)
+    run = Federation(net(), parts(), private(inner), sgd, limits=Limits())
+    run.use_engine(Hostile(run.clients, times(size)))
     run.fit(rounds=2)
     assert all(record["faults"][0].startswith("client 0: ") for record in run.history.records)
     assert not any("norm" in key for record in run.history.records for key in record)
@@ -262,13 +270,13 @@ def test_with_privacy_the_round_goes_on_too_and_tells_no_norm(inner, size):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"aggregator": "meen"}, "'mean' is the nearest"),
-        ({"hostile": -1}, "hostile must be a whole number"),
+        ({"aggregator": "meen"}, "use 'mean'"),
+        ({"hostile": -1}, "hostile must be an integer"),
         ({"max_share": 0.0}, "max_share must be above 0"),
         ({"max_norm": float("inf")}, "max_norm must be a finite number"),
         ({"norm_factor": 0.5}, "norm_factor must be at least 1"),
-        ({"max_records": 0}, "max_records must be a whole number"),
-        ({"max_records": {3: 1.5}}, "max_records must be a whole number"),
+        ({"max_records": 0}, "max_records must be an integer"),
+        ({"max_records": {3: 1.5}}, "max_records must be an integer"),
     ],
 )
 def test_limits_that_make_no_sense_are_refused(options, text):
@@ -318,11 +326,12 @@ def test_a_rule_withstands_a_hostile_client_beside_an_honest_one_that_stands_out
     factors = iter([1.0, 1.0, 1.0, 20.0, -9.0])
     own = [times(next(factors)) for _ in range(5)]
 
-    class Different(Federation):
-        def answers(self, broadcast, clients):
-            first = super().answers(broadcast, clients)[0]
+    class Different(Hostile):
+        def updates(self, broadcast, clients, number):
+            first = super().updates(broadcast, clients, number)[0]
             return [alter(first) for alter in own]
 
-    run = Different(net(), parts(), "plain", sgd, limits=Limits("trimmed-mean"), fuse=False)
+    run = Federation(net(), parts(), "plain", sgd, limits=Limits("trimmed-mean"))
+    run.use_engine(Different(run.clients, lambda update: update))
     run.fit(rounds=1)
     assert worst(values(run.model), honest([0])) < 1e-5

@@ -19,9 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import nn
 
 from fedveil.errors import FedveilError
-from fedveil.federation import masked
-from fedveil.federation.protocol import Ask, Masked, Step, read, write
-from fedveil.federation.remote import ClientState, reply
+from fedveil.federation import secure_client
+from fedveil.federation.client import ClientSession, ClientState
+from fedveil.federation.protocol import Ask, MaskedAnswer, Step, read, write
 from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party, rules, shares, signed
 from fedveil.secagg.memory import RunMemory
 from fedveil.secagg.messages import RevealReply, SealedShares, Settle, SettleReply, Upload, context
@@ -104,7 +104,8 @@ class Client:
         """Its answer, or its error."""
         model = nn.Linear(4, 2, dtype=torch.float64)
         try:
-            answer, self.state = reply(message, self.state, model, self.load, client=0, party=self.party, own=own)
+            session = ClientSession(model, self.load, client=0, party=self.party, state=self.state)
+            answer, self.state = session.reply(message, own), session.state
         except FedveilError as error:
             return error
         return answer
@@ -117,7 +118,7 @@ def public_part(answer, n):
     if read_kind(answer) == "step":
         return "step", answer
     size = 2 + sum(ROWS) + 2 * len(ROWS)
-    found = read(answer, Masked)
+    found = read(answer, MaskedAnswer)
     sent = Upload.from_bytes(as_bytes("answer", found.tensors, "upload"), n, size)
     return (
         found.round,
@@ -170,7 +171,7 @@ class LyingServer(RuleBasedStateMachine):
             return sign({"server": SERVER, "stranger": STRANGER, "member": IDENTITIES["site-1"]}[signer], message, own)
         private = self.key if signer != "stranger" else X25519PrivateKey.from_private_bytes(b"s" * 32)
         key = self.hellos[run].key if signer != "member" else self.others["site-1"].hello(run).key
-        return signed.tag(signed.channel(private, key, run), Digest.of(message).whole(), own)
+        return signed.tag(signed.channel(private, key, run), Digest.compute(message).combine(), own)
 
     def send(self, message, signer="server", own=b"", records=False, n=5, run=None):
         """Send a message to both clients; returns what both of them said."""
@@ -217,7 +218,7 @@ class LyingServer(RuleBasedStateMachine):
                 new = self.runs[run]
                 new.attempt, new.round, new.revealed, new.sums = old.attempt, old.round, old.revealed, old.sums
         body = as_bytes("step", read(said, Step).tensors, "body")
-        hello = Hello.from_values(masked.json.loads(body))
+        hello = Hello.from_values(secure_client.json.loads(body))
         assert ROSTER.verifies(VICTIM, hello.signature, Hello.signed_bytes(run, VICTIM, hello.key))
         assert self.runs[run].key in (None, hello.key)
         self.runs[run].key = hello.key
@@ -234,8 +235,8 @@ class LyingServer(RuleBasedStateMachine):
         said = self.send(
             write(Step(run, "end", {"body": as_tensor(b"")})), signer, run=run if run in self.runs else None
         )
-        if signer != "server":
-            self.refused(said, ("server",))
+        if signer != "server" or (isinstance(said, FedveilError) and run in self.runs and self.outlived(run)):
+            self.refused(said, ("server",))  # a tag under a key that is gone proves nothing
         elif run in self.runs:
             del self.runs[run]
             self.ended.add(run)
@@ -294,14 +295,14 @@ class LyingServer(RuleBasedStateMachine):
             return
         known.attempt, known.round, known.uses = attempt, round_, known.uses + 1
         names = tuple(hello.name for hello in hellos)
-        bound = context(opening, Digest.of(message).whole())
-        subject = masked.digest_subject(ask, message, Digest.of(message).body)
+        bound = context(opening, Digest.compute(message).combine())
+        subject = secure_client.digest_subject(ask, message, Digest.compute(message).body)
         known.current = {"context": bound, "names": names, "members": names, "step": -1, "subject": subject}
         if fault == "model":
             assert isinstance(said, FedveilError)
             assert self.clients[0].loads == loads
             return
-        assert read_kind(said) == "masked"
+        assert read_kind(said) == "maskedanswer"
         assert self.clients[0].loads == loads + 1
         self.last = (run, round_, self.tokens)
 
@@ -348,6 +349,18 @@ class LyingServer(RuleBasedStateMachine):
         self.follow_the_protocol(run, "", "ask", 1.0, True)
         self.settle(run, "", {min(left)} if len(left) > 1 or lie == "all again" else set())
         self.settle(run, lie, left)
+
+    @rule(
+        run=st.sampled_from(RUNS),
+        lie=st.sampled_from(["attempt again", "attempt back", "round again", "round back", "old key"]),
+        until=st.sampled_from(["ask", "reveal"]),
+    )
+    def ask_twice(self, run, lie, until):
+        """An ask that repeats an earlier one, or that comes after the end of the client's key."""
+        self.follow_the_protocol(run, "", until, 1.0, True)
+        if lie == "old key":
+            self.let_time_pass(3, 0)
+        self.ask(run, "" if lie == "old key" else lie, 8, 1.0, True)
 
     def sums_today(self):
         return self.day[1] if self.now // 86_400 == self.day[0] else 0
@@ -488,7 +501,7 @@ SAFEGUARDS = {
     "budget": (rules, "check_budget", nothing),
     "same members": (rules, "check_same_members", nothing),
     "once": (RunMemory, "forget_attempt", nothing),
-    "one form of reply": (masked, "contribute", lambda admitted, work: work()),
+    "one form of reply": (secure_client, "contribute", lambda admitted, work: work()),
 }
 
 

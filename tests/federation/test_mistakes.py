@@ -39,17 +39,17 @@ REFUSED = {
     "a number for fuse": (lambda: federation(fuse=0), "(?s)fuse must be True or False, got 0.*Fix: use fuse=True"),
     "a rate as text": (
         lambda: federation(optimizer=lambda p: torch.optim.SGD(p, lr="1e-3")),
-        r"(?s)optimizer= cannot be made: .*Adam\(parameters, lr=1e-3\)",
+        r"(?s)optimizer= cannot be created: .*Adam\(parameters, lr=1e-3\)",
     ),
     "a rate below 0": (
         lambda: federation(optimizer=lambda p: torch.optim.SGD(p, lr=-1.0)),
-        "optimizer= cannot be made: Invalid learning rate: -1.0",
+        "optimizer= cannot be created: Invalid learning rate: -1.0",
     ),
     "a schedule without its settings": (
         lambda: federation(schedule=StepLR),
-        r"(?s)schedule= cannot be made: .*step_size.*T_max=20",
+        r"(?s)schedule= cannot be created: .*step_size.*T_max=20",
     ),
-    "a word for rounds": (lambda: federation().fit(1, evaluate_every="epoch"), "evaluate_every must be a whole number"),
+    "a word for rounds": (lambda: federation().fit(1, evaluate_every="epoch"), "evaluate_every must be an integer"),
     "rounds below 0": (lambda: federation().fit(1, evaluate_every=-1), "evaluate_every must be .* got -1"),
     "a text for rounds": (lambda: federation().fit(1, checkpoint_every="1"), "checkpoint_every must be"),
     "one-hot integers": (
@@ -88,8 +88,8 @@ def ending_in(layer, outputs):
 @pytest.mark.parametrize(
     ("layer", "outputs", "loss", "text"),
     [
-        (nn.Softmax(dim=1), 2, "cross_entropy", "cross_entropy takes logits.*softmax"),
-        (nn.Sigmoid(), 1, "binary_cross_entropy", "binary_cross_entropy takes logits.*sigmoid"),
+        (nn.Softmax(dim=1), 2, "cross_entropy", "cross_entropy expects logits.*softmax"),
+        (nn.Sigmoid(), 1, "binary_cross_entropy", "binary_cross_entropy expects logits.*sigmoid"),
     ],
 )
 def test_probabilities_for_a_loss_that_takes_logits_are_warned_of(layer, outputs, loss, text):

@@ -9,8 +9,8 @@ from tests.federation.secured import NAMES, POLICY, SERVER, net, parties, parts,
 from torch import nn
 
 from fedveil.errors import FedveilError
+from fedveil.federation.client import ClientSession
 from fedveil.federation.protocol import Ask, Step, read, write
-from fedveil.federation.remote import ClientState, reply
 from fedveil.secagg import Identity, Opening, Party, Policy, Roster
 from fedveil.secagg.memory import State, short_digest
 from fedveil.secagg.signed import sign
@@ -49,7 +49,7 @@ def heard(message, party, data, model=None, own=None, signer=SERVER):
     """What a client answers, or the error that it raises."""
     own = sign(signer, message) if own is None else own
     try:
-        return reply(message, ClientState(), model or linear(), data, client=0, party=party, own=own)[0]
+        return ClientSession(model or linear(), data, client=0, party=party).reply(message, own)
     except FedveilError as error:
         return error
 
@@ -166,7 +166,7 @@ def test_with_a_valid_roster_the_answer_does_not_depend_on_whether_values_fit():
             lengths.add(len(answer) // 1000)
         else:
             assert answer.reason == "key"
-    assert kinds == {"masked"}
+    assert kinds == {"maskedanswer"}
     assert len(lengths) == 1
 
 
@@ -214,7 +214,10 @@ def test_batches_and_records_below_the_clients_policy_are_refused():
     rows = (4, 24)
     small = heard(ask_of(wide, opening_for(hellos, rows=rows), batch_size=19), victim, data, wide)
     assert small.reason == "policy"
-    assert read_kind(heard(ask_of(wide, opening_for(hellos, rows=rows), batch_size=20), victim, data, wide)) == "masked"
+    assert (
+        read_kind(heard(ask_of(wide, opening_for(hellos, rows=rows), batch_size=20), victim, data, wide))
+        == "maskedanswer"
+    )
     greeting = write(Step("another run", "hello", {"body": as_tensor(bytes(16) + b"k" * 32)}))
     few = heard(greeting, victim, parts((19,))[0], wide)
     assert few.reason == "policy"
@@ -228,12 +231,12 @@ def test_two_rounds_on_the_same_model_with_one_member_fewer_open_nothing():
     server.optimizer = torch.optim.SGD(server.model.parameters(), lr=0.0)  # the server sends the same model again
     server.fit(rounds=1)
     assert "skipped" not in server.history.records[0]
-    server.engine.down = {"site-2"}
+    server.engine.transport.down = {"site-2"}
     server.fit(rounds=2)
     record = server.history.records[1]
     assert "have revealed: at least" in record["skipped"]
     assert any("opened a sum on the same broadcast over other members" in text for text in record["faults"])
-    server.engine.down = set()
+    server.engine.transport.down = set()
     server.fit(rounds=3)
     assert server.history.records[2]["records"] == server.history.records[0]["records"]  # the same members may
 
@@ -243,7 +246,7 @@ def test_a_server_that_changes_the_model_a_little_still_isolates_a_client_over_t
     server = server_of("plain")
     sums = []
     for down in (set(), {"site-2"}):
-        server.engine.down = down
+        server.engine.transport.down = down
         result = server.exchange()
         records = result.figures["records"]
         sums.append({name: g.double() * records for name, g in result.gradients.items()})
@@ -266,7 +269,7 @@ def test_two_rounds_of_batches_that_are_whole_shards_open_nothing_either():
     server = server_of("plain", whole_shard=False, batch_size=1024)
     server.optimizer = torch.optim.SGD(server.model.parameters(), lr=0.0)
     server.fit(rounds=1)
-    server.engine.down = {"site-2"}
+    server.engine.transport.down = {"site-2"}
     server.fit(rounds=2)
     assert "have revealed: at least" in server.history.records[1]["skipped"]
 
@@ -295,7 +298,7 @@ def test_no_batch_has_fewer_records_than_the_policy_says():
     for number in range(3):
         opening = opening_for(hellos, rows=rows, attempt=number + 1, number=number)
         message = ask_of(wide, opening, batch_size=98, number=number, token=str(number))
-        assert read_kind(heard(message, known["site-0"], parts((100,))[0], model)) == "masked"
+        assert read_kind(heard(message, known["site-0"], parts((100,))[0], model)) == "maskedanswer"
     assert [count for count in seen if count > 2] == [100] * 3  # and not 98 and 2; others are looks at shapes
 
 
@@ -326,7 +329,7 @@ def test_what_a_forward_pass_leaves_in_the_clients_model_does_not_show():
         known, hellos = secured()
         values = torch.zeros(4, PIXELS).double()
         values[:, :large] = 9.0
-        model, state = Caching(), ClientState()
+        model = Caching()
         tensors = {f"parameter/head.{name}": p.detach() for name, p in linear().named_parameters()}
         tensors["buffer/active"] = torch.zeros(2, dtype=torch.int64)
         for number in range(3):
@@ -335,13 +338,13 @@ def test_what_a_forward_pass_leaves_in_the_clients_model_does_not_show():
                 "a run", number, str(number), "plain", {}, "squared_error", {}, False, 4, 0, opening.values(),
                 {"trainable": ["head.weight", "head.bias"], "training": ["", "head"]}, tensors,
             )  # fmt: skip
-            data, own = (values, torch.tensor([0, 1, 0, 1])), sign(SERVER, write(ask))
+            data = values, torch.tensor([0, 1, 0, 1])
+            session = ClientSession(model, data, client=0, party=known["site-0"])
             try:
-                answer, state = reply(write(ask), state, model, data, client=0, party=known["site-0"], own=own)
-                said.add(read_kind(answer))
+                said.add(read_kind(session.reply(write(ask), sign(SERVER, write(ask)))))
             except FedveilError as error:
                 said.add(str(error))
-    assert said == {"masked"}
+    assert said == {"maskedanswer"}
 
 
 def test_an_stderr_that_cannot_be_written_shows_nothing(monkeypatch):
@@ -355,7 +358,7 @@ def test_an_stderr_that_cannot_be_written_shows_nothing(monkeypatch):
     monkeypatch.setattr("sys.stderr", Full())
     for attempt, data in enumerate((record, lambda: 1 / 0), 1):
         message = ask_of(linear(), opening_for(hellos, attempt=attempt), token=str(attempt))
-        assert read_kind(heard(message, known["site-0"], data)) == "masked"
+        assert read_kind(heard(message, known["site-0"], data)) == "maskedanswer"
 
 
 def test_a_masked_answer_holds_no_time_and_no_count():
@@ -373,8 +376,8 @@ def test_a_plain_client_may_pin_its_server_too():
     stranger = Identity.new("server")
     for own in (b"", sign(stranger, message), sign(SERVER, message + b" ")):
         with pytest.raises(FedveilError, match="is not signed by the server"):
-            reply(message, ClientState(), linear(), data, client=0, policy=policy, own=own)
-    found, _ = reply(message, ClientState(), linear(), data, client=0, policy=policy, own=sign(SERVER, message))
+            ClientSession(linear(), data, client=0, policy=policy).reply(message, own)
+    found = ClientSession(linear(), data, client=0, policy=policy).reply(message, sign(SERVER, message))
     assert read_kind(found) == "answer"
 
 
@@ -394,12 +397,12 @@ def test_a_hello_that_is_copied_from_another_member_is_refused():
 
     def copy(data):
         step = read(data, Step)
-        hello = server.secure._greeted["site-0"].hello  # which M1 has shown to everyone
+        hello = server.rounds._greetings["site-0"].hello  # which M1 has shown to everyone
         body = json.dumps(hello.values() | {"proof": "ab" * 64}).encode()
         return write(replace(step, tensors={"body": as_tensor(body)}))
 
-    server.engine.faults = {("site-1", 4): copy}
-    server.secure._doubtful.add("site-1")
+    server.engine.transport.faults = {("site-1", 4): copy}
+    server.rounds._doubtful.add("site-1")
     server.fit(rounds=2)
     record = server.history.records[1]
     assert record["excluded"] == {"site-1": "its hello is not signed by site-0"}

@@ -13,7 +13,7 @@ from fedveil.federation import Federation
 from fedveil.federation.evaluate import metrics
 from fedveil.models import mlp
 from fedveil.runs.folder import train
-from fedveil.scheme import BinaryCrossEntropy
+from fedveil.scheme.losses import BinaryCrossEntropy
 
 TENTH = 1e-6  # ten rounds whose gradients are off by at most 1e-6 each, steps of 0.1
 
@@ -55,8 +55,8 @@ def test_a_loss_of_the_whole_batch_is_plain_federated_training(whole_shard):
 def test_a_loss_of_the_whole_batch_never_fuses_clients():
     data = parts(classes=4)
     run = Federation(net(), data, veil(), sgd, batch_size=8, loss=BatchLoss(ranked))
-    assert not run.fused
-    assert Federation(net(), data, veil(), sgd, batch_size=8, loss="cross_entropy").fused
+    assert not run.clients.fused
+    assert Federation(net(), data, veil(), sgd, batch_size=8, loss="cross_entropy").clients.fused
     inputs, targets = data[0][0][:4], data[0][1][:4]
     weights = torch.tensor([0.3, 0.3, 0.2, 0.2]).double()
     for defence in (Plain(), veil()):

@@ -48,11 +48,11 @@ WIDE = records(width=5)
 @pytest.mark.parametrize(
     ("loss", "test", "texts"),
     [
-        (None, WIDE, ["inputs: torch.float32 of shape (5,)", "clients have inputs: torch.float32 of shape (4,)"]),
-        (None, Records(*WIDE), ["inputs: torch.float32 of shape (5,)", "clients have inputs: torch.float32 of"]),
+        (None, WIDE, ["inputs: torch.float32 of shape (5,)", "the clients' are inputs: torch.float32 of shape (4,)"]),
+        (None, Records(*WIDE), ["inputs: torch.float32 of shape (5,)", "the clients' are inputs: torch.float32 of"]),
         (None, (INPUTS.long(), TARGETS), ["torch.int64 of shape (4,)", "torch.float32 of shape (4,)"]),
         (None, (INPUTS, TARGETS.float()), ["test data: targets", "targets.long()"]),
-        (own, (INPUTS, TARGETS.float()), ["test data: targets", "own does not take them (torch.float32 of shape ()"]),
+        (own, (INPUTS, TARGETS.float()), ["test data: targets", "own does not accept them (torch.float32 of shape ()"]),
         (None, (INPUTS[:0], TARGETS[:0]), ["there are no records"]),
         (None, (INPUTS, TARGETS[:9]), ["12 records in inputs and 9 targets"]),
         (None, (INPUTS / 0, TARGETS), ["test data, record 0: inputs hold NaN or infinity"]),
@@ -109,7 +109,7 @@ MODELS = {"flat": (flat, (6,), "1"), "named": (Named, (3, 6, 6), "norm")}
 def test_a_client_with_one_record_is_refused_with_its_number_and_the_layer(name, defence):
     build, shape, layer = MODELS[name]
     data = parts(shape, (5, 4, 1, 3))
-    text = rf"(?s)client 2 has a single record, and layer '{layer}' .* needs two.*Fix: join this client with another"
+    text = rf"(?s)client 2 has a single record, and layer '{layer}' .* needs two.*Fix: merge this client with another"
     with pytest.raises(BadArgument, match=text):
         Federation(built(build), data, defence)
     Federation(built(build).eval(), data, defence).fit(1)
@@ -117,7 +117,7 @@ def test_a_client_with_one_record_is_refused_with_its_number_and_the_layer(name,
 
 @pytest.mark.parametrize("whole_shard", [False, True])
 def test_batches_of_one_record_are_refused_too(whole_shard):
-    with pytest.raises(BadArgument, match=r"(?s)batch_size=1 .* layer '1' .*Fix: choose batch_size=2"):
+    with pytest.raises(BadArgument, match=r"(?s)batch_size=1 .* layer '1' .*Fix: set batch_size"):
         Federation(built(flat), parts((6,), (5, 4)), "plain", batch_size=1, whole_shard=whole_shard)
     with pytest.raises(BadArgument, match="client 0 has a single record, and layer '1'"):  # before the analysis
         Federation(built(flat), parts((6,), (1,)), "veil", whole_shard=whole_shard)

@@ -137,7 +137,7 @@ def test_a_missing_checkpoint_and_one_of_another_model_are_refused(tmp_path):
         federation(Plain()).resume(tmp_path)
     federation(Plain()).fit(rounds=1, folder=tmp_path)
     other = Federation(mlp(6, 4, hidden=3), [(torch.zeros(4, 6), torch.zeros(4, 4))], "plain")
-    with pytest.raises(BadArgument, match="of another model or optimiser"):
+    with pytest.raises(BadArgument, match="of another model or optimizer"):
         other.resume(tmp_path)
 
 

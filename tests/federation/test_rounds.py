@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from tests.engines import Loopback, member
+from tests.engines import Loopback, LoopbackServer, member
 from tests.faults import FAULTS, altered
 from tests.oracle import built, worst
 
 from fedveil import Federation, Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
 from fedveil.errors import BadArgument, TooFewAnswers
-from fedveil.federation.engine import fault
-from fedveil.federation.rounds import RemoteServer
+from fedveil.federation.engines import Fault, FaultKind
 from fedveil.models import mlp
 
 SITES = ("site-1", "site-2", "site-3")
@@ -33,7 +32,7 @@ def parts():
 def server_of(faults=None, defence="veil", **options):
     members = {name: member(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
     options = {"timeout": 0.3, "pause": 0.0, "attempts": 3, "patience": 0.2, "batch_size": 8, **options}
-    return RemoteServer(
+    return LoopbackServer(
         Loopback(members, faults), net(), parts()[0][0][:2], defence, adam, loss="squared_error", **options
     )
 
@@ -68,31 +67,33 @@ def test_a_fault_costs_its_member_the_round_and_nobody_else(name, defence):
     server.fit(rounds=2)
     first, second = server.history.records
     assert (first["asked"], first["answers"], first["records"]) == (3, 2, 55)
-    assert [found.startswith(f"node site-2: {text}") for found in first["faults"]] == [True]
+    assert [found.startswith(f"client site-2: {text}") for found in first["faults"]] == [True]
     assert (second["answers"], "faults" in second) == (3, False)
 
 
 @pytest.mark.parametrize(
-    "change", [lambda data: None, lambda data: fault("site-2", "gone", "its process ended")], ids=["silent", "gone"]
+    "change",
+    [lambda data: None, lambda data: Fault("site-2", FaultKind.UNREACHABLE, "its process ended")],
+    ids=["silent", "gone"],
 )
 def test_the_engines_own_faults_are_recorded(change):
     server = server_of({("site-2", 0): change})
     server.fit(rounds=1)
-    assert server.history.records[0]["faults"][0].startswith("node site-2: ")
+    assert server.history.records[0]["faults"][0].startswith("client site-2: ")
     assert worst(server.model.state_dict(), engine([0, 2])) < 1e-9
 
 
 def test_a_client_that_raises_is_a_fault():
     server = server_of()
-    server.engine.answers["site-2"] = lambda common, own: 1 / 0
+    server.engine.transport.answers["site-2"] = lambda common, own: 1 / 0
     server.fit(rounds=1)
-    assert server.history.records[0]["faults"] == ["node site-2: raised: ZeroDivisionError: division by zero"]
+    assert server.history.records[0]["faults"] == ["client site-2: raised: ZeroDivisionError: division by zero"]
 
 
 def test_a_round_is_repeated_with_a_new_secret_and_without_the_guilty():
     server = server_of({("site-1", 0): lambda data: None, ("site-2", 0): lambda data: b"garbage"}, min_answers=2)
     server.fit(rounds=1)
-    assert server.engine.asked == ["site-1", "site-2", "site-3", "site-1", "site-3"]
+    assert server.engine.transport.asked == ["site-1", "site-2", "site-3", "site-1", "site-3"]
     assert server.history.records[0]["attempts"] == 2
 
 
@@ -116,10 +117,10 @@ def test_a_claim_of_records_is_capped_by_name():
 
 def test_members_that_are_gone_are_waited_for_and_not_for_ever():
     server = server_of(min_answers=3)
-    server.engine.down.add("site-1")
-    with pytest.raises(TooFewAnswers, match=r"2 nodes are there after 0.2 s, not 3"):
+    server.engine.transport.down.add("site-1")
+    with pytest.raises(TooFewAnswers, match=r"only 2 of 3 clients are present after 0.2 s"):
         server.fit(rounds=1)
-    server.engine.down.clear()
+    server.engine.transport.down.clear()
     server.fit(rounds=1)
     assert server.round == 1
 
@@ -131,8 +132,10 @@ def test_a_server_on_a_network_refuses_seeds():
 
 def test_a_rule_waits_for_the_members_that_it_needs():
     server = server_of(limits=Limits("krum"))
-    with pytest.raises(TooFewAnswers, match=r"3 nodes are there after .* s, not 5"):
+    with pytest.raises(TooFewAnswers, match=r"only 3 of 5 clients are present"):
         server.fit(rounds=1)
     server = server_of({("site-2", 0): lambda data: None}, limits=Limits("median"), attempts=1)
-    with pytest.raises(TooFewAnswers, match="or the 3 that median needs; the last fault was node site-2: silent"):
+    with pytest.raises(
+        TooFewAnswers, match=r"fewer than 3 valid replies .median needs them. after 1 attempt: client site-2: silent"
+    ):
         server.fit(rounds=1)

@@ -76,7 +76,7 @@ def test_bad_updates_cost_their_client_the_round(tmp_path):
         for part in range(3):
             deployment.start_node(part)
         deployment.run(out, rounds=4, faults="0:0:nan 1:1:stale 2:2:raise", timeout=90.0, within=600)
-    assert kinds(out) == [["not finite"], ["stale"], ["error 2"], []]
+    assert kinds(out) == [["not finite"], ["stale"], ["engine error"], []]
     assert answered(out) == [(1, 2), (0, 2), (0, 1), (0, 1, 2)]
     assert error(out) < 1e-9
 

@@ -21,9 +21,9 @@ from fedveil.errors import BadArgument, Diverged, TooFewAnswers
 from fedveil.federation import Federation
 from fedveil.federation.protocol import Ask, read
 from fedveil.flower import Server, client_app
-from fedveil.flower.engine import FlowerEngine
+from fedveil.flower.engine import FlowerTransport
 from fedveil.flower.wrapping import COMMON, RECORD, unwrap, unwrap_own, wrap
-from fedveil.scheme.recovery import Recovery
+from fedveil.scheme.recover import Recovery
 
 DATA = parts()
 
@@ -64,10 +64,10 @@ def altered(**changes):
 
 
 FLOWERS_OWN = {
-    "client raised": (error(2), "error 2: as the SuperLink says"),
-    "expired": (error(3, node=1), "error 3"),
-    "unavailable": (error(5, node=1), "error 5"),
-    "crashed": (error(8), "error 8"),
+    "client raised": (error(2), "engine error: 2: as the SuperLink says"),
+    "expired": (error(3, node=1), "engine error: 3"),
+    "unavailable": (error(5, node=1), "engine error: 5"),
+    "crashed": (error(8), "engine error: 8"),
     "silence": (lambda reply, message: [], "silent: no answer within 0.3 s"),
     "cannot be inflated": (lambda reply, message: [ValueError("bad object")], "unreadable: ValueError: bad object"),
     "nothing in it": (content(lambda _: RecordDict()), "malformed: answer: this message is not Fedveil's"),
@@ -94,7 +94,7 @@ def test_a_fault_costs_its_node_the_round_and_nobody_else(name, defence):
     (record,) = server.history.records
     assert (record["asked"], record["answers"], record["records"]) == (3, 2, 55)
     assert len(record["faults"]) == 1
-    assert record["faults"][0].startswith(f"node 101: {text}")
+    assert record["faults"][0].startswith(f"client 101: {text}")
     assert worst(values(server.model), engine([0, 2])) < 1e-9
     server.fit(rounds=2)
     assert server.history.records[-1]["answers"] == 3
@@ -128,7 +128,7 @@ def test_finite_numbers_without_measure_are_refused(defence, size):
     server = server_of({(101, 0): scaled}, defence)
     server.fit(rounds=2)
     first, second = server.history.records
-    assert first["faults"][0].startswith("node 101: refused: its gradient has norm")
+    assert first["faults"][0].startswith("client 101: refused: its gradient has norm")
     assert (first["answers"], first["records"], second["answers"]) == (2, 55, 3)
     assert "faults" not in second
 
@@ -149,9 +149,8 @@ def test_a_claim_of_records_has_no_more_than_its_share():
     assert server.history.records[0]["capped"] == [101]
     data = [DATA[0], DATA[2], DATA[1]]
     shares = [0.5 * 30 / 55, 0.5 * 25 / 55, 0.5]
-    run = Federation(net(), data, "plain", adam, loss="squared_error", whole_shard=True)
-    run.claims = lambda client: round(shares[client] * 11_000_000)
-    run.limits = Limits(max_share=1.0)
+    run = Federation(net(), data, "plain", adam, loss="squared_error", whole_shard=True, limits=Limits(max_share=1.0))
+    run.clients.claim_records = lambda client: round(shares[client] * 11_000_000)
     run.fit(rounds=1)
     assert worst(values(server.model), values(run.model)) < 1e-5
 
@@ -181,7 +180,7 @@ def test_only_the_first_of_two_answers_counts():
     server.fit(rounds=1)
     record = server.history.records[0]
     assert (record["answers"], record["records"]) == (3, 75)
-    assert record["faults"] == ["node 101: twice: only its first answer counts"]
+    assert record["faults"] == ["client 101: twice: only its first answer counts"]
     assert worst(values(server.model), engine([0, 1, 2])) < 1e-9
 
 
@@ -195,7 +194,7 @@ def test_an_answer_of_the_round_before_is_stale_even_if_it_quotes_this_rounds_me
     faults = {(101, 0): keep, (101, 1): lambda reply, message: [Message(content=kept[0], reply_to=message)]}
     server = server_of(faults)
     server.fit(rounds=2)
-    assert "stale: its answer is for another exchange, of round 0" in server.history.records[1]["faults"][0]
+    assert "stale: it belongs to another exchange, of round 0" in server.history.records[1]["faults"][0]
 
 
 def test_too_few_answers_repeat_the_round_with_a_new_secret():
@@ -203,7 +202,7 @@ def test_too_few_answers_repeat_the_round_with_a_new_secret():
     faults = {(node, number): FAULTS["nan"][0] for node in (100, 101) for number in (0, 1)}
     server = server_of(faults, min_answers=2)
     server.fit(rounds=1)
-    for message in server.grid.sent:
+    for message in server.engine.transport.grid.sent:
         found = read(unwrap(message.content, "ask"), Ask)
         tokens.append((found.token, found.values["round"], found.round))
     assert len({token for token, _, _ in tokens}) == len({secret for _, secret, _ in tokens}) == 3
@@ -216,7 +215,7 @@ def test_too_few_answers_repeat_the_round_with_a_new_secret():
 def test_a_round_that_never_gets_its_answers_ends_in_time_and_says_why():
     server = server_of({(100 + k, n): lambda r, m: [] for k in range(2) for n in range(9)}, min_answers=2)
     began = time.monotonic()
-    with pytest.raises(TooFewAnswers, match=r"(?s)round 0: 3 exchanges did not bring 2 answers .*silent.*checkpoint"):
+    with pytest.raises(TooFewAnswers, match=r"(?s)round 0: fewer than 2 valid replies after 3 .*silent"):
         server.fit(rounds=1)
     assert time.monotonic() - began < 3 * 0.3 + 2
     assert not secrets_alive()
@@ -226,9 +225,9 @@ def test_a_round_that_never_gets_its_answers_ends_in_time_and_says_why():
 def test_nodes_that_vanish_and_come_back_cost_only_the_rounds_they_miss():
     server = server_of()
     server.fit(rounds=1)
-    away = server.grid.contexts.pop(100)
+    away = server.engine.transport.grid.contexts.pop(100)
     server.fit(rounds=2)
-    server.grid.contexts[100] = away
+    server.engine.transport.grid.contexts[100] = away
     server.fit(rounds=3)
     assert [record["records"] for record in server.history.records] == [75, 45, 75]
 
@@ -237,13 +236,13 @@ def test_participation_asks_some_nodes_and_others_in_another_round():
     server = server_of(data=parts((10,) * 6), participation=0.5)
     server.fit(rounds=4)
     assert [record["asked"] for record in server.history.records] == [3] * 4
-    assert len({message.metadata.dst_node_id for message in server.grid.sent}) > 3
+    assert len({message.metadata.dst_node_id for message in server.engine.transport.grid.sent}) > 3
 
 
 def test_messages_live_as_long_as_their_round():
     server = server_of(timeout=7.0)
     server.fit(rounds=1)
-    assert {message.metadata.ttl for message in server.grid.sent} == {7.0}
+    assert {message.metadata.ttl for message in server.engine.transport.grid.sent} == {7.0}
 
 
 def secrets_alive():
@@ -282,16 +281,16 @@ def test_a_run_that_becomes_nan_or_infinite_stops_and_keeps_no_secret():
 def test_a_client_refuses_what_is_old_and_what_it_has_answered():
     server = server_of()
     server.fit(rounds=2)
-    old, new = (next(m for m in server.grid.sent if m.metadata.group_id == str(n)) for n in (0, 1))
-    texts = [server.grid._handle(message)[0].error.reason for message in (old, new)]
-    assert "the message is of round 0, and a later one was answered" in texts[0]
-    assert "it has answered this exchange of round 1 already" in texts[1]
+    old, new = (next(m for m in server.engine.transport.grid.sent if m.metadata.group_id == str(n)) for n in (0, 1))
+    texts = [server.engine.transport.grid._handle(message)[0].error.reason for message in (old, new)]
+    assert "the ask is for round 0, and it has answered a later one" in texts[0]
+    assert "it has already answered this ask of round 1" in texts[1]
 
 
 def test_a_new_session_of_the_server_may_begin_again():
     server = server_of()
     server.fit(rounds=3)
-    again = Server(server.grid, net(), DATA[0][0][:2], "veil", adam, loss="squared_error", attempts=1)
+    again = Server(server.engine.transport.grid, net(), DATA[0][0][:2], "veil", adam, loss="squared_error", attempts=1)
     again.fit(rounds=1)
     assert again.history.records[0]["answers"] == 3
 
@@ -302,12 +301,12 @@ def test_a_restarted_server_goes_on_from_its_checkpoint_with_the_clients_that_ar
     first.fit(rounds=2, folder=tmp_path, checkpoint_every=1)
     second = server_of(defence=defence)
     second.resume(tmp_path)
-    del second.grid.contexts[101]
+    del second.engine.transport.grid.contexts[101]
     second.fit(rounds=4, folder=tmp_path)
     assert [(r["round"], r["answers"]) for r in second.history.records] == [(1, 3), (2, 3), (3, 2), (4, 2)]
     whole = server_of(defence="plain")
     whole.fit(rounds=2)
-    del whole.grid.contexts[101]
+    del whole.engine.transport.grid.contexts[101]
     whole.fit(rounds=4)
     assert worst(values(second.model), values(whole.model)) < 1e-9
 
@@ -325,7 +324,7 @@ def test_a_client_with_another_network_is_reported_by_name():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"min_answers": 0}, "min_answers must be a whole number of at least 1, got 0"),
+        ({"min_answers": 0}, "min_answers must be an integer of at least 1, got 0"),
         ({"timeout": float("inf")}, "(?s)timeout must be a finite number above 0, got inf.*timeout=600, in seconds"),
         ({"participation": 0.0}, "participation must be above 0"),
     ],
@@ -339,7 +338,7 @@ def test_a_message_carries_bytes_for_one_node_beside_those_for_all():
     grid = LocalGrid(
         lambda message, context: Message(content=wrap(unwrap_own(message.content, "ask")), reply_to=message), 2
     )
-    found = dict(FlowerEngine(grid).ask(b"all", {100: b"a", 101: b""}, label="0", timeout=1.0))
+    found = dict(FlowerTransport(grid).ask(b"all", {100: b"a", 101: b""}, label="0", timeout=1.0))
     assert found == {100: b"a", 101: b""}
 
 
@@ -350,7 +349,7 @@ def test_the_text_of_a_clients_exception_stays_on_its_node(capfd):
         raise ValueError("patient 4711, HIV positive")
 
     server = server_of(app=client_app(lambda _: net(), load), attempts=1)
-    with pytest.raises(TooFewAnswers, match="this client cannot answer it: ValueError") as caught:
+    with pytest.raises(TooFewAnswers, match="this client cannot answer: ValueError") as caught:
         server.fit(rounds=1)
     assert "4711" not in str(caught.value)
     assert "4711" in capfd.readouterr().err

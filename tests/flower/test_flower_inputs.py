@@ -14,7 +14,7 @@ from tests.oracle import built, worst
 
 from fedveil.errors import TooFewAnswers
 from fedveil.federation import Federation
-from fedveil.federation.evaluate import rows_of
+from fedveil.federation.evaluate import slice_inputs
 from fedveil.flower import Server
 
 ROUNDS = 3
@@ -27,7 +27,13 @@ def sgd(parameters):
 def on_flower(build, data, defence, **options):
     grid = LocalGrid(app_of(data, build), len(data))
     server = Server(
-        grid, build(), rows_of(data[0][0], 0, 2), defence, sgd, batch_size=8, **{"loss": "squared_error", **options}
+        grid,
+        build(),
+        slice_inputs(data[0][0], 0, 2),
+        defence,
+        sgd,
+        batch_size=8,
+        **{"loss": "squared_error", **options},
     )
     server.fit(rounds=ROUNDS, test=data[0])
     return grid, server

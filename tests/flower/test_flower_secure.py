@@ -9,9 +9,9 @@ from tests.flower.test_flower_server import adam, net, values
 from tests.oracle import worst
 
 from fedveil.errors import BadArgument
-from fedveil.federation import Federation, remote
+from fedveil.federation import Federation
 from fedveil.flower import Server, answer, client_app
-from fedveil.secagg import Identity, Memory, Party, Policy, Roster
+from fedveil.secagg import Identity, Memory, Party, Policy, Roster, environment
 
 DATA = parts((30, 20, 25, 15))
 SERVER = Identity.new("server")
@@ -77,17 +77,16 @@ def test_a_process_for_every_message_goes_on_from_its_file(tmp_path):
 
 def test_the_environment_names_a_nodes_files_and_no_job_does(tmp_path, monkeypatch):
     found, roster = identities()
-    monkeypatch.setenv(remote.IDENTITY, str(found[0].save(tmp_path / "node-0.key")))
+    monkeypatch.setenv(environment.IDENTITY, str(found[0].save(tmp_path / "node-0.key")))
     with pytest.raises(BadArgument, match="FEDVEIL_ROSTER"):
-        remote.own_party()
-    monkeypatch.setenv(remote.ROSTER, str(roster.write(tmp_path / "roster")))
+        environment.own_party()
+    monkeypatch.setenv(environment.ROSTER, str(roster.write(tmp_path / "roster")))
     with pytest.raises(BadArgument, match=r"node-0.policy: there is no policy"):
-        remote.own_party()
+        environment.own_party()
     Policy(server=SERVER.public()).write(tmp_path / "node-0.policy")
-    party = remote.own_party()
+    party = environment.own_party()
     assert (party.name, party.policy.server) == ("node-0", SERVER.public())
-    assert remote.own_party() is party
     party.hello("run")
     assert (tmp_path / "node-0.memory").stat().st_mode & 0o777 == 0o600
-    monkeypatch.delenv(remote.IDENTITY)
-    assert remote.own_party() is None
+    monkeypatch.delenv(environment.IDENTITY)
+    assert environment.own_party() is None

@@ -61,5 +61,5 @@ def test_a_text_classifier_trains_over_flower_as_a_plain_one_does_in_one_process
     assert sum(shares) == pytest.approx(1)
     assert json.loads((tmp_path / "summary.json").read_text())["bare"] == summary["bare"]
     page = (tmp_path / "report.html").read_text()
-    assert "What the veil covers" in page
+    assert "What the veil perturbs" in page
     assert re.search(rf"{100 * summary['scaled']:.1f} %", page)

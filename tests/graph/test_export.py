@@ -16,33 +16,29 @@ def test_half_precision_is_refused_with_a_reason(dtype):
         fedveil.analyse(mlp(5, 3).to(dtype), torch.zeros(2, 5, dtype=dtype))
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_autocast_is_refused_inside_of_forward(whole):
-    class Inside(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+class Autocast(nn.Module):
+    def __init__(self, whole):
+        super().__init__()
+        self.body, self.head, self.whole = nn.Linear(5, 6), nn.Linear(6, 3), whole
 
-        def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16):
-                x = self.body(x)
-                x = self.head(x) if whole else x
-            return x if whole else self.head(x.float().relu())
-
-    with pytest.raises(errors.AnalysisError, match=r"Inside: its forward turns on torch\.autocast"):
-        fedveil.analyse(Inside(), torch.zeros(2, 5))
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.body(x)
+            x = self.head(x) if self.whole else x
+        return x if self.whole else self.head(x.float().relu())
 
 
-def test_autocast_is_refused_around_forward():
+def test_autocast_is_refused_inside_of_forward_and_around_it():
+    example = torch.zeros(2, 5)
+    for whole in (False, True):
+        with pytest.raises(errors.AnalysisError, match=r"Autocast: its forward turns on torch\.autocast"):
+            fedveil.analyse(Autocast(whole), example)
     model = mlp(5, 3)
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(errors.AnalysisError, match="autocast is on for cpu"),
-    ):
-        fedveil.analyse(model, torch.zeros(2, 5))
-    broadcast = perturb(model, fedveil.analyse(model, torch.zeros(2, 5))).broadcast
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(errors.AnalysisError, match="autocast is on for cpu"):
+        fedveil.analyse(model, example)
+    broadcast = perturb(model, fedveil.analyse(model, example)).broadcast
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(errors.BadArgument, match="autocast is on for cpu"):
-        fedveil.client_step(model, broadcast, torch.zeros(2, 5), torch.zeros(2, 3))
+        fedveil.client_step(model, broadcast, example, torch.zeros(2, 3))
 
 
 class Packed(nn.Module):
@@ -66,13 +62,9 @@ class Causal(nn.Module):
         return self.head(self.encoder(x, mask=self.mask)[:, -1])
 
 
-class Numpy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(3, 2)
-
+class Numpy(nn.Linear):
     def forward(self, x):
-        return self.head(x * float(x.detach().numpy().max()))
+        return super().forward(x * float(x.detach().numpy().max()))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +72,7 @@ class Numpy(nn.Module):
     [
         (Packed(), (torch.zeros(2, 4, 3), torch.tensor([4, 2])), "cannot record packed sequences.*Fix: pass padded"),
         (Causal(), torch.zeros(2, 3, 8), "values of the mask.*Fix: pass is_causal=True"),
-        (Numpy(), torch.zeros(2, 3), "leaves PyTorch for NumPy.*Fix: use torch functions"),
+        (Numpy(3, 2), torch.zeros(2, 3), "leaves PyTorch for NumPy.*Fix: use torch functions"),
     ],
     ids=["packed", "causal", "numpy"],
 )

@@ -130,10 +130,11 @@ class Flare:
         return naming(f"{self.kits / name}/") + naming(f"{self.kits / name}\0")
 
     def _kill(self, name):
-        """The process and all that it started."""
-        for pid in self._of(name):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Kill the process and all that it started, at once: none of them lives to report that another has died."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in self._of(name):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         self.processes.pop(name).wait(30)
 
     def __enter__(self):

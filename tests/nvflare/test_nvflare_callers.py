@@ -15,7 +15,7 @@ from tests.nvflare.test_nvflare_rounds import ask_of, server_of
 from tests.nvflare.theft import crafted, holds, stolen
 from tests.oracle import worst
 
-from fedveil.federation.remote import ClientState, reply
+from fedveil.federation.client import ClientSession
 
 REFUSAL = "refused: only the server of this job may call this site"
 
@@ -48,7 +48,7 @@ def peer(server, caller, target):
 
 @pytest.mark.parametrize("caller", ["site-1", "site-2"])
 def test_a_site_reads_no_record_of_another(caller, caplog):
-    bare, _ = reply(crafted(net()), ClientState(), net(), parts()[0], client=0)
+    bare = ClientSession(net(), parts()[0], client=0).reply(crafted(net()))
     assert holds(parts()[0], stolen(bare, net()))  # what the attack reads where it gets an answer
     clients = watched(*SITES)
     server = server_of(clients=clients)
@@ -122,7 +122,7 @@ def test_a_connection_that_goes_past_the_server_makes_nobody_the_server(caplog):
     server.cells["site-1"].process.core_cell._add_adhoc_connector("site-2.job", "tcp://localhost:1")
     assert server.proxies[0].answer(crafted(net()), b"") == REFUSAL
     assert clients["site-1"].done == []
-    assert "this site has or allows connections that go past the server" in caplog.text
+    assert "this site has or allows connections that bypass the server" in caplog.text
 
 
 def test_a_site_declines_invitations_to_connect_to_another():

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedveil[nvflare]'")
 
 from nvflare.collab.api.exceptions import RunAborted
+from tests.engines import LoopbackServer
 from tests.faults import FAULTS
 from tests.federation.test_rounds import SITES, adam, engine, net, parts
 from tests.nvflare.sites import SIMULATED, Own, sites
@@ -15,9 +16,8 @@ from tests.oracle import worst
 
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
 from fedveil.errors import BadArgument, TooFewAnswers
-from fedveil.federation.rounds import RemoteServer
 from fedveil.nvflare import engine as flare
-from fedveil.nvflare.engine import FlareEngine
+from fedveil.nvflare.engine import FlareTransport
 
 SECRET = "record 17 is 4.25"
 
@@ -26,8 +26,8 @@ def server_of(faults=None, defence="veil", clients=None, turn=None, how=SIMULATE
     clients = clients or {name: Own(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
     proxies, cells, signal = sites(clients, faults, turn, how)
     options = {"timeout": 60.0, "pause": 0.0, "attempts": 3, "patience": 0.2, "batch_size": 8, **options}
-    server = RemoteServer(
-        FlareEngine(proxies), net(), parts()[0][0][:2], defence, adam, **{"loss": "squared_error", **options}
+    server = LoopbackServer(
+        FlareTransport(proxies), net(), parts()[0][0][:2], defence, adam, **{"loss": "squared_error", **options}
     )
     server.proxies, server.cells, server.signal = proxies, cells, signal
     return server
@@ -60,7 +60,7 @@ def test_a_fault_costs_its_site_the_round_and_nobody_else(name):
     server.fit(rounds=2)
     first, second = server.history.records
     assert (first["asked"], first["answers"], first["records"]) == (3, 2, 55)
-    assert [found.startswith(f"node site-2: {text}") for found in first["faults"]] == [True]
+    assert [found.startswith(f"client site-2: {text}") for found in first["faults"]] == [True]
     assert (second["answers"], "faults" in second) == (3, False)
 
 
@@ -68,7 +68,7 @@ def test_a_fault_costs_its_site_the_round_and_nobody_else(name):
 def test_what_is_no_bytes_is_malformed(result):
     server = server_of({("site-2", 0): lambda _: result})
     server.fit(rounds=1)
-    assert server.history.records[0]["faults"][0].startswith("node site-2: malformed: the site answered with")
+    assert server.history.records[0]["faults"][0].startswith("client site-2: malformed: the site answered with")
 
 
 def test_a_straggler_costs_one_timeout_is_left_out_and_comes_back():
@@ -76,7 +76,7 @@ def test_a_straggler_costs_one_timeout_is_left_out_and_comes_back():
     server = server_of({("site-2", 1): lambda result: late.wait(30) and result}, timeout=3.0)
     server.fit(rounds=3)
     assert [record["asked"] for record in server.history.records] == [3, 3, 2]
-    assert server.history.records[1]["faults"] == ["node site-2: silent: no answer within 3 s"]
+    assert server.history.records[1]["faults"] == ["client site-2: silent: no answer within 3 s"]
     late.set()
     wait_for_all(server)
     server.fit(rounds=4)
@@ -94,7 +94,7 @@ def test_a_site_out_of_reach_is_left_out_until_it_is_back():
     server.cells["site-2"].down = True
     server.fit(rounds=2)
     assert [record["asked"] for record in server.history.records] == [3, 2]
-    assert server.history.records[0]["faults"][0].startswith("node site-2: unreachable: ")
+    assert server.history.records[0]["faults"][0].startswith("client site-2: unreachable: ")
     server.cells["site-2"].down = False
     wait_for_all(server)
     server.fit(rounds=3)
@@ -139,8 +139,8 @@ def test_what_a_client_raises_stays_on_its_site(capsys, caplog):
     server = server_of(clients=clients | {"site-2": Broken(net, None, 1), "site-3": Refusing(net, None, 2)})
     server.fit(rounds=1)
     texts = sorted(server.history.records[0]["faults"])
-    assert texts[0] == "node site-2: raised: ValueError on the site; its stderr has the traceback"
-    assert texts[1].startswith("node site-3: raised: BadArgument: bank.csv: line 3 is empty")
+    assert texts[0] == "client site-2: raised: ValueError on the site; its stderr has the traceback"
+    assert texts[1].startswith("client site-3: raised: BadArgument: bank.csv: line 3 is empty")
     assert SECRET in capsys.readouterr().err
     assert SECRET not in caplog.text
     assert SECRET.encode() not in b"".join(server.cells["site-2"].traffic)
@@ -173,7 +173,7 @@ def test_an_ask_that_waited_behind_a_slow_one_is_not_worked_on():
     go_on.set()
     [call.join(30) for call in calls]
     assert isinstance(found[0], bytes)
-    assert found[1] == "a newer message arrived before this one was begun"
+    assert found[1] == "a newer message arrived before this one was started"
     assert found[2].startswith("BadArgument: ask: it cannot be read")
     assert site.ready() is True
 
@@ -181,7 +181,7 @@ def test_an_ask_that_waited_behind_a_slow_one_is_not_worked_on():
 def ask_of(server):
     """What a round sends."""
     sent = []
-    server.engine.ask = lambda common, own, **_: sent.append(common) or iter(())
+    server.engine.transport.ask = lambda common, own, **_: sent.append(common) or iter(())
     with pytest.raises(TooFewAnswers):
         server.exchange()
     return sent[0]
@@ -202,7 +202,7 @@ def test_private_state_outlives_the_job_in_a_file_of_the_site(tmp_path):
     states = [file.read_bytes() for file in files]
     second = server()
     second.fit(rounds=1)
-    assert all(cell.app.obj._state.private for cell in second.cells.values())
+    assert all(cell.app.obj._session.state.private for cell in second.cells.values())
     assert [file.read_bytes() for file in files] != states
     files[0].write_bytes(b"damaged")
     third = server()

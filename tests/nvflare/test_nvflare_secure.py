@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 from tests.deployed.results import MLP, records
 from tests.deployed.serving import adam
 from tests.deployed.task import SIZES, make_model, parts
-from tests.engines import Loopback, member
+from tests.engines import Loopback, LoopbackServer, member
 from tests.flower.processes import wait_until
 from tests.nvflare.processes import ADMIN, BIN, Flare
 from tests.oracle import worst
 
 from fedveil.defences import Plain
 from fedveil.federation import Federation
-from fedveil.federation.rounds import RemoteServer
 from fedveil.wire import read_kind
 
 pytestmark = pytest.mark.slow
@@ -50,7 +49,7 @@ def expected(rounds):
     """Plain training with those who were in each sum."""
     data = parts()
     engine = Loopback({k: member(lambda: make_model(MLP), data[k], k) for k in range(4)})
-    server = RemoteServer(
+    server = LoopbackServer(
         engine, make_model(MLP), data[0][0][:2], Plain(), adam, loss="squared_error", batch_size=32, limits=None
     )
     for number, present in enumerate(rounds, 1):

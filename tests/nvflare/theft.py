@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from fedveil.defences.plain import encode_model
+from fedveil.defences.encoding import pack_model
 from fedveil.federation.protocol import Answer, Ask, read, write
 
 
@@ -19,7 +19,7 @@ def crafted(model):
     with torch.no_grad():
         model.get_submodule(first_layer(model)).weight.zero_()
         model.get_submodule(first_layer(model)).bias.fill_(1.0)
-    values, tensors = encode_model(model)
+    values, tensors = pack_model(model)
     ask = Ask(
         session="theft", round=0, token="theft", defence="plain", settings={}, loss="squared_error", loss_settings={},
         whole_shard=False, batch_size=1, seed=0, secure={}, values=values, tensors=tensors,

@@ -1,6 +1,5 @@
 """Chromium, driven over its debugging pipe (https://chromedevtools.github.io/devtools-protocol)."""
 
-import base64
 import fcntl
 import json
 import os
@@ -99,11 +98,6 @@ class Tab:
         assert self.saved[-1] == "completed"
         (made,) = set(folder.iterdir()) - before
         return made
-
-    def screenshot(self, path):
-        """The whole page as a PNG."""
-        found = self.send("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextmanager

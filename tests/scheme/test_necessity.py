@@ -7,9 +7,10 @@ import pytest
 import torch
 from tests.oracle import batch, built, perturb, plain, worst
 from tests.zoo import ZOO
+from torch.nn import functional as F
 
 import fedveil
-from fedveil.scheme import anchor as anchor_module
+from fedveil.scheme import client as client_module
 
 BROKEN = 1e-3  # a million times the promise of 1e-9
 
@@ -105,14 +106,24 @@ def test_float32_breaks_without_the_anchor_at_large_additive_noise(monkeypatch):
     def literal(head, direction, partition, groups):
         return np.full(groups, -1e3)  # d = 1e3: the head goes out with its noise added, as in the paper
 
-    monkeypatch.setattr("fedveil.scheme.perturb.anchor", literal)
+    monkeypatch.setattr("fedveil.scheme.perturbation.anchor", literal)
     assert min(float32_error(model, seed) for seed in range(5)) > 1e-2
 
 
-def test_the_anchor_follows_what_is_added_along_the_direction():
-    rng = np.random.default_rng(0)
-    head, direction = rng.normal(size=(6, 20)), rng.uniform(0.5, 2, 6)
-    partition, added = np.array([0, 1, 2, 0, 1, 2]), np.array([3.0, -7.0, 1e3])
-    before = anchor_module.anchor(head, direction, partition, 3)
-    after = anchor_module.anchor(head + (added[partition] * direction)[:, None], direction, partition, 3)
-    np.testing.assert_allclose(after - before, added, rtol=1e-10)
+def test_recovery_with_decoys_breaks_without_the_term_of_alpha(monkeypatch):
+    own = client_module.cotangents
+
+    def cut(*args):
+        found = own(*args).clone()
+        found[..., -1] = 0
+        return found
+
+    model, (inputs, _) = built(ZOO["MLP L=3"][0]), batch((12,))
+    truth = plain(model, inputs, torch.arange(6), F.cross_entropy)[0]
+    secret = perturb(model, fedveil.analyse(model, inputs), "cross_entropy")
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(client_module, "cotangents", cut)
+        update = fedveil.client_step(model, secret.broadcast, inputs, torch.arange(6))
+        wrong = worst(secret.recover([update]).gradients, truth)
+        assert wrong > BROKEN if broken else wrong < 1e-9

@@ -44,7 +44,7 @@ def test_theorem_1_hidden_outputs_are_scaled_and_final_ones_shifted_by_alpha_r(p
         r, source = units(known, f"{2 * layer}.weight")
         assert permute == (not torch.equal(source, torch.arange(9)))
         torch.testing.assert_close(y_veiled, r * y[:, source])
-    alpha = float(broadcast.head.masked_bias) + veiled_hidden[-1].sum(1, keepdim=True)
+    alpha = float(broadcast.head.noisy_bias) + veiled_hidden[-1].sum(1, keepdim=True)
     r = known.gamma * known.head.direction
     torch.testing.assert_close(veiled, true + alpha * r)
 

@@ -1,4 +1,4 @@
-"""Tables 3 and 4 over seeds: planted results against arithmetic by hand, and jobs that go on seed by seed."""
+"""Tables 3 and 4 over seeds: planted results against arithmetic by hand, and jobs that resume seed by seed."""
 
 import dataclasses
 import json
@@ -6,13 +6,12 @@ import json
 import pytest
 
 from fedveil.attacks.observation import PUBLISHED
-from fedveil.studies.estimates import Estimate
+from fedveil.attacks.scores import Estimate
 from fedveil.studies.inversion.results import Counts, Inversion, InversionFigures, SuccessRate
-from fedveil.studies.jobs import Failed
-from fedveil.studies.membership.results import Attacker, AttackScores, Membership, Sizes
+from fedveil.studies.jobs import Failure
+from fedveil.studies.membership.attacks import Attacker, AttackScores, Membership
 from fedveil.studies.membership.run import MEMBERSHIP
-from fedveil.studies.paper import table3, table4
-from fedveil.studies.paper.attack_tables import attack_graph
+from fedveil.studies.paper.attack_tables import MEMBERSHIP_KIND, attack_graph, present_table3, present_table4
 from fedveil.studies.paper.plan import read_plan
 from fedveil.studies.paper.reproduce import EXHIBITS, has_failure
 from fedveil.studies.study import run_graph
@@ -20,9 +19,8 @@ from fedveil.studies.study import run_graph
 
 def attack_plan(name, **changed):
     plan = read_plan(name, "quick")
-    return dataclasses.replace(
-        plan, settings=plan.settings.model_copy(update={"defences": ["plain", "veil"]} | changed)
-    )
+    settings = plan.settings.model_copy(update={"defences": ["plain", "veil"]} | changed)
+    return dataclasses.replace(plan, settings=settings)
 
 
 def membership(seed, successes):
@@ -32,7 +30,7 @@ def membership(seed, successes):
         scored = AttackScores(Estimate(value, value - 0.25, value + 0.25), Estimate(0.5, 0.5, 0.5), {}, value + 0.01)
         found[name] = Attacker("V-out", dict.fromkeys(("last", "second", "third", "three"), scored))
     quality = ("accuracy", 1.0, 0.8 + seed / 10, 0.2 - seed / 10)
-    return Membership(*quality, "veil", seed, Sizes(1, 1, 1, 1), found)
+    return Membership(*quality, "veil", seed, {}, found)
 
 
 def planted(seeds=(0.5, 0.6, 0.7), **others):
@@ -52,39 +50,37 @@ def rows_of(shown, measure, defence):
 def test_cells_chart_and_summary_are_means_over_seeds():
     """By hand: 0.5, 0.6, 0.7 have mean 0.6 and deviation 0.1; Student's 0.975 quantile at 2 degrees is 4.302653."""
     results = planted(first=[0.7, 0.8, 0.9], second=[0.8, 0.9, 1.0])
-    shown = table3.present(attack_plan("table3", seeds=3), results)
-    reach = 10 * 4.302653 / 3**0.5
+    shown = present_table3(attack_plan("table3", seeds=3), results)
+    half = 10 * 4.302653 / 3**0.5
     rows = rows_of(shown, "ASR, last layer", "veil")
     assert list(rows) == [PUBLISHED, "first", "second"]
-    assert rows[PUBLISHED]["ours"] == f"60.0 [{60 - reach:.1f}, {60 + reach:.1f}]"
-    assert rows[PUBLISHED]["ours, its choice"] == f"61.0 [{61 - reach:.1f}, {61 + reach:.1f}]"
-    assert rows["second"]["ours"] == f"90.0 [{90 - reach:.1f}, 100.0]"
+    assert rows[PUBLISHED]["ours"] == f"60.0 [{60 - half:.1f}, {60 + half:.1f}]"
+    assert rows[PUBLISHED]["ours, its choice"] == f"61.0 [{61 - half:.1f}, {61 + half:.1f}]"
+    assert rows["second"]["ours"] == f"90.0 [{90 - half:.1f}, 100.0]"
     assert [row["paper"] == "50.24" for row in rows.values()] == [True, False, False]
     [accuracy] = rows_of(shown, "accuracy", "veil").values()
-    assert accuracy["ours"] == f"90.0 [{90 - reach:.1f}, 100.0]"
+    assert accuracy["ours"] == f"90.0 [{90 - half:.1f}, 100.0]"
     marks = {(mark.group, mark.name): mark for mark in shown.sections[0].rows}
     found = marks["digits, veil", f"ours, {PUBLISHED}"]
-    assert (found.value, found.low, found.high) == pytest.approx((60, 60 - reach, 60 + reach))
+    assert (found.value, found.low, found.high) == pytest.approx((60, 60 - half, 60 + half))
     [(_, theirs, ours)] = shown.headline
     assert theirs == "plain 77.56, veil 49.93"
     assert ours == "plain 80.0, veil 60.0, by an adaptive attacker (second) 90.0"
+    single = rows_of(present_table3(attack_plan("table3"), planted([0.6])), "ASR, last three", "veil")[PUBLISHED]
+    assert (single["ours"], single["ours, its choice"]) == ("60.0 [35.0, 85.0]", "61.0")  # interval over records
 
 
-def test_one_seed_keeps_its_interval_over_records():
-    shown = table3.present(attack_plan("table3"), planted([0.6]))
-    row = rows_of(shown, "ASR, last three", "veil")[PUBLISHED]
-    assert (row["ours"], row["ours, its choice"]) == ("60.0 [35.0, 85.0]", "61.0")
-
-
-def test_seeds_that_an_attacker_lacks_are_counted_and_failed_ones_named():
+def test_missing_seeds_of_an_attacker_are_counted_and_failed_ones_named():
     plan, results = attack_plan("table3", seeds=3), planted(some=[0.7, 0.8, 0.9])
     del results["digits"]["veil"][1].attackers["some"]
-    results["digits"]["plain"][2] = Failed("no memory")
-    shown = table3.present(plan, results)
+    results["digits"]["plain"][2] = Failure("no memory")
+    shown = present_table3(plan, results)
     assert rows_of(shown, "ASR, last layer", "veil")["some"]["ours"].endswith("(2 of 3 seeds)")
     assert [row["ours"] for row in rows_of(shown, "ASR, last layer", "plain").values()] == ["failed: seed 2: no memory"]
     assert not shown.headline
-    assert has_failure(table3.KIND.dump_python(results, mode="json"))
+    plain = json.loads(json.dumps(MEMBERSHIP_KIND.dump_python(results, mode="json")))
+    assert has_failure(plain)
+    assert MEMBERSHIP_KIND.validate_python(plain) == results
 
 
 def test_distances_and_limits_of_table_4_are_means_over_seeds():
@@ -94,33 +90,24 @@ def test_distances_and_limits_of_table_4_are_means_over_seeds():
     def inverted(seed):
         one = InversionFigures("V-out", judged(0.5, 1.0 + seed), judged(1.0, 3.0), judged(1.0, 1.0))
         limits = judged(0.1 * seed, 1.0), judged(1.0, 1.0)
-        return Inversion("plain", seed, 1.0, 0.9, 0.9, ["a", "b"], Counts(1, 1, 1, 1), {PUBLISHED: one}, *limits, 0.0)
+        return Inversion("plain", seed, 1.0, 0.9, ["a", "b"], Counts(1, 1, 1, 1), {PUBLISHED: one}, *limits)
 
     results = {"digits": {"plain": {seed: inverted(seed) for seed in range(3)}}}
-    shown = table4.present(attack_plan("table4", seeds=3, defences=["plain"]), results)
+    shown = present_table4(attack_plan("table4", seeds=3, defences=["plain"]), results)
     row = rows_of(shown, "feature distance", "plain")[PUBLISHED]
     assert (row["ours, self-judged"], row["ours"]) == ("3", "2.000 [0.000, 4.484]")  # 2 + 4.302653 / sqrt(3)
     assert rows_of(shown, "ASR", "plain")[PUBLISHED]["ours"] == "50.0"
     assert "without any model 10.0 [0.0, 34.8], held-out real images 100.0, guessing 50.0." in shown.note
 
 
-def test_results_by_seed_come_back_from_json():
-    results, kind = planted(some=[0.7, 0.8, 0.9]), table3.KIND
-    plain = json.loads(json.dumps(kind.dump_python(results, mode="json")))
-    assert list(plain["digits"]["veil"]) == ["0", "1", "2"]
-    assert kind.validate_python(plain) == results
-
-
-def test_more_seeds_go_on_from_what_is_there(tmp_path):
+def test_more_seeds_resume_from_the_first(tmp_path):
     group = {"data": "digits", "train_size": 40, "test_size": 40, "clients": 2, "model": "cnn", "width": 2, "epochs": 1}
     attack = {"shadows": 0, "full": False, "attack_epochs": 1}
 
     def run(seeds):
         plan, said = attack_plan("table3", seeds=seeds, defences=["plain"], runs=[group], attack=attack), {}
-        show = lambda name, share, what: said.setdefault(name, what)  # noqa: E731
-        return run_graph(attack_graph(MEMBERSHIP, plan, tmp_path), tmp_path, workers=1, show=show)["digits"][
-            "plain"
-        ], said
+        graph, show = attack_graph(MEMBERSHIP, plan, tmp_path), lambda name, _, what: said.setdefault(name, what)
+        return run_graph(graph, tmp_path, workers=1, show=show)["digits"]["plain"], said
 
     alone, before = run(1)
     both, after = run(2)
@@ -131,9 +118,8 @@ def test_more_seeds_go_on_from_what_is_there(tmp_path):
     assert set(after) - set(before) == {"membership-digits-1-train-plain", "membership-digits-1-membership-plain"}
 
 
-def test_jobs_of_seeds_have_names_and_folders_of_their_own(tmp_path):
+def test_jobs_of_seeds_have_different_names_and_figure_4_has_those_of_the_first(tmp_path):
     plan = attack_plan("table4", seeds=3)
     names = [job.name for job in EXHIBITS["table4"].graph(plan, tmp_path).jobs]
     assert len(names) == len(set(names)) == 3 * 6  # generator, evaluator, two trained and two attacked federations
-    figure = {job.name for job in EXHIBITS["fig4"].graph(plan, tmp_path).jobs}
-    assert figure == set(names[:6])  # the figure shows the first seed alone
+    assert {job.name for job in EXHIBITS["fig4"].graph(plan, tmp_path).jobs} == set(names[:6])

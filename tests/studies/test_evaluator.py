@@ -12,7 +12,14 @@ from torch import nn
 from fedveil.data import keep_labels, load
 from fedveil.errors import BadArgument
 from fedveil.models import cnn, resnet
-from fedveil.studies.inversion.evaluator import distances, look, make_judge, per_class, train_judge, wilson
+from fedveil.studies.inversion.evaluator import (
+    distances,
+    make_judge,
+    outputs_and_features,
+    per_class,
+    train_judge,
+    wilson,
+)
 
 
 @given(st.integers(1, 200), st.data())
@@ -38,9 +45,7 @@ def test_distances_are_those_of_loops(seed, same_class):
         others = own if same_class else list(known)
         centroid += float((row - sum(own) / len(own)).square().sum()) / 5
         nearest += min(float((row - k).square().sum()) for k in others) / 5
-    measured = distances(found, wanted, known, targets, same_class=same_class)
-    assert measured.centroid == pytest.approx(centroid)
-    assert measured.nearest == pytest.approx(nearest)
+    assert distances(found, wanted, known, targets, same_class=same_class) == pytest.approx((centroid, nearest))
 
 
 def test_shares_by_class():
@@ -52,18 +57,18 @@ def test_features_are_what_the_head_gets():
     images = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     for model in (cnn(3, 4, width=4), resnet(8, 3, 4, width=4), make_judge(3, 32, 4, 4)):
         head = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
-        outputs, features = look(model, images, batch_size=2)
+        outputs, features = outputs_and_features(model, images, batch_size=2)
         assert torch.allclose(head(features), outputs)
         assert not any(module._forward_pre_hooks for module in model.modules())
         assert model.training  # as it was
     with pytest.raises(BadArgument, match="no module with parameters"):
-        look(nn.Flatten(), images)
+        outputs_and_features(nn.Flatten(), images)
 
 
 def test_a_judge_learns_and_goes_on_after_a_stop(tmp_path):
     data = keep_labels(load("digits", flat=False), range(5, 10))
     judge = train_judge(data, 4, width=8, path=tmp_path / "judge.pt")
-    assert (look(judge, data.test.inputs)[0].argmax(1) == data.test.targets).double().mean() > 0.9
+    assert (outputs_and_features(judge, data.test.inputs)[0].argmax(1) == data.test.targets).double().mean() > 0.9
     seen = []
     again = train_judge(data, 4, width=8, path=tmp_path / "judge.pt", progress=lambda share, what: seen.append(what))
     assert not seen  # nothing left to train

@@ -1,7 +1,5 @@
-"""`fedveil attack gradients` from end to end, on digits; with real pictures where they are at hand."""
+"""`fedveil attack gradients` from end to end, on digits; with real pictures where they are available."""
 
-import dataclasses
-import json
 import os
 from pathlib import Path
 
@@ -10,22 +8,22 @@ import torch
 from tests.configs import config_of
 
 from fedveil.attacks.gradients import Search
+from fedveil.defences.registry import BUILT_IN
 from fedveil.errors import BadArgument
 from fedveil.models import lenet
 from fedveil.records.shards import generator
 from fedveil.runs.build import load_data
 from fedveil.runs.folder import train
 from fedveil.studies.attack import AttackRequest
-from fedveil.studies.compare import DEFENCES
-from fedveil.studies.gradients.page import judge_views
-from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View
+from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View, judge_views
 from fedveil.studies.gradients.run import GRADIENTS, GradientOptions, floors, shared_labels
-from fedveil.studies.jobs import Failed, run_jobs
+from fedveil.studies.jobs import Failure, run_jobs
 from fedveil.studies.study import gather, publish
 from fedveil.studies.verdicts import Label
 
 REAL = Path(os.environ.get("FEDVEIL_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 QUICK = GradientOptions(images=2, victim_batch="1,2", steps=2, restarts=1)
+DEFENCES = tuple(record.name for record in BUILT_IN)
 
 
 def small(**changes):
@@ -37,33 +35,28 @@ def attacked(folder, config=None, options=QUICK, defences=("plain",), run=None):
     return publish(GRADIENTS, asked, gather(GRADIENTS, asked, folder, workers=1), folder, "again")
 
 
-def test_every_defence_gets_its_rows_and_floors_and_pictures(tmp_path):
+def test_every_defence_has_a_row_for_each_view_and_batch_size_and_pictures(tmp_path):
     shown = attacked(tmp_path, defences=DEFENCES)
-    rows = [dict(zip(shown.header[:5], row[:5], strict=True)) for row in shown.rows]
-    for name in DEFENCES:
-        own = {"veil": ["true W, veiled upload", "V-diff, two broadcasts"], "ppdl": ["V-diff, masked"]}.get(name, [])
-        views = ["V-diff", "V-up", *own]
-        own = [(row["view"], row["batch"]) for row in rows if row["defence"] == name]
-        assert own == [(view, size) for size in ("1", "2") for view in views]
-    assert [row["view"] for row in rows if row["defence"] == "floor"] == ["mean image", "another of its class"]
-    assert all(row["images"] == "2" for row in rows)
+    adaptive = {"veil": ["true W, veiled upload", "V-diff, two broadcasts"], "ppdl": ["V-diff, masked"]}
+    views = {name: ["V-diff", "V-up", *adaptive.get(name, [])] for name in DEFENCES}
+    wanted = [(name, view, size) for name, own in views.items() for size in ("1", "2") for view in own]
+    wanted += [("floor", view, "") for view in ("mean image", "another of its class")]
+    assert [(row[0], row[1], row[3]) for row in shown.rows] == wanted
+    assert all(row[4] == "2" for row in shown.rows)  # images
     _, first, second, _ = shown.sections
     assert [label for label, _ in first.rows][:2] == ["original", "plain, V-diff"]
     assert len(first.rows) == len(second.rows) == 1 + 2 * 5 + 3
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png") == 2 * 2 * 14
-    json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert (tmp_path / "report.html").read_text().count("data:image/png") == 2 * 2 * 14
 
 
 def test_a_server_of_adam_is_attacked_by_its_signs(tmp_path):
     shown = attacked(tmp_path, small(optimizer="adam", lr=1e-3), defences=("veil",))
-    rows = [dict(zip(shown.header, row, strict=True)) for row in shown.rows if row[1] == "V-diff, two broadcasts"]
-    assert [(row["attacker"], row["batch"]) for row in rows] == [("adaptive", "1"), ("adaptive", "2")]
+    rows = [row[2:4] for row in shown.rows if row[1] == "V-diff, two broadcasts"]
+    assert rows == [["adaptive", "1"], ["adaptive", "2"]]
 
 
-def test_a_stopped_attack_goes_on_with_the_batch_it_was_at(tmp_path):
-    asked = AttackRequest(small(), ("plain",), QUICK)
-    jobs = GRADIENTS.graph(asked, tmp_path).jobs
+def test_a_stopped_attack_resumes_with_the_missing_batch(tmp_path):
+    jobs = GRADIENTS.graph(AttackRequest(small(), ("plain",), QUICK), tmp_path).jobs
     first = run_jobs(jobs, tmp_path, workers=1)
     names = ["plain-batch1-0.json", "plain-batch1-1.json", "plain-batch2-0.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -71,20 +64,15 @@ def test_a_stopped_attack_goes_on_with_the_batch_it_was_at(tmp_path):
     before = (tmp_path / names[0]).stat().st_mtime_ns
     again = run_jobs(jobs, tmp_path, workers=1)
     assert (tmp_path / names[0]).stat().st_mtime_ns == before
-    for job in jobs:
-        one, other = first.require(job), again.require(job)
-        assert one.originals == other.originals
-        for view, found in one.views.items():
-            assert dataclasses.replace(found, seconds=0) == dataclasses.replace(other.views[view], seconds=0)
+    assert all(first.require(job) == again.require(job) for job in jobs)
 
 
 def test_a_batch_that_fails_is_a_failed_row(tmp_path, monkeypatch):
-    def broken(*_, **__):
+    def fail(*_, **__):
         raise BadArgument("search", "it broke")
 
-    monkeypatch.setattr("fedveil.studies.gradients.run.reconstruct", broken)
-    shown = attacked(tmp_path)
-    assert [row[-1] for row in shown.rows] == ["failed: search: it broke."] * 2
+    monkeypatch.setattr("fedveil.studies.gradients.run.reconstruct", fail)
+    assert [row[-1] for row in attacked(tmp_path).rows] == ["failed: search: it broke."] * 2
 
 
 def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
@@ -105,7 +93,7 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
         ({}, GradientOptions(victim_batch="16"), "batches of '16' from 8 images"),
     ],
 )
-def test_what_the_protocol_cannot_do_is_refused(tmp_path, changes, settings, what):
+def test_a_federation_that_cannot_be_attacked_is_refused(tmp_path, changes, settings, what):
     with pytest.raises(BadArgument, match=what):
         attacked(tmp_path, small(**changes), settings)
 
@@ -118,40 +106,35 @@ def test_the_method_follows_the_activation():
         GradientOptions(method="magic").search(lenet())
 
 
-def test_labels_count_whatever_their_order():
-    assert shared_labels([3, 1, 1], [1, 3, 3]) == 2
-    assert shared_labels([0], [1]) == 0
-
-
-def test_floors_are_the_mean_image_and_another_image_of_the_class():
-    data = load_data(small())
-    rows = torch.arange(20)
+def test_floors_are_the_mean_image_and_another_image_of_the_class_and_labels_count_in_any_order():
+    data, rows = load_data(small()), torch.arange(20)
     true = data.pixels(data.train.inputs[rows])
     found = floors(data, rows, true, generator("floors"))
     mean = data.train.inputs.mean(0)
     assert found["mean image"].mse == pytest.approx([float((image - mean).square().mean()) for image in true], rel=1e-5)
     assert all(error > 0 for error in found["another of its class"].mse)
+    assert (shared_labels([3, 1, 1], [1, 3, 3]), shared_labels([0], [1])) == (2, 0)
 
 
-def found(**psnr):
+def rebuilt(**psnr):
     """Images rebuilt with these PSNRs by view, where a guess has 11 dB."""
-    near = {view: View(own, [0.5], [0.1], 1, 0.0, 0, 0.0, ["AA=="]) for view, own in psnr.items()}
-    floors = {"mean image": ImageFigures([11.0], [0.1], [0.1])}
-    return Gradients(0, {"batch1-0": Batch(1, [0], Search(), near, floors, ["AA=="], (1, 1, 1))})
+    near = {view: View(own, [0.5], [0.1], 1, 0.0, 0, ["AA=="] * len(own)) for view, own in psnr.items()}
+    guesses = {"mean image": ImageFigures([11.0], [0.1], [0.1])}
+    return Gradients(0, {"batch1-0": Batch(1, [0], Search(), near, guesses, ["AA=="], (1, 1, 1))})
 
 
 def test_the_nearest_view_is_judged_beside_a_guess():
-    veil = found(**{"V-up": [11.9, 12.1], "V-diff, two broadcasts": [21.8, 22.2]})
-    verdicts = judge_views({"plain": found(**{"V-up": [24.8, 25.2]}), "veil": veil, "spn": Failed("x")}, 1)
+    veil = rebuilt(**{"V-up": [11.9, 12.1], "V-diff, two broadcasts": [21.8, 22.2]})
+    verdicts = judge_views({"plain": rebuilt(**{"V-up": [24.8, 25.2]}), "veil": veil, "spn": Failure("x")}, 1)
     assert {name: one.label for name, one in verdicts.items()} == {"plain": Label.LEAK, "veil": Label.LEAK}
     assert (verdicts["veil"].guess, verdicts["veil"].published.value) == (11.0, pytest.approx(12.0))
-    for psnr in ([30.0], [5.0, 17.5]):  # one image tells nothing
-        assert judge_views({"plain": found(**{"V-up": psnr})}, 1)["plain"].label is Label.TOO_FEW
+    for psnr in ([30.0], [5.0, 17.5]):  # one image proves nothing
+        assert judge_views({"plain": rebuilt(**{"V-up": psnr})}, 1)["plain"].label is Label.TOO_FEW
 
 
 @pytest.mark.slow
 def test_plain_training_gives_real_pictures_away(tmp_path, monkeypatch):
-    """DLG's own network on CIFAR-10, two clients, from two broadcasts: above the 20 dB that count as success."""
+    """DLG's network on CIFAR-10, two clients, from two broadcasts: above the 20 dB that count as success."""
     if not (REAL / "cifar10").is_dir():
         pytest.skip(f"no cifar10 in {REAL}")
     monkeypatch.setenv("FEDVEIL_DATA", str(REAL))

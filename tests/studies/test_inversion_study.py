@@ -11,11 +11,11 @@ from fedveil.errors import BadArgument
 from fedveil.report import NOTHING
 from fedveil.runs.build import load_data
 from fedveil.studies.attack import AttackRequest
-from fedveil.studies.inversion.page import broadcast_success, judge_attackers, standard_error
-from fedveil.studies.inversion.results import Counts, Inversion, InversionFigures, SuccessRate
+from fedveil.studies.inversion import results
+from fedveil.studies.inversion.results import Counts, Inversion, InversionFigures, SuccessRate, judge_attackers
 from fedveil.studies.inversion.run import INVERSION, InversionOptions, data_config, first_images, public_images
-from fedveil.studies.jobs import Failed
-from fedveil.studies.pictures import encode_image
+from fedveil.studies.jobs import Failure
+from fedveil.studies.presentation import encode_image
 from fedveil.studies.verdicts import Label
 
 SMALL = dict(codes=4, broadcasts=2, steps=5, restarts=1, pixel_steps=5, gan_epochs=1, judge_epochs=2, judge_width=8)
@@ -32,33 +32,28 @@ def run(tmp_path, capsys):
     return call
 
 
-def test_the_table_has_a_row_a_defence_beside_floor_and_ceiling_and_is_kept(run):
-    code, captured, folder = run(*VICTIM, "--defence", "plain,veil,dbcl", "--json")
+def test_the_table_has_a_row_per_attacker_beside_floor_and_ceiling_and_is_kept(run):
+    words = [*VICTIM, "--defence", "plain,veil,dbcl", "--json"]
+    code, captured, folder = run(*words)
     assert code == 0, captured.err
     rows = json.loads(captured.out)
     assert [row["defence"] for row in rows] == ["plain", "veil", "veil", "veil", "dbcl", "dbcl", "floor", "ceiling"]
-    assert rows[0]["view, attacker"] == "V-out, as published"
     found = json.loads((folder / "results.json").read_text())["results"]["veil"]
     published = found["attackers"]["as published"]
     everything = load_data(config_of(data="digits")).train.targets
-    sizes = {
-        "members": int((everything >= 5).sum()),
-        "public": int((everything < 5).sum()),
-        "reconstructions": 20,
-        "broadcasts": 2,
-    }
-    assert found["records"] == sizes
+    members = int((everything >= 5).sum())
+    public = len(everything) - members
+    assert found["records"] == {"members": members, "public": public, "reconstructions": 20, "broadcasts": 2}
     assert published["codes"]["trials"] == 20
     assert sum(published["codes"]["per_class"]) / 5 == pytest.approx(published["codes"]["value"])
     assert {"as_received", "true_model", "pixels"} <= set(published)
-    page = (folder / "report.html").read_text()
-    assert page.count("data:image/png") >= 5 * 2 * (2 + 2 * 3)
+    assert (folder / "report.html").read_text().count("data:image/png") >= 5 * 2 * (2 + 2 * 3)
     before = (folder / "jobs" / "inversion-veil.json").stat().st_mtime_ns
-    assert run(*VICTIM, "--defence", "plain,veil,dbcl", "--json")[0] == 0
+    assert run(*words)[0] == 0
     assert (folder / "jobs" / "inversion-veil.json").stat().st_mtime_ns == before
 
 
-def test_a_run_s_folder_is_attacked(run, tmp_path):
+def test_a_run_is_attacked(run, tmp_path):
     assert main(["train", *VICTIM, "--defence", "spn", "--out", str(tmp_path / "victim")]) == 0
     code, captured, _ = run("--run", str(tmp_path / "victim"))
     assert code == 0, captured.err
@@ -68,41 +63,32 @@ def test_a_run_s_folder_is_attacked(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--labels", "0-9"], "leave 10 of 10 private"),
-        (["--labels", "3"], "leave 1 of 10 private"),
-        (["--codes", "0"], "must be at least 1, got 0"),
-        (["--codes", "5"], "5 cannot be divided among 2 broadcasts"),
+        ([*VICTIM, "--labels", "0-9"], "leave 10 of 10 private"),
+        ([*VICTIM, "--labels", "3"], "leave 1 of 10 private"),
+        ([*VICTIM, "--codes", "0"], "must be at least 1, got 0"),
+        ([*VICTIM, "--codes", "5"], "5 cannot be divided among 2 broadcasts"),
+        (["--data", "digits", "--model", "mlp"], "an mlp takes rows of numbers"),
     ],
 )
-def test_what_cannot_be_attacked_is_refused(run, words, text):
-    code, captured, _ = run(*VICTIM, "--defence", "plain", *words)
+def test_a_federation_that_cannot_be_attacked_is_refused(run, words, text):
+    code, captured, _ = run(*words, "--defence", "plain")
     assert code == 2
     assert text in captured.err
 
 
-def test_an_mlp_is_refused(run):
-    code, captured, _ = run("--data", "digits", "--model", "mlp", "--defence", "plain")
-    assert code == 2
-    assert "an mlp takes rows of numbers" in captured.err
-
-
-def test_a_federation_of_all_classes_is_refused(tmp_path):
-    with pytest.raises(BadArgument, match="so that none is public"):
-        INVERSION.graph(AttackRequest(config_of(data="digits", model="cnn"), ("plain",), InversionOptions()), tmp_path)
-
-
-def test_public_images_are_of_no_private_class():
+def test_no_public_image_is_of_a_private_class(tmp_path):
     config = config_of(data="digits", model="cnn", labels="5-9")
     private = {image.numpy().tobytes() for image in load_data(config).train.inputs}
     public = public_images(config, 10_000)
-    everything = load_data(config_of(data="digits", model="cnn"))
-    assert len(public) == int((everything.train.targets < 5).sum())
+    assert len(public) == int((load_data(config_of(data="digits", model="cnn")).train.targets < 5).sum())
     assert not private & {image.numpy().tobytes() for image in public}
     assert len(public_images(config, 30)) == 30
+    with pytest.raises(BadArgument, match="so that none is public"):
+        INVERSION.graph(AttackRequest(config.changed(labels=None), ("plain",), InversionOptions()), tmp_path)
 
 
-def test_a_defence_that_failed_keeps_its_row_and_a_class_without_images_its_place():
-    shown = INVERSION.present(AttackRequest(config_of(), ("veil",), InversionOptions()), {"veil": Failed("diverged")})
+def test_a_failed_defence_keeps_its_row_and_a_class_without_images_its_columns():
+    shown = INVERSION.present(AttackRequest(config_of(), ("veil",), InversionOptions()), {"veil": Failure("diverged")})
     assert shown.rows[0][:2] == ["veil", "failed"]
     images = first_images(torch.ones(3, 1, 8, 8), torch.tensor([0, 0, 0]), 2)
     white, grey = (encode_image(torch.full((1, 8, 8), value)) for value in (1.0, 0.5))
@@ -110,41 +96,42 @@ def test_a_defence_that_failed_keeps_its_row_and_a_class_without_images_its_plac
 
 
 def test_success_by_broadcast_and_its_error_by_hand():
-    parts = broadcast_success(SuccessRate(0.5, 0.0, 1.0, 3, 6, 0.0, 0.0, right=[1, 0, 1, 1, 0, 0]), 3)
+    judged = SuccessRate(0.5, 0.0, 1.0, 3, 6, 0.0, 0.0, right=[1, 0, 1, 1, 0, 0])
+    parts = results.broadcast_success(judged, 3)
     assert parts == [0.5, 1.0, 0.0]
-    assert standard_error(parts) == f"{100 * 0.5 / 3**0.5:.1f}"
-    assert standard_error([0.5]) == NOTHING
+    assert results.standard_error(parts) == f"{100 * 0.5 / 3**0.5:.1f}"
+    assert results.standard_error([0.5]) == NOTHING
 
 
 def test_generator_and_evaluator_are_kept_when_the_victim_changes():
     first = config_of(data="digits", model="cnn", labels="5-9", epochs=3, defence="plain")
     second = config_of(data="digits", model="resnet8", labels="5-9", epochs=9, lr=0.1)
     assert data_config(first) == data_config(second)
-    assert data_config(first) != data_config(config_of(data="digits", model="cnn", labels="0-4"))
+    assert data_config(first) != data_config(first.changed(labels="0-4"))
 
 
 def inversion(floor=0.1, **successes):
-    judged = {name: SuccessRate(value, value - 0.05, value + 0.05, 1, 1, 0.0, 0.0) for name, value in successes.items()}
-    found = {name.replace("_", " "): InversionFigures("V", one, one, one) for name, one in judged.items()}
-    limits = (SuccessRate(value, value - 0.05, value + 0.05, 1, 1, 0.0, 0.0) for value in (floor, 1.0))
-    return Inversion("", 0, 1.0, 1.0, 1.0, ["a"], Counts(1, 1, 1, 1), found, *limits, 0.0)
+    def judged(value):
+        return SuccessRate(value, value - 0.05, value + 0.05, 1, 1, 0.0, 0.0)
+
+    found = {name: InversionFigures("V", *[judged(value)] * 3) for name, value in successes.items()}
+    return Inversion("", 0, 1.0, 1.0, ["a"], Counts(1, 1, 1, 1), found, judged(floor), judged(1.0))
 
 
 def test_success_is_judged_beside_the_generator_alone():
-    results = {"plain": inversion(as_published=0.7), "veil": inversion(as_published=0.12, own=0.6), "spn": Failed("x")}
-    verdicts = judge_attackers(results)
+    found = {"plain": inversion(published=0.7), "veil": inversion(published=0.12, own=0.6), "spn": Failure("x")}
+    verdicts = judge_attackers(found)
     assert {name: one.label for name, one in verdicts.items()} == {"plain": Label.LEAK, "veil": Label.LEAK}
     assert (verdicts["veil"].strongest.attacker, verdicts["veil"].guess) == ("own", 0.1)
-    assert judge_attackers({"plain": inversion(as_published=0.12)})["plain"].label is Label.NOTHING
-    assert judge_attackers({"plain": Failed("x")}) == {}
+    assert judge_attackers({"plain": inversion(published=0.12)})["plain"].label is Label.NOTHING
+    assert judge_attackers({"plain": Failure("x")}) == {}
 
 
 @pytest.mark.slow
 def test_digits_are_recovered_from_a_plain_federation(run):
     victim = [*VICTIM, "--epochs", "15", "--width", "8"]
     enough = ["--codes", "20", "--steps", "150", "--restarts", "2", "--gan-epochs", "80", "--gan-lr", "2e-3"]
-    judge = ["--judge-epochs", "8", "--judge-width", "16"]
-    code, captured, folder = run(*victim, *enough, *judge, "--defence", "plain")
+    code, captured, folder = run(*victim, *enough, "--judge-epochs", "8", "--judge-width", "16", "--defence", "plain")
     assert code == 0, captured.err
     found = json.loads((folder / "results.json").read_text())["results"]["plain"]
     assert found["attackers"]["as published"]["codes"]["low"] > found["floor"]["high"]

@@ -1,4 +1,4 @@
-"""Parts of a long computation: side by side, kept, continued, handed on, failed on their own."""
+"""Parts of a long computation: in parallel, stored, resumed, handed on, failed separately."""
 
 import contextlib
 import json
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from fedveil.errors import BadArgument, FedveilError
-from fedveil.studies.jobs import Failed, Job, Result, run_jobs
+from fedveil.studies.jobs import Failure, Result, StudyJob, run_jobs
 
 
 @dataclass(frozen=True)
-class Squared(Result):
-    square: int
+class Number(Result):
+    value: int
     process: int
 
 
@@ -25,124 +25,106 @@ class Squared(Result):
 class Square:
     number: int
     log: str
+    fate: str = ""
 
     def __call__(self, progress, done):
+        if self.fate == "refuse":
+            raise BadArgument("here", f"no {self.number}", "another")
+        if self.fate == "crash":
+            raise ZeroDivisionError("by hand")
+        if self.fate == "die":
+            os._exit(3)
         progress(0.5, "half")
         with Path(self.log).open("a") as lines:
             lines.write(f"{self.number}\n")
-        return Squared(self.number**2, os.getpid())
+        return Number(self.number**2, os.getpid())
 
 
 @dataclass(frozen=True)
-class Refuse(Square):
-    def __call__(self, progress, done):
-        raise BadArgument("here", f"no {self.number}", "another")
-
-
-@dataclass(frozen=True)
-class Crash(Square):
-    def __call__(self, progress, done):
-        raise ZeroDivisionError("by hand")
-
-
-@dataclass(frozen=True)
-class Die(Square):
-    def __call__(self, progress, done):
-        os._exit(3)
-
-
-@dataclass(frozen=True)
-class Add(Square):
-    first: Job
-    second: Job
+class Add:
+    jobs: tuple[StudyJob, ...]
 
     def __call__(self, progress, done):
-        return Squared(done.require(self.first).square + done.require(self.second).square, os.getpid())
+        return Number(sum(done.require(job).value for job in self.jobs), os.getpid())
 
 
-def jobs(log, kinds):
-    return [Job(f"job{n}", kind(n, str(log)), Squared) for n, kind in enumerate(kinds, start=2)]
+def jobs(log, *fates):
+    return [StudyJob(f"job{n}", Square(n, str(log), fate), Number) for n, fate in enumerate(fates, start=2)]
 
 
-def squares(asked, done):
-    return [done.require(job).square for job in asked]
+def values(asked, done):
+    return [done.require(job).value for job in asked]
 
 
-def test_results_have_their_types_and_a_second_run_computes_nothing(tmp_path):
-    asked = jobs(tmp_path / "log", [Square, Square, Square])
-    told = []
-    first = run_jobs(asked, tmp_path / "kept", workers=1, show=lambda *news: told.append(news))
-    again = run_jobs(asked, tmp_path / "kept", workers=1)
-    assert squares(asked, first) == squares(asked, again) == [4, 9, 16]
-    assert all(isinstance(again[job], Squared) for job in asked)
-    assert (tmp_path / "log").read_text().split() == ["2", "3", "4"]
-    assert ("job3", 0.5, "half") in told
+def test_a_result_is_computed_once_unless_the_work_changes_or_its_file_is_torn(tmp_path):
+    log, news = tmp_path / "log", []
+    asked = jobs(log, "", "")
+    first = run_jobs(asked, tmp_path / "jobs", workers=1, show=lambda *one: news.append(one))
+    again = run_jobs(asked, tmp_path / "jobs", workers=1)
+    assert values(asked, first) == values(asked, again) == [4, 9]
+    assert all(isinstance(again[job], Number) for job in asked)
+    assert ("job3", 0.5, "half") in news
+    other = [StudyJob("job2", Square(5, str(log)), Number)]
+    assert values(other, run_jobs(other, tmp_path / "jobs", workers=1)) == [25]
+    for torn in ('{"asked": ', "[]", json.dumps({"asked": repr(other[0].work), "result": {"value": "many"}})):
+        (tmp_path / "jobs" / "job2.json").write_text(torn)
+        assert values(other, run_jobs(other, tmp_path / "jobs", workers=1)) == [25]
+    assert log.read_text().split() == ["2", "3", "5", "5", "5", "5"]
 
 
-def test_other_work_or_a_torn_file_is_computed_again(tmp_path):
-    run_jobs(jobs(tmp_path / "log", [Square]), tmp_path, workers=1)
-    other = [Job("job2", Square(5, str(tmp_path / "log")), Squared)]
-    assert squares(other, run_jobs(other, tmp_path, workers=1)) == [25]
-    for torn in ('{"asked": ', "[]", json.dumps({"asked": repr(other[0].work), "result": {"square": "many"}})):
-        (tmp_path / "job2.json").write_text(torn)
-        assert squares(other, run_jobs(other, tmp_path, workers=1)) == [25]
-    assert (tmp_path / "log").read_text().split() == ["2", "5", "5", "5", "5"]
-
-
-def test_a_job_that_fails_is_a_failed_job_and_is_tried_again_next_time(tmp_path, capsys):
-    asked = jobs(tmp_path / "log", [Square, Refuse, Crash])
+def test_a_failed_job_is_a_failure_and_runs_again_next_time(tmp_path, capsys):
+    asked = jobs(tmp_path / "log", "", "refuse", "crash")
     found = run_jobs(asked, tmp_path, workers=1)
-    assert found.require(asked[0]).square == 4
-    assert found[asked[1]] == Failed("here: no 3.\n  Fix: another")
-    assert found[asked[2]] == Failed("ZeroDivisionError: by hand")
+    assert found.require(asked[0]).value == 4
+    assert found[asked[1]] == Failure("here: no 3.\n  Fix: another")
+    assert found[asked[2]] == Failure("ZeroDivisionError: by hand")
     assert "ZeroDivisionError" in capsys.readouterr().err
-    mended = [asked[0], Job("job3", Square(3, str(tmp_path / "log")), Squared)]
-    assert squares(mended, run_jobs(mended, tmp_path, workers=1)) == [4, 9]
+    mended = [asked[0], StudyJob("job3", Square(3, str(tmp_path / "log")), Number)]
+    assert values(mended, run_jobs(mended, tmp_path, workers=1)) == [4, 9]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_jobs_hand_values_on_and_fail_with_what_they_need(tmp_path, workers, monkeypatch):
+def test_jobs_hand_results_on_and_fail_with_those_that_they_need(tmp_path, workers, monkeypatch):
     log = str(tmp_path / "log")
     for module in ("multiprocessing", "random", "socket"):  # a process must not take them from the working directory
         (tmp_path / f"{module}.py").write_text("raise SystemExit(__name__)")
     monkeypatch.chdir(tmp_path)
-    first, second, broken = jobs(log, [Square, Square, Refuse])
-    total = Job("total", Add(0, log, first, second), Squared, (first, second))
-    blocked = Job("blocked", Add(0, log, first, broken), Squared, (first, broken))
-    late = Job("late", Square(7, log), Squared, after=(broken,))
-    found = run_jobs([first, second, broken, total, blocked, late], tmp_path / "kept", workers=workers)
-    assert found.require(total).square == 13
-    assert found[blocked] == Failed("job4: here: no 4.\n  Fix: another")
-    assert found.require(late).square == 49  # it only waits
+    first, second, broken = jobs(log, "", "", "refuse")
+    total = StudyJob("total", Add((first, second)), Number, (first, second))
+    blocked = StudyJob("blocked", Add((first, broken)), Number, (first, broken))
+    late = StudyJob("late", Square(7, log), Number, after=(broken,))
+    found = run_jobs([first, second, broken, total, blocked, late], tmp_path / "jobs", workers=workers)
+    assert found.require(total).value == 13
+    assert found[blocked] == Failure("job4: here: no 4.\n  Fix: another")
+    assert found.require(late).value == 49  # it only waits
     with pytest.raises(FedveilError, match="no 4"):
         found.require(blocked)
 
 
-def test_processes_work_side_by_side_and_a_dead_one_is_told(tmp_path):
-    told, asked = [], jobs(tmp_path / "log", [Square, Square])
-    found = run_jobs(asked, tmp_path, workers=2, show=lambda *news: told.append(news))
-    assert squares(asked, found) == [4, 9]
+def test_processes_run_in_parallel_and_a_dead_one_is_reported(tmp_path):
+    news, asked = [], jobs(tmp_path / "log", "", "")
+    found = run_jobs(asked, tmp_path, workers=2, show=lambda *one: news.append(one))
+    assert values(asked, found) == [4, 9]
     assert os.getpid() not in {found.require(job).process for job in asked}
-    assert {name for name, share, what in told if what == "half"} == {"job2", "job3"}
-    asked = jobs(tmp_path / "log", [Die, Die])
+    assert {name for name, _, what in news if what == "half"} == {"job2", "job3"}
+    asked = jobs(tmp_path / "log", "die", "die")
     dead = run_jobs(asked, tmp_path / "dead", workers=2)
     assert all("its process died" in dead[job].failed for job in asked)
 
 
 LONG = """
-import sys, time
+import sys
 from pathlib import Path
-from fedveil.studies.jobs import Job, run_jobs
-from test_jobs import Square, Squared, Wait
+from fedveil.studies.jobs import StudyJob, run_jobs
+from test_jobs import Number, Square, Wait
 
 if __name__ == "__main__":
     log, folder, workers = sys.argv[1:]
-    jobs = [Job("quick", Square(2, log), Squared), Job("long", Wait(3, log), Squared)]
+    jobs = [StudyJob("quick", Square(2, log), Number), StudyJob("long", Wait(3, log), Number)]
     run_jobs(jobs, Path(folder), workers=int(workers))
 """
 
 
-@dataclass(frozen=True)
 class Wait(Square):
     def __call__(self, progress, done):
         if Path(self.log).with_name("go on").exists():
@@ -153,37 +135,32 @@ class Wait(Square):
         time.sleep(600)
 
 
-def killed_while_it_waits(tmp_path, workers):
+def kill_while_it_waits(tmp_path, workers):
     """Start a computation, and kill it when its first job is done and the second one waits; returns its children."""
     script = tmp_path / "long.py"
     script.write_text(LONG)
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    words = [sys.executable, script, tmp_path / "log", tmp_path / "kept", str(workers)]
+    words = [sys.executable, script, tmp_path / "log", tmp_path / "jobs", str(workers)]
     run = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": paths})
     try:
         deadline = time.monotonic() + 120
-        while not (tmp_path / "kept" / "quick.json").exists() or (workers > 1 and not (tmp_path / "waits").exists()):
+        while not (tmp_path / "jobs" / "quick.json").exists() or not (tmp_path / "waits").exists():
             assert run.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        children = children_of(run.pid)
+        children = []
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                parent = file.read_text().rpartition(")")[2].split()[1]
+                children += [int(file.parent.name)] if int(parent) == run.pid else []
     finally:
         run.kill()
         run.wait()
     return children
 
 
-def children_of(process):
-    found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = file.read_text().rpartition(")")[2].split()[1]
-            found += [int(file.parent.name)] if int(parent) == process else []
-    return found
-
-
-def alive(process):
+def is_alive(process):
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -192,20 +169,20 @@ def alive(process):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find children")
-def test_workers_end_with_the_process_that_asked_for_them(tmp_path):
-    started = killed_while_it_waits(tmp_path, workers=2)
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    started = kill_while_it_waits(tmp_path, workers=2)
     assert int((tmp_path / "waits").read_text()) in started
-    assert len(started) >= 3  # two workers, and one that passes news on
+    assert len(started) >= 3  # two workers, and the tracker of their semaphores
     deadline = time.monotonic() + 60
-    while any(map(alive, started)):
+    while any(map(is_alive, started)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_a_computation_that_is_killed_goes_on_with_what_was_done(tmp_path):
-    log, folder = tmp_path / "log", tmp_path / "kept"
-    killed_while_it_waits(tmp_path, workers=1)
+def test_a_computation_that_was_killed_resumes_with_the_results_that_are_there(tmp_path):
+    log = tmp_path / "log"
+    kill_while_it_waits(tmp_path, workers=1)
     (tmp_path / "go on").touch()
-    asked = [Job("quick", Square(2, str(log)), Squared), Job("long", Wait(3, str(log)), Squared)]
-    assert squares(asked, run_jobs(asked, folder, workers=1)) == [4, 9]
+    asked = [StudyJob("quick", Square(2, str(log)), Number), StudyJob("long", Wait(3, str(log)), Number)]
+    assert values(asked, run_jobs(asked, tmp_path / "jobs", workers=1)) == [4, 9]
     assert log.read_text().split() == ["2", "3"]  # the first was not computed again

@@ -5,19 +5,9 @@ import dataclasses
 import pytest
 
 from fedveil.attacks.observation import PUBLISHED
-from fedveil.studies.estimates import Estimate, Outcome, Rule, judge_interval, reach
-from fedveil.studies.verdicts import (
-    AGREEMENT,
-    GRADIENTS,
-    INVERSION,
-    MEMBERSHIP,
-    RANKING,
-    RECORD,
-    Label,
-    headline,
-    judge,
-    judge_defences,
-)
+from fedveil.attacks.scores import Estimate
+from fedveil.studies import verdicts
+from fedveil.studies.verdicts import AGREEMENT, GRADIENTS, INVERSION, MEMBERSHIP, RANKING, RECORD, Finding, Label, judge
 
 BELOW = Estimate(0.40, 0.38, 0.43)
 ADAPTIVE = "adaptive"
@@ -27,30 +17,32 @@ def around(value, reach=0.005):
     return Estimate(value, value - reach, value + reach)
 
 
-def reaches(measure, guess, trials=2, **figures):
-    """What attackers with these figures reach."""
+def assess(measure, guess, trials=2, **figures):
+    """What follows for attackers with these figures."""
     every = {name.replace("_", " "): figure for name, figure in figures.items()}
-    return [reach(name, figure, measure.rule(guess), trials) for name, figure in every.items()]
+    return [measure.assess(name, figure, guess, trials) for name, figure in every.items()]
 
 
 def verdict(measure, guess, plain, trials=2, **figures):
-    undefended = reaches(measure, guess, **{ADAPTIVE: plain})
-    return judge(measure, guess, reaches(measure, guess, trials, **figures), undefended)
+    undefended = assess(measure, guess, **{ADAPTIVE: plain})
+    return judge(measure, guess, assess(measure, guess, trials, **figures), undefended)
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "both", "outcome"),
+    ("low", "high", "two_sided", "finding"),
     [
-        (0.51, 0.53, False, Outcome.FOUND),
-        (0.38, 0.43, True, Outcome.FOUND),
-        (0.38, 0.43, False, Outcome.NOTHING),
-        (0.46, 0.54, True, Outcome.NOTHING),
-        (0.44, 0.54, True, Outcome.TOO_FEW),
-        (0.44, 0.56, False, Outcome.TOO_FEW),
+        (0.51, 0.53, False, Finding.FOUND),
+        (0.38, 0.43, True, Finding.FOUND),
+        (0.38, 0.43, False, Finding.NOTHING),
+        (0.46, 0.54, True, Finding.NOTHING),
+        (0.44, 0.54, True, Finding.TOO_FEW),
+        (0.44, 0.56, False, Finding.TOO_FEW),
     ],
 )
-def test_outcomes_follow_from_the_interval(low, high, both, outcome):
-    assert judge_interval(Estimate((low + high) / 2, low, high), Rule(0.5, 0.55, both)) is outcome
+def test_the_interval_decides(low, high, two_sided, finding):
+    measure = MEMBERSHIP if two_sided else RANKING
+    assert measure.assess("x", Estimate((low + high) / 2, low, high), 0.5).finding is finding
+    assert measure.assess("x", Estimate(0.9, 0.9, 0.9), 0.5, trials=1).finding is Finding.TOO_FEW
 
 
 @pytest.mark.parametrize(
@@ -61,7 +53,8 @@ def test_outcomes_follow_from_the_interval(low, high, both, outcome):
     ],
 )
 def test_a_leak_is_clear_a_tenth_of_the_way_from_guessing_to_full_knowledge(measure, guess, clear):
-    assert measure.rule(guess) == Rule(guess, pytest.approx(clear), measure is MEMBERSHIP)
+    for high, finding in ((clear - 1e-6, Finding.NOTHING), (clear + 1e-6, Finding.TOO_FEW)):
+        assert measure.assess("x", Estimate(guess, guess - 1e-9, high), guess).finding is finding
 
 
 @pytest.mark.parametrize(
@@ -94,8 +87,7 @@ def test_without_an_adaptive_attacker_a_record_that_does_not_leak_is_untested():
     assert verdict(RECORD, 35.0, around(80.0), as_published=around(34.0), two=around(40.0)).label is Label.PARTIAL
 
 
-def test_one_trial_tells_nothing_and_no_attacker_has_no_verdict():
-    assert verdict(RECORD, 11.0, around(90.0), trials=1, adaptive=around(10.0, 0.0)).label is Label.TOO_FEW
+def test_without_an_attacker_there_is_no_verdict():
     assert verdict(RECORD, 11.0, around(90.0)) is None
 
 
@@ -119,14 +111,17 @@ def test_a_verdict_has_its_figure_interval_and_references():
 
 def test_the_headline_gathers_defences_by_label():
     found = {
-        "plain": reaches(MEMBERSHIP, 0.5, as_published=around(0.7)),
-        "veil": reaches(MEMBERSHIP, 0.5, as_published=around(0.51), own_labels=around(0.69)),
-        "spn": reaches(MEMBERSHIP, 0.5, as_published=around(0.5)),
+        "plain": assess(MEMBERSHIP, 0.5, as_published=around(0.7)),
+        "veil": assess(MEMBERSHIP, 0.5, as_published=around(0.51), own_labels=around(0.69)),
+        "spn": assess(MEMBERSHIP, 0.5, as_published=around(0.5)),
         "failed": [],
     }
-    verdicts = judge_defences(MEMBERSHIP, 0.5, found)
-    assert headline(verdicts) == "Membership: LEAK (no defence 0.70, veil 0.69), PROTECTED (spn 0.50); guessing 0.50."
-    assert verdicts["veil"].published.attacker == PUBLISHED
-    alone = {"mine:Defence": dataclasses.replace(verdicts["veil"], undefended=None)}
-    assert "no undefended federation was attacked" in headline(alone)
-    assert headline({}).startswith("No verdict")
+    judged = verdicts.judge_defences(MEMBERSHIP, 0.5, found)
+    assert (
+        verdicts.headline(judged)
+        == "Membership: LEAK (no defence 0.70, veil 0.69), PROTECTED (spn 0.50); guessing 0.50."
+    )
+    assert judged["veil"].published.attacker == PUBLISHED
+    alone = {"mine:Defence": dataclasses.replace(judged["veil"], undefended=None)}
+    assert "no undefended federation was attacked" in verdicts.headline(alone)
+    assert verdicts.headline({}).startswith("No verdict")

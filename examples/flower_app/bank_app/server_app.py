@@ -12,7 +12,7 @@ from bank_app.task import make_model
 from fedveil import Limits
 from fedveil.data import load
 from fedveil.defences import Veil
-from fedveil.federation.progress import printed
+from fedveil.federation.progress import print_progress
 from fedveil.flower import Server
 from fedveil.runs.folder import record_run
 
@@ -53,6 +53,8 @@ def main(grid: Grid, context: Context) -> None:
     words = [f"{name}={json.dumps(value)}" for name, value in config.items()]
     repeat = shlex.join(["flwr", "run", ".", "--run-config", " ".join(words)])
     print(
-        record_run(server, out, data, values, repeat, rounds=rounds, resume=True, on_round=printed(rounds)).to_dict(),
+        record_run(
+            server, out, data, values, repeat, rounds=rounds, resume=True, on_round=print_progress(rounds)
+        ).to_dict(),
         flush=True,
     )

@@ -8,7 +8,7 @@ from nvflare.collab import collab
 
 from bank_flare.task import Settings, make_model
 from fedveil.data import load
-from fedveil.federation.progress import printed
+from fedveil.federation.progress import print_progress
 from fedveil.nvflare import Server
 from fedveil.runs.folder import record_run
 
@@ -26,6 +26,7 @@ class BankServer:
         out, epochs = Path(asked.out), max(1, asked.rounds // asked.rounds_per_epoch)
         data = load(asked.data)
         server = Server(
+            collab.clients,
             make_model(asked),
             data.test.inputs[:2],
             asked.defence,
@@ -47,6 +48,6 @@ class BankServer:
         )
         values = {**self.settings, "clients": asked.sites, "model": "mlp"}
         repeat = "python examples/nvflare_app/job.py"
-        how = {"rounds": asked.rounds, "resume": True, "on_round": printed(asked.rounds)}
+        how = {"rounds": asked.rounds, "resume": True, "on_round": print_progress(asked.rounds)}
         print(record_run(server, out, data, values, repeat, **how).to_dict(), flush=True)
         server.close()

@@ -1,7 +1,7 @@
 """A victim's gradient from two veiled broadcasts, for any network that has a canonical form.
 
 Bring both rounds to canonical form, units in the same order: C = f W and C' = f' W' with unknown factors f and f'. In
-every block (`attacks.blocks`) both are one number, and a server of plain SGD has W' = W - lr g, where g is the mean
+every block both are one number, and a server of plain SGD has W' = W - lr g, where g is the mean
 gradient of all clients. The gradient at the canonical model, which the attacker can compute for records that it tries,
 is g_C = g / f. So in every block, exactly and for a step of any size,
 
@@ -33,13 +33,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.blocks import TINY, Blocks, find_blocks
-from fedveil.attacks.canonical import canonical_form, match_units
+from fedveil.attacks.canonical import TINY, Blocks, canonical_form, find_blocks, flat_values, match_units
 from fedveil.attacks.leaked_gradients import Gradients, Leak, mean_gradients
 from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_values
 from fedveil.attacks.veil import analyse_architecture, calibrate, candidate_models
-from fedveil.graph.layout import Entry, flatten, unflatten
-from fedveil.graph.plan import Plan
+from fedveil.graph.plan import Entry, Plan, flatten, unflatten
 from fedveil.scheme.messages import Broadcast, PublicHead
 
 LEAST_SGD = 3  # elements of a block that measures k: Q leaves one
@@ -142,29 +140,18 @@ def canonical_pairs(observed: Observation, at: int = -2) -> list[RoundPair]:
     if not isinstance(first, Broadcast) or not isinstance(second, Broadcast):
         raise DoesNotApply("two broadcasts", "these broadcasts are not veiled")
     plan = analyse_architecture(observed)
-    forms = [
-        [canonical_form(plan, flat_values(plan, model)).flat for model in remove_head_noise(observed, sent)]
-        for sent in (first, second)
-    ]
+    forms = []
+    for sent in (first, second):  # without the noise of the head: for each candidate, or fitted with own labels
+        models = candidate_models(observed, sent) or [calibrate(observed, sent)]
+        forms.append([canonical_form(plan, flat_values(plan, model)).flat for model in models])
     known = known_elements(plan, first.head).to(forms[0][0])
     return [RoundPair(plan, one, match_units(plan, other, one), known) for one, other in itertools.product(*forms)]
 
 
-def remove_head_noise(observed: Observation, sent: Broadcast) -> list[nn.Module]:
-    """Return a round's model without its head's noise: one for each candidate, or one fitted with own labels."""
-    return candidate_models(observed, sent) or [calibrate(observed, sent)]
-
-
 def known_elements(plan: Plan, head: PublicHead | None) -> Tensor:
     """Return for each trainable element whether its noise is known exactly: one of few candidates, or none at all."""
-    names = () if head is None or head.decoys else (head.weight, head.bias if head.masked_bias else None)
+    names = () if head is None or head.decoys else (head.weight, head.bias if head.noisy_bias else None)
     return torch.cat([torch.full((e.shape.numel(),), e.name not in names) for e in plan.layout.trainable])
-
-
-def flat_values(plan: Plan, model: nn.Module) -> Tensor:
-    """Return all tensors of a model as one flat vector."""
-    values = {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    return flatten(values, plan.layout.entries)
 
 
 def leak_from_directions(observed: Observation, model: nn.Module, pair: RoundPair, own: Tensor, blocks: Blocks) -> Leak:

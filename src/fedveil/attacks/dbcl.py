@@ -101,15 +101,10 @@ def rebuild_record(observed: Observation) -> Tensor:
         what = f"{equations} equations per unit for {inputs} inputs; at most {MAX_INPUTS} inputs are solved for"
         raise DoesNotApply("dbcl", what)
     away = torch.eye(equations).to(joint) - torch.linalg.pinv(joint) @ joint
-    total, wanted = joint.new_zeros((inputs, inputs)), joint.new_zeros(inputs)
-    spread = [
-        torch.cat([s @ (s.T @ later) * (t > number) for t, later in enumerate(layer.sketches)], 1) @ away
-        for number, s in enumerate(layer.sketches[:-1])
-    ]
+    pairs = [[s @ (s.T @ later) for later in layer.sketches] for s in layer.sketches[:-1]]
+    spread = torch.stack([torch.cat([p * (t > n) for t, p in enumerate(row)], 1) @ away for n, row in enumerate(pairs)])
     left = torch.cat(layer.known, 1) @ away / -(observed.learning_rate * (1 - observed.share))
-    for number, one in enumerate(spread):
-        wanted += one @ (layer.steps[number] @ left)
-        for other, two in enumerate(spread):
-            total += (layer.steps[number] @ layer.steps[other]) * (one @ two.T)
+    total = torch.einsum("ts,tie,sje->ij", layer.steps @ layer.steps.T, spread, spread)
+    wanted = torch.einsum("tie,te->i", spread, layer.steps @ left)
     found: Tensor = torch.linalg.lstsq(total, wanted.unsqueeze(1), rcond=RANK, driver="gelsd").solution[:, 0]
     return found

@@ -8,7 +8,7 @@ from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import evaluating
-from fedveil.graph.inputs import ModuleCall, calls_of
+from fedveil.graph.inputs import ModuleCall, record_calls
 from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, one_hot
 
 LAYERS = ("last", "second", "third")  # to last
@@ -28,7 +28,7 @@ def _run(
     """Yield a model's outputs in evaluation mode, and the calls of some of its modules, batch by batch."""
     device = next((p.device for p in model.parameters()), inputs.device)
     for part in torch.split(inputs, batch_size):
-        with evaluating(model), calls_of(modules) as calls:
+        with evaluating(model), record_calls(modules) as calls:
             outputs = model(part.to(device))
         yield outputs, calls
 
@@ -47,9 +47,7 @@ def _limit_size(values: Tensor, records: int) -> Tensor:
     return values.reshape(records, -1)
 
 
-def layer_outputs(
-    model: nn.Module, inputs: Tensor, *, layers: int = len(LAYERS), batch_size: int = BATCH
-) -> tuple[Tensor, ...]:
+def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH) -> tuple[Tensor, ...]:
     """Return outputs of the last layers, the very last first; fewer if the model has fewer layers.
 
     A layer is a module with a weight and the activation, norm and pooling that follow: its output, the paper's y^(l),
@@ -62,7 +60,7 @@ def layer_outputs(
         maps = [call for call in calls if call.module in flat]
         taken = [call.entered for call in calls if call.module in weighted]
         entered = [next((m.entered for m in maps if m.output is value), value) for value in taken]
-        last = entered[:0:-1][: layers - 1]  # without the first layer's input, which is the record itself
+        last = entered[:0:-1][: len(LAYERS) - 1]  # without the first layer's input, which is the record itself
         found.append([_limit_size(value, len(outputs)).cpu() for value in (outputs, *last)])
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 

@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedveil.attacks.leaked_gradients import ULPS, Leak, from_difference, sketched_layers
+from fedveil.attacks.leaked_gradients import Leak, from_difference, from_masked_difference, sketched_layers
 from fedveil.attacks.observation import DoesNotApply, Observation
 from fedveil.scheme.messages import Broadcast
 
@@ -151,19 +151,6 @@ def rebuild_veiled_record(observed: Observation) -> Tensor:
     return likely_record(known, own, observed.inputs.flatten(1).double())
 
 
-def sent_rows(observed: Observation, at: int, path: str) -> tuple[Tensor, Tensor]:
-    """Return the rows (gradient of weights, of bias) of one round's difference, and which elements the victim sent.
-
-    An element that it did not send is 0 up to rounding of the two weights, which the division by learning rate and
-    share has magnified.
-    """
-    leak = from_difference(observed, at)
-    weights = dict(leak.model.named_parameters())
-    rows, unit = layer_rows(leak.gradients, path), torch.finfo(weights[f"{path}.weight"].dtype).eps
-    rounding = ULPS * unit * layer_rows(weights, path).abs() / (observed.learning_rate * (1 - observed.share))
-    return rows, (rows.abs() > rounding).to(rows)
-
-
 def rank_one(rows: Tensor, sent: Tensor) -> Tensor:
     """Fit rows = factors v^T where `sent` is 1, by alternating least squares; return v."""
     rows = rows * sent
@@ -185,6 +172,7 @@ def rebuild_selected_record(observed: Observation) -> Tensor:
     if len(observed.rounds) < 2:
         raise DoesNotApply("dense record", "it needs two broadcasts or more")
     path = first_linear(observed.architecture)
-    found = [sent_rows(observed, at, path) for at in range(len(observed.rounds) - 1)]
-    v = rank_one(torch.cat([rows for rows, _ in found]), torch.cat([sent for _, sent in found]))
+    leaks = [from_masked_difference(observed, at) for at in range(len(observed.rounds) - 1)]
+    rows, sent = ([layer_rows(getattr(leak, kind), path) for leak in leaks] for kind in ("gradients", "mask"))
+    v = rank_one(torch.cat(rows), torch.cat(sent))
     return v[:-1] / (v[-1] if v[-1].abs() > TINY else TINY)

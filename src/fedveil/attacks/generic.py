@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from fedveil.attacks.features import dense_targets
 from fedveil.attacks.first_layer import first_linear, rebuild_from_difference
 from fedveil.attacks.gradients import Search, reconstruct
-from fedveil.attacks.labels import single_label
-from fedveil.attacks.leaked_gradients import from_difference
+from fedveil.attacks.leaked_gradients import from_difference, single_label
 from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_values
 from fedveil.attacks.veil import minimise
 from fedveil.federation.evaluate import predict
@@ -57,12 +56,9 @@ def calibrate_outputs(observed: Observation) -> Observation:
         raise DoesNotApply("outputs calibrated", "the model's outputs are not finite")
     targets = dense_targets(observed.loss, observed.targets.to(outputs.device), outputs)
     weight, bias = fit_affine(outputs, targets, observed.loss)
-    like = next(observed.model.parameters())
-    head = nn.Linear(outputs.shape[1], outputs.shape[1], device=like.device, dtype=like.dtype)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-        head.bias.copy_(bias)
-    return dataclasses.replace(observed, model=nn.Sequential(observed.model, head).train(observed.model.training))
+    head = nn.Linear(*weight.shape).to(next(observed.model.parameters()))
+    model = nn.Sequential(observed.model, copy_with_values(head, {"weight": weight, "bias": bias}))
+    return dataclasses.replace(observed, model=model.train(observed.model.training))
 
 
 def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,158 @@
-"""Generative model inversion, GMI (Zhang et al. 2020, arXiv 1911.07135): images of a class from a model alone."""
+"""Generative model inversion, GMI (Zhang et al. 2020, arXiv 1911.07135): images of a class from a model alone.
 
+The images come from a generator of images like the attacker's public ones, a Wasserstein GAN with gradient penalty.
+Networks and settings are those of GMI and its code unless stated otherwise.
+"""
+
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedveil.attacks.generator import CODE, Gan
 from fedveil.attacks.similarity import total_variation
+from fedveil.errors import BadArgument
+from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.evaluate import evaluating
 from fedveil.progress import Progress
 from fedveil.records.shards import generator as source
 
-Model = Callable[[Tensor], Tensor]
+CODE = 100  # dimensions of a code z
+SMALLEST = 4  # pixels per side of the first hidden image
+LR, BETAS, BATCH, CRITIC_STEPS, PENALTY = 2e-4, (0.5, 0.999), 64, 5, 10.0
 IDENTITY, MOMENTUM, BOUND = 100.0, 0.9, 1.0
 PIXEL_LR, SMOOTH = 0.05, 1.0
+
+Model = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Gan:
+    """A generator from codes to pixels in [0, 1], and a critic of pixels (larger: more real)."""
+
+    generator: nn.Module
+    critic: nn.Module
+
+
+def widths(size: int, width: int) -> list[int]:
+    """Return the channels from the smallest image to the full one: twice as many where the side is half."""
+    doublings = (size // SMALLEST).bit_length() - 1
+    if size != SMALLEST * 2**doublings or doublings < 1:
+        raise BadArgument("generator", f"images have {size} pixels per side", "use 8, 16, 32, 64 or 128")
+    return [width * 2**k for k in reversed(range(doublings))]
+
+
+def make_generator(channels: int, size: int, width: int) -> nn.Sequential:
+    """Build code -> linear layer to 4 x 4 -> transposed 5 x 5 convolutions of stride 2, BatchNorm, ReLU -> sigmoid."""
+    sides = widths(size, width)
+    first = sides[0] * SMALLEST**2
+    double = functools.partial(nn.ConvTranspose2d, kernel_size=5, stride=2, padding=2, output_padding=1)
+    layers: list[nn.Module] = [nn.Linear(CODE, first, bias=False), nn.BatchNorm1d(first), nn.ReLU()]
+    layers.append(nn.Unflatten(1, (sides[0], SMALLEST, SMALLEST)))
+    for before, after in itertools.pairwise(sides):
+        layers += [double(before, after, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, double(sides[-1], channels), nn.Sigmoid())
+
+
+def make_critic(channels: int, size: int, width: int) -> nn.Sequential:
+    """Build 5 x 5 convolutions of stride 2 with instance norm (except the first) and LeakyReLU 0.2 -> one number."""
+    sides = widths(size, width)[::-1]
+    halve = functools.partial(nn.Conv2d, kernel_size=5, stride=2, padding=2)
+    layers: list[nn.Module] = [halve(channels, sides[0]), nn.LeakyReLU(0.2)]
+    for before, after in itertools.pairwise(sides):
+        layers += [halve(before, after), nn.InstanceNorm2d(after, affine=True), nn.LeakyReLU(0.2)]
+    return nn.Sequential(*layers, nn.Conv2d(sides[-1], 1, SMALLEST), nn.Flatten(0))
+
+
+def penalty(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
+    """Return E (|| grad_x D(x) || - 1)^2 between real and fake images (Gulrajani et al. 2017, Eq. 3)."""
+    between = (real + mix.view(-1, 1, 1, 1) * (fake - real)).requires_grad_()
+    (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+    found: Tensor = (slope.flatten(1).norm(dim=1) - 1).square().mean()
+    return found
+
+
+def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Take a step of one network; the other one gets no gradients."""
+    parameters = optimizer.param_groups[0]["params"]
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def _train_step(
+    gan: Gan, optimizers: list[torch.optim.Adam], real: Tensor, random: torch.Generator, *, both: bool
+) -> float:
+    """Take one step of the critic, and one of the generator if `both`; return the critic's distance."""
+
+    def codes() -> Tensor:
+        return torch.randn(len(real), CODE, generator=random).to(real.device)
+
+    with torch.no_grad():
+        fake = gan.generator(codes())
+    mix = torch.rand(len(real), generator=random).to(real.device)
+    distance = gan.critic(real).mean() - gan.critic(fake).mean()
+    _descend(optimizers[1], PENALTY * penalty(gan.critic, real, fake, mix) - distance)
+    if both:
+        _descend(optimizers[0], -gan.critic(gan.generator(codes())).mean())
+    return float(distance.detach())
+
+
+def train_gan(
+    images: Tensor,
+    epochs: int,
+    *,
+    width: int = 16,
+    lr: float = LR,
+    seed: int = 0,
+    path: Path | None = None,
+    asked: str = "",
+    progress: Progress = lambda fraction, what: None,
+) -> tuple[Gan, list[float]]:
+    """Train on public images; return both networks, and the critic's distance in each epoch.
+
+    min_G max_D  E D(x) - E D(G(z)) - 10 penalty,  z ~ N(0, I) in 100 dimensions; five steps of D for one of G, batches
+    of 64, Adam 2e-4 with betas (0.5, 0.999). The original has width 64 and 100 epochs for 32 x 32 images.
+
+    Images are (n, channels, size, size) with pixels in [0, 1], on the device to train on. `width` is the number of
+    channels of the largest hidden image; few epochs need a larger `lr` than the original's. An epoch's draws depend
+    only on `seed` and the epoch: interrupted training resumes from `path`, where the state is saved every second
+    epoch, if it was saved for the same images, which `asked` identifies.
+    """
+    if len(images) < 2 or epochs < 1:
+        raise BadArgument("generator", f"{len(images)} images, {epochs} epochs", "use at least 2 images and 1 epoch")
+    form = images.shape[1], images.shape[-1], width
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        nets = [make(*form).to(images.device) for make in (make_generator, make_critic)]
+    gan, optimizers = Gan(*nets), [torch.optim.Adam(net.parameters(), lr, betas=BETAS) for net in nets]
+    key, distances = repr((asked, tuple(images.shape), width, lr, seed)), list[float]()
+    state = load_for(path, key, images.device) if path else None
+    if state and len(state["distances"]) <= epochs:
+        for net, optimizer, *values in zip(nets, optimizers, state["nets"], state["optimizers"], strict=True):
+            net.load_state_dict(values[0])
+            optimizer.load_state_dict(values[1])
+        distances = list(state["distances"])
+    for epoch in range(len(distances), epochs):
+        random = source("gan", seed, epoch)
+        order = torch.randperm(len(images), generator=random).to(images.device)
+        batches = [rows for rows in torch.split(order, BATCH) if len(rows) > 1]
+        found = []
+        for number, rows in enumerate(batches):
+            fifth = (epoch * len(batches) + number + 1) % CRITIC_STEPS == 0
+            found.append(_train_step(gan, optimizers, images[rows], random, both=fifth))
+            progress((epoch + number / len(batches)) / epochs, f"generator, epoch {epoch + 1}/{epochs}")
+        distances.append(sum(found) / len(found))
+        if path and (epoch % 2 or epoch + 1 == epochs):
+            states = {"nets": [net.state_dict() for net in nets], "distances": distances}
+            save_for(path, key, {**states, "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
+    for net in nets:
+        net.eval()
+    return gan, distances
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +206,7 @@ def search(
             before, velocity = velocity, MOMENTUM * velocity - rate * slope
             z = (z.detach() - MOMENTUM * before + (1 + MOMENTUM) * velocity).clamp(-BOUND, BOUND)
             progress((restart + step / steps) / restarts, f"codes, restart {restart + 1}/{restarts}")
-        score = _scores(model, gan.generator(z.detach()), wanted)
+        score = _class_scores(model, gan.generator(z.detach()), wanted)
         better = score > best
         best = torch.where(better, score, best)
         codes = torch.where(better[:, None], z.detach(), codes)
@@ -77,9 +214,9 @@ def search(
         return ClassImages(gan.generator(codes), best)
 
 
-def _scores(model: Model, images: Tensor, wanted: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(images).gather(1, wanted[:, None])[:, 0]
+@torch.no_grad()
+def _class_scores(model: Model, images: Tensor, wanted: Tensor) -> Tensor:
+    return model(images).gather(1, wanted[:, None])[:, 0]
 
 
 def search_pixels(
@@ -105,10 +242,10 @@ def search_pixels(
         with torch.no_grad():
             x.clamp_(0, 1)
         progress(step / steps, "pixels")
-    return ClassImages(x.detach(), _scores(model, x.detach(), wanted))
+    return ClassImages(x.detach(), _class_scores(model, x.detach(), wanted))
 
 
-def take_pixels(model: torch.nn.Module, scale: Callable[[Tensor], Tensor]) -> Model:
+def take_pixels(model: nn.Module, scale: Callable[[Tensor], Tensor]) -> Model:
     """Turn a model of scaled inputs into a model of pixels, in evaluation mode."""
 
     def predict(pixels: Tensor) -> Tensor:

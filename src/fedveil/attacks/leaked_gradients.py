@@ -1,22 +1,34 @@
-"""Gradients that an attacker obtains: from the difference of consecutive broadcasts, or from a victim's upload."""
+"""Gradients that an attacker obtains, and the labels that they reveal.
+
+A client has the difference of consecutive broadcasts, an eavesdropper a victim's upload. A curious server has updates,
+or under secure aggregation sums of them: the sum of one round is the gradient of one large batch, so that every attack
+on a batch runs on it unchanged, and two sums of the same model whose members differ by one client differ by that
+client's update.
+"""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedveil.attacks.observation import Observation, Round
 from fedveil.defences.dbcl import SketchedLayer
 from fedveil.defences.plain import PlainUpdate
 from fedveil.errors import BadArgument
+from fedveil.graph.inputs import record_calls
 from fedveil.scheme import Broadcast, Loss, Update, client_view
+from fedveil.scheme.client import move_head
 from fedveil.scheme.losses import one_hot
-from fedveil.scheme.perturb import move_head
 
 Gradients = dict[str, Tensor]
 ULPS = 4  # of a weight: a step and a difference each round twice
+WORD = 62  # bits for a secure sum over all clients
+SPARE = 8  # bits above the largest magnitude
+MAX_BITS = 1000  # larger powers of two overflow float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,15 +73,17 @@ def from_difference(observed: Observation, at: int = -2) -> Leak:
     return Leak(now.model, others, observed.loss)
 
 
-def from_masked_difference(observed: Observation) -> Leak:
+def from_masked_difference(observed: Observation, at: int = -2) -> Leak:
     """Derive the gradient from two broadcasts, with a mask of the elements that PPDL's clients sent.
 
-    An element that was not sent is 0 up to the rounding of its weight, over the learning rate.
+    An element that was not sent is 0 up to the rounding of two weights, which the division by learning rate and share
+    has magnified.
     """
-    leak, mask = from_difference(observed), {}
+    leak, mask = from_difference(observed, at), {}
     for name, value in leak.gradients.items():
         weight = leak.model.get_parameter(name).detach()
-        mask[name] = value.abs() > ULPS * torch.finfo(value.dtype).eps * weight.abs() / observed.learning_rate
+        rounding = ULPS * torch.finfo(value.dtype).eps * weight.abs()
+        mask[name] = value.abs() > rounding / (observed.learning_rate * (1 - observed.share))
     return dataclasses.replace(leak, mask=mask)
 
 
@@ -119,3 +133,92 @@ def from_upload(seen: Round, upload: object, loss: Loss) -> Leak:
             number = int(head.candidates.square().sum(1).argmin())
             move_head(model, head, -head.noise(head.direction)[number])
     return Leak(model, {name: passes[number] for name, passes in upload.passes.items()}, loss)
+
+
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """The opened sums of a round: sum_k n_k g_k in float64 by parameter name, and sum_k n_k."""
+
+    values: Gradients
+    records: int
+
+    def __sub__(self, other: "Sum") -> "Sum":
+        values = {name: value - other.values[name] for name, value in self.values.items()}
+        return Sum(values, self.records - other.records)
+
+    def mean(self) -> Gradients:
+        """Return the gradient of the mean loss over the records."""
+        if self.records < 1:
+            raise BadArgument("Sum", f"it is over {self.records} records", "subtract the sum over fewer clients")
+        return {name: value / self.records for name, value in self.values.items()}
+
+
+def secure_sum(gradients: Sequence[Mapping[str, Tensor]], records: Sequence[int]) -> Sum:
+    """Return the sum of the clients' gradients, each times its number of records, as secure aggregation opens it.
+
+    Values are sent as integer multiples of 2^-b, with one b for each tensor:
+
+        b = 62 - ceil(log2 n) - e,      all |n_k g_k| < 2^(e - 8)
+
+    so that the error of the sum over n clients is at most n 2^-(b + 1), before it is rounded to float64.
+    """
+    values = {}
+    for name in gradients[0]:
+        pairs = zip(gradients, records, strict=True)
+        weighted = torch.stack([count * own[name].detach().double() for own, count in pairs])
+        unit = 2.0 ** -fraction_bits(weighted)
+        values[name] = (weighted / unit).round().long().sum(0).double() * unit
+    return Sum(values, sum(records))
+
+
+def fraction_bits(weighted: Tensor) -> int:
+    """Return the fraction bits b of a sum of n_k g_k, with clients in the first dimension."""
+    exponent = math.frexp(float(weighted.abs().max()))[1] + SPARE
+    return min(WORD - (len(weighted) - 1).bit_length() - exponent, MAX_BITS)
+
+
+def single_label(leak: Leak) -> int:
+    """Return the label of one record (iDLG, arXiv 2001.02610).
+
+    It is the class whose row of the head's gradient has the least sum. Row c is (p_c - [c = label]) h for features h.
+    If no feature is negative, only the label's row is. The bias's gradient, if there is one, is p_c - [c = label]
+    itself, whatever the features.
+    """
+    return int(_head(leak)[1].argmin())
+
+
+def batch_labels(leak: Leak, records: int, own: Tensor) -> list[int]:
+    """Return the labels of several records, sorted; a label may occur more than once.
+
+    For a loss with the gradient s(y) - target (cross-entropy, squared error), the bias's gradient for B records is
+    mean s(y)_c - n_c / B with n_c records of class c. The attacker estimates the mean with its own records and assigns
+    labels one by one, each to the class with the most left of B (mean s(y)_c - gradient_c). Without a bias, row sums
+    are divided by the mean sum of its own records' features.
+
+    Source: the counting idea of LLG (Wainakh et al. 2022, arXiv 2105.09369), with own records in place of a fit.
+    """
+    head, sums, has_bias = _head(leak)
+    with torch.no_grad(), record_calls([head]) as calls:
+        outputs = leak.model(own)
+    some = F.one_hot(outputs.new_zeros(len(outputs), dtype=torch.int64), outputs.shape[-1]).to(outputs)
+    slope = (leak.loss.gradient(outputs, some) + some).mean(0)
+    size = 1.0 if has_bias else float(calls[0].entered.flatten(1).sum(1).mean())
+    left = records * (slope - sums / (size or 1.0))
+    labels = []
+    for _ in range(records):
+        labels.append(int(left.argmax()))
+        left[labels[-1]] -= 1
+    return sorted(labels)
+
+
+def _head(leak: Leak) -> tuple[nn.Linear, Tensor, bool]:
+    """Return the last Linear, the gradient of its bias (or the sum of each class's row), and whether it has a bias."""
+    found = [(path, module) for path, module in leak.model.named_modules() if isinstance(module, nn.Linear)]
+    if not found:
+        raise BadArgument("labels", "the model has no Linear whose gradient would reveal labels", "use --method dlg")
+    path, head = found[-1]
+    weight, bias = (leak.gradients.get(f"{path}.{name}" if path else name) for name in ("weight", "bias"))
+    if bias is not None:
+        return head, bias, True
+    assert weight is not None
+    return head, weight.sum(1), False

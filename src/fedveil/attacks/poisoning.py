@@ -19,22 +19,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fedveil.checks import whole
+from fedveil.checks import check_count
+from fedveil.defences.interface import B, U
 from fedveil.errors import BadArgument
 from fedveil.federation.limits import REMEMBERED, Limits, norm
-from fedveil.federation.local import Federation
+from fedveil.federation.local import LocalEngine
 from fedveil.records.shards import generator
 
 Tensors = Mapping[str, Tensor]
 CLAIM = 10**12  # records
 SCALE, BELOW, SMALL = 1e4, 0.9, 0.5  # of honest updates; of the bound; of the honest mean
 BUFFER = -1000.0
-U = TypeVar("U")
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,75 +176,71 @@ ATTACKS: Mapping[str, HostileStrategy] = {
 }
 
 
-def crafted_field(upload: object) -> str:
-    """Return the field of an upload that holds the tensors from which gradients are computed: for a veil its passes."""
+def find_tensors(upload: object) -> tuple[str, Tensors]:
+    """Return the field of an upload from which gradients are computed (for a veil its passes), and its tensors."""
     for name in ("passes", "gradients"):
-        if dataclasses.is_dataclass(upload) and isinstance(getattr(upload, name, None), Mapping):
-            return name
+        tensors = getattr(upload, name, None)
+        if dataclasses.is_dataclass(upload) and isinstance(tensors, Mapping):
+            return name, tensors
     what = f"{type(upload).__name__} has neither gradients nor passes"
     raise BadArgument("poisoning", what, "use a defence whose uploads are dataclasses with one of these fields")
 
 
-def upload_tensors(upload: object) -> Tensors:
-    """Return the tensors of an upload from which gradients are computed."""
-    found: Tensors = getattr(upload, crafted_field(upload))
-    return found
-
-
 def poison(strategy: HostileStrategy, upload: U, view: HostileView) -> U:
     """Return a client's upload with its tensors replaced by those of a strategy."""
-    if not dataclasses.is_dataclass(upload) or isinstance(upload, type):
-        raise BadArgument("poisoning", f"{type(upload).__name__} is not a dataclass")
-    changes = {crafted_field(upload): dict(strategy.craft(view))}
+    changes = {find_tensors(upload)[0]: dict(strategy.craft(view))}
     if strategy.buffers:
         changes["buffers"] = dict(strategy.buffers(getattr(upload, "buffers", {})))
-    return dataclasses.replace(upload, **changes)
+    return dataclasses.replace(upload, **changes)  # type: ignore[type-var]
 
 
-class PoisonedFederation(Federation):
-    """A federation whose last clients are hostile. Further arguments are those of `Federation`.
+class HostileEngine(LocalEngine[B, U]):
+    """Clients of which the last ones are hostile.
 
     Args:
-        *given: arguments of `Federation`.
+        clients: the honest clients (`Federation.clients`).
         strategy: the behaviour of hostile clients.
         hostile: number of hostile clients.
-        **named: arguments of `Federation`.
+        limits: of the server, which hostile clients know.
     """
 
-    def __init__(self, *given: Any, strategy: HostileStrategy, hostile: int = 1, **named: Any) -> None:
-        super().__init__(*given, **{**named, "fuse": False})
-        clients = len(self.shards.sizes)
-        if whole("poisoning", "hostile", hostile, 0) >= clients:
-            raise BadArgument("poisoning", f"{hostile} of {clients} clients are hostile", "leave an honest one")
-        self.strategy, self.hostile = strategy, range(clients - hostile, clients)
+    def __init__(
+        self, clients: LocalEngine[B, U], strategy: HostileStrategy, hostile: int = 1, limits: Limits | None = None
+    ) -> None:
+        super().__init__(clients.client, clients.shards, clients.dtype, whole_shard=clients.whole_shard, fused=False)
+        count = len(self.shards.sizes)
+        if check_count("poisoning", "hostile", hostile, 0) >= count:
+            what = f"{hostile} of {count} clients are hostile"
+            raise BadArgument("poisoning", what, "leave at least one honest client")
+        self.strategy, self.hostile, self._limits = strategy, range(count - hostile, count), limits or Limits()
         self._norms: list[float] = []  # of honest uploads, round by round
 
-    def answers(self, broadcast: object, clients: Sequence[int]) -> list[object]:
+    def updates(self, broadcast: B, clients: Sequence[int], number: int) -> list[U]:
         """Return each client's upload; the hostile ones look at the others' uploads first."""
-        uploads: list[object] = super().answers(broadcast, clients)
+        uploads = super().updates(broadcast, clients, number)
         pairs = zip(clients, uploads, strict=True)
-        others = [upload_tensors(upload) for client, upload in pairs if client not in self.hostile]
+        others = [find_tensors(upload)[1] for client, upload in pairs if client not in self.hostile]
         if not others or len(others) == len(clients):
             return uploads
         bound, count = self._bound(uploads, others), len(clients) - len(others)
         for index, client in enumerate(clients):
             if client in self.hostile:
-                chance = generator("poisoning", self.shards.seed, self.round, client)
-                view = HostileView(upload_tensors(uploads[index]), others, count, bound, chance)
+                chance = generator("poisoning", self.shards.seed, number, client)
+                view = HostileView(find_tensors(uploads[index])[1], others, count, bound, chance)
                 uploads[index] = poison(self.strategy, uploads[index], view)
         return uploads
 
-    def _bound(self, uploads: Sequence[object], others: Sequence[Tensors]) -> float:
+    def _bound(self, uploads: Sequence[U], others: Sequence[Tensors]) -> float:
         """Return the largest norm that is accepted; without a bound, the one of the default limits.
 
         Norms of uploads under a veil say nothing about other rounds, which have other noise.
         """
         middle = min((len(uploads) - 1) // 2, len(others) - 1)  # as in `Limits` if hostile updates have larger norms
         self._norms.append(sorted(map(total_norm, others))[middle])
-        rounds = 1 if crafted_field(uploads[0]) == "passes" else REMEMBERED + 1
-        return ((self.limits or Limits()).norm_factor or 1.0) * max(self._norms[-rounds:])
+        rounds = 1 if find_tensors(uploads[0])[0] == "passes" else REMEMBERED + 1
+        return (self._limits.norm_factor or 1.0) * max(self._norms[-rounds:])
 
-    def claims(self, client: int) -> int:
+    def claim_records(self, client: int) -> int:
         """Return the number of records that a client claims."""
-        honest = super().claims(client)
+        honest = super().claim_records(client)
         return (self.strategy.claim or honest) if client in self.hostile else honest

@@ -18,7 +18,7 @@ from fedveil.attacks.leaked_gradients import Leak, from_masked_difference
 from fedveil.attacks.observation import PUBLISHED, Observation, attempt
 from fedveil.defences.registry import BUILT_IN, Record
 from fedveil.errors import BadArgument
-from fedveil.lookup import imported
+from fedveil.lookup import import_object
 
 ModelAttacker = Callable[[Observation], Observation]  # returns the observation with a better model
 EXAMPLE = "my_package.attacks:ATTACKERS"
@@ -103,7 +103,7 @@ def find_attackers(record: Record) -> Attackers:
     if record.attackers is None:
         names = {own.target: own.name for own in BUILT_IN}
         return ATTACKERS.get(names.get(record.target, ""), Attackers())
-    found = imported(record.attackers, "a list of attackers", EXAMPLE)
+    found = import_object(record.attackers, "a list of attackers", EXAMPLE)
     if not isinstance(found, Attackers):
         what = f"it is {type(found).__name__}, not fedveil.attacks.registry.Attackers"
         raise BadArgument(record.attackers, what, f"name an instance: {EXAMPLE}")

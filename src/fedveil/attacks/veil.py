@@ -21,26 +21,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.canonical import canonical_form, sources
+from fedveil.attacks.canonical import TINY, canonical_form, flat_values, sources
 from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_values
 from fedveil.federation.evaluate import predict
 from fedveil.graph import analyse
-from fedveil.graph.layout import flatten
-from fedveil.graph.plan import Plan
+from fedveil.graph.plan import Plan, flatten
+from fedveil.scheme.client import move_head
 from fedveil.scheme.losses import Loss, SquaredError
 from fedveil.scheme.messages import Broadcast, PublicHead
 from fedveil.scheme.outputs import values
-from fedveil.scheme.perturb import move_head
 
-TINY = 1e-30
 LBFGS_STEPS = 200
 TURNS = 20  # of weights, then noise
 LEAST = 1e-2  # of the mean squared change: no weight counts as if it changed less
 
+VeiledHead = tuple[Broadcast, PublicHead]
 
-def base_model(architecture: nn.Module, broadcast: Broadcast) -> nn.Module:
-    """Return the model as received, without the public offset of its head."""
-    return copy_with_values(architecture, {**broadcast.parameters, **broadcast.buffers})
+
+def base_model(architecture: nn.Module, sent: Broadcast, noise: Tensor | None = None) -> nn.Module:
+    """Return the model as received, without the public offset of its head; `noise` is subtracted from the head."""
+    model = copy_with_values(architecture, {**sent.parameters, **sent.buffers})
+    if noise is not None and sent.head is not None:
+        move_head(model, sent.head, -noise.to(sent.head.direction.dtype))
+    return model
 
 
 def analyse_architecture(observed: Observation) -> Plan:
@@ -67,25 +70,21 @@ def fit_own_labels(observed: Observation) -> Observation:
 
 def remove_noise(observed: Observation, broadcasts: int = 2) -> Observation:
     """Remove the noise of the last broadcast that the last few broadcasts give away; needs no data."""
-    sent, heads = list[Broadcast](), list[PublicHead]()
+    rounds = dict[str, VeiledHead]()
     for seen in observed.rounds[-broadcasts:]:
-        one = seen.broadcast
-        if not isinstance(one, Broadcast) or one.head is None:
+        sent = seen.broadcast
+        if not isinstance(sent, Broadcast) or sent.head is None:
             raise DoesNotApply("broadcasts", "the head is not veiled")
-        if all(one.round != other.round for other in sent):
-            sent.append(one)
-            heads.append(one.head)
-    if len(sent) < 2:
+        rounds.setdefault(sent.round, (sent, sent.head))
+    if len(rounds) < 2:
         raise DoesNotApply("broadcasts", "it needs two broadcasts of different rounds")
-    last, forms = heads[-1], canonical_heads(analyse_architecture(observed), sent, heads)
-    if last.decoys:
-        candidates = [head.candidates.double() for head in heads]
+    forms, (last, head) = canonical_heads(observed, list(rounds.values())), list(rounds.values())[-1]
+    if head.decoys:
+        candidates = [own.candidates.double() for _, own in rounds.values()]
         offset = candidates[-1][pick_candidates(forms, candidates)[-1]]
     else:
-        offset = fit_noise(forms)[-1].to(last.direction.device)
-    model = base_model(observed.architecture, sent[-1])
-    move_head(model, last, -(offset @ group_rows(last)).to(last.direction.dtype))
-    return dataclasses.replace(observed, model=model)
+        offset = fit_noise(forms)[-1].to(head.direction.device)
+    return dataclasses.replace(observed, model=base_model(observed.architecture, last, offset @ group_rows(head)))
 
 
 def group_rows(head: PublicHead) -> Tensor:
@@ -96,12 +95,9 @@ def group_rows(head: PublicHead) -> Tensor:
 
 def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
     """Return alpha of each record: the growth of the head's outputs when 1 is added to all of its perturbed values."""
-    ones = copy.deepcopy(base)
-    with torch.no_grad():
-        ones.get_parameter(head.weight).fill_(1.0)
-        if head.bias:
-            ones.get_parameter(head.bias).fill_(float(head.masked_bias))
-    return predict(ones, inputs)[:, :1].double()
+    names = {head.weight: 1.0} | ({head.bias: float(head.noisy_bias)} if head.bias else {})
+    values = {name: torch.full_like(base.get_parameter(name), value) for name, value in names.items()}
+    return predict(copy_with_values(base, values), inputs)[:, :1].double()
 
 
 def minimise(value: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
@@ -144,24 +140,17 @@ def calibrate(observed: Observation, sent: Broadcast) -> nn.Module:
         models = candidate_models(observed, sent)
         losses = [values(observed.loss, predict(model, observed.inputs), observed.targets).mean() for model in models]
         return models[losses.index(min(losses))]
-    outputs = predict(base, observed.inputs).double()
+    outputs, rows = predict(base, observed.inputs).double(), group_rows(head)
     flat = outputs.reshape(len(outputs), -1)
-    rows = group_rows(head)
     targets = observed.loss.dense(observed.targets, outputs).double().reshape(flat.shape)
     offset = fit_offset(flat, leverage(base, head, observed.inputs), rows, targets, observed.loss)
-    move_head(base, head, -(offset @ rows).to(head.direction.dtype))
-    return base
+    return base_model(observed.architecture, sent, offset @ rows)
 
 
 def candidate_models(observed: Observation, sent: Broadcast) -> list[nn.Module]:
     """Return a round's model once for each candidate for the noise of its head, with that noise subtracted."""
-    head = sent.head
-    if head is None:
-        return []
-    found = [base_model(observed.architecture, sent) for _ in head.candidates]
-    for model, noise in zip(found, head.noise(head.direction), strict=True):
-        move_head(model, head, -noise)
-    return found
+    noises = sent.head.noise(sent.head.direction) if sent.head else ()
+    return [base_model(observed.architecture, sent, noise) for noise in noises]
 
 
 class Heads(NamedTuple):
@@ -171,31 +160,27 @@ class Heads(NamedTuple):
     noise: Tensor  # (m, elements): what each group's noise adds to them, per unit of size
 
 
-def head_noise(plan: Plan, head: PublicHead) -> Tensor:
+def head_noise(plan: Plan, architecture: nn.Module, head: PublicHead) -> Tensor:
     """Return what the noise of each group, per unit of size, adds to the flat vector of all tensors."""
-    rows = group_rows(head)
-    found = torch.zeros(len(rows), plan.layout.total, dtype=torch.float64, device=plan.layout.device)
-    for entry in plan.layout.entries:
-        if entry.name == head.weight:
-            shape = [len(rows), *[1] * len(entry.shape)]
-            shape[1 + head.dim] = -1
-            wide = rows.reshape(shape).expand(len(rows), *entry.shape)
-            found[:, entry.start : entry.stop] = wide.reshape(len(rows), -1)
-        elif head.masked_bias and entry.name == head.bias:
-            found[:, entry.start : entry.stop] = rows
-    return found
+    found = []
+    for row in group_rows(head):
+        model = copy.deepcopy(architecture).double()  # filled with zeros
+        move_head(model, head, row)
+        found.append(flat_values(plan, model))
+    return torch.stack(found)
 
 
-def canonical_heads(plan: Plan, sent: Sequence[Broadcast], heads: Sequence[PublicHead]) -> list[Heads]:
+def canonical_heads(observed: Observation, rounds: Sequence[VeiledHead]) -> list[Heads]:
     """Bring the heads of all rounds to one form: canonical, with units in the order of the last round."""
-    names = {name for head in heads for name in (head.weight, head.bias) if name}
-    flats = [flatten({**one.parameters, **one.buffers}, plan.layout.entries) for one in sent]
+    plan = analyse_architecture(observed)
+    names = {name for _, head in rounds for name in (head.weight, head.bias) if name}
+    flats = [flatten({**sent.parameters, **sent.buffers}, plan.layout.entries) for sent, _ in rounds]
     forms = [canonical_form(plan, flat, without=names) for flat in flats]
     inside = torch.cat([torch.arange(e.start, e.stop) for e in plan.layout.entries if e.name in names])
     found = []
-    for head, form in zip(heads, forms, strict=True):
+    for (_, head), form in zip(rounds, forms, strict=True):
         elements = sources(plan, form.flat, forms[-1].flat, without=names)[inside.to(form.flat.device)]
-        noise = head_noise(plan, head) * form.factors
+        noise = head_noise(plan, observed.architecture, head) * form.factors
         found.append(Heads(form.flat[elements], noise[:, elements]))
     return found
 

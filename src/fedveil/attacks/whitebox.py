@@ -61,9 +61,8 @@ class MembershipNetwork(nn.Module):
         self.encoder = nn.Sequential(*hidden, nn.Linear(64, 1), nn.Sigmoid())
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                with torch.no_grad():
-                    module.weight.normal_(0, SPREAD, generator=chance)
-                    module.bias.zero_()
+                nn.init.normal_(module.weight, 0, SPREAD, generator=chance)
+                nn.init.zeros_(module.bias)
 
     def forward(self, features: Features) -> Tensor:
         """Return the predicted probability of being a member."""
@@ -153,16 +152,19 @@ def train_attack(
         found: Tensor = network(prepare(features))
         return found.double().cpu()
 
-    log: list[Epoch] = []
-    best: dict[str, Tensor] = {}
+    log, best = list[Epoch](), dict[str, Tensor]()
     optimizer = torch.optim.Adam(network.parameters(), recipe.lr)
     for number in range(recipe.epochs):
         with torch.random.fork_rng():  # dropout takes no generator
             torch.manual_seed(int(torch.randint(2**62, (1,), generator=chance)))
-            _one_epoch(network, ready, optimizer, recipe.batch_size, chance)
-        log.append(_evaluate(network, ready, balanced_accuracy(score(held_out[0]), score(held_out[1]), 0.5).value))
+            _train_epoch(network, ready, optimizer, recipe.batch_size, chance)
+        with torch.no_grad():
+            answers = (network(ready) > 0.5).double()
+        right = torch.cat([answers[: len(answers) // 2], 1 - answers[len(answers) // 2 :]]).mean()
+        validation = balanced_accuracy(score(held_out[0]), score(held_out[1]), 0.5).value
+        log.append(Epoch(float(right), float(answers.mean()), validation))
         on_epoch(number, score)
-        if all(log[-1].validation > epoch.validation for epoch in log[:-1]):
+        if all(validation > epoch.validation for epoch in log[:-1]):
             chosen, best = number, copy.deepcopy(network.state_dict())
     network.load_state_dict(best)
     return TrainedNetwork(score, (score(held_out[0]), score(held_out[1])), chosen, log)
@@ -182,7 +184,7 @@ def _split(
     return (select(members, ins[:held]), select(others, outs[:held])), fit
 
 
-def _one_epoch(
+def _train_epoch(
     network: MembershipNetwork, ready: Features, optimizer: torch.optim.Optimizer, size: int, chance: torch.Generator
 ) -> None:
     """Train on every record once; the first half of `ready` are members."""
@@ -190,16 +192,10 @@ def _one_epoch(
     half = len(next(iter(ready.values()))) // 2
     ins, outs = (torch.randperm(half, generator=chance) + start for start in (0, half))
     for a, b in zip(torch.split(ins, size // 2), torch.split(outs, size // 2), strict=True):
-        predicted = network(select(ready, torch.cat([a, b])))
-        truth = torch.cat([torch.ones(len(a)), torch.zeros(len(b))]).to(predicted)
+        rows = torch.cat([a, b])
+        predicted = network(select(ready, rows))
+        truth = (rows < half).to(predicted)
         optimizer.zero_grad()
         (predicted - truth).square().mean().backward()
         optimizer.step()
     network.eval()
-
-
-@torch.no_grad()
-def _evaluate(network: MembershipNetwork, ready: Features, validation: float) -> Epoch:
-    predicted = network(ready) > 0.5
-    members = torch.arange(len(predicted), device=predicted.device) < len(predicted) // 2
-    return Epoch(float((predicted == members).double().mean()), float(predicted.double().mean()), validation)

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from fedveil.checks import one_of
+from fedveil.checks import check_choice
 from fedveil.cli.commands import COMMANDS, usage
-from fedveil.cli.stops import INTERRUPTED, Stop
 from fedveil.errors import FedveilError
+from fedveil.signals import INTERRUPTED
 
 __all__ = ["main"]
 
@@ -19,24 +19,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(version("fedveil") if name.endswith("version") else usage(), file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     try:
-        one_of("fedveil", "command", name, COMMANDS)
+        check_choice("fedveil", "command", name, COMMANDS)
         from fedveil.cli.flags import run_command
 
         run_command(name, words)
     except BrokenPipeError:  # fedveil data list | head -1
         return 1
-    except (FedveilError, OSError) as error:
-        if isinstance(error, OSError):
-            where, why = str(error.filename or f"fedveil {name}"), error.strerror or error
-            error = FedveilError(
-                where, f"cannot be used: {why}", "choose another folder, free space or change permissions"
-            )
+    except FedveilError as error:
         print(f"fedveil: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as end:
-        stop = end if isinstance(end, Stop) else Stop("run the same command again to continue", INTERRUPTED)
-        print(f"\nfedveil: stopped; {stop.what}", file=sys.stderr)
-        return stop.code
-    except SystemExit as end:  # help, and flags that tyro refuses
+    except OSError as error:
+        where, what = error.filename or f"fedveil {name}", f"cannot be used: {error.strerror or error}"
+        fix = "choose another folder, free space or change permissions"
+        print(f"fedveil: {FedveilError(str(where), what, fix)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nfedveil: stopped; run the same command again to continue", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as end:  # help, flags that tyro refuses, and a run that was stopped
         return end.code if isinstance(end.code, int) else 0
     return 0

@@ -1,28 +1,30 @@
-"""The table of commands. It imports nothing that a command needs."""
+"""The tables of commands and attacks. They import nothing that a command needs."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fedveil.checks import check_choice
+from fedveil.errors import BadArgument
+from fedveil.lookup import import_object, list_installed
+
+if TYPE_CHECKING:
+    from fedveil.studies.attack import AttackStudy
 
 COMMANDS = {
-    "inspect": ("training:inspect", "show which layers of a model can be perturbed", "my_package:net --input 3,32,32"),
-    "train": (
-        "training:TrainCommand",
-        "train a federation, from flags or a TOML file",
-        "--data digits --epochs 5 --out runs/a",
+    "inspect": (
+        "inspection:inspect",
+        "show which layers of a model can be perturbed",
+        "my_package:net --input 3,32,32",
     ),
-    "compare": (
-        "studies:CompareCommand",
-        "compare defences on one federation",
-        "--defences plain,veil --seeds 3",
-    ),
+    "train": ("training:TrainCommand", "train a federation, from flags or a TOML file", "--epochs 5 --out runs/a"),
+    "compare": ("studies:CompareCommand", "compare defences on one federation", "--defences plain,veil --seeds 3"),
     "attack": ("studies:AttackCommand", "measure what a curious participant learns", "membership --defence plain,veil"),
-    "audit": (
-        "studies:AuditCommand",
-        "measure what attackers learn under each defence",
-        "runs/a",
-    ),
+    "audit": ("studies:AuditCommand", "measure what attackers learn under each defence", "runs/a"),
     "reproduce": ("studies:reproduce", "compute the paper's tables and figures beside its values", "all --scale cpu"),
     "data": ("training:data", "list data sets, or download one", "get bank"),
     "demo": ("studies:demo", "train digits with five clients, plain and veiled, and compare", "--out runs/demo"),
-    "keys": ("keys:keys", "make or show a member's signing key, for secure aggregation", "new alice --out keys"),
-    "flare-kit": ("flare:flare_kit", "prepare a startup kit of NVIDIA FLARE", "runs/kits/bank/prod_00/site-1"),
+    "keys": ("deployment:keys", "make or show a member's signing key, for secure aggregation", "new alice --out keys"),
+    "flare-kit": ("deployment:flare_kit", "prepare a startup kit of NVIDIA FLARE", "runs/kits/bank/prod_00/site-1"),
     "schema": ("training:schema", "print the JSON schema of run.toml, for editors", "> run.schema.json"),
     "completion": ("flags:completion", "print the completion script of a shell", "bash > ~/.fedveil-completion"),
 }
@@ -41,7 +43,47 @@ Example: fedveil train --data digits --defence veil --epochs 5
 `fedveil COMMAND --help` lists the flags of a command with their defaults, `--help-all` the rest.
 `fedveil completion bash` (or zsh, fish) prints the completion script of your shell."""
 
+AUDIT = "fedveil.studies.audit.run:AUDIT"
+GROUP = "fedveil.attacks"
+ATTACKS = {
+    "gradients": ("fedveil.studies.gradients.run:GRADIENTS", "images from gradients (DLG, iDLG, Inverting Gradients)"),
+    "inversion": ("fedveil.studies.inversion.run:INVERSION", "what the classes look like, by a generator (GMI)"),
+    "membership": ("fedveil.studies.membership.run:MEMBERSHIP", "which records the other clients trained on"),
+    "poisoning": ("fedveil.studies.poisoning:POISONING", "what hostile clients do, with and without limits"),
+    "server": ("fedveil.studies.gradients.server:SERVER", "what a curious server learns from updates and sums"),
+}
+"""The study and the summary of each attack."""
+
 
 def usage() -> str:
     """Return the help of `fedveil`."""
     return USAGE.format(commands="\n".join(f"  {name:<13}{summary}" for name, (_, summary, _) in COMMANDS.items()))
+
+
+def find_command(name: str) -> Any:
+    """Return what runs a command: a function whose parameters are flags, or a `FederationCommand`."""
+    module, _, kind = COMMANDS[name][0].partition(":")
+    return getattr(importlib.import_module(f"fedveil.cli.{module}"), kind)
+
+
+def attack_names() -> dict[str, str]:
+    """Return the attacks of this library and of installed packages, each with a summary."""
+    theirs = {name: f"{spec}, from an installed package" for name, spec in list_installed(GROUP).items()}
+    return theirs | {name: summary for name, (_, summary) in ATTACKS.items()}
+
+
+def find_attack(name: str) -> "AttackStudy[Any, Any]":
+    """Return an attack by its name, by the name of an entry point, or by `package.module:NAME`."""
+    from fedveil.studies.attack import AttackStudy
+
+    spec = name
+    if ":" not in name:
+        check_choice("fedveil attack", "attack", name, attack_names())
+        spec = ATTACKS[name][0] if name in ATTACKS else list_installed(GROUP)[name]
+    found = import_object(spec, "an attack", "my_package.attacks:GUESS")
+    if isinstance(found, type) and issubclass(found, AttackStudy):
+        found = found()
+    if not isinstance(found, AttackStudy):
+        fix = "name an instance or a subclass of fedveil.studies.attack.AttackStudy"
+        raise BadArgument(spec, f"is {type(found).__name__}, not an attack", fix)
+    return found

@@ -1,45 +1,49 @@
-"""Flags from annotated functions and classes, by tyro."""
+"""Flags from annotated functions and classes, by tyro; commands on a federation, whose flags override a file."""
 
-import dataclasses
-import importlib
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, TypeVar, Union, get_type_hints
+import itertools
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_type_hints
 
 import tyro
 from pydantic import ValidationError
 from tyro import conf
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from fedveil.cli.commands import COMMANDS
-from fedveil.errors import FedveilError
-from fedveil.runs.choices import owners, parse_settings
-from fedveil.runs.config import DefenceSettings, Settings, Value, explain
+from fedveil.cli.commands import COMMANDS, find_command
+from fedveil.errors import BadArgument, FedveilError
+from fedveil.runs.choices import RARE, Choices, check_flags, owners, settings_class
+from fedveil.runs.config import Config, DefenceSettings, Settings, Value, configure, explain, read_values, refuse_code
 
 C = TypeVar("C")
 MARKERS = (conf.DisallowNone, conf.OmitArgPrefixes, conf.OmitSubcommandPrefixes, conf.PositionalRequiredArgs)
 HELP_ALL = "--help-all"
-Switch = Annotated[bool, conf.FlagCreatePairsOff]
-Json = Annotated[Switch, conf.arg(name="json", help="print the result as JSON")]
+NO_DEFAULT = conf.arg(help_behavior_hint="")
+Switch = Annotated[bool, conf.FlagCreatePairsOff, conf.arg(help_behavior_hint="")]
+Json = Annotated[Switch, conf.arg(name="json", help="print the result as JSON", help_behavior_hint="")]
+TABLES = (".csv", ".tsv", ".tab", ".xls", ".xlsx", ".parquet")
+HELP = ("-h", "--help", HELP_ALL)
+FILE = "run.toml, or the config.json of a run; flags override it"
+TRUST = "import the code that the file or the run's folder names as package.module:name; only if you know what it does"
+MORE = f"`{HELP_ALL}` also lists advanced flags, and those of other data sets, models and defences."
+SIZES = ("train_size", "test_size")  # a default for one data set means nothing to another
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class FlagSet:
     """The keys of the configuration that are flags of a command.
 
     Attributes:
         accepts: returns whether a key is a flag.
-        own: settings class of the defence, whose fields are flags too.
+        own: settings class of the defence, whose fields are flags in place of --settings.
         named: whether a help text says which data sets, models or defences a key is for.
     """
 
     accepts: Callable[[str], bool] = lambda key: True
     own: type | None = None
     named: bool = False
-
-    def describe(self, key: str, text: str | None) -> str:
-        """Return the help of a key."""
-        names = owners(key) if self.named else []
-        return f"{', '.join(names)}: {text}" if names else str(text)
 
     def registry(self) -> ConstructorRegistry:
         """Return the rule by which tyro makes flags of a section of the configuration."""
@@ -53,14 +57,13 @@ class FlagSet:
         if not (isinstance(kind, type) and issubclass(kind, Settings)):
             return None
         base = {name: getattr(info.default, name) for name in kind.model_fields}
-        own = self.own_fields(base["settings"]) if kind is DefenceSettings and self.own else []
+        own = self.own if kind is DefenceSettings else None
+        usual = {one.name: one.default for one in fields(own)} if own else {}
 
         def build(**values: Value) -> Settings:
-            if own and self.own:
-                given = {one.name: (values.pop(one.name), one.default) for one in dataclasses.fields(self.own)}
-                values["settings"] = tuple(
-                    f"{name}={value}" for name, (value, usual) in given.items() if value != usual
-                )
+            if own:
+                given = {name: values.pop(name) for name in usual}
+                values["settings"] = tuple(f"{name}={value}" for name, value in given.items() if value != usual[name])
             try:
                 return kind.model_validate(base | values)
             except ValidationError as error:
@@ -68,22 +71,18 @@ class FlagSet:
                 flag, _, rest = what.partition(" ")
                 raise FedveilError(f"--{flag.replace('_', '-')}", rest, fix) from None
 
-        build.__doc__, hints, fields = kind.__doc__, get_type_hints(kind), []
-        for name, field in kind.model_fields.items():
-            key = field.serialization_alias or name
+        build.__doc__, hints, specs = kind.__doc__, get_type_hints(kind), []
+        for key, field in kind.model_fields.items():
             if self.accepts(key) and not (own and key == "settings"):
-                hint: Any = Annotated[(hints[name], field, *field.metadata)]
-                fields.append(StructFieldSpec(name, hint, base[name], self.describe(key, field.description)))
-        return StructConstructorSpec(build, (*fields, *own))
-
-    def own_fields(self, settings: Sequence[str]) -> list[StructFieldSpec]:
-        """Return the flags of the settings class of a defence."""
-        assert self.own
-        values, hints = parse_settings(settings), get_type_hints(self.own)
-        return [
-            StructFieldSpec(one.name, hints[one.name], values.get(one.name, one.default), one.metadata.get("help"))
-            for one in dataclasses.fields(self.own)
-        ]
+                names = owners(key) if self.named else []
+                text = f"{', '.join(names)}: {field.description}" if names else field.description
+                hint: Any = Annotated[hints[key], NO_DEFAULT] if base[key] is None else hints[key]
+                specs.append(StructFieldSpec(key, hint, base[key], text))
+        if own:
+            hints = get_type_hints(own)
+            for one in fields(own):
+                specs.append(StructFieldSpec(one.name, hints[one.name], one.default, one.metadata.get("help")))
+        return StructConstructorSpec(build, tuple(specs))
 
 
 EVERYTHING = FlagSet()
@@ -91,21 +90,124 @@ EVERYTHING = FlagSet()
 
 def parse(start: C, prog: str, words: Sequence[str], about: str, shown: FlagSet = EVERYTHING) -> C:
     """Return a command with the values of its flags; help, and flags that tyro refuses, raise SystemExit."""
-    return tyro.cli(
-        type(start),
-        prog=prog,
-        args=words,
-        description=about,
-        default=start,
-        config=MARKERS,
-        registry=shown.registry(),
-    )
+    kind, rules = type(start), shown.registry()
+    return tyro.cli(kind, prog=prog, args=words, description=about, default=start, config=MARKERS, registry=rules)
 
 
-def find_command(name: str) -> Any:
-    """Return what runs a command: a function whose parameters are flags, or a `FederationCommand`."""
-    module, _, kind = COMMANDS[name][0].partition(":")
-    return getattr(importlib.import_module(f"fedveil.cli.{module}"), kind)
+@dataclass(frozen=True)
+class FederationCommand:
+    """A command on a federation."""
+
+    defence_flag: ClassVar[str] = ""  # of a command on several defences, with commas between them
+    file: Annotated[Path | None, conf.Positional, conf.arg(metavar="[FILE]", help=FILE, help_behavior_hint="")] = None
+    config: Annotated[Config, conf.arg(name="")] = Config()  # noqa: RUF009
+    trust_code: Annotated[Switch, conf.arg(help=TRUST)] = False
+    given: Annotated[tuple[str, ...], conf.Suppress] = ()  # names of the flags on the command line
+
+    @classmethod
+    def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
+        """Return the command with the values of its flags."""
+        return parse_command(cls(), prog, words, about)
+
+    @classmethod
+    def starts(cls) -> dict[str, "FederationCommand"]:
+        """Return the command with its defaults, by the name of each variant."""
+        return {"": cls()}
+
+    @property
+    def defaults(self) -> Mapping[str, Value]:
+        """Values of the configuration that differ from its defaults."""
+        return {}
+
+    @property
+    def defences(self) -> tuple[str, ...]:
+        """Names of the defences."""
+        return (self.config.defence.name,)
+
+    def run(self) -> None:
+        """Run the command."""
+        raise NotImplementedError
+
+    def file_values(self) -> dict[str, object]:
+        """Return the values of the file; a command on several defences ignores its defence."""
+        if self.file and self.file.suffix.lower() in TABLES:
+            fix = f"use --data csv --path {shlex.quote(str(self.file))} --target COLUMN"
+            raise BadArgument(str(self.file), "it is a table of records, not the configuration of a run", fix)
+        found = read_values(self.file) if self.file and not self.file.is_dir() else {}
+        return {key: value for key, value in found.items() if key != "defence" or not self.defence_flag}
+
+
+F = TypeVar("F", bound=FederationCommand)
+
+
+def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
+    """Return a command with the values of its flags, over those of its file, over its defaults.
+
+    Every flag is parsed; one that does not apply to the chosen data, model and defences is refused afterwards, so that
+    the error can say what it is for.
+    """
+    quiet = [word for word in words if word not in HELP]
+    flags = flag_names(words)
+    check_flags(flags, prog)
+    own = own_settings(last_value(quiet, f"--{start.defence_flag or 'defence'}").split(","))
+    hidden = "defence" if start.defence_flag else ""
+    found = parse(start, prog, quiet, about, FlagSet(lambda key: key != hidden, own))
+    values, where = found.file_values(), str(found.file or prog)
+    if not found.trust_code:
+        refuse_code(values, where, flags)
+    given = {key: value for key, value in found.config.flat().items() if key in flags}
+    usual = {**Config().flat(), **start.defaults}
+    moved = given.get("data", values.get("data", usual["data"])) != usual["data"]
+    below = {key: value for key, value in start.defaults.items() if not (moved and key in SIZES)} | values
+    base = configure(below, where)
+    if own:
+        given["settings"] = (*base.defence.settings, *found.config.defence.settings)
+    config = configure(base.flat() | given, where)
+    found = replace(found, config=config, given=tuple(flags))
+    choices = Choices(config.data.name, config.model.name, found.defences)
+    choices.refuse_others(flags, prog)
+    _check_file(found, values, choices)
+    if len(quiet) < len(words):
+        shown = FlagSet(lambda key: key != hidden and choices.accepts(key), own or own_settings(found.defences))
+        _print_help(replace(start, config=base), prog, about, shown, everything=HELP_ALL in words)
+    return found
+
+
+def _print_help(start: FederationCommand, prog: str, about: str, shown: FlagSet, everything: bool) -> None:
+    """Print the flags that apply except for rare ones, or all flags, and exit."""
+    if everything:
+        more = replace(shown, accepts=lambda key: shown.accepts(key) or key != "defence", named=True)
+        parse(start, prog, ["--help"], about, more)
+    accepts = lambda key: key not in RARE and shown.accepts(key)  # noqa: E731
+    parse(start, prog, ["--help"], f"{about}\n\n{MORE}", replace(shown, accepts=accepts))
+
+
+def own_settings(defences: Sequence[str]) -> type | None:
+    """Return the first settings class of some defences."""
+    return next((found for name in defences if name and (found := settings_class(name))), None)
+
+
+def flag_names(words: Sequence[str]) -> list[str]:
+    """Return the keys of the flags on a command line."""
+    flags = [word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")]
+    return [flag.removeprefix("no-").replace("-", "_") for flag in flags]
+
+
+def last_value(words: Sequence[str], flag: str) -> str:
+    """Return the last value of a flag on a command line, or nothing."""
+    found = [after for word, after in itertools.pairwise([*words, ""]) if word == flag]
+    found += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+    return found[-1] if found else ""
+
+
+def _check_file(command: FederationCommand, values: Mapping[str, object], choices: Choices) -> None:
+    """Refuse keys of a file that have no meaning for its choices nor for those of the flags."""
+    if command.file is None or command.file.suffix == ".json":  # which the program wrote
+        return
+    defence = str(values.get("defence", ""))
+    defences = choices.defences if ":" in defence else (defence or choices.defences[0],)  # never imports what it names
+    own = Choices(str(values.get("data", choices.data)), str(values.get("model", choices.model)), defences)
+    own.refuse_others([key for key in values if not choices.accepts(key)], str(command.file))
 
 
 def run_command(name: str, words: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from fedveil.federation.history import Record
-    from fedveil.studies.study import Shown
+    from fedveil.federation.history import RoundRecord
+    from fedveil.studies.presentation import Presentation
 
 Show = Callable[[str, float, str], None]
 
@@ -59,20 +59,18 @@ def log_progress(urgent: str | None = None) -> Show:
     return show
 
 
-def round_callback(show: Show, epochs: int) -> "Callable[[Record], None]":
+def round_callback(show: Show, epochs: int) -> "Callable[[RoundRecord], None]":
     """Return a function that shows the epoch and the last metrics of a round's record."""
-    from fedveil.federation.evaluate import METRICS
-
     found: dict[str, str] = {}
 
-    def take(record: "Record") -> None:
-        found.update({name: f", {name} {record[name]:.4f}" for name in METRICS if name in record})
-        show("epoch", record["epoch"] / epochs, f"{record['epoch']:.1f}/{epochs}{''.join(found.values())}")
+    def take(record: "RoundRecord") -> None:
+        found.update({name: f", {name} {value:.4f}" for name, value in record.metrics.items()})
+        show("epoch", record.epoch / epochs, f"{record.epoch:.1f}/{epochs}{''.join(found.values())}")
 
     return take
 
 
-def print_result(shown: "Shown", *last: str, as_json: bool = False) -> None:
+def print_result(shown: "Presentation", *last: str, as_json: bool = False) -> None:
     """Print the table, the paragraphs, the note and last lines; as JSON the table alone."""
     from fedveil.report import Text
 

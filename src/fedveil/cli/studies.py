@@ -10,29 +10,31 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeV
 
 from tyro.conf import Suppress, arg
 
-from fedveil.checks import whole
-from fedveil.cli import attacks as registry
-from fedveil.cli.federation import HELP, FederationCommand, parse_command
-from fedveil.cli.flags import Json, Switch
+from fedveil.checks import check_count
+from fedveil.cli.commands import AUDIT, attack_names, find_attack
+from fedveil.cli.flags import HELP, FederationCommand, Json, Switch, parse_command
 from fedveil.cli.show import print_progress, print_result
-from fedveil.defences.registry import BUILT_IN
+from fedveil.defences import registry
 from fedveil.errors import BadArgument
 from fedveil.locks import locked
-from fedveil.lookup import installed
 from fedveil.runs.config import CODE, HOME, Config, Value, configure, format_flags
 
 if TYPE_CHECKING:
-    from fedveil.studies.attack import MultiDefenceStudy
-    from fedveil.studies.paper.plan import Plan
-    from fedveil.studies.study import Shown, Study
+    from fedveil.studies.attack import AttackStudy
+    from fedveil.studies.paper.plan import ExhibitPlan
+    from fedveil.studies.presentation import Presentation
+    from fedveil.studies.study import Study
 
 S = TypeVar("S")
 DEFENCES = "all, or names with commas between them: plain, veil, ppdl, dbcl, spn, installed or package.module:Class"
 COMPARED = "as in train, with commas between them; baseline is plain training with one more rounding error"
 EXHIBITS = "all, or some of table1, table2, fig3, table3, table4, fig4, fig5"
 SCALES = "quick: minutes, embedded data; cpu: two cores, up to two hours per table; paper: its own, for a GPU"
-Out = Annotated[Path | None, arg(help="folder of the results, where a stopped command continues; by default in runs")]
-Workers = Annotated[int | None, arg(help="number of parallel processes; by default one per core")]
+RUN = "attack the run in this folder"
+OUT = "folder of the results, where a stopped command continues; by default in runs"
+Out = Annotated[Path | None, arg(help=OUT, help_behavior_hint="")]
+WORKERS = "number of parallel processes; by default one per core"
+Workers = Annotated[int | None, arg(help=WORKERS, help_behavior_hint="")]
 
 
 def run_study(study: "Study[S, Any]", asked: S, folder: Path, command: str, workers: Workers, as_json: bool) -> None:
@@ -41,7 +43,7 @@ def run_study(study: "Study[S, Any]", asked: S, folder: Path, command: str, work
     from fedveil.studies.study import gather, publish
 
     if workers is not None:
-        whole("fedveil", "--workers", workers)
+        check_count("fedveil", "--workers", workers)
     command = f"{command} {format_flags({'out': str(folder)})}"
     with locked(folder):
         with print_progress(AGAIN) as show:
@@ -61,7 +63,7 @@ class AttackCommand(FederationCommand):
     where: Annotated[str, Suppress] = "fedveil attack"
     defence: Annotated[str, arg(help=DEFENCES)] = "all"
     attack: Annotated[object, arg(name="")] = None  # the options of the study
-    run_folder: Annotated[Path | None, arg(name="run", help="attack the run in this folder")] = None
+    run_folder: Annotated[Path | None, arg(name="run", help=RUN, help_behavior_hint="")] = None
     out: Out = None
     workers: Workers = None
     as_json: Json = False
@@ -69,29 +71,29 @@ class AttackCommand(FederationCommand):
     @classmethod
     def start(cls, name: str, where: str = "fedveil attack") -> Self:
         """Return the command with the flags and defaults of an attack."""
-        study = registry.find_attack(name)
+        study = find_attack(name)
         defence = str(study.defaults.get("defence", "all"))
         return cls(spec=name, where=where, defence=defence, attack=study.options())
 
     @classmethod
     def starts(cls) -> dict[str, FederationCommand]:
         """Return one command per attack."""
-        return {name: cls.start(name) for name in registry.attack_names()}
+        return {name: cls.start(name) for name in attack_names()}
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
         """Return the command of an attack by its name; for help without a name, list the attacks."""
         if words and words[0] in HELP:
-            lines = [f"  {name:<12}{summary}" for name, summary in registry.attack_names().items()]
+            lines = [f"  {name:<12}{summary}" for name, summary in attack_names().items()]
             print(f"usage: {prog} NAME [FILE] [FLAGS]\n\n{about}\n\nattacks:", *lines, sep="\n")
             raise SystemExit(0)
         start = cls.start(name := words[0] if words else "", f"{prog} {name}")
         return parse_command(start, start.where, words[1:], f"{about}\n\n{name}: {start.study.summary}")
 
     @property
-    def study(self) -> "MultiDefenceStudy[Any, Any]":
+    def study(self) -> "AttackStudy[Any, Any]":
         """The study that attacks."""
-        return registry.find_attack(self.spec)
+        return find_attack(self.spec)
 
     @property
     def defaults(self) -> Mapping[str, Value]:
@@ -101,7 +103,11 @@ class AttackCommand(FederationCommand):
     @property
     def defences(self) -> tuple[str, ...]:
         """Names of the defences."""
-        return tuple(record.name for record in BUILT_IN) if self.defence == "all" else tuple(self.defence.split(","))
+        return (
+            tuple(record.name for record in registry.BUILT_IN)
+            if self.defence == "all"
+            else tuple(self.defence.split(","))
+        )
 
     def run(self) -> None:
         """Attack the federation of a run, or of a configuration."""
@@ -125,15 +131,14 @@ class AttackCommand(FederationCommand):
 
     def measure(self, config: Config, folder: Path, run: Path | None = None) -> None:
         """Attack, and print the table."""
-        from fedveil.runs.losses import choose_loss
+        from fedveil.runs.build import choose_loss
         from fedveil.studies.attack import AttackRequest, plain_values
         from fedveil.studies.compare import check_defences
         from fedveil.studies.federations import describe_run
 
         config = choose_loss(config)
         defences = (config.defence.name,) if run else self.defences
-        built_in = [record.name for record in BUILT_IN]
-        check_defences(defences, (*built_in, *installed("fedveil.defences")), "--defence")
+        check_defences(defences, registry.names(), "--defence")
         usual = plain_values(self.study.options())
         if run:
             values: dict[str, Value] = {"run": str(run)} | ({"trust_code": True} if self.trust_code else {})
@@ -150,7 +155,7 @@ class AttackCommand(FederationCommand):
 
 @dataclass(frozen=True)
 class AuditCommand(AttackCommand):
-    """`fedveil audit`, which takes a run's folder in place of a file too."""
+    """`fedveil audit`, of a configuration, a run's folder or the standard suite."""
 
     prefix: ClassVar[str] = ""
     harden: Annotated[Switch, arg(help="measure which settings harden the veil instead")] = False
@@ -159,12 +164,12 @@ class AuditCommand(AttackCommand):
     @classmethod
     def starts(cls) -> dict[str, FederationCommand]:
         """Return the command with the audit's options."""
-        return {"": cls.start(registry.AUDIT, "fedveil audit")}
+        return {"": cls.start(AUDIT, "fedveil audit")}
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
         """Return the command with the values of its flags."""
-        return parse_command(cls.start(registry.AUDIT, prog), prog, words, about)
+        return parse_command(cls.start(AUDIT, prog), prog, words, about)
 
     @property
     def is_suite(self) -> bool:
@@ -190,7 +195,7 @@ class AuditCommand(AttackCommand):
         values, own = {**self.config.flat(), "defence": self.defence}, plain_values(self.attack)
         given = {name: values[name] for name in self.given if name in HOME}
         looks: dict[str, Any] = {name: own[name] for name in self.given if name in own}
-        base, seeds = base_values(given), whole(self.where, "--seeds", self.seeds)
+        base, seeds = base_values(given), check_count(self.where, "--seeds", self.seeds)
         asked = Hardening(base, seeds, replace(default_options(base), **looks))
         folder = self.out or Path("runs/hardening")
         command = f"{self.where} --harden {format_flags(given | {'seeds': seeds} | looks)}"
@@ -229,11 +234,11 @@ class CompareCommand(FederationCommand):
 
     def run(self) -> None:
         """Train missing runs, and print the table."""
-        from fedveil.runs.losses import choose_loss
-        from fedveil.studies.compare import COMPARE, Comparands
+        from fedveil.runs.build import choose_loss
+        from fedveil.studies.compare import COMPARE, CompareRequest
 
         config = choose_loss(self.config)
-        asked = Comparands(config, tuple(self.names.split(",")), self.seeds)
+        asked = CompareRequest(config, tuple(self.names.split(",")), self.seeds)
         title = f"compare-{config.data.name}-{config.model.name}".replace(":", ".")
         values = config.changes() | {"defences": self.names, "seeds": self.seeds}
         command, folder = f"fedveil compare {format_flags(values)}", self.out or Path("runs") / title
@@ -253,7 +258,7 @@ def reproduce(
     from fedveil.studies.basis import AGAIN
     from fedveil.studies.paper.reproduce import reproduce as run
 
-    def print_exhibit(plan: "Plan", shown: "Shown") -> None:
+    def print_exhibit(plan: "ExhibitPlan", shown: "Presentation") -> None:
         print(f"\n{plan.title}\n{textwrap.fill(plan.settings.about, 110)}\n")
         print_result(shown)
 

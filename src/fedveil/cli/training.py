@@ -1,4 +1,4 @@
-"""`fedveil inspect`, `train`, `data` and `schema`."""
+"""`fedveil train`, `data` and `schema`."""
 
 import itertools
 import json
@@ -6,60 +6,31 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from tyro.conf import Positional, UseAppendAction, arg
+from tyro.conf import Positional, arg
 
-from fedveil.cli.federation import FederationCommand, parse_command
-from fedveil.cli.flags import Json, Switch
+from fedveil.cli.flags import FederationCommand, Json, Switch, parse_command
 from fedveil.cli.show import print_progress, round_callback
-from fedveil.cli.stops import INTERRUPTED, TERMINATED, Stop, Termination, catch_sigterm, end_at_once
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
+from fedveil.runs.choices import check_names
 from fedveil.runs.config import Config
+from fedveil.signals import INTERRUPTED, TERMINATED, Termination, catch_sigterm, end_at_once
 
-Several = Annotated[tuple[str, ...], UseAppendAction]
-INPUT = (
-    "sizes of one argument of forward without the batch, such as 3,32,32; once for each argument, in order. "
-    "NAME=SIZES is a keyword argument, SIZES:TYPE sets the type (float, int, bool, float32, float64, int64), "
-    "as in ids=128:int. Name all arguments or none. One number per record has no sizes: length=:int"
-)
-HEAD = "exposed: no additive noise, so clients read the true predictions"
-LEAST = "fail if less than this fraction of the model's values can be perturbed, 0 to 1"
 SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # of the model's values, by how a veil perturbs them
 OUT = "folder of the run; by default runs/DATA-MODEL-DEFENCE-SEED, followed by a number if it holds a run"
+GET, TO = "the data set to get", "folder of the download; by default FEDVEIL_DATA, or the cache"
 RESUME = "continue the run in the folder (by default the last one) with its own flags; --epochs may be larger"
-PUBLIC = "name or prefix of parameters whose values clients know"
-
-
-def inspect(
-    model: Annotated[str, arg(metavar="MODEL", help="package.module:factory, called without arguments, or a module")],
-    input: Annotated[Several, arg(metavar="[NAME=]SIZES[:TYPE]", help=INPUT, help_behavior_hint="(required)")] = (),
-    dtype: Annotated[Literal["float32", "float64", "int64"], arg(help="type of inputs that name none")] = "float32",
-    eval: Annotated[Switch, arg(help="analyse in evaluation mode")] = False,
-    head: Annotated[Literal["linear", "exposed"], arg(help=HEAD)] = "linear",
-    min_coverage: Annotated[float, arg(help=LEAST)] = 0.0,
-    public: Annotated[Several, arg(metavar="NAME", help=PUBLIC)] = (),
-    as_json: Json = False,
-) -> None:
-    """Print the plan of a model."""
-    from fedveil.cli.inputs import example_inputs
-    from fedveil.graph import analyse, as_dict
-    from fedveil.runs.build import load_factory
-
-    if not input:
-        raise BadArgument("--input", "no input is given", "pass --input 3,32,32, once for each argument of forward")
-    network, example = load_factory(model).train(not eval), example_inputs(input, dtype)
-    plan = analyse(network, example, head=head, min_coverage=min_coverage, public=public)
-    print(to_json(as_dict(plan), indent=2) if as_json else plan)
 
 
 @dataclass(frozen=True)
 class TrainCommand(FederationCommand):
     """`fedveil train`."""
 
-    out: Annotated[Path | None, arg(help=OUT)] = None
+    out: Annotated[Path | None, arg(help=OUT, help_behavior_hint="")] = None
     resume: Annotated[Switch, arg(help=RESUME)] = False
     as_json: Json = False
 
@@ -67,6 +38,11 @@ class TrainCommand(FederationCommand):
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
         """Return the command; a run that is resumed has the values of its folder below its flags."""
         found = parse_command(cls(), prog, words, about)
+        if found.file and found.file.is_dir():
+            name = f"{found.file / 'config.json'}"
+            fix = f"use {name} to repeat the run in it, or {name} --out {found.file} --resume to continue it"
+            raise BadArgument(str(found.file), "it is a folder, not a file", fix)
+        check_names(found.config)  # mistakes are reported before torch is imported
         with end_at_once():
             import fedveil.runs.folder  # noqa: F401
         if found.resume and not found.file:
@@ -83,17 +59,13 @@ class TrainCommand(FederationCommand):
             with catch_sigterm():
                 self._train(folder)
         except KeyboardInterrupt as end:
-            code = TERMINATED if isinstance(end, Termination) else INTERRUPTED
-            raise Stop(how_to_continue(folder), code) from end
+            print(f"\nfedveil: stopped; {how_to_continue(folder, self.config)}", file=sys.stderr)
+            raise SystemExit(TERMINATED if isinstance(end, Termination) else INTERRUPTED) from end
 
     def _train(self, folder: Path) -> None:
         from fedveil.runs.build import load_data
         from fedveil.runs.folder import holds_run, train
 
-        if self.file and self.file.is_dir():
-            own = f"{self.file / 'config.json'}"
-            fix = f"use {own} to repeat the run in it, or {own} --out {self.file} --resume to continue it"
-            raise BadArgument(str(self.file), "it is a folder, not a file", fix)
         if self.resume and not holds_run(folder):
             raise BadArgument(str(folder), "there is no run to continue", "leave out --resume, or choose another --out")
         data = load_data(self.config)
@@ -110,23 +82,17 @@ class TrainCommand(FederationCommand):
             print(f"{name:<14} {value:.6g}" if isinstance(value, float) else f"{name:<14} {value}")
 
 
-def how_to_continue(folder: Path) -> str:
+def how_to_continue(folder: Path, config: Config) -> str:
     """Return which round of a stopped run is saved, and the command that resumes it."""
     from fedveil.federation import checkpoint
-    from fedveil.runs.folder import read_config
 
     found = checkpoint.found_in(folder)
-    header = checkpoint.header(found[0]) if found else None
+    header = checkpoint.read_tag(found[0]) if found else None
     if header is None:
         return "no round was complete; run the same command again"
     words = ["fedveil", "train", "--resume", "--out", str(folder)]
-    try:
-        read_config(folder)
-    except BadArgument:  # it names code that the user named
+    if any(":" in section.name for section in (config.data, config.model, config.defence)):
         words.append("--trust-code")
-    values = folder / checkpoint.MODEL
-    if values.is_file() and checkpoint.round_of_values(values) >= header.round:
-        return f"training is complete; this writes the report: {shlex.join(words)}"
     return f"round {header.round} is saved, and this resumes after it: {shlex.join(words)}"
 
 
@@ -161,11 +127,11 @@ def default_folder(config: Config, resume: bool) -> Path:
 
 def data(
     what: Annotated[Literal["list", "get"], arg(help="list the data sets, or get one; a stopped download continues")],
-    name: Annotated[str | None, Positional, arg(metavar="[NAME]", help="the data set to get")] = None,
-    to: Annotated[Path | None, arg(help="folder of the download; by default FEDVEIL_DATA, or the cache")] = None,
+    name: Annotated[str | None, Positional, arg(metavar="[NAME]", help=GET, help_behavior_hint="")] = None,
+    to: Annotated[Path | None, arg(help=TO, help_behavior_hint="")] = None,
 ) -> None:
     """List data sets, or download one."""
-    from fedveil.data import available, data_folder, get
+    from fedveil.data import available, get
 
     if what == "list":
         for entry in available():
@@ -175,7 +141,7 @@ def data(
     if name is None:
         raise BadArgument("fedveil data get", "no data set is named", "run fedveil data list for their names")
     with print_progress() as show:
-        print(get(name, to or data_folder(), lambda got, of: show(name, got / (of or got), f"{got / 1e6:.1f} MB")))
+        print(get(name, to, partial(show, name)))
 
 
 def schema() -> None:

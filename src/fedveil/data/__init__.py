@@ -1,16 +1,27 @@
-"""Data sets by name, and their division among clients; independent of models and defences."""
+"""Data sets by name, and their division among clients; independent of models and defences.
 
-from fedveil.data import bank, cifar, csv_file, embedded, images, lesion  # noqa: F401  (each registers its loaders)
-from fedveil.data.catalogue import DatasetInfo, available, data_folder, load
-from fedveil.data.dataset import Data, Part, from_records, one_tensor
-from fedveil.data.download import get
-from fedveil.data.labels import keep_labels, other_labels, parse_labels
-from fedveil.data.splits import split
+Names are imported when they are first used: the catalogue needs no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from fedveil.lookup import lazily
+
+if TYPE_CHECKING:
+    from fedveil.data.catalogue import DatasetInfo, available, data_folder, load
+    from fedveil.data.dataset import Data, DataPart, from_records, one_tensor
+    from fedveil.data.download import get
+    from fedveil.data.splits import keep_labels, other_labels, parse_labels, split
+else:
+    _HOMES = dict.fromkeys(("DatasetInfo", "available", "data_folder", "load"), "catalogue")
+    _HOMES |= dict.fromkeys(("Data", "DataPart", "from_records", "one_tensor"), "dataset")
+    _HOMES |= dict.fromkeys(("keep_labels", "other_labels", "parse_labels", "split"), "splits")
+    __getattr__ = lazily(__name__, _HOMES | {"get": "download"})
 
 __all__ = [
     "Data",
+    "DataPart",
     "DatasetInfo",
-    "Part",
     "available",
     "data_folder",
     "from_records",

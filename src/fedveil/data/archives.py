@@ -62,14 +62,14 @@ def read_member(opened: zipfile.ZipFile, name: str, most: int = MOST_BYTES) -> b
 
 def open_archive(path: Path) -> Archive:
     """List a folder or a zip file; the stamp covers size and time of each file in a folder, or of the zip file."""
-    if not path.is_dir():
-        return Archive(path, _list_zip(require_regular(path)), stamp(path))
-    names = []
-    for folder, folders, files in os.walk(path, onerror=_refuse_folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        names += [Path(folder, file).relative_to(path).as_posix() for file in files]
-    names = sorted(name for name in names if not _is_hidden(name))
-    return Archive(path, tuple(names), " ".join(stamp(path / name) for name in names))
+    if path.is_dir():
+        walk = os.walk(path, onerror=_refuse_folder)
+        names = [Path(folder, file).relative_to(path).as_posix() for folder, _, files in walk for file in files]
+    else:
+        names = _list_zip(require_regular(path))
+    names = sorted({name for name in names if not name.endswith("/") and not _is_hidden(name)})
+    files = [path / name for name in names] if path.is_dir() else [path]
+    return Archive(path, tuple(names), " ".join(map(stamp, files)))
 
 
 def stamp(path: Path) -> str:
@@ -83,15 +83,14 @@ def _refuse_folder(error: OSError) -> NoReturn:
     raise error
 
 
-def _list_zip(path: Path) -> tuple[str, ...]:
+def _list_zip(path: Path) -> list[str]:
     with path.open("rb") as file:
         try:
-            names = zipfile.ZipFile(file).namelist()
+            return zipfile.ZipFile(file).namelist()
         except (OSError, zipfile.BadZipFile) as error:
             what = f"not a readable zip file: {error}" if path.stat().st_size else "the file is empty"
             fix = "use a folder or a zip file; if it is one, it is damaged or cut off: fetch it again"
             raise BadArgument(str(path), what, fix) from error
-    return tuple(sorted({name for name in names if not name.endswith("/") and not _is_hidden(name)}))
 
 
 def _is_hidden(name: str) -> bool:

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedveil.checks import one_of
-from fedveil.data.catalogue import About, Download, dataset, find_files
+from fedveil.data.catalogue import Task
 from fedveil.data.dataset import Data, part_from_arrays
 from fedveil.data.splits import divide
-from fedveil.data.tables import TASKS, read_table
+from fedveil.data.tables import read_table
 
 _NUMBERS = "age duration campaign pdays previous emp.var.rate cons.price.idx cons.conf.idx euribor3m nr.employed"
 NUMBERS = tuple(_NUMBERS.split())
@@ -27,51 +26,33 @@ _WORDS = {
 }
 CATEGORIES = {column: words.split() for column, words in _WORDS.items()}
 ANSWERS = ("no", "yes")
-_FILE = "bank-additional-full.csv"
-_ABOUT = About(
-    "Bank Marketing: 41,188 calls, 20 inputs, did the client subscribe?",
-    "Moro, Cortez, Rita 2014; UCI Machine Learning Repository, data set 222",
-    "CC BY 4.0",
-    files=(_FILE, f"bank-additional/{_FILE}"),
-    wanted=_FILE,
-    download=Download(
-        "https://archive.ics.uci.edu/static/public/222/bank+marketing.zip",
-        _FILE,
-        "sha256:74adfc578bf77a7ff4bb1ba4a9f8709d9e3c6907342959c2c8416847e0afb4d8",
-        inside=("bank-additional.zip", f"bank-additional/{_FILE}"),
-        most=2**26,
-    ),
-)
 
 
-@dataset("bank", _ABOUT)
-def bank(*, path: Path | None = None, task: str = "regression", duration: bool = True) -> Data:
+def bank(*, path: Path, task: Task = "regression", duration: bool = True) -> Data:
     """Load Bank Marketing: 41,188 calls, 20 inputs (63 numbers), 8:1:1 for training, validation and test.
 
     Differs from the paper: it counts 17 inputs, as the older bank-full.csv has; its 41,188 records are those of
     bank-additional-full.csv, which has 20.
 
     Args:
-        path: bank-additional-full.csv, or a folder that holds it.
+        path: bank-additional-full.csv.
         task: "regression" (one target, 0 or 1, for the squared error) or "classification" (classes "no" and "yes").
         duration: use the length of the call as an input. It is known only after the call, and nearly reveals the
             answer.
     """
-    one_of("load('bank')", "task", task, TASKS)
-    table = read_table(find_files("bank", path), ";")
+    table = read_table(path, ";")
     table.need([*NUMBERS, *CATEGORIES, "y"])
-    names = [column for column in NUMBERS if duration or column != "duration"]
     train, validation, test = divide(len(table), (0.8, 0.1, 0.1))
-    numeric = table.standardise(names, train)
+    numbers, _, _ = table.standardise([name for name in NUMBERS if duration or name != "duration"], train)
     hot = [table.one_hot(column, known) for column, known in CATEGORIES.items()]
     answers = table.codes("y", ANSWERS)
     targets = answers if task == "classification" else answers[:, None].astype(np.float32)
-    records = part_from_arrays(np.concatenate([numeric, *hot], 1), targets)
+    records = part_from_arrays(np.concatenate([numbers, *hot], 1), targets)
     return Data(
         "bank",
         records.take(train),
         records.take(test),
         records.take(validation),
         ANSWERS if task == "classification" else (),
-        {column: np.array(table.columns[column])[train] for column in CATEGORIES},
+        {column: table.columns[column][train] for column in CATEGORIES},
     )

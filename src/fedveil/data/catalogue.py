@@ -1,26 +1,32 @@
-"""The catalogue of data sets: where their files are, and loading by name.
+"""The catalogue of data sets: their sources, their files, and loading by name. Nothing but a loader needs torch."""
 
-A loader registers itself with `dataset`; its keyword-only parameters are its options.
-"""
-
+import contextlib
 import errno
+import importlib
 import inspect
 import os
 import stat
-import types
-import typing
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from fedveil.checks import one_of
-from fedveil.data.dataset import Data
+from pydantic import Field, TypeAdapter, ValidationError
+
+from fedveil.checks import check_choice
 from fedveil.errors import BadArgument
 
-Loader = Callable[..., Data]
+if TYPE_CHECKING:
+    from fedveil.data.dataset import Data
+
+Positive = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0)]
+Between = Annotated[float, Field(gt=0, lt=1)]
+Task = Literal["classification", "regression"]
 MOST_BYTES = 2**28  # of a file that is read whole: an image, a batch of CIFAR, a download
-_PLAIN = (bool, int, float, str, type(None))
+OWN = "yours"  # source and licence of a user's files
+_KRIZHEVSKY = "https://www.cs.toronto.edu/~kriz"
+_BANK = "bank-additional-full.csv"
+METADATA = "HAM10000_metadata.csv"
 
 
 class Download(NamedTuple):
@@ -33,57 +39,110 @@ class Download(NamedTuple):
     most: int = MOST_BYTES  # bytes of the download, and of each member; a server that sends more is cut off
 
 
-class About(NamedTuple):
-    """The catalogue's entry of a data set.
-
-    `files` are patterns that show that a folder holds it, best first; a match of one that starts with "./" stands for
-    the folder it is in. A data set without files has none.
-    """
-
-    description: str
-    source: str  # its authors, and where it is published
-    licence: str
-    files: tuple[str, ...] = ()
-    wanted: str = ""  # the files to put into its folder, in words
-    download: Download | None = None  # if anybody may download it
-
-
-@dataclass(frozen=True)
-class DatasetInfo:
-    """A line of the catalogue.
+class DatasetInfo(NamedTuple):
+    """A data set of the catalogue, loaded by the function of its name in `module`, whose parameters are its options.
 
     Attributes:
         name: for `load`.
+        module: of this package, with the loader.
         description: in a few words.
-        state: "embedded" (comes with the library), "found", "missing", or "yours" (any files, given by path).
-        where: the file or folder in which it was found or is expected; None if it needs none.
         source: its authors, and where it is published.
         licence: under which it may be used.
+        files: patterns that show that a folder holds it, best first; a match of one that starts with "./" stands for
+            the folder itself. None for data that comes with the library or is the user's.
+        wanted: the files to put into its folder, in words; an example of a path for a user's files.
+        download: the public file, if anybody may download it.
     """
 
     name: str
+    module: str
     description: str
-    state: str
-    where: Path | None
     source: str
     licence: str
+    files: tuple[str, ...] = ()
+    wanted: str = ""
+    download: Download | None = None
+
+    @property
+    def state(self) -> str:
+        """Either "embedded" (comes with the library), "found", "missing", or "yours" (any files, given by path)."""
+        if self.files:
+            return "missing" if self._find() is None else "found"
+        return OWN if self.source == OWN else "embedded"
+
+    @property
+    def where(self) -> Path | None:
+        """The file or folder in which it was found or is expected; None if it needs none."""
+        return self._find() or data_folder() / self.name if self.files else None
+
+    def _find(self) -> Path | None:
+        try:
+            return _find_inside(self, data_folder() / self.name)
+        except BadArgument:  # several archives: they are there, and `load` asks for one of them
+            return data_folder() / self.name
+        except OSError:  # the folder cannot be read, and `load` says why
+            return None
 
 
-LOADERS: dict[str, Loader] = {}
-ABOUT: dict[str, About] = {}
+def _describe_cifar(classes: int, folder: str, batch: str, md5: str) -> DatasetInfo:
+    archive = f"cifar-{classes}-python.tar.gz"
+    return DatasetInfo(
+        f"cifar{classes}",
+        "cifar",
+        f"60,000 photographs of 32 x 32, {classes} classes",
+        f"Krizhevsky 2009; {_KRIZHEVSKY}/cifar.html",
+        "none stated",
+        (archive, folder, f"./{batch}", "./train", "*.zip"),
+        f"{archive} (or a zip of train|test/<class>/<image>)",
+        Download(f"{_KRIZHEVSKY}/{archive}", archive, f"md5:{md5}"),
+    )
 
 
-def dataset(name: str, about: About) -> Callable[[Loader], Loader]:
-    """Register a loader under a name."""
+_DATASETS = (
+    DatasetInfo(
+        "bank",
+        "bank",
+        "Bank Marketing: 41,188 calls, 20 inputs, did the client subscribe?",
+        "Moro, Cortez, Rita 2014; UCI Machine Learning Repository, data set 222",
+        "CC BY 4.0",
+        (_BANK, f"bank-additional/{_BANK}"),
+        _BANK,
+        Download(
+            "https://archive.ics.uci.edu/static/public/222/bank+marketing.zip",
+            _BANK,
+            "sha256:74adfc578bf77a7ff4bb1ba4a9f8709d9e3c6907342959c2c8416847e0afb4d8",
+            inside=("bank-additional.zip", f"bank-additional/{_BANK}"),
+            most=2**26,
+        ),
+    ),
+    _describe_cifar(10, "cifar-10-batches-py", "data_batch_1", "c58f30108f718f92721af3b95e74349a"),
+    _describe_cifar(100, "cifar-100-python", "train", "eb9058c3a382ffc7106e4002c42a8d85"),
+    DatasetInfo(
+        "csv", "csv_file", "a CSV file with a header; needs --path and --target", OWN, OWN, wanted="records.csv"
+    ),
+    DatasetInfo(
+        "diabetes",
+        "embedded",
+        "442 patients: progression of diabetes",
+        "Efron et al. 2004; scikit-learn",
+        "none stated",
+    ),
+    DatasetInfo("digits", "embedded", "1,797 handwritten digits", "Alpaydin, Kaynak 1998; scikit-learn", "CC BY 4.0"),
+    DatasetInfo("images", "images", "images in a folder per class; needs --path", OWN, OWN, wanted="folder_or.zip"),
+    DatasetInfo(
+        "lesion",
+        "lesion",
+        "HAM10000: skin lesions at 64 x 64, 7 classes",
+        "Tschandl, Rosendahl, Kittler 2018; Harvard Dataverse, https://doi.org/10.7910/DVN/DBW86T",
+        "Creative Commons, not for commercial use",
+        ("./*.jpg", "./*/*.jpg", "*.zip", f"./{METADATA}"),
+        f"the HAM10000 images, in a folder or a zip, with {METADATA}",
+    ),
+)
+CATALOGUE = {info.name: info for info in _DATASETS}
 
-    def register(loader: Loader) -> Loader:
-        LOADERS[name], ABOUT[name] = loader, about
-        return loader
 
-    return register
-
-
-def load(name: str, *, path: str | Path | None = None, **options: object) -> Data:
+def load(name: str, *, path: str | Path | None = None, **options: object) -> "Data":
     """Load a data set.
 
     Without `path` its files are expected in the folder `name` of $FEDVEIL_DATA. Images are decoded once and cached in
@@ -102,36 +161,42 @@ def load(name: str, *, path: str | Path | None = None, **options: object) -> Dat
         >>> load("digits")
         Data('digits', train=1438, test=359, input (64,), 10 classes)
     """
-    if name not in LOADERS and (Path(name).suffix or Path(name).exists()):
+    loader, where = find_loader(name), f"load({name!r})"
+    hints = {option: found.annotation for option, found in inspect.signature(loader).parameters.items()}
+    for option, value in options.items():
+        hint = hints[check_choice(where, "option", option, hints)]
+        try:
+            TypeAdapter(hint).validate_python(value, strict=True)
+        except ValidationError as error:
+            rule = error.errors()[0]["msg"].removeprefix("Input should be ")
+            raise BadArgument(where, f"{option} must be {rule}, got {value!r}") from None
+    source = find_source(name, path)
+    with _name_unreadable(str(source or where)):
+        return loader(**options) if source is None else loader(path=source, **options)
+
+
+def find_loader(name: str) -> "Callable[..., Data]":
+    """Return the function that loads a data set."""
+    loader: Callable[..., Data] = getattr(importlib.import_module(f"fedveil.data.{_find_info(name).module}"), name)
+    return loader
+
+
+def _find_info(name: str) -> DatasetInfo:
+    if name not in CATALOGUE and (Path(name).suffix or Path(name).exists()):
         kind = "images" if Path(name).is_dir() else "csv"
         what = f"{name!r} is a file or folder, not the name of a data set"
         raise BadArgument("load", what, f"use --data {kind} --path {name} (in Python load({kind!r}, path={name!r}))")
-    loader = LOADERS[one_of("load", "data set", name, LOADERS)]
-    where, hints = f"load({name!r})", _option_types(loader)
-    if path is not None:
-        if "path" not in hints:
-            fix = f"leave the path out, or use --data csv (or images) --path {path} for your own files"
-            raise BadArgument(where, "it comes with the library and takes no path", fix)
-        options["path"] = Path(os.path.expanduser(path))
-    for option, value in options.items():
-        _check_option(where, option, value, hints[one_of(where, "option", option, hints)])
+    return CATALOGUE[check_choice("load", "data set", name, CATALOGUE)]
+
+
+@contextlib.contextmanager
+def _name_unreadable(where: str) -> Iterator[None]:
+    """Turn refusals of the operating system into an error that names the file."""
     try:
-        return loader(**options)
+        yield
     except OSError as error:
         what = f"cannot be read: {error.strerror or error}"
-        raise BadArgument(str(error.filename or path or where), what, "use readable files and folders") from error
-
-
-def _option_types(loader: Loader) -> dict[str, Any]:
-    return {option: found.annotation for option, found in inspect.signature(loader).parameters.items()}
-
-
-def _check_option(where: str, option: str, value: object, hint: Any) -> None:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    fits = type(value) in kinds or (float in kinds and type(value) is int)
-    if not fits and all(kind in _PLAIN for kind in kinds):
-        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise BadArgument(where, f"{option} is {value!r}", f"give {option} as {wanted}")
+        raise BadArgument(str(error.filename or where), what, "use readable files and folders") from error
 
 
 def available() -> list[DatasetInfo]:
@@ -141,23 +206,7 @@ def available() -> list[DatasetInfo]:
         >>> [info.state for info in available() if info.name == "digits"]
         ['embedded']
     """
-    return [
-        DatasetInfo(name, about.description, *_find_state(name), about.source, about.licence)
-        for name, about in sorted(ABOUT.items())
-    ]
-
-
-def _find_state(name: str) -> tuple[str, Path | None]:
-    if not ABOUT[name].files:
-        return ("yours" if "path" in _option_types(LOADERS[name]) else "embedded"), None
-    folder = data_folder() / name
-    try:
-        found = _find_inside(name, folder)
-    except BadArgument:  # several archives: they are there, and `load` asks for one of them
-        found = folder
-    except OSError:  # the folder cannot be read, and `load` says why
-        found = None
-    return ("missing", folder) if found is None else ("found", found)
+    return list(CATALOGUE.values())
 
 
 def cache_folder() -> Path:
@@ -171,40 +220,61 @@ def data_folder() -> Path:
     return Path(os.path.expanduser(given)) if given else cache_folder() / "data"
 
 
-def _find_inside(name: str, folder: Path) -> Path | None:
+def find_source(name: str, path: str | Path | None = None) -> Path | None:
+    """Return the file or folder to read a data set from: `path`, or the best match in its folder in $FEDVEIL_DATA.
+
+    None if the data set comes with the library. Refuses an unknown name and missing files.
+    """
+    info = _find_info(name)
+    given = None if path is None else Path(os.path.expanduser(path))
+    if not info.files and info.source != OWN:
+        if given is not None:
+            fix = f"leave the path out, or use --data csv (or images) --path {path} for your own files"
+            raise BadArgument(f"load({name!r})", "it comes with the library and takes no path", fix)
+        return None
+    with _name_unreadable(str(given or data_folder())):
+        return _find_public(info, given) if info.files else _find_own(info, given)
+
+
+def _find_own(info: DatasetInfo, path: Path | None) -> Path:
+    if path is None:
+        fix = f"use --path {info.wanted} (in Python load({info.name!r}, path={info.wanted!r}))"
+        raise BadArgument(f"load({info.name!r})", "it needs a path", fix)
+    return _require_file(path, "give the --path (in Python path=) of an existing file or folder")
+
+
+def _find_public(info: DatasetInfo, path: Path | None) -> Path:
+    folder = data_folder() / info.name if path is None else path
+    how = f"put {info.wanted} into {folder if path is None or path.is_dir() else path.parent}"
+    fix = f"{how}, or set FEDVEIL_DATA, or pass path=, or run `fedveil data get {info.name}`"
+    if path is not None and not path.is_dir():
+        return _require_file(path, fix)
+    found = _find_inside(info, folder)
+    if found is None:
+        what = f"no files of {info.name!r} here" if folder.is_dir() else f"there is no such folder, so no {info.name!r}"
+        raise BadArgument(str(folder), what, fix)
+    return found
+
+
+def _find_inside(info: DatasetInfo, folder: Path) -> Path | None:
     """Return the best source of a data set in a folder; None if there is none."""
-    for pattern in ABOUT[name].files:
+    for pattern in info.files:
         found = sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
         if found and pattern.startswith("./"):
             return folder
         if len(found) > 1:
-            what = f"several archives could be {name!r}: {shorten(path.name for path in found)}"
+            what = f"several archives could be {info.name!r}: {shorten(path.name for path in found)}"
             raise BadArgument(str(folder), what, "name one of them with path=, or unpack them into this folder")
         if found:
             return found[0]
     return None
 
 
-def find_files(name: str, path: Path | None) -> Path:
-    """Return the file or folder to read a data set from: `path`, or the best match in its folder in $FEDVEIL_DATA."""
-    folder = data_folder() / name if path is None else path
-    how = f"put {ABOUT[name].wanted} into {folder if path is None or path.is_dir() else path.parent}"
-    fix = f"{how}, or set FEDVEIL_DATA, or pass path=, or run `fedveil data get {name}`"
-    if path is not None and not path.is_dir():
-        return _require_file(path, fix)
-    found = _find_inside(name, folder)
-    if found is None:
-        what = f"no files of {name!r} here" if folder.is_dir() else f"there is no such folder, so no {name!r}"
-        raise BadArgument(str(folder), what, fix)
-    return found
-
-
-def require_path(name: str, path: Path | None, example: str) -> Path:
-    """Return the path of a data set that has no default folder."""
-    if path is None:
-        fix = f"use --path {example} (in Python load({name!r}, path={example!r}))"
-        raise BadArgument(f"load({name!r})", "it needs a path", fix)
-    return _require_file(path, "give the --path (in Python path=) of an existing file or folder")
+def _require_file(path: Path, fix: str) -> Path:
+    if not path.exists():
+        what = "it is a link to a file that is not there" if path.is_symlink() else "there is no such file"
+        raise BadArgument(str(path), what, fix)
+    return path
 
 
 def require_regular(path: Path) -> Path:
@@ -212,13 +282,6 @@ def require_regular(path: Path) -> Path:
     if not stat.S_ISREG(path.stat().st_mode):
         kind = errno.EISDIR if path.is_dir() else errno.EINVAL
         raise OSError(kind, os.strerror(kind) if path.is_dir() else "it is not a regular file", str(path))
-    return path
-
-
-def _require_file(path: Path, fix: str) -> Path:
-    if not path.exists():
-        what = "it is a link to a file that is not there" if path.is_symlink() else "there is no such file"
-        raise BadArgument(str(path), what, fix)
     return path
 
 

@@ -1,56 +1,43 @@
 """Any CSV file as a data set: columns of numbers and of words, and a task that is guessed from the target."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedveil.checks import one_of, whole
-from fedveil.data.catalogue import About, dataset, require_path, shorten
+from fedveil.checks import check_choice
+from fedveil.data.catalogue import Between, Seed, Task, shorten
 from fedveil.data.dataset import FEW, Data, part_from_arrays
-from fedveil.data.missing_values import WAYS, Column, drop_records, flag, impute, inspect_column
-from fedveil.data.splits import check_test_share, divide
-from fedveil.data.tables import DELIMITERS, TASKS, CsvTable, moments, number, read_table
+from fedveil.data.splits import divide
+from fedveil.data.tables import DELIMITERS, Column, CsvTable, Floats, Indices, flag, number, read_table
 from fedveil.errors import BadArgument
 
 WHERE = "load('csv')"
 MOST_CATEGORIES = 1000
 MANY = 0.2  # categories per record that help no model
 _TAB = {"\\t": "\t", "tab": "\t"}  # as typed in a shell
-_UNNAMED = re.compile(r"Unnamed: \d+")
-_PANDAS = "convert it in Python: pandas.{reader}(path).to_csv('records.csv', index=False)"
+_PANDAS = "convert it in Python: pandas.read_parquet (or read_feather, read_json)(path).to_csv('records.csv')"
 _UTF16 = "save it as UTF-8, or convert it: iconv -f utf-16 -t utf-8 old.csv > new.csv"
 _OTHER_FILES = {
-    b"PK\x03\x04": ("an Excel workbook or a zip file", "save the sheet as CSV UTF-8, or unpack the zip file"),
-    b"\xd0\xcf\x11\xe0": ("an Excel workbook", "save the sheet as CSV UTF-8"),
-    b"PAR1": ("a Parquet file", _PANDAS.format(reader="read_parquet")),
-    b"ARROW1": ("a Feather file", _PANDAS.format(reader="read_feather")),
-    b"\x1f\x8b": ("compressed with gzip", "unpack it with gunzip"),
-    b"BZh": ("compressed with bzip2", "unpack it with bunzip2"),
-    b"\xfd7zXZ": ("compressed with xz", "unpack it with unxz"),
-    b'{"': ("JSON", _PANDAS.format(reader="read_json")),
-    b"[{": ("JSON", _PANDAS.format(reader="read_json")),
-    b"<!DOCTYPE": ("a web page", "download the file itself"),
-    b"<!doctype": ("a web page", "download the file itself"),
-    b"\xff\xfe": ("UTF-16 text", _UTF16),
-    b"\xfe\xff": ("UTF-16 text", _UTF16),
+    (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"): ("an Excel workbook or a zip file", "save the sheet as CSV, or unzip it"),
+    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ"): ("compressed", "unpack it with gunzip, bunzip2 or unxz"),
+    (b"PAR1", b"ARROW1", b'{"', b"[{"): ("a Parquet, Feather or JSON file", _PANDAS),
+    (b"<!DOCTYPE", b"<!doctype"): ("a web page", "download the file itself"),
+    (b"\xff\xfe", b"\xfe\xff"): ("UTF-16 text", _UTF16),
 }
 
 
-@dataset("csv", About("any CSV file with a header; needs --path and --target", "yours", "yours"))
-def csv_file(
+def csv(
     *,
-    path: Path | None = None,
+    path: Path,
     target: str | None = None,
-    task: str | None = None,
+    task: Task | None = None,
     delimiter: str | None = None,
-    decimal: str = ".",
-    missing: str = "refuse",
-    test_share: float = 0.2,
-    seed: int = 0,
+    decimal: Literal[".", ","] = ".",
+    missing: Literal["refuse", "drop", "impute"] = "refuse",
+    test_share: Between = 0.2,
+    seed: Seed = 0,
     ignore: str | Sequence[str] = (),
     categorical: str | Sequence[str] = (),
 ) -> Data:
@@ -74,52 +61,46 @@ def csv_file(
         test_share: of the records, between 0 and 1.
         seed: of the division into training and test records.
         ignore: columns that are not inputs; `split(..., how="column")` can still use them. A column without a name,
-            which is mostly a row number, is never an input.
+            usually a row number, is never an input.
         categorical: columns to take as categories although they hold numbers.
     """
     notes: list[str] = []
-    check_test_share(WHERE, test_share)
-    one_of(WHERE, "value for missing:", missing, WAYS)
-    table = _open_table(require_path("csv", path, "records.csv"), delimiter, decimal, notes)
-    words = _list_names("categorical", categorical)
-    target = _check_target(table, target, _list_names("ignore", ignore), words)
-    inputs = _inspect_inputs(table, target, _list_names("ignore", ignore), words, notes)
-    answer = inspect_column(table, target, target in words)
+    words, left_out = _list_names(categorical), _list_names(ignore)
+    table = _open_table(path, delimiter, decimal, notes)
+    target = _check_target(table, target, left_out, words)
+    inputs = _inspect_inputs(table, target, left_out, words, notes)
+    answer = table.inspect(target, target in words)
     task = _choose_task(table, answer, task, target in words, notes)
-    table, counts = drop_records(table, inputs, answer, missing, notes)
-    train, test = divide(len(table), (1 - test_share, test_share), whole(WHERE, "seed", seed, 0))
+    table, counts = table.drop_missing(inputs, answer, missing, notes)
+    train, test = divide(len(table), (1 - test_share, test_share), seed)
     if not (len(train) and len(test)):
         fix = "use more records, or another test_share"
         raise BadArgument(table.path, f"{len(table)} records leave a part empty", fix)
     notes.append(f"divided at random: {len(train):,} records for training, {len(test):,} for testing")
-    table = impute(table, inputs, counts, train, notes)
+    table = table.impute(inputs, counts, train, notes)
     numbers = np.concatenate([_encode(table, column, train) for column in inputs], 1)
+    if task == "classification" and answer.numeric:
+        table = _unify_spelling(table, target)
+    _refuse_constant(table, target)
+    _note_columns(table, inputs, notes)
     scale, classes = None, tuple[str, ...]()
     if task == "classification":
-        table = _unify_spelling(table, answer) if answer.numeric else table
-        classes = _list_classes(table, target)
-    _note_columns(table, inputs, notes)
-    if classes:
+        classes = _list_categories(table, target, "classes", f"{flag('task', 'regression')}, or another target")
         records = part_from_arrays(numbers, table.codes(target, classes))
     else:
-        _refuse_constant(table, target)
-        records = part_from_arrays(numbers, table.standardise([target], train))
-        mean, deviation = (float(value[0]) for value in moments(table.numbers(target)[:, None], train))
-        scale = mean, deviation
+        targets, *moments = table.standardise([target], train)
+        records, scale = part_from_arrays(numbers, targets), (float(moments[0][0]), float(moments[1][0]))
         notes.append(
-            f"the target {target!r} is standardised (mean {mean:.4g} and deviation {deviation:.4g} become 0 and 1): "
-            f"an mse of 1 is a squared error of {deviation**2:.4g} in its own units"
+            f"the target {target!r} is standardised (mean {scale[0]:.4g} and deviation {scale[1]:.4g} become 0 and 1): "
+            f"an mse of 1 is a squared error of {scale[1] ** 2:.4g} in its own units"
         )
-    cells = {name: np.array(cells, dtype=object)[train] for name, cells in table.columns.items() if name != target}
+    cells = {name: cells[train] for name, cells in table.columns.items() if name != target}
     parts = records.take(train), records.take(test)
     return Data(Path(table.path).stem, *parts, None, classes, cells, None, scale, tuple(notes))
 
 
-def _list_names(option: str, names: str | Sequence[str]) -> tuple[str, ...]:
-    listed = (names,) if isinstance(names, str) else tuple(names)
-    if not all(isinstance(name, str) for name in listed):
-        raise BadArgument(WHERE, f"{option} is {names!r}", "give names of columns")
-    return listed
+def _list_names(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _open_table(path: Path, delimiter: str | None, decimal: str, notes: list[str]) -> CsvTable:
@@ -131,14 +112,14 @@ def _open_table(path: Path, delimiter: str | None, decimal: str, notes: list[str
     mark = _TAB.get(delimiter or "", delimiter)
     if mark is not None and (len(mark) != 1 or mark in '"\r\n'):
         raise BadArgument(WHERE, f"delimiter is {delimiter!r}", 'use one character, such as "," or ";", or "tab"')
-    if decimal not in (".", ",") or decimal == mark:
-        what = f"the decimal mark is {decimal!r}" + (", and so is the delimiter" if decimal == mark else "")
-        raise BadArgument(WHERE, what, 'use decimal "." or ",", and another delimiter')
+    if decimal == mark:
+        what = f"{decimal!r} is both the decimal mark and the delimiter"
+        raise BadArgument(WHERE, what, f"use {flag('delimiter', ';')}")
     if path.is_file():
         with path.open("rb") as file:
             start = file.read(16)
-        for magic, (what, fix) in _OTHER_FILES.items():
-            if start.startswith(magic):
+        for beginnings, (what, fix) in _OTHER_FILES.items():
+            if start.startswith(beginnings):
                 raise BadArgument(str(path), f"it is {what}, not a CSV file", fix)
     table = read_table(path, mark, decimal)
     if len(table.columns) == 1:
@@ -168,7 +149,7 @@ def _check_target(table: CsvTable, target: str | None, ignore: Sequence[str], ca
         fix = f"use --target (in Python target=) with one of {', '.join(table.columns)}"
         raise BadArgument(WHERE, "it needs the column to predict", fix)
     for column in (target, *ignore, *categorical):
-        one_of(table.path, "column", column, table.columns)
+        check_choice(table.path, "column", column, table.columns)
     if target in ignore:
         raise BadArgument(table.path, f"{target!r} is both the target and in ignore", "take it out of one of them")
     return target
@@ -179,10 +160,10 @@ def _inspect_inputs(
 ) -> list[Column]:
     """Choose and inspect the input columns; refuse words among numbers."""
     names = [column for column in table.columns if column != target and column not in ignore]
-    unnamed = [column for column in names if _UNNAMED.fullmatch(column) and column not in categorical]
+    unnamed = [column for column in names if column.startswith("Unnamed: ") and column not in categorical]
     if unnamed:
-        notes.append(f"left out columns without a name, which are mostly row numbers: {shorten(map(repr, unnamed))}")
-    inputs = [inspect_column(table, name, name in categorical) for name in names if name not in unnamed]
+        notes.append(f"left out columns without a name, usually row numbers: {shorten(map(repr, unnamed))}")
+    inputs = [table.inspect(name, name in categorical) for name in names if name not in unnamed]
     if not inputs:
         raise BadArgument(table.path, "no column is left for the inputs", "ignore fewer columns")
     for column in inputs:
@@ -191,38 +172,31 @@ def _inspect_inputs(
     return inputs
 
 
-def _find_words(table: CsvTable, column: Column) -> list[int]:
-    """Return the rows whose cell is neither a number nor missing."""
-    values = set(table.columns[column.name]) - column.gaps
-    words = {value for value in values if number(value, table.decimal) is None}
-    return [row for row, cell in enumerate(table.columns[column.name]) if cell in words]
-
-
 def _refuse_spoilt_numbers(table: CsvTable, column: Column, otherwise: str) -> None:
     """Refuse words in a column that looks numeric."""
-    cells, odd = table.columns[column.name], _find_words(table, column)
-    first, other = cells[odd[0]][:40], "," if table.decimal == "." else "."
+    cells = table.columns[column.name]
+    row, *others = np.flatnonzero(np.isin(cells, list(column.words))).tolist()
+    first, other = cells[row][:40], "," if table.decimal == "." else "."
     if all(number(cell, other) is not None for cell in set(cells) - column.gaps):
         what = f"{first!r} is not a number with {table.decimal!r} as the decimal mark, but would be one with {other!r}"
         fix = f"use {flag('decimal', other)}; if it separates thousands, remove it from the file; else use {otherwise}"
-        table.refuse(odd[0], column.name, what, fix)
-    if len(odd) < sum(cell not in column.gaps for cell in cells) / 2:
+        table.refuse(row, column.name, what, fix)
+    if 1 + len(others) < sum(cell not in column.gaps for cell in cells) / 2:
         what = f"{first!r} is not a number, and most of this column is"
         fix = f"correct the cell, empty it if the value is missing, or use {otherwise}"
-        table.refuse(odd[0], column.name, what, fix)
+        table.refuse(row, column.name, what, fix)
 
 
-def _choose_task(table: CsvTable, target: Column, task: str | None, categorical: bool, notes: list[str]) -> str:
+def _choose_task(table: CsvTable, target: Column, task: Task | None, categorical: bool, notes: list[str]) -> Task:
     """Return the task that the user names, or that the target suggests."""
     classes = flag("task", "classification")
-    if task is not None:
-        one_of(WHERE, "task", task, TASKS)
     if task == "regression" and categorical:
         what = f"a regression needs numbers, and the target {target.name!r} is in categorical"
         raise BadArgument(table.path, what, f"take it out, or use {classes}")
     if task == "regression" and not target.numeric:
-        row = _find_words(table, target)[0]
-        what = f"{table.columns[target.name][row][:40]!r} is not a number, and a regression needs numbers"
+        cells = table.columns[target.name]
+        row = int(np.isin(cells, list(target.words)).argmax())
+        what = f"{cells[row][:40]!r} is not a number, and a regression needs numbers"
         table.refuse(row, target.name, what, f"correct the cell, or use {classes}")
     if task is not None or categorical:
         return task or "classification"
@@ -243,34 +217,30 @@ def _choose_task(table: CsvTable, target: Column, task: str | None, categorical:
     return "regression"
 
 
-def _unify_spelling(table: CsvTable, target: Column) -> CsvTable:
+def _unify_spelling(table: CsvTable, target: str) -> CsvTable:
     """Return the table with one spelling of each number in the target: 1 and 1.0 are one class."""
     spelling: dict[float | None, str] = {}
-    cells = sorted(set(table.columns[target.name]), key=lambda cell: (len(cell), cell))
+    cells = sorted(set(table.columns[target]), key=lambda cell: (len(cell), cell))
     values = {cell: spelling.setdefault(number(cell, table.decimal), cell) for cell in cells}
-    return table.replace_cells(target.name, values)
+    return table.replace_cells(target, values)
 
 
-def _encode(table: CsvTable, column: Column, train: NDArray[np.int64]) -> NDArray[np.float64]:
+def _encode(table: CsvTable, column: Column, train: Indices) -> Floats:
     """Return one column as numbers: standardised if it is numeric, else one-hot."""
     if column.numeric:
-        return table.standardise([column.name], train)
+        return table.standardise([column.name], train)[0]
     categories = _list_categories(table, column.name, "one-hot inputs", flag("ignore", column.name))
     return table.one_hot(column.name, categories)
 
 
 def _list_categories(table: CsvTable, column: str, purpose: str, otherwise: str) -> tuple[str, ...]:
-    """Return the different values of a column; refuse too many, which are often numbers with signs, or dates."""
+    """Return the different values of a column; refuse too many, which are often amounts with signs, or dates."""
     values = table.categories(column)
-    if len(values) <= MOST_CATEGORIES:
-        return values
-    fix = f"use {otherwise}"
-    if all(re.fullmatch(r"[-+]?[€$£¥]?\s*[-+]?\d[\d.,' ]*\s*[€$£¥%]?", value) for value in values):
-        fix = f"remove currency signs and separators of thousands, as in {values[0][:20]!r}"
-    elif all(re.match(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}", value) for value in values):
-        fix = "write dates as numbers, such as days since the first, or leave the column out: --ignore"
-    what = f"{len(values):,} different values are too many for {purpose} (at most {MOST_CATEGORIES:,})"
-    raise BadArgument(f"{table.path}, column {column!r}", what, fix)
+    if len(values) > MOST_CATEGORIES:
+        what = f"{len(values):,} different values are too many for {purpose} (at most {MOST_CATEGORIES:,})"
+        fix = f"use {otherwise}; write amounts without signs and separators, and dates as numbers of days"
+        table.refuse_column(column, what, fix)
+    return values
 
 
 def _note_columns(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -> None:
@@ -294,15 +264,8 @@ def _counts_rows(table: CsvTable, column: Column) -> bool:
     return len(numbers) > FEW and bool((np.diff(numbers) == 1).all())
 
 
-def _list_classes(table: CsvTable, target: str) -> tuple[str, ...]:
-    """Return the classes of a target column, at least two."""
-    classes = _list_categories(table, target, "classes", f"{flag('task', 'regression')}, or another target")
-    _refuse_constant(table, target)
-    return classes
-
-
 def _refuse_constant(table: CsvTable, target: str) -> None:
     values = set(table.columns[target])
     if len(values) == 1:
-        what = f"every record has the value {values.pop()!r}"
-        raise BadArgument(f"{table.path}, column {target!r}", what, "use a target with at least two different values")
+        fix = "use a target with at least two different values"
+        table.refuse_column(target, f"every record has the value {values.pop()!r}", fix)

@@ -1,6 +1,6 @@
 """A data set in memory: tensors for training and testing, and the names of the classes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,16 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import BadArgument
-from fedveil.records.checks import check_finite, check_form, check_range
 from fedveil.records.inputs import Inputs, check_alike, describe_forms, map_tensors, name_tensors
-from fedveil.records.sources import Given, Stream, as_source
+from fedveil.records.sources import Given, Stream, as_source, check_finite, check_form, check_range
 
-Progress = Callable[[int, int], None]
-"""Called with (done, total) during a long job."""
 FEW = 20  # integers that may be classes
 
 
-class Part(NamedTuple):
+class DataPart(NamedTuple):
     """Records of one purpose: training, validation or test.
 
     Attributes:
@@ -37,9 +34,9 @@ class Part(NamedTuple):
         """The inputs, if they are a single tensor; refuses others."""
         return one_tensor("inputs", self.inputs)
 
-    def take(self, rows: Tensor | NDArray[np.generic] | Sequence[int]) -> "Part":
+    def take(self, rows: Tensor | NDArray[np.generic] | Sequence[int]) -> "DataPart":
         """Return some of the records."""
-        return Part(map_tensors(lambda tensor: tensor[rows], self.inputs), self.targets[rows])
+        return DataPart(map_tensors(lambda tensor: tensor[rows], self.inputs), self.targets[rows])
 
 
 def one_tensor(where: str, inputs: Inputs) -> Tensor:
@@ -67,9 +64,9 @@ class Data:
     """
 
     name: str
-    train: Part
-    test: Part
-    validation: Part | None = None
+    train: DataPart
+    test: DataPart
+    validation: DataPart | None = None
     classes: tuple[str, ...] = ()
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     scale: tuple[tuple[float, ...], tuple[float, ...]] | None = None
@@ -85,7 +82,7 @@ class Data:
                 what = f"{len(values)} values for {records} training records"
                 raise BadArgument(f"{self.name}.columns[{column!r}]", what, "give one value per training record")
 
-    def _parts(self) -> dict[str, Part]:
+    def _parts(self) -> dict[str, DataPart]:
         parts = {"train": self.train, "validation": self.validation, "test": self.test}
         return {purpose: part for purpose, part in parts.items() if part is not None}
 
@@ -125,7 +122,7 @@ class Data:
         return f"Data({self.name!r}, {parts}, {inputs}, {task})"
 
 
-def _check_part(where: str, part: Part, classes: tuple[str, ...]) -> None:
+def _check_part(where: str, part: DataPart, classes: tuple[str, ...]) -> None:
     """Refuse a part whose tensors do not belong together."""
     check_form(where, part)
     inputs, targets = part
@@ -144,10 +141,10 @@ def _check_part(where: str, part: Part, classes: tuple[str, ...]) -> None:
         raise BadArgument(where, what, f"use targets from 0 to {len(classes) - 1}")
 
 
-def part_from_arrays(inputs: NDArray[np.generic], targets: NDArray[np.generic]) -> Part:
+def part_from_arrays(inputs: NDArray[np.generic], targets: NDArray[np.generic]) -> DataPart:
     """Return a part from arrays: int64 targets if they are integers, else float32."""
     kind = np.int64 if targets.dtype.kind in "iu" else np.float32
-    return Part(
+    return DataPart(
         torch.from_numpy(np.ascontiguousarray(inputs, dtype=np.float32)),
         torch.from_numpy(np.ascontiguousarray(targets, dtype=kind)),
     )
@@ -192,12 +189,14 @@ def from_records(name: str, train: Given, test: Given, *, classes: Sequence[str]
     return Data(name, first, second, classes=tuple(classes or map(str, range(count))))
 
 
-def _read_part(where: str, given: Given) -> Part:
+def _read_part(where: str, given: Given) -> DataPart:
     """Read records in any form as a part."""
     source = as_source(where, given)
     if not len(source):
         raise BadArgument(where, "there are no records", "give at least one record")
-    batch = source.take_all() if isinstance(source, Stream) else (source.inputs, source.targets)
+    batch = (
+        source.take(range(len(source)), check=True) if isinstance(source, Stream) else (source.inputs, source.targets)
+    )
     check_form(where, batch)
     check_finite(where, batch, range(len(source)))
     check_range(where, batch, range(len(source)), torch.float32)
@@ -205,12 +204,12 @@ def _read_part(where: str, given: Given) -> Part:
     if isinstance(inputs, Tensor) and inputs.dim() == 1:
         inputs = inputs[:, None]
     if targets.is_floating_point():
-        return Part(inputs, targets.float() if targets.dim() > 1 else targets.float()[:, None])
-    return Part(inputs, targets.long().reshape(len(targets)) if targets[0].numel() == 1 else targets.long())
+        return DataPart(inputs, targets.float() if targets.dim() > 1 else targets.float()[:, None])
+    return DataPart(inputs, targets.long().reshape(len(targets)) if targets[0].numel() == 1 else targets.long())
 
 
 def _as_feature(inputs: Tensor) -> Tensor:
-    """Return bytes and floating-point numbers as float32, other integers as int64, bool as it is."""
+    """Return bytes and floating-point numbers as float32, other integers as int64; leave bool unchanged."""
     if inputs.dtype == torch.bool or inputs.is_complex():
         return inputs
     features = inputs.is_floating_point() or inputs.dtype == torch.uint8

@@ -10,16 +10,15 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from fedveil.checks import one_of
+from fedveil.checks import check_choice
 from fedveil.data.archives import read_member
-from fedveil.data.catalogue import ABOUT, Download, data_folder, require_regular
-from fedveil.data.dataset import Progress
+from fedveil.data.catalogue import CATALOGUE, Download, data_folder, require_regular
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
+from fedveil.progress import Progress
 
 _BLOCK = 1 << 18
 _TIMEOUT = 30.0
-_COMPLETE = 416
 
 
 def get(name: str, folder: str | Path | None = None, progress: Progress | None = None) -> Path:
@@ -30,19 +29,19 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
     Args:
         name: of the data set.
         folder: with one folder per data set inside; $FEDVEIL_DATA by default.
-        progress: called with (done, total) in bytes.
+        progress: called with the fraction that has arrived and its size in words.
 
     Raises:
         BadArgument: it needs no download, cannot be downloaded, or the download failed; says which file to put where.
     """
-    about = ABOUT[one_of("get", "data set", name, ABOUT)]
-    if not about.files:
+    entry = CATALOGUE[check_choice("get", "data set", name, CATALOGUE)]
+    if not entry.files:
         raise BadArgument("get", f"{name!r} needs no download", f"use fedveil.data.load({name!r})")
     home = (data_folder() if folder is None else Path(os.path.expanduser(folder))) / name
-    if about.download is None:
-        fix = f"get it from {about.source} (its terms must be accepted there) and put {about.wanted} into {home}"
+    if entry.download is None:
+        fix = f"get it from {entry.source} (its terms must be accepted there) and put {entry.wanted} into {home}"
         raise BadArgument("get", f"{name!r} cannot be downloaded by a program", fix)
-    source, target = about.download, home / about.download.file
+    source, target = entry.download, home / entry.download.file
     try:
         if not source.inside or target.exists():
             return _fetch(source, target, source.digest, progress)
@@ -93,12 +92,10 @@ def _fetch(source: Download, target: Path, digest: str | None, progress: Progres
         return target
     part = target.with_name(target.name + ".part")
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        _transfer(source, part, progress)
-    except _TooLargeError as error:
+    if not _transfer(source, part, progress):
         part.unlink(missing_ok=True)
         what = f"it sends more than the {source.most} bytes that are expected at most, and nothing was kept"
-        raise BadArgument(source.url, what, _manual_fix(target)) from error
+        raise BadArgument(source.url, what, _manual_fix(target))
     if digest and compute_digest(part, digest) != digest:
         part.unlink()
         what = f"the download is not the expected file (its checksum is not {digest}), and was not kept"
@@ -113,40 +110,32 @@ def compute_digest(content: Path | bytes, like: str) -> str:
         return f"{kind}:{hashlib.file_digest(file, kind).hexdigest()}"
 
 
-class _TooLargeError(Exception):
-    pass
-
-
-def _transfer(source: Download, part: Path, progress: Progress | None) -> None:
-    """Complete `part`, from its present length if the server supports that."""
+def _transfer(source: Download, part: Path, progress: Progress | None) -> bool:
+    """Complete `part`, from its present length if the server supports that; return False if it sends too much."""
     start = require_regular(part).stat().st_size if part.exists() else 0
     request = urllib.request.Request(source.url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
         answer = urllib.request.urlopen(request, timeout=_TIMEOUT)
     except urllib.error.HTTPError as error:
-        if start and error.code == _COMPLETE:  # nothing is left to send: the checksum decides
+        if start and error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             error.close()
-            return
+            return True  # nothing is left to send: the checksum decides
         raise
     with answer:
-        done = start if _continues(answer, start) else 0
+        resumed = answer.headers.get("Content-Range", "").startswith(f"bytes {start}-")
+        done = start if resumed and answer.status == http.HTTPStatus.PARTIAL_CONTENT else 0  # else all of it again
         length = answer.headers.get("Content-Length")
         total = done + int(length[:20]) if length and length.isdecimal() else 0
         if max(total, done) > source.most:
-            raise _TooLargeError
+            return False
         with part.open("ab" if done else "wb") as file:
             while block := answer.read(_BLOCK):
                 done += len(block)
                 if done > source.most:
-                    raise _TooLargeError
+                    return False
                 file.write(block)
                 if progress:
-                    progress(done, total)
+                    progress(done / total if total else 0.0, f"{done / 1e6:.1f} MB")
     if total and done < total:
         raise ConnectionError(f"it stopped at {done} of {total} bytes")
-
-
-def _continues(answer: http.client.HTTPResponse, start: int) -> bool:
-    """Return whether the answer is the rest of the file, and not all of it again."""
-    ranged = answer.headers.get("Content-Range", "")
-    return start > 0 and answer.status == http.HTTPStatus.PARTIAL_CONTENT and ranged.startswith(f"bytes {start}-")
+    return True

@@ -2,16 +2,14 @@
 
 import numpy as np
 
-from fedveil.checks import whole
-from fedveil.data.catalogue import About, dataset
+from fedveil.data.catalogue import Positive
 from fedveil.data.dataset import Data, part_from_arrays
 from fedveil.data.splits import divide
-from fedveil.data.tables import moments, standardise
+from fedveil.data.tables import standardise
 from fedveil.errors import BadArgument
 
 
-@dataset("digits", About("1,797 handwritten digits of 8 x 8", "Alpaydin, Kaynak 1998; scikit-learn", "CC BY 4.0"))
-def digits(*, flat: bool = True, train_size: int | None = None, test_size: int | None = None) -> Data:
+def digits(*, flat: bool = True, train_size: Positive | None = None, test_size: Positive | None = None) -> Data:
     """Load handwritten digits: 1,797 grey images of 8 x 8 in [0, 1], ten classes, 80:20.
 
     Args:
@@ -35,22 +33,18 @@ def digits(*, flat: bool = True, train_size: int | None = None, test_size: int |
 
 
 def _check_size(option: str, size: int, most: int) -> int:
-    if whole("load('digits')", option, size) > most:
+    if size > most:
         raise BadArgument("load('digits')", f"{option} is {size}", f"use at most {most}")
     return size
 
 
-@dataset(
-    "diabetes",
-    About("442 patients, 10 measures, progression of diabetes", "Efron et al. 2004; scikit-learn", "none stated"),
-)
 def diabetes() -> Data:
     """Load the progression of diabetes: 442 patients, 10 measures, standardised on the training part, 80:20."""
     from sklearn.datasets import load_diabetes
 
     inputs, targets = load_diabetes(return_X_y=True, scaled=False)
     train, test = divide(len(targets), (0.8, 0.2))
-    records = part_from_arrays(standardise(inputs, train), standardise(targets[:, None], train))
-    mean, deviation = moments(targets[:, None], train)
-    scale = float(mean[0]), float(deviation[0])
+    inputs, _, _ = standardise(inputs, train)
+    targets, mean, deviation = standardise(targets[:, None], train)
+    records, scale = part_from_arrays(inputs, targets), (float(mean[0]), float(deviation[0]))
     return Data("diabetes", records.take(train), records.take(test), target_scale=scale)

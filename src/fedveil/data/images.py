@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedveil.checks import whole
 from fedveil.data.archives import Archive, open_archive
-from fedveil.data.catalogue import About, cache_folder, dataset, require_path, require_regular, shorten
-from fedveil.data.dataset import Data, Part, Progress
-from fedveil.data.splits import check_test_share, choose_subset, divide_classes
+from fedveil.data.catalogue import Between, Positive, Seed, cache_folder, require_regular, shorten
+from fedveil.data.dataset import Data, DataPart
+from fedveil.data.splits import Indices, choose_subset, divide_classes
 from fedveil.errors import BadArgument
 from fedveil.files import require_memory, write_whole
 
@@ -30,15 +29,7 @@ TEST_SHARE = 0.2
 Bytes = NDArray[np.uint8]
 Channels = tuple[float, ...]
 Arrays = Mapping[str, NDArray[Any]]
-_CACHE_VERSION = "1"
-_EVERY = 100
-
-
-class ImageSet(NamedTuple):
-    """Images as bytes (n, 3, side, side), and the class index of each."""
-
-    pixels: Bytes
-    targets: NDArray[np.int64]
+_CACHE_VERSION = "2"
 
 
 class ImageFile(NamedTuple):
@@ -49,28 +40,28 @@ class ImageFile(NamedTuple):
     label: str
 
 
-class Folders(NamedTuple):
-    """Images of both purposes, and their classes."""
+class ImageSet(NamedTuple):
+    """Images as bytes (n, 3, side, side), the class index of each, and the rows for training and for testing."""
 
-    train: ImageSet
-    test: ImageSet
+    pixels: Bytes
+    targets: Indices
+    train: Indices
+    test: Indices
     classes: tuple[str, ...]
 
 
-@dataset("images", About("any folder or zip of images, a folder per class; needs --path", "yours", "yours"))
 def images(
     *,
-    path: Path | None = None,
-    size: int = 32,
-    train_size: int | None = None,
-    test_size: int | None = None,
-    test_share: float | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
+    path: Path,
+    size: Positive = 32,
+    train_size: Positive | None = None,
+    test_size: Positive | None = None,
+    test_share: Between | None = None,
+    seed: Seed = 0,
 ) -> Data:
     """Load a folder or zip of images, one folder per class; channels are standardised on the training part.
 
-    Images that are not divided into train/ and test/ are divided here, each class by itself, which the `notes` say.
+    Images that are not divided into train/ and test/ are divided here, class by class, and `notes` says so.
 
     Args:
         path: of the folder or zip, which holds train/<class>/<image> and test/<class>/<image>, or only the former, or
@@ -80,30 +71,26 @@ def images(
         test_size: number of test records.
         test_share: of the images that are divided here, between 0 and 1; 0.2 by default.
         seed: of that division.
-        progress: called with (done, total) while images are decoded.
     """
-    where, source = "load('images')", require_path("images", path, "folder_or.zip")
-    whole(where, "size", size)
-    check_test_share(where, TEST_SHARE if test_share is None else test_share)
-    archive, notes = open_archive(source), []
-    files = _find_split_images(archive) or _find_class_folders(archive)
+    archive, notes = open_archive(path), []
+    files = find_image_files(archive) or _find_class_folders(archive)
     if any(file.purpose == "test" for file in files):
         if test_share is not None:
-            raise BadArgument(str(source), "it is divided into train/ and test/ already", "leave out test_share")
+            raise BadArgument(str(path), "it is divided into train/ and test/ already", "leave out test_share")
     else:
-        share = TEST_SHARE if test_share is None else test_share
-        files = _divide(archive, files, share, whole(where, "seed", seed, 0))
+        files = _divide(archive, files, test_share or TEST_SHARE, seed)
         test = sum(file.purpose == "test" for file in files)
         parts = f"{len(files) - test:,} images for training, {test:,} for testing"
         notes = [f"divided at random within each class: {parts}"]
-    folders = _read_files(archive, files, size, None, progress)
-    found = assemble(source.stem, folders, _statistics(folders.train.pixels), (train_size, test_size))
-    return replace(found, notes=(*notes, *_note_left_out(archive, files)))
+    found = read_files(archive, files, size)
+    scale = _statistics(found.pixels[found.train])
+    data = assemble(path.stem, found, scale, (train_size, test_size))
+    return replace(data, notes=(*notes, *_note_left_out(archive, files)))
 
 
 def assemble(
     name: str,
-    folders: Folders,
+    images: ImageSet,
     scale: tuple[Channels, Channels],
     sizes: tuple[int | None, int | None],
     columns: Arrays | None = None,
@@ -112,39 +99,31 @@ def assemble(
 
     Args:
         name: of the data set.
-        folders: the images.
+        images: of both purposes.
         scale: mean and deviation of each channel.
         sizes: of the subsets for training and testing; None for all records.
-        columns: values for each training image.
+        columns: values for each image.
     """
-    parts, rows = [], []
-    for option, size, part in zip(("train_size", "test_size"), sizes, folders[:2], strict=True):
-        rows.append(choose_subset(f"load of {name!r}", option, part.targets, size))
-        parts.append(_standardise(ImageSet(part.pixels[rows[-1]], part.targets[rows[-1]]), scale))
-    chosen = {column: values[rows[0]] for column, values in (columns or {}).items()}
-    return Data(name, parts[0], parts[1], classes=folders.classes, columns=chosen, scale=scale)
+    where, targets = f"load of {name!r}", images.targets
+    train = images.train[choose_subset(where, "train_size", targets[images.train], sizes[0])]
+    test = images.test[choose_subset(where, "test_size", targets[images.test], sizes[1])]
+    parts = [_standardise(images.pixels[rows], targets[rows], scale) for rows in (train, test)]
+    chosen = {column: values[train] for column, values in (columns or {}).items()}
+    return Data(name, parts[0], parts[1], classes=images.classes, columns=chosen, scale=scale)
 
 
-def read_folders(path: Path, side: int, classes: Sequence[str], progress: Progress | None = None) -> Folders:
-    """Read images of train/ and test/, whose folders must have the names of these classes."""
-    archive = open_archive(path)
-    return _read_files(archive, _find_split_images(archive), side, classes, progress)
-
-
-def _read_files(
-    archive: Archive, files: Sequence[ImageFile], side: int, classes: Sequence[str] | None, progress: Progress | None
-) -> Folders:
+def read_files(archive: Archive, files: Sequence[ImageFile], side: int, classes: Sequence[str] = ()) -> ImageSet:
+    """Decode images; their folders must have the names of these classes, if there are any."""
     found = {purpose: {file.label for file in files if file.purpose == purpose} for purpose in PURPOSES}
     known = tuple(classes or sorted(found["train"]))
-    _check_classes(archive, found, known, complete=classes is not None)
-    index = {label: number for number, label in enumerate(known)}
-    pixels = decode_images(archive, [file.name for file in files], side, progress)
-    targets = np.array([index[file.label] for file in files], dtype=np.int64)
-    train, test = (np.array([file.purpose == purpose for file in files]) for purpose in PURPOSES)
-    return Folders(ImageSet(pixels[train], targets[train]), ImageSet(pixels[test], targets[test]), known)
+    _check_classes(archive, found, known, complete=bool(classes))
+    targets = np.array([known.index(file.label) for file in files], dtype=np.int64)
+    pixels = decode_images(archive, [file.name for file in files], side)
+    train, test = (np.flatnonzero([file.purpose == purpose for file in files]) for purpose in PURPOSES)
+    return ImageSet(pixels, targets, train, test, known)
 
 
-def _find_split_images(archive: Archive) -> list[ImageFile]:
+def find_image_files(archive: Archive) -> list[ImageFile]:
     """Return the files in train/ and test/, wherever these folders are."""
     found = []
     for name in archive.names:
@@ -213,13 +192,13 @@ def _check_classes(archive: Archive, found: dict[str, set[str]], known: tuple[st
         raise BadArgument(str(archive.path), what, fix)
 
 
-def decode_images(archive: Archive, names: Sequence[str], side: int, progress: Progress | None = None) -> Bytes:
+def decode_images(archive: Archive, names: Sequence[str], side: int) -> Bytes:
     """Return members of an archive as (n, 3, side, side) bytes, in the order of `names`; cached."""
     key = (str(archive.path.resolve()), archive.stamp, str(side), *names)
-    return use_cache(key, lambda: {"images": _decode_all(archive, names, side, progress)})["images"]
+    return use_cache(key, lambda: {"images": _decode_all(archive, names, side)})["images"]
 
 
-def _decode_all(archive: Archive, names: Sequence[str], side: int, progress: Progress | None) -> Bytes:
+def _decode_all(archive: Archive, names: Sequence[str], side: int) -> Bytes:
     try:
         import PIL.Image
     except ImportError as error:
@@ -239,8 +218,6 @@ def _decode_all(archive: Archive, names: Sequence[str], side: int, progress: Pro
             if image.size != (side, side):
                 image = image.resize((side, side), PIL.Image.Resampling.BILINEAR)
             pixels[index] = np.asarray(image).transpose(2, 0, 1)
-            if progress and ((index + 1) % _EVERY == 0 or index + 1 == len(names)):
-                progress(index + 1, len(names))
     return pixels
 
 
@@ -261,13 +238,12 @@ def _statistics(pixels: Bytes) -> tuple[Channels, Channels]:
     return tuple(mean.tolist()), tuple(np.where(deviation, deviation, 1.0).tolist())
 
 
-def _standardise(part: ImageSet, scale: tuple[Channels, Channels]) -> Part:
+def _standardise(pixels: Bytes, targets: Indices, scale: tuple[Channels, Channels]) -> DataPart:
     """Return bytes as float32, standardised by mean and deviation of each channel in [0, 1]."""
     mean, deviation = (torch.tensor([255 * channel for channel in own]).view(3, 1, 1) for own in scale)
-    with _reserve(part.pixels.shape, 4):
-        inputs = torch.from_numpy(np.ascontiguousarray(part.pixels)).to(torch.float32)
-    targets = torch.from_numpy(np.ascontiguousarray(part.targets, dtype=np.int64))
-    return Part(inputs.sub_(mean).div_(deviation), targets)
+    with _reserve(pixels.shape, 4):
+        inputs = torch.from_numpy(np.ascontiguousarray(pixels)).to(torch.float32)
+    return DataPart(inputs.sub_(mean).div_(deviation), torch.from_numpy(targets))
 
 
 def use_cache(key: tuple[str, ...], build: Callable[[], Arrays]) -> Arrays:

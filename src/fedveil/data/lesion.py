@@ -1,41 +1,30 @@
 """HAM10000 (Tschandl, Rosendahl, Kittler 2018): dermatoscopic images of seven kinds of skin lesion, at 64 x 64."""
 
 from pathlib import Path, PurePosixPath
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from fedveil.data.archives import Archive, open_archive
-from fedveil.data.catalogue import About, dataset, find_files
-from fedveil.data.dataset import Data, Progress
-from fedveil.data.images import Folders, ImageSet, assemble, decode_images
+from fedveil.data.catalogue import METADATA, Positive
+from fedveil.data.dataset import Data
+from fedveil.data.images import ImageSet, assemble, decode_images
 from fedveil.data.splits import divide_groups
 from fedveil.data.tables import CsvTable, parse_table, read_table
 from fedveil.errors import BadArgument
 
 SIDE = 64
+Side = Annotated[int, Field(ge=8, le=SIDE)]
 CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
-METADATA = "HAM10000_metadata.csv"
 MEAN = (0.7630, 0.5456, 0.5700)
 DEVIATION = (0.1409, 0.1526, 0.1700)
 COLUMNS = ("dx_type", "sex", "localization")
 _SUFFIXES = {".jpg", ".jpeg", ".png"}
-_ABOUT = About(
-    "HAM10000: skin lesions at 64 x 64, 7 classes",
-    "Tschandl, Rosendahl, Kittler 2018; Harvard Dataverse, https://doi.org/10.7910/DVN/DBW86T",
-    "Creative Commons, not for commercial use",
-    files=("./*.jpg", "./*/*.jpg", "*.zip", f"./{METADATA}"),
-    wanted=f"the HAM10000 images, in a folder or a zip, with {METADATA}",
-)
 
 
-@dataset("lesion", _ABOUT)
 def lesion(
-    *,
-    path: Path | None = None,
-    train_size: int | None = None,
-    test_size: int | None = None,
-    size: int = SIDE,
-    progress: Progress | None = None,
+    *, path: Path, train_size: Positive | None = None, test_size: Positive | None = None, size: Side = SIDE
 ) -> Data:
     """Load HAM10000: up to 10,015 images of skin lesions, seven classes, 80:20; no lesion is in both parts.
 
@@ -46,22 +35,19 @@ def lesion(
         train_size: number of training records, each class in proportion; all by default.
         test_size: number of test records.
         size: sides of the images, 64 as in the paper or less.
-        progress: called with (done, total) while images are decoded.
     """
-    if not 8 <= size <= SIDE:
-        raise BadArgument("load('lesion')", f"size must be from 8 to {SIDE}, got {size}", f"use size={SIDE}")
-    archive = open_archive(find_files("lesion", path))
+    archive = open_archive(path)
     table = _metadata(archive)
     names, rows = _match_images(archive, table)
     targets = table.codes("dx", CLASSES)[rows]
-    _, lesions = np.unique(np.array(table.columns["lesion_id"])[rows], return_inverse=True)
+    _, lesions = np.unique(table.columns["lesion_id"][rows], return_inverse=True)
     train, test = divide_groups(lesions, 0.8)
     if not (len(train) and len(test)):
         raise BadArgument(str(archive.path), f"{len(rows)} images leave a part empty", "use more images")
-    pixels = decode_images(archive, names, size, progress)
-    columns = {column: np.array(table.columns[column])[rows][train] for column in COLUMNS}
-    folders = Folders(ImageSet(pixels[train], targets[train]), ImageSet(pixels[test], targets[test]), CLASSES)
-    return assemble("lesion", folders, (MEAN, DEVIATION), (train_size, test_size), columns)
+    pixels = decode_images(archive, names, size)
+    columns = {column: table.columns[column][rows] for column in COLUMNS}
+    images = ImageSet(pixels, targets, train, test, CLASSES)
+    return assemble("lesion", images, (MEAN, DEVIATION), (train_size, test_size), columns)
 
 
 def _metadata(archive: Archive) -> CsvTable:
@@ -93,8 +79,7 @@ def _match_images(archive: Archive, table: CsvTable) -> tuple[list[str], list[in
     for name in names:
         image = PurePosixPath(name).stem
         if image not in row_of:
-            raise BadArgument(
-                archive.where(name), f"{METADATA} has no image {image!r}", "remove it, or correct the table"
-            )
+            fix = "remove it, or correct the table"
+            raise BadArgument(archive.where(name), f"{METADATA} has no image {image!r}", fix)
         rows.append(row_of[image])
     return names, rows

@@ -1,8 +1,8 @@
-"""Seeded divisions of records: among clients, into training and test, and subsets with all classes in proportion."""
+"""Divisions of records: among clients, into training and test, subsets in proportion, and subsets of some classes."""
 
+import dataclasses
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,79 +10,16 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedveil.checks import number, one_of, positive, whole
-from fedveil.data.dataset import Data
+from fedveil.checks import check_choice, check_count, check_positive
+from fedveil.data.dataset import Data, DataPart
 from fedveil.errors import BadArgument
 
 Indices = NDArray[np.int64]
+HALVES = ("first-half", "second-half")
+LABELS = "use class indices such as 0-4 or 1,3,5, or first-half, or second-half"
+WAYS = ("iid", "dirichlet", "column")
 DRAWS = 100  # of a Dirichlet division before a client without records is an error
 SEED = 20220  # of every division that belongs to a data set
-
-
-class _Request(NamedTuple):
-    data: Data
-    clients: int
-    alpha: float
-    column: str | None
-
-
-def _iid(request: _Request, rng: Generator) -> list[Indices]:
-    """Divide records at random into shares that differ by one record at most."""
-    return list(np.array_split(rng.permutation(len(request.data.train.targets)), request.clients))
-
-
-def _draw_dirichlet(groups: list[Indices], request: _Request, rng: Generator) -> list[Indices]:
-    """Cut each class in proportions drawn for it; return [] if numpy cannot draw for so extreme an alpha."""
-    shares: list[list[Indices]] = [[] for _ in range(request.clients)]
-    for records in groups:
-        proportions = rng.dirichlet(np.full(request.clients, request.alpha))
-        if not math.isclose(proportions.sum(), 1.0, rel_tol=1e-6):
-            return []
-        cuts = np.rint(np.cumsum(proportions)[:-1] * len(records)).astype(np.int64)
-        for share, piece in zip(shares, np.split(rng.permutation(records), cuts), strict=True):
-            share.append(piece)
-    return [np.concatenate(share) for share in shares]
-
-
-def _dirichlet(request: _Request, rng: Generator) -> list[Indices]:
-    """Give clients different frequencies of classes: the smaller alpha, the more different."""
-    data, alpha, clients = request.data, request.alpha, request.clients
-    if not data.classes or data.train.targets.dim() > 1:
-        has = "has one at each position" if data.classes else "is a regression"
-        what = f"a Dirichlet split needs one class per record, and {data.name!r} {has}"
-        raise BadArgument("split", what, 'use how="iid" or how="column"')
-    positive("split", "alpha", alpha, "use 0.5, which is usual; 100 is nearly iid")
-    targets = data.train.targets.numpy()
-    groups = [np.flatnonzero(targets == label) for label in range(len(data.classes))]
-    for _ in range(DRAWS):
-        shares = _draw_dirichlet(groups, request, rng)
-        if shares and all(len(share) for share in shares):
-            return shares
-    what = f"in {DRAWS} draws with alpha={alpha} some of {clients} clients always got no record"
-    raise BadArgument("split", what, "use a larger alpha or fewer clients")
-
-
-def _column(request: _Request, rng: Generator) -> list[Indices]:
-    """Keep records with one value at one client; the largest group goes to the smallest client so far."""
-    data, clients = request.data, request.clients
-    if request.column is None:
-        named = ", ".join(repr(name) for name in sorted(data.columns))
-        fix = f"set column= to one of {named}" if named else f"use 'iid' or 'dirichlet': {data.name!r} has no columns"
-        raise BadArgument("split", 'how="column" needs a column', fix)
-    column = one_of(f"split of {data.name!r}", "column", request.column, data.columns)
-    values, group_of = np.unique(np.asarray(data.columns[column]), return_inverse=True)
-    if clients > len(values):
-        what = f"{clients} clients, but column {column!r} has {len(values)} values and none is divided"
-        raise BadArgument("split", what, f"use --clients {len(values)} (in Python clients={len(values)}), or fewer")
-    groups = sorted((np.flatnonzero(group_of == g) for g in range(len(values))), key=len, reverse=True)
-    shares: list[list[Indices]] = [[] for _ in range(clients)]
-    for records in groups:
-        min(shares, key=lambda share: sum(map(len, share))).append(records)
-    return [np.concatenate(share) for share in shares]
-
-
-_WAYS: dict[str, Callable[[_Request, Generator], list[Indices]]]
-_WAYS = {"iid": _iid, "dirichlet": _dirichlet, "column": _column}
 
 
 def split(
@@ -103,7 +40,7 @@ def split(
         For each client an int64 tensor of indices into `data.train`, in random order.
 
     Raises:
-        BadArgument: the division asked for does not exist.
+        BadArgument: there is no such division.
 
     Guarantees: every record belongs to one client, and no client is empty
       (test_every_record_belongs_to_one_client_and_no_client_is_empty).
@@ -113,23 +50,70 @@ def split(
         >>> [len(share) for share in split(load("digits"), 4)]
         [360, 360, 359, 359]
     """
-    way = _WAYS[one_of("split", "way to split, how =", how, _WAYS)]
+    check_choice("split", "way to split, how =", how, WAYS)
     records = len(data.train.targets)
-    whole("split", "seed", seed, 0)
-    if whole("split", "clients", clients, 1) > records:
+    check_count("split", "seed", seed, 0)
+    if check_count("split", "clients", clients, 1) > records:
         raise BadArgument("split", f"{clients} clients for {records} records", f"use at most {records} clients")
     if column is not None and how != "column":
-        raise BadArgument("split", f'column={column!r} means nothing to how="{how}"', 'use how="column"')
+        raise BadArgument("split", f'column={column!r} has no meaning for how="{how}"', 'use how="column"')
     rng = np.random.default_rng(seed)
-    shares = way(_Request(data, clients, alpha, column), rng)
+    if how == "iid":
+        shares = np.array_split(rng.permutation(records), clients)
+    elif how == "dirichlet":
+        shares = _split_classes(data, clients, alpha, rng)
+    else:
+        shares = _split_values(data, clients, column)
     # in random order, so that batches cut from a share are mixed
     return [torch.from_numpy(rng.permutation(share).astype(np.int64)) for share in shares]
 
 
-def check_test_share(where: str, share: object) -> None:
-    """Refuse a share of test records that is not between 0 and 1."""
-    if not number(share) or not 0 < share < 1:
-        raise BadArgument(where, f"test_share is {share}", "use a number between 0 and 1")
+def _split_classes(data: Data, clients: int, alpha: float, rng: Generator) -> list[Indices]:
+    """Give clients different frequencies of classes: the smaller alpha, the more different."""
+    if not data.classes or data.train.targets.dim() > 1:
+        has = "has one at each position" if data.classes else "is a regression"
+        what = f"a Dirichlet split needs one class per record, and {data.name!r} {has}"
+        raise BadArgument("split", what, 'use how="iid" or how="column"')
+    check_positive("split", "alpha", alpha, "use 0.5, which is usual; 100 is nearly iid")
+    targets = data.train.targets.numpy()
+    groups = [np.flatnonzero(targets == label) for label in range(len(data.classes))]
+    for _ in range(DRAWS):
+        shares = _draw_dirichlet(groups, clients, alpha, rng)
+        if shares and all(len(share) for share in shares):
+            return shares
+    what = f"in {DRAWS} draws with alpha={alpha} some of {clients} clients always got no record"
+    raise BadArgument("split", what, "use a larger alpha or fewer clients")
+
+
+def _draw_dirichlet(groups: list[Indices], clients: int, alpha: float, rng: Generator) -> list[Indices]:
+    """Cut each class in proportions drawn for it; return [] if alpha is too extreme for NumPy."""
+    shares: list[list[Indices]] = [[] for _ in range(clients)]
+    for records in groups:
+        proportions = rng.dirichlet(np.full(clients, alpha))
+        if not math.isclose(proportions.sum(), 1.0, rel_tol=1e-6):
+            return []
+        cuts = np.rint(np.cumsum(proportions)[:-1] * len(records)).astype(np.int64)
+        for share, piece in zip(shares, np.split(rng.permutation(records), cuts), strict=True):
+            share.append(piece)
+    return [np.concatenate(share) for share in shares]
+
+
+def _split_values(data: Data, clients: int, column: str | None) -> list[Indices]:
+    """Keep records with one value at one client; the largest group goes to the smallest client so far."""
+    if column is None:
+        named = ", ".join(repr(name) for name in sorted(data.columns))
+        fix = f"set column= to one of {named}" if named else f"use 'iid' or 'dirichlet': {data.name!r} has no columns"
+        raise BadArgument("split", 'how="column" needs a column', fix)
+    check_choice(f"split of {data.name!r}", "column", column, data.columns)
+    values, group_of = np.unique(np.asarray(data.columns[column]), return_inverse=True)
+    if clients > len(values):
+        what = f"{clients} clients, but column {column!r} has {len(values)} values and none is divided"
+        raise BadArgument("split", what, f"use --clients {len(values)} (in Python clients={len(values)}), or fewer")
+    groups = sorted((np.flatnonzero(group_of == g) for g in range(len(values))), key=len, reverse=True)
+    shares: list[list[Indices]] = [[] for _ in range(clients)]
+    for records in groups:
+        min(shares, key=lambda share: sum(map(len, share))).append(records)
+    return [np.concatenate(share) for share in shares]
 
 
 def divide(records: int, shares: tuple[float, ...], seed: int = SEED) -> list[Indices]:
@@ -171,7 +155,7 @@ def choose_subset(where: str, option: str, targets: Indices, size: int | None) -
     order = rng.permutation(len(targets))
     if size is None:
         return order
-    if whole(where, option, size, 1) > len(targets):
+    if size > len(targets):
         raise BadArgument(where, f"{option} is {size}, there are {len(targets)} records", f"use at most {len(targets)}")
     counts = np.bincount(targets)
     exact = counts * (size / len(targets))
@@ -179,3 +163,68 @@ def choose_subset(where: str, option: str, targets: Indices, size: int | None) -
     quota[np.argsort(quota - exact, kind="stable")[: size - int(quota.sum())]] += 1  # the largest remainders
     chosen = [order[targets[order] == label][:count] for label, count in enumerate(quota)]
     return rng.permutation(np.concatenate(chosen))
+
+
+def parse_labels(text: str, classes: int) -> tuple[int, ...]:
+    """Return the class indices that a text names, in increasing order.
+
+    Of an odd number of classes the first half is the smaller one.
+
+    >>> parse_labels("0-2,7", 10), parse_labels("first-half", 7)
+    ((0, 1, 2, 7), (0, 1, 2))
+    """
+    middle = classes // 2
+    if text in HALVES:
+        return tuple(range(middle) if text == HALVES[0] else range(middle, classes))
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise BadArgument("labels", f"{part.strip()!r} of {text!r} names no classes", LABELS)
+        low, high = int(first), int(last or first)
+        if not low <= high < classes:
+            what = f"{part.strip()!r} is not a class or a range of classes: there are {classes}, from 0"
+            raise BadArgument("labels", what, LABELS)
+        found |= set(range(low, high + 1))
+    return tuple(sorted(found))
+
+
+def other_labels(labels: Sequence[int], classes: int) -> tuple[int, ...]:
+    """Return the classes that are not among `labels`."""
+    return tuple(label for label in range(classes) if label not in labels)
+
+
+def keep_labels(data: Data, labels: Sequence[int]) -> Data:
+    """Return the records of some classes, in their order; the class `labels[k]` becomes class k.
+
+    Guarantees: a record keeps its input, the name of its class and its columns
+      (test_kept_records_keep_their_input_their_name_and_their_columns).
+
+    Raises:
+        BadArgument: the data set has no classes, or a part has no record of these.
+    """
+    if not data.classes:
+        raise BadArgument("labels", f"{data.name!r} is a regression and has no classes", "use a data set with classes")
+    if data.train.targets.dim() > 1:
+        what = f"records of {data.name!r} have a class at each position"
+        raise BadArgument("labels", what, "use data with one class per record")
+    rows = np.isin(data.train.targets.numpy(), labels)
+    return dataclasses.replace(
+        data,
+        train=_with_labels(data, data.train, labels),
+        test=_with_labels(data, data.test, labels),
+        validation=None if data.validation is None else _with_labels(data, data.validation, labels),
+        classes=tuple(data.classes[label] for label in labels),
+        columns={name: values[rows] for name, values in data.columns.items()},
+    )
+
+
+def _with_labels(data: Data, part: DataPart, labels: Sequence[int]) -> DataPart:
+    numbers = part.targets.new_full((len(data.classes),), -1)
+    numbers[list(labels)] = torch.arange(len(labels))
+    renumbered = numbers[part.targets]
+    if not (renumbered >= 0).any():
+        names = ", ".join(data.classes[label] for label in labels)
+        what = f"a part of {data.name!r} has no record of {names}"
+        raise BadArgument("labels", what, "choose other classes, or use more records")
+    return DataPart(part.inputs, renumbered).take(renumbered >= 0)

@@ -1,13 +1,14 @@
-"""CSV files as tables of cells, read with line numbers so that errors can name the line."""
+"""CSV files as tables of cells, with line numbers for errors; missing cells are refused, dropped or filled in."""
 
 import csv
 import io
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +16,26 @@ from numpy.typing import NDArray
 from fedveil.data.catalogue import require_regular, shorten
 from fedveil.errors import BadArgument
 
-TASKS = ("classification", "regression")
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
 DELIMITERS = (",", ";", "\t", "|")  # that are recognised
-_AS_UTF8 = "save it as UTF-8, or convert it: iconv -f latin1 -t utf-8 old.csv > new.csv"
+WORDS = ("", "na", "n/a", "#n/a", "<na>", "nan", "null", "?")  # a cell that is one of these is missing, in any case
+AMONG_NUMBERS = (*WORDS, "none")  # among words, "None" may be an answer like any other
+CATEGORY = "missing"  # that replaces missing words
 LARGEST = 1e150  # number that can be standardised: squares of larger ones overflow
+_AS_UTF8 = "save it as UTF-8, or convert it: iconv -f latin1 -t utf-8 old.csv > new.csv"
+
+Masks = dict[str, NDArray[np.bool_]]
+"""For each column, which of its cells are missing."""
+
+
+class Column(NamedTuple):
+    """A column of numbers or of words: the values that count as missing, and those that are words otherwise."""
+
+    name: str
+    numeric: bool
+    gaps: frozenset[str]
+    words: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -26,8 +43,8 @@ class CsvTable:
     """Cells of a CSV file by column, and the line each row ends on."""
 
     path: str
-    columns: dict[str, tuple[str, ...]]
-    lines: tuple[int, ...]
+    columns: dict[str, NDArray[np.object_]]
+    lines: Indices
     delimiter: str = ","
     decimal: str = "."
 
@@ -38,6 +55,10 @@ class CsvTable:
         """Raise an error about one cell."""
         raise BadArgument(f"{self.path}, line {self.lines[row]}, column {column!r}", what, fix)
 
+    def refuse_column(self, column: str, what: str, fix: str) -> NoReturn:
+        """Raise an error about a column."""
+        raise BadArgument(f"{self.path}, column {column!r}", what, fix)
+
     def need(self, wanted: Sequence[str]) -> None:
         """Refuse a table that lacks a column."""
         missing = [column for column in wanted if column not in self.columns]
@@ -45,7 +66,7 @@ class CsvTable:
             what = f"no column {shorten(missing)}; found {shorten(self.columns, 8)}"
             raise BadArgument(f"{self.path}, line 1", what, "correct the header or the delimiter")
 
-    def numbers(self, column: str) -> NDArray[np.float64]:
+    def numbers(self, column: str) -> Floats:
         """Return a numeric column; refuse any other cell."""
         values = [number(cell, self.decimal) for cell in self.columns[column]]
         for row, value in enumerate(values):
@@ -53,30 +74,30 @@ class CsvTable:
                 self.refuse(row, column, f"{self.columns[column][row]!r} is not a number", "correct the cell")
         return np.array(values, dtype=np.float64)
 
-    def take(self, rows: NDArray[np.int64]) -> "CsvTable":
+    def take(self, rows: Indices) -> "CsvTable":
         """Return some of the rows."""
-        columns = {name: tuple(cells[row] for row in rows) for name, cells in self.columns.items()}
-        return replace(self, columns=columns, lines=tuple(self.lines[row] for row in rows))
+        columns = {name: cells[rows] for name, cells in self.columns.items()}
+        return replace(self, columns=columns, lines=self.lines[rows])
 
     def replace_cells(self, column: str, values: Mapping[str, str]) -> "CsvTable":
         """Return the table with other values for some cells of a column."""
-        cells = tuple(values.get(cell, cell) for cell in self.columns[column])
+        cells = np.array([values.get(cell, cell) for cell in self.columns[column]], dtype=object)
         return replace(self, columns=self.columns | {column: cells})
 
-    def standardise(self, columns: Sequence[str], train: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return numeric columns, standardised on the training rows; refuse a cell that is too large for float32."""
+    def standardise(self, columns: Sequence[str], train: Indices) -> tuple[Floats, Floats, Floats]:
+        """Standardise numeric columns as `standardise` does; refuse a cell that is too large for float32."""
         values = np.stack([self.numbers(column) for column in columns], 1)
         self._refuse_first(np.abs(values) > LARGEST, columns)
-        found = standardise(values, train)
+        found, mean, deviation = standardise(values, train)
         self._refuse_first(np.abs(found) > np.finfo(np.float32).max, columns)
-        return found
+        return found, mean, deviation
 
     def _refuse_first(self, bad: NDArray[np.bool_], columns: Sequence[str]) -> None:
         for row, index in np.argwhere(bad)[:1].tolist():
             cell = self.columns[columns[index]][row]
             self.refuse(row, columns[index], f"{cell[:40]!r} is too large to be standardised", "correct the cell")
 
-    def codes(self, column: str, categories: Sequence[str]) -> NDArray[np.int64]:
+    def codes(self, column: str, categories: Sequence[str]) -> Indices:
         """Return the indices in `categories` of the cells of a column; refuse any other cell."""
         codes = {category: index for index, category in enumerate(categories)}
         for row, cell in enumerate(self.columns[column]):
@@ -84,7 +105,7 @@ class CsvTable:
                 self.refuse(row, column, f"{cell!r} is not a known value", f"use one of {shorten(categories, 20)}")
         return np.array([codes[cell] for cell in self.columns[column]], dtype=np.int64)
 
-    def one_hot(self, column: str, categories: Sequence[str]) -> NDArray[np.float64]:
+    def one_hot(self, column: str, categories: Sequence[str]) -> Floats:
         """Return a column of categories as one column of 0 and 1 for each of them."""
         return np.eye(len(categories))[self.codes(column, categories)]
 
@@ -95,6 +116,87 @@ class CsvTable:
         if all(size is not None for size in sizes):
             values = [value for _, value in sorted(zip(sizes, values, strict=True))]
         return tuple(values)
+
+    def inspect(self, name: str, as_words: bool = False) -> Column:
+        """Find out whether a column holds numbers; in one that is taken as words, only the empty cell is missing."""
+        values = set(self.columns[name])
+        words = {value: value.strip().lower() for value in values if as_words or number(value, self.decimal) is None}
+        numeric = not as_words and all(word in AMONG_NUMBERS for word in words.values())
+        missing = ("",) if as_words else AMONG_NUMBERS if numeric else WORDS
+        gaps = frozenset(value for value, word in words.items() if word in missing)
+        if values == gaps:
+            fix = f"use {flag('ignore', name)}, or another target if it is the target"
+            self.refuse_column(name, "every cell is missing", fix)
+        return Column(name, numeric, gaps, frozenset(words) - gaps)
+
+    def drop_missing(
+        self, inputs: Sequence[Column], target: Column, missing: str, notes: list[str]
+    ) -> "tuple[CsvTable, dict[str, int]]":
+        """Return the rows that stay, and how many cells of each input are missing in them."""
+        columns = {column.name: column for column in (*inputs, target) if column.gaps}
+        masks = {name: np.isin(self.columns[name], list(column.gaps)) for name, column in columns.items()}
+        if masks and missing == "refuse":
+            self._refuse_missing(masks, columns)
+        lost, records = masks.pop(target.name, np.zeros(len(self), dtype=np.bool_)), f"{len(self):,} records"
+        if lost.any():
+            notes.append(f"left out without a target: {int(lost.sum()):,} of {records}")
+        masks = {name: mask & ~lost for name, mask in masks.items() if (mask & ~lost).any()}
+        if missing == "drop" and masks:
+            incomplete = np.any(list(masks.values()), 0)
+            notes.append(f"left out for missing cells ({_counts(masks)}): {int(incomplete.sum()):,} of {records}")
+            lost = lost | incomplete
+            if lost.all():
+                fix = f"use {flag('missing', 'impute')}, or ignore the columns with most of them"
+                raise BadArgument(self.path, f"every record has missing cells ({_counts(masks)})", fix)
+            masks = {}
+        return self.take(np.flatnonzero(~lost)), {name: int(mask.sum()) for name, mask in masks.items()}
+
+    def _refuse_missing(self, masks: Masks, columns: Mapping[str, Column]) -> NoReturn:
+        """Name the first missing cell, count them all, and list the options."""
+        name = min(masks, key=lambda column: int(masks[column].argmax()))
+        row, every = int(masks[name].argmax()), np.stack(list(masks.values()))
+        cell = self.columns[name][row]
+        what = f"{cell!r} means missing" if cell.strip() else "the cell is empty"
+        what += f". {int(every.any(0).sum()):,} of {len(self):,} records have missing cells: {int(every.sum()):,} in "
+        what += f"{len(masks)} column{'s' * (len(masks) > 1)} ({_counts(masks)})"
+        fix = "use --missing drop to leave these records out, or --missing impute to fill the cells in"
+        fix += ' (in Python missing="drop" or missing="impute")'
+        if cell.strip() and not columns[name].numeric:
+            fix += f"; use {flag('categorical', name)} if {cell!r} is a value like any other"
+        self.refuse(row, name, what, fix)
+
+    def impute(
+        self, inputs: Sequence[Column], counts: Mapping[str, int], train: Indices, notes: list[str]
+    ) -> "CsvTable":
+        """Return the table with missing cells filled in: the median of the training rows, or a category for them."""
+        table, changes = self, []
+        for column in (column for column in inputs if column.name in counts):
+            value, shown = CATEGORY, f"the category {CATEGORY!r}"
+            if column.numeric:
+                cells = self.columns[column.name][train]
+                known = [size for cell in cells if (size := number(cell, self.decimal)) is not None]
+                if not known:
+                    fix = f"use {flag('ignore', column.name)}"
+                    self.refuse_column(column.name, "every cell of the training part is missing", fix)
+                median = float(np.median(known))
+                value, shown = repr(median).replace(".", self.decimal), f"the median {median:.4g}"
+            table = table.replace_cells(column.name, dict.fromkeys(column.gaps, value))
+            changes.append(f"{column.name}: {counts[column.name]:,} with {shown}")
+        if changes:
+            notes.append(f"filled in {sum(counts.values()):,} missing cells ({shorten(changes)})")
+        return table
+
+
+def _counts(masks: Masks) -> str:
+    """Return columns with the number of their missing cells, largest first."""
+    most = sorted(masks.items(), key=lambda item: -int(item[1].sum()))
+    return shorten(f"{name}: {int(mask.sum()):,}" for name, mask in most)
+
+
+def flag(option: str, value: str) -> str:
+    """Return an option with a value, for users of the command line and of Python."""
+    python = f'["{value}"]' if option in ("ignore", "categorical") else f'"{value}"'
+    return f"--{option} {shlex.quote(value)} (in Python {option}={python})"
 
 
 def read_table(path: Path, delimiter: str | None = ",", decimal: str = ".") -> CsvTable:
@@ -120,7 +222,7 @@ def parse_table(path: str, content: bytes, delimiter: str | None = ",", decimal:
         fix = f"look for an unclosed quote or a delimiter that is not {delimiter!r}, or fetch the file again"
         raise BadArgument(f"{path}, line {reader.line_num}", f"not CSV: {error}", fix) from error
     columns = _read_columns(path, rows, delimiter)
-    return CsvTable(path, columns, tuple(line for _, line in rows[1:]), delimiter, decimal)
+    return CsvTable(path, columns, np.array([line for _, line in rows[1:]]), delimiter, decimal)
 
 
 def find_delimiter(text: str) -> str:
@@ -140,7 +242,7 @@ def find_delimiter(text: str) -> str:
     return max(DELIMITERS, key=columns)
 
 
-def _read_columns(path: str, rows: list[tuple[list[str], int]], delimiter: str) -> dict[str, tuple[str, ...]]:
+def _read_columns(path: str, rows: list[tuple[list[str], int]], delimiter: str) -> dict[str, NDArray[np.object_]]:
     """Return columns from rows, each with its line; columns without a name are named as pandas names them."""
     if not rows:
         raise BadArgument(path, "the file is empty", "use a CSV file with a header")
@@ -156,7 +258,7 @@ def _read_columns(path: str, rows: list[tuple[list[str], int]], delimiter: str) 
             what = f"{len(row)} fields, the header has {len(header)}"
             fix = f"correct the line, or name the delimiter if it is not {delimiter!r}"
             raise BadArgument(f"{path}, line {line}", what, fix)
-    return dict(zip(header, zip(*(row for row, _ in rows[1:]), strict=True), strict=True))
+    return dict(zip(header, np.array([row for row, _ in rows[1:]], dtype=object).T, strict=True))
 
 
 def number(cell: str, decimal: str = ".") -> float | None:
@@ -174,15 +276,11 @@ def number(cell: str, decimal: str = ".") -> float | None:
     return value if math.isfinite(value) and "_" not in cell else None
 
 
-def moments(values: NDArray[np.float64], train: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return mean and deviation of columns over the training rows; a deviation of 0 becomes 1."""
+def standardise(values: Floats, train: Indices) -> tuple[Floats, Floats, Floats]:
+    """Return columns with mean 0 and deviation 1 over the training rows, and their mean and deviation there.
+
+    A column that is constant in the training rows is only shifted: its deviation counts as 1.
+    """
     mean, deviation = values[train].mean(0), values[train].std(0)
-    flat = deviation <= 1e-12 * np.maximum(1.0, np.abs(mean))
-    return mean, np.where(flat, 1.0, deviation)
-
-
-def standardise(values: NDArray[np.float64], train: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return columns with mean 0 and deviation 1 over the training rows; one that is constant there becomes 0 there."""
-    mean, deviation = moments(values, train)
-    found: NDArray[np.float64] = (values - mean) / deviation
-    return found
+    deviation = np.where(deviation <= 1e-12 * np.maximum(1.0, np.abs(mean)), 1.0, deviation)
+    return (values - mean) / deviation, mean, deviation

@@ -4,6 +4,10 @@ from typing import TYPE_CHECKING
 
 from fedveil.lookup import lazily
 
+__all__ = ["DBCL", "PPDL", "SPN", "Plain", "Private", "Veil"]  # each in the module of its name
+_HOMES = {name: name.lower() for name in __all__}
+__all__ += ["Codec", "Defence", "DefenceClient", "DefenceRound", "DefenceServer", "Ranges", "Samples"]
+
 if TYPE_CHECKING:
     from fedveil.defences.dbcl import DBCL
     from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Ranges, Samples
@@ -13,22 +17,4 @@ if TYPE_CHECKING:
     from fedveil.defences.spn import SPN
     from fedveil.defences.veil import Veil
 else:
-    _HOMES = {name: name.lower() for name in ("DBCL", "PPDL", "SPN", "Plain", "Private", "Veil")}
-    _INTERFACE = ("Codec", "Defence", "DefenceClient", "DefenceRound", "DefenceServer", "Ranges", "Samples")
-    __getattr__ = lazily(__name__, _HOMES | dict.fromkeys(_INTERFACE, "interface"))
-
-__all__ = [
-    "DBCL",
-    "PPDL",
-    "SPN",
-    "Codec",
-    "Defence",
-    "DefenceClient",
-    "DefenceRound",
-    "DefenceServer",
-    "Plain",
-    "Private",
-    "Ranges",
-    "Samples",
-    "Veil",
-]
+    __getattr__ = lazily(__name__, {name: _HOMES.get(name, "interface") for name in __all__})

@@ -12,8 +12,8 @@ from fedveil.errors import NonFiniteUpdate
 def clip_vector(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Tensor, float, bool]:
     """Return a float64 vector with norm at most `clip`, that norm, and whether it was clipped.
 
-    The norm is bounded in exact arithmetic: the slack is what rounding may add to a norm of that many numbers and to
-    their product with a factor. Scaling by the largest number first keeps squares from overflowing.
+    The norm is bounded in exact arithmetic: the slack is the most that rounding can add to the norm of such a vector
+    and to its product with a factor. Scaling by the largest number first keeps squares from overflowing.
     """
     largest = float(flat.abs().max()) if len(flat) else 0.0
     if not math.isfinite(largest):

@@ -13,35 +13,26 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedveil.checks import whole
-from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Samples, State
-from fedveil.defences.plain import (
-    PlainClient,
-    PlainUpdate,
-    accumulate,
-    average,
-    count_bytes,
-    decode_gradients,
-    encode_model,
-    fill_model,
-    trainable_tensors,
-)
+from fedveil.checks import check_count
+from fedveil.defences import encoding
+from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Samples
+from fedveil.defences.plain import PlainClient, PlainUpdate, accumulate, average
+from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument, ModelMismatch, StaleUpdate
-from fedveil.graph.inputs import Inputs, call, calls_of
+from fedveil.graph.inputs import Inputs, call, record_calls
 from fedveil.scheme import Aggregate, Loss
-from fedveil.wire import Packed, Tensors, Values, add_prefix, checked
+from fedveil.wire import Packed, Tensors, Values, check_fields
 
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """S as the list of its entries that are not 0."""
+    """S, as a list of its entries that are not 0."""
 
     inputs: Tensor  # (q, s): which of the n inputs goes into which bucket; those that are not there are dropped
     signs: Tensor  # (q, s): 1 or -1 for each
@@ -49,14 +40,14 @@ class Sketch:
 
     @classmethod
     def draw(cls, fan_in: int, q: int, chance: np.random.Generator) -> "Sketch":
-        """A uniform permutation, cut into buckets, and independent signs; the fan_in mod q inputs left are dropped."""
+        """Draw a uniform permutation, cut into buckets, and independent signs; fan_in mod q inputs are dropped."""
         shape = q, fan_in // q
         inputs = chance.permutation(fan_in)[: shape[0] * shape[1]].reshape(shape)
         signs = 1.0 - 2.0 * chance.integers(0, 2, shape)
         return cls(torch.from_numpy(inputs), torch.from_numpy(signs), fan_in)
 
     def to(self, like: Tensor) -> "Sketch":
-        """Move it to the device and dtype of `like`."""
+        """Return the sketch on the device and in the dtype of `like`."""
         return self.map(lambda tensor: tensor.to(like) if tensor.is_floating_point() else tensor.to(like.device))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Sketch":
@@ -64,12 +55,12 @@ class Sketch:
         return Sketch(change(self.inputs), change(self.signs), self.fan_in)
 
     def down(self, rows: Tensor) -> Tensor:
-        """X S: (..., n) to (..., s)."""
+        """Return X S: (..., n) to (..., s)."""
         taken = rows.index_select(-1, self.inputs.flatten()) * self.signs.flatten()
         return taken.reshape(*rows.shape[:-1], *self.inputs.shape).sum(-2)
 
     def up(self, rows: Tensor) -> Tensor:
-        """C S^T: (..., s) to (..., n), with 0 for the inputs that were dropped."""
+        """Return C S^T: (..., s) to (..., n), with 0 for the inputs that were dropped."""
         spread = (rows.unsqueeze(-2) * self.signs).flatten(-2)
         return rows.new_zeros((*rows.shape[:-1], self.fan_in)).index_copy(-1, self.inputs.flatten(), spread)
 
@@ -89,7 +80,7 @@ class SketchedLayer(nn.Module):
         self.training = layer.training
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SketchedLayer":
-        """Take S along wherever the module goes. It is no buffer: clients do not send it back."""
+        """Move S with the module. It is not a buffer, because clients do not send it back."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.sketch = self.sketch.map(fn)
         return self
@@ -99,15 +90,15 @@ class SketchedLinear(SketchedLayer):
     """(X S) W~^T + b."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The batch is sketched."""
+        """Sketch the batch, and apply the small weight."""
         return F.linear(self.sketch.down(x), self.weight, self.bias)
 
 
 class SketchedConv2d(SketchedLayer):
     """The same over the patches of an image.
 
-    Computed as a convolution with W~ S^T, which clients can form from what they have: (U S) W~^T = U (W~ S^T)^T for
-    the unfolded patches U. To sketch U itself takes 2 to 6 times as long (measured, docs/defences/dbcl.md).
+    Computed as a convolution with W~ S^T, which clients can compute: (U S) W~^T = U (W~ S^T)^T for the unfolded
+    patches U. Sketching U itself takes 2 to 6 times as long (measured, docs/defences/dbcl.md).
     """
 
     def __init__(self, layer: nn.Conv2d, sketch: Sketch) -> None:
@@ -117,21 +108,38 @@ class SketchedConv2d(SketchedLayer):
         self.dilation, self.groups = layer.dilation, layer.groups
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sketched kernel is spread out."""
+        """Spread the sketched kernel out, and convolve."""
         spread = self.sketch.up(self.weight).reshape(-1, *self.kernel)
         return F.conv2d(x, spread, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
-KINDS: dict[type, Callable[[Any, Sketch], SketchedLayer]] = {nn.Linear: SketchedLinear, nn.Conv2d: SketchedConv2d}
+KINDS = (nn.Linear, nn.Conv2d)  # layers that have a sketch
+
+
+def sketch_network(model: nn.Module, sketches: Mapping[str, Sketch]) -> nn.Module:
+    """Return a copy of a model with a `SketchedLayer` in place of each layer whose weight has a sketch."""
+    memo: dict[int, nn.Module | nn.Parameter] = {}  # deepcopy puts these in place of the originals
+    for name, sketch in sketches.items():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        assert isinstance(layer, KINDS)
+        small = SketchedConv2d(layer, sketch) if isinstance(layer, nn.Conv2d) else SketchedLinear(layer, sketch)
+        memo[id(layer)], memo[id(layer.weight)] = small, small.weight
+    return copy.deepcopy(model, memo)
 
 
 @dataclass(frozen=True, eq=False)
 class SketchedBroadcast:
-    """All that clients get in a round: the model with a `SketchedLayer` for each layer whose weight is sketched."""
+    """The broadcast of a round: the model with a `SketchedLayer` for each layer whose weight is sketched."""
 
-    number: int  # which of the server's broadcasts it is
+    number: int  # of the server's broadcasts so far
     network: nn.Module
     sketched: tuple[str, ...]  # names of the sketched weights
+
+    def find_sketch(self, name: str) -> Sketch:
+        """Return the sketch of a weight."""
+        layer = self.network.get_submodule(name.rpartition(".")[0])
+        assert isinstance(layer, SketchedLayer)
+        return layer.sketch
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,14 +153,14 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
     """A new CountSketch of every layer in every round.
 
     It hides the weights of all Linear and Conv2d layers, except the first Conv2d and the last Linear that the model
-    calls. These, biases, norms and buffers travel as they are. A weight that has no sketch is refused, unless `skip`
+    calls. These, biases, norms and buffers are sent unchanged. A weight that has no sketch is refused, unless `skip`
     names it.
 
     Args:
         q: inputs that share a bucket.
-        skip_first_conv: send the first convolution as it is.
-        skip_last: send the last Linear as it is.
-        skip: modules or parameters that are sent as they are besides, by their path in the model.
+        skip_first_conv: send the first convolution unchanged.
+        skip_last: send the last Linear unchanged.
+        skip: paths of further modules or parameters that are sent unchanged.
         seed: makes sketches repeatable, for tests; otherwise the operating system seeds every broadcast.
     """
 
@@ -167,22 +175,22 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
         skip: Sequence[str] = (),
         seed: int | None = None,
     ) -> None:
-        whole("dbcl", "q", q, 2, "use DBCL(q=2): with one input per bucket, S hides nothing")
-        whole("dbcl", "seed", 0 if seed is None else seed, 0, "use DBCL(seed=0)")
+        check_count("dbcl", "q", q, 2, "use DBCL(q=2): with one input per bucket, S hides nothing")
+        check_count("dbcl", "seed", 0 if seed is None else seed, 0, "use DBCL(seed=0)")
         self.q, self.skip_first_conv, self.skip_last = q, skip_first_conv, skip_last
         self.skip = (skip,) if isinstance(skip, str) else tuple(skip)
         self.seed, self.repeatable = seed, seed is not None
 
     @property
     def codec(self) -> "DBCLCodec":
-        """The sketched network and its sketches down, its gradients up."""
+        """How the sketched network, its sketches and its gradients are encoded."""
         return DBCLCodec()
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "DBCLServer":
         """Choose the weights to sketch."""
         twin = copy.deepcopy(model).eval()
         paths = {module: path for path, module in twin.named_modules()}
-        with torch.no_grad(), calls_of(m for m in paths if isinstance(m, nn.Conv2d | nn.Linear)) as calls:
+        with torch.no_grad(), record_calls(m for m in paths if isinstance(m, nn.Conv2d | nn.Linear)) as calls:
             call(twin, example)
         convs = [paths[each.module] for each in calls if isinstance(each.module, nn.Conv2d)]
         linears = [paths[each.module] for each in calls if isinstance(each.module, nn.Linear)]
@@ -205,31 +213,22 @@ class DBCLServer(DefenceServer[SketchedBroadcast, SketchedUpdate]):
         self.sketched = sketched  # names of the weights that clients never get
         self._q, self._seed, self._number = q, seed, 0
 
-    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "DBCLRound":
+    def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "DBCLRound":
         """Sketch the model."""
         self._number += 1
         chance = np.random.default_rng(None if self._seed is None else (self._seed, self._number))
-        drawn: dict[str, tuple[Sketch, torch.Size]] = {}
-        instead: dict[int, nn.Module | nn.Parameter] = {}  # deepcopy's memo: it puts these in place of the originals
-        for name in self.sketched:
-            layer = model.get_submodule(name.rpartition(".")[0])
-            weight = model.get_parameter(name)
-            sketch = Sketch.draw(weight[0].numel(), self._q, chance).to(weight.detach())
-            small = KINDS[type(layer)](layer, sketch)
-            instead[id(layer)], instead[id(weight)] = small, small.weight
-            drawn[name] = sketch, weight.shape
-        network = copy.deepcopy(model, instead)
-        return DBCLRound(SketchedBroadcast(self._number, network, self.sketched), drawn)
+        weights = {name: model.get_parameter(name).detach() for name in self.sketched}
+        sketches = {name: Sketch.draw(w[0].numel(), self._q, chance).to(w) for name, w in weights.items()}
+        broadcast = SketchedBroadcast(self._number, sketch_network(model, sketches), self.sketched)
+        return DBCLRound(broadcast, model)
 
     def state(self) -> State:
-        """Return how many broadcasts there were: with a seed, the next sketch follows from that."""
+        """Return the number of broadcasts so far, from which, with a seed, the next sketch follows."""
         return {"number": self._number}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, StateValue]) -> None:
         """Continue counting."""
-        if "number" not in state:
-            raise BadArgument("dbcl", "the checkpoint is of another defence", "resume with the defence that wrote it")
-        self._number = int(state["number"])
+        self._number = read_state("dbcl", state, "number", int)
 
 
 SketchedRound = DefenceRound[SketchedBroadcast, SketchedUpdate]
@@ -238,11 +237,8 @@ SketchedRound = DefenceRound[SketchedBroadcast, SketchedUpdate]
 class DBCLRound(SketchedRound):
     """A sketched broadcast, and its sketches."""
 
-    def __init__(self, broadcast: SketchedBroadcast, drawn: Mapping[str, tuple[Sketch, torch.Size]]) -> None:
-        self.broadcast, self.drawn = broadcast, drawn
-        network = broadcast.network
-        entries = sum(sketch.inputs.numel() for sketch, _ in drawn.values())  # an index and its sign in 4 bytes
-        self._down = count_bytes([*network.parameters(), *network.buffers()]) + 4 * entries
+    def __init__(self, broadcast: SketchedBroadcast, model: nn.Module) -> None:
+        self.broadcast, self._model = broadcast, model
 
     def check_number(self, number: int, position: int = 0) -> None:
         """Refuse an update that answers another broadcast."""
@@ -259,20 +255,15 @@ class DBCLRound(SketchedRound):
         for position, update in enumerate(updates):
             self.check_number(update.number, position)
         mean = average(updates, weights, {})
-        gradients = dict(mean.gradients)
-        for name, (sketch, shape) in self.drawn.items():
+        gradients, network, entries = dict(mean.gradients), self.broadcast.network, 0
+        for name in self.broadcast.sketched:
+            sketch, shape = self.broadcast.find_sketch(name), self._model.get_parameter(name).shape
+            entries += sketch.inputs.numel()
             if name in gradients:
                 gradients[name] = sketch.up(gradients[name]).reshape(shape)
-        up = count_bytes([*updates[0].gradients.values(), *mean.buffers.values()])
-        return dataclasses.replace(mean, gradients=gradients, figures={"bytes_down": self._down, "bytes_up": up})
-
-    def list_gradients(self, model: nn.Module) -> Tensors:
-        """Return tensors like the gradients of an update: sketched weights have one column per bucket."""
-        found = trainable_tensors(model)
-        for name, (sketch, _) in self.drawn.items():
-            if name in found:
-                found[name] = found[name].flatten(1)[:, : sketch.inputs.shape[1]]
-        return found
+        down = encoding.count_bytes([*network.parameters(), *network.buffers()]) + 4 * entries  # an index and its sign
+        up = encoding.count_bytes([*updates[0].gradients.values(), *mean.buffers.values()])
+        return dataclasses.replace(mean, gradients=gradients, figures={"bytes_down": down, "bytes_up": up})
 
 
 class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
@@ -295,7 +286,7 @@ class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
 
 
 def _choose(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
-    """Names of the weights to sketch; refuses those that have no sketch, and a model without any."""
+    """Return the names of the weights to sketch; refuse those that have no sketch, and a model without any."""
     named = dict(model.named_parameters(remove_duplicate=False))
     homes = Counter(id(parameter) for parameter in named.values())
 
@@ -313,28 +304,28 @@ def _choose(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) 
         layer = model.get_submodule(path)
         obstacle = _obstacle(layer, last, q, parameter[0].numel(), shared=homes[id(parameter)] > 1)
         if obstacle:
-            raise BadArgument(f"dbcl, {name}", obstacle, f"to send it as it is: DBCL(skip=({path or last!r},))")
+            raise BadArgument(f"dbcl, {name}", obstacle, f"use DBCL(skip=({path or last!r},)) to send it unchanged")
         chosen.append(name)
     if not chosen:
         what = "nothing in this model would be sketched: clients would get all of it"
-        raise BadArgument("dbcl", what, "a deeper model, or DBCL(skip_first_conv=False, skip_last=False)")
+        raise BadArgument("dbcl", what, "use a deeper model, or DBCL(skip_first_conv=False, skip_last=False)")
     return tuple(chosen)
 
 
 def _obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, shared: bool) -> str | None:
-    """Why a parameter of a layer cannot be sketched, or None."""
+    """Return why a parameter of a layer cannot be sketched, or None."""
     if type(layer) not in KINDS or name != "weight":
         known = " and ".join(kind.__name__ for kind in KINDS)
         return f"a {type(layer).__name__} has no sketch, only the weights of {known} have"
     if shared:
-        return "several places share this weight, and each would need its own sketch"
+        return "several layers share this weight, and each would need its own sketch"
     if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
         return f"a convolution with padding_mode {layer.padding_mode!r} has no sketch"
     return f"it has {fan_in} inputs per unit, fewer than q = {q}" if fan_in < q else None
 
 
 def check_sketch(name: str, inputs: Tensor, signs: Tensor, fan_in: int) -> None:
-    """Refuse a sketch that does not fit the inputs: indices, no more than there are, and a sign for each."""
+    """Refuse a sketch that is not a matrix of valid indices, at most one per input, with a sign for each."""
     fits = inputs.dim() == 2 and inputs.shape == signs.shape and 0 < inputs.numel() <= fan_in
     fits = fits and inputs.dtype == torch.int32 and signs.dtype == torch.int8
     if not fits or not 0 <= int(inputs.min()) <= int(inputs.max()) < fan_in:
@@ -342,37 +333,30 @@ def check_sketch(name: str, inputs: Tensor, signs: Tensor, fan_in: int) -> None:
 
 
 class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
-    """The sketched network and its sketches down, gradients of the sketched network up."""
+    """The sketched network and its sketches are sent to clients, its gradients to the server."""
 
     def encode_broadcast(self, broadcast: SketchedBroadcast) -> Packed:
         """Encode sketches as the inputs of each bucket, and their signs as int8."""
-        values, tensors = encode_model(broadcast.network)
+        values, tensors = encoding.pack_model(broadcast.network)
         for name in broadcast.sketched:
-            sketch = broadcast.network.get_submodule(name.rpartition(".")[0]).sketch
-            assert isinstance(sketch, Sketch)
+            sketch = broadcast.find_sketch(name)
             tensors |= {f"inputs/{name}": sketch.inputs.int(), f"signs/{name}": sketch.signs.to(torch.int8)}
         return values | {"number": broadcast.number, "sketched": list(broadcast.sketched)}, tensors
 
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> SketchedBroadcast:
         """Put a `SketchedLayer` in place of each sketched layer."""
-        network = copy.deepcopy(model)
-        found = checked("broadcast", values, {"number": int, "sketched": list[str]})
-        layers = dict(network.named_modules())
+        found = check_fields("broadcast", values, {"number": int, "sketched": list[str]})
+        layers, sketches = dict(model.named_modules()), dict[str, Sketch]()
         for name in found["sketched"]:
             path = name.rpartition(".")[0]
             layer = layers.pop(path, None)  # none is sketched twice
             inputs, signs = (tensors.get(f"{kind}/{name}") for kind in ("inputs", "signs"))
-            own = type(layer) in KINDS and name == f"{path}.weight".lstrip(".")
-            if not own or inputs is None or signs is None:
+            if type(layer) not in KINDS or name != f"{path}.weight".lstrip(".") or inputs is None or signs is None:
                 raise ModelMismatch(name[:80], "the broadcast has a sketch for it, the model no layer that takes one")
-            weight = network.get_parameter(name).detach()
+            weight = model.get_parameter(name).detach()
             check_sketch(name, inputs, signs, weight[0].numel())
-            small = KINDS[type(layer)](layer, Sketch(inputs.long(), signs.double(), weight[0].numel()).to(weight))
-            if path:
-                network.set_submodule(path, small)
-            else:
-                network = small
-        filled = fill_model(network, values, tensors)
+            sketches[name] = Sketch(inputs.long(), signs.double(), weight[0].numel()).to(weight)
+        filled = encoding.unpack_model(sketch_network(model, sketches), values, tensors)
         for module in filled.modules():
             if isinstance(module, SketchedLayer):
                 module.sketch = module.sketch.to(module.weight.detach())
@@ -380,21 +364,17 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
 
     def encode_update(self, update: SketchedUpdate) -> Packed:
         """Encode gradients, buffers and the number of the broadcast."""
-        tensors = add_prefix("gradient", update.gradients) | add_prefix("buffer", update.buffers)
-        return {"number": update.number}, tensors
+        return {"number": update.number}, encoding.pack_gradients(update.gradients, update.buffers)
 
     def decode_update(
         self, own: SketchedRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> SketchedUpdate:
-        """Decode an update; one that answers another broadcast is refused."""
+        """Decode an update; refuse one that answers another broadcast."""
         assert isinstance(own, DBCLRound)
-        number = checked("update", values, {"number": int})["number"]
+        number = check_fields("update", values, {"number": int})["number"]
         own.check_number(number, position)
-        plain = decode_gradients(own.list_gradients(model), model, tensors, position)
-        return SketchedUpdate(plain.gradients, plain.buffers, number)
+        return SketchedUpdate(*encoding.unpack_gradients(self.template(own, model)[1], tensors, position), number)
 
     def template(self, own: SketchedRound, model: nn.Module) -> Packed:
-        """Return tensors like those of an update."""
-        assert isinstance(own, DBCLRound)
-        gradients, buffers = own.list_gradients(model), dict(model.named_buffers())
-        return {"number": own.broadcast.number}, add_prefix("gradient", gradients) | add_prefix("buffer", buffers)
+        """Return tensors like those of an update, whose gradients have the shapes of the sketched weights."""
+        return {"number": own.broadcast.number}, encoding.template(own.broadcast.network)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
+from fedveil.defences.state import State, StateValue
 from fedveil.errors import UpdateRefused
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.plan import Plan
 from fedveil.scheme import Aggregate, Loss
-from fedveil.scheme.recover import recover_each
+from fedveil.scheme.result import recover_each
 from fedveil.wire import Packed, Tensors, Values
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 B = TypeVar("B")  # a broadcast
 U = TypeVar("U")  # an update
-State = dict[str, Any]  # plain values and tensors, as a checkpoint holds them
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +32,13 @@ class Samples:
 
 
 class DefenceRound(ABC, Generic[B, U]):
-    """The server's part in one attempt of a round: a broadcast, and what becomes of the updates that answer it."""
+    """The server's part in one attempt of a round: a broadcast, and the recovery of gradients from its updates."""
 
     broadcast: B
 
     @property
     def base(self) -> "DefenceRound[B, U]":
-        """The round of the defence whose messages travel: this one, or the one that it wraps."""
+        """The round of the defence whose messages are sent: this one, or the one that it wraps."""
         return self
 
     @abstractmethod
@@ -54,7 +54,7 @@ class DefenceRound(ABC, Generic[B, U]):
         return None
 
     def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
-        """Complete the result of secure aggregation, the mean over that many clients."""
+        """Complete the result of secure aggregation, a mean over `clients` clients."""
         return mean
 
     def release(self, *, reuse: bool = False) -> None:
@@ -67,7 +67,7 @@ class DefenceRound(ABC, Generic[B, U]):
 
 
 class Ranges(ABC, Generic[U]):
-    """Part of the round of a linear defence: the ranges of numbers that secure aggregation needs."""
+    """The ranges of numbers that secure aggregation needs: a part of the round of a linear defence."""
 
     @abstractmethod
     def expect(self, update: U, last: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
@@ -75,7 +75,7 @@ class Ranges(ABC, Generic[U]):
 
     @abstractmethod
     def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """Bound each row of an update to this round's broadcast, by the name under which it travels."""
+        """Bound each row of an update to this round's broadcast, by the name under which it is sent."""
 
     @abstractmethod
     def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
@@ -90,14 +90,14 @@ class DefenceServer(ABC, Generic[B, U]):
     draws: int = 0  # of a veil that keeps its noise: how often it was drawn
 
     @abstractmethod
-    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> DefenceRound[B, U]:
+    def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> DefenceRound[B, U]:
         """Make the broadcast of an attempt; `members` are the clients that will answer, if that is known."""
 
     def state(self) -> State:
-        """Return what must be kept to resume the run, never a secret."""
+        """Return what is needed to resume the run, never a secret."""
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, StateValue]) -> None:
         """Continue from `state`."""
         return
 
@@ -118,16 +118,16 @@ class DefenceClient(ABC, Generic[B, U]):
         return update
 
     def state(self, client: int) -> State:
-        """Return what a client keeps to itself; the server never sees it."""
+        """Return a client's private state, which the server never sees."""
         return {}
 
-    def restore(self, client: int, state: Mapping[str, Any]) -> None:
+    def restore(self, client: int, state: Mapping[str, StateValue]) -> None:
         """Continue from `state`."""
         return
 
 
 class Codec(ABC, Generic[B, U]):
-    """How a defence's messages travel: as plain values and tensors, of which `fedveil.wire` makes bytes."""
+    """How a defence's messages are sent: as plain values and tensors, which `fedveil.wire` serialises."""
 
     @abstractmethod
     def encode_broadcast(self, broadcast: B) -> Packed:
@@ -135,7 +135,7 @@ class Codec(ABC, Generic[B, U]):
 
     @abstractmethod
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> B:
-        """Client: decode a broadcast; one for another model than the client's own is refused."""
+        """Client: decode a broadcast; refuse one for another model than the client's own."""
 
     @abstractmethod
     def encode_update(self, update: U) -> Packed:
@@ -145,21 +145,21 @@ class Codec(ABC, Generic[B, U]):
     def decode_update(
         self, own: DefenceRound[B, U], model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> U:
-        """Server: decode the update of the client at a position; one that cannot be aggregated is refused."""
+        """Server: decode the update of the client at a position; refuse one that cannot be aggregated."""
 
     @abstractmethod
     def template(self, own: DefenceRound[B, U], model: nn.Module) -> Packed:
-        """Server: return an encoded update of this round without its numbers."""
+        """Server: return an encoded update of this round, whose numbers have no meaning."""
 
 
 class Defence(ABC, Generic[B, U]):
-    """A way to train together: its settings and traits. Derive your own from this or from `Plain`."""
+    """A way to train together: its settings and traits. Derive yours from this class or from `Plain`."""
 
     name: str  # as it is printed
     fusable: bool = True  # batches of several clients may go through one `step` as if they were one client's
     linear: bool = False  # the weighted mean of updates may stand for all of them; its rounds have `Ranges`
     durable: bool = False  # a round must be on disk before the next broadcast, for privacy accounting
-    repeatable: bool = False  # secrets follow from a seed; servers and clients on a network refuse that
+    repeatable: bool = False  # secrets follow from a seed; a server and clients on a network refuse that
     dp_clip: float | None = None  # maximum norm of a client's gradient, of a differentially private defence
     clippable: bool = False  # clients compute the gradient itself, and can clip it
     largest_factor: float = 1.0  # that an update's numbers are multiplied by
@@ -167,12 +167,12 @@ class Defence(ABC, Generic[B, U]):
 
     @property
     def base(self) -> "Defence[B, U]":
-        """The defence whose messages travel: this one, or the one that it wraps."""
+        """The defence whose messages are sent: this one, or the one that it wraps."""
         return self
 
     @property
     def codec(self) -> Codec[B, U] | None:
-        """How messages travel; None if they cannot."""
+        """How messages are sent; None if they cannot be."""
         return None
 
     @abstractmethod
@@ -188,8 +188,9 @@ class Defence(ABC, Generic[B, U]):
         """Return the model as a client receives it: the target of published attacks."""
 
 
-AnyDefence = Defence[Any, Any]
-AnyRound = DefenceRound[Any, Any]
-AnyServer = DefenceServer[Any, Any]
-AnyClient = DefenceClient[Any, Any]
-AnyCodec = Codec[Any, Any]
+AnyDefence = Defence[Any, Any]  # type: ignore[explicit-any]
+AnyRound = DefenceRound[Any, Any]  # type: ignore[explicit-any]
+AnyServer = DefenceServer[Any, Any]  # type: ignore[explicit-any]
+AnyClient = DefenceClient[Any, Any]  # type: ignore[explicit-any]
+AnyCodec = Codec[Any, Any]  # type: ignore[explicit-any]
+AnyRanges = Ranges[Any]  # type: ignore[explicit-any]

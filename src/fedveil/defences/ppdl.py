@@ -1,51 +1,38 @@
-"""PPDL (Shokri and Shmatikov, CCS 2015) in synchronous rounds: clients clip, select and noise what they upload.
+"""PPDL (Shokri and Shmatikov, CCS 2015) in synchronous rounds: clients clip, select and add noise to their gradients.
 
 docs/defences/ppdl.md says how it differs from the paper, what it costs and what it leaks.
 """
 
-import copy
 import hashlib
 import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedveil.checks import number, one_of, share
+from fedveil.checks import check_choice, check_fraction, is_number
 from fedveil.defences.clipping import split_vector
-from fedveil.defences.interface import Defence, DefenceRound, State
-from fedveil.defences.plain import (
-    PlainClient,
-    PlainCodec,
-    PlainRound,
-    PlainServer,
-    PlainUpdate,
-    check_names,
-    check_number,
-    count_bytes,
-    trainable_tensors,
-)
+from fedveil.defences.encoding import count_bytes, trainable_tensors
+from fedveil.defences.plain import AnyPlainRound, Plain, PlainClient, PlainCodec, PlainRound, PlainServer, PlainUpdate
+from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Loss
-from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
+from fedveil.scheme.messages import LARGEST
+from fedveil.scheme.noise import check_range
+from fedveil.wire import Packed, Tensors, Values, add_prefix
 
 MEDIAN_ROUNDS = 100
 KEY = 16  # bytes: a torch.Generator would use 32 bits of a seed, few enough to try them all
-SETTINGS: dict[str, dict[str, float]] = {
-    "sel": {"fraction": 0.1},
-    "noise": {"sigma": 1e-2},
-    "both": {"fraction": 0.1, "sigma": 1e-2},
-}
+SETTINGS = {"sel": {"fraction": 0.1}, "noise": {"sigma": 1e-2}, "both": {"fraction": 0.1, "sigma": 1e-2}}
 
 
 @dataclass(repr=False, eq=False)
-class _Client:
+class _PPDLState:
     """A client's private state: the key of its noise, its draws so far, the norms of its first gradients."""
 
     key: bytes
@@ -53,7 +40,7 @@ class _Client:
     norms: list[float] = field(default_factory=list)
 
     def normal(self, count: int) -> Tensor:
-        """Standard normal numbers: every draw has a stream of Philox to itself, under a key of 128 bits."""
+        """Draw standard normal numbers: every draw is a separate stream of Philox, with a key of 128 bits."""
         self.draws += 1
         stream = np.random.Philox(key=int.from_bytes(self.key, "little"), counter=self.draws << 192)
         return torch.from_numpy(np.random.Generator(stream).standard_normal(count))
@@ -65,14 +52,15 @@ class Measurement:
 
     size: float
     change: float
-    rms: float
-    clipped: bool
-    numbers: int  # bytes of the selected numbers, and of their indices or bitmap
+    noise: float  # its standard deviation
+    rms: float  # root mean square of the numbers that it was added to
+    clipped: bool | None  # None if no gradient is clipped
+    numbers: int | None  # bytes of the selected numbers, and of their indices or bitmap; None if all are sent
 
 
 @dataclass(frozen=True, eq=False)
 class PPDLUpdate(PlainUpdate):
-    """A clipped, thinned and noised gradient; no message carries the measurement."""
+    """A clipped, thinned and noisy gradient; no message contains the measurement."""
 
     measurement: Measurement | None = field(default=None, repr=False)
 
@@ -80,70 +68,63 @@ class PPDLUpdate(PlainUpdate):
         return PPDLUpdate, (self.gradients, self.buffers)  # the measurement stays in this process
 
 
-class PPDL(Defence[nn.Module, PlainUpdate]):
-    """Weighted mean of gradients that clients have clipped, thinned and noised, in this order.
+class PPDL(Plain):
+    """Weighted mean of gradients that clients have clipped, thinned and added noise to, in this order.
 
         1. clip      g <- g min(1, bound / |g|), |g| over the whole gradient
         2. select    all but the max(1, round(fraction n)) largest of |g_1| ... |g_n| become 0; of equal ones the first
                      stay, in the order of the model's parameters
         3. noise     g_j <- g_j + N(0, sigma^2) where g_j was selected
 
-    A step whose argument is at its neutral value (clip None, fraction 1, sigma 0) leaves gradients as they are to the
-    last bit. Buffers travel as they are. A gradient with NaN or infinity is not clipped: the server refuses it.
+    A step whose argument is at its neutral value (clip None, fraction 1, sigma 0) leaves gradients unchanged to the
+    last bit. Buffers are sent unchanged. A gradient with NaN or infinity is not clipped: the server refuses it.
 
     With clip "median", a client's bound is the median of its own norms in the first 100 rounds in which it took part;
     until then, of those so far, this round's included. Norms of 0 do not count. No message is needed.
 
     A round's `error` is sum_k w_k |upload_k - g_k| / sum_k w_k |g_k|, and its figures are "noise_over_rms", sigma over
     the root mean square of the numbers it is added to, and "clipped", the share of clients that were. No message
-    carries them: they are known only where server and clients share this object. Elsewhere error is 0.
+    contains them: they are known only where server and clients share this object. Elsewhere error is 0.
 
     Args:
         fraction: of a gradient's numbers that a client uploads.
         sigma: standard deviation of the noise. It gives no differential privacy that is worth its name.
-        clip: largest norm of a client's gradient, "median", or None.
+        clip: maximum norm of a client's gradient, "median", or None.
         seed: makes the noise repeatable, for tests. Otherwise it comes from the operating system.
     """
 
-    fusable = False
+    name = "ppdl"
+    fusable = linear = False
     remote_settings = ("fraction", "sigma", "clip")
 
     def __init__(
-        self,
-        fraction: float = 0.1,
-        sigma: float = 0.0,
-        clip: float | str | None = None,
-        *,
-        seed: int | None = None,
+        self, fraction: float = 0.1, sigma: float = 0.0, clip: float | str | None = None, *, seed: int | None = None
     ) -> None:
-        share("PPDL", "fraction", fraction, "fraction=1 uploads all of the gradient")
-        if not number(sigma) or not 0 <= sigma < math.inf:
-            what = f"sigma must be a standard deviation, 0 or more, got {sigma!r}"
-            raise BadArgument("PPDL", what, "sigma=0 adds no noise")
-        if clip not in (None, "median") and not (number(clip) and 0 < clip < math.inf):
+        self.fraction = check_fraction("PPDL", "fraction", fraction, "use fraction=1 to upload the whole gradient")
+        self.sigma = check_range("PPDL", "sigma", sigma, 0.0, LARGEST, "use sigma=0 to add no noise")
+        if clip not in (None, "median") and not (is_number(clip) and 0 < clip <= LARGEST):
             what = f"clip must be a norm above 0, 'median' or None, got {clip!r}"
-            raise BadArgument("PPDL", what, "clip=None leaves gradients as long as they are")
+            raise BadArgument("PPDL", what, "use clip=None to leave gradients as they are")
         if seed is not None and type(seed) is not int:
-            raise BadArgument("PPDL", f"seed must be an int or None, got {seed!r}", "leave it out, but for tests")
-        self.name, self.fraction, self.sigma = "ppdl", float(fraction), check_number("PPDL", "sigma", sigma)
-        self.clip = clip if clip in (None, "median") else check_number("PPDL", "clip", clip)
+            raise BadArgument("PPDL", f"seed must be an int or None, got {seed!r}", "leave it out except in tests")
+        self.clip = clip if isinstance(clip, str | None) else float(clip)
         self.seed, self.repeatable = seed, seed is not None
 
     @classmethod
-    def named(
+    def from_setting(
         cls, setting: str = "sel", *, fraction: float | None = None, sigma: float | None = None, seed: int | None = None
     ) -> "PPDL":
-        """One of three settings: "sel" selects, "noise" clips at the median and adds noise, "both" does all of it.
+        """Return one of three settings: "sel" selects, "noise" clips at the median and adds noise, "both" does both.
 
         `fraction` is 0.1 by default, and not for "noise"; `sigma` is 1e-2, and not for "sel".
         """
-        values = dict(SETTINGS[one_of("PPDL.named", "setting", setting, SETTINGS)])
-        for key, value in {"fraction": fraction, "sigma": sigma}.items():
-            if value is not None and key not in values:
-                what = f"setting {setting!r} has no {key}, got {value!r}"
-                raise BadArgument("PPDL.named", what, f'PPDL.named("both", {key}={value!r})')
+        values = dict(SETTINGS[check_choice("PPDL.from_setting", "setting", setting, SETTINGS)])
+        for name, value in (("fraction", fraction), ("sigma", sigma)):
+            if value is not None and name not in values:
+                what = f"setting {setting!r} has no {name}, got {value!r}"
+                raise BadArgument("PPDL.from_setting", what, f'use PPDL.from_setting("both", {name}={value!r})')
             if value is not None:
-                values[key] = value
+                values[name] = value
         clip = "median" if "sigma" in values else None
         found = cls(values.get("fraction", 1.0), values.get("sigma", 0.0), clip, seed=seed)
         found.name = f"ppdl-{setting}"
@@ -151,32 +132,28 @@ class PPDL(Defence[nn.Module, PlainUpdate]):
 
     @property
     def codec(self) -> "PPDLCodec":
-        """The model down, selected numbers up."""
+        """How the model, selected numbers and buffers are encoded."""
         return PPDLCodec(self.fraction)
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "PPDLServer":
         """Prepare the server for a run."""
-        return PPDLServer(self, model)
+        return PPDLServer(model)
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "PPDLClient":
         """Prepare clients for a run."""
         return PPDLClient(self, model, loss)
 
-    def client_view(self, model: nn.Module, broadcast: nn.Module) -> nn.Module:
-        """Return a copy of the true model."""
-        return copy.deepcopy(broadcast)
-
 
 class PPDLClient(PlainClient):
-    """Clips, selects and adds noise; keeps each client's source of noise and first norms."""
+    """Clips, selects and adds noise; holds each client's source of noise and first norms."""
 
     def __init__(self, settings: PPDL, model: nn.Module, loss: Loss) -> None:
         super().__init__(model, loss)
         self._settings = settings
-        self._clients: dict[int, _Client] = {}
+        self._states: dict[int, _PPDLState] = {}
 
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
-        """Clip, thin and noise the client's gradient of this round; what is not selected is 0."""
+        """Clip and thin the client's gradient of this round and add noise; what is not selected is 0."""
         fraction, sigma = self._settings.fraction, self._settings.sigma
         if fraction == 1 and self._settings.clip is None and not sigma:
             return update
@@ -186,68 +163,51 @@ class PPDLClient(PlainClient):
         clipped = bound < size < math.inf
         short = true * (bound / size) if clipped else true
         count = max(1, round(fraction * len(true)))
-        kept = _largest(short, count) if count < len(true) else None
-        values = short if kept is None else short[kept]
+        selected = _select_largest(short, count) if count < len(true) else None
+        values = short if selected is None else short[selected]
         rms = _norm(values) / math.sqrt(count)
         if sigma:
-            values = values + sigma * self._client(client).normal(count).to(true)
-        sent = values if kept is None else torch.zeros_like(true).masked_scatter_(kept, values)
-        numbers = count * true.element_size() + min(4 * count, math.ceil(len(true) / 8))
-        measurement = Measurement(size, _norm(sent - true), rms, clipped, numbers)
+            values = values + sigma * self._find_state(client).normal(count).to(true)
+        sent = values if selected is None else torch.zeros_like(true).masked_scatter_(selected, values)
+        numbers = count * true.element_size() + min(4 * count, math.ceil(len(true) / 8)) if fraction < 1 else None
+        has_bound = self._settings.clip is not None
+        measurement = Measurement(size, _norm(sent - true), sigma, rms, clipped if has_bound else None, numbers)
         return PPDLUpdate(split_vector(sent, update.gradients), update.buffers, measurement)
 
-    def _client(self, client: int) -> _Client:
-        if client not in self._clients:
+    def _find_state(self, client: int) -> _PPDLState:
+        if client not in self._states:
             seed = self._settings.seed
             seeded = hashlib.shake_256(repr((seed, client)).encode()).digest(KEY)
-            self._clients[client] = _Client(os.urandom(KEY) if seed is None else seeded)
-        return self._clients[client]
+            self._states[client] = _PPDLState(os.urandom(KEY) if seed is None else seeded)
+        return self._states[client]
 
     def _bound(self, client: int, size: float) -> float:
         clip = self._settings.clip
         if clip != "median":
             return math.inf if clip is None else float(clip)
-        norms = self._client(client).norms
+        norms = self._find_state(client).norms
         if len(norms) < MEDIAN_ROUNDS and 0 < size < math.inf:
             norms.append(size)
         return statistics.median(norms) if norms else math.inf
 
     def state(self, client: int) -> State:
         """Return the state of its source of noise, and its first norms; nothing for a client that used neither."""
-        if client not in self._clients:
+        if client not in self._states:
             return {}
-        own = self._clients[client]
+        own = self._states[client]
         return {"key": torch.tensor(list(own.key), dtype=torch.uint8), "draws": own.draws, "norms": list(own.norms)}
 
-    def restore(self, client: int, state: Mapping[str, Any]) -> None:
-        """Continue from `state`: a round done again gets the same noise, so that nobody can average it away."""
-        self._clients.pop(client, None)
-        if not state:
-            return
-        if {"key", "draws", "norms"} - state.keys():
-            what = f"client {client}'s state is of another defence"
-            raise BadArgument("PPDL", what, "start the run again")
-        self._clients[client] = _Client(bytes(state["key"].tolist()), int(state["draws"]), list(state["norms"]))
-
-
-class PPDLServer(PlainServer):
-    """Averages uploads, and measures them where clients are in the same process."""
-
-    def __init__(self, settings: PPDL, model: nn.Module) -> None:
-        super().__init__(model)
-        self._settings = settings
-
-    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "PPDLRound":
-        """Broadcast the model."""
-        return PPDLRound(self._settings, model, self.figures)
+    def restore(self, client: int, state: Mapping[str, StateValue]) -> None:
+        """Continue from `state`: a repeated round gets the same noise, so that nobody can average it away."""
+        self._states.pop(client, None)
+        if state:
+            key = bytes(read_state("PPDL", state, "key", Tensor).tolist())
+            draws, norms = read_state("PPDL", state, "draws", int), read_state("PPDL", state, "norms", list)
+            self._states[client] = _PPDLState(key, draws, list(norms))
 
 
 class PPDLRound(PlainRound):
-    """Averages uploads."""
-
-    def __init__(self, settings: PPDL, model: nn.Module, figures: Mapping[str, float]) -> None:
-        super().__init__(model, figures)
-        self._settings = settings
+    """Averages uploads, and measures them if clients are in the same process."""
 
     def recover(self, updates: Sequence[PlainUpdate], weights: Sequence[float]) -> Aggregate:
         """Return sum_k |D_k| / |D| times client k's upload and floating-point buffers."""
@@ -255,35 +215,41 @@ class PPDLRound(PlainRound):
         found = [update.measurement for update in updates if isinstance(update, PPDLUpdate) and update.measurement]
         if len(found) < len(updates):
             return result
-        figures = dict(result.figures)
-        if self._settings.fraction < 1:
-            figures["bytes_up"] = found[0].numbers + count_bytes(updates[0].buffers.values())
+        figures, first = dict(result.figures), found[0]
+        if first.numbers is not None:
+            figures["bytes_up"] = first.numbers + count_bytes(updates[0].buffers.values())
         size = sum(w * m.size for w, m in zip(weights, found, strict=True))
         change = sum(w * m.change for w, m in zip(weights, found, strict=True))
         rms = math.sqrt(statistics.fmean(m.rms**2 for m in found))
-        if self._settings.sigma and rms:
-            figures["noise_over_rms"] = self._settings.sigma / rms
-        if self._settings.clip is not None:
-            figures["clipped"] = statistics.fmean(m.clipped for m in found)
+        if first.noise and rms:
+            figures["noise_over_rms"] = first.noise / rms
+        if first.clipped is not None:
+            figures["clipped"] = statistics.fmean(bool(m.clipped) for m in found)
         return replace(result, error=change / size if size else 0.0, figures=figures)
+
+
+class PPDLServer(PlainServer):
+    """Broadcasts the model, and measures uploads."""
+
+    round_type = PPDLRound
 
 
 def _norm(flat: Tensor) -> float:
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64))  # squares of float32 might overflow or vanish
 
 
-def _largest(flat: Tensor, count: int) -> Tensor:
-    """Where the `count` largest sizes are; of equal ones the first. NaN is larger than all, so it is never lost."""
+def _select_largest(flat: Tensor, count: int) -> Tensor:
+    """Mark the `count` largest sizes; of equal ones the first. NaN is larger than all, so it is never lost."""
     sizes = flat.abs().nan_to_num(nan=math.inf, posinf=math.inf)
     least = sizes.topk(count, sorted=False).values.min()
-    kept = sizes > least
-    ties = (sizes == least).nonzero()[: count - int(kept.sum()), 0]
-    kept[ties] = True
-    return kept
+    found = sizes > least
+    ties = (sizes == least).nonzero()[: count - int(found.sum()), 0]
+    found[ties] = True
+    return found
 
 
 class PPDLCodec(PlainCodec):
-    """As plain, but of a thinned gradient only the selected numbers and their indices travel."""
+    """As plain, but of a thinned gradient only the selected numbers and their indices are sent."""
 
     def __init__(self, fraction: float) -> None:
         self._fraction = fraction
@@ -293,31 +259,26 @@ class PPDLCodec(PlainCodec):
         if self._fraction == 1:
             return super().encode_update(update)
         flat = torch.cat([g.reshape(-1) for g in update.gradients.values()]).cpu()
-        kept = flat.nonzero()[:, 0]
-        indices = kept.int() if len(flat) < 2**31 else kept
-        if 32 * len(kept) > len(flat):
+        selected = flat.nonzero()[:, 0]
+        indices = selected.int() if len(flat) < 2**31 else selected
+        if 32 * len(selected) > len(flat):
             indices = torch.from_numpy(np.packbits((flat != 0).numpy()))
-        return {}, {"selected": flat[kept], "indices": indices} | add_prefix("buffer", update.buffers)
+        return {}, {"selected": flat[selected], "indices": indices} | add_prefix("buffer", update.buffers)
 
     def decode_update(
-        self,
-        own: DefenceRound[nn.Module, PlainUpdate],
-        model: nn.Module,
-        values: Values,
-        tensors: Tensors,
-        position: int,
+        self, own: AnyPlainRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> PlainUpdate:
         """Decode an update, with 0 where nothing was selected."""
         if self._fraction < 1:
-            check_names(position, tensors, ("buffer/",), ("selected", "indices"))
             gradients = _spread(tensors, trainable_tensors(model))
-            tensors = add_prefix("gradient", gradients) | add_prefix("buffer", strip_prefix("buffer", tensors))
+            others = {name: own for name, own in tensors.items() if name not in ("selected", "indices")}
+            tensors = add_prefix("gradient", gradients) | others
         return super().decode_update(own, model, values, tensors, position)
 
 
 def _spread(tensors: Tensors, like: Tensors) -> Tensors:
-    """Return tensors like those given, with the selected numbers at their indices and 0 elsewhere."""
-    first, count = next(iter(like.values())), sum(tensor.numel() for tensor in like.values())
+    """Return tensors with these names and shapes, with the selected numbers at their indices and 0 elsewhere."""
+    count = sum(tensor.numel() for tensor in like.values())
     numbers, indices = tensors.get("selected"), tensors.get("indices")
     if numbers is None or indices is None or numbers.dim() != 1 or indices.dim() != 1:
         raise BadArgument("update", "the tensors 'selected' and 'indices' are missing or misshapen")
@@ -328,8 +289,4 @@ def _spread(tensors: Tensors, like: Tensors) -> Tensors:
         raise BadArgument("update", f"{len(numbers)} numbers selected from {count} do not have these indices")
     flat = torch.zeros(count, dtype=numbers.dtype)
     flat[indices.long()] = numbers
-    pieces = torch.split(
-        flat.to(first.device), [tensor.numel() for tensor in like.values()]
-    )  # dtypes are checked later
-    # in the dtype that was sent, which is checked with the shapes
-    return {name: piece.view(own.shape) for (name, own), piece in zip(like.items(), pieces, strict=True)}
+    return split_vector(flat, {name: own.to(numbers) for name, own in like.items()})

@@ -1,18 +1,20 @@
-"""Differential privacy for clients, on top of any defence (docs/defences/privacy.md)."""
+"""Differential privacy for clients, added to any other defence (docs/defences/privacy.md)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.checks import number
+from fedveil.checks import is_number
 from fedveil.defences.accountant import Accountant, import_library
 from fedveil.defences.clipping import clip_vector, split_vector
-from fedveil.defences.interface import B, Codec, Defence, DefenceClient, DefenceRound, DefenceServer, State, U
+from fedveil.defences.encoding import copy_buffers
+from fedveil.defences.interface import B, Codec, Defence, DefenceClient, DefenceRound, DefenceServer, U
+from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Entropy, Loss
+from fedveil.scheme.noise import check_range
 from fedveil.scheme.outputs import compute_outputs
 
 LEAST, MOST = 1e-30, 1e30  # of clip: squares and products stay far inside float64
@@ -25,25 +27,26 @@ class Private(Defence[B, U]):
         c_k = g_k min(1, clip / |g_k|),  |.| over all parameters together
         G   = (sum_k c_k + N(0, (noise clip)^2 I)) / K,  K the number of clients in the round
 
-    Every client counts 1 / K, whatever its weight |D_k|: a weight would say how much data it has.
+    Every client has weight 1 / K, not |D_k| / |D|, which would reveal how much data it has.
 
     Guarantees: |c_k| <= clip, also after rounding (test_no_contribution_is_longer_than_clip). So the accountant's
-      epsilon bounds what anyone who sees the models after the rounds, all other clients together included, learns
+      epsilon bounds how much anyone who sees the models after the rounds, even all other clients together, learns
       about a client's data. docs/defences/privacy.md has the terms.
     Not guaranteed: anything against the server, which sees g_k and, without noise, "dp_clipped" and "error".
 
-    A model whose buffers follow the data (BatchNorm in training mode) is refused: they would reveal what no noise
-    covers. The server keeps its own buffers.
+    A model whose buffers depend on the data (BatchNorm in training mode) is refused: noise does not protect them. The
+    server's buffers do not change.
 
-    A round's `error` is the mean of the inner defence's over clients, with |c_k| as weights; noise is no error. Its
-    figures are the inner's means, "dp_clipped", the share of clients that were clipped, and "epsilon" spent so far.
+    A round's `error` is the mean of the inner defence's over clients, weighted by |c_k|; noise does not count as error.
+    Its figures are the means of the inner defence's, "dp_clipped", the fraction of clients that were clipped, and
+    "epsilon", spent so far.
 
     Args:
         inner: any other defence.
         clip: maximum norm of a client's contribution.
-        noise: noise multiplier: standard deviation of the noise on the sum over clip. With 0 gradients are clipped,
-            and nothing is guaranteed.
-        delta: at which epsilon is given; far below 1 / clients.
+        noise: noise multiplier (standard deviation of the noise on the sum / clip). With 0 gradients are clipped, and
+            nothing is guaranteed.
+        delta: for which epsilon is computed; far below 1 / clients.
         entropy: `Entropy.for_tests(seed)` for repeatable tests, in which nothing is private; otherwise noise comes from
             the operating system.
     """
@@ -52,27 +55,17 @@ class Private(Defence[B, U]):
     fusable = False
 
     def __init__(
-        self,
-        inner: Defence[B, U],
-        clip: float,
-        noise: float,
-        *,
-        delta: float = 1e-5,
-        entropy: Entropy | None = None,
+        self, inner: Defence[B, U], clip: float, noise: float, *, delta: float = 1e-5, entropy: Entropy | None = None
     ) -> None:
-        where = "Private"
         if inner.dp_clip is not None:
-            raise BadArgument(where, f"{inner.name} is private already", "wrap a defence once")
-        if not number(clip) or not LEAST <= clip <= MOST:
-            raise BadArgument(where, f"clip must be a norm from {LEAST:g} to {MOST:g}, got {clip!r}", "use clip=1.0")
-        if not number(noise) or not 0 <= noise <= MOST:
-            what = f"noise must be a number from 0 to {MOST:g}, got {noise!r}"
-            raise BadArgument(where, what, "use noise=1.0; with 0 nothing is guaranteed")
-        if not number(delta) or not 0 < delta < 1:
-            raise BadArgument(where, f"delta must be above 0 and below 1, got {delta!r}", "use delta=1e-5")
+            raise BadArgument("Private", f"{inner.name} is already private", "wrap a defence once")
+        self.clip = check_range("Private", "clip", clip, LEAST, MOST, "use clip=1.0")
+        self.noise = check_range("Private", "noise", noise, 0, MOST, "use noise=1.0; 0 gives no guarantee")
+        if not is_number(delta) or not 0 < delta < 1:
+            raise BadArgument("Private", f"delta must be above 0 and below 1, got {delta!r}", "use delta=1e-5")
         if noise:
-            import_library()  # say that it is missing before the first round, not after it
-        self.inner, self.clip, self.noise, self.delta = inner, float(clip), float(noise), float(delta)
+            import_library()  # refuse to start if it is missing
+        self.inner, self.delta = inner, float(delta)
         self.dp_clip, self.name = self.clip, f"{inner.name}+dp"
         self.entropy = entropy or Entropy()
         self.accountant = Accountant(self.noise, self.delta)  # of all runs with this object
@@ -81,29 +74,29 @@ class Private(Defence[B, U]):
 
     @property
     def base(self) -> Defence[B, U]:
-        """The inner defence: clients do and see what it says."""
+        """The inner defence, whose messages clients get and send."""
         return self.inner
 
     @property
     def codec(self) -> Codec[B, U] | None:
-        """The inner defence's."""
+        """The inner defence's codec."""
         return self.inner.codec
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "PrivateServer[B, U]":
-        """Prepare the inner server; refuse what would tell about clients' data besides the gradients."""
+        """Prepare the inner server; refuse a model whose buffers reveal clients' data."""
         moving = find_moving_buffers(model, example)
         if moving:
-            what = f"buffer {moving[0]} follows the clients' data in training, and clipping and noise do not cover it"
+            what = f"buffer {moving[0]} depends on the clients' data, and is neither clipped nor protected by noise"
             fix = "use GroupNorm or LayerNorm in place of BatchNorm (--norm none for a ResNet), or model.eval()"
             raise BadArgument("Private", what, fix)
         return PrivateServer(self, self.inner.server(model, example, loss))
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
-        """The inner defence's."""
+        """Prepare clients of the inner defence."""
         return self.inner.client(model, example, loss)
 
     def client_view(self, model: nn.Module, broadcast: B) -> nn.Module:
-        """The inner defence's."""
+        """Return the inner defence's view."""
         return self.inner.client_view(model, broadcast)
 
 
@@ -118,38 +111,38 @@ class PrivateServer(DefenceServer[B, U]):
 
     @property
     def draws(self) -> int:  # type: ignore[override]
-        """The inner server's."""
+        """How often the inner server drew noise to keep."""
         return self.inner.draws
 
-    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "PrivateRound[B, U]":
+    def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "PrivateRound[B, U]":
         """Make the inner server's broadcast."""
         return PrivateRound(self.settings, self.accountant, self.inner.start_round(model, members), members)
 
     def state(self) -> State:
-        """Return the inner server's state, and the rounds that were spent, under which settings."""
+        """Return the inner server's state, the settings, and the rounds that were spent with them."""
         settings = {"clip": self.settings.clip, "noise": self.settings.noise}
         return {"inner": self.inner.state(), **settings, **self.accountant.state()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue counting; rounds that were spent with other settings are refused."""
-        for name in ("clip", "noise"):
-            own = getattr(self.settings, name)
-            if state[name] != own:
-                what = f"the rounds so far had {name} = {state[name]:g}, not {own:g}"
+    def restore(self, state: Mapping[str, StateValue]) -> None:
+        """Continue counting; refuse rounds that were spent with other settings."""
+        for name, own in (("clip", self.settings.clip), ("noise", self.settings.noise)):
+            spent = read_state("Private", state, name, float)
+            if spent != own:
+                what = f"the rounds so far had {name} = {spent:g}, not {own:g}"
                 raise BadArgument("Private", what, "continue with the settings of the first part of the run")
-        self.inner.restore(state["inner"])
+        self.inner.restore(read_state("Private", state, "inner", dict))
         self.accountant.restore(state)
 
 
 class PrivateRound(DefenceRound[B, U]):
-    """Clips what the inner defence recovers of each client, and adds noise to the sum."""
+    """Clips each client's gradient, which the inner defence recovers, and adds noise to the sum."""
 
     def __init__(
         self,
         settings: Private[B, U],
         accountant: Accountant,
         inner: DefenceRound[B, U],
-        members: Sequence[int] | None,
+        members: Sequence[int | str] | None,
     ) -> None:
         self.inner, self.broadcast = inner, inner.broadcast
         self._settings, self._accountant, self._members = settings, accountant, members
@@ -169,8 +162,8 @@ class PrivateRound(DefenceRound[B, U]):
         return self.inner
 
     def recover_each(self, updates: Sequence[U]) -> list[Aggregate | UpdateRefused]:
-        """Refuse: single clients' gradients are neither clipped nor noised."""
-        raise BadArgument("Private", "it returns sums with noise, no single client's gradient", "use `base`")
+        """Refuse, because single gradients would be neither clipped nor noisy."""
+        raise BadArgument("Private", "it recovers sums with noise, not single gradients", "call it on `base`")
 
     def combine(self, results: Sequence[Aggregate]) -> Aggregate:
         """Clip, add up with noise, and divide by the number of clients."""
@@ -180,14 +173,14 @@ class PrivateRound(DefenceRound[B, U]):
         flat = [torch.cat([one.gradients[name].reshape(-1).double() for name in like]) for one in results]
         shorts = [clip_vector(own, clip, f"client {position}") for position, own in enumerate(flat)]
         total = torch.stack([short for short, _, _ in shorts]).sum(0)
-        self._count(len(results))  # before the noise is drawn, whatever interrupts that
+        self._count(len(results))  # before the noise is drawn, in case that is interrupted
         total = self._add_noise(total)
         figures = {key: sum(one.figures.get(key, 0.0) for one in results) / len(results) for key in results[0].figures}
         figures["dp_clipped"] = sum(cut for _, _, cut in shorts) / len(results)
         size = sum(size for _, size, _ in shorts)
         wrong = sum(one.error * size for one, (_, size, _) in zip(results, shorts, strict=True))
-        error = wrong / size if size else 0.0
-        return Aggregate(split_vector(total / len(results), like), {}, error, figures | self._spent())
+        gradients, figures = split_vector(total / len(results), like), figures | self._spent()
+        return Aggregate(gradients, {}, wrong / size if size else 0.0, figures)
 
     def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
         """Add noise to the mean of gradients that clients have clipped themselves, under secure aggregation."""
@@ -195,9 +188,8 @@ class PrivateRound(DefenceRound[B, U]):
         total = clients * torch.cat([gradient.reshape(-1).double() for gradient in like.values()])
         self._count(clients)
         total = self._add_noise(total)
-        return Aggregate(
-            split_vector(total / clients, like), {}, mean.error, {**mean.figures, **self._spent()}, mean.notes
-        )
+        gradients, figures = split_vector(total / clients, like), {**mean.figures, **self._spent()}
+        return Aggregate(gradients, {}, mean.error, figures, mean.notes)
 
     def release(self, *, reuse: bool = False) -> None:
         """Drop the inner secret."""
@@ -220,9 +212,8 @@ class PrivateRound(DefenceRound[B, U]):
 
 
 def find_moving_buffers(model: nn.Module, example: Inputs) -> list[str]:
-    """Return the names of buffers that a forward pass changes; the model's own stay as they are."""
-    before = dict(model.named_buffers())
-    own = {name: buffer.clone() for name, buffer in before.items()}
+    """Return the names of buffers that a forward pass changes; the model's own are not changed."""
+    before, own = dict(model.named_buffers()), copy_buffers(model)
     if not own:
         return []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -1,35 +1,29 @@
-"""SPN, secret polarization networks (Fan et al. 2020, arXiv 2006.11601): our re-implementation, no code is public."""
+"""SPN, secret polarization networks (Fan et al. 2020, arXiv 2006.11601): our re-implementation; no code is public."""
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedveil.checks import number, whole
-from fedveil.defences.interface import Defence, Samples, State
-from fedveil.defences.plain import (
-    PlainClient,
-    PlainCodec,
-    PlainServer,
-    PlainUpdate,
-    check_number,
-    compute_gradients,
-    split_tensors,
-)
+from fedveil.checks import check_count
+from fedveil.defences.encoding import copy_buffers
+from fedveil.defences.interface import Samples
+from fedveil.defences.plain import Plain, PlainClient, PlainServer, PlainUpdate, compute_gradients
+from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import AnalysisError, BadArgument
 from fedveil.graph.export import export
 from fedveil.graph.head import find_head
-from fedveil.graph.inputs import Inputs, calls_of
+from fedveil.graph.inputs import Inputs, record_calls
 from fedveil.scheme import Entropy, Loss
-from fedveil.scheme.losses import per_sample
+from fedveil.scheme.losses import sample_weights
+from fedveil.scheme.messages import LARGEST
+from fedveil.scheme.noise import check_range
 from fedveil.scheme.outputs import compute_outputs
 
-MOST_BITS = 2**10  # of a code: a client draws, keeps and uses as many numbers for each feature
+MOST_BITS = 2**10  # of a code: a client draws and stores one number per bit and feature
 SLACK = 1e-3  # of the sum of a row of probabilities; far from 0 and 2, which the sums of other rows may be
 
 
@@ -41,14 +35,14 @@ class PrivateHead:
     codes: Tensor = field(repr=False)
 
     def pull(self, features: Tensor, classes: Tensor, margin: float) -> Tensor:
-        """Slope of sum_j max(0, margin - v_j T[class, j]) in v = P h, for each row h of features; 0 at the kink."""
+        """Return the slope of sum_j max(0, margin - v_j T[class, j]) in v = P h, for each row h of features."""
         codes = self.codes[classes]
         return -codes * (features @ self.head.T * codes < margin)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Where the public network divides into body and classifier: its last Linear, with so many inputs and outputs."""
+    """Where the public network divides into body and classifier: the path, inputs and outputs of its last Linear."""
 
     path: str
     features: int
@@ -56,7 +50,7 @@ class Split:
 
     @property
     def classes(self) -> int:
-        """Codes that a client needs; one output stands for two classes."""
+        """The number of codes that a client needs; one output stands for two classes."""
         return max(2, self.outputs)
 
 
@@ -67,16 +61,16 @@ class SPNUpdate(PlainUpdate):
     step: Tensor = field(repr=False)
 
 
-class SPN(Defence[nn.Module, PlainUpdate]):
-    """A private head at every client pulls the shared network's features; our re-implementation.
+class SPN(Plain):
+    """Features of the shared network that a private head at every client polarizes; our re-implementation.
 
     With h what enters the model's last Linear and u the model's outputs, client k minimises
 
         loss(u, y) + weight * mean_i sum_j max(0, margin - v_ij T_k[y_i, j]),    v = P_k h.
 
-    It sends the gradient with respect to the public network and keeps P_k, which takes a step of SGD in each round, and
-    the fixed codes T_k. The last Linear's own gradient is that of the loss alone. `client_view` is the public network:
-    all of the model that is used for predictions. docs/defences/spn.md has sources, cost and weaknesses.
+    It sends the gradient with respect to the public network and never sends P_k, which takes a step of SGD in each
+    round, or the fixed codes T_k. The last Linear's own gradient is that of the loss alone. `client_view` is the public
+    network, which is all that predictions need. docs/defences/spn.md has sources, cost and weaknesses.
 
     A target is a class index, a row of probabilities (its largest entry is the class), or, for one output, 0 or 1.
 
@@ -84,36 +78,28 @@ class SPN(Defence[nn.Module, PlainUpdate]):
         weight: alpha_2 of the private loss; alpha_1, of the loss, is 1. With 0 the run is the plain run.
         bits: outputs of the private head, at most 1024.
         margin: m.
-        lr: learning rate of the private heads; give the server's. Default: that of `Federation`'s default optimiser.
-        seed: for tests: whoever knows it knows every client's secrets. By default the operating system draws them.
+        lr: learning rate of the private heads; pass the server's. Default: that of `Federation`'s default optimizer.
+        seed: for tests: whoever knows it knows every client's secrets. By default they come from the operating system.
     """
 
     name = "SPN (our re-implementation)"
-    fusable = False  # every client has its own head
+    fusable = linear = False  # every client has its own head
     remote_settings = ("weight", "bits", "margin", "lr")  # heads and codes stay with clients
 
     def __init__(
         self, weight: float = 0.1, bits: int = 32, margin: float = 1.0, lr: float = 1e-3, seed: int | None = None
     ) -> None:
         fix = "leave it out for the default"
-        numbers = ("weight", weight), ("margin", margin), ("lr", lr)
-        for name, value in numbers:
-            if not number(value) or not 0 <= value < math.inf:
-                raise BadArgument("SPN", f"{name} must be a finite number of at least 0, got {value!r}", fix)
-        if whole("SPN", "bits", bits, 1, fix) > MOST_BITS:
+        if check_count("SPN", "bits", bits, 1, fix) > MOST_BITS:
             raise BadArgument("SPN", f"bits must be at most {MOST_BITS}, got {bits}", fix)
-        whole("SPN", "seed", 0 if seed is None else seed, 0, fix)
-        self.weight, self.margin, self.lr = (check_number("SPN", *own) for own in numbers)
-        self.bits = bits
-        self.seed, self.repeatable = seed, seed is not None
-
-    @property
-    def codec(self) -> PlainCodec:
-        """The model down, its gradients and buffers up."""
-        return PlainCodec()
+        check_count("SPN", "seed", 0 if seed is None else seed, 0, fix)
+        self.weight = check_range("SPN", "weight", weight, 0.0, LARGEST, fix)
+        self.margin = check_range("SPN", "margin", margin, 0.0, LARGEST, fix)
+        self.lr = check_range("SPN", "lr", lr, 0.0, LARGEST, fix)
+        self.bits, self.seed, self.repeatable = bits, seed, seed is not None
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PlainServer:
-        """Prepare the server for a run; a model that does not divide into body and classifier is refused."""
+        """Prepare the server for a run; refuse a model that does not divide into body and classifier."""
         find_split(model, example)
         return PlainServer(model)
 
@@ -121,13 +107,9 @@ class SPN(Defence[nn.Module, PlainUpdate]):
         """Find where the model divides into body and classifier."""
         return SPNClient(self, find_split(model, example), model, loss)
 
-    def client_view(self, model: nn.Module, broadcast: nn.Module) -> nn.Module:
-        """Return a copy of the public network."""
-        return copy.deepcopy(broadcast)
-
 
 class SPNClient(PlainClient):
-    """Keeps each client's private head and codes."""
+    """Holds each client's private head and codes."""
 
     def __init__(self, settings: SPN, split: Split, model: nn.Module, loss: Loss) -> None:
         super().__init__(model, loss)
@@ -136,21 +118,20 @@ class SPNClient(PlainClient):
 
     def step(self, broadcast: nn.Module, samples: Samples, client: int = 0) -> SPNUpdate:
         """Compute gradients of the public network and of the client's head; the first step draws its secrets."""
-        trainable, own = split_tensors(broadcast)
-        with calls_of([broadcast.get_submodule(self.split.path)]) as calls:
-            outputs = compute_outputs(broadcast, samples.inputs, own)
+        buffers = copy_buffers(broadcast)
+        with record_calls([broadcast.get_submodule(self.split.path)]) as calls:
+            outputs = compute_outputs(broadcast, samples.inputs, buffers)
         hidden = calls[0].entered
         with torch.no_grad():
             wanted = self.loss.dense(samples.targets, outputs)
-            share = per_sample(self.loss, outputs, samples.weights)
-            delta = self.loss.gradient(outputs, wanted) * share
+            delta = self.loss.gradient(outputs, wanted) * sample_weights(outputs, samples.weights, self.loss)
             features = hidden.detach().reshape(-1, self.split.features)
-            shares = (torch.ones_like(outputs) * share).reshape(len(features), -1)[:, :1]
+            shares = (torch.ones_like(outputs) * sample_weights(outputs, samples.weights)).reshape(len(features), -1)
             private = self._find_head(client, hidden)
             classes = find_classes(wanted, len(features), self.split.outputs, client)
-            pull = private.pull(features, classes, self._settings.margin) * (self._settings.weight * shares)
-            roots, slopes = (outputs, hidden), (delta, (pull @ private.head).reshape(hidden.shape))
-        return SPNUpdate(compute_gradients(trainable, roots, slopes), own, pull.T @ features)
+            pull = private.pull(features, classes, self._settings.margin) * (self._settings.weight * shares[:, :1])
+            cotangents = delta, (pull @ private.head).reshape(hidden.shape)
+        return SPNUpdate(compute_gradients(broadcast, (outputs, hidden), cotangents), buffers, pull.T @ features)
 
     def _find_head(self, client: int, like: Tensor) -> PrivateHead:
         if client not in self._heads:
@@ -164,13 +145,13 @@ class SPNClient(PlainClient):
     def accumulate(
         self, broadcast: nn.Module, total: PlainUpdate | None, update: PlainUpdate
     ) -> tuple[nn.Module, PlainUpdate]:
-        """Sum both gradients; the head stays as it is until the end of the round."""
+        """Sum both gradients; the head does not change before the end of the round."""
         if isinstance(total, SPNUpdate) and isinstance(update, SPNUpdate):
             update = replace(update, step=total.step + update.step)
         return super().accumulate(broadcast, total, update)
 
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
-        """Let the client's head take its step, and send the rest."""
+        """Let the client's head take its step, and return the rest."""
         assert isinstance(update, SPNUpdate)
         private = self._find_head(client, update.step)
         self._heads[client] = PrivateHead(private.head - self._settings.lr * update.step, private.codes)
@@ -180,20 +161,19 @@ class SPNClient(PlainClient):
         """Return the client's head and codes; nothing before its first step."""
         return dict(vars(self._heads[client])) if client in self._heads else {}
 
-    def restore(self, client: int, state: Mapping[str, Any]) -> None:
+    def restore(self, client: int, state: Mapping[str, StateValue]) -> None:
         """Continue with that head and those codes."""
+        head, codes = (read_state("SPN", state, name, Tensor) for name in ("head", "codes"))
         bits = self._settings.bits
-        wanted = {"head": (bits, self.split.features), "codes": (self.split.classes, bits)}
-        for name, shape in wanted.items():
-            found = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else None
-            if found != shape:
-                what = f"client {client}'s {name} has shape {found}, want {shape}"
-                raise BadArgument("SPN", what, "continue with the model and the bits of the first part of the run")
-        self._heads[client] = PrivateHead(state["head"], state["codes"])
+        wanted = (bits, self.split.features), (self.split.classes, bits)
+        if (head.shape, codes.shape) != wanted:
+            what = f"client {client}'s head and codes are {tuple(head.shape)} and {tuple(codes.shape)}, not {wanted}"
+            raise BadArgument("SPN", what, "continue with the model and the bits of the first part of the run")
+        self._heads[client] = PrivateHead(head, codes)
 
 
 def find_split(model: nn.Module, example: Inputs) -> Split:
-    """The last Linear: the one that a veil would cover."""
+    """Find the last Linear: the layer that would get additive noise under a veil."""
     what = "SPN reads what enters the model's last Linear: it must end the model and be used once"
     fix = "end the model in nn.Linear, put what follows it into the loss, and let torch.export record it"
     try:
@@ -212,7 +192,7 @@ def find_split(model: nn.Module, example: Inputs) -> Split:
 
 
 def find_classes(targets: Tensor, rows: int, outputs: int, client: int) -> Tensor:
-    """The class of each row of features."""
+    """Return the class of each row of features."""
     numbers = targets.reshape(rows, -1) if targets.numel() % rows == 0 else targets.new_empty(rows, 0)
     if outputs == numbers.shape[1] == 1 and ((numbers == 0) | (numbers == 1)).all():
         return numbers[:, 0].long()
@@ -223,11 +203,11 @@ def find_classes(targets: Tensor, rows: int, outputs: int, client: int) -> Tenso
         return numbers[:, 0].long()
     want = "0 or 1" if outputs == 1 else f"class indices from 0 to {outputs - 1}, or rows of probabilities"
     what = f"client {client}'s targets name no classes, and classes choose the codes: want {want}"
-    raise BadArgument("SPN", what, 'for other targets use defence "plain" or "veil"')
+    raise BadArgument("SPN", what, 'use defence "plain" or "veil" for other targets')
 
 
 def draw_head(split: Split, bits: int, entropy: Entropy) -> PrivateHead:
-    """P ~ N(0, 1 / features) and uniform signs T, from a random 64-bit word each."""
+    """Draw P ~ N(0, 1 / features) and uniform signs T, from a random 64-bit word each."""
     normal = torch.from_numpy(entropy.normal(bits * split.features))
     head = normal.reshape(bits, split.features) / math.sqrt(split.features)
     signs = 1.0 - 2.0 * (entropy.words(split.classes * bits) & np.uint64(1))

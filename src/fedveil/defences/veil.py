@@ -3,38 +3,20 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.defences.interface import (
-    Codec,
-    Defence,
-    DefenceClient,
-    DefenceRound,
-    DefenceServer,
-    Ranges,
-    Samples,
-    State,
-)
-from fedveil.defences.plain import check_names, check_tensors, largest
+from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Ranges, Samples
+from fedveil.defences.plain import bound_magnitudes
+from fedveil.defences.state import State, StateValue, read_state
 from fedveil.graph import Plan, analyse
 from fedveil.graph.inputs import Inputs
-from fedveil.scheme import (
-    Aggregate,
-    Broadcast,
-    Entropy,
-    Loss,
-    NoiseSettings,
-    Perturbation,
-    Update,
-    VeilSession,
-    client_step,
-    client_view,
-)
-from fedveil.scheme.client import check_broadcast
+from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, Perturbation, Update, VeilSession
+from fedveil.scheme.client import check_broadcast, client_step, client_view
 from fedveil.scheme.losses import Function
+from fedveil.scheme.ranges import bound_passes, bound_rounding, expect_passes
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 
 HeadMode = Literal["linear", "exposed"]
@@ -43,7 +25,7 @@ HeadMode = Literal["linear", "exposed"]
 class Veil(Defence[Broadcast, Update]):
     """Perturb the model with new noise in every round.
 
-    By itself, without a federation::
+    Without a federation::
 
         plan = fedveil.analyse(model, example)
         perturbation = fedveil.Veil().perturb(model, plan, loss)
@@ -55,12 +37,12 @@ class Veil(Defence[Broadcast, Update]):
         additive: size of the noise on the head.
         multiplicative: bound of the factors on hidden units.
         permute: also permute units secretly.
-        head: "exposed" for models of which no layer can take additive noise; then clients read true predictions.
+        head: "exposed" for models without a layer that can take additive noise; clients then read true predictions.
         min_coverage: refuse a model if a smaller fraction of its parameters' values can be perturbed.
         public: names of parameters whose values clients know; see `analyse`.
         decoys: number of false offsets of the head beside the true one, at most 64; see `NoiseSettings`.
-        keep_noise: draw factors, permutation, direction and partition once, and keep them for all rounds, in memory
-            only: another model, a restored state or another process gets new ones (docs/defences/veil.md).
+        keep_noise: draw factors, permutation, direction and partition once, and keep them in memory for all rounds;
+            another model, a restored state or another process gets new ones (docs/defences/veil.md).
         entropy: `Entropy.for_tests(seed)` for repeatable tests.
 
     >>> import torch, fedveil
@@ -101,7 +83,7 @@ class Veil(Defence[Broadcast, Update]):
 
     @property
     def codec(self) -> "VeilCodec":
-        """`Broadcast` and `Update` as they are."""
+        """How `Broadcast` and `Update` are encoded."""
         return VeilCodec()
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "VeilServer":
@@ -109,7 +91,7 @@ class Veil(Defence[Broadcast, Update]):
         return VeilServer(self.start(self._analyse(model, example), loss))
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "VeilClient":
-        """Return a client; all else that it needs is in the broadcast."""
+        """Return a client, which needs only the model and the broadcast."""
         return VeilClient(model)
 
     def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
@@ -129,18 +111,18 @@ class VeilServer(DefenceServer[Broadcast, Update]):
         """How often noise to keep was drawn."""
         return self.session.draws
 
-    def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "VeilRound":
+    def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "VeilRound":
         """Perturb the model with new noise."""
         return VeilRound(self.session.perturb(model))
 
     def state(self) -> State:
-        """Return how often noise to keep was drawn, which clients can see anyway; never the noise."""
+        """Return how often noise to keep was drawn, which clients see anyway; never the noise."""
         return {"draws": self.draws} if self.session.settings.keep_noise else {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with new noise: what was kept is in no checkpoint, and noise of this process is dropped."""
+    def restore(self, state: Mapping[str, StateValue]) -> None:
+        """Continue with new noise: no checkpoint contains the noise of the run so far."""
         self.session.forget()
-        self.session.draws = int(state.get("draws", 0))
+        self.session.draws = read_state("veil", state, "draws", int) if "draws" in state else 0
 
 
 class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
@@ -159,17 +141,17 @@ class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
 
     def expect(self, update: Update, last: Mapping[str, Tensor] | None = None) -> Tensors:
         """Predict each pass of the next round before its factors are applied."""
-        return self.perturbation.expect(update, last)
+        return expect_passes(self.perturbation.recovery, update, last)
 
     def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
         """Bound passes by the last ones under the new noise, and buffers by their perturbed values."""
-        passes = self.perturbation.bound_passes(expected)
-        buffers = largest(add_prefix("buffer", self.broadcast.buffers))
+        passes = bound_passes(self.perturbation.recovery, expected)
+        buffers = bound_magnitudes(add_prefix("buffer", self.broadcast.buffers))
         return {f"passes/{name}": own for name, own in passes.items()} | buffers
 
     def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
         """Bound the gradient error by each pass's error, times its coefficient and its factors."""
-        return self.perturbation.bound_rounding(strip_prefix("passes", rows))
+        return bound_rounding(self.perturbation.recovery, strip_prefix("passes", rows))
 
 
 class VeilClient(DefenceClient[Broadcast, Update]):
@@ -194,43 +176,34 @@ class VeilClient(DefenceClient[Broadcast, Update]):
 
 
 class VeilCodec(Codec[Broadcast, Update]):
-    """`Broadcast` and `Update`; all that a client needs is in the broadcast."""
+    """`Broadcast` and `Update` as plain values and tensors."""
 
     def encode_broadcast(self, broadcast: Broadcast) -> Packed:
-        """Encode the broadcast without its loss, which travels beside it for every defence."""
+        """Encode the broadcast without its loss, which the server sends separately for every defence."""
         values, tensors = broadcast.pack()
         return {name: value for name, value in values.items() if name not in ("loss", "loss_settings")}, tensors
 
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> Broadcast:
-        """Decode a broadcast, see `Broadcast.unpack`; one for another model is refused."""
+        """Decode a broadcast; refuse one for another model."""
         broadcast = Broadcast.unpack(values, tensors, loss)
         check_broadcast(model, broadcast)
         return broadcast
 
     def encode_update(self, update: Update) -> Packed:
-        """Encode an update, see `Update.pack`."""
+        """Encode an update."""
         return update.pack()
 
     def decode_update(
-        self,
-        own: DefenceRound[Broadcast, Update],
-        model: nn.Module,
-        values: Values,
-        tensors: Tensors,
-        position: int,
+        self, own: DefenceRound[Broadcast, Update], model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> Update:
-        """Decode an update that `recover` accepts, with counters of the model's shapes."""
+        """Decode an update that `recover` accepts."""
         assert isinstance(own, VeilRound)
-        check_names(position, tensors, ("passes/", "buffer/"))
         device = next(model.parameters()).device
         update = Update.unpack(values, {name: tensor.to(device) for name, tensor in tensors.items()})
         own.perturbation.check(update, position)
-        counters = {name: b for name, b in model.named_buffers() if not b.is_floating_point()}
-        found = {name: b for name, b in update.buffers.items() if not b.is_floating_point()}
-        check_tensors(position, "buffer", found, counters)
         return update
 
     def template(self, own: DefenceRound[Broadcast, Update], model: nn.Module) -> Packed:
-        """Return an `Update` of this round, as of one record."""
+        """Return an `Update` of this round, as for one record."""
         assert isinstance(own, VeilRound)
         return own.perturbation.template().pack()

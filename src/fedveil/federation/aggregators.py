@@ -1,7 +1,7 @@
-"""How clients' vectors become one when some clients may be hostile.
+"""Rules that combine clients' vectors when some clients may be hostile.
 
-Each rule takes the clients' vectors as rows, and `hostile`, how many of them may be anything at all; it returns one
-vector. Every client has one vote: a weight would be a claim that a hostile client can make as it likes.
+Each rule takes the clients' vectors as rows and `hostile`, the number of rows that may be arbitrary, and returns one
+vector. All clients count the same: a hostile client could claim any weight.
 
 - Median and trimmed mean of each coordinate: Yin, Chen, Kannan, Bartlett, "Byzantine-Robust Distributed Learning:
   Towards Optimal Statistical Rates", ICML 2018.
@@ -9,7 +9,7 @@ vector. Every client has one vote: a weight would be a claim that a hostile clie
   Signal Processing 70, 2022 (the smoothed Weiszfeld algorithm).
 - Centred clipping: Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021.
 - Clipped mean: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?", 2019 (arXiv 1911.07963).
-  The bound here is the median length.
+  The bound here is the median norm.
 - Krum and multi-Krum: Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries: Byzantine Tolerant
   Gradient Descent", NeurIPS 2017.
 """
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WEISZFELD, CLIPPINGS = 32, 5  # steps at most
-SMOOTHING = 1e-6  # of a median distance: nearer than this, a row pulls no more
+WEISZFELD, CLIPPINGS = 32, 5  # maximum number of steps
+SMOOTHING = 1e-6  # of a median distance: rows nearer than this have no more weight
 
 
 def distances(rows: Tensor, centre: Tensor) -> Tensor:
@@ -37,12 +37,12 @@ def median(rows: Tensor, hostile: int) -> Tensor:
 
 
 def trimmed_mean(rows: Tensor, hostile: int) -> Tensor:
-    """The mean of each coordinate without its `hostile` smallest and largest values."""
+    """Return the mean of each coordinate without its `hostile` smallest and largest values."""
     return rows.sort(0).values[hostile : len(rows) - hostile].mean(0)
 
 
 def geometric_median(rows: Tensor, hostile: int) -> Tensor:
-    """The point whose distances from the rows have the smallest sum."""
+    """Return the point with the smallest sum of distances from the rows."""
     centre = median(rows, hostile)
     for _ in range(WEISZFELD):
         away = distances(rows, centre)
@@ -55,10 +55,10 @@ def geometric_median(rows: Tensor, hostile: int) -> Tensor:
 
 
 def centred_clipping(rows: Tensor, hostile: int) -> Tensor:
-    """A centre moved by the rows' mean difference from it, each difference clipped to the median of their lengths.
+    """Move a centre by the mean of the rows' differences from it, each clipped to their median norm; repeat.
 
-    Differs from the paper: it begins at the round's own median, not at the last round's result, so that a run that is
-    resumed goes on the same without further state; and its radius is the median distance, not a setting.
+    Differs from the paper: it starts at the round's median, not at the last round's result, so that a resumed run needs
+    no further state; and the radius is the median distance, not a setting.
     """
     centre = median(rows, hostile)
     for _ in range(CLIPPINGS):
@@ -70,51 +70,51 @@ def centred_clipping(rows: Tensor, hostile: int) -> Tensor:
 
 
 def clipped_mean(rows: Tensor, hostile: int) -> Tensor:
-    """The mean, of rows no longer than the median of their lengths."""
+    """Return the mean of the rows, clipped to their median norm."""
     lengths = distances(rows, torch.zeros_like(rows[0]))
     middle = lengths.sort().values[(len(rows) - 1) // 2]
     return (torch.where(lengths > middle, middle / lengths, torch.ones_like(lengths)).to(rows)[:, None] * rows).mean(0)
 
 
 def _scores(rows: Tensor, hostile: int) -> Tensor:
-    """For each row the sum of squares of the distances from its n - hostile - 2 nearest rows."""
+    """Return for each row the sum of squared distances to its n - hostile - 2 nearest rows."""
     squares = torch.stack([distances(rows, row) for row in rows]).square()
     near = max(1, len(rows) - hostile - 2)
     return squares.sort(1).values[:, 1 : 1 + near].sum(1)  # the first is the row itself
 
 
 def krum(rows: Tensor, hostile: int) -> Tensor:
-    """The row that is nearest to its neighbours."""
+    """Return the row that is nearest to its neighbours."""
     return rows[int(_scores(rows, hostile).argmin())]
 
 
 def multi_krum(rows: Tensor, hostile: int) -> Tensor:
-    """The mean of the n - hostile rows that are nearest to their neighbours."""
+    """Return the mean of the n - hostile rows that are nearest to their neighbours."""
     return rows[_scores(rows, hostile).argsort()[: len(rows) - hostile]].mean(0)
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A rule, and how many rows it needs."""
+class AggregationRule:
+    """A rule, and the number of rows that it needs."""
 
     combine: Callable[[Tensor, int], Tensor]
-    beyond: int  # twice `hostile` plus this many rows
+    beyond: int  # rows in addition to twice `hostile`
 
     def needed(self, hostile: int) -> int:
-        """The fewest rows among which so many may be hostile."""
+        """Return the minimum number of rows if `hostile` of them may be arbitrary."""
         return 2 * hostile + self.beyond
 
     def most(self, rows: int) -> int:
-        """How many of the rows may be hostile."""
+        """Return how many of the rows may be hostile."""
         return max(0, (rows - self.beyond) // 2)
 
 
-RULES: Mapping[str, Rule] = {
-    "median": Rule(median, 1),
-    "trimmed-mean": Rule(trimmed_mean, 1),
-    "geometric-median": Rule(geometric_median, 1),
-    "centred-clipping": Rule(centred_clipping, 1),
-    "clipped-mean": Rule(clipped_mean, 1),
-    "krum": Rule(krum, 3),
-    "multi-krum": Rule(multi_krum, 3),
+RULES: Mapping[str, AggregationRule] = {
+    "median": AggregationRule(median, 1),
+    "trimmed-mean": AggregationRule(trimmed_mean, 1),
+    "geometric-median": AggregationRule(geometric_median, 1),
+    "centred-clipping": AggregationRule(centred_clipping, 1),
+    "clipped-mean": AggregationRule(clipped_mean, 1),
+    "krum": AggregationRule(krum, 3),
+    "multi-krum": AggregationRule(multi_krum, 3),
 }

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: written atomically, without secrets (a resumed round draws new noise).
+"""Checkpoint files: written atomically, with a checksum, and without secrets (a resumed round draws new noise).
 
-A file is a mark, the SHA-256 of everything behind it, the run and the round that it belongs to, and what torch writes.
-Nothing is parsed before the checksum was compared.
+A file is a magic number, the SHA-256 of everything after it, the run and the round that it belongs to, and what torch
+writes. Nothing is parsed before the checksum has been compared.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import io
 import logging
 import os
 import struct
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,43 +20,44 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedveil.errors import BadArgument
-from fedveil.federation.finite import find_non_finite, find_non_finite_state, select_floats
-from fedveil.files import OWNER, part_of, refusals, write_whole
+from fedveil.files import OWNER, refusals, temporary_name, write_whole
 
 LOG = logging.getLogger("fedveil")
 CPU = torch.device("cpu")
-FORMAT = 2
-MARK, ZIP = b"FEDVEIL3", b"PK\x03\x04"
+FORMAT = 3
+MAGIC = b"FEDVEIL3"
 DIGEST = hashlib.sha256().digest_size
-BELONGS = struct.Struct("<16sQ")
-START = len(MARK) + DIGEST
-INTERVAL_SECONDS = 60.0  # the maximum between two checkpoints, but for the length of a round
+TAG = struct.Struct("<16sQ")
+START = len(MAGIC) + DIGEST
+INTERVAL_SECONDS = 60.0  # maximum between two checkpoints, apart from the duration of a round
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
-MODEL, BEST = "model.safetensors", "best.safetensors"  # the values of the last and of the best model
-ROUND = "round"  # of the run, in their metadata
+MODEL, BEST = "model.safetensors", "best.safetensors"  # values of the last and of the best model
+ROUND = "round"  # in their metadata
+RESTORE = "restore it from a copy, or start the run again"
+Content = dict[str, Any]  # type: ignore[explicit-any]  # what torch.load returns: plain values and tensors
 
 
-class Belongs(NamedTuple):
-    """The run, by 16 random bytes, and the round of a state."""
+class StateTag(NamedTuple):
+    """The run that a state belongs to, by 16 random bytes, and its round."""
 
     run: bytes = bytes(16)
     round: int = 0
 
 
-NOBODY = Belongs()
+NO_RUN = StateTag()
 
 
 class Damaged(BadArgument):
-    """A checkpoint that is not what was written."""
+    """A checkpoint that differs from what was written."""
 
 
-def save(path: Path, state: dict[str, Any], belongs: Belongs = NOBODY) -> None:
-    """Write a state so that a reader finds the old one or the new one, never a part of it; for its owner alone."""
+def save(path: Path, state: Mapping[str, object], tag: StateTag = NO_RUN) -> None:
+    """Write a state atomically, readable by its owner only."""
     memory = io.BytesIO()
-    memory.write(bytes(START) + BELONGS.pack(*belongs))
+    memory.write(bytes(START) + TAG.pack(*tag))
     torch.save({"format": FORMAT, **state}, memory)
     content = memory.getbuffer()
-    content[:START] = MARK + hashlib.sha256(content[START:]).digest()
+    content[:START] = MAGIC + hashlib.sha256(content[START:]).digest()
     write_whole(path, lambda file: file.write(content), OWNER)
 
 
@@ -68,163 +68,141 @@ def save_values(path: Path, state: Mapping[str, Tensor], number: int) -> None:
 
 
 def round_of_values(path: Path) -> int:
-    """The run's round when these values were written; -1 if an earlier version wrote them."""
+    """Return the run's round when these values were written; -1 if the file does not say."""
     with safe_open(path, "pt") as file:
         found = (file.metadata() or {}).get(ROUND, "")
     return int(found) if found.isdecimal() else -1
 
 
-def read(path: Path, device: torch.device = CPU) -> tuple[Belongs | None, dict[str, Any]]:
-    """A state and whom it belongs to, None if an earlier version wrote it; nothing in it is executed."""
-    content = _read(path)
-    found = _check(path, content)
+def read(path: Path, device: torch.device = CPU) -> tuple[StateTag, Content]:
+    """Return a state and its tag; nothing in it is executed."""
+    content = _read_bytes(path)
+    tag = _verify(path, content)
     try:
-        body = io.BytesIO(content[START + BELONGS.size :] if found else content)
-        state: dict[str, Any] = torch.load(body, map_location=device, weights_only=True)
+        body = io.BytesIO(content[START + TAG.size :])
+        state: Content = torch.load(body, map_location=device, weights_only=True)
         version = state.get("format")
     except Exception as error:
-        raise Damaged(str(path), f"the checkpoint cannot be read: {error}", "start the run anew") from error
+        raise Damaged(str(path), f"the checkpoint cannot be read: {error}", "start the run again") from error
     if version != FORMAT:
-        raise BadArgument(str(path), f"the checkpoint has format {version!r}, not {FORMAT}")
-    return found, state
+        what = f"the checkpoint has format {version!r}, and this version of fedveil reads format {FORMAT}"
+        raise BadArgument(str(path), what, "resume with the version that wrote it")
+    return tag, state
 
 
-def load(path: Path, device: torch.device = CPU, belongs: Belongs | None = None) -> dict[str, Any]:
-    """A state, if it belongs there."""
+def load(path: Path, device: torch.device = CPU, tag: StateTag | None = None) -> Content:
+    """Return a state; with a tag, refuse one of another run or round."""
     found, state = read(path, device)
-    if belongs and found and found != belongs:
-        raise Damaged(str(path), "it belongs to another run or round", "restore it from a copy, or start the run anew")
+    if tag is not None and found != tag:
+        raise Damaged(str(path), "it belongs to another run or round", RESTORE)
     return state
 
 
-def check_model(path: Path, state: Mapping[str, Any]) -> None:
-    """Refuse the state of a model that has diverged, which earlier versions wrote."""
-    name = find_non_finite(select_floats(state["model"])) or find_non_finite_state(state["optimizer"])
-    if name is not None:
-        what = f"the checkpoint is of a run that diverged: {name} holds NaN or infinity"
-        raise Damaged(str(path), what, "start the run again with a lower learning rate")
-
-
-def _read(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
         raise BadArgument(str(path), "there is no checkpoint here", "start the run without resume") from None
     except OSError as error:
-        raise Damaged(str(path), f"the checkpoint cannot be read: {error.strerror}", "its permissions") from error
+        what = f"the checkpoint cannot be read: {error.strerror}"
+        raise Damaged(str(path), what, "correct its permissions") from error
 
 
-def _check(path: Path, content: bytes) -> Belongs | None:
-    """Whom a state belongs to; one without a checksum, by an earlier version, belongs to nobody."""
-    if content[: len(ZIP)] == ZIP:  # no damage makes these four bytes of our mark
-        _check_parts(path, content)
-        return None
+def _verify(path: Path, content: bytes) -> StateTag:
+    """Compare the checksum; return the tag."""
     body = memoryview(content)[START:]
-    whole = content[: len(MARK)] == MARK and len(body) > BELONGS.size
-    if not whole or hashlib.sha256(body).digest() != content[len(MARK) : START]:
-        what = "the checkpoint cannot be read: it is damaged, its checksum differs"
-        raise Damaged(str(path), what, "restore it from a copy, or start the run anew")
-    return Belongs(*BELONGS.unpack_from(body))
+    complete = content[: len(MAGIC)] == MAGIC and len(body) > TAG.size
+    if not complete or hashlib.sha256(body).digest() != content[len(MAGIC) : START]:
+        raise Damaged(str(path), "the checkpoint cannot be read: it is damaged, its checksum differs", RESTORE)
+    return StateTag(*TAG.unpack_from(body))
 
 
-def _check_parts(path: Path, content: bytes) -> None:
-    """Compare the CRC-32 of every part of a zip file, which torch writes and does not compare."""
-    broken: object
+def verified_tag(path: Path) -> StateTag | None:
+    """Return the tag of an intact checkpoint; None if there is none."""
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as parts:
-            broken = parts.testzip()
-    except Exception as error:  # whatever damage makes of zipfile
-        broken = error
-    if broken is not None:
-        what = f"the checkpoint cannot be read: it is damaged ({broken})"
-        raise Damaged(str(path), what, "restore it from a copy, or start the run anew")
-
-
-def owner(path: Path) -> Belongs | None:
-    """Whom a good checkpoint belongs to; None if there is none, or of an earlier version."""
-    try:
-        return _check(path, _read(path))
+        return _verify(path, _read_bytes(path))
     except BadArgument:
         return None
 
 
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 in the header of a checkpoint, or of the whole file if an earlier version wrote it."""
+def find_digest(path: Path) -> str:
+    """Return the SHA-256 in the header of a checkpoint."""
     try:
         with path.open("rb") as file:
-            start = file.read(START)
-            if start[: len(MARK)] == MARK:
-                return f"sha256:{start[len(MARK) :].hex()}"
-            file.seek(0)
-            return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            return f"sha256:{file.read(START)[len(MAGIC) :].hex()}"
     except OSError:
         return "there is none"
 
 
-def header(path: Path) -> Belongs | None:
-    """Whom a checkpoint says it belongs to, read without its checksum; None if it says nothing."""
+def read_tag(path: Path) -> StateTag | None:
+    """Return the tag of a checkpoint without comparing its checksum; None if it cannot be read."""
     try:
         with path.open("rb") as file:
-            content = file.read(START + BELONGS.size)
+            content = file.read(START + TAG.size)
     except OSError:
         return None
-    good = content[: len(MARK)] == MARK and len(content) == START + BELONGS.size
-    return Belongs(*BELONGS.unpack_from(content, START)) if good else None
+    complete = content[: len(MAGIC)] == MAGIC and len(content) == START + TAG.size
+    return StateTag(*TAG.unpack_from(content, START)) if complete else None
 
 
 def save_last(
-    folder: Path, state: dict[str, Any], belongs: Belongs, *, bad: bool = False, counts: bool = False
+    folder: Path, state: Mapping[str, object], tag: StateTag, *, bad: bool = False, durable: bool = False
 ) -> set[int]:
-    """Write a run's checkpoint; returns the rounds of those that are there now: this one and the last good one.
+    """Write a run's checkpoint, and keep the last good one beside it; return the rounds of both.
 
-    At every moment there is a good one. The older one is that of the same run, never of another, and of an earlier
-    round, unless each state `counts`. `bad` says that the last one on disk is not good, although its checksum may be
-    right.
+    At every moment there is a good one. The older one belongs to the same run and to an earlier round.
+
+    Args:
+        folder: of the run.
+        state: to write.
+        tag: of the state.
+        bad: the last checkpoint on disk is not good, although its checksum may be right.
+        durable: every state counts: the older one may be of the same round.
     """
     last, previous = folder / LAST, folder / PREVIOUS
-    older = None if bad else owner(last)
+    older = None if bad else verified_tag(last)
     with refusals(folder):
-        if older and older.run == belongs.run and (counts or older.round != belongs.round):
-            _put_beside(last, previous)
+        if older and older.run == tag.run and (durable or older.round != tag.round):
+            _keep_as(last, previous)
         else:
-            older = owner(previous)
-        save(last, state, belongs)
-        if older and older.run == belongs.run:
-            return {belongs.round, older.round}
+            older = verified_tag(previous)
+        save(last, state, tag)
+        if older and older.run == tag.run:
+            return {tag.round, older.round}
         previous.unlink(missing_ok=True)
-    return {belongs.round}
+    return {tag.round}
 
 
-def _put_beside(last: Path, previous: Path) -> None:
-    """Let the file have a second name; `last` is there all the time."""
-    half = part_of(previous)
+def _keep_as(last: Path, previous: Path) -> None:
+    """Give the file a second name; `last` exists all the time."""
+    half = temporary_name(previous)
     try:
         os.link(last, half)
     except OSError:  # a file system without links
         write_whole(previous, last.read_bytes(), OWNER)
         return
     os.replace(half, previous)
-    with contextlib.suppress(FileNotFoundError):  # two names of one file: nothing was replaced
+    with contextlib.suppress(FileNotFoundError):  # if both names were of one file, nothing was replaced
         half.unlink()
 
 
 def found_in(folder: Path) -> list[Path]:
-    """The checkpoints to go on from, the last one first."""
+    """Return the checkpoints in a folder, the last one first."""
     return [path for path in (folder / LAST, folder / PREVIOUS) if path.exists()]
 
 
-def save_for(path: Path, asked: str, state: dict[str, Any]) -> None:
-    """Write a state, and what it was asked for."""
-    save(path, {"asked": asked, **state})
+def save_for(path: Path, key: str, state: Mapping[str, object]) -> None:
+    """Write a state with the key of the work that made it."""
+    save(path, {"key": key, **state})
 
 
-def load_for(path: Path, asked: str, device: torch.device) -> dict[str, Any] | None:
-    """The state on disk if it is the one asked for, and as it was written, else None."""
+def load_for(path: Path, key: str, device: torch.device) -> Content | None:
+    """Return the state that `save_for` wrote with this key; None if there is none."""
     if not path.exists():
         return None
     try:
         state = load(path, device)
     except Damaged as error:
-        LOG.warning("%s; it is made anew", error)
+        LOG.warning("%s; it is computed again", error)
         return None
-    return state if state["asked"] == asked else None
+    return state if state["key"] == key else None

@@ -1,26 +1,24 @@
-"""How good a model is on held-out data."""
+"""Metrics of a model on held-out data."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
-from fedveil.records.checks import check_finite, check_range
-from fedveil.records.sources import Rows, Source
+from fedveil.records.sources import Rows, Source, check_finite, check_range
 from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss, SquaredError, match_targets
 from fedveil.scheme.outputs import are_classes, class_axis, compute_outputs, values
 
 METRICS = ("accuracy", "auc", "mse", "loss")
-COUNTS = ("accuracy", "loss", "mse")  # the first of them that was measured says which model is best
+PRIMARY = ("accuracy", "loss", "mse")  # the first of these that was measured decides which model is best
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; every module gets its own mode back."""
+    """Put the model in evaluation mode, and restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -30,60 +28,59 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def rows_of(inputs: Inputs, start: int, stop: int | None) -> Inputs:
-    """The inputs of some records, in the same form."""
+def slice_inputs(inputs: Inputs, start: int, stop: int | None) -> Inputs:
+    """Return the inputs of some records, in the same form."""
     return inputs[start:stop] if isinstance(inputs, Tensor) else each(lambda tensor: tensor[start:stop], inputs)
 
 
-def moved(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
-    """The inputs on a device, floating numbers in another dtype if one is given; whole numbers stay what they are."""
+def move_inputs(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
+    """Move inputs to a device, and floats to a dtype if one is given; integers keep their dtype."""
     return each(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None), inputs)
 
 
 def predict(model: nn.Module, inputs: Inputs, *, batch_size: int = 1000) -> Tensor:
-    """The model's outputs."""
+    """Return the model's outputs."""
     starts = range(0, max(1, count(inputs)), batch_size)
     with torch.no_grad(), evaluating(model):
-        return torch.cat([compute_outputs(model, rows_of(inputs, start, start + batch_size)) for start in starts])
+        return torch.cat([compute_outputs(model, slice_inputs(inputs, start, start + batch_size)) for start in starts])
 
 
 def predict_source(model: nn.Module, source: Source, *, batch_size: int = 256) -> tuple[Tensor, Tensor]:
-    """The model's outputs for records, and their targets; records that are not in memory are read in batches."""
+    """Return the model's outputs for records, and their targets; records that are not in memory are read in batches."""
     first = next(model.parameters())
     if isinstance(source, Rows):
-        return predict(model, moved(source.inputs, first.device, first.dtype)), source.targets.to(first.device)
+        return predict(model, move_inputs(source.inputs, first.device, first.dtype)), source.targets.to(first.device)
     found = []
     for start in range(0, len(source), batch_size):
         numbers = range(start, min(start + batch_size, len(source)))
         inputs, targets = source.take(numbers)
         check_finite(source.who, (inputs, targets), numbers)
         check_range(source.who, (inputs, targets), numbers, first.dtype)
-        found.append((predict(model, moved(inputs, first.device, first.dtype)), targets.to(first.device)))
+        found.append((predict(model, move_inputs(inputs, first.device, first.dtype)), targets.to(first.device)))
     return torch.cat([outputs for outputs, _ in found]), torch.cat([targets for _, targets in found])
 
 
-def predicted(outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
-    """The class that the model chooses for each target."""
+def predict_classes(outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
+    """Return the predicted class for each target."""
     return outputs.argmax(class_axis(outputs, targets, axis))
 
 
 def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis: int | None = None) -> dict[str, float]:
-    """Accuracy for classes and yes/no targets, with AUC if there are two, mean squared error for numbers.
+    """Return accuracy for classes and binary targets, with AUC if there are two classes, and MSE for quantities.
 
-    Rows of probabilities count as their most probable class where the loss compares classes.
-
-    Targets are numbers in the outputs' shape, or class indices in that shape without its class axis; where shapes leave
-    that axis open, as for outputs (n, c, c), it is `axis`, by default the last. At several positions of a record, as in
-    segmentation, accuracy is the share of right positions. The loss comes with it, unless it is squared error, which
-    the others show already; and alone where targets are neither, as a user's own loss may have them. Our losses are
-    computed in float64, a user's in the outputs' dtype, as in training.
+    If the loss compares classes, rows of probabilities count as their most probable class. Targets are numbers in the
+    shape of the outputs, or class indices in that shape without its class axis; if shapes do not determine that axis,
+    as for outputs (n, c, c), it is `axis`, by default the last. With several positions per record, as in segmentation,
+    accuracy is the fraction of correct positions. The loss is included, unless it is squared error, which MSE already
+    shows; it is the only metric for other targets, which a custom loss may have. Our losses are computed in float64,
+    custom losses in the dtype of the outputs, as in training.
     """
     if isinstance(loss, BinaryCrossEntropy):
         asked = match_targets(outputs, targets)
         found = {"accuracy": float(((outputs > 0) == (asked > 0.5)).double().mean())}
         found |= area(outputs, asked > 0.5) if outputs[0].numel() == 1 else {}
     elif are_classes(outputs, targets):
-        found = {"accuracy": float((predicted(outputs, targets, axis) == targets).double().mean())}
+        found = {"accuracy": float((predict_classes(outputs, targets, axis) == targets).double().mean())}
         found |= area(outputs[:, 1] - outputs[:, 0], targets == 1) if outputs.shape[1:] == (2,) else {}
     elif isinstance(loss, OF_CLASSES) and targets.shape == outputs.shape:
         place = class_axis(outputs, targets, axis)
@@ -94,17 +91,17 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
         found = {}
     else:
         what = f"shape is {tuple(targets.shape)}, the model's outputs have {tuple(outputs.shape)}"
-        raise BadArgument("targets", what, "class indices without the class axis, or numbers in the outputs' shape")
+        raise BadArgument("targets", what, "use class indices without the class axis, or numbers in the outputs' shape")
     if loss is None or isinstance(loss, SquaredError):
         return found
-    if isinstance(loss, USERS):  # its own tensors, such as class weights, have the dtype of training
+    if isinstance(loss, USERS):  # its tensors, such as class weights, have the dtype of training
         asked = targets.to(outputs.dtype) if targets.is_floating_point() else targets
         return found | {"loss": float(values(loss, outputs, asked, axis).double().mean())}
     return found | {"loss": float(values(loss, outputs.double(), targets, axis).mean())}
 
 
 def area(scores: Tensor, positive: Tensor) -> dict[str, float]:
-    """The area under the ROC curve: P(a positive's score > a negative's), ties count half; nothing without both."""
+    """Return the area under the ROC curve, P(positive's score > negative's); empty if one of the two is missing."""
     yes, no = scores[positive].double(), scores[~positive].double().sort().values
     if not (len(yes) and len(no)):
         return {}
@@ -112,9 +109,9 @@ def area(scores: Tensor, positive: Tensor) -> dict[str, float]:
     return {"auc": float((below + upto).double().mean()) / (2 * len(no))}
 
 
-def counting(found: Mapping[str, Any]) -> str:
-    """The metric that says which model is best."""
-    return next(name for name in COUNTS if name in found)
+def deciding_metric(found: Mapping[str, float]) -> str:
+    """Return the name of the metric that decides which model is best."""
+    return next(name for name in PRIMARY if name in found)
 
 
 def better(name: str, new: float, old: float | None) -> bool:

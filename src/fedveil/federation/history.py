@@ -1,43 +1,106 @@
 """The records of a run's rounds."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
-Record = dict[str, Any]
+from fedveil.errors import BadArgument
+from fedveil.scheme.result import Note
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 NO_EVALUATION = "no evaluation: pass test= to fit"
+Value = int | float | Note
 
 
-class Latest(Record):
-    """A record whose missing metrics are explained."""
+@dataclass(frozen=True, eq=False)
+class RoundRecord(Mapping[str, Value]):
+    """The record of one round; `record["accuracy"]` is short for `record.metrics["accuracy"]`.
 
-    def __missing__(self, key: str) -> Any:
-        if self.get("evaluated"):
-            raise KeyError(key)
-        raise KeyError(f"{key}: {NO_EVALUATION}")
+    Attributes:
+        round: from 1.
+        epoch: how often the largest client has seen its records.
+        error: estimated relative error of the recovered gradient.
+        lr: learning rate of the step.
+        seconds: since the start of the run.
+        evaluated: whether the metrics are there; None if no evaluation was due.
+        metrics: of the test data.
+        figures: further figures: clients' replies, bytes, epsilon.
+        notes: faults, clients whose weight was capped, why there was no step.
+    """
+
+    round: int
+    epoch: float
+    error: float
+    lr: float
+    seconds: float
+    evaluated: bool | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+    notes: Mapping[str, Note] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Value]:
+        """Return all values by name, without nesting: a line of metrics.jsonl."""
+        found: dict[str, Value] = {"round": self.round, "epoch": self.epoch, "error": self.error, "lr": self.lr}
+        found |= {**self.figures, **self.notes, "seconds": self.seconds, **self.metrics}
+        return found if self.evaluated is None else {**found, "evaluated": self.evaluated}
+
+    def __getitem__(self, name: str) -> Value:
+        found = self.to_dict()
+        if name not in found and not self.evaluated:
+            raise KeyError(f"{name}: {NO_EVALUATION}")
+        return found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.to_dict())
+
+    def __len__(self) -> int:
+        return len(self.to_dict())
 
 
-@dataclass
+@dataclass(repr=False)
 class History:
-    """One record per round: round, epoch, seconds, error; metrics where the model was evaluated."""
+    """One record per round."""
 
-    records: list[Record] = field(default_factory=list)
+    records: list[RoundRecord] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        if not self.records:
+            return "History(no rounds)"
+        metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+        return f"History({len(self.records)} rounds{metrics})"
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """(round, value) of a metric, of the rounds that have it; refuses a name that no record has."""
-        points = [(record["round"], record[name]) for record in self.records if name in record]
+        """Return (round, value) of a metric or a figure, for the rounds that have it."""
+        points = [(record.round, record[name]) for record in self.records if name in record]
         if self.records and not points:
-            evaluated = any(record.get("evaluated") for record in self.records)
             known = ", ".join(sorted(self.names - {"round", "evaluated"}))
+            evaluated = any(record.evaluated for record in self.records)
             raise KeyError(f"{name}: no record has it; there are {known}" + ("" if evaluated else f"; {NO_EVALUATION}"))
-        return points
+        return [(number, value) for number, value in points if isinstance(value, int | float)]
 
     @property
     def names(self) -> set[str]:
-        """Everything that some record has."""
+        """The names of all values in the records."""
         return {name for record in self.records for name in record}
 
     @property
-    def last(self) -> Record:
-        """The latest record with an evaluation; without any, the latest record: round, epoch, error, lr, seconds."""
-        evaluated = (record for record in reversed(self.records) if record.get("evaluated"))
-        return Latest(next(evaluated, self.records[-1] if self.records else {}))
+    def last(self) -> RoundRecord:
+        """The latest record with an evaluation; without any evaluation, the latest record."""
+        if not self.records:
+            raise IndexError("there are no rounds yet")
+        return next((record for record in reversed(self.records) if record.evaluated), self.records[-1])
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The latest metrics; empty without an evaluation."""
+        return self.last.metrics if self.records else {}
+
+    def to_frame(self) -> "DataFrame":
+        """Return a pandas DataFrame with one row per round."""
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise BadArgument("to_frame", "pandas is not installed", "run pip install pandas") from error
+        return DataFrame([record.to_dict() for record in self.records])

@@ -4,18 +4,18 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedveil.checks import one_of, positive, share, whole
+from fedveil.checks import check_choice, check_count, check_fraction, check_positive
 from fedveil.defences.clipping import split_vector
-from fedveil.defences.interface import AnyDefence, AnyRound
+from fedveil.defences.interface import AnyDefence, B, DefenceRound, U
 from fedveil.errors import BadArgument, ExcessiveUpdate, NonFiniteUpdate, UpdateRefused
 from fedveil.federation.aggregators import RULES
-from fedveil.federation.engine import Member
+from fedveil.federation.engines import Member
+from fedveil.federation.history import RoundRecord
 from fedveil.scheme.result import Aggregate, Note
 
 MEAN = "mean"
@@ -23,33 +23,35 @@ AGGREGATORS = (MEAN, *RULES)
 FEWEST = 3  # updates of which a median says anything about a single one
 REMEMBERED = 50  # rounds
 NORMS = {"update_norm": "gradient", "buffer_norm": "buffers", "counter_norm": "counters"}  # by key of a record
-"""What is measured of an update: its gradient, and the change of its floating-point and of its other buffers."""
-STATISTICS = 10.0  # how much farther than one batch many batches move running statistics with a momentum of 0.1
+"""The norms of an update: its gradient, and the changes of its floating-point and of its other buffers."""
+STATISTICS = 10.0  # how much further many batches move running statistics than one batch, with a momentum of 0.1
 
 
 @dataclass(frozen=True)
 class Limits:
     """Bounds on each client, and how clients' gradients are combined.
 
-    The noise is removed from each update by itself, in place of one removal for their sum. An update that breaks a
-    bound is refused; the round goes on without it.
+    The noise is removed from each update separately, not once from their sum. An update that exceeds a bound is
+    refused, and the round continues without it.
 
-    Guarantees: with the mean and three updates or more, no gradient counts that is longer than `norm_factor` times the
-      largest of the medians of this round and of the last 50, no client has a larger share than `max_share`, and no
-      change of buffers counts that is longer than ten times that bound for buffers. With another rule, up to `hostile`
-      clients may send anything. Counters never grow faster than `norm_factor` times their median.
-    Not guaranteed: anything, if half of the clients or more are hostile. Updates below the bounds may still be wrong;
-      against these there are the rules (docs/hostile.md).
+    Guarantees: with the mean and at least three updates, no gradient counts whose norm is above `norm_factor` times the
+      largest median norm of this round and of the last 50, no client's weight is above `max_share`, and no change of
+      buffers counts whose norm is above ten times that bound for buffers. With another rule, up to `hostile` clients
+      may send anything. Counters never grow faster than `norm_factor` times their median.
+    Not guaranteed: anything, if half of the clients or more are hostile. Updates within the bounds may still be wrong;
+      the rules are for those (docs/hostile.md).
 
     Args:
-        aggregator: "mean", weighted by records, or a rule in which every client counts the same: "median",
+        aggregator: "mean", weighted by records, or a rule in which all clients count the same: "median",
             "trimmed-mean", "geometric-median", "centred-clipping", "clipped-mean", "krum", "multi-krum".
-        hostile: how many clients of a round the rule must withstand.
-        max_records: records that a client may count for, whatever it claims: one number for all, or one for each by its
-            name (in one process its number, over Flower its node id); of a client without one the claim counts.
-        max_share: largest share of a client in the mean, of three or more.
-        max_norm: longest update.
-        norm_factor: longest update, in medians, for the mean; a rule needs no such bound. None for none.
+        hostile: number of hostile clients in a round that the rule must withstand.
+        max_records: maximum number of records that a client counts for, whatever it claims: one number for all clients,
+            or one for each (by index in one process, by node id over Flower, by site over FLARE). Clients that are not
+            listed count as they claim.
+        max_share: maximum weight of a client in the mean of at least three.
+        max_norm: maximum norm of an update.
+        norm_factor: maximum norm of an update relative to the median, for the mean; rules need no such bound. None for
+            no bound.
     """
 
     aggregator: str = MEAN
@@ -61,24 +63,24 @@ class Limits:
 
     def __post_init__(self) -> None:
         where = "Limits"
-        one_of(where, "aggregator", self.aggregator, AGGREGATORS)
-        whole(where, "hostile", self.hostile, 0)
-        share(where, "max_share", self.max_share)
+        check_choice(where, "aggregator", self.aggregator, AGGREGATORS)
+        check_count(where, "hostile", self.hostile, 0)
+        check_fraction(where, "max_share", self.max_share)
         known = self.max_records.values() if isinstance(self.max_records, Mapping) else [self.max_records]
         for records in known:
             if records is not None:
-                whole(where, "max_records", records)
+                check_count(where, "max_records", records)
         if self.max_norm is not None:
-            positive(where, "max_norm", self.max_norm)
-        if self.norm_factor is not None and not positive(where, "norm_factor", self.norm_factor) >= 1:
+            check_positive(where, "max_norm", self.max_norm)
+        if self.norm_factor is not None and not check_positive(where, "norm_factor", self.norm_factor) >= 1:
             raise BadArgument(where, f"norm_factor must be at least 1, got {self.norm_factor!r}", "norm_factor=10")
 
     def needed(self, refused: int = 0) -> int:
-        """The fewest updates that a round needs, besides those that were refused."""
+        """Return the minimum number of updates in a round, in addition to those that were refused."""
         return 1 if self.aggregator == MEAN else RULES[self.aggregator].needed(max(0, self.hostile - refused))
 
     def withstood(self, updates: int) -> int:
-        """How many of the updates that are left the rule is told to withstand: `hostile`, or as many as it can."""
+        """Return how many of the remaining updates the rule assumes to be hostile: `hostile`, or as many as it can."""
         return 0 if self.aggregator == MEAN else min(self.hostile, RULES[self.aggregator].most(updates))
 
     def records(self, client: Member, claimed: int) -> int:
@@ -89,7 +91,7 @@ class Limits:
 
 
 def limits_for(defence: AnyDefence, limits: Limits | None) -> Limits | None:
-    """The limits, as far as the defence can have them; what cannot be combined is refused."""
+    """Return the limits as they apply to a defence; refuse what cannot be combined."""
     if limits is not None and not isinstance(limits, Limits):
         what = f"limits is a {type(limits).__name__}"
         raise BadArgument(
@@ -99,13 +101,13 @@ def limits_for(defence: AnyDefence, limits: Limits | None) -> Limits | None:
         return limits
     neutral = Limits(max_records=limits.max_records, max_share=limits.max_share, norm_factor=limits.norm_factor)
     if limits != neutral:
-        what = "differential privacy clips each update and gives away only their sum, with noise"
+        what = "differential privacy clips each update and returns only their noisy sum"
         raise BadArgument("Limits", what, "leave out aggregator, hostile and max_norm; --dp-clip bounds every client")
     return dataclasses.replace(limits, norm_factor=None)
 
 
 def bounded_shares(records: Sequence[float], most: float) -> list[float]:
-    """Each client's share; where one would be above `most`, records above some number do not count for anyone.
+    """Return each client's weight; if one would be above `most`, records above some number count for nobody.
 
     >>> bounded_shares([10, 10, 80], 0.5)
     [0.25, 0.25, 0.5]
@@ -131,7 +133,7 @@ class Outcome:
     capped: tuple[Member, ...]  # clients that count for less than they claimed
 
     def recorded(self, faults: Sequence[str]) -> Aggregate:
-        """The result, with what the round's record should tell."""
+        """Return the result with notes for the round's record."""
         assert self.result is not None
         notes: dict[str, Note] = {"faults": list(faults)} if faults else {}
         notes |= {"capped": list(self.capped)} if self.capped else {}
@@ -139,27 +141,27 @@ class Outcome:
 
 
 def aggregate(
-    own_round: AnyRound,
-    updates: Mapping[Member, Any],
+    own_round: DefenceRound[B, U],
+    updates: Mapping[Member, U],
     claims: Mapping[Member, int],
     model: nn.Module,
     limits: Limits,
     *,
-    past: Sequence[Mapping[str, Any]] = (),
+    past: Sequence[RoundRecord] = (),
     left_out: int = 0,
     least: int = 1,
 ) -> Outcome:
-    """Judge each client's update, and combine those that are not refused.
+    """Check each client's update, and combine those that are not refused.
 
     Args:
         own_round: the round whose broadcast the updates answer.
         updates: by client.
-        claims: the records that each client says it has.
+        claims: number of records that each client claims.
         model: the server's, as it was broadcast.
         limits: bounds on each client.
         past: records of the rounds so far.
-        left_out: clients that were refused before in this round.
-        least: the fewest updates that may be left.
+        left_out: number of clients that were refused earlier in this round.
+        least: minimum number of updates.
     """
     judged = dict(zip(updates, judge(own_round, list(updates.values()), model, limits, past), strict=True))
     refused = {client: one for client, one in judged.items() if isinstance(one, UpdateRefused)}
@@ -179,7 +181,7 @@ def aggregate(
 
 
 def judge(
-    own_round: AnyRound, updates: Sequence[Any], model: nn.Module, limits: Limits, past: Sequence[Mapping[str, Any]]
+    own_round: DefenceRound[B, U], updates: Sequence[U], model: nn.Module, limits: Limits, past: Sequence[RoundRecord]
 ) -> list[Aggregate | UpdateRefused]:
     """Recover and check each update separately. Norms are taken in float64.
 
@@ -222,29 +224,29 @@ def norm(tensors: Sequence[Tensor]) -> float:
 
 
 def _bounds(
-    lengths: Sequence[Mapping[str, float]], model: nn.Module, limits: Limits, past: Sequence[Mapping[str, Any]]
+    lengths: Sequence[Mapping[str, float]], model: nn.Module, limits: Limits, past: Sequence[RoundRecord]
 ) -> dict[str, float]:
-    """The largest norm of each kind."""
+    """Return the maximum norm of each kind."""
     first = next(model.parameters())
     dtype = first.dtype if torch.finfo(first.dtype).bits > 16 else torch.float32
-    largest = math.sqrt(torch.finfo(dtype).max) * 1e-3  # an optimiser that squares it stays far from infinity
+    largest = math.sqrt(torch.finfo(dtype).max) * 1e-3  # far from overflow even if an optimizer squares it
     bounds = {"update_norm": min(largest, limits.max_norm or largest), "buffer_norm": largest, "counter_norm": 2.0**40}
     if limits.norm_factor is None or limits.aggregator != MEAN or len(lengths) < FEWEST:
         return bounds
     for key, factor in {"update_norm": 1.0, "buffer_norm": STATISTICS}.items():
         own = [each[key] for each in lengths if key in each]
-        recent = [record[key] for record in past[-REMEMBERED:] if record.get(key) is not None]
+        recent = [record.figures[key] for record in past[-REMEMBERED:] if key in record.figures]
         reference = max([_median(own), *recent]) if own else 0.0
-        if reference:  # gradients that are mostly 0 bound nothing
+        if reference:  # if most gradients are 0 there is no bound
             bounds[key] = min(bounds[key], factor * limits.norm_factor * reference)
-    if not bounds["buffer_norm"] < largest:  # buffers that the median client left alone, up to rounding
+    if not bounds["buffer_norm"] < largest:  # the median client changed no buffers, up to rounding
         own_buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         bounds["buffer_norm"] = math.sqrt(torch.finfo(first.dtype).eps) * (norm(own_buffers) if own_buffers else 0.0)
     return bounds
 
 
 def _median(values: Sequence[float]) -> float:
-    """The lower one of an even number."""
+    """Return the median; of an even number of values, the lower one."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
@@ -265,12 +267,12 @@ def _refusal(
 
 
 def combine(found: Sequence[Aggregate], shares: Sequence[float], limits: Limits, model: nn.Module) -> Aggregate:
-    """One gradient from those that were not refused.
+    """Combine the gradients that were not refused.
 
     Args:
-        found: what `judge` returned, without refusals.
-        shares: of each client in a mean.
-        limits: how.
+        found: results of `judge`, without refusals.
+        shares: weight of each client in a mean.
+        limits: the aggregation rule.
         model: the server's, as it was broadcast.
     """
 
@@ -286,7 +288,7 @@ def combine(found: Sequence[Aggregate], shares: Sequence[float], limits: Limits,
     before = dict(model.named_buffers())
     if limits.aggregator == MEAN:
         buffers = _combine_by_name([{name: own.buffers[name] for name in floating} for own in found], one)
-    else:  # of changes: a rule may depend on where 0 is
+    else:  # of changes, since a rule may depend on the origin
         buffers = _combine_by_name(
             [{name: own.buffers[name] - before[name] for name in floating} for own in found], one
         )
@@ -297,7 +299,7 @@ def combine(found: Sequence[Aggregate], shares: Sequence[float], limits: Limits,
 
 
 def _limit_counters(clients: Sequence[Tensor], before: Tensor, factor: float | None) -> Tensor:
-    """The largest counter, or as far as `factor` times the median of their growth."""
+    """Return the largest counter, with its growth limited to `factor` times the median."""
     largest = torch.stack(list(clients)).amax(0)
     if factor is None or len(clients) < FEWEST or before.dtype == torch.bool:
         return largest
@@ -318,7 +320,7 @@ def _combine_by_name(
 
 
 def _error(found: Sequence[Aggregate], shares: Sequence[float]) -> float:
-    """Mean of the relative errors, each weighted by what its gradient counts for."""
+    """Return the mean of the relative errors, weighted by the norms of the contributions."""
     sizes = [part * float(own.figures["update_norm"]) for own, part in zip(found, shares, strict=True)]
     wrong = sum(own.error * size for own, size in zip(found, sizes, strict=True))
     return wrong / sum(sizes) if sum(sizes) else 0.0

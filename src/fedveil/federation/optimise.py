@@ -1,8 +1,7 @@
-"""The server's optimiser and learning-rate schedule, from what users give for them."""
+"""The server's optimizer and learning-rate schedule, from the arguments that users pass."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +17,17 @@ FACTORY = "optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
 
 @contextmanager
 def _refuse_failures(name: str, fix: str) -> Iterator[None]:
-    """Refuse settings that torch does not take: a rate that is negative or text, an argument that is missing."""
+    """Refuse settings that torch rejects: a negative learning rate, text, a missing argument."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise BadArgument(WHERE, f"{name}= cannot be made: {error}", f"give all its settings, as in {fix}") from error
+        raise BadArgument(
+            WHERE, f"{name}= cannot be created: {error}", f"pass all its settings, as in {fix}"
+        ) from error
 
 
 def make_optimizer(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-    """The optimiser that a factory makes for these parameters, or the one that was given, if it is for them."""
+    """Return the optimizer that a factory creates for these parameters, or the one given, if it is for them."""
     if isinstance(given, torch.optim.Optimizer):
         found = given
     elif callable(given):
@@ -34,19 +35,21 @@ def make_optimizer(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.
         with _refuse_failures("optimizer", FACTORY):
             found = given(trained)
     else:
-        raise BadArgument(WHERE, f"optimizer is {given!r}", f"{FACTORY}, or an optimiser of the model's parameters")
+        raise BadArgument(WHERE, f"optimizer is {given!r}", f"use {FACTORY}, or an optimizer of the model's parameters")
     if not isinstance(found, torch.optim.Optimizer):
-        raise BadArgument(WHERE, f"optimizer made a {type(found).__name__}, not a torch.optim.Optimizer", FACTORY)
+        raise BadArgument(
+            WHERE, f"optimizer created a {type(found).__name__}, not a torch.optim.Optimizer", f"use {FACTORY}"
+        )
     ours = {id(parameter) for parameter in parameters.values()}
     if any(id(parameter) not in ours for group in found.param_groups for parameter in group["params"]):
-        what = "the optimiser has parameters that are not this model's"
-        raise BadArgument(WHERE, what, "make it after the last change of the model, or give a factory: " + FACTORY)
+        what = "the optimizer has parameters that are not this model's"
+        raise BadArgument(WHERE, what, f"create it after the last change of the model, or use {FACTORY}")
     return found
 
 
 def make_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """The schedule that a factory makes for the optimiser, or the one that was given, if it is for it."""
-    fix = "schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)"
+    """Return the schedule that a factory creates for the optimizer, or the one given, if it is for it."""
+    fix = "use schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)"
     found = given
     if given is None:
         return None
@@ -56,18 +59,18 @@ def make_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> L
         with _refuse_failures("schedule", fix):
             found = given(optimizer)
     if not isinstance(found, LRScheduler):
-        raise BadArgument(WHERE, f"schedule made a {type(found).__name__}, not a learning-rate schedule", fix)
+        raise BadArgument(WHERE, f"schedule created a {type(found).__name__}, not a learning-rate schedule", fix)
     if found.optimizer is not optimizer:
-        raise BadArgument(WHERE, "the schedule is of another optimiser", f"give that one too, or a factory: {fix}")
+        raise BadArgument(WHERE, "the schedule is of another optimizer", f"pass that optimizer, too, or {fix}")
     return found
 
 
-def plateau_value(schedule: ReduceLROnPlateau, found: Mapping[str, Any]) -> float:
-    """Return the metric that a plateau schedule watches: a falling one in mode "min", a rising one in "max"."""
+def plateau_value(schedule: ReduceLROnPlateau, found: Mapping[str, float]) -> float:
+    """Return the metric that a plateau schedule monitors: one that should fall in mode "min", rise in mode "max"."""
     if schedule.mode == "max":
         if "accuracy" not in found:
-            what = 'the schedule waits for a metric that stops rising (mode="max"), and this task has none'
-            raise BadArgument("ReduceLROnPlateau", what, 'mode="min"')
+            what = 'mode="max" monitors accuracy, and this task has none'
+            raise BadArgument("ReduceLROnPlateau", what, 'use mode="min"')
         return float(found["accuracy"])
     falling = next((name for name in ("loss", "mse") if name in found), None)
     return float(found[falling]) if falling else 1 - float(found["accuracy"])

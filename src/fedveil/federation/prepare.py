@@ -1,4 +1,4 @@
-"""Records of clients and of the test, checked against a model and its loss before the first round."""
+"""Clients' records and test data, checked against a model and its loss before the first round."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -7,14 +7,13 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from fedveil.checks import check_integer, whole
+from fedveil.checks import check_count, check_integer
 from fedveil.errors import BadArgument
-from fedveil.federation.evaluate import metrics, moved, predict_source
+from fedveil.federation.evaluate import metrics, move_inputs, predict_source
 from fedveil.federation.targets import attribute_targets, describe, first_line, target_maker, try_model
-from fedveil.records.checks import check_range, check_sources
 from fedveil.records.inputs import Batch, Inputs, join_batches
 from fedveil.records.shards import MemoryShards, Shards, StreamShards
-from fedveil.records.sources import Given, Rows, Source, as_source
+from fedveil.records.sources import Given, Rows, Source, as_source, check_range, check_sources
 from fedveil.scheme.losses import USERS, Loss, couples_samples
 from fedveil.scheme.outputs import compute_outputs, head_axis
 
@@ -25,17 +24,17 @@ TEST = "test data"
 def make_shards(
     model: nn.Module, loss: Loss, clients: Sequence[Source], batch_size: int, seed: int, dtype: torch.dtype
 ) -> Shards:
-    """Return the records of clients as the model and the loss take them: in memory, if all of them are.
+    """Return the clients' records in the form that the model and the loss expect: in memory, if all of them are.
 
     Args:
-        model: tells the device, and the shape of outputs.
-        loss: decides the form of targets.
+        model: determines the device, and the shape of outputs.
+        loss: determines the form of targets.
         clients: their records, checked.
-        batch_size: records that a client takes in a round.
+        batch_size: number of records that a client uses in a round.
         seed: of their order.
         dtype: of floating-point numbers.
     """
-    whole(WHERE, "batch_size", batch_size)
+    check_count(WHERE, "batch_size", batch_size)
     check_integer(WHERE, "seed", seed)
     make, device = target_maker(model, loss, clients[0].take([0])), next(model.parameters()).device
 
@@ -43,7 +42,7 @@ def make_shards(
         check_range(who, batch, numbers, dtype)
         with attribute_targets(who):
             targets = make(batch[1])
-        return moved(batch[0], device, dtype), targets.to(device, dtype if targets.is_floating_point() else None)
+        return move_inputs(batch[0], device, dtype), targets.to(device, dtype if targets.is_floating_point() else None)
 
     sizes = tuple(len(client) for client in clients)
     common = tuple(itertools.accumulate(sizes[:-1], initial=0)), sizes, batch_size, seed, ()
@@ -57,23 +56,23 @@ def make_shards(
 def read_held_out(
     given: Given, model: nn.Module, loss: Loss, dtype: torch.dtype, like: Callable[[], Inputs] | None = None
 ) -> Source:
-    """Return test data as a source; refuse records that the model does not take, and targets that do not fit the loss.
+    """Return test data as a source; refuse records that the model does not accept, and targets that the loss does not.
 
-    A user's loss is evaluated on all records in memory, as after a round. Of a stream, two records are read, or all of
-    them if the loss compares samples with one another.
+    A custom loss is evaluated on all records in memory, as after a round. Of a stream, two records are read, or all if
+    the loss couples samples.
 
     Args:
-        given: in any form that clients may have.
+        given: in any form that clients' records may have.
         model: the server's.
         loss: the clients' objective.
         dtype: of floating-point numbers.
-        like: returns inputs of clients, if they are known.
+        like: returns clients' inputs, if they are known.
     """
     source = check_sources([as_source(TEST, given)])[0]
     if isinstance(source, Rows):
         check_range(TEST, (source.inputs, source.targets), range(len(source)), dtype)
     inputs, targets = source.take(range(min(2, len(source))))
-    fix = "give test data the form of the clients' records"
+    fix = "use test data in the form of the clients' records"
     outputs = try_model(model, inputs, TEST, fix, None if like is None else like())
     with attribute_targets(TEST):
         target_maker(model, loss, (inputs, targets))(source.targets if isinstance(source, Rows) else targets)
@@ -84,34 +83,34 @@ def read_held_out(
 
 
 def _try_loss(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> None:
-    """Compute the metrics as after a round; refuse targets on which the loss fails."""
+    """Compute the metrics as after a round; refuse targets for which the loss fails."""
     try:
         metrics(outputs, targets, loss, axis=axis)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, BadArgument):
             raise
-        what = f"{loss.name} does not take them ({describe(targets)}) for outputs ({describe(outputs)})"
-        fix = "give targets in the clients' form, or correct the loss"
+        what = f"{loss.name} does not accept them ({describe(targets)}) for outputs ({describe(outputs)})"
+        fix = "use targets in the form of the clients' targets, or correct the loss"
         raise BadArgument("targets", f"{what}: {first_line(error)}", fix) from error
 
 
 def refuse_single(model: nn.Module, shards: Shards) -> None:
-    """Refuse a client whose batches have one record, where a layer of the model normalises over the batch."""
+    """Refuse a client whose batches have one record, if a layer of the model normalises over the batch."""
     alone = shards.sizes.index(1) if 1 in shards.sizes else 0
     if shards.batch_size > 1 and shards.sizes[alone] > 1:
         return
     layer = _find_layer(model, shards, alone)
     if layer is None:
         return
-    what, fix = "batch_size=1 makes batches of a single record", "choose batch_size=2 or more"
+    what, fix = "batch_size=1 gives batches of a single record", "set batch_size to at least 2"
     if 1 in shards.sizes:
-        what, fix = f"client {alone} has a single record", "join this client with another"
-    what += f", and layer {layer or type(model).__name__!r} normalises over the records of a batch: it needs two"
+        what, fix = f"client {alone} has a single record", "merge this client with another"
+    what += f", and layer {layer or type(model).__name__!r} normalises over a batch: it needs two records"
     raise BadArgument(WHERE, what, f"{fix}, use GroupNorm or LayerNorm, or call model.eval()")
 
 
 def _find_layer(model: nn.Module, shards: Shards, client: int) -> str | None:
-    """Return the layer that does not take one record of a client in the modes that the model has; None if all do."""
+    """Return the layer that rejects a single record in its current mode; None if there is none."""
     entered = [""]
     inputs, _ = shards.take(torch.arange(shards.starts[client], shards.starts[client] + 1))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -1,49 +1,49 @@
 """One line about a round, the same for every engine."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from fedveil.federation.evaluate import METRICS
-from fedveil.federation.history import Record
+from fedveil.federation.history import RoundRecord
 
-EVERY = 1.0  # seconds between two lines
+INTERVAL = 1.0  # seconds between two lines
 
 
-def line(record: Record, rounds: int) -> str:
-    """A round's record in words: metrics, who answered, where the seconds went, bytes, faults."""
-    parts = [f"round {record['round']}/{rounds}", *(f"{name} {record[name]:.4f}" for name in METRICS if name in record)]
-    if "answers" in record:
-        parts.append(f"{record['answers']} of {record['asked']} answered")
-        wait, recovery = (record[f"seconds_{part}"] for part in ("waiting", "recovery"))
-        work = f" (clients' work {record['seconds_work']:.3f} s)" if "seconds_work" in record else ""
-        parts.append(f"waited {wait:.3f} s{work}, recovery {recovery:.3f} s")
-        parts.append(f"{record['bytes_total'] / 1e6:.2f} MB")
-    if "skipped" in record:
-        parts.append(f"skipped: {record['skipped']}")
-    for name, why in record.get("excluded", {}).items():
-        parts.append(f"{name} is excluded: {why}")
-    if faults := record.get("faults"):
-        parts.append(f"{len(faults)} faults, the last: {faults[-1]}")
+def describe_round(record: RoundRecord, rounds: int) -> str:
+    """Describe a round in one line: metrics, replies, where the time went, bytes, faults."""
+    figures, notes = record.figures, record.notes
+    parts = [f"round {record.round}/{rounds}", *(f"{name} {value:.4f}" for name, value in record.metrics.items())]
+    if "answers" in figures:
+        parts.append(f"{figures['answers']} of {figures['asked']} answered")
+        work = f" (clients' work {figures['seconds_work']:.3f} s)" if "seconds_work" in figures else ""
+        waiting, recovery = figures["seconds_waiting"], figures["seconds_recovery"]
+        parts.append(f"waited {waiting:.3f} s{work}, recovery {recovery:.3f} s")
+        parts.append(f"{figures['bytes_total'] / 1e6:.2f} MB")
+    if "skipped" in notes:
+        parts.append(f"skipped: {notes['skipped']}")
+    if isinstance(excluded := notes.get("excluded"), Mapping):
+        parts += [f"{name} is excluded: {why}" for name, why in excluded.items()]
+    if faults := notes.get("faults"):
+        parts.append(f"{len(faults)} faults, the last: {list(faults)[-1]}")
     return ", ".join(parts)
 
 
-def printed(
-    rounds: int, *, every: float = EVERY, show: Callable[[str], None] | None = None
-) -> Callable[[Record], None]:
-    """Prints the line of a round if the last one is `every` seconds ago, if it has faults, and of the last round.
+def print_progress(
+    rounds: int, *, interval: float = INTERVAL, show: Callable[[str], None] | None = None
+) -> Callable[[RoundRecord], None]:
+    """Return a callback that prints a line for a round: at intervals, after faults, and for the last round.
 
     Args:
-        rounds: of the whole run.
-        every: seconds.
+        rounds: number of rounds of the run.
+        interval: minimum number of seconds between lines.
         show: in place of print.
     """
-    last = -every
+    last = -interval
 
-    def take(record: Record) -> None:
+    def take(record: RoundRecord) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= every or record.get("faults") or record["round"] == rounds:
+        if now - last >= interval or record.notes.get("faults") or record.round == rounds:
             last = now
-            (show or (lambda text: print(text, flush=True)))(line(record, rounds))
+            (show or (lambda text: print(text, flush=True)))(describe_round(record, rounds))
 
     return take

@@ -1,258 +1,348 @@
-"""A client elsewhere: from the bytes of an ask to those of its answer, the same for every engine."""
+"""A federation whose clients are on other machines: messages over any transport, and the server on them."""
 
-import copy
-import dataclasses
-import os
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
-from fedveil.defences.interface import AnyCodec, AnyDefence
-from fedveil.defences.registry import build_for_client, find_codec, find_record, refuse_repeatable
-from fedveil.errors import BadArgument, FedveilError
-from fedveil.federation import checkpoint, masked
-from fedveil.federation.client import client_update
-from fedveil.federation.prepare import make_shards
-from fedveil.federation.protocol import Answer, Ask, Masked, Step, bound_tensors, read, refuse_old, write
-from fedveil.federation.secure import Words, encode_words
-from fedveil.files import make_folder
-from fedveil.records.checks import check_sources
-from fedveil.records.sources import Given, Source, as_source
-from fedveil.scheme.losses import Function, Loss, find_loss
-from fedveil.scheme.messages import known_loss
-from fedveil.secagg import Identity, Memory, Party, Policy, Roster
+from fedveil.checks import check_count
+from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound
+from fedveil.defences.registry import find_codec, find_record
+from fedveil.errors import BadArgument
+from fedveil.federation.engines import AnyReply, Channels, Fault, Member, Reply, Traffic, describe_refusal
+from fedveil.federation.evaluate import move_inputs
+from fedveil.federation.limits import Limits
+from fedveil.federation.optimise import Optimizer, Schedule
+from fedveil.federation.protocol import (
+    Answer,
+    Ask,
+    MaskedAnswer,
+    SecureTerms,
+    Step,
+    check_exchange,
+    max_tensors,
+    read,
+    write,
+)
+from fedveil.federation.rounds import ClearRound, RoundPolicy
+from fedveil.federation.server import Server
+from fedveil.graph.coverage import shares_in_words
+from fedveil.graph.inputs import Inputs
+from fedveil.scheme import Entropy
+from fedveil.scheme.losses import Function, Loss
+from fedveil.secagg import Identity, Roster, signed
+from fedveil.secagg.environment import IDENTITY, ROSTER, server_files
 from fedveil.secagg.signed import Digest
-from fedveil.wire import Tensors, as_tensor, read_kind
+from fedveil.wire import as_bytes
 
-Data = Given | Callable[[], Given]
-
-
-@contextmanager
-def refuse_failures() -> Iterator[None]:
-    """Client: turn whatever the code of a model or of a defence makes of an ask that looked right into a refusal.
-
-    The reason stays with the client, on stderr and as the cause: its text may hold values of records.
-    """
-    try:
-        yield
-    except FedveilError:
-        raise
-    except Exception as error:
-        traceback.print_exc(file=sys.stderr)
-        what = f"this client cannot answer it: {type(error).__name__}"
-        raise BadArgument("ask", what, "read the cause in this client's log") from error
+LOG = logging.getLogger("fedveil.rounds")
+C = TypeVar("C")  # what an engine of another package gives its server: Flower's grid, FLARE's sites
 
 
-@dataclass(frozen=True, eq=False)
-class ClientState:
-    """A client's memory from one ask to the next; nobody else sees it."""
+class Transport(Protocol):
+    """Carries bytes to clients and back. Whatever ends the transport itself is raised."""
 
-    seen: Mapping[str, Any] = field(default_factory=dict)  # session, round and token of the last ask that was answered
-    private: Mapping[str, Any] = field(default_factory=dict)  # the defence's: SPN's head, PPDL's source of noise
+    def members(self) -> list[Member]:
+        """Return the clients that can be asked now, in a fixed order."""
+
+    def ask(
+        self, common: bytes, own: Mapping[Member, bytes], *, label: str, timeout: float
+    ) -> Iterator[tuple[Member, bytes | Fault]]:
+        """Send `common` to the clients in `own`, each with bytes for it alone; yield replies and faults as they come.
+
+        Every client that was asked is named at least once; after `timeout` seconds those that are missing are silent.
+        An iterator that is closed abandons the rest.
+
+        Args:
+            common: the same for all.
+            own: for each client; empty bytes if there is nothing.
+            label: of the exchange, for logs.
+            timeout: seconds.
+        """
+
+    def close(self) -> None:
+        """Release the connection; where possible, tell clients that there will be no more messages."""
 
 
-def load_private(file: Path | None) -> dict[str, Any]:
-    """Client: the defence's state in a file of the client's own; nothing if there is none yet."""
-    if file is None or not file.exists():
-        return {}
-    try:
-        return checkpoint.load(file)
-    except checkpoint.Damaged as error:  # an older state would draw the same noise again
-        raise BadArgument(error.where, error.what, "delete it: this client then draws a new private state") from None
-
-
-def save_private(file: Path, state: Mapping[str, Any]) -> None:
-    """Client: keep the defence's state in a file that only its owner can read."""
-    make_folder(file.parent, 0o700)
-    checkpoint.save(file, dict(state))
-
-
-def reply(
-    message: bytes,
-    state: ClientState,
-    model: nn.Module,
-    data: Data,
-    *,
-    client: int,
-    defence: AnyDefence | None = None,
-    loss: Function | None = None,
-    party: Party | None = None,
-    policy: Policy | None = None,
-    own: bytes = b"",
-) -> tuple[bytes, ClientState]:
-    """Client: the answer to an ask, both as bytes, and the state after it. The same for every engine.
-
-    Nothing is read, loaded or computed before the server's signature was checked, if the client's policy names a
-    server, and nothing is computed under secure aggregation before the ask was admitted and that was stored.
+class RemoteEngine:
+    """Encodes asks, signs them, and decodes the replies that a transport brings.
 
     Args:
-        message: what arrived.
-        state: the client's, after its last answer.
-        model: gives the architecture; its values are ignored and stay what they are.
-        data: this client's records in any form that `fedveil.Federation` takes, or a function that loads them; called
-            after the message was checked.
-        client: this client's number, which decides the order of its batches.
-        defence: insist on these settings of a defence, whatever the server says.
-        loss: the server's own function, if its loss has no name.
-        party: this client's part in secure aggregation, the same object for a whole run. With one, an ask without
-            secure aggregation is refused: a server cannot have it left out.
-        policy: which server a client without a `party` answers; a party has its own.
-        own: what arrived for this client alone.
+        transport: carries the bytes.
+        server: whose rounds are carried.
+        identity: signs every message that no tag authenticates; None if clients accept any server.
+        whole_shard: clients go through all their records in a round.
+        batch_size: number of records that a client uses at a time.
     """
-    rules = party.policy if party is not None else policy
-    digest = Digest.of(message)
-    own = masked.authenticate(digest, own, party, policy)
-    if read_kind(message) == "step":
-        step = read(message, Step)
-        body = masked.respond(step, own, party, lambda: masked.check_usable(lambda: _count(data), rules or Policy()))
-        return write(Step(step.session, step.step, {"body": as_tensor(body)})), state
-    ask = read(message, Ask, most=bound_tensors(model))
-    refuse_old(ask, state.seen)
-    admitted = masked.admit(ask, message, digest, party, model) if party is not None or ask.secure else None
-    seen = {"session": ask.session, "round": ask.round, "token": ask.token}
-    task = _task(ask, model, defence, loss)
-    if admitted is None or party is None:
-        found, private = _answer(ask, task, model, data, state.private, client)
-        return found, ClientState(seen, private)
-    if not task.defence.linear:
-        raise BadArgument("ask", f"{task.defence.name} is not linear, and its updates cannot be summed under masks")
 
-    least = party.policy.min_records
+    stream, stable, keeps_nothing = "nodes", False, False
 
-    def work() -> Words:
-        own = copy.deepcopy(model)  # what a forward pass leaves in it must not show in a later answer
-        _, tensors, records, _ = _update(ask, task, own, data, {}, client, least)
-        return encode_words(tensors, records, admitted.opening, admitted.clip)
+    def __init__(
+        self, transport: Transport, server: Server, identity: Identity | None, whole_shard: bool, batch_size: int
+    ) -> None:
+        self.transport, self._server, self._identity = transport, server, identity
+        self._whole_shard, self._batch_size = whole_shard, batch_size
+        self.codec, self.session = find_codec(server.defence), Entropy().token()
+        base = server.defence.base  # what travels; privacy on top is the server's
+        record = find_record(base)
+        if record is None:
+            fix = "register it in the entry-point group fedveil.defences of your package"
+            raise BadArgument(type(server).__name__, f"clients cannot find the defence {base.name}", fix)
+        self._name = record.name
+        self._settings = {name: getattr(base, name) for name in base.remote_settings}
+        self.traffic = Traffic()
 
-    upload = party.upload(admitted.ticket, masked.contribute(admitted, work))
-    return write(Masked(ask.round, ask.token, ask.defence, {"upload": as_tensor(upload)})), ClientState(
-        seen, state.private
-    )
+    def start_round(self) -> None:
+        """Begin to count the traffic of a round."""
+        self.traffic = Traffic()
 
+    def members(self) -> list[Member]:
+        """Return the clients that can be asked now, in a fixed order."""
+        return self.transport.members()
 
-IDENTITY, ROSTER, POLICY = "FEDVEIL_IDENTITY", "FEDVEIL_ROSTER", "FEDVEIL_POLICY"  # files that no job names
+    def ask(self, number: int, own_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
+        """Send the broadcast of a round; yield a reply or a fault for each client."""
+        ask = self._make_ask(number, own_round)
+        own = dict.fromkeys(members, b"")
+        for position, (member, reply) in enumerate(self._send(write(ask), own, None, str(number))):
+            yield reply if isinstance(reply, Fault) else self._decode(own_round, ask, member, reply, position)
 
+    def ask_masked(
+        self, number: int, own_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
+    ) -> tuple[bytes, Iterator[tuple[Member, bytes] | Fault]]:
+        """Send the broadcast of an attempt under secure aggregation; return its digest, and the masked uploads."""
+        ask = self._make_ask(number, own_round, terms)
+        message = write(ask)
+        digest = Digest.compute(message).combine()
 
-@lru_cache(maxsize=8)
-def load_party(identity: Path, roster: Path, policy: Path | None = None) -> Party:
-    """Client: its part in secure aggregation, from the files of `fedveil keys` and the roster.
+        def take() -> Iterator[tuple[Member, bytes] | Fault]:
+            own = dict.fromkeys(members, b"")
+            for member, reply in self._send(message, own, channels, f"{number} upload", digest=digest):
+                yield reply if isinstance(reply, Fault) else self._read_upload(ask, member, reply)
 
-    Keys of a run, and what must not be forgotten before it ends, are kept in a file beside the identity: a client whose
-    process starts again goes on.
+        return digest, take()
 
-    Args:
-        identity: the file of `fedveil keys new`.
-        roster: the file that lists who may take part.
-        policy: the file of `fedveil keys policy`; by default the one beside the identity.
-    """
-    own = Policy.read(policy or identity.with_suffix(".policy"))
-    memory = Memory(identity.with_suffix(".memory"))
-    found = Party(Identity.load(identity), Roster.read(roster), memory, policy=own)
-    found.sweep()
-    return found
+    def take_step(
+        self, step: Step, own: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
+    ) -> Iterator[tuple[Member, bytes] | Fault]:
+        """Send a step of secure aggregation; yield the bodies of the replies."""
+        label = f"{self._server.round} {step.step}"
+        for member, reply in self._send(write(step), own, channels, label, timeout=timeout):
+            yield reply if isinstance(reply, Fault) else self._read_body(step, member, reply)
 
+    def close(self) -> None:
+        """Release the connection."""
+        self.transport.close()
 
-def own_party() -> Party | None:
-    """Client: the one that its environment names; None without."""
-    identity, roster, policy = (os.environ.get(name) for name in (IDENTITY, ROSTER, POLICY))
-    if not identity:
-        return None
-    if not roster:
-        raise BadArgument(IDENTITY, f"{ROSTER} is not set beside it", "name the file that lists who may take part")
-    return load_party(Path(identity), Path(roster), Path(policy) if policy else None)
+    def _send(
+        self,
+        common: bytes,
+        own: Mapping[Member, bytes],
+        channels: Channels | None,
+        label: str,
+        *,
+        timeout: float | None = None,
+        digest: bytes | None = None,
+    ) -> Iterator[tuple[Member, bytes | Fault]]:
+        """Exchange messages once: with tags if there are channels, otherwise signed if this server has a key."""
+        if channels is not None:
+            digest = digest or Digest.compute(common).combine()
+            own = {member: signed.tag(channels[member], digest, extra) for member, extra in own.items()}
+        elif self._identity is not None:
+            marks = {extra: signed.sign(self._identity, common, extra) for extra in dict.fromkeys(own.values())}
+            own = {member: marks[extra] for member, extra in own.items()}
+        self.traffic.count_down([len(common) + len(extra) for extra in own.values()])
+        seconds = self._server.policy.timeout if timeout is None else timeout
+        for member, reply in self.transport.ask(common, own, label=label, timeout=seconds):
+            if not isinstance(reply, Fault):
+                self.traffic.up += len(reply)
+            yield member, reply
 
-
-def own_policy() -> Policy | None:
-    """Client: the policy that its environment names, for a client without secure aggregation; None without."""
-    path = os.environ.get(POLICY)
-    return Policy.read(Path(path)) if path else None
-
-
-def server_files() -> tuple[Identity | None, Roster | None]:
-    """Server: its signing key and the roster, as far as its environment names them."""
-    identity, roster = os.environ.get(IDENTITY), os.environ.get(ROSTER)
-    return Identity.load(Path(identity)) if identity else None, Roster.read(Path(roster)) if roster else None
-
-
-class _Task(NamedTuple):
-    """A client's task, from the ask and its own architecture alone."""
-
-    codec: AnyCodec
-    defence: AnyDefence
-    loss: Loss
-    broadcast: Any
-    dtype: torch.dtype  # that travels, and that the client computes in
-
-
-def _task(ask: Ask, model: nn.Module, defence: AnyDefence | None, loss: Function | None) -> _Task:
-    own = _defence(ask, defence)
-    codec = find_codec(own)
-    own_loss = known_loss("answer", ask.loss, ask.loss_settings, None if loss is None else find_loss(loss))
-    with refuse_failures():
-        broadcast = codec.decode_broadcast(model, ask.values, ask.tensors, own_loss)
-    parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]
-    if not parameters:
-        raise BadArgument("ask", "it holds no parameters")
-    return _Task(codec, own, own_loss, broadcast, parameters[0].dtype)
-
-
-def _source(data: Data) -> Source:
-    given = data if isinstance(data, Dataset) or not callable(data) else data()
-    try:
-        return check_sources([as_source("this client", given)])[0]
-    except FedveilError as error:  # its text may hold values of records, and refusals travel to the server
-        print(f"fedveil: {error}", file=sys.stderr)
-        raise BadArgument("this client", "its records cannot be used; its own log says why") from None
-
-
-def _count(data: Data) -> int:
-    """How many records a client has; refuses those that cannot be used."""
-    return len(_source(data))
-
-
-def _update(
-    ask: Ask, task: _Task, model: nn.Module, data: Data, private: Mapping[str, Any], client: int, least: int = 2
-) -> tuple[dict[str, Any], Tensors, int, dict[str, Any]]:
-    """Compute a client's update as it travels, from `least` records or more; its records, and its private state."""
-    shards = make_shards(model, task.loss, [_source(data)], ask.batch_size, ask.seed, task.dtype)
-    shards = dataclasses.replace(shards, names=(client,), least=max(2, least))
-    own = task.defence.client(model, shards.example, task.loss)
-    if private:
-        own.restore(0, private)
-    number, whole_shard, dtype = ask.round, ask.whole_shard, task.dtype
-    with refuse_failures():
-        update = client_update(
-            own, task.broadcast, shards, client=0, number=number, whole_shard=whole_shard, dtype=dtype
+    def _make_ask(self, number: int, own_round: AnyRound, terms: SecureTerms | None = None) -> Ask:
+        server = self._server
+        values, tensors = self.codec.encode_broadcast(own_round.broadcast)
+        return Ask(
+            self.session,
+            number,
+            Entropy().token(),
+            self._name,
+            self._settings,
+            server.loss.name,
+            server.loss.settings(),
+            self._whole_shard,
+            self._batch_size,
+            server.seed,
+            terms.values() if terms else {},
+            values,
+            tensors,
         )
-    return *task.codec.encode_update(update), shards.sizes[0], own.state(0)
+
+    def _decode(self, own_round: AnyRound, ask: Ask, member: Member, data: bytes, position: int) -> AnyReply | Fault:
+        try:
+            answer = read_answer(data, ask, self._server.model)
+            reply = decode_answer(answer, self.codec, own_round, self._server.model, member, position)
+        except Exception as error:  # nothing that a client sends may end the run
+            return describe_refusal(member, error)
+        self.traffic.seconds_work = max(self.traffic.seconds_work, answer.seconds)
+        return reply
+
+    def _read_upload(self, ask: Ask, member: Member, data: bytes) -> tuple[Member, bytes] | Fault:
+        try:
+            answer = read(data, MaskedAnswer, 1)
+            check_exchange(answer, ask)
+            return member, as_bytes("answer", answer.tensors, "upload")
+        except Exception as error:  # nothing that a client sends may end the run
+            return describe_refusal(member, error)
+
+    def _read_body(self, step: Step, member: Member, data: bytes) -> tuple[Member, bytes] | Fault:
+        try:
+            found = read(data, Step, 1)
+            if (found.session, found.step) != (step.session, step.step):
+                raise BadArgument("step", "it answers another step")
+            return member, found.body
+        except Exception as error:  # nothing that a client sends may end the run
+            return describe_refusal(member, error)
 
 
-def _answer(
-    ask: Ask, task: _Task, model: nn.Module, data: Data, private: Mapping[str, Any], client: int
-) -> tuple[bytes, dict[str, Any]]:
-    """A client's update as bytes, and what the client keeps to itself for its next one."""
-    began = time.perf_counter()
-    values, tensors, records, kept = _update(ask, task, model, data, private, client)
-    found = Answer(ask.round, ask.token, ask.defence, records, time.perf_counter() - began, values, tensors)
-    return write(found), kept
+def read_answer(data: bytes, ask: Ask, model: nn.Module) -> Answer:
+    """Return the answer to this ask; any other is refused."""
+    answer = read(data, Answer, max_tensors(model))
+    check_exchange(answer, ask)
+    return answer
 
 
-def _defence(ask: Ask, own: AnyDefence | None) -> AnyDefence:
-    """Return the client's defence: of the server's kind, and not one for tests."""
-    if own is None:
-        return build_for_client(ask.defence, ask.settings)
-    record = find_record(own)
-    if record is None or record.name != ask.defence:
-        raise BadArgument("answer", f"the server's defence is {ask.defence!r}, this client insists on {own.name!r}")
-    refuse_repeatable("answer", own)
-    return own
+def decode_answer(
+    answer: Answer, codec: AnyCodec, own_round: AnyRound, model: nn.Module, member: Member, position: int
+) -> AnyReply:
+    """Return the reply of the client at a position; an update that cannot be aggregated is refused."""
+    update = codec.decode_update(own_round.base, model, answer.values, answer.tensors, position)
+    return Reply((member,), update, answer.records)
+
+
+class RemoteServer(Server, Generic[C]):
+    """A federation whose clients are on other machines; each answers with a `fedveil.federation.client.ClientSession`.
+
+    One exchange of messages carries one round. A round uses the valid replies that arrive in time, if there are at
+    least `min_answers`, with |D_k| of those clients as weights. Otherwise it is repeated, with new noise.
+    docs/flower.md lists what happens after each kind of fault.
+
+    Args:
+        connection: Flower's grid, or FLARE's `collab.clients`.
+        model: the server's; trained in place.
+        example: the inputs of at least two records, for the analysis of the model; values do not matter. They have the
+            form of the clients' inputs: a tensor, a tuple of arguments of forward or a dict of keyword arguments.
+        defence: as for `fedveil.Federation`. One with test entropy or a seed is refused.
+        optimizer: as for `fedveil.Federation`.
+        schedule: as for `fedveil.Federation`; an epoch is `rounds_per_epoch` rounds.
+        schedule_every: as for `fedveil.Federation`.
+        clip_norm: as for `fedveil.Federation`.
+        loss: as for `fedveil.Federation`, but it must be named: the server does not see the clients' targets. A custom
+            function must be passed to the clients, too.
+        whole_shard: clients go through all their records in a round, so that few rounds are needed.
+        batch_size: number of records that a client uses at a time; without `whole_shard`, in a round.
+        rounds_per_epoch: for the schedule and for evaluation.
+        participation: fraction of the clients that are asked in a round.
+        limits: bounds on each client, and how updates are combined: `fedveil.Limits`. With None all finite updates
+            count, and the noise is removed once, from their sum.
+        min_answers: the minimum number of valid replies in a round.
+        wait_for: the minimum number of clients before the first round; by default `min_answers`.
+        timeout: seconds for an exchange; its messages expire after that.
+        patience: seconds to wait for clients in a round before giving up.
+        attempts: exchanges of a round before giving up.
+        pause: seconds between attempts.
+        secure_aggregation: the server sees only sums of updates; clients need an identity, a roster and a policy
+            (docs/secure-aggregation.md). The roster, or True for the file that FEDVEIL_ROSTER names. It cannot be
+            combined with limits.
+        identity: the server's signing key: every message is signed, and clients whose policy names its public key
+            answer no other server. By default the file that FEDVEIL_IDENTITY names. Secure aggregation needs one.
+        seed: of the order of clients' records and of the choice of clients.
+    """
+
+    def __init__(
+        self,
+        connection: C,
+        model: nn.Module,
+        example: Inputs,
+        defence: str | AnyDefence = "veil",
+        optimizer: Optimizer = torch.optim.Adam,
+        *,
+        schedule: Schedule | None = None,
+        schedule_every: str = "epoch",
+        clip_norm: float | None = None,
+        loss: str | Loss | Function | None = None,
+        whole_shard: bool = True,
+        batch_size: int = 1024,
+        rounds_per_epoch: int = 1,
+        participation: float = 1.0,
+        limits: Limits | None = Limits(),  # noqa: B008  (it is frozen)
+        min_answers: int = 1,
+        wait_for: int | None = None,
+        timeout: float = 600.0,
+        patience: float = 1800.0,
+        attempts: int = 5,
+        pause: float = 2.0,
+        secure_aggregation: bool | Roster = False,
+        identity: Identity | None = None,
+        seed: int = 0,
+    ) -> None:
+        where = type(self).__name__
+        if loss is None:
+            what = "no loss is named, and the server does not see the clients' targets"
+            raise BadArgument(where, what, 'use loss="cross_entropy" for classes, loss="squared_error" for numbers')
+        if secure_aggregation and limits == Limits():
+            limits = None
+        super().__init__(
+            model,
+            defence,
+            optimizer,
+            schedule=schedule,
+            schedule_every=schedule_every,
+            clip_norm=clip_norm,
+            loss=loss,
+            limits=limits,
+            policy=RoundPolicy(participation, min_answers, wait_for, timeout, patience, attempts, pause),
+            seed=seed,
+        )
+        if self.defence.repeatable:
+            what = f"{self.defence.name} draws from a test seed, and this server talks to a network"
+            raise BadArgument(where, what, "leave entropy= and seed= out of the defence")
+        self._epoch = check_count(where, "rounds_per_epoch", rounds_per_epoch)
+        example = move_inputs(example, self.device)
+        self.defence_server = self.defence.server(model, example, self.loss)
+        own, roster = server_files()
+        identity = identity or own
+        transport = self._connect(connection)
+        engine = RemoteEngine(transport, self, identity, whole_shard, check_count(where, "batch_size", batch_size))
+        self.engine = engine
+        if not secure_aggregation:
+            self.rounds = ClearRound(engine, model, self.history, self.limits, min_answers)
+        else:
+            known = secure_aggregation if isinstance(secure_aggregation, Roster) else roster
+            if known is None or identity is None:
+                what = "secure aggregation needs the roster of members and this server's signing key"
+                fix = f"set {ROSTER} and {IDENTITY}, or pass secure_aggregation=Roster.read(...) and identity=..."
+                raise BadArgument(where, what, fix)
+            self._start_secure(engine, example, known)
+        if self.defence_server.plan is not None:
+            LOG.info("of the model's values, %s", shares_in_words(self.defence_server.plan))
+
+    @abstractmethod
+    def _connect(self, connection: C) -> Transport:
+        """Return the transport to the clients."""
+
+    def _start_secure(self, engine: RemoteEngine, example: Inputs, roster: Roster) -> None:
+        from fedveil.federation.secure_round import SecureRound
+        from fedveil.federation.sums import Sums, check_combination
+
+        check_combination(self.defence, self.model, self.limits)
+        client = self.defence.client(self.model, example, self.loss)
+        sums = Sums(self.defence, client, self.model, example)
+        self.rounds = SecureRound(engine, sums, roster, engine.session, self.policy.min_answers)
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        """As given: the server does not know how many records clients have."""
+        return self._epoch

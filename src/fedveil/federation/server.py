@@ -1,47 +1,63 @@
-"""The server's loop, wherever its clients are: rounds, optimizer, metrics, checkpoints."""
+"""The server: one loop for all engines. Choose clients, ask them, aggregate, step, record, save."""
 
 import contextlib
+import dataclasses
+import math
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fedveil.checks import one_of, positive, whole
-from fedveil.defences.interface import AnyDefence, Defence
+from fedveil.checks import check_choice, check_count, check_positive
+from fedveil.defences.interface import AnyDefence, AnyServer, Defence
 from fedveil.defences.registry import build
-from fedveil.errors import BadArgument, NonFiniteUpdate
-from fedveil.federation.evaluate import better, counting, metrics, predict_source
-from fedveil.federation.finite import find_non_finite, find_non_finite_state, select_floats
-from fedveil.federation.fitting import Callback, Plan, list_callbacks
-from fedveil.federation.history import History, Record
+from fedveil.errors import BadArgument, NonFiniteUpdate, TooFewAnswers
+from fedveil.federation.engines import Engine, FaultKind, Member
+from fedveil.federation.evaluate import better, deciding_metric, metrics, predict_source
+from fedveil.federation.fitting import Callback, FitPlan, list_callbacks
+from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, make_optimizer, make_schedule, plateau_value
 from fedveil.federation.prepare import read_held_out
-from fedveil.federation.snapshot import Snapshot
-from fedveil.federation.stored import LOG, LOWER, Folder, Stored
+from fedveil.federation.rounds import FaultLog, Observer, RoundKind, RoundPolicy
+from fedveil.federation.state import (
+    LOG,
+    LOWER,
+    Folder,
+    OneThread,
+    Snapshot,
+    StoredServer,
+    find_non_finite,
+    find_non_finite_state,
+    select_floats,
+)
 from fedveil.federation.targets import attribute_targets
-from fedveil.federation.threads import OneThread
-from fedveil.graph.wrapped import refuse_wrapped
+from fedveil.graph.analyse import refuse_wrapped
 from fedveil.locks import locked
+from fedveil.records.shards import generator
 from fedveil.records.sources import Given, Source
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
-from fedveil.scheme.result import Aggregate
+from fedveil.scheme.result import Aggregate, Note
 
-__all__ = ["Callback", "Folder", "History", "Record", "Seen", "Server"]
-Seen = Callable[[Any, Sequence[Any]], None]
-SCALE = "scale inputs and targets, or change the loss or the model: without a step it is not the learning rate"
-LEFT = "the model in memory keeps what the step made of it"
-BACK = "the model in memory is that of before the step, the last finite one"
+SCALE = "scale inputs and targets, or change the loss or the model: before the first step it is not the learning rate"
+NOT_RESTORED = "the model in memory has the values after the step"
+RESTORED = "the model in memory has the values before the step, the last finite ones"
+MAX_SHOWN = 5  # faults in an error
+POLL = 0.5  # seconds between two looks for clients that are missing
 
 
-class Server(Stored):
-    """A model, its optimiser and a defence; `exchange` says how clients are reached. Arguments as for `Federation`."""
+class Server(StoredServer):
+    """A model, its optimizer and a defence. Subclasses provide the engine and the kind of round."""
+
+    engine: Engine
+    rounds: RoundKind
+    defence_server: AnyServer
 
     def __init__(
         self,
@@ -54,65 +70,151 @@ class Server(Stored):
         clip_norm: float | None = None,
         loss: str | Loss | Function,
         limits: Limits | None = None,
+        policy: RoundPolicy,
+        seed: int = 0,
     ) -> None:
-        refuse_wrapped(type(self).__name__, model)
+        where = type(self).__name__
+        refuse_wrapped(where, model)
         self.model = model
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         if not isinstance(defence, str) and (isinstance(defence, type) or not isinstance(defence, Defence)):
-            what = f"defence is {defence!r}"
-            raise BadArgument(
-                type(self).__name__, what, '"plain" for none, "veil", or an object like fedveil.defences.Veil()'
-            )
+            fix = 'use "plain" for none, "veil", or an object such as fedveil.defences.Veil()'
+            raise BadArgument(where, f"defence is {defence!r}", fix)
         self.defence = build(defence) if isinstance(defence, str) else defence
         self.limits = limits_for(self.defence, limits)
         self.loss = find_loss(loss)
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        self._changing = select_floats(trained | self._buffers)  # in a step
-        if (name := find_non_finite(select_floats(self._parameters | self._buffers))) is not None:
-            fix = "give it finite values; a mask of -inf can be a bool tensor, or made in forward"
-            raise BadArgument(type(self).__name__, f"the model's {name} holds NaN or infinity", fix)
+        self._changing = select_floats({**trained, **self._buffers})  # in a step
+        if (name := find_non_finite(select_floats({**self._parameters, **self._buffers}))) is not None:
+            fix = "use finite values; a mask of -inf can be a bool tensor, or be created in forward"
+            raise BadArgument(where, f"the model's {name} holds NaN or infinity", fix)
         self.optimizer = make_optimizer(optimizer, self._parameters)
         self.schedule = make_schedule(schedule, self.optimizer)
-        self.schedule_every = one_of(type(self).__name__, "schedule_every", schedule_every, ("epoch", "round"))
-        self.clip_norm = None if clip_norm is None else positive(type(self).__name__, "clip_norm", clip_norm)
+        self.schedule_every = check_choice(where, "schedule_every", schedule_every, ("epoch", "round"))
+        self.clip_norm = None if clip_norm is None else check_positive(where, "clip_norm", clip_norm)
+        policy.check(where)
+        self.policy, self.seed, self._started = policy, seed, False
         self.round = 0
         self.best: tuple[float, dict[str, Tensor]] | None = None
         self.history = History()
         self.changed = list[str]()
-        self._alone = OneThread(type(self).__name__)
-        self._run = secrets.token_bytes(16)  # which checkpoints are this run's
-        self._behind = False  # the last checkpoint on disk is bad, and the one before was used
-        self._keeping = False  # a round that is interrupted is undone
-        self._before: Snapshot | None = None  # of a round, or of an evaluation, that is not complete
-        self._saved: tuple[object, ...] | None = None  # what was written last
+        self._alone = OneThread(where)
+        self._run = secrets.token_bytes(16)
+        self._behind = False
+        self._undoable = False  # an interrupted round is undone
+        self._before: Snapshot | None = None
+        self._saved: tuple[object, ...] | None = None
+
+    def __repr__(self) -> str:
+        name, size = type(self.model).__name__, sum(parameter.numel() for parameter in self._parameters.values())
+        what = f"{name} with {size:,} parameters, defence {self.defence.name!r}, {len(self.engine.members())} clients"
+        return f"{type(self).__name__}({what}, round {self.round})"
 
     @property
     @abstractmethod
     def rounds_per_epoch(self) -> int:
-        """Rounds in which the largest client sees each of its records once."""
+        """The number of rounds in which the largest client sees each of its records once."""
 
-    @abstractmethod
-    def exchange(self, seen: Seen | None = None) -> Aggregate:
-        """Broadcast, the clients' work, and what the server makes of it; the model stays as it is."""
+    def close(self) -> None:
+        """Release the connection after the last round; under secure aggregation clients forget the run's keys."""
+        try:
+            self.rounds.close()
+        finally:
+            self.engine.close()
 
-    def step(self, seen: Seen | None = None) -> Aggregate:
-        """One round; `seen` gets what travelled in it: the broadcast and the uploads (one, if clients are fused)."""
+    def step(self, on_exchange: Observer | None = None) -> Aggregate:
+        """Run one round; call `on_exchange` with its broadcast and its updates (one update if clients are fused)."""
         with self._alone:
-            self._undo()
-            result = self._exchange(seen)
+            if self._before is not None:
+                self._undo()
+            result = self._exchange(on_exchange)
             self._advance(result)
             return result
 
-    def _exchange(self, seen: Seen | None = None) -> Aggregate:
+    def _exchange(self, on_exchange: Observer | None = None) -> Aggregate:
         try:
-            return self.exchange(seen)
+            return self.exchange(on_exchange)
         except NonFiniteUpdate as error:
             raise self._divergence(f"{error.where}: {error.what}", LOWER if self.round else SCALE) from error
 
+    def exchange(self, on_exchange: Observer | None = None) -> Aggregate:
+        """Broadcast, collect and aggregate, again with new noise while too few replies are valid; no step is taken."""
+        policy, faults = self.policy, FaultLog(self.round)
+        deadline = time.monotonic() + policy.patience
+        self.engine.start_round()
+        for attempt in range(1, policy.attempts + 1):
+            members = self._choose_members(faults, deadline)
+            began = time.perf_counter()
+            stable = self.engine.stable
+            own_round = self.defence_server.start_round(self.model, members if stable else None)
+            reuse = False
+            try:
+                result = self.rounds.collect(self.round, own_round, members, faults, on_exchange)
+                reuse = on_exchange is None and self.engine.keeps_nothing
+            finally:
+                own_round.release(reuse=reuse)  # no secret is left, however the attempt ends
+            if result is not None:
+                return self._describe(result, len(members), faults, attempt, began)
+            if attempt < policy.attempts:
+                time.sleep(policy.pause)
+        raise self._explain_failure(faults, members)
+
+    def _describe(self, result: Aggregate, asked: int, faults: FaultLog, attempt: int, began: float) -> Aggregate:
+        """Add faults, traffic and times to the result of a round."""
+        traffic = self.engine.traffic
+        if traffic is None and not faults.faults:
+            return result
+        notes: dict[str, Note] = {**result.notes, **({"faults": faults.texts()} if faults.faults else {})}
+        figures = dict(result.figures)
+        if traffic is not None:
+            answered = self.rounds.answered
+            figures |= {"asked": asked, **traffic.figures()}
+            figures |= {"seconds_waiting": answered - began, "seconds_recovery": time.perf_counter() - answered}
+            figures |= {"attempts": attempt} if attempt > 1 else {}
+        return dataclasses.replace(result, figures=figures, notes=notes)
+
+    def _choose_members(self, faults: FaultLog, deadline: float) -> list[Member]:
+        """Return the clients to ask, once enough are present: without those that replied wrongly, if others suffice."""
+        policy = self.policy
+        needed = policy.min_answers
+        if not self._started:
+            needed = max(policy.wait_for or 1, needed, self.rounds.least)
+        while len(members := self.engine.members()) < needed:
+            if time.monotonic() >= deadline:
+                what = f"only {len(members)} of {needed} clients are present after {policy.patience:g} s"
+                raise self._too_few(what, faults)
+            time.sleep(min(POLL, policy.patience))
+        self._started = True
+        if faults.faults:
+            wrong = faults.wrong_members
+            others = [member for member in members if member not in wrong]
+            members = others if len(others) >= policy.min_answers else members
+        count = max(policy.min_answers, round(policy.participation * len(members)))
+        if count < len(members):
+            order = torch.randperm(len(members), generator=generator(self.engine.stream, self.seed, self.round))
+            members = [members[index] for index in sorted(order[:count].tolist())]
+        return self.rounds.select(self.round, members)
+
+    def _explain_failure(self, faults: FaultLog, members: Sequence[Member]) -> NonFiniteUpdate | TooFewAnswers:
+        diverged = [fault for fault in faults.faults if fault.kind is FaultKind.NOT_FINITE]
+        if diverged and {fault.member for fault in diverged}.issuperset(members):
+            who = "all clients" if len(members) > 1 else f"client {members[0]}"
+            return NonFiniteUpdate(who, diverged[-1].text)
+        needed = max(self.policy.min_answers, self.rounds.least)
+        rule = f" ({self.limits.aggregator} needs them)" if self.limits and self.rounds.least > 1 else ""
+        missing = f"fewer than {needed} valid replies{rule}" if needed > 1 else "no valid reply"
+        what = f"{missing} after {self.policy.attempts} attempt{'s' if self.policy.attempts > 1 else ''}"
+        return self._too_few(what, faults)
+
+    def _too_few(self, what: str, faults: FaultLog) -> TooFewAnswers:
+        shown = "; ".join(map(str, faults.faults[-MAX_SHOWN:]))
+        fix = "look at the clients' logs; a new run resumes from the checkpoint"
+        return TooFewAnswers(f"round {self.round}", f"{what}: {shown}" if shown else what, fix)
+
     def _advance(self, result: Aggregate) -> None:
-        """Step the optimiser, the round and the schedule."""
+        """Step the optimizer, the round and the schedule."""
         self._apply(result)
         self.round += 1
         due = self.schedule_every == "round" or self.round % self.rounds_per_epoch == 0
@@ -120,7 +222,7 @@ class Server(Stored):
             self.schedule.step()
 
     def _apply(self, result: Aggregate) -> None:
-        """Let the optimiser step, and take over the buffers; a model that becomes infinite is refused."""
+        """Step the optimizer, and replace the buffers; refuse a model that becomes infinite."""
         for name, parameter in self._parameters.items():
             parameter.grad = result.gradients.get(name)
         if self.clip_norm is not None:
@@ -130,18 +232,18 @@ class Server(Stored):
         except (RuntimeError, OverflowError) as error:
             if "overflow" not in str(error):
                 raise
-            raise self._divergence(f"the optimiser's step overflows; {self._left}", LOWER) from error
+            raise self._divergence(f"the optimizer's step overflows; {self._aftermath}", LOWER) from error
         for name, value in result.buffers.items():
             self._buffers[name].copy_(value)
         infinite = find_non_finite(self._changing)
-        if infinite is None and self._keeping:
+        if infinite is None and self._undoable:
             infinite = find_non_finite_state(self.optimizer.state_dict())
         if infinite is not None:
-            raise self._divergence(f"after the step {infinite} holds NaN or infinity; {self._left}", LOWER)
+            raise self._divergence(f"after the step {infinite} holds NaN or infinity; {self._aftermath}", LOWER)
 
     @property
-    def _left(self) -> str:
-        return LEFT if self._before is None else BACK
+    def _aftermath(self) -> str:
+        return NOT_RESTORED if self._before is None else RESTORED
 
     def fit(
         self,
@@ -156,146 +258,133 @@ class Server(Stored):
         patience: int | None = None,
         on_round: Callback | Sequence[Callback] | None = None,
     ) -> History:
-        """Train up to `epochs` epochs (or `rounds` rounds) from the start, whatever was done already.
+        """Train up to `epochs` epochs, or `rounds` rounds, counted from the start of the run.
 
-        There are no local epochs: clients compute gradients of a masked model, which the server alone can step.
+        There are no local epochs: clients compute gradients of a perturbed model, which only the server can step.
 
         Args:
             epochs: how often the largest client goes through its records.
             test: held-out records, in any form that clients may have; evaluated after each epoch.
             rounds: in place of epochs.
             evaluate_every: rounds, in place of an epoch.
-            folder: where checkpoints go, and at the end the last and the best model (`fedveil.load_model`). There is a
-                checkpoint after each evaluation (without test data at the same interval), at least once a minute, and
-                at the end. An exception or an interrupt leaves one of the last complete round that is finite, and goes
-                through; a round that was half-way is undone, in memory too.
+            folder: where to save checkpoints and, at the end, the last and the best model (`fedveil.load_model`). A
+                checkpoint is written after each evaluation (without test data at the same interval), at least once a
+                minute, and at the end. After an exception or an interrupt it holds the last complete round; an
+                incomplete round is undone, in memory too.
             resume: continue the run in the folder, if there is one. Without it such a folder is refused.
-            checkpoint_every: rounds between further checkpoints. After every round of a durable defence there is one,
-                for privacy accounting.
-            patience: stop early after this number of evaluations without a better one.
+            checkpoint_every: rounds between additional checkpoints. A durable defence saves after every round, for
+                privacy accounting.
+            patience: stop after this number of evaluations without improvement.
             on_round: called with each round's record; or several such functions.
 
         Returns:
-            One record per round: round, epoch, error (of the recovered gradient), lr, seconds since the start; and
-            accuracy, auc, mse or loss where the model was evaluated.
+            One record per round, with metrics where the model was evaluated.
         """
-        home, calls = None if folder is None else Path(folder), list_callbacks(on_round)
+        home, callbacks = None if folder is None else Path(folder), list_callbacks(on_round)
         for name, count in {"epochs": epochs, "rounds": 0 if rounds is None else rounds}.items():
-            whole("fit", name, count, 0)
-        _check_every("evaluate_every", evaluate_every, 1)
-        _check_every("checkpoint_every", checkpoint_every, 0)
-        held = None if test is None else self._read_test(test)
-        self._check_watched(held, patience)
+            check_count("fit", name, count, 0)
+        for name, interval, least in (("evaluate_every", evaluate_every, 1), ("checkpoint_every", checkpoint_every, 0)):
+            if interval is not None:
+                check_count("fit", name, interval, least, f"set {name} to a number of rounds")
+        held_out = None if test is None else self._read_test(test)
+        self._check_monitor(held_out, patience)
         if resume and home is None:
             raise BadArgument("fit", "resume=True needs the folder of the run", "pass folder=, too")
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
-        self._say_if_done(last, rounds is None)
+        self._warn_if_done(last, rounds is None)
         every = evaluate_every or self.rounds_per_epoch
-        plan = Plan(last, every, held, patience, calls, home, checkpoint_every or 0, self.defence.durable)
+        plan = FitPlan(last, every, held_out, patience, callbacks, home, checkpoint_every or 0, self.defence.durable)
         with self._alone, locked(home) if home else contextlib.nullcontext():
             self._undo()
             if home is None:
                 self._train(plan)
                 return self.history
             self._open(home, resume)
-            self._keeping = True
+            self._undoable = True
             try:
                 self._train(plan)
                 self._write_models(home)
             except BaseException as error:
-                self._keep(home, error)
+                self._save_on_failure(home, error)
                 raise
             finally:
-                self._keeping = False
+                self._undoable = False
         return self.history
 
-    def _train(self, plan: Plan) -> None:
+    def _train(self, plan: FitPlan) -> None:
         """Train up to the plan's last round; an evaluation that was interrupted comes first."""
-        before = self.history.records[-1]["seconds"] if self.history.records else 0.0  # of a run that was resumed
-        started = time.perf_counter() - before
-        if plan.test is not None and self.history.records and self.history.records[-1].get("evaluated") is False:
+        records = self.history.records
+        started = time.perf_counter() - (records[-1].seconds if records else 0.0)  # of a resumed run
+        if plan.test is not None and records and records[-1].evaluated is False:
             self._complete(plan, started)
-        while self.round < plan.last and not self.stalled(plan.patience):
-            rate = self.optimizer.param_groups[0]["lr"]
+        while self.round < plan.last and not self.has_stalled(plan.patience):
+            rate = float(self.optimizer.param_groups[0]["lr"])
             result = self._exchange()
-            if self._keeping:
+            if self._undoable:
                 self._before = Snapshot(self)
             self._advance(result)
-            record: Record = {
-                "round": self.round,
-                "epoch": self.round / self.rounds_per_epoch,
-                "error": result.error,
-                "lr": float(rate),
-                **result.figures,
-                **result.notes,
-                "seconds": time.perf_counter() - started,
-            }
-            if plan.evaluates(self.round):
-                record["evaluated"] = False  # not yet
-            self.history.records.append(record)
+            epoch, seconds = self.round / self.rounds_per_epoch, time.perf_counter() - started
+            evaluated = False if plan.evaluates(self.round) else None  # not yet
+            record = RoundRecord(self.round, epoch, result.error, rate, seconds, evaluated)
+            records.append(dataclasses.replace(record, figures=result.figures, notes=result.notes))
             self._complete(plan, started)
 
-    def _complete(self, plan: Plan, started: float) -> None:
-        """Evaluate the last round if that is due, write a checkpoint if that is due, and tell the callbacks."""
-        record = self.history.records[-1]
-        if plan.test is not None and record.get("evaluated") is False:
-            self._evaluate(plan.test, record, started)
+    def _complete(self, plan: FitPlan, started: float) -> None:
+        """Evaluate the last round and write a checkpoint, if they are due, and call the callbacks."""
+        records = self.history.records
+        if plan.test is not None and records[-1].evaluated is False:
+            records[-1] = self._evaluate(plan.test, records[-1], started)
         self._before = None
-        if plan.folder and (plan.saves(self.round) or self.stalled(plan.patience)):
+        if plan.folder is not None and (plan.saves(self.round) or self.has_stalled(plan.patience)):
             self.save(plan.folder)  # before anybody hears of the round: whatever follows, it counts
-            plan.note_save()
-        for call in plan.calls:
-            call(dict(record))
+            plan.saved = time.monotonic()
+        for call in plan.callbacks:
+            call(records[-1])
 
     def _read_test(self, test: Given) -> Source:
-        """Test data, checked against the model and the loss."""
+        """Return test data, checked against the model and the loss."""
         return read_held_out(test, self.model, self.loss, self.dtype)
 
-    def _say_if_done(self, last: int, in_epochs: bool) -> None:
-        """Warn of a second call of fit that trains nothing: it counts from the start, not from the last call."""
+    def _warn_if_done(self, last: int, in_epochs: bool) -> None:
+        """Warn that a second call of fit trains nothing: it counts from the start, not from the last call."""
         if 0 < last <= self.round:
             unit, more = ("epochs", self.round // self.rounds_per_epoch) if in_epochs else ("rounds", self.round)
             what = f"{unit} count from the start, and round {self.round} is done already"
             LOG.warning("fedveil: fit trains nothing: %s; fit(%s=%d) trains more", what, unit, more + 1)
 
-    def _check_watched(self, test: Source | None, patience: int | None) -> None:
-        """Refuse to wait for better metrics where nothing is evaluated."""
+    def _check_monitor(self, test: Source | None, patience: int | None) -> None:
+        """Refuse to wait for better metrics if nothing is evaluated."""
         waiting = "patience" if patience is not None else "ReduceLROnPlateau"
         if patience is not None:
-            whole("fit", "patience", patience)
+            check_count("fit", "patience", patience)
         if test is None and (patience is not None or isinstance(self.schedule, ReduceLROnPlateau)):
-            raise BadArgument("fit", f"{waiting} needs a metric, and there are no test data", "fit(..., test=test)")
+            fix = "pass test data: fit(..., test=test)"
+            raise BadArgument("fit", f"{waiting} needs a metric, and there are no test data", fix)
 
-    def stalled(self, patience: int | None) -> bool:
-        """Whether the last `patience` evaluations were no better than one before them."""
+    def has_stalled(self, patience: int | None) -> bool:
+        """Whether the last `patience` evaluations brought no improvement."""
         records = self.history.records
-        if patience is None or not records or not records[-1].get("evaluated"):
+        if patience is None or not records or not records[-1].evaluated:
             return False
-        name = counting(records[-1])
+        name = deciding_metric(records[-1].metrics)
         values, best = [value for _, value in self.history.curve(name)], 0
-        for place, value in enumerate(values):
-            best = place if better(name, value, values[best]) else best
+        for index, value in enumerate(values):
+            best = index if better(name, value, values[best]) else best
         return len(values) - 1 - best >= patience
 
-    def _evaluate(self, test: Source, record: Record, started: float) -> None:
-        """Enter the metrics of the test data into a record, and let those who wait for them know."""
+    def _evaluate(self, test: Source, record: RoundRecord, started: float) -> RoundRecord:
+        """Return the record with the metrics of the test data; update the best model and a plateau schedule."""
         outputs, targets = predict_source(self.model, test)
         with attribute_targets(test.who):
             found = metrics(outputs, targets, self.loss, axis=head_axis(self.model))
-        name = counting(found)
+        name = deciding_metric(found)
         value = found[name]
-        if value != value:
-            raise self._divergence(f"{name} is not a number, although the test data are finite", LOWER)
-        if self._keeping:
+        if math.isnan(value):
+            raise self._divergence(f"{name} is NaN, although the test data are finite", LOWER)
+        if self._undoable:
             self._before = Snapshot(self)  # the round is complete, its evaluation is not
         if better(name, value, self.best[0] if self.best else None):
             self.best = value, {key: tensor.detach().clone() for key, tensor in self.model.state_dict().items()}
         if isinstance(self.schedule, ReduceLROnPlateau):
             self.schedule.step(plateau_value(self.schedule, found))
-        record.update(found, evaluated=True, seconds=time.perf_counter() - started)
-
-
-def _check_every(name: str, rounds: int | None, least: int) -> None:
-    """Refuse an interval that is not a number of rounds."""
-    if rounds is not None:
-        whole("fit", name, rounds, least, f"give {name} a number of rounds")
+        return dataclasses.replace(record, metrics=found, evaluated=True, seconds=time.perf_counter() - started)

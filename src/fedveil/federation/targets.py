@@ -1,4 +1,4 @@
-"""Targets in the form that losses take, and the default loss. Messages describe targets, never a value of them."""
+"""Targets in the form that losses expect, and the default loss. Messages describe targets, but contain no values."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
-from fedveil.federation.evaluate import moved, predict, rows_of
+from fedveil.federation.evaluate import move_inputs, predict, slice_inputs
 from fedveil.records.inputs import Batch, Inputs, name_tensors
 from fedveil.records.sources import Rows, Source
 from fedveil.scheme.losses import (
@@ -19,11 +19,12 @@ from fedveil.scheme.losses import (
     Hinge,
     Loss,
     Poisson,
+    check_classes,
     match_targets,
 )
-from fedveil.scheme.outputs import are_classes, check_classes, class_axis, head_axis, spread, without
+from fedveil.scheme.outputs import are_classes, class_axis, head_axis, spread, without
 
-HALF = 2.0**-8  # by which the sum of probabilities changes at most when they are rounded to bfloat16
+MAX_ROUNDING = 2.0**-8  # of a sum of probabilities in bfloat16
 QUANTITIES = "loss='squared_error' for quantities"
 YES_NO = "loss='binary_cross_entropy' for 0 and 1"
 PER_CLASS = "a model with one output per class"
@@ -31,7 +32,7 @@ PER_CLASS = "a model with one output per class"
 
 @contextmanager
 def attribute_targets(who: str) -> Iterator[None]:
-    """Name the owner of the targets in errors that a loss raises about them."""
+    """Name the owner of the targets in errors about them."""
     try:
         yield
     except BadArgument as error:
@@ -41,9 +42,9 @@ def attribute_targets(who: str) -> Iterator[None]:
 
 
 def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
-    """Return the name of the loss for such records: of classes, which are integers, or of quantities.
+    """Return the name of the default loss for these records: for classes, which are integers, or for quantities.
 
-    One output with integers 0 and 1 means yes or no. Floating-point targets of nothing but 0 and 1 may be classes or
+    A single output with integers 0 and 1 is a binary classifier. Floats that are all 0 or 1 may be classes or
     quantities, and are refused. Of a stream, only the first record is read.
     """
     inputs, targets = sources[0].take([0])
@@ -53,7 +54,7 @@ def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
     if targets.is_floating_point():
         if not binary or not any(bool(own.any()) for own in known) or all(bool(own.all()) for own in known):
             return "squared_error"
-        what = "targets are floating-point numbers, all of them 0 or 1: classes or quantities?"
+        what = "all targets are floats 0 or 1: are they classes or quantities?"
         classes = "loss='binary_cross_entropy' for yes or no"
         if not single:
             classes = f"loss='cross_entropy' for one-hot rows of classes, {classes} at each output"
@@ -62,7 +63,7 @@ def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
         return "cross_entropy"
     if binary:
         return "binary_cross_entropy"
-    what = "targets are integers, and the model has one output: classes or quantities?"
+    what = "targets are integers, and the model has one output: are they classes or quantities?"
     fix = f"use {YES_NO}, floating-point targets for quantities, or {PER_CLASS}"
     raise BadArgument("Federation", what, fix)
 
@@ -70,10 +71,10 @@ def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
 def target_maker(model: nn.Module, loss: Loss, example: Batch, axis: int | None = None) -> Callable[[Tensor], Tensor]:
     """Return a function that turns class indices into one-hot rows in the shape of the model's outputs.
 
-    It refuses targets from which the loss cannot learn. A user's own loss gets targets as they are. Cross-entropy at
-    several positions of a record (pixels, tokens) keeps indices: one-hot targets would take the memory of the outputs,
-    and indices tell which axis of the outputs counts classes. Where shapes leave that open, `axis` decides; by default
-    it is the one that the model's last layer writes.
+    It refuses targets from which the loss cannot learn. A custom loss gets targets unchanged. Cross-entropy at several
+    positions of a record (pixels, tokens) keeps indices: one-hot targets would need as much memory as the outputs, and
+    indices show which axis of the outputs is the class axis. If shapes do not determine it, it is `axis`, by default
+    the axis that the model's last layer writes.
     """
     if isinstance(loss, USERS):
         return lambda targets: targets
@@ -89,31 +90,31 @@ def target_maker(model: nn.Module, loss: Loss, example: Batch, axis: int | None 
 
 
 def one_output(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Return the model's output for the first of these records; refuse a model that does not take them."""
-    fix = "use a model whose forward takes these records (docs/inputs.md), or other records"
+    """Return the model's output for the first of these records; refuse a model that does not accept them."""
+    fix = "use a model whose forward accepts these records (docs/inputs.md), or other records"
     if any(tensor.dtype == torch.uint8 for tensor in name_tensors(inputs).values()):
         fix += ": .float() for bytes"
     return try_model(model, inputs, "the clients' records", fix)[:1].cpu()
 
 
 def try_model(model: nn.Module, inputs: Inputs, who: str, fix: str, like: Inputs | None = None) -> Tensor:
-    """Return the model's outputs for the first two records; refuse records on which it fails.
+    """Return the model's outputs for the first two records, in evaluation mode; refuse records for which it fails.
 
     Args:
-        model: in any mode; its outputs are those in evaluation mode.
+        model: in any mode.
         inputs: of the records.
-        who: the records' name in the error.
+        who: name of the records in the error.
         fix: for the error.
-        like: inputs of clients, which the error describes beside these.
+        like: clients' inputs, which the error also describes.
     """
     first = next(model.parameters())
     try:
-        return predict(model, moved(rows_of(inputs, 0, 2), first.device, first.dtype))
+        return predict(model, move_inputs(slice_inputs(inputs, 0, 2), first.device, first.dtype))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, BadArgument):
             raise
-        what = f"{type(model).__name__} does not take them ({_describe_inputs(inputs)})"
-        what += "" if like is None else f", clients have {_describe_inputs(like)}"
+        what = f"{type(model).__name__} does not accept them ({_describe_inputs(inputs)})"
+        what += "" if like is None else f", the clients' are {_describe_inputs(like)}"
         raise BadArgument(who, f"{what}: {first_line(error)}", fix) from error
 
 
@@ -132,7 +133,7 @@ def first_line(error: Exception) -> str:
 
 
 def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> Tensor:
-    """Return integers as targets for outputs like the template."""
+    """Return integer targets in the form for outputs like the template."""
     if isinstance(loss, BinaryCrossEntropy):
         return loss.dense(targets, template)
     targets = targets.long()
@@ -149,13 +150,13 @@ def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> T
 
 
 def check_loss(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | None = None) -> None:
-    """Refuse targets from which this loss cannot learn; a user's own function gets any targets.
+    """Refuse targets from which this loss cannot learn; a custom function accepts any targets.
 
     Args:
         loss: the clients' objective.
         targets: of all records.
-        outputs: of as many records; only their shape is read.
-        axis: of classes, where shapes leave it open.
+        outputs: of the same number of records; only their shape is used.
+        axis: the class axis, if shapes do not determine it.
     """
     if isinstance(loss, USERS):
         return
@@ -173,32 +174,34 @@ def is_binary(targets: Tensor) -> bool:
 
 
 def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | None) -> None:
-    """Refuse a single output, which has nothing to be compared with, and rows that are not a distribution."""
+    """Refuse a single output, and rows that are not a distribution."""
     floats, place = targets.is_floating_point(), class_axis(outputs, targets, axis)
     if outputs.dim() < 2 or outputs.shape[place] < 2:
-        what = f"{loss.name} compares classes with one another, and the model has one output: nothing can be learned"
+        what = f"{loss.name} compares classes, and the model has one output: nothing can be learned"
         fix = f"use {QUANTITIES}" if floats else f"use {PER_CLASS}, or {QUANTITIES} with targets.float()"
         raise BadArgument("targets", what, f"use {YES_NO}, {QUANTITIES}, or {PER_CLASS}" if is_binary(targets) else fix)
     if not floats:
         return
     if targets.shape != outputs.shape and not _has_positions(targets, outputs):
         form = f"{targets.dtype} of shape {tuple(targets.shape)}"
-        what = f"they are {form}, and {loss.name} takes class indices, or probabilities of shape {tuple(outputs.shape)}"
+        what = (
+            f"they are {form}, and {loss.name} expects class indices, or probabilities of shape {tuple(outputs.shape)}"
+        )
         column = "[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else ""
         integers = bool((targets == targets.round()).all())
         quantities = f"use {QUANTITIES}, and a model with one output per quantity"
         raise BadArgument("targets", what, f"use targets{column}.long() for classes" if integers else quantities)
     if isinstance(loss, Hinge) and not is_binary(targets):
-        what = "hinge takes one-hot rows, and there are other values than 0 and 1"
+        what = "hinge expects one-hot rows, and there are values other than 0 and 1"
         raise BadArgument("targets", what, "use loss='cross_entropy'")
-    if bool((targets < 0).any()) or bool(((targets.double().sum(place) - 1).abs() > HALF).any()):
-        what = f"{loss.name} takes probabilities, and there are rows with negative values or a sum that is not 1"
-        several = "loss='binary_cross_entropy' for several yes/no answers per record"
+    if bool((targets < 0).any()) or bool(((targets.double().sum(place) - 1).abs() > MAX_ROUNDING).any()):
+        what = f"{loss.name} expects probabilities, and there are rows with negative values or a sum other than 1"
+        several = "loss='binary_cross_entropy' for several binary targets per record"
         raise BadArgument("targets", what, f"use class indices or rows with the sum 1, {several}, or {QUANTITIES}")
 
 
 def _has_positions(targets: Tensor, outputs: Tensor) -> bool:
-    """Return whether both have positions: sequences of another batch may be longer than those of the template."""
+    """Return whether both have positions: sequences may be longer than those of the template."""
     return targets.dim() == outputs.dim() > 2
 
 
@@ -206,12 +209,12 @@ def _check_probabilities(targets: Tensor, outputs: Tensor) -> None:
     if not _has_positions(targets, outputs):
         match_targets(outputs, targets)
     if targets.dtype != torch.bool and bool(((targets < 0) | (targets > 1)).any()):
-        what = "binary_cross_entropy takes targets from 0 to 1, and there are others"
+        what = "binary_cross_entropy expects targets from 0 to 1, and there are others"
         raise BadArgument("targets", what, f"use {QUANTITIES}, or loss='cross_entropy' and {PER_CLASS}")
 
 
 def _check_quantities(loss: Loss, targets: Tensor, outputs: Tensor) -> None:
-    """Refuse integers that cannot be classes, and negative counts; class indices of several outputs are one-hot."""
+    """Refuse integers that cannot be classes, and negative counts."""
     single = outputs[0].numel() == 1
     if not targets.is_floating_point():
         if single or targets.shape == outputs.shape:
@@ -222,17 +225,17 @@ def _check_quantities(loss: Loss, targets: Tensor, outputs: Tensor) -> None:
     if not _has_positions(targets, outputs):
         match_targets(outputs, targets)
     if isinstance(loss, Poisson) and bool((targets < 0).any()):
-        what = "poisson takes counts, and there are negative targets"
-        raise BadArgument("targets", what, f"use counts from 0, or {QUANTITIES}")
+        what = "poisson expects counts, and there are negative targets"
+        raise BadArgument("targets", what, f"use counts of at least 0, or {QUANTITIES}")
 
 
 def warn_of_activation(model: nn.Module, loss: Loss, outputs: Tensor) -> None:
-    """Warn of probabilities where a loss takes logits: it would squash them once more, and learn slowly."""
+    """Warn about probabilities if the loss expects logits: it would apply the activation twice, and learn slowly."""
     found, last = outputs.double(), list(model.modules())[-1]
     inside = bool(((found >= 0) & (found <= 1)).all())
     rows = bool(((found.sum(-1) - 1).abs() <= outputs.shape[-1] * torch.finfo(outputs.dtype).eps).all())
     softmax = isinstance(loss, CrossEntropy) and inside and rows
     if softmax or (isinstance(loss, BinaryCrossEntropy) and inside and isinstance(last, nn.Sigmoid)):
         layer = "softmax" if softmax else "sigmoid"
-        what = f"Federation: {loss.name} takes logits, and the model's outputs are probabilities already."
+        what = f"Federation: {loss.name} expects logits, and the model's outputs are probabilities already."
         warnings.warn(f"{what} Remove the {layer} at the end of the model.", UserWarning, stacklevel=3)

@@ -10,18 +10,19 @@ from torch import nn
 
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
-from fedveil.federation import remote
-from fedveil.federation.remote import ClientState, Data
+from fedveil.federation.client import ClientSession, ClientState, Data, hide_failures, load_private, save_private
+from fedveil.federation.protocol import LastAsk
 from fedveil.flower.wrapping import unwrap, unwrap_own, wrap
 from fedveil.records.sources import Given
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
+from fedveil.secagg.environment import own_party, own_policy
 from fedveil.wire import Values, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
 
-SEEN, PRIVATE = "fedveil.seen", "fedveil.private"
+LAST, PRIVATE = "fedveil.last", "fedveil.private"
 SUPERLINK = 1  # the node id of a ServerApp
 MAX_STATE = 2**24  # bytes; Flower loses large states silently
 
@@ -64,20 +65,19 @@ def answer(
     if client is None:
         client = int(str(context.node_config.get("partition-id", context.node_id)))
     file = folder / f"fedveil-client-{client}.pt" if folder is not None else None
-    with remote.refuse_failures():  # Flower sends the text of an exception to the server, and it may hold records
-        reply, state = remote.reply(
-            unwrap(message.content, "ask"),
-            _load_state(context, file),
+    with hide_failures():  # Flower sends the text of an exception to the server, and it may contain records
+        session = ClientSession(
             model,
             data,
             client=client,
             defence=defence,
             loss=loss,
-            party=party or remote.own_party(),
-            policy=remote.own_policy(),
-            own=unwrap_own(message.content, "ask"),
+            party=party or own_party(),
+            policy=own_policy(),
+            state=_load_state(context, file),
         )
-    _save_state(state, context, file)
+        reply = session.reply(unwrap(message.content, "ask"), unwrap_own(message.content, "ask"))
+    _save_state(session.state, context, file)
     return Message(content=wrap(reply), reply_to=message)
 
 
@@ -124,18 +124,20 @@ def client_app(
 
 
 def _load_state(context: Context, file: Path | None) -> ClientState:
-    seen = context.state.get(SEEN)
-    private = remote.load_private(file) if file is not None else _load_from_context(context)
-    return ClientState(seen if isinstance(seen, ConfigRecord) else {}, private)
+    last = context.state.get(LAST)
+    private = load_private(file) if file is not None else _load_from_context(context)
+    if not isinstance(last, ConfigRecord):
+        return ClientState(None, private)
+    return ClientState(LastAsk(str(last["session"]), int(str(last["round"])), str(last["token"])), private)
 
 
 def _save_state(state: ClientState, context: Context, file: Path | None) -> None:
     if state.private and file is not None:
-        remote.save_private(file, state.private)
+        save_private(file, state.private)
     elif state.private:
         _save_to_context(state.private, context)
-    if state.seen:
-        context.state[SEEN] = ConfigRecord(dict(state.seen))
+    if state.last is not None:
+        context.state[LAST] = ConfigRecord(vars(state.last))
 
 
 def _load_from_context(context: Context) -> Values:

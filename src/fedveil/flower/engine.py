@@ -1,4 +1,4 @@
-"""Flower's grid as an engine: send messages to nodes, collect replies, and name what goes wrong."""
+"""Flower's grid as a transport: send messages to nodes, collect replies, and name what goes wrong."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedveil.errors import BadArgument
-from fedveil.federation.engine import Fault, Member, fault
+from fedveil.federation.engines import Fault, FaultKind, Member
 from fedveil.flower.wrapping import unwrap, wrap
 
 MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between two looks for replies
@@ -33,9 +33,12 @@ def collect(grid: Grid, sent: Mapping[str, int], timeout: float) -> Iterator[tup
                     del pending[message]
                     yield node, reply
                 elif reply.metadata.reply_to_message_id != message:
-                    yield node, fault(node, "foreign", "it answers a message that was not sent to it in this round")
+                    yield (
+                        node,
+                        Fault(node, FaultKind.FOREIGN, "it answers a message that was not sent to it in this round"),
+                    )
                 elif message not in pending:
-                    yield node, fault(node, "twice", "only its first answer counts")
+                    yield node, Fault(node, FaultKind.TWICE, "only its first answer counts")
                 else:
                     del pending[message]
                     yield node, _check_sender(node, reply)
@@ -45,7 +48,7 @@ def collect(grid: Grid, sent: Mapping[str, int], timeout: float) -> Iterator[tup
         poll = min(max(MIN_POLL, POLL_FRACTION * (now - start)), MAX_POLL)
         time.sleep(max(0.0, min(poll, deadline - now)))
     for node in pending.values():
-        yield node, fault(node, "silent", f"no answer within {timeout:g} s")
+        yield node, Fault(node, FaultKind.SILENT, f"no answer within {timeout:g} s")
 
 
 def _pull(grid: Grid, message: str, node: int) -> Iterable[Message | Fault]:
@@ -55,15 +58,15 @@ def _pull(grid: Grid, message: str, node: int) -> Iterable[Message | Fault]:
     except httpx.HTTPError:
         raise  # the SuperLink has been gone for longer than Flower retries: not the node's fault
     except Exception as error:  # Flower's decoder raises anything on garbage
-        return [fault(node, "unreadable", f"{type(error).__name__}: {error}")]
+        return [Fault(node, FaultKind.UNREADABLE, f"{type(error).__name__}: {error}")]
 
 
 def _check_sender(node: int, reply: Message) -> Message | Fault:
     """Return the reply, or a fault: an error of Flower, which the SuperLink may send, or another node's reply."""
     if reply.has_error():
-        return fault(node, f"error {reply.error.code}", reply.error.reason)
+        return Fault(node, FaultKind.ENGINE_ERROR, f"{reply.error.code}: {reply.error.reason}")
     if reply.metadata.src_node_id != node:
-        return fault(node, "foreign", f"the answer comes from node {reply.metadata.src_node_id}")
+        return Fault(node, FaultKind.FOREIGN, f"the answer comes from node {reply.metadata.src_node_id}")
     return reply
 
 
@@ -71,10 +74,10 @@ def _read_content(node: int, reply: Message) -> bytes | Fault:
     try:
         return unwrap(reply.content, "answer")
     except BadArgument as error:
-        return fault(node, "malformed", f"{error.where}: {error.what}")
+        return Fault(node, FaultKind.MALFORMED, f"{error.where}: {error.what}")
 
 
-class FlowerEngine:
+class FlowerTransport:
     """The nodes of a Flower federation, through the grid of a ServerApp."""
 
     def __init__(self, grid: Grid) -> None:
@@ -87,7 +90,7 @@ class FlowerEngine:
     def ask(
         self, common: bytes, own: Mapping[Member, bytes], *, label: str, timeout: float
     ) -> Iterator[tuple[Member, bytes | Fault]]:
-        """See `Engine.ask`; messages expire with the exchange."""
+        """See `Transport.ask`; messages expire with the exchange."""
         sent: dict[str, int] = {}
         for extra in dict.fromkeys(own.values()):
             nodes = [int(node) for node, bytes_ in own.items() if bytes_ == extra]

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from fedveil.errors import BadArgument
 from fedveil.files import OWNER, make_folder, write_whole
 from fedveil.graph.inputs import Inputs
-from fedveil.records.checks import PLAIN
 from fedveil.records.inputs import Batch
+from fedveil.records.sources import PLAIN
 from fedveil.wire import Packed, from_bytes, to_bytes
 
 KIND = "records"

@@ -1,8 +1,8 @@
 """From nn.Module to axes that share noise, with the symmetry each allows. No randomness, no I/O."""
 
 from fedveil.graph.analyse import analyse
-from fedveil.graph.describe import as_dict
+from fedveil.graph.coverage import as_dict
 from fedveil.graph.plan import Plan
-from fedveil.graph.symmetry import Symmetry
+from fedveil.graph.units import Symmetry
 
 __all__ = ["Plan", "Symmetry", "analyse", "as_dict"]

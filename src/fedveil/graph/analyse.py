@@ -1,4 +1,4 @@
-"""The analysis of a model."""
+"""The analysis of a model, and the models that it refuses."""
 
 import warnings
 from collections.abc import Collection
@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from fedveil.errors import AnalysisError, BadArgument, NothingToVeil, TooLittleCovered
+from fedveil.graph.build import build_plan
 from fedveil.graph.export import export
 from fedveil.graph.head import find_head
 from fedveil.graph.inputs import Inputs
-from fedveil.graph.plan import Plan, build_plan
+from fedveil.graph.plan import Plan
 from fedveil.graph.walk import Walk
-from fedveil.graph.wrapped import refuse_wrapped
 
 MAX_BARE = 0.1  # fraction of the parameters' values that may be sent as they are without a warning
 
@@ -66,7 +66,10 @@ def analyse(
     if not 0 <= min_coverage <= 1:
         raise BadArgument("analyse", f"min_coverage must be from 0 to 1, got {min_coverage}")
     refuse_wrapped("analyse", model)
-    check_precision(model)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-6):
+            what = f"it is {tensor.dtype}: a veil would lose more digits than plain training does"
+            raise AnalysisError(name, what, "call model.float(); float32 and float64 are as exact as plain training")
     graph = export(model, example_inputs)
     layer, node = (None, None) if head == "exposed" else find_head(model, graph, example_inputs)
     walk = Walk(graph, node)
@@ -89,9 +92,23 @@ def analyse(
     return plan
 
 
-def check_precision(model: nn.Module) -> None:
-    """Refuse a model in half precision."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-6):
-            what = f"it is {tensor.dtype}: a veil would lose more digits than plain training does"
-            raise AnalysisError(name, what, "call model.float(); float32 and float64 are as exact as plain training")
+def refuse_wrapped(where: str, model: nn.Module) -> None:
+    """Refuse a model that is, or holds, a compiled, scripted or parallel module; the fix names what to pass instead."""
+    for path, module in model.named_modules():
+        name = f"model.get_submodule({path!r})" if path else "model"
+        kinds = [kind for kind in type(module).__mro__ if kind.__name__ == "OptimizedModule"]
+        if any(kind.__module__.startswith("torch._dynamo") for kind in kinds):
+            what = "was made by torch.compile, and compiled code cannot be perturbed"
+            fix = f"pass the module before torch.compile: {name}._orig_mod"
+        elif getattr(module, "_compiled_call_impl", None) is not None:
+            what = "was compiled in place by its compile(), and compiled code cannot be perturbed"
+            fix = f"make the model without calling its compile(), or set {name}._compiled_call_impl = None"
+        elif isinstance(module, torch.jit.ScriptModule):
+            what = "is a ScriptModule, whose operations cannot be followed"
+            fix = "pass the module before torch.jit.script or trace"
+        elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            what = f"is wrapped in {type(module).__name__}, which divides a batch among devices"
+            fix = f"pass {name}.module, on one device"
+        else:
+            continue
+        raise BadArgument(where, f"layer {path!r} of the model {what}" if path else f"the model {what}", fix)

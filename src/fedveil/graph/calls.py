@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedveil.graph.ledger import Ledger, Region
-from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Dims, Units, align, distinct_dims, varying_dims
+from fedveil.graph.ledger import Ledger
+from fedveil.graph.units import Dims, Symmetry, Units, align, distinct_dims, varying_dims
 
 MAX_ELEMENTS = 2**20  # of a parameter that is used element by element
 
@@ -20,11 +19,15 @@ class NoRule(Exception):
 
 @dataclass(eq=False)
 class Activation:
-    """A tensor that forward computes: its shape (a fake tensor), its units, and whether it is all zeros."""
+    """A tensor that forward computes: its shape (a fake tensor) and its units."""
 
     value: Tensor
     units: Units = field(default_factory=Units)
-    zero: bool = False
+
+    @property
+    def zero(self) -> bool:
+        """Whether it is all zeros."""
+        return self.units.zero
 
 
 @dataclass(eq=False)
@@ -32,14 +35,13 @@ class StateTensor:
     """A parameter or buffer of the model, or a view of one; `whole` is the full tensor.
 
     Unless an operation handles it specially, it counts as an activation: a parameter has one unit per element, and a
-    buffer has none. `element_units` holds the units of parameters that were used in this way.
+    buffer has none.
     """
 
     value: Tensor
     name: str
     is_parameter: bool
     ledger: Ledger
-    element_units: dict[str, Units]
     whole: Tensor
 
     zero = False
@@ -49,40 +51,32 @@ class StateTensor:
         """The noise on it as an activation."""
         if not self.is_parameter:
             return Units()
-        if self.name not in self.element_units:
-            shape = self.whole.shape
+        known, shape = self.ledger.element_units, self.whole.shape
+        if self.name not in known:
             if shape.numel() > MAX_ELEMENTS:
                 self.leave_bare(self.name, "its elements are used one by one, and it is too large for that")
                 return Units()
-            units = Units((self.ledger.fresh_scale(shape, self.name),), (self.ledger.fresh_order(shape),))
-            self.element_units[self.name] = units
-            replace(self, value=self.whole).attach(units)
-        units = self.element_units[self.name]
+            known[self.name] = Units((self.ledger.fresh_scale(shape, self.name),), (self.ledger.fresh_order(shape),))
+            replace(self, value=self.whole).attach(known[self.name])
         if self.value is self.whole:
-            return units
+            return known[self.name]
         form = tuple(self.value.shape), tuple(self.value.stride()), int(self.value.storage_offset())
-
-        def view(factors: Sequence[Tensor]) -> Tensor:
-            return factors[0].contiguous().as_strided(*form)
-
-        order = tuple(self.ledger.move(view, [factor]) for factor in units.order)
-        return Units(tuple(view([factor]) for factor in units.scale), order)
+        return self.ledger.move(known[self.name], lambda factor: factor.contiguous().as_strided(*form))
 
     def attach(self, units: Units, view: Tensor | None = None) -> None:
         """Record the noise on it, given over its dims or over those of a view of all its elements."""
         form = self.value if view is None else view
-        offset = int(self.value.storage_offset())
-        self.ledger.attach(self.name, Region(offset, tuple(form.shape), tuple(form.stride()), units))
+        self.ledger.attach(self.name, form, int(self.value.storage_offset()), units)
 
     def leave_bare(self, where: str, why: str) -> None:
         """Record that it gets no noise."""
         if self.is_parameter:
             self.attach(Units())
-            self.ledger.note(where, why)
+            self.ledger.limit([torch.zeros(1, dtype=torch.int64)], Symmetry.NOTHING, where, why)
 
 
 Traced = Activation | StateTensor
-Outcome = Units | Activation | StateTensor | list[Units]
+Outcome = Units | list[Units] | StateTensor
 
 
 def as_tensor(argument: object) -> Traced:
@@ -110,6 +104,8 @@ class Call:
         output: its result, as fake tensors.
         run: the operation itself, as a function of its arguments.
         ledger: where rules record their results.
+        is_head: whether it takes additive noise, so that no units begin at its output.
+        operands: its tensors.
     """
 
     name: str
@@ -118,6 +114,7 @@ class Call:
     output: Tensor | Sequence[Tensor]
     run: Callable[..., Tensor]
     ledger: Ledger
+    is_head: bool = False
     operands: list[Traced] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -172,10 +169,6 @@ class Call:
         (found,) = self.integers("dim")
         return found % max(1, self.x.value.dim() if rank is None else rank)
 
-    def activation(self, units: Units) -> Activation:
-        """Return the output with these units; it is all zeros if the first tensor is."""
-        return Activation(self.value, units, self.x.zero)
-
     def pack(self, units: Units) -> Outcome:
         """Give the units to the first of one or several outputs; the others carry no noise."""
         return units if isinstance(self.output, Tensor) else [units]
@@ -218,17 +211,15 @@ class Call:
 
 
 Rule = Callable[[Call], Outcome]
-RuleFunction = TypeVar("RuleFunction", bound=Callable[..., Outcome])
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
+def rule(*names: str) -> Callable[[Rule], Rule]:
     """Register a rule for ATen operations."""
 
-    def register(function: RuleFunction) -> RuleFunction:
-        for name in names:
-            assert name not in RULES, f"two rules for {name}"
-            RULES[name] = function
+    def register(function: Rule) -> Rule:
+        assert not RULES.keys() & names, f"two rules for {RULES.keys() & names}"
+        RULES.update(dict.fromkeys(names, function))
         return function
 
     return register

@@ -17,8 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fedveil.errors import AnalysisError, BadArgument, NotTraceable
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
-from fedveil.graph.nodes import is_in_place, operation_name
-from fedveil.graph.operations import ODD, OTHER, POSITIVE
+from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
 
 SAMPLES = 2  # of the example; one sample is a special case to torch.export, and too few for BatchNorm
 
@@ -40,13 +39,6 @@ class ModelGraph:
     buffers: dict[str, str]
     outputs: tuple[fx.Node, ...]
     single: bool
-
-
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Map every name of every parameter and buffer to its first name (tied tensors have several)."""
-    first: dict[int, str] = {}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
 
 
 def copy_model(model: nn.Module) -> nn.Module:
@@ -85,8 +77,7 @@ def _quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)
@@ -94,8 +85,9 @@ def _quiet() -> Iterator[None]:
 
 def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
     """Record the operations of a forward pass; only shapes, dtypes and modes matter."""
-    twin = copy_model(model)
-    names = first_names(model)
+    twin, first = copy_model(model), dict[int, str]()
+    state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in state}  # tied tensors have several
     args, kwargs = arguments(check_example(model, inputs))
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
@@ -123,21 +115,12 @@ def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
 
 ROUNDING = "it rounds veiled activations differently from plain ones"
 
-# In-place operations that change each element separately, so that an alias of the same memory keeps its noise. If the
-# graph has other in-place operations, it is rewritten without them.
-IN_PLACE = {"add", "sub", "neg", "hardtanh", "detach", "dropout", "feature_dropout"} | POSITIVE | ODD | OTHER
-
 
 def _needs_functions(graph: fx.Graph) -> bool:
-    """Return whether the graph writes into tensors in a way that rules cannot follow."""
+    """Return whether the graph writes into tensors in a way that rules cannot follow; integers only count batches."""
     writes = [node for node in graph.nodes if node.op == "call_function" and is_in_place(node)]
-    return any(operation_name(node) not in IN_PLACE and not _counts_batches(node) for node in writes)
-
-
-def _counts_batches(node: fx.Node) -> bool:
-    """Return whether a node only increments an integer buffer, as BatchNorm does."""
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and not value.is_floating_point()
+    values = [node.meta.get("val") for node in writes if operation_name(node) not in IN_PLACE]
+    return any(not isinstance(value, Tensor) or value.is_floating_point() for value in values)
 
 
 LOGITS = (
@@ -161,19 +144,14 @@ def _find_failure(model: nn.Module, twin: nn.Module, error: Exception) -> str:
     return where + line
 
 
-def _holds(error: Exception, kind: type) -> bool:
-    """Return whether a function in the error's traceback held such an object."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(isinstance(value, kind) for frame, _ in frames for value in frame.f_locals.values())
-
-
 def _explain(model: nn.Module, twin: nn.Module, error: Exception) -> AnalysisError | BadArgument:
     """Return an error that names the line at which the export failed and what to do about it."""
     where = _find_failure(model, twin, error)
     text = str(error).strip()
     first = text.splitlines()[0][:300] if text else type(error).__name__
     kind = type(error).__name__
-    if _holds(error, PackedSequence):
+    held = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
+    if any(isinstance(value, PackedSequence) for value in held):
         fix = "pass padded batches without packing them, and mask the outputs after each sequence's end"
         return NotTraceable(where, "torch.export cannot record packed sequences", fix)
     if "_detect_is_causal_mask" in "".join(traceback.format_tb(error.__traceback__)):

@@ -1,24 +1,19 @@
 """The layer of a model that takes additive noise: the final one, or the last one that can."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from fedveil.errors import AnalysisError, HeadNotLinear
+from fedveil.graph import operations
 from fedveil.graph.export import LOGITS, ModelGraph, check_example, copy_model
-from fedveil.graph.inputs import Inputs, arguments, each
-from fedveil.graph.nodes import describe_location, innermost_module, named_arguments, operation_name
-from fedveil.graph.operations import AVERAGE_POOLS, LAYERS, RESHAPES, UPSAMPLINGS
-from fedveil.graph.tail import AtLayer, keeps_samples_apart
+from fedveil.graph.inputs import AtLayer, Inputs, arguments, each
+from fedveil.graph.operations import describe_location, innermost_module, named_arguments, operation_name
 
-SAME_ELEMENTS = RESHAPES | {"squeeze", "unsqueeze", "contiguous", "clone", "alias"}
-EQUAL = SAME_ELEMENTS | UPSAMPLINGS | AVERAGE_POOLS | {
-    "permute", "transpose", "movedim", "t", "mean", "sum", "slice", "narrow",
-}  # fmt: skip
 Tail = Literal["alike", "reshaped", "stacked", "repeated"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
 WITHIN = ("stacked", "repeated")
@@ -84,27 +79,29 @@ class _UnsuitableLayer(Exception):
 def _find_head_at_end(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head, fx.Node] | None:
     """Find the Linear or convolution that only operations linear and equal for every output follow."""
     node, tail = graph.outputs[0], []
-    while node.op == "call_function" and operation_name(node) in EQUAL:
+    while node.op == "call_function" and operation_name(node) in operations.EQUAL:
         tail.append(operation_name(node))
         node = node.all_input_nodes[0]
-    if node.op != "call_function" or operation_name(node) not in LAYERS or len(node.users) > 1:
+    if node.op != "call_function" or operation_name(node) not in operations.LAYERS or len(node.users) > 1:
         return None
     try:
         head, calls = _describe_layer(graph, node)
     except _UnsuitableLayer:
         return None
-    if calls > 1 or not tail:
-        return None if calls > 1 else (head, node)
+    if calls > 1:
+        return None
+    if not tail:
+        return head, node
     axis = _class_axis(model, head, inputs)
     if axis is not None:
         return replace(head, axis=axis), node
     linear = isinstance(model.get_submodule(head.path), nn.Linear) and head.weight == f"{head.path}.weight"
-    return (replace(head, tail="reshaped"), node) if linear and SAME_ELEMENTS.issuperset(tail) else None
+    return (replace(head, tail="reshaped"), node) if linear and operations.SAME_ELEMENTS.issuperset(tail) else None
 
 
 def _find_layers(graph: ModelGraph) -> list[fx.Node]:
     """Return Linears and convolutions from last to first; those that every path to the output contains come first."""
-    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and operation_name(n) in LAYERS][::-1]
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and operation_name(n) in operations.LAYERS][::-1]
     state = {*graph.parameters, *graph.buffers}
     inputs = {n for n in graph.graph.nodes if n.op == "placeholder" and n.name not in state}
     unavoidable = [node for node in nodes if not _reaches(graph.outputs[0], inputs, node)]
@@ -126,42 +123,37 @@ def _reaches(node: fx.Node, goals: set[fx.Node], around: fx.Node | None) -> bool
 
 def _describe_layer(graph: ModelGraph, node: fx.Node) -> tuple[Head, int]:
     """Return a layer as a head, and how often forward calls it."""
-    name, arguments = operation_name(node), named_arguments(node)
-    names: list[str | None] = []
-    calls = 0
+    name, arguments, names, calls = operation_name(node), named_arguments(node), dict[str, str](), 0
     for key in ("weight", "bias"):
         argument = arguments[key]
-        known = graph.parameters.get(argument.name) if isinstance(argument, fx.Node) else None
-        names.append(known)
         if argument is None:
             continue
+        known = graph.parameters.get(argument.name) if isinstance(argument, fx.Node) else None
         if known is None:
             raise _UnsuitableLayer("its weight or bias is computed, not a parameter itself")
         same = [n for n in graph.graph.nodes if n.op == "placeholder" and graph.parameters.get(n.name) == known]
         users = [user for n in same for user in n.users]
         if any(operation_name(u) != name or named_arguments(u)[key] not in same for u in users):
             raise _UnsuitableLayer(f"{known} is also used elsewhere (tied weights)")
-        calls = max(calls, len(users))
-    weight, bias = names
-    assert weight is not None
+        names[key], calls = known, max(calls, len(users))
     assert isinstance(arguments["weight"], fx.Node)
     if arguments.get("groups", 1) != 1:
         raise _UnsuitableLayer(f"it has {arguments['groups']} groups")
     dim = 1 if name.startswith("conv_transpose") else 0
     outputs = arguments["weight"].meta["val"].shape[dim]
-    axis = -1 if name == "linear" else 1
-    return Head(innermost_module(node)[0], weight, bias, outputs, dim, axis, "alike"), calls
+    axis, path = -1 if name == "linear" else 1, innermost_module(node)[0]
+    return Head(path, names["weight"], names.get("bias"), outputs, dim, axis, "alike"), calls
 
 
 def _find_head_within(model: nn.Module, graph: ModelGraph, node: fx.Node, inputs: Inputs) -> Head:
     """Return a layer as a head that other operations follow."""
     head, calls = _describe_layer(graph, node)
     alone = _run(model, head, inputs, 1, copies=1)
-    if alone is None or alone.calls != calls:
+    if alone is None or alone[1] != calls:
         raise _UnsuitableLayer("forward calls it where its output cannot be changed")
     if calls == 1 and keeps_samples_apart(graph, node):
-        stacked = _run(model, head, inputs, 1, copies=3)
-        if stacked and list(stacked.shape) == [3 * alone.shape[0], *alone.shape[1:]]:
+        samples, *others = alone[0]
+        if _run(model, head, inputs, 1, copies=3) == ([3 * samples, *others], 1):
             return replace(head, tail="stacked")
     return replace(head, tail="repeated")
 
@@ -169,26 +161,20 @@ def _find_head_within(model: nn.Module, graph: ModelGraph, node: fx.Node, inputs
 def _class_axis(model: nn.Module, head: Head, inputs: Inputs) -> int | None:
     """Return the axis of the model's output that grows with the head's outputs; None if there is none."""
     one, three = (_run(model, head, inputs, more) for more in (1, 3))
-    if one is None or three is None or len(one.shape) != len(three.shape):
+    if one is None or three is None or len(one[0]) != len(three[0]):
         return None
-    sizes = list(zip(one.shape, three.shape, strict=True))
+    sizes = list(zip(one[0], three[0], strict=True))
     grown = [d for d, (a, b) in enumerate(sizes) if a != b]
     if len(grown) != 1 or grown[0] == 0 or sizes[grown[0]] != (head.outputs + 1, head.outputs + 3):
         return None
     return -1 if grown[0] == len(sizes) - 1 and head.axis == -1 else grown[0]
 
 
-class _Trial(NamedTuple):
-    """The shape of a model's output, and how often its head was called."""
+def _run(model: nn.Module, head: Head, inputs: Inputs, more: int, copies: int = 0) -> tuple[list[int], int] | None:
+    """Run the model on fake tensors, with `more` outputs of the head; return its output's shape and the head's calls.
 
-    shape: Sequence[int]
-    calls: int
-
-
-def _run(model: nn.Module, head: Head, inputs: Inputs, more: int, copies: int = 0) -> _Trial | None:
-    """Run the model on fake tensors, with `more` outputs of the head.
-
-    With `copies`, these are removed again, and the rest is repeated that many times along the batch.
+    With `copies`, the outputs are removed again, and the rest is repeated that many times along the batch. None if the
+    model does not run: code after the head depends on the number of outputs or samples.
     """
     twin = copy_model(model)
     values: dict[str, Tensor] = {}
@@ -208,6 +194,45 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, more: int, copies: int = 
         try:
             with AtLayer(values[head.weight], change) as layer:
                 out = torch.func.functional_call(twin, values, args, kwargs)
-        except Exception:  # code after the head that depends on the number of outputs or samples
+        except Exception:
             return None
-    return _Trial(out.shape, layer.calls) if isinstance(out, Tensor) else None
+    return (list(out.shape), layer.calls) if isinstance(out, Tensor) else None
+
+
+def keeps_samples_apart(graph: ModelGraph, node: fx.Node) -> bool:
+    """Return whether no operation after a node couples the samples of a batch (the first dim).
+
+    Unknown operations count as coupling. So does a tensor that depends on the inputs by another path than the node,
+    because it has the original batch size.
+    """
+    following = {node}
+    for step in graph.graph.nodes:
+        tensors = [n for n in step.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        if step.op != "call_function" or not any(n in following for n in tensors):
+            continue
+        others = [n for n in tensors if n not in following]
+        stored = all(n.name in graph.parameters or n.name in graph.buffers for n in others)
+        if not stored or not _keeps_samples_apart(step, others):
+            return False
+        following.add(step)
+    return True
+
+
+def _keeps_samples_apart(step: fx.Node, parameters: list[fx.Node]) -> bool:
+    value, first = step.meta.get("val"), step.all_input_nodes[0].meta.get("val")
+    if not isinstance(value, Tensor) or not isinstance(first, Tensor) or not hasattr(step.target, "_schema"):
+        return False
+    name, arguments = operation_name(step), named_arguments(step)
+    if name in operations.ONLY_IN_EVAL:
+        return not any(arguments.get(key) for key in ("train", "training", "use_input_stats"))
+    if name in operations.ELEMENTWISE:
+        return all(t.dim() < value.dim() or t.shape[0] == 1 for t in (n.meta["val"] for n in parameters))
+    dims = pytree.tree_leaves([arguments.get(key) for key in ("dim", "dims", "dim0", "dim1")])
+    dims = [d % max(1, first.dim() + (name == "unsqueeze")) for d in dims if isinstance(d, int)]
+    if name in operations.ALONG_DIMS:
+        return bool(dims) and 0 not in dims
+    if name == "permute":
+        return bool(dims[0] == 0)
+    if name in operations.RESHAPES:
+        return value.dim() > 0 and value.shape[0] == first.shape[0]
+    return name in operations.SAMPLE_BY_SAMPLE

@@ -1,8 +1,9 @@
-"""Inputs of a model's forward: one tensor, a tuple of arguments, or a dict of keyword arguments.
+"""Inputs of a model's forward, and the calls of its layers.
 
-Tuples and dicts may be nested and hold integers or floating-point numbers; the first dimension of every tensor counts
-samples. A dict is passed as keyword arguments, ``model(**inputs)``; for a forward that takes a dict as its first
-argument, use a tuple of one: ``({"ids": ids, "mask": mask},)``.
+Inputs are one tensor, a tuple of arguments, or a dict of keyword arguments. Tuples and dicts may be nested and hold
+integers or floats; the first dimension of every tensor counts samples. A dict is passed as keyword arguments,
+``model(**inputs)``; for a forward that takes a dict as its first argument, use a tuple of one:
+``({"ids": ids, "mask": mask},)``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,9 +12,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+from fedveil.graph.operations import LAYERS
+
+Named = Mapping[str, Any]
+Inputs = Tensor | Sequence[Any] | Named
 
 
 def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -57,7 +62,7 @@ class ModuleCall:
 
 
 @contextmanager
-def calls_of(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
+def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
     """Record the calls of these modules in forward passes, in the order in which they begin."""
     calls: list[ModuleCall] = []
 
@@ -74,3 +79,28 @@ def calls_of(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
             stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
             stack.enter_context(module.register_forward_hook(end))
         yield calls
+
+
+class AtLayer(TorchFunctionMode):
+    """Changes the output of the Linear or convolution with this weight, wherever forward calls it.
+
+    Attributes:
+        calls: how often forward called it.
+    """
+
+    def __init__(self, weight: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.calls = 0
+        self._weight, self._change = weight, change
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Named | None = None
+    ) -> object:
+        """Run the function; if it is the layer, change its result."""
+        found = func(*args, **(kwargs or {}))
+        weight = args[1] if len(args) > 1 else (kwargs or {}).get("weight")
+        if weight is not self._weight or getattr(func, "__name__", "") not in LAYERS:
+            return found
+        assert isinstance(found, Tensor)
+        self.calls += 1
+        return self._change(found)

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Dims, Units, first_along, varying_dims
+from fedveil.graph.units import Dims, Symmetry, Units, first_along, varying_dims
 
 Rank = Callable[[Tensor], Tensor]
 FACTORS = {Symmetry.NOTHING: "no factor", Symmetry.SIGN: "only signs", Symmetry.POSITIVE: "only positive factors"}
@@ -46,32 +45,45 @@ class Block(NamedTuple):
     parents: Tensor
 
 
-@dataclass(frozen=True)
-class Region:
-    """A part of a parameter or buffer, as a strided view of its flat elements, and the noise on it."""
+class StridedView(NamedTuple):
+    """A strided view of a tensor's flat elements; the arguments of `Tensor.as_strided`."""
 
-    offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    units: Units
-
-    def sort_dims(self) -> "Region":
-        """Return the same elements with the largest stride first: a transposed view is the same region."""
-        dims = sorted(range(len(self.shape)), key=lambda d: (-self.strides[d], d))
-        shape, strides = (tuple(values[d] for d in dims) for values in (self.shape, self.strides))
-        return Region(self.offset, shape, strides, self.units.each(lambda factor: factor.permute(dims)))
+    offset: int
 
     @property
-    def view(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Offset, shape and strides."""
-        return self.offset, self.shape, self.strides
+    def end(self) -> int:
+        """The index after its last element."""
+        return self.offset + 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+
+    def overlaps(self, other: "StridedView") -> bool:
+        """Return whether the two views share an element."""
+        if self.end <= other.offset or other.end <= self.offset:
+            return False
+        flat = torch.zeros(max(self.end, other.end), dtype=torch.bool)
+        flat.as_strided(*self).fill_(True)
+        return bool(flat.as_strided(*other).any())
+
+
+class Region(NamedTuple):
+    """A part of a parameter or buffer, and the noise on it."""
+
+    view: StridedView
+    units: Units
 
 
 @dataclass
 class Ledger:
     """Units, the constraints on them, and the tensors of the model that carry them.
 
-    `births` are the tensors of the model at which new scale units begin, with these units.
+    Attributes:
+        scales, orders: the numbers of units so far; unit 0 does nothing.
+        scale_pairs, order_pairs: units that are equal.
+        births: the tensors of the model at which new scale units begin, with these units.
+        limits, marks, blocks: the other constraints.
+        regions: the noise on each tensor of the model.
+        element_units: the units of parameters that are used element by element.
     """
 
     scales: int = 1
@@ -83,6 +95,7 @@ class Ledger:
     marks: list[Mark] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     regions: dict[str, list[Region]] = field(default_factory=dict)
+    element_units: dict[str, Units] = field(default_factory=dict)
 
     # New units.
 
@@ -113,19 +126,15 @@ class Ledger:
             reason = why or f"it lets {FACTORS[symmetry]} through"
             self.limits.append(Limit(members[members > 0], symmetry, where, reason))
 
-    def note(self, where: str, why: str) -> None:
-        """Record that a tensor gets no noise."""
-        self.limits.append(Limit(torch.empty(0, dtype=torch.int64), Symmetry.NOTHING, where, why))
-
     def unite_scale(self, a: Tensor, b: Tensor, where: str, why: str) -> None:
         """Make factors equal element by element; an element without a factor in one has none in the other."""
         if a is b:
             return
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
-        for alone in (b[(a == 0) & (b != 0)], a[(b == 0) & (a != 0)]):
-            if alone.numel():
-                self.limit([alone], Symmetry.NOTHING, where, why)
-        both = (a != 0) & (b != 0) & (a != b)
+        alone = (a == 0) != (b == 0)
+        if alone.any():
+            self.limit([(a + b)[alone]], Symmetry.NOTHING, where, why)
+        both = (a != b) & ~alone
         if both.any():
             self.scale_pairs.append((a[both], b[both]))
 
@@ -187,8 +196,13 @@ class Ledger:
         self.unite_order(factor, first)
         return first
 
-    def move(self, operation: Callable[[Sequence[Tensor]], Tensor], factors: Sequence[Tensor]) -> Tensor:
-        """Apply an operation that only moves elements to order factors."""
+    def move(self, units: Units, operation: Callable[[Tensor], Tensor]) -> Units:
+        """Apply an operation that only moves the elements of one tensor to its factors."""
+        order = tuple(self.move_order(lambda factors: operation(factors[0]), [factor]) for factor in units.order)
+        return Units(tuple(map(operation, units.scale)), order, units.zero)
+
+    def move_order(self, operation: Callable[[Sequence[Tensor]], Tensor], factors: Sequence[Tensor]) -> Tensor:
+        """Apply an operation that only moves the elements of several tensors to an order factor of each."""
         after = operation(factors)
         if len(factors) == 1 and torch.equal(after.flatten(), factors[0].flatten()):
             return after
@@ -239,7 +253,7 @@ class Ledger:
                 result.append(factor)
                 continue
             own = varying_dims(seen)
-            fits = [pair for pair in waiting if _are_nested(own, varying_dims(pair[1]))]
+            fits = [pair for pair in waiting if own <= varying_dims(pair[1]) or own >= varying_dims(pair[1])]
             if not fits:
                 self.fix(factor)
                 continue
@@ -255,48 +269,28 @@ class Ledger:
 
     # The model's own tensors.
 
-    def attach(self, name: str, region: Region) -> None:
-        """Record the noise on a part of the tensor `name`; a part used twice has the same noise in both uses."""
-        known = self.regions.setdefault(name, [])
-        region = region.sort_dims()
-        for number, old in enumerate(known):
-            if old.view == region.view:
-                why = "it is used in two ways that ask for different noise"
-                scale = self.agree_scale(old.units.scale, region.units.scale, name, why)
-                everywhere = frozenset(range(len(old.shape)))
-                order = self.agree_order(old.units.order, everywhere, region.units.order, everywhere)
-                known[number] = Region(*old.view, Units(scale, order))
+    def attach(self, name: str, form: Tensor, offset: int, units: Units) -> None:
+        """Record the noise on a part of the tensor `name`, of the shape and strides of `form`.
+
+        A part that is used twice has the same noise in both uses, also if one of them is transposed.
+        """
+        dims = sorted(range(form.dim()), key=lambda d: (-form.stride()[d], d))
+        view = StridedView(tuple(form.shape[d] for d in dims), tuple(form.stride()[d] for d in dims), offset)
+        units, known = units.each(lambda factor: factor.permute(dims)), self.regions.setdefault(name, [])
+        for number, (other, old) in enumerate(known):
+            if other == view:
+                why = "it is used in two ways that need different noise"
+                scale = self.agree_scale(old.scale, units.scale, name, why)
+                everywhere = frozenset(range(len(dims)))
+                order = self.agree_order(old.order, everywhere, units.order, everywhere)
+                known[number] = Region(view, Units(scale, order))
                 return
-        overlapping = [old for old in known if _overlap(old, region)]
-        for other in [*overlapping, region] if overlapping else []:
-            self.pin(other.units, name, "parts of it that overlap are used in different ways")
-        known.append(region)
+        overlapping = [old for other, old in known if view.overlaps(other)]
+        for old in [*overlapping, units] if overlapping else []:
+            self.pin(old, name, "parts of it that overlap are used in different ways")
+        known.append(Region(view, units))
 
     def pin(self, units: Units, where: str, why: str) -> None:
         """Allow no noise."""
         self.limit(units.scale, Symmetry.NOTHING, where, why)
         self.fix(*units.order)
-
-
-def _are_nested(a: Dims, b: Dims) -> bool:
-    return bool(a & b) and (a <= b or b <= a)
-
-
-def _overlap(a: Region, b: Region) -> bool:
-    """Return whether two views may share an element; in doubt, True."""
-    if a.strides != b.strides:
-        ends = [r.offset + sum((n - 1) * s for n, s in zip(r.shape, r.strides, strict=True)) for r in (a, b)]
-        return not (ends[0] < b.offset or ends[1] < a.offset)
-    sizes = {s: (n, m) for n, m, s in zip(a.shape, b.shape, a.strides, strict=True) if max(n, m) > 1}
-    if len(sizes) < sum(max(n, m) > 1 for n, m in zip(a.shape, b.shape, strict=True)):
-        return True
-    rest_a, rest_b = a.offset, b.offset
-    for stride in sorted(sizes, reverse=True):
-        inner = sum((max(sizes[s]) - 1) * s for s in sizes if s < stride)
-        first_a, rest_a = divmod(rest_a, stride)
-        first_b, rest_b = divmod(rest_b, stride)
-        if max(rest_a, rest_b) + inner >= stride:
-            return True
-        if first_a + sizes[stride][0] <= first_b or first_b + sizes[stride][1] <= first_a:
-            return False
-    return True

@@ -1,4 +1,10 @@
-"""Names of ATen operations by kind, without overload and in-place underscore."""
+"""ATen operations in an exported graph: their names by kind, arguments and locations.
+
+Names have no overload and no in-place underscore.
+"""
+
+from torch import fx
+from torch.fx.node import Argument
 
 SPATIAL_DIMS = (1, 2, 3)
 CONVOLUTIONS = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in SPATIAL_DIMS)
@@ -27,7 +33,70 @@ OTHER = {
     "trunc", "nan_to_num", "sinc",
 }  # fmt: skip
 
+# Operations after a head that are linear, and equal for every output; the first only rearrange elements.
+SAME_ELEMENTS = RESHAPES | {"squeeze", "unsqueeze", "contiguous", "clone", "alias"}
+EQUAL = SAME_ELEMENTS | UPSAMPLINGS | AVERAGE_POOLS | {
+    "permute", "transpose", "movedim", "t", "mean", "sum", "slice", "narrow",
+}  # fmt: skip
+
+# Operations that do not couple the samples of a batch: always, in evaluation mode, or along other dims than the first.
+ELEMENTWISE = POSITIVE | ODD | EVEN | OTHER | {
+    "hardtanh", "neg", "pow", "add", "sub", "mul", "div", "clone", "contiguous", "alias", "_to_copy", "to", "type_as",
+}  # fmt: skip
+SAMPLE_BY_SAMPLE = LAYERS | UPSAMPLINGS | AVERAGE_POOLS | MAX_POOLS | {
+    "layer_norm", "group_norm", "rms_norm", "pixel_shuffle", "pixel_unshuffle", "prelu",
+}  # fmt: skip
+ONLY_IN_EVAL = {
+    "dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "rrelu", "batch_norm", "instance_norm",
+}  # fmt: skip
+ALONG_DIMS = {
+    "softmax", "log_softmax", "mean", "sum", "amax", "amin", "logsumexp", "norm", "linalg_vector_norm", "slice",
+    "select", "narrow", "glu", "squeeze", "unsqueeze", "transpose", "flip", "cumsum", "argmax", "max", "std", "var",
+}  # fmt: skip
+
+# In-place operations that change each element separately, so that an alias of the same memory keeps its noise. If the
+# graph has other in-place operations, it is rewritten without them.
+IN_PLACE = {"add", "sub", "neg", "hardtanh", "detach", "dropout", "feature_dropout"} | POSITIVE | ODD | OTHER
+
 
 def count_spatial_dims(name: str) -> int:
     """Return how many dims an operation such as conv2d or upsample_bilinear2d works on."""
     return next(n for n in SPATIAL_DIMS if f"{n}d" in name)
+
+
+def operation_name(node: fx.Node) -> str:
+    """Return the name of a call without namespace, overload and in-place underscore: "linear"."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is None:
+        return str(getattr(node.target, "__name__", node.target))
+    name = str(packet).rpartition(".")[2]
+    return name.rstrip("_") if is_in_place(node) else name
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Return whether a call writes into one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def named_arguments(node: fx.Node) -> dict[str, Argument]:
+    """Return the arguments of an ATen call by their names in its schema, with defaults."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    passed = dict(zip([argument.name for argument in schema], node.args, strict=False)) | node.kwargs
+    return {argument.name: passed.get(argument.name, argument.default_value) for argument in schema}
+
+
+def innermost_module(node: fx.Node) -> tuple[str, str]:
+    """Return path and class name of the innermost module whose forward contains a node."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return "", ""
+    path, kind = list(stack.values())[-1]
+    return path, kind if isinstance(kind, str) else kind.__qualname__
+
+
+def describe_location(node: fx.Node) -> str:
+    """Name an operation in messages: the module's path and, if it is one of PyTorch's, its class."""
+    path, kind = innermost_module(node)
+    what = kind.rpartition(".")[2] if kind.startswith("torch.nn.modules") else operation_name(node).rstrip("_")
+    return f"{path} ({what})" if path else what

@@ -1,25 +1,230 @@
-"""The result of an analysis: which values of a model share which noise, in a form that is fast to apply."""
+"""The result of an analysis: which values of a model share which noise, in a form that is fast to apply.
 
-from collections.abc import Collection, Mapping
+Each factor of each tensor becomes a few *slots*, one per position along it. A scale slot has the class of one secret
+number and its exponent, an order slot the positions of one class of units in this tensor. A secret is then two short
+vectors, one number per scale slot and one distance per order slot, whatever the size of the model.
+
+Small tensors are pooled in one flat vector, which is perturbed by one product and one gather; a large one is multiplied
+by broadcasting and gathered dim by dim.
+"""
+
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from types import MappingProxyType
+from functools import cached_property, reduce
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from fedveil.errors import ModelMismatch
+from fedveil.graph import coverage
 from fedveil.graph.head import Head
-from fedveil.graph.known import KnownValues, count_revealed_elements, is_constant
-from fedveil.graph.layout import Entry, Inside, Layout, lay_out, look_inside
-from fedveil.graph.ledger import Ledger
-from fedveil.graph.solve import Integers, Orders, Scales, components, solve_orders, solve_scales
-from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.tables import POOLED, Piece, Pool, SlotBuilder, Slots, build_pool, count_levels
-from fedveil.graph.walk import Walk
+from fedveil.graph.solve import Integers, Orders
+from fedveil.graph.units import Symmetry
 
-KINDS = ("bare", "moved", "signed", "scaled")
+Home = tuple[dict[str, Any], str]
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """A model's tensors by name, the dicts that hold each, and the training mode of every module."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    homes: dict[str, list[Home]]
+    modes: tuple[tuple[str, bool], ...]
+
+
+def read_state(model: nn.Module) -> ModelState:
+    """Read a model in one pass, in the order of named_modules; a tensor is listed under its first name."""
+    parameters, buffers, modes = dict[str, Tensor](), dict[str, Tensor](), list[tuple[str, bool]]()
+    homes: dict[int, list[Home]] = {}
+    named: dict[str, list[Home]] = {}
+    for path, module in model.named_modules():
+        modes.append((path, module.training))
+        prefix = f"{path}." if path else ""
+        for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
+            for name, tensor in own.items():
+                if tensor is None:
+                    continue
+                known = homes.get(id(tensor))
+                if known is None:
+                    found[prefix + name] = tensor
+                    known = homes[id(tensor)] = named[prefix + name] = []
+                known.append((own, name))
+    return ModelState(parameters, buffers, named, tuple(modes))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a flat vector; `like` is a meta tensor of its shape."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    like: Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The order of tensors in the flat vector.
+
+    Attributes:
+        trainable: parameters that require gradients.
+        frozen: parameters that do not.
+        buffers: floating-point buffers.
+        counters: other buffers, which are sent separately.
+        unused: parameters that forward never reads, which are not sent.
+    """
+
+    trainable: tuple[Entry, ...]
+    frozen: tuple[Entry, ...]
+    buffers: tuple[Entry, ...]
+    counters: tuple[str, ...]
+    unused: tuple[str, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """All tensors of the vector in order."""
+        return self.trainable + self.frozen + self.buffers
+
+    @cached_property
+    def total(self) -> int:
+        """The length of the vector."""
+        return sum(entry.shape.numel() for entry in self.entries)
+
+    @cached_property
+    def weights(self) -> int:
+        """The length of its trainable part."""
+        return sum(entry.shape.numel() for entry in self.trainable)
+
+    @cached_property
+    def parameters(self) -> int:
+        """The length of its trainable and frozen part."""
+        return sum(entry.shape.numel() for entry in self.trainable + self.frozen)
+
+    @cached_property
+    def name(self) -> str:
+        """A short name for the architecture, equal for equal names, shapes and dtype of the tensors that are sent."""
+        text = repr((sorted((entry.name, tuple(entry.shape)) for entry in self.entries), str(self.dtype)))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def flatten(tensors: Mapping[str, Tensor], entries: tuple[Entry, ...]) -> Tensor:
+    """Return the entries' tensors as one vector."""
+    flat: Tensor = _flatten_dense_tensors([tensors[entry.name] for entry in entries])  # type: ignore[no-untyped-call]
+    return flat
+
+
+def unflatten(flat: Tensor, entries: tuple[Entry, ...]) -> dict[str, Tensor]:
+    """Invert `flatten`, by views."""
+    pieces = _unflatten_dense_tensors(flat, [entry.like for entry in entries])  # type: ignore[no-untyped-call]
+    return {entry.name: piece for entry, piece in zip(entries, pieces, strict=True)}
+
+
+@dataclass(frozen=True)
+class SlotRange:
+    """Consecutive slots, one per element of a factor of this shape."""
+
+    first: int
+    shape: tuple[int, ...]
+
+    def select(self, values: Tensor) -> Tensor:
+        """Return their values, of those of all slots, in the factor's shape."""
+        return values[self.first : self.first + torch.Size(self.shape).numel()].reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A strided part of a tensor with the slots that act on it."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    scale: tuple[SlotRange, ...]
+    order: tuple[SlotRange, ...]
+
+    def part(self, flat: Tensor) -> Tensor:
+        """Return this part of a tensor's flat elements, which may have leading dims."""
+        ahead = flat.dim() - 1
+        return flat.as_strided(
+            (*flat.shape[:ahead], *self.shape),
+            (*flat.stride()[:ahead], *self.strides),
+            flat.storage_offset() + self.offset,
+        )
+
+
+@dataclass(frozen=True)
+class Slots:
+    """All slots of a model. Slot 0 of either kind does nothing.
+
+    Attributes:
+        classes: the number of scale classes.
+        unit: scale class of each scale slot; 0 is pinned.
+        power: +1 or -1, its exponent.
+        order: order class of each order slot; 0 does not move.
+        origin: index in `table` of the same occurrence of the first class of its kind, in this tensor.
+        repeat: how often each class of the kind occurs there.
+        place: its index in the tensor's flat elements, along the slot's dims.
+        table: indices of each tensor, sorted by kind, class and occurrence.
+    """
+
+    classes: int
+    unit: Integers
+    power: Integers
+    order: Integers
+    origin: Integers
+    repeat: Integers
+    place: Integers
+    table: Integers
+
+    def factors(self, scale: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the factor of each scale slot, from one number per scale class; for one secret, or one per row."""
+        return np.concatenate([scale, 1 / scale], -1)[..., self.unit + self.classes * (self.power < 0)]
+
+    def shifts(self, member: Integers) -> Integers:
+        """Return the distance from which each order slot gets its content, from each class's new number in its kind."""
+        found: Integers = self.table[self.origin + member[..., self.order] * self.repeat] - self.place
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Tensors concatenated in one flat vector.
+
+    Attributes:
+        entries: the tensors, with their positions in the pool.
+        scale: for each element its scale slots, one row per factor.
+        order: its order slots.
+        arange: 0, 1, 2, ... along the vector.
+    """
+
+    entries: tuple[Entry, ...]
+    scale: Tensor
+    order: Tensor
+    arange: Tensor
+
+    def factors(self, slots: Tensor) -> Tensor:
+        """Return the factor of each element."""
+        return reduce(torch.mul, [slots.index_select(0, row) for row in self.scale])
+
+    def sources(self, slots: Tensor) -> Tensor:
+        """Return the index that each element comes from."""
+        return reduce(torch.add, [slots.index_select(0, row) for row in self.order], self.arange)
+
+
+class Reason(NamedTuple):
+    """An operation or tensor, and why it limits the noise."""
+
+    where: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -29,7 +234,7 @@ class Axis:
     written_by: tuple[str, ...]
     size: int
     symmetry: Symmetry
-    limited_by: tuple[tuple[str, str], ...]
+    limited_by: tuple[Reason, ...]
 
 
 @dataclass(frozen=True)
@@ -82,9 +287,9 @@ class Plan:
     symmetries: Integers
     orders: Orders
     slots: Slots
-    pieces: Mapping[str, list[Piece]]
+    pieces: Mapping[str, list[TensorPart]]
     pool: Pool
-    pinned: tuple[tuple[str, str], ...]
+    pinned: tuple[Reason, ...]
     known_names: tuple[str, ...]
 
     @cached_property
@@ -94,32 +299,12 @@ class Plan:
         "scaled": multiplied by secret factors, or with additive noise; "signed": multiplied by secret signs; "moved":
         only permuted; "bare": sent as they are.
         """
-        counts = np.zeros(len(KINDS), np.int64)
-        for entry in self.layout.trainable + self.layout.frozen:
-            if entry.name in self._head_names:
-                counts[-1] += entry.shape.numel()
-                continue
-            own = np.zeros(len(KINDS), np.int64)
-            for piece in self.pieces[entry.name]:
-                own += count_levels(piece, self.slots, self.symmetries)
-            own[0] = entry.shape.numel() - own[1:].sum()
-            counts += own
-        total = max(1, int(counts.sum()))
-        return MappingProxyType({kind: float(counts[n] / total) for n, kind in reversed(list(enumerate(KINDS)))})
+        return coverage.measure_shares(self)
 
     @cached_property
-    def known(self) -> KnownValues:
+    def known(self) -> coverage.KnownValues:
         """The values that clients know beforehand, and how much they reveal."""
-        names = {entry.name for entry in self.layout.trainable + self.layout.frozen} - self._head_names
-        pieces = [piece for name in names for piece in self.pieces[name]]
-        known = [piece for name in self.known_names for piece in self.pieces[name]]
-        count = count_revealed_elements(pieces, known, self.slots, self.symmetries) if known else 0
-        return KnownValues(self.known_names, count / max(1, self.layout.parameters))
-
-    @property
-    def _head_names(self) -> set[str | None]:
-        """Weight and bias of the head, perturbed by a number that no known value reveals."""
-        return {self.head.weight, self.head.bias} if self.head else set()
+        return coverage.measure_known_values(self)
 
     @property
     def coverage(self) -> float:
@@ -157,9 +342,7 @@ class Plan:
         return Moves(classes, cells, starts, orders.blocks[classes], sizes, families, first)
 
     def __str__(self) -> str:
-        from fedveil.graph.describe import describe
-
-        return describe(self)
+        return coverage.describe(self)
 
     def __repr__(self) -> str:
         head = self.head.path or self.head.weight if self.head else "exposed"
@@ -167,63 +350,19 @@ class Plan:
         return f"<Plan of {self.model_name}: coverage {self.coverage:.1%}, head {head}, {units} symmetric units>"
 
 
-def build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:
-    """Group scale units into axes: axes that share a class are one."""
-    classes = scales.classes
-    births = [(where, classes[units.numpy()]) for where, units in ledger.births]
-    pairs = [(np.full_like(own, number), len(births) + own) for number, (_, own) in enumerate(births)]
-    found = components(len(births) + len(scales.symmetries), pairs)  # of births, then of classes: the first birth
-    limits: dict[int, dict[tuple[str, str], None]] = {}
-    for limit in ledger.limits:
-        for first in np.unique(found[len(births) + classes[limit.members.numpy()]]):
-            limits.setdefault(int(first), {})[(limit.where, limit.why)] = None
-    axes = []
-    for first in dict.fromkeys(found[: len(births)].tolist()):
-        numbers = np.flatnonzero(found[: len(births)] == first)
-        own = np.unique(np.concatenate([births[n][1] for n in numbers]))
-        symmetry = Symmetry(int(np.bitwise_and.reduce(scales.symmetries[own])))
-        names = tuple(dict.fromkeys(births[n][0] for n in numbers))
-        axes.append(Axis(names, len(own), symmetry, tuple(limits.get(first, {}))))
-    return tuple(axes)
-
-
-def _find_known_names(parameters: Mapping[str, Tensor], layout: Layout, public: Collection[str]) -> tuple[str, ...]:
-    """Return the parameters that hold one number throughout, then those that are declared public."""
-    names = [entry.name for entry in layout.trainable + layout.frozen]
-    declared = [name for name in names if any(name == p or name.startswith(p.rstrip(".") + ".") for p in public)]
-    return tuple(dict.fromkeys([*[name for name in names if is_constant(parameters[name])], *sorted(declared)]))
-
-
-def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collection[str] = ()) -> Plan:
-    """Turn the constraints that the walk recorded into a plan."""
-    ledger = walk.ledger
-    scales, orders = solve_scales(ledger), solve_orders(ledger)
-    inside, layout = look_inside(model), lay_out(model, frozenset(walk.used))
-    builder = SlotBuilder(scales, orders)
-    pieces = {e.name: [builder.add(region) for region in ledger.regions.get(e.name, ())] for e in layout.entries}
-    pool = build_pool([e for e in layout.entries if e.shape.numel() <= POOLED], pieces, layout.device)
-    pins = {(lim.where, lim.why): None for lim in ledger.limits if not lim.symmetry and lim.where != "output"}
-    name, axes, slots = type(model).__name__, build_axes(ledger, scales), builder.finish()
-    known = _find_known_names(inside.parameters, layout, public)
-    return Plan(
-        name, axes, head, layout, inside.modes, scales.symmetries, orders, slots, pieces, pool, tuple(pins), known
-    )
-
-
-def check_model(plan: Plan, model: nn.Module) -> Inside:
+def check_model(plan: Plan, model: nn.Module) -> ModelState:
     """Read a model, or refuse it if it is not the one that was analysed."""
-    inside = look_inside(model)
-    layout = plan.layout
+    state, layout = read_state(model), plan.layout
     fix = "analyse the model again after changing it"
     parameters = layout.trainable + layout.frozen
-    for entries, tensors in ((parameters, inside.parameters), (layout.buffers, inside.buffers)):
+    for entries, tensors in ((parameters, state.parameters), (layout.buffers, state.buffers)):
         for entry in entries:
             tensor = tensors.get(entry.name)
             if tensor is None or tensor.shape != entry.shape or tensor.dtype != layout.dtype:
                 found = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
                 wanted = f"{tuple(entry.shape)} {layout.dtype}"
                 raise ModelMismatch(entry.name, f"the plan expects {wanted}, the model has {found}", fix)
-    if inside.modes != plan.modes:
-        path = next((a[0] for a, b in zip(plan.modes, inside.modes, strict=False) if a != b), plan.model_name)
+    if state.modes != plan.modes:
+        path = next((a[0] for a, b in zip(plan.modes, state.modes, strict=False) if a != b), plan.model_name)
         raise ModelMismatch(path or plan.model_name, "its mode (train or eval) is not the one analysed", fix)
-    return inside
+    return state

@@ -16,7 +16,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from fedveil.graph.ledger import Ledger
-from fedveil.graph.symmetry import Symmetry
+from fedveil.graph.units import Symmetry
 
 Integers = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
@@ -56,12 +56,6 @@ class Scales:
     classes: Integers
     powers: Integers
     symmetries: Integers
-
-    def classify(self, factor: Tensor) -> tuple[Integers, Integers]:
-        """Return class and power of each element of a scale factor."""
-        refs = factor.numpy()
-        unit = np.abs(refs)
-        return self.classes[unit], self.powers[unit] * np.sign(refs)
 
 
 def solve_scales(ledger: Ledger) -> Scales:
@@ -113,24 +107,21 @@ class Orders:
 
 def mix_hashes(*parts: Hashes | Integers | int) -> Hashes:
     """Return a 64-bit hash of numbers (splitmix64), element by element."""
-    state = np.zeros((), np.uint64)
-    with np.errstate(over="ignore"):
-        for part in parts:
-            state = state + np.asarray(part).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            state = state ^ (state >> np.uint64(31))
+    state = np.zeros(1, np.uint64)  # an array: numpy warns of scalars that overflow
+    for part in parts:
+        state = state + np.asarray(part).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
     return state
 
 
 def ranks(labels: Integers) -> Integers:
     """Return for each position how many earlier positions have the same label."""
     by_label = np.argsort(labels, kind="stable")
-    position = np.arange(labels.size)
-    starts = np.flatnonzero(np.diff(labels[by_label], prepend=labels[by_label][:1] - 1))
-    out = np.empty_like(position)
-    out[by_label] = position - np.repeat(starts, np.diff(np.append(starts, labels.size)))
-    return out
+    ordered, found = labels[by_label], np.empty_like(by_label)
+    found[by_label] = np.arange(labels.size) - np.searchsorted(ordered, ordered)
+    return found
 
 
 _Use = tuple[Integers, Integers]  # of a tensor in which order classes occur: the class and a value of each element
@@ -142,8 +133,7 @@ def _hash_uses(found: Hashes, uses: Iterable[_Use], first: int) -> Hashes:
     for number, (labels, values) in enumerate(uses, first):
         present, inverse = np.unique(labels, return_inverse=True)
         seen = np.zeros(len(present), np.uint64)
-        with np.errstate(over="ignore"):
-            np.add.at(seen, inverse, mix_hashes(ranks(labels), values))
+        np.add.at(seen, inverse, mix_hashes(ranks(labels), values))
         found[present] = mix_hashes(found[present], number, seen)
     return found
 
@@ -193,8 +183,7 @@ def _find_families(component: Integers, position: Integers, uses: Hashes, cells:
     count = len(component)
     sizes = np.bincount(component, minlength=count)
     whole = np.zeros(count, np.uint64)
-    with np.errstate(over="ignore"):
-        np.add.at(whole, component, mix_hashes(position, uses, lowest(cells, position)))
+    np.add.at(whole, component, mix_hashes(position, uses, lowest(cells, position)))
     heads = np.flatnonzero((sizes > 1) & (np.arange(count) == component) & (component != component[0]))
     families, counts = np.unique(mix_hashes(whole[heads], sizes[heads]), return_inverse=True, return_counts=True)[1:]
     kept = heads[counts[families] > 1]

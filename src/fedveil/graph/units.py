@@ -1,4 +1,4 @@
-"""The noise on each element of a tensor, described by axes.
+"""The noise on each element of a tensor, described along its dims.
 
 A tensor carries *scale* (its elements are multiplied by secret factors) and *order* (its elements are permuted). Each
 is a tuple of *factors*: integer tensors with as many dims as the tensor itself, of size 1 along every dim along which
@@ -10,6 +10,7 @@ not move.
 """
 
 from collections.abc import Callable, Sequence
+from enum import IntFlag
 from typing import NamedTuple
 
 import torch
@@ -18,15 +19,33 @@ from torch import Tensor
 Dims = frozenset[int]
 
 
+class Symmetry(IntFlag):
+    """The factors that an operation commutes with; ``a & b`` is what both let through.
+
+    NOTHING allows only 1, SIGN {+1, -1}, POSITIVE every positive number, EVERYTHING every number except 0.
+    """
+
+    NOTHING = 0
+    SIGN = 1
+    POSITIVE = 2
+    EVERYTHING = 3
+
+    @property
+    def words(self) -> str:
+        """The symmetry as shown to users."""
+        return ("pinned", "signs", "positive", "any")[self]
+
+
 class Units(NamedTuple):
-    """The noise on a tensor."""
+    """The noise on a tensor; a tensor of zeros (`zero`) may carry any."""
 
     scale: tuple[Tensor, ...] = ()
     order: tuple[Tensor, ...] = ()
+    zero: bool = False
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Units":
         """Apply `change` to all factors."""
-        return Units(tuple(map(change, self.scale)), tuple(map(change, self.order)))
+        return Units(tuple(map(change, self.scale)), tuple(map(change, self.order)), self.zero)
 
 
 def varying_dims(factor: Tensor) -> Dims:
@@ -48,11 +67,10 @@ def split_first_dim(value: Tensor, parts: int) -> Tensor:
 
 def compress(factor: Tensor) -> Tensor:
     """Reduce a factor to size 1 along every dim along which it is constant."""
-    for dim, size in enumerate(factor.shape):
-        if size > 1:
-            first = factor.narrow(dim, 0, 1)
-            if bool((factor == first).all()):
-                factor = first
+    for dim in sorted(varying_dims(factor), key=factor.stride().__getitem__):  # expanded dims first, at no cost
+        first = factor.narrow(dim, 0, 1)
+        if factor.stride()[dim] == 0 or bool((factor == first).all()):
+            factor = first
     return factor
 
 
@@ -66,36 +84,9 @@ def align(factor: Tensor, rank: int) -> Tensor:
     return factor.reshape((1,) * (rank - factor.dim()) + tuple(factor.shape))
 
 
-def _match_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
-    """Return the runs of dims before and after a reshape that hold the same elements."""
-    found, i, j = [], 0, 0
-    while i < len(old) and j < len(new):
-        first, other, left, right = i, j, old[i], new[j]
-        i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left, i = left * old[i], i + 1
-            else:
-                right, j = right * new[j], j + 1
-        found.append((range(first, i), range(other, j)))
-    if found:  # dims of size 1 are left over
-        before, after = found.pop()
-        found.append((range(before.start, len(old)), range(after.start, len(new))))
-    return found
-
-
 def reshape_factor(factor: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
     """Return the factor of a tensor of shape `old` after it was reshaped to `new`."""
-    if not old or not new:
-        return factor.reshape([1] * len(new))
-    wide, sizes = list(factor.shape), [1] * len(new)
-    for before, after in _match_dims(old, new):
-        if any(factor.shape[d] > 1 for d in before):
-            for d in before:
-                wide[d] = old[d]
-            for d in after:
-                sizes[d] = new[d]
-    return compress(factor.expand(wide).reshape(sizes))
+    return compress(factor.expand(old).reshape(new))
 
 
 def first_along(factor: Tensor, dims: Dims) -> Tensor:

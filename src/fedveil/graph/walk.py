@@ -1,5 +1,6 @@
 """Walk an exported model's operations and apply the rule of each."""
 
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,11 +9,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fedveil.graph import rules as rules
-from fedveil.graph.calls import RULES, Activation, Call, NoRule, Outcome, StateTensor, Traced
+from fedveil.graph.calls import RULES, Activation, Call, NoRule, Outcome, StateTensor
 from fedveil.graph.export import ModelGraph
 from fedveil.graph.ledger import Ledger
-from fedveil.graph.nodes import describe_location, innermost_module, is_in_place, named_arguments, operation_name
-from fedveil.graph.rules.linear import convolution, linear
+from fedveil.graph.operations import describe_location, innermost_module, is_in_place, named_arguments, operation_name
 from fedveil.graph.units import Units, varying_dims
 
 
@@ -25,6 +25,8 @@ class Walk:
         head: the node that takes additive noise.
         ledger: holds the constraints that rules recorded.
         used: names of parameters that forward reads.
+        values: the value of each node.
+        storages: the parameter or buffer that owns each memory.
     """
 
     graph: ModelGraph
@@ -33,33 +35,26 @@ class Walk:
     used: set[str] = field(default_factory=set)
     values: dict[fx.Node, object] = field(default_factory=dict)
     storages: dict[int, StateTensor] = field(default_factory=dict)
-    element_units: dict[str, Units] = field(default_factory=dict)
 
     def run(self) -> None:
         """Visit every operation in order."""
+        visit = {"placeholder": self._read, "call_function": self._call}
         for node in self.graph.graph.nodes:
-            if node.op == "placeholder":
-                self.values[node] = self._placeholder(node)
-            elif node.op == "call_function":
-                self.values[node] = self._call(node)
-            elif node.op == "get_attr":
-                self.values[node] = None
-        for node in self.graph.outputs:
-            value = self.values[node]
-            if isinstance(value, Traced):
-                self.ledger.pin(value.units, "output", "it is the model's output")
+            self.values[node] = visit[node.op](node) if node.op in visit else None
+        self._pin([self.values[node] for node in self.graph.outputs], "output", "it is the model's output")
 
-    def _placeholder(self, node: fx.Node) -> object:
-        value = node.meta.get("val")
+    def _read(self, node: fx.Node) -> object:
+        """Return an input, parameter or buffer of the model."""
+        value, graph = node.meta.get("val"), self.graph
         if not isinstance(value, Tensor):
             return value
-        name = self.graph.parameters.get(node.name) or self.graph.buffers.get(node.name)
+        name = graph.parameters.get(node.name) or graph.buffers.get(node.name)
         if name is None or not value.is_floating_point():
             return Activation(value)
-        is_parameter = node.name in self.graph.parameters
+        is_parameter = node.name in graph.parameters
         if is_parameter and node.users:
             self.used.add(name)
-        found = StateTensor(value, name, is_parameter, self.ledger, self.element_units, value)
+        found = StateTensor(value, name, is_parameter, self.ledger, value)
         self.storages[value.untyped_storage()._cdata] = found
         return found
 
@@ -78,10 +73,11 @@ class Walk:
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
             return output
         arguments = fx.map_arg(named_arguments(node), self.values.__getitem__)  # type: ignore[arg-type]
-        call = Call(operation_name(node), describe_location(node), arguments, output, node.target, self.ledger)  # type: ignore[arg-type]
+        form = operation_name(node), describe_location(node), arguments, output, node.target, self.ledger
+        call = Call(*form, is_head=node is self.head)  # type: ignore[arg-type]
         if not is_in_place(node):
-            return self._find_views(call) or self._follow(node, call)
-        result = self._follow(node, call)
+            return self._find_views(call) or self._follow(call)
+        result = self._follow(call)
         first = node.args[0] if node.args else None
         if isinstance(first, fx.Node) and isinstance(self.values.get(first), Activation):
             self.values[first] = result  # the argument that was written into
@@ -99,31 +95,31 @@ class Walk:
             return None
         return views[0] if isinstance(call.output, Tensor) else views
 
-    def _follow(self, node: fx.Node, call: Call) -> object:
+    def _follow(self, call: Call) -> object:
         """Apply the operation's rule; without a rule, pin all operands."""
-        if node is self.head:
-            layer = linear if call.name == "linear" else convolution
-            return _add_units(call.output, layer(call, head=True))
+        outcome: Outcome = []
         try:
             if call.name not in RULES:
                 raise NoRule("there is no rule for it")
-            result = _add_units(call.output, RULES[call.name](call))
+            outcome = RULES[call.name](call)
         except NoRule as reason:
             self._pin(call.operands, call.where, str(reason))
-            return _add_units(call.output, [])
-        for value in result if isinstance(result, list) else [result]:
-            if isinstance(value, Activation):
-                value.units = self._separate_orders(value.units)
-        return result
+        if isinstance(outcome, StateTensor):
+            return outcome
+        units = [outcome] if isinstance(outcome, Units) else outcome
+        outputs = [call.output] if isinstance(call.output, Tensor) else call.output
+        pairs = itertools.zip_longest(outputs, units, fillvalue=Units())
+        found = [Activation(value, self._tidy(own)) if isinstance(value, Tensor) else value for value, own in pairs]
+        return found[0] if isinstance(call.output, Tensor) else found
 
-    def _separate_orders(self, units: Units) -> Units:
-        """Let only the first of the order factors that share a dim move, for example after a reshape."""
-        scale, rest = units
+    def _tidy(self, units: Units) -> Units:
+        """Drop factors that do nothing; of order factors that share a dim, as after a reshape, only the first moves."""
+        scale, rest = (tuple(factor for factor in kind if bool(factor.any())) for kind in units[:2])
         order: tuple[Tensor, ...] = ()
         while rest:
             order = (*order, rest[0])
             rest = self.ledger.fix_along(rest[1:], varying_dims(rest[0]))
-        return Units(scale, order)
+        return Units(scale, order, units.zero)
 
     def _pin(self, operands: Iterable[object], where: str, reason: str) -> None:
         for operand in operands:
@@ -131,19 +127,3 @@ class Walk:
                 operand.leave_bare(where, reason)
             elif isinstance(operand, Activation):
                 self.ledger.pin(operand.units, where, reason)
-
-
-def _add_units(output: Tensor | Sequence[Tensor], outcome: Outcome) -> object:
-    """Return the output tensors with their units; tensors without units carry no noise."""
-    if isinstance(outcome, Activation | StateTensor):
-        return outcome
-    units = [outcome] if isinstance(outcome, Units) else outcome
-    outputs = [output] if isinstance(output, Tensor) else output
-    pairs = zip(outputs, [*units, *[Units()] * (len(outputs) - len(units))], strict=True)
-    found = [Activation(v, _drop_idle_factors(u)) if isinstance(v, Tensor) else v for v, u in pairs]
-    return found[0] if isinstance(output, Tensor) else found
-
-
-def _drop_idle_factors(units: Units) -> Units:
-    """Remove factors that do nothing."""
-    return Units(*(tuple(f for f in kind if bool(f.any())) for kind in units))

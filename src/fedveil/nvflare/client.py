@@ -1,4 +1,4 @@
-"""The client's side: an object that FLARE keeps on a site for the length of a job."""
+"""The client's side: an object that FLARE keeps on a site for the duration of a job."""
 
 import logging
 import sys
@@ -13,12 +13,13 @@ from torch import nn
 
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import FedveilError
-from fedveil.federation import remote
-from fedveil.federation.engine import clean
+from fedveil.federation.client import ClientSession, ClientState, load_private, save_private
+from fedveil.federation.engines import clean
 from fedveil.nvflare.transport import connects_directly, decline_direct_connections, require_secure_transport
 from fedveil.records.sources import Given
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
+from fedveil.secagg.environment import own_party, own_policy
 
 LOG = logging.getLogger("fedveil.nvflare")
 SERVER = "server"  # FLARE's name for the server of a job, in the simulator and in every deployment
@@ -26,14 +27,14 @@ REFUSAL = "refused: only the server of this job may call this site"
 
 
 def called_by_server() -> bool:
-    """Whether the server of the job makes the call that this thread answers; any other caller is logged.
+    """Return whether the server of the job made the current call; other callers are logged.
 
     FLARE names the caller by the origin of the message and its list of the job's participants, not by what the caller
-    says, and sends the answer to that origin. Over mTLS a connection bears the name of its certificate: the answer
-    reaches the server and nobody else. The origin alone is no proof: FLARE 2.9 lets a hostile site send a message in
-    the server's name, though it does not see the answer. Without mTLS, and in the simulator, whoever claims the
-    server's name has it. A site that bears that name, or connections that go past the server, make it worthless over
-    mTLS, too; then no caller is taken for the server.
+    claims, and sends the reply to that origin. Over mTLS a connection has the name of its certificate: only the server
+    gets the reply. The origin alone proves nothing: FLARE 2.9 lets a hostile site send a message in the
+    server's name, although it does not see the reply. Without mTLS, and in the simulator, anyone can claim the
+    server's name. A site with that name, or connections that bypass the server, make it worthless over mTLS, too; then
+    no caller is accepted as the server.
     """
     caller = collab.caller
     if caller != SERVER:
@@ -41,7 +42,7 @@ def called_by_server() -> bool:
     elif any(site.name == SERVER for site in collab.clients):
         reason = "a site of this job has the same name"
     elif connects_directly():
-        reason = "this site has or allows connections that go past the server"
+        reason = "this site has or allows connections that bypass the server"
     else:
         return True
     LOG.warning("refused a call by %s: %s", clean(caller), reason)
@@ -49,52 +50,51 @@ def called_by_server() -> bool:
 
 
 class Client(ABC):
-    """The client on a site: derive from it to say how to build the network and how the site loads its records.
+    """The client on a site: derive from it to define how to build the network and how the site loads its records.
 
-    FLARE builds one on every site from the arguments of its constructor, which must be plain values that are kept as
-    attributes of the same names. Records are loaded once, with the first round, and stay in memory.
+    FLARE creates one on every site from the arguments of its constructor, which must be plain values that are stored as
+    attributes of the same names. Records are loaded once, in the first round, and stay in memory.
     """
 
-    defence: AnyDefence | None = None  # insist on these settings of a defence, whatever the server says
-    loss: Function | None = None  # the server's own function, if its loss has no name
+    defence: AnyDefence | None = None  # use these settings of a defence, whatever the server asks for
+    loss: Function | None = None  # the server's custom loss function, if its loss has no name
     folder: Path | None = None  # where private state (SPN's head, PPDL's noise) outlives the job
-    party: Party | None = None  # for secure aggregation; by default from the site's FEDVEIL_IDENTITY, FEDVEIL_ROSTER
+    party: Party | None = None  # for secure aggregation; by default from FEDVEIL_IDENTITY and FEDVEIL_ROSTER
 
     @abstractmethod
     def make_model(self) -> nn.Module:
-        """The network; its values are ignored."""
+        """Return the network; its values are ignored."""
 
     @abstractmethod
     def load_data(self, site: str) -> Given:
-        """This site's (inputs, targets)."""
+        """Return this site's (inputs, targets)."""
 
     def number(self, site: str) -> int:
-        """This client's number, which decides the order of its batches; by default made from the site's name."""
+        """Return the index of this client, which determines the order of its batches."""
         return zlib.crc32(site.encode())
 
     @collab.init  # type: ignore[untyped-decorator]
     def start(self) -> None:
-        """FLARE calls it when the job starts on this site."""
+        """Prepare this site; FLARE calls it when the job starts."""
         decline_direct_connections()
         self._site: str = collab.site_name
         self._lock, self._arrived = threading.Lock(), 0
-        self._model: nn.Module | None = None
+        self._session: ClientSession | None = None
         self._data: Given | None = None
-        self._state: remote.ClientState | None = None
         self._file = self.folder / f"fedveil-{self._site}.pt" if self.folder is not None else None
 
     @collab.publish  # type: ignore[untyped-decorator]
     def ready(self) -> bool | str:
-        """Whether this site has nothing else to do; the server alone is told."""
+        """Return whether this site is idle; only the server gets an answer."""
         return not self._lock.locked() if called_by_server() else REFUSAL
 
     @collab.publish  # type: ignore[untyped-decorator]
     def answer(self, common: bytes, own: bytes) -> bytes | str:
-        """The answer to an ask of the server, or why there is none. Other callers change nothing here.
+        """Answer a message of the server, or say why not. Other callers have no effect.
 
-        FLARE sends tracebacks of what is raised here to the server, and a traceback may hold records. So nothing is
-        raised: the server gets the text of Fedveil's errors, which hold none, and of others the name alone. The
-        traceback goes to this site's stderr, not to FLARE's logs: they may be streamed to the server.
+        FLARE sends tracebacks of exceptions to the server, and a traceback may contain records. So nothing is raised:
+        the server gets the text of Fedveil's errors, which contain none, and of others only the name. Tracebacks go to
+        this site's stderr, not to FLARE's logs, which may be streamed to the server.
         """
         if not called_by_server():
             return REFUSAL
@@ -102,7 +102,7 @@ class Client(ABC):
         number = self._arrived
         with self._lock:
             if number != self._arrived:  # it waited behind an ask that took too long
-                return "a newer message arrived before this one was begun"
+                return "a newer message arrived before this one was started"
             try:
                 return self._answer(common, own)
             except FedveilError as error:
@@ -112,29 +112,29 @@ class Client(ABC):
                 return f"{type(error).__name__} on the site; its stderr has the traceback"
 
     def _answer(self, common: bytes, own: bytes = b"") -> bytes:
-        party = self.party or remote.own_party()
-        if party is not None:
+        if self._session is None:
+            self._session = self._start_session()
+        if self._session.party is not None:
             require_secure_transport()
-        if self._model is None:
-            self._model = self.make_model()
-        if self._state is None:
-            self._state = remote.ClientState(private=remote.load_private(self._file))
-        found, state = remote.reply(
-            common,
-            self._state,
-            self._model,
+        found = self._session.reply(common, own)
+        if self._file is not None and self._session.state.private:
+            save_private(self._file, self._session.state.private)
+        return found
+
+    def _start_session(self) -> ClientSession:
+        party = self.party or own_party()
+        if party is not None:
+            require_secure_transport()  # before the network is built
+        return ClientSession(
+            self.make_model(),
             self._records,
             client=self.number(self._site),
             defence=self.defence,
             loss=self.loss,
             party=party,
-            policy=remote.own_policy(),
-            own=own,
+            policy=own_policy(),
+            state=ClientState(private=load_private(self._file)),
         )
-        if self._file is not None and state.private:
-            remote.save_private(self._file, state.private)
-        self._state = state
-        return found
 
     def _records(self) -> Given:
         if self._data is None:

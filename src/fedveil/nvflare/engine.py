@@ -1,42 +1,42 @@
-"""FLARE's sites as an engine: one call per site and ask, and what comes of it: bytes, refusals, errors, silence."""
+"""FLARE's sites as a transport: one call per site and message, which ends in bytes, a refusal, an error or silence."""
 
 import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from nvflare.collab.api.exceptions import CollabCallError, RunAborted
+from nvflare.collab.api.proxy import Proxy
 
-from fedveil.federation.engine import Fault, Member, fault
+from fedveil.federation.engines import Fault, FaultKind, Member
 
 LOG = logging.getLogger("fedveil.nvflare")
-PROBE_TIMEOUT, PROBE_PAUSE = 5.0, 2.0  # seconds: for an answer of a site that was away, and between two probes
-GRACE = 5.0  # seconds beyond the timeout of a call, in which FLARE itself says that it ran out
+PROBE_TIMEOUT, PROBE_PAUSE = 5.0, 2.0  # seconds: for the reply of a site that was away, and between two probes
+GRACE = 5.0  # seconds after the timeout of a call, within which FLARE itself reports it
 Outcome = tuple[Member, bytes | Fault | RunAborted]
 
 
-class FlareEngine:
-    """The sites of a FLARE job, through the proxies that `collab.clients` gives inside of a job's main.
+class FlareTransport:
+    """The sites of a FLARE job, through the proxies in `collab.clients` of a job's main.
 
-    A site that is silent or out of reach is left out of further rounds until it answers a probe. So a killed site costs
-    one timeout, not one per round.
+    A site that is silent or cannot be reached is left out of further rounds until it replies to a probe. So a killed
+    site costs one timeout, not one per round.
     """
 
-    def __init__(self, sites: Sequence[Any]) -> None:
-        self._sites: dict[Member, Any] = {site.name: site for site in sorted(sites, key=lambda site: str(site.name))}
+    def __init__(self, sites: Sequence[Proxy]) -> None:
+        self._sites: dict[Member, Proxy] = {site.name: site for site in sorted(sites, key=lambda site: str(site.name))}
         self._away: set[Member] = set()
         self._closed = threading.Event()
 
     def members(self) -> list[Member]:
-        """The sites of the job, without those that are away."""
+        """Return the sites of the job, without those that are away."""
         return [name for name in self._sites if name not in self._away]
 
     def ask(
         self, common: bytes, own: Mapping[Member, bytes], *, label: str, timeout: float
     ) -> Iterator[tuple[Member, bytes | Fault]]:
-        """See `Engine.ask`. A job that FLARE aborts raises `RunAborted`."""
+        """See `Transport.ask`. A job that FLARE aborts raises `RunAborted`."""
         outcomes, deadline = SimpleQueue[Outcome](), time.monotonic() + timeout + GRACE
         for name, extra in own.items():
             threading.Thread(
@@ -56,7 +56,7 @@ class FlareEngine:
             yield name, found
         for name in missing:
             self._leave_out(name)
-            yield name, fault(name, "silent", f"no answer within {timeout:g} s")
+            yield name, Fault(name, FaultKind.SILENT, f"no answer within {timeout:g} s")
 
     def close(self) -> None:
         """Stop looking for sites that are away; FLARE ends the job."""
@@ -70,15 +70,15 @@ class FlareEngine:
         except CollabCallError as error:
             self._leave_out(name)
             if isinstance(error.cause, TimeoutError):
-                return fault(name, "silent", f"no answer within {timeout:g} s")
-            return fault(name, "unreachable", error.cause)
+                return Fault(name, FaultKind.SILENT, f"no answer within {timeout:g} s")
+            return Fault(name, FaultKind.UNREACHABLE, str(error.cause))
         except Exception as error:  # FLARE raises whatever garbage makes of its decoder
-            return fault(name, "unreadable", f"{type(error).__name__}: {error}")
+            return Fault(name, FaultKind.UNREADABLE, f"{type(error).__name__}: {error}")
         if isinstance(found, bytes):
             return found
-        if isinstance(found, str):  # a client's own words for why there is no answer
-            return fault(name, "raised", found)
-        return fault(name, "malformed", f"the site answered with {type(found).__name__}, not with bytes")
+        if isinstance(found, str):  # the client says why there is no answer
+            return Fault(name, FaultKind.RAISED, found)
+        return Fault(name, FaultKind.MALFORMED, f"the site answered with {type(found).__name__}, not with bytes")
 
     def _leave_out(self, name: Member) -> None:
         if name not in self._away:
@@ -86,8 +86,8 @@ class FlareEngine:
             threading.Thread(target=self._watch, args=(name,), name=f"watch {name}", daemon=True).start()
 
     def _watch(self, name: Member) -> None:
-        """Probe a site until it is ready to answer again."""
-        LOG.warning("site %s is left out until it answers again", name)
+        """Probe a site until it is ready again."""
+        LOG.warning("site %s is left out until it replies again", name)
         while not self._closed.wait(PROBE_PAUSE):
             try:
                 ready = self._sites[name](timeout=PROBE_TIMEOUT).ready()

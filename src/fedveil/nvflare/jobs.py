@@ -1,4 +1,4 @@
-"""A job for FLARE: in the simulator, or submitted to a deployment, again if it ends before its time."""
+"""FLARE jobs: in the simulator, or submitted to a deployment, and submitted again if they end early."""
 
 import contextlib
 import tempfile
@@ -13,31 +13,31 @@ from nvflare.fuel.flare_api.api_spec import InternalError, NoConnection, NoReply
 from nvflare.fuel.flare_api.flare_api import new_secure_session
 from nvflare.recipe import SimEnv
 
-from fedveil.checks import whole
+from fedveil.checks import check_count
 from fedveil.errors import FedveilError
 from fedveil.nvflare.kits import configure
 
 POLL = 1.0  # seconds
 LOGIN = 30.0  # seconds
-SLOW_START = 20.0  # seconds after which a job that does not start is worth a word
-LOST = (NoConnection, NoReply, SessionClosed, InternalError)  # what a server that is gone or starting looks like
+SLOW_START = 20.0  # seconds after which a job that has not started is reported
+LOST = (NoConnection, NoReply, SessionClosed, InternalError)  # raised if the server is down or starting
 
 
 class JobFailed(FedveilError):
-    """A job of FLARE that did not come to its end."""
+    """A FLARE job that did not finish."""
 
 
 class Job(CollabRecipe):  # type: ignore[misc]
-    """A server's object and the clients' as one job.
+    """A job: an object for the server, and one for the clients.
 
     Args:
         name: of the job.
-        server: an object with one method marked `@collab.main`, which builds a `fedveil.nvflare.Server` and trains.
+        server: an object with one method marked `@collab.main`, which creates a `fedveil.nvflare.Server` and trains.
         client: a `fedveil.nvflare.Client`.
-        sites: how many must be there for the job to start.
-        installed: the classes' packages are installed on the server and on every site, and no code travels. Sites
-            must list them (docs/nvflare.md). By default their source files travel; fedveil itself never does.
-        start_timeout: seconds in which every site must have started the job.
+        sites: number of sites that must be connected for the job to start.
+        installed: the classes' packages are installed on the server and on every site, and no code is sent. Sites must
+            list them (docs/nvflare.md). By default their source files are sent; fedveil itself never is.
+        start_timeout: seconds within which every site must have started the job.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Job(CollabRecipe):  # type: ignore[misc]
         installed: bool = False,
         start_timeout: float = 120.0,
     ) -> None:
-        whole(type(self).__name__, "sites", sites)
+        check_count(type(self).__name__, "sites", sites)
         super().__init__(name, server=server, client=client, min_clients=sites, sync_task_timeout=start_timeout)
         self.packages = [type(part).__module__.partition(".")[0] for part in (server, client)]
         self._job.set_app_packages(["fedveil", *(self.packages if installed else [])])
 
     @staticmethod
     def _user_source_entries(objs: Sequence[object]) -> list[tuple[str, str | None]]:
-        """No copies of single files: FLARE finds the classes' modules, and what they import beside them, by itself."""
+        """Return no single files: FLARE finds the classes' modules, and what they import, by itself."""
         return []
 
 
@@ -67,7 +67,7 @@ def simulate(job: Job, sites: int, workspace: Path) -> None:
     try:
         job.run(SimEnv(num_clients=sites, workspace_root=str(workspace)))
     except RuntimeError as error:
-        raise JobFailed(job.job_name, str(error), "the log of the server tells why") from error
+        raise JobFailed(job.job_name, str(error), "read the server's log") from error
 
 
 def submit(
@@ -79,20 +79,20 @@ def submit(
     patience: float = 600.0,
     on_status: Callable[[str], None] = print,
 ) -> str:
-    """Submit a job to a deployment and wait for its end; returns its id.
+    """Submit a job to a deployment, wait for its end, and return its id.
 
     FLARE ends a job when a client's process dies, and forgets it when the server does. The job is then submitted again,
-    and its server's object goes on from its checkpoint.
+    and its server continues from the checkpoint.
 
     Args:
-        job: what to submit.
-        kit: the startup kit of the user who submits.
-        username: that user's name.
-        attempts: how often to submit before giving up.
-        patience: seconds to wait for a server that is out of reach.
-        on_status: called with a sentence for each change.
+        job: the job.
+        kit: startup kit of the user who submits it.
+        username: of that user.
+        attempts: number of submissions before giving up.
+        patience: seconds to wait for a server that cannot be reached.
+        on_status: called with a sentence after each change.
     """
-    whole("submit", "attempts", attempts)
+    check_count("submit", "attempts", attempts)
     admin = _Admin(kit, username, patience, on_status)
     status, job_id = "nothing", ""
     with tempfile.TemporaryDirectory() as folder:
@@ -100,27 +100,27 @@ def submit(
         for attempt in range(1, attempts + 1):
             job_id = admin.do("submit_job", str(Path(folder) / job.job_name))
             on_status(f"job {job_id} is submitted" + (f", attempt {attempt} of {attempts}" if attempt > 1 else ""))
-            status = admin.followed(job_id)
+            status = admin.wait_for_end(job_id)
             on_status(f"job {job_id}: {status}")
             if status == RunStatus.FINISHED_COMPLETED:
                 break
     admin.close()
     if status == RunStatus.FINISHED_COMPLETED:
         return job_id
-    fix = "the server's log of the job says why; another submission goes on from the checkpoint"
+    fix = "read the job's log on the server; another submission continues from the checkpoint"
     raise JobFailed(job.job_name, f"{attempts} submissions ended, the last with {status}", fix)
 
 
 class _Admin:
-    """A session with FLARE's server that is opened again when it is lost."""
+    """A session with FLARE's server that is opened again if it is lost."""
 
     def __init__(self, kit: Path, username: str, patience: float, tell: Callable[[str], None]) -> None:
         self._kit, self._username, self._patience, self._tell = kit, username, patience, tell
         self._session: Any = None
         self._sessions = 0  # that were opened
 
-    def followed(self, job_id: str) -> str:
-        """The state in which a job ends. A server that was started again still calls its old jobs running."""
+    def wait_for_end(self, job_id: str) -> str:
+        """Wait for the end of a job, and return its status. A restarted server still lists its old jobs as running."""
         sessions, told, asked = self._sessions, "", time.monotonic()
         while not (status := str(self.do("get_job_status", job_id))).startswith("FINISHED"):
             if status == RunStatus.SUBMITTED and time.monotonic() - asked > SLOW_START:
@@ -137,7 +137,7 @@ class _Admin:
         return status
 
     def do(self, method: str, *arguments: str) -> Any:
-        """Call a method of the session, within `patience` seconds of being without a server."""
+        """Call a method of the session; give up after `patience` seconds without a server."""
         deadline, told = time.monotonic() + self._patience, False
         while True:
             try:
@@ -148,15 +148,15 @@ class _Admin:
             except LOST as error:
                 self.close()
                 if time.monotonic() >= deadline:
-                    what = f"the server was out of reach for {self._patience:g} s: {error}"
-                    raise JobFailed(str(self._kit), what, "start it, then submit again") from error
+                    what = f"the server could not be reached for {self._patience:g} s: {error}"
+                    raise JobFailed(str(self._kit), what, "start the server, then submit again") from error
                 if not told:
-                    self._tell(f"the server is out of reach ({type(error).__name__}); trying again")
+                    self._tell(f"the server cannot be reached ({type(error).__name__}); trying again")
                 told = True
                 time.sleep(POLL)
 
     def close(self) -> None:
-        """Log out, if the server is there."""
+        """Log out, if the server can be reached."""
         session, self._session = self._session, None
         if session is not None:
             with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""Settings for a FLARE startup kit: whose classes may run, and that logs stay on their site."""
+"""Settings of a FLARE startup kit: which classes may run, and that logs stay on their site."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,14 @@ NAMES = ("resources.json", "resources.json.default")  # FLARE reads the first th
 
 
 def configure(kit: Path, *packages: str) -> Path:
-    """Write the `local/resources.json` of a server or a site; returns its path.
+    """Write the `local/resources.json` of a server or a site, and return its path.
 
-    A site then sends no log to the server: FLARE streams errors by default, and what an application logs may hold
-    records. `packages` are those whose installed classes a job may use without bringing code.
+    A site then sends no logs to the server: FLARE streams errors by default, and logs of an application may contain
+    records.
 
     Args:
-        kit: the startup kit's folder.
-        packages: such as "bank_flare".
+        kit: folder of the startup kit.
+        packages: names of installed packages whose classes a job may use without sending code, such as "bank_flare".
     """
     local = Path(kit) / "local"
     found: dict[str, Any] = {"format_version": 2}
@@ -35,7 +35,9 @@ def configure(kit: Path, *packages: str) -> Path:
     if packages:
         for package in packages:
             if not all(part.isidentifier() for part in package.split(".")):
-                raise BadArgument("packages", f"{package!r} is no name of a package", "bank_flare")
+                raise BadArgument(
+                    "packages", f"{package!r} is not the name of a package", "use a name such as bank_flare"
+                )
         listed = found.get("class_allow_list", DEFAULT_CLASS_ALLOW_LIST)
         own = ("nvflare.collab.", *(f"{package}." for package in packages))
         found["class_allow_list"] = list(dict.fromkeys([*listed, *own]))

@@ -1,26 +1,20 @@
-"""The server's side: the rounds of `fedveil.federation.rounds` with clients that are sites of a FLARE job."""
+"""A server whose clients are the sites of a FLARE job."""
 
-from typing import Any
+from collections.abc import Sequence
 
-from nvflare.collab import collab
-from torch import nn
+from nvflare.collab.api.proxy import Proxy
 
-from fedveil.federation.rounds import RemoteServer
-from fedveil.graph.inputs import Inputs
-from fedveil.nvflare.engine import FlareEngine
+from fedveil.federation.remote import RemoteServer
+from fedveil.nvflare.engine import FlareTransport
 from fedveil.nvflare.transport import decline_direct_connections
 
 
-class Server(RemoteServer):
-    """A federation whose clients are FLARE sites, each with a `fedveil.nvflare.Client`. For use inside of a job's main.
+class Server(RemoteServer[Sequence[Proxy]]):
+    """A federation whose clients are FLARE sites, each with a `fedveil.nvflare.Client`. For use in a job's main.
 
-    Args:
-        model: the server's; trained in place.
-        example: see `RemoteServer`, as for all others.
-        *given: of `RemoteServer`.
-        **named: of `RemoteServer`.
+    Args are those of `RemoteServer`; the first is `collab.clients`.
     """
 
-    def __init__(self, model: nn.Module, example: Inputs, *given: Any, **named: Any) -> None:
-        decline_direct_connections()  # or a site could answer in another's name
-        super().__init__(FlareEngine(collab.clients), model, example, *given, **named)
+    def _connect(self, connection: Sequence[Proxy]) -> FlareTransport:
+        decline_direct_connections()  # otherwise a site could answer in another's name
+        return FlareTransport(connection)

@@ -1,6 +1,5 @@
 """NumPy arrays, pandas frames and lists of numbers as tensors."""
 
-import datetime
 import sys
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 Array = NDArray[np.generic]
 FORMS = "a tensor, a NumPy array, a pandas DataFrame or Series, or numbers"
 NO_GAPS = "leave these records out, or fill in a number such as the column's mean"
-CODES = "use numbers instead: pandas.get_dummies for inputs, pandas.factorize for classes"
+CODES = "use numbers: pandas.get_dummies for inputs, pandas.factorize for classes, days since a date for dates"
 _WIDER = {"f2": "f4", "f16": "f8", "u2": "i4", "u4": "i8", "u8": "i8"}  # types that torch lacks or supports in part
 _NUMBERS = bool | int | float | np.number | np.bool_
 
@@ -36,11 +35,11 @@ def as_tensor(where: str, kind: str, value: object) -> Tensor:
             list of numbers, nested or not.
 
     Returns:
-        A tensor is returned as it is. Integers stay integers, and True and False stay bool. float16 becomes float32,
+        A tensor is returned unchanged. Integers stay integers, and True and False stay bool. float16 becomes float32,
         unsigned integers wider than a byte become signed ones that hold them, Python's floats get torch's default
         dtype. A DataFrame gets the dtype that holds all its columns. Memory is shared with an array that torch can use
-        as it is; one that is read-only, reversed or otherwise strided is copied. A file larger than memory is therefore
-        opened with ``numpy.load(file, mmap_mode="c")``, not with "r".
+        directly; one that is read-only, reversed or otherwise strided is copied. Open a file larger than memory with
+        ``numpy.load(file, mmap_mode="c")`` therefore, not with "r".
 
     Raises:
         BadArgument: it is something else, holds text, dates or objects, or a frame has missing values; says where.
@@ -126,15 +125,11 @@ def _check_numeric(name: str, array: Array) -> None:
     if array.dtype.kind in "biufc":
         return
     for index, item in np.ndenumerate(array):
-        large = isinstance(item, int) and abs(item) >= 2**63
-        if large or not isinstance(item, _NUMBERS):
-            plain = item.item() if isinstance(item, np.str_ | np.bytes_) else item
-            shown = f"{plain!r:.40}" if isinstance(plain, str | bytes | int) else _name_type(item)
-            fix = NO_GAPS if item is None else CODES
-            if isinstance(item, datetime.date | np.datetime64 | np.timedelta64):
-                shown, fix = f"the date {item}", "use numbers instead, such as days since a date"
+        if not isinstance(item, _NUMBERS) or (isinstance(item, int) and abs(item) >= 2**63):
+            shown = repr(str(item)) if isinstance(item, str) else str(item)
             at = f", at {list(index)}" if index else ""
-            raise _NotNumericError(f"{name} holds {shown}{at}" + ", too large for int64" * large, fix)
+            fix = NO_GAPS if item is None else "use integers that fit int64" if isinstance(item, int) else CODES
+            raise _NotNumericError(f"{name} holds {shown:.40}{at}", fix)
     raise _NotNumericError(f"{name} has type {array.dtype}", "convert it: .astype(float)")
 
 

@@ -10,9 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fedveil.records.checks import check_finite
 from fedveil.records.inputs import Batch, Inputs, join_batches, map_tensors
-from fedveil.records.sources import Source
+from fedveil.records.sources import Source, check_finite
 
 Prepare = Callable[[str, Batch, Sequence[int]], Batch]
 """Makes a batch of a client's records with these indices fit a model and its loss."""

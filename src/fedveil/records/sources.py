@@ -1,7 +1,7 @@
-"""Sources of records: arrays and frames in memory, or a Dataset that is read batch by batch."""
+"""Sources of records, and checks of them: arrays and frames in memory, or a Dataset that is read batch by batch."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, TypeGuard, cast
 
 import numpy as np
@@ -13,11 +13,21 @@ from torch.utils.data.dataloader import default_collate
 
 from fedveil.errors import BadArgument
 from fedveil.records.arrays import as_tensor, is_frame, is_series
-from fedveil.records.inputs import Batch, Inputs, check_alike, describe, map_tensors, name_leaves
+from fedveil.records.inputs import (
+    Batch,
+    Inputs,
+    check_alike,
+    describe,
+    describe_forms,
+    map_tensors,
+    name_leaves,
+    name_tensors,
+)
 
 Given: TypeAlias = tuple[object, object] | Dataset[object] | DataLoader[object]
 """Records of a client or for testing, in any form that users may have."""
 FORMS = "(inputs, targets) of tensors, NumPy arrays or pandas frames, a Dataset of (input, target), or a DataLoader"
+PLAIN = bool | int | float | str | None  # constants among the inputs
 ITEMS = "(input, target) or (input, input, ..., target)"
 
 
@@ -57,15 +67,10 @@ class Stream:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def take(self, rows: Sequence[int]) -> Batch:
-        """Read these records as one batch."""
-        return self._collate(rows, self._read_items(rows))
-
-    def take_all(self) -> Batch:
-        """Read all records as one batch; refuse one that differs from the first in structure, shape or dtype."""
-        rows = range(len(self))
+    def take(self, rows: Sequence[int], *, check: bool = False) -> Batch:
+        """Read these records as one batch; with `check`, refuse one that differs from the first in shape or dtype."""
         items = self._read_items(rows)
-        if self.collate is default_collate:
+        if check and self.collate is default_collate:
             self._check_alike(rows, items)
         return self._collate(rows, items)
 
@@ -114,7 +119,7 @@ def _is_pair(item: object) -> bool:
 
 
 def _join_arguments(inputs: Sequence[object]) -> Inputs:
-    """Return one input as it is, several as a tuple of forward's arguments."""
+    """Return the only input, or several as a tuple of forward's arguments."""
     return cast(Inputs, inputs[0] if len(inputs) == 1 else tuple(inputs))
 
 
@@ -145,7 +150,7 @@ def as_source(who: str, given: object) -> Source:
     Args:
         who: their owner's name in messages, such as "client 0" or "test data".
         given: see `Given`. Arrays, frames and TensorDatasets stay in memory; other Datasets are read on demand. The
-            order of batches is not that of a DataLoader, so that a resumed run continues with the next batch.
+            order of batches differs from a DataLoader's, so that a resumed run continues with the next batch.
 
     Raises:
         BadArgument: it has no such form.
@@ -204,7 +209,7 @@ def _check_loader(who: str, loader: DataLoader[object]) -> None:
 
 
 def choose_batch_size(clients: Sequence[object], given: int | None, default: int) -> int:
-    """Return the batch size that was given, else that of the clients' DataLoaders if they agree, else the default."""
+    """Return the given batch size, or the one that the clients' DataLoaders share, or the default."""
     sizes = {client.batch_size for client in clients if isinstance(client, DataLoader)}
     if given is not None or not sizes:
         return default if given is None else given
@@ -212,3 +217,78 @@ def choose_batch_size(clients: Sequence[object], given: int | None, default: int
         what = f"the clients' DataLoaders have batches of {', '.join(map(str, sorted(sizes, key=str)))}"
         raise BadArgument("Federation", what, "set batch_size=32, for all of them")
     return cast(int, sizes.pop())
+
+
+def check_sources(sources: Sequence[Source]) -> list[Source]:
+    """Return the sources, with inputs in the structure of the first one's; refuse those that do not belong together.
+
+    Records in memory are all checked, and the first two of a stream.
+    """
+    if not sources:
+        raise BadArgument("Federation", "there are no clients", "give records: Federation(model, [(inputs, targets)])")
+    found: list[Source] = []
+    first: Batch | None = None
+    for source in sources:
+        if not len(source):
+            raise BadArgument(source.who, "there are no records", "give at least one record, or leave it out")
+        stored = source if isinstance(source, Rows) else None
+        batch = (stored.inputs, stored.targets) if stored else source.take(range(min(2, len(source))))
+        check_form(source.who, batch)
+        first = first or batch
+        check_alike(source.who, describe_forms(batch), sources[0].who, describe_forms(first))
+        check_finite(source.who, batch, range(len(batch[1])))
+        if stored:  # keys in one order
+            own, structure = name_leaves(batch[0]), pytree.tree_structure(first[0])
+            inputs = pytree.tree_unflatten([own[path] for path in name_leaves(first[0])], structure)
+            source = replace(stored, inputs=cast(Inputs, inputs))
+        found.append(source)
+    return found
+
+
+def check_form(who: str, batch: Batch) -> None:
+    """Refuse inputs without a tensor, leaves that are neither tensors nor constants, and tensors without a row each."""
+    inputs, targets = batch
+    leaves = name_leaves(inputs)
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, Tensor | PLAIN):
+            fix = "use torch.as_tensor for arrays, dict for other mappings"
+            raise BadArgument(who, f"{path} is a {type(leaf).__name__}, not a tensor", fix)
+    tensors = name_tensors(inputs)
+    if not tensors:
+        fix = "use a tensor (torch.tensor(inputs) of numbers), or a tuple or dict of forward's arguments"
+        raise BadArgument(who, f"inputs, a {type(inputs).__name__}, hold no tensor", fix)
+    for path, tensor in {**tensors, "targets": targets}.items():
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+            raise BadArgument(who, f"{path} are a sparse, nested or meta tensor", "use a dense tensor: .to_dense()")
+        records = len(tensor) if tensor.dim() else 0
+        if not records or records != len(targets):
+            what = f"there are {records} records in {path} and {len(targets)} targets"
+            raise BadArgument(who, what, "give one target per record")
+
+
+def check_finite(who: str, batch: Batch, numbers: Sequence[int]) -> None:
+    """Refuse NaN and infinity in inputs and targets; `numbers` are the indices of the records."""
+    for path, tensor in _find_floats(batch):
+        if (row := _find_row(tensor)) is not None:
+            what = f"{path} hold NaN or infinity"
+            raise BadArgument(f"{who}, record {numbers[row]}", what, "correct this record, or leave it out")
+
+
+def check_range(who: str, batch: Batch, numbers: Sequence[int], dtype: torch.dtype) -> None:
+    """Refuse finite numbers that become infinite in another dtype, such as the model's."""
+    for path, tensor in _find_floats(batch):
+        if torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
+            continue
+        if (row := _find_row(tensor.to(dtype))) is not None:
+            what = f"{path} hold a number that is infinite in {dtype}"
+            raise BadArgument(f"{who}, record {numbers[row]}", what, "scale the records down, or train model.double()")
+
+
+def _find_floats(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    found = {**name_tensors(batch[0]), "targets": batch[1]}
+    return ((path, tensor) for path, tensor in found.items() if tensor.is_floating_point())
+
+
+def _find_row(tensor: Tensor) -> int | None:
+    finite = torch.isfinite(tensor)
+    return None if finite.all() else int((~finite.reshape(len(finite), -1).all(1)).nonzero()[0])

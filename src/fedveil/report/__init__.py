@@ -5,37 +5,19 @@
 True
 """
 
-from fedveil.report.page import Page, render, write
-from fedveil.report.scale import NOTHING, count
-from fedveil.report.sections import (
-    Beside,
-    Curves,
-    Facts,
-    Interval,
-    Intervals,
-    Matrix,
-    Picture,
-    Pictures,
-    Section,
-    Table,
-    Text,
-)
-
-__all__ = [
-    "NOTHING",
-    "Beside",
-    "Curves",
-    "Facts",
-    "Interval",
-    "Intervals",
-    "Matrix",
-    "Page",
-    "Picture",
-    "Pictures",
-    "Section",
-    "Table",
-    "Text",
-    "count",
-    "render",
-    "write",
-]
+from fedveil.report.axes import NOTHING as NOTHING
+from fedveil.report.axes import count as count
+from fedveil.report.page import Page as Page
+from fedveil.report.page import render as render
+from fedveil.report.page import write as write
+from fedveil.report.sections import Beside as Beside
+from fedveil.report.sections import Curves as Curves
+from fedveil.report.sections import Facts as Facts
+from fedveil.report.sections import Interval as Interval
+from fedveil.report.sections import Intervals as Intervals
+from fedveil.report.sections import Matrix as Matrix
+from fedveil.report.sections import Picture as Picture
+from fedveil.report.sections import Pictures as Pictures
+from fedveil.report.sections import Section as Section
+from fedveil.report.sections import Table as Table
+from fedveil.report.sections import Text as Text

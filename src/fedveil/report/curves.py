@@ -1,29 +1,95 @@
-"""Curves as inline SVG that keeps its letters' size at every width: places are percentages, lines do not scale."""
+"""Line charts as inline SVG. Text keeps its size at every width: positions are percentages, and lines do not scale."""
 
 import math
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, combinations, groupby
 
 from markupsafe import Markup
 
-from fedveil.report.scale import LARGEST, Scale, count, linear, logarithmic, short
+from fedveil.report.axes import LARGEST, NOTHING, ChartAxis, align, count, finite, linear, logarithmic, short
+from fedveil.report.markup import COLOURS, fill
 from fedveil.report.sections import Curves
-from fedveil.report.series import Line, Point, clean, coincidences, describe, gaps, last_label, overlap, pieces, thin
-from fedveil.report.style import fill, series_dash
-from fedveil.report.tables import curve_data
 
-UNITS = 1000  # of the inner picture, both ways
-COMPARED = 5  # lines before a line that it is compared with
+UNITS = 1000  # width and height of the inner picture
 EVERY_MARKED = 12  # points; a longer line has MARKS marks
 MARKS = 8
-NOT_DRAWN: dict[str, object] = {"path": "", "band": "", "last": ""}
 DENSE = 150  # points; a longer line is drawn thinner
+SAME = 0.006  # of the axis: about the width of a line
+DASHES = ((), (7, 5), (1.5, 5), (12, 4, 2, 4), (3, 3), (14, 6))
+DATA_ROWS = 100  # of the table behind a chart
+LEFT_OUT = "left out: not finite, or not above zero on a logarithmic axis"
 
-Scales = tuple[Scale, Scale]
+Point = tuple[float, float]
+Axes = tuple[ChartAxis, ChartAxis]
 Band = tuple[list[Point], list[Point]]  # lower edge, upper edge: NaN where there is none
 
 
-def _scales(curves: Curves, lines: Sequence[Line], bands: Sequence[Band]) -> Scales | None:
+@dataclass(frozen=True)
+class Line:
+    """A named series. Points that cannot be drawn have y = NaN and are counted."""
+
+    name: str
+    points: tuple[Point, ...]
+    left_out: int
+
+    @cached_property
+    def drawn(self) -> tuple[Point, ...]:
+        """The points that can be drawn."""
+        return tuple(point for point in self.points if not math.isnan(point[1]))
+
+
+def _make_line(name: str, points: Sequence[Point], curves: Curves) -> Line:
+    """Replace each y by NaN if it, or its x, cannot be drawn."""
+    least_x, least_y = (1 / LARGEST if log else -LARGEST for log in (curves.log_x, curves.log_y))
+    fits = [finite(x) and finite(y) and x >= least_x and y >= least_y for x, y in points]
+    kept = tuple((float(x), float(y) if fit else math.nan) for (x, y), fit in zip(points, fits, strict=True))
+    return Line(name, kept, fits.count(False))
+
+
+def _extreme_indices(start: int, points: Sequence[Point]) -> set[int]:
+    """Return the indices of the lowest and the highest point of a bin, and of its first gap."""
+    heights = {index: y for index, (_, y) in enumerate(points, start)}
+    gaps = [index for index, y in heights.items() if math.isnan(y)]
+    drawn = [index for index, y in heights.items() if not math.isnan(y)]
+    ends = {choose(drawn, key=heights.__getitem__) for choose in (min, max) if drawn}
+    return {*ends, *gaps[:1]}
+
+
+def thin(points: Sequence[Point], limit: int) -> tuple[Point, ...]:
+    """Return about `limit` points that draw the same picture: both ends, gaps, lowest and highest of each bin.
+
+    >>> thin([(x, x % 7) for x in range(1000)], 8)[:4]
+    ((0, 0), (6, 6), (251, 6), (252, 0))
+    """
+    if len(points) <= limit:
+        return tuple(points)
+    size, kept = math.ceil(len(points) / max(1, limit // 2)), {0, len(points) - 1}
+    for start in range(0, len(points), size):
+        kept |= _extreme_indices(start, points[start : start + size])
+    return tuple(points[index] for index in sorted(kept))
+
+
+def _split_gaps(points: Sequence[Point]) -> list[list[Point]]:
+    """Split points into runs without a gap."""
+    return [list(run) for gap, run in groupby(points, lambda point: math.isnan(point[1])) if not gap]
+
+
+def _coincidences(lines: Sequence[Line], axis: ChartAxis) -> list[str]:
+    """Return a sentence for each pair of the first lines that cannot be told apart."""
+    sentences = []
+    for one, other in combinations(lines[:6], 2):
+        left, right = dict(one.drawn), dict(other.drawn)
+        pairs = [(left[x], right[x]) for x in left.keys() & right.keys()]
+        close = all(abs(axis.position(a) - axis.position(b)) <= SAME for a, b in pairs)
+        if pairs and close and len(pairs) == len(one.drawn) == len(other.drawn):
+            gap = max(abs(a - b) for a, b in pairs)
+            sentences.append(f"{one.name} and {other.name} coincide: largest difference {short(float(f'{gap:.2g}'))}.")
+    return sentences
+
+
+def _build_axes(curves: Curves, lines: Sequence[Line], bands: Sequence[Band]) -> Axes | None:
     drawn = [point for line in lines for point in line.drawn]
     if not drawn:
         return None
@@ -32,25 +98,25 @@ def _scales(curves: Curves, lines: Sequence[Line], bands: Sequence[Band]) -> Sca
     if curves.log_x:
         across = logarithmic(min(xs), max(xs), wanted=6, outward=False)
     else:
-        whole = max(xs) > min(xs) and all(x.is_integer() for x in xs)  # no tick at half a round
-        across = linear(min(xs), max(xs), wanted=6, outward=False, least=1.0 if whole else 0.0)
+        integers = max(xs) > min(xs) and all(x.is_integer() for x in xs)  # no tick at half a round
+        across = linear(min(xs), max(xs), wanted=6, outward=False, least=1.0 if integers else 0.0)
     if curves.log_y:
         return across, logarithmic(min(ys), max(ys), wanted=6)
     return across, linear(min(ys), max(ys), wanted=5, outward=True)
 
 
-def _path(points: Sequence[Point], scales: Scales) -> str:
-    """The line as SVG path data, a part for each run without a gap."""
-    across, up = scales
+def _path(points: Sequence[Point], axes: Axes) -> str:
+    """Return a line as SVG path data, a part for each run without a gap."""
+    across, up = axes
     runs = []
-    for run in pieces(points):
-        steps = [f"{UNITS * across.place(x):.1f} {UNITS * (1 - up.place(y)):.1f}" for x, y in run]
+    for run in _split_gaps(points):
+        steps = [f"{UNITS * across.position(x):.1f} {UNITS * (1 - up.position(y)):.1f}" for x, y in run]
         runs.append("M" + "L".join(steps) + ("h0" if len(run) == 1 else ""))
     return "".join(runs)
 
 
 def _band(curves: Curves, line: Line) -> Band:
-    """Both edges of the band around a line, if it has one."""
+    """Return both edges of the band around a line."""
     ends = curves.bands.get(line.name) or [(math.nan, math.nan)] * len(line.points)
     least = 1 / LARGEST if curves.log_y else -LARGEST
     edges = [
@@ -60,60 +126,44 @@ def _band(curves: Curves, line: Line) -> Band:
     return [(x, low) for x, low, _ in edges], [(x, high) for x, _, high in edges]
 
 
-def _outline(band: Band, scales: Scales, limit: int) -> str:
-    """A band as SVG path data: for each run along its upper edge, and back along its lower one."""
-    lower, upper = ([thin(run, limit, scales[0].log) for run in pieces(edge)] for edge in band)
-    return "".join(_path([*above, *reversed(below)], scales) + "Z" for below, above in zip(lower, upper, strict=True))
+def _outline(band: Band, axes: Axes, limit: int) -> str:
+    """Return a band as SVG path data: each run along its upper edge and back along its lower one."""
+    lower, upper = ([thin(run, limit) for run in _split_gaps(edge)] for edge in band)
+    return "".join(_path([*above, *reversed(below)], axes) + "Z" for below, above in zip(lower, upper, strict=True))
 
 
-def _wiggle(line: Line, scales: Scales, limit: int) -> int:
-    """Return the length of a line in lengths of the axis."""
-    across, up = scales
-    runs = pieces(thin(line.points, limit, across.log))
-    placed = [[(across.place(x), up.place(y) / 2) for x, y in run] for run in runs]
-    return max(1, min(30, round(sum(math.dist(*ends) for run in placed for ends in pairwise(run)))))
+def _dash(number: int) -> str | None:
+    """Return the dash pattern of a series; None is solid. Series that share a colour differ in dash."""
+    return " ".join(f"{length:g}" for length in DASHES[(number % COLOURS + number // COLOURS) % len(DASHES)]) or None
 
 
-def _dash(number: int, lines: Sequence[Line], scales: Scales, limit: int) -> str | None:
-    """The dash pattern of a line.
-
-    A noisy line needs long dashes for the line below it to show, but alone its gaps would look like missing values:
-    it is dashed only over another.
-    """
-    line, below = lines[number], lines[max(0, number - COMPARED) : number]
-    wiggle = _wiggle(line, scales, limit)
-    alone = wiggle > 1 and not any(overlap(line, other, scales[1]) for other in below)
-    return None if alone else series_dash(number, wiggle)
-
-
-def _mark_points(drawn: Sequence[Point], across: Scale, shift: float) -> Sequence[Point]:
-    """The points that carry a mark: all of a few, else some, evenly by number or along a logarithmic axis."""
+def _mark_points(drawn: Sequence[Point], shift: float) -> Sequence[Point]:
+    """Return the points with a mark: all of a short line, else some, evenly by number."""
     if len(drawn) <= EVERY_MARKED:
         return drawn
-    shares = [(place + shift) / MARKS for place in range(MARKS)]
-    if not across.log:
-        return [drawn[int(share * len(drawn))] for share in shares]
-    return list(dict.fromkeys(min(drawn, key=lambda point: abs(across.place(point[0]) - share)) for share in shares))
+    return [drawn[int((index + shift) / MARKS * len(drawn))] for index in range(MARKS)]
 
 
-def _stroke(number: int, line: Line, scales: Scales, limit: int) -> dict[str, object]:
+def _stroke(number: int, line: Line, axes: Axes, limit: int) -> dict[str, object]:
     """Return the path and marks of a line, and the values that the script shows; marks are shifted for each line."""
-    across, up = scales
-    points = thin(line.points, limit, across.log)
+    across, up = axes
+    points = thin(line.points, limit)
     drawn = [point for point in points if not math.isnan(point[1])]
-    marked = _mark_points(line.drawn, across, shift=(number % 4 + 0.5) / 4)
+    marked = _mark_points(line.drawn, shift=(number % 4 + 0.5) / 4)
     return {
-        "path": _path(points, scales),
+        "path": _path(points, axes),
         "dense": len(drawn) > DENSE,
         "xs": " ".join(short(x) for x, _ in drawn),
         "ys": " ".join(short(y) for _, y in drawn),
         "last": short(line.drawn[-1][1]),
-        "marks": [(across.place(x), 1 - up.place(y)) for x, y in marked],
+        "marks": [(across.position(x), 1 - up.position(y)) for x, y in marked],
     }
 
 
 def _remarks(curves: Curves, lines: Sequence[Line], bands: Sequence[Band], limit: int) -> list[str]:
-    found = gaps(lines)
+    """Return a sentence for everything that the chart leaves out."""
+    found = [f"{line.name}: no values." for line in lines if not line.points]
+    found += [f"{line.name}: {count(line.left_out, 'value')} {LEFT_OUT}." for line in lines if line.left_out]
     for line, (lower, _) in zip(lines, bands, strict=True):
         lost = sum(math.isnan(low) for _, low in lower) - sum(math.isnan(y) for _, y in line.points)
         if lost and line.name in curves.bands:
@@ -123,28 +173,42 @@ def _remarks(curves: Curves, lines: Sequence[Line], bands: Sequence[Band], limit
     return found
 
 
-def chart(curves: Curves, limit: int) -> Markup:
-    """The curves with legend, axes, remarks and their data; at most about `limit` points per line are drawn."""
-    lines = [clean(name, points, log=curves.log_y, log_x=curves.log_x) for name, points in curves.series.items()]
+def _table(curves: Curves, lines: Sequence[Line]) -> tuple[str, list[str], list[tuple[str, ...]]] | None:
+    """Return the size, header and rows of the table behind the chart: an even selection of long lines."""
+    every = sorted({x for line in lines for x, _ in line.points if math.isfinite(x)})
+    if not every:
+        return None
+    rows = min(len(every), DATA_ROWS)
+    chosen = [every[round(index * (len(every) - 1) / max(1, rows - 1))] for index in range(rows)]
+    numbers = [chosen, *([known.get(x, math.nan) for x in chosen] for known in (dict(line.points) for line in lines))]
+    columns = [align([NOTHING if math.isnan(number) else short(number) for number in own]) for own in numbers]
+    amount = (f"{len(chosen)} of " if len(chosen) < len(every) else "") + count(len(every), "row")
+    return amount, [curves.x_label, *(line.name for line in lines)], list(zip(*columns, strict=True))
+
+
+def draw_curves(curves: Curves, limit: int) -> Markup:
+    """Draw the curves with legend, axes, remarks and their data; about `limit` points per line are drawn."""
+    lines = [_make_line(name, points, curves) for name, points in curves.series.items()]
     bands = [_band(curves, line) for line in lines]
-    scales = _scales(curves, lines, bands)
+    axes = _build_axes(curves, lines, bands)
     drawn: list[dict[str, object]] = []
     for number, line in enumerate(lines):
-        look: dict[str, object] = {"name": line.name, "number": number, "swatch": series_dash(number)} | NOT_DRAWN
-        if scales and line.drawn:
-            dash = _dash(number, lines, scales, limit)
-            look |= _stroke(number, line, scales, limit) | {"dash": dash, "swatch": dash and look["swatch"]}
-            look["band"] = _outline(bands[number], scales, limit)
+        look: dict[str, object] = {"name": line.name, "number": number, "dash": _dash(number)}
+        look |= {"path": "", "band": "", "last": ""}
+        if axes and line.drawn:
+            look |= _stroke(number, line, axes, limit) | {"band": _outline(bands[number], axes, limit)}
         drawn.append(look)
-    same = coincidences(lines, scales[1]) if scales else []
+    same = _coincidences(lines, axes[1]) if axes else []
+    opening = f"Line chart of {', '.join(curves.series)}: {curves.y_label} over {curves.x_label}."
+    ends = {line.drawn[-1][0] for line in lines if line.drawn}
     return fill(
         "curves.html",
         curves=curves,
         lines=drawn,
-        scales=scales,
+        axes=axes,
         units=UNITS,
-        at=last_label(lines, curves.x_label),
-        words=describe(curves, lines, same),
+        at=f"{curves.x_label} = {short(ends.pop())}" if len(ends) == 1 else "last values",
+        words=" ".join([opening, *same, "The values are in the table below."]),
         remarks=" ".join([*same, *_remarks(curves, lines, bands, limit)]),
-        data=curve_data(curves, lines),
+        table=_table(curves, lines),
     )

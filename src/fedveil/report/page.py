@@ -1,4 +1,4 @@
-"""The page around the sections, and how it reaches the disk."""
+"""A page of sections, and how it is written."""
 
 import base64
 import hashlib
@@ -6,18 +6,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import assert_never
 from urllib.parse import quote
 
 from markupsafe import Markup
 
 from fedveil.files import write_whole
-from fedveil.report.curves import chart
-from fedveil.report.intervals import intervals
-from fedveil.report.pictures import pictures
-from fedveil.report.sections import Beside, Curves, Facts, Intervals, Matrix, Pictures, Section, Table, Text
-from fedveil.report.style import asset, fill
-from fedveil.report.tables import grid, matrix
+from fedveil.report.curves import draw_curves
+from fedveil.report.intervals import draw_intervals
+from fedveil.report.markup import asset, fill
+from fedveil.report.sections import Beside, Curves, Intervals, Section
 
 SCRIPTS = ("page.js", "png.js")
 POINTS_PER_LINE = 500  # about what a screen shows
@@ -30,10 +27,10 @@ class Page:
 
     Attributes:
         title: what was run.
-        verdict: the result in one plain sentence, computed from it: some readers see nothing else, as in a preview.
-        sections: what to show, in order.
-        command: what to type to get the same page again.
-        lead: more words on what was run, below the verdict.
+        verdict: the result in one sentence: in a preview, some readers see nothing else.
+        sections: the content, in order.
+        command: the command that makes the same page again.
+        lead: description of what was run, below the verdict.
         result: the main figure in a few words, for the title of the browser's tab.
     """
 
@@ -49,44 +46,39 @@ def _id(number: int, title: str) -> str:
     return f"s{number}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')[:40]}".rstrip("-")
 
 
-def _lines(section: Section) -> int:
+def _count_lines(section: Section) -> int:
     if isinstance(section, Beside):
-        return sum(map(_lines, section.parts))
+        return sum(map(_count_lines, section.parts))
     return len(section.series) if isinstance(section, Curves) else 0
+
+
+def _kind(section: Section) -> str:
+    return type(section).__name__.lower()
 
 
 def _body(section: Section, limit: int) -> Markup:
     match section:
         case Curves():
-            return chart(section, limit)
-        case Table():
-            return fill("table.html", section=section, grid=grid(section.title, section.header, section.rows))
-        case Matrix():
-            return matrix(section)
-        case Pictures():
-            return pictures(section)
+            return draw_curves(section, limit)
         case Intervals():
-            return intervals(section)
-        case Facts() | Text():
-            return fill(f"{type(section).__name__.lower()}.html", section=section)
+            return draw_intervals(section)
         case Beside():
             parts = [(part.title, _body(part, limit)) for part in section.parts]
             return fill("beside.html", section=section, parts=parts)
-        case _:
-            assert_never(section)
+    return fill(f"{_kind(section)}.html", section=section)
 
 
 def render(page: Page) -> str:
-    """The page as HTML: it loads nothing, follows the reader's theme, and works without its script.
+    """Return the page as HTML: it loads nothing, follows the reader's theme, and works without its script.
 
-    Its policy lets it load nothing and run no script but its own. A preview of a link to it has title and verdict, but
-    no picture: og:image must be an absolute address, and a page does not know where it will be put.
+    Its policy allows no script but its own. The preview of a link to it has title and verdict, but no picture: og:image
+    must be an absolute address, and a page does not know where it will be published.
     """
-    limit = max(40, min(POINTS_PER_LINE, POINTS_PER_PAGE // max(1, sum(map(_lines, page.sections)))))
+    limit = max(40, min(POINTS_PER_LINE, POINTS_PER_PAGE // max(1, sum(map(_count_lines, page.sections)))))
     style, script = Markup(asset("page.css")), Markup("".join(map(asset, SCRIPTS)))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = [
-        (_id(number, section.title), section.title, type(section).__name__.lower(), _body(section, limit))
+        (_id(number, section.title), section.title, _kind(section), _body(section, limit))
         for number, section in enumerate(page.sections, start=1)
     ]
     parts = {"icon": quote(asset("icon.svg")), "style": style, "script": script, "digest": digest}
@@ -94,5 +86,5 @@ def render(page: Page) -> str:
 
 
 def write(page: Page, path: Path) -> Path:
-    """Write the page, whole or not at all, and return its path; an older page stays until the new one is complete."""
+    """Write the page atomically, and return its path: an older page stays until the new one is complete."""
     return write_whole(path, render(page))

@@ -1,10 +1,12 @@
 """Sections of a page: plain values, validated on construction, so that rendering never fails."""
 
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedveil.errors import BadArgument
-from fedveil.report.scale import finite
+from fedveil.report.axes import finite
 
 
 def _refuse_if(wrong: bool, where: str, what: str, fix: str = "") -> None:
@@ -14,7 +16,7 @@ def _refuse_if(wrong: bool, where: str, what: str, fix: str = "") -> None:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines over a common x axis. A later line is drawn dashed over an earlier one: give the reference first.
+    """Lines over a common x axis. Later lines are dashed and drawn over earlier ones: give the reference first.
 
     Values that cannot be drawn (NaN, infinity, zero or less on a logarithmic axis) leave a gap, which the page reports.
     `bands` gives a line a band: (low, high) for each of its points. On a logarithmic y axis a band is left out where it
@@ -35,9 +37,9 @@ class Curves:
         for name, ends in self.bands.items():
             points = len(self.series.get(name, ()))
             _refuse_if(len(ends) != points, where, f"{name!r} has {points} points and a band of {len(ends)}")
-            if wrong := [end for end in ends if not (finite(end[0]) and finite(end[1]) and end[0] <= end[1])]:
-                what = f"the band of {name!r} must be finite, low before high, got {wrong[0][0]} to {wrong[0][1]}"
-                raise BadArgument(where, what)
+            for low, high in ends:
+                what = f"the band of {name!r} must be finite, low before high, got {low} to {high}"
+                _refuse_if(not (finite(low) and finite(high) and low <= high), where, what)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Picture:
-    """A small picture: `data` holds one byte per channel (1 grey, 3 red-green-blue), row by row from the top."""
+    """A small picture: `data` has one byte per channel (1 for grey, 3 for red-green-blue), row by row from the top."""
 
     width: int
     height: int
@@ -90,6 +92,22 @@ class Picture:
         _refuse_if(not isinstance(self.data, bytes), "Picture", f"data must be bytes, got {given}", fix)
         wanted = self.width * self.height * self.channels
         _refuse_if(len(self.data) != wanted, "Picture", f"{size} need {wanted} bytes, got {len(self.data)}", fix)
+
+    def to_png(self) -> bytes:
+        r"""Return the picture as a PNG file (https://www.w3.org/TR/png-3), without row filters.
+
+        >>> Picture(2, 1, 1, bytes([0, 255])).to_png()[:16]
+        b'\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR'
+        """
+        stride = self.width * self.channels
+        rows = (b"\0" + self.data[start : start + stride] for start in range(0, len(self.data), stride))
+        colour = 0 if self.channels == 1 else 2  # PNG's colour types for grey and for red-green-blue
+        header = struct.pack(">IIBBBBB", self.width, self.height, 8, colour, 0, 0, 0)
+        chunks = {b"IHDR": header, b"IDAT": zlib.compress(b"".join(rows), 9), b"IEND": b""}
+        return b"\x89PNG\r\n\x1a\n" + b"".join(
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+            for kind, body in chunks.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +128,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and its interval (None: without one). Without a value, `missing` says why; "failed..." is marked."""
+    """A value and its interval, or None. Without a value, `missing` says why; "failed..." is marked."""
 
     name: str
     value: float | None
@@ -134,7 +152,7 @@ class Interval:
 class Intervals:
     """Values with their intervals, one per row, grouped in the order given, beside named reference lines.
 
-    Entries of one name look the same in every group. The axis holds all numbers, and `low` and `high` where given.
+    Entries of one name look the same in every group. The axis includes all numbers, and `low` and `high` where given.
     """
 
     title: str
@@ -156,7 +174,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Beside:
-    """Parts side by side, on a phone one under the other."""
+    """Parts side by side, on a phone one below the other."""
 
     title: str
     parts: Sequence[Matrix | Table | Curves | Pictures | Intervals]
@@ -165,7 +183,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and their values, as of a configuration."""
+    """Names and their values, such as those of a configuration."""
 
     title: str
     facts: Mapping[str, str]

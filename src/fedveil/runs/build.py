@@ -1,7 +1,6 @@
-"""Build data, model, defence, loss, optimizer and federation from a configuration."""
+"""Build data, model, defence, loss, optimizer and federation from a configuration, with one default loss for all."""
 
 import contextlib
-import difflib
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,46 +10,50 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
 
 from fedveil import data as datasets
-from fedveil.data import Data, Part, split
+from fedveil import models
+from fedveil.data import Data, DataPart, split
+from fedveil.data.catalogue import Task
 from fedveil.defences import registry
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
+from fedveil.federation.targets import is_binary
 from fedveil.files import require_memory
-from fedveil.lookup import imported
-from fedveil.models import cnn, densenet, lenet, mlp, resnet
+from fedveil.lookup import import_object
 from fedveil.records.shards import count_batches
-from fedveil.runs.choices import parse_settings
-from fedveil.runs.config import Config, DataSettings, LimitSettings, ModelSettings, TrainingSettings
-from fedveil.runs.losses import choose_loss
+from fedveil.runs.choices import check_network, parse_settings
+from fedveil.runs.config import Config, DataSettings, LimitSettings, LossName, ModelSettings, TrainingSettings
 from fedveil.scheme import CrossEntropy, Loss, find_loss
 
-RESNETS = ("resnet8", "resnet20", "resnet32", "resnet44", "resnet56")
+LOSSES: dict[Task, LossName] = {"classification": "cross_entropy", "regression": "squared_error"}  # by default
+TASKS: dict[str, Task] = {"bank": "regression", "diabetes": "regression"}  # without --task
+TASKS |= dict.fromkeys(("digits", "cifar10", "cifar100", "images", "lesion"), "classification")
+NEEDS = {"binary_cross_entropy": "targets from 0 to 1", "poisson": "counts"}
 
 
 def load_data(config: Config) -> Data:
     """Return the data set of a configuration."""
-    asked = config.data
-    sharing = {"name", "labels", "clients", "split", "alpha", "column"}  # the rest are options of data sets
-    options = asked.model_dump(exclude=sharing, exclude_defaults=True)
-    if ":" in asked.name:
+    settings = config.data
+    sharing = {"data", "labels", "clients", "split", "alpha", "column"}  # the rest are options of data sets
+    options = settings.model_dump(exclude=sharing, exclude_defaults=True)
+    if ":" in settings.name:
         if options:
             what = f"--{next(iter(options)).replace('_', '-')} is for data sets of the library"
-            raise BadArgument(asked.name, what, "apply it in the factory, and leave it out")
-        found = load_own_data(asked.name)
+            raise BadArgument(settings.name, what, "apply it in the factory, and leave it out")
+        found = load_own_data(settings.name)
     else:
-        if asked.name == "digits" and not config.model.name.startswith("mlp"):
+        if settings.name == "digits" and not config.model.name.startswith("mlp"):
             options["flat"] = False
-        found = datasets.load(asked.name, **options)
-    if asked.labels is None:
+        found = datasets.load(settings.name, **options)
+    if settings.labels is None:
         return found
-    return datasets.keep_labels(found, datasets.parse_labels(asked.labels, len(found.classes)))
+    return datasets.keep_labels(found, datasets.parse_labels(settings.labels, len(found.classes)))
 
 
-def client_parts(asked: DataSettings, seed: int, data: Data) -> list[Part]:
+def client_parts(settings: DataSettings, seed: int, data: Data) -> list[DataPart]:
     """Return the records of each client."""
-    rows = split(data, asked.clients, how=asked.split, seed=seed, alpha=asked.alpha, column=asked.column)
+    rows = split(data, settings.clients, how=settings.split, seed=seed, alpha=settings.alpha, column=settings.column)
     return [data.train.take(r) for r in rows]
 
 
@@ -68,42 +71,29 @@ def build_model(config: Config, data: Data) -> nn.Module:
 def record_shape(name: str, data: Data) -> torch.Size:
     """Return the shape of one record for a network of the library."""
     if not isinstance(data.train.inputs, Tensor) or not data.train.inputs.is_floating_point():
-        what = f"{name} takes one floating-point tensor, {data!r} has others"
+        what = f"{name} takes one floating-point tensor, and {data!r} has other inputs"
         raise BadArgument("model", what, "use --model package.module:factory for a model of your own")
     return data.train.inputs.shape[1:]
 
 
-def named_model(asked: ModelSettings, shape: torch.Size, outputs: int) -> nn.Module:
+def named_model(settings: ModelSettings, shape: torch.Size, outputs: int) -> nn.Module:
     """Return a network of the library for records of a shape."""
-    name, width = asked.name, asked.width
-    _check_name(name)
+    name, width = settings.name, settings.width
+    check_network(name)
     if name == "mlp":
-        net = mlp(shape.numel(), outputs, layers=asked.layers, hidden=asked.hidden, bias=asked.bias)
+        net = models.mlp(shape.numel(), outputs, layers=settings.layers, hidden=settings.hidden, bias=settings.bias)
         return net if len(shape) == 1 else nn.Sequential(nn.Flatten(), net)
     if len(shape) == 1:
         raise BadArgument("model", f"{name} takes images, and a record is {shape[0]} numbers in a row", "use mlp")
     channels = shape[0] if len(shape) == 3 else 1
     if name == "cnn":
-        return cnn(channels, outputs, width=width, size=shape[-1])
+        return models.cnn(channels, outputs, width=width, size=shape[-1])
     if name == "lenet":
-        return lenet(channels, outputs, size=shape[-1], activation=asked.activation)
+        return models.lenet(channels, outputs, size=shape[-1], activation=settings.activation)
     if name == "densenet":
-        return densenet(channels, outputs)
-    return resnet(
-        int(name.removeprefix("resnet")), channels, outputs, width=width, norm=asked.norm, shortcut=asked.shortcut
-    )
-
-
-def _check_name(name: str) -> None:
-    """Refuse a name that no network of the library has, and suggest the nearest."""
-    known = ("mlp", "cnn", "lenet", *RESNETS, "densenet")
-    if name in known or (name.startswith("resnet") and name[6:].isdigit()):
-        return
-    near = difflib.get_close_matches(name, known, 1)
-    every = f"{', '.join(known)} or package.module:factory"
-    raise BadArgument(
-        "model", f"there is no model {name!r}", f"{near[0]!r} is the nearest of {every}" if near else every
-    )
+        return models.densenet(channels, outputs)
+    depth = int(name.removeprefix("resnet"))
+    return models.resnet(depth, channels, outputs, width=width, norm=settings.norm, shortcut=settings.shortcut)
 
 
 def load_factory(spec: str) -> nn.Module:
@@ -131,7 +121,7 @@ def load_own_data(spec: str) -> Data:
 
 def _call_factory(spec: str, kind: str, example: str, made: type) -> object:
     """Return the result of `package.module:factory`, or the named object if it is of that type already."""
-    found = imported(spec, kind, example)
+    found = import_object(spec, kind, example)
     if isinstance(found, made):
         return found
     try:
@@ -140,14 +130,13 @@ def _call_factory(spec: str, kind: str, example: str, made: type) -> object:
         with contextlib.suppress(ValueError):  # built-in classes have no signature
             inspect.signature(found).bind()
     except TypeError as error:
-        raise BadArgument(
-            spec, f"cannot be called without arguments: {error}", "name a factory without required arguments"
-        ) from error
+        what, fix = f"cannot be called without arguments: {error}", "name a factory without required arguments"
+        raise BadArgument(spec, what, fix) from error
     return found()
 
 
 def build_defence(config: Config) -> AnyDefence:
-    """Return the defence of a configuration, with differential privacy if it is asked for."""
+    """Return the defence of a configuration, with differential privacy if the configuration has it."""
     privacy = config.privacy
     defence = registry.build(config.defence.name, config.flat(), parse_settings(config.defence.settings))
     if privacy.dp_clip is None or privacy.dp_noise is None:
@@ -155,37 +144,39 @@ def build_defence(config: Config) -> AnyDefence:
     return registry.add_privacy(defence, privacy.dp_clip, privacy.dp_noise, privacy.dp_delta)
 
 
-def build_limits(asked: LimitSettings) -> Limits | None:
+def build_limits(settings: LimitSettings) -> Limits | None:
     """Return the limits on clients; None if none are given."""
-    given = asked.model_dump(exclude_none=True)
+    given = settings.model_dump(exclude_none=True)
     return Limits(**given) if given else None
 
 
-def build_loss(asked: TrainingSettings) -> Loss | None:
+def build_loss(settings: TrainingSettings) -> Loss | None:
     """Return the named loss with its settings; None for the default of the targets."""
-    if asked.label_smoothing:
-        return CrossEntropy(label_smoothing=asked.label_smoothing)
-    return None if asked.loss is None else find_loss(asked.loss)
+    if settings.label_smoothing:
+        return CrossEntropy(label_smoothing=settings.label_smoothing)
+    return None if settings.loss is None else find_loss(settings.loss)
 
 
-def build_optimizer(asked: TrainingSettings) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
+def build_optimizer(settings: TrainingSettings) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
     """Return a constructor of the named optimizer."""
-    lr, decay = asked.lr, asked.weight_decay
-    if asked.optimizer == "sgd":
-        return lambda p: torch.optim.SGD(p, lr, momentum=asked.momentum, weight_decay=decay)
-    kind = torch.optim.AdamW if asked.optimizer == "adamw" else torch.optim.Adam
+    lr, decay = settings.lr, settings.weight_decay
+    if settings.optimizer == "sgd":
+        return lambda p: torch.optim.SGD(p, lr, momentum=settings.momentum, weight_decay=decay)
+    kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
     return lambda p: kind(p, lr, weight_decay=decay)
 
 
 def build_schedule(
-    asked: TrainingSettings, rounds_per_epoch: int
+    settings: TrainingSettings, rounds_per_epoch: int
 ) -> Callable[[torch.optim.Optimizer], LRScheduler] | None:
     """Return a constructor of the named learning-rate schedule; None for a constant rate."""
-    if asked.schedule == "constant":
+    if settings.schedule == "constant":
         return None
-    if asked.schedule == "plateau":
+    if settings.schedule == "plateau":
         return ReduceLROnPlateau
-    return partial(CosineAnnealingLR, T_max=asked.epochs * (rounds_per_epoch if asked.schedule_every == "round" else 1))
+    return partial(
+        CosineAnnealingLR, T_max=settings.epochs * (rounds_per_epoch if settings.schedule_every == "round" else 1)
+    )
 
 
 def move_to_device(model: nn.Module, device: str) -> nn.Module:
@@ -193,27 +184,23 @@ def move_to_device(model: nn.Module, device: str) -> nn.Module:
     try:
         return model.to(torch.device(device))
     except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
-        raise BadArgument(
-            "device", f"cannot use {device!r}: {str(error).splitlines()[0]}", "use --device cpu"
-        ) from error
+        what = f"cannot use {device!r}: {str(error).splitlines()[0]}"
+        raise BadArgument("device", what, "use --device cpu") from error
 
 
-def build_federation(
-    config: Config, data: Data, defence: AnyDefence | None = None, make: Callable[..., Federation] = Federation
-) -> Federation:
+def build_federation(config: Config, data: Data, defence: AnyDefence | None = None) -> Federation:
     """Return the federation of a configuration before its first round.
 
     Args:
         config: the configuration.
         data: its data set, loaded.
         defence: replaces the one of the configuration.
-        make: a class derived from `Federation`, or one with further arguments.
     """
     config = choose_loss(config, data)
     model, training = move_to_device(build_model(config, data), config.training.device), config.training
     parts = client_parts(config.data, training.seed, data)
     largest = max(len(part.targets) for part in parts)
-    return make(
+    return Federation(
         model,
         parts,
         defence or build_defence(config),
@@ -230,3 +217,54 @@ def build_federation(
         fuse=training.fuse,
         seed=training.seed,
     )
+
+
+def choose_loss(config: Config, data: Data | None = None) -> Config:
+    """Return the configuration with its loss, by default that of the task; refuse a loss that does not fit the data.
+
+    Without data, a task that depends on the records leaves the loss open.
+    """
+    task = config.data.task or TASKS.get(config.data.name)
+    if data is not None:
+        check_loss(config, data)
+        task = "classification" if data.classes else "regression"
+    if config.training.loss or task is None:
+        return config
+    return config.changed(loss=LOSSES[task])
+
+
+def check_loss(config: Config, data: Data) -> None:
+    """Refuse a loss that does not fit the data, or, without a loss, targets that leave the choice open.
+
+    The federation compares the targets with the model's outputs.
+    """
+    loss = config.training.loss
+    if data.classes:
+        if loss == "binary_cross_entropy" and ":" not in config.model.name:
+            what = f"it takes a yes or no for each output, and each record of {data.name!r} has one class"
+            fix = "use --loss cross_entropy, or --model package.module:factory of a network with one output"
+            raise BadArgument("--loss binary_cross_entropy", what, fix)
+    elif loss in ("cross_entropy", "hinge") and data.outputs == 1:
+        _refuse(config, data, f"--loss {loss}", f"{loss} compares classes")
+    elif loss is None and config.training.label_smoothing:
+        _refuse(config, data, "--label-smoothing", "it is for cross-entropy, which compares classes")
+    elif loss in NEEDS and data.target_scale:
+        _refuse(config, data, f"--loss {loss}", f"{loss} takes {NEEDS[loss]}, not standardised numbers")
+    elif loss is None and config.data.name not in TASKS and not data.target_scale:
+        _refuse_ambiguous(data)
+
+
+def _refuse(config: Config, data: Data, where: str, why: str) -> None:
+    target = f"the target {config.data.target!r} of {data.name!r}" if config.data.target else f"{data.name!r}"
+    fix = "use --loss squared_error, or leave --loss out" if config.training.loss else f"leave {where} out"
+    if config.data.name in ("csv", "bank"):
+        fix += "; or use --task classification if the values of the target are classes"
+    raise BadArgument(where, f"{why}, and {target} is a regression", fix)
+
+
+def _refuse_ambiguous(data: Data) -> None:
+    """Refuse targets that may be classes or quantities."""
+    targets = data.train.targets
+    if is_binary(targets) and bool(targets.any()) and not bool(targets.all()):
+        what = "targets are floating-point numbers, all of them 0 or 1: classes or quantities?"
+        raise BadArgument(data.name, what, "return them as int64 if they are classes, or pass --loss squared_error")

@@ -2,29 +2,29 @@
 
 import dataclasses
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fedveil.checks import check_choice
+from fedveil.data.catalogue import CATALOGUE, find_source
 from fedveil.defences import registry
 from fedveil.errors import BadArgument
-from fedveil.lookup import imported
+from fedveil.lookup import import_object
 from fedveil.plain_json import parse_json
-from fedveil.runs.config import HOME, SECTIONS, Config, Value, format_flags
+from fedveil.runs.config import ABSENT, HOME, SECTIONS, Config, Value, format_flags
 
 Scalar = bool | int | float | str
-
-
-FIELDS = {
-    (section if key == "name" else key): field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    for section, kind in SECTIONS.items()
+FAMILIES = ("mlp", "cnn", "lenet", "resnet", "densenet")
+NETWORKS = ("mlp", "cnn", "lenet", "resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "densenet")
+_EXTRAS = {
+    key: field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    for kind in SECTIONS.values()
     for key, field in kind.model_fields.items()
 }
-ONLY = {key: str(extra.get("only", "")).split() for key, extra in FIELDS.items()}
+ONLY = {key: str(extra.get("only", "")).split() for key, extra in _EXTRAS.items()}
 """The data sets or models that have a key; none for keys that all have, and for those of defences."""
-RARE = frozenset(key for key, extra in FIELDS.items() if extra.get("rare"))
+RARE = frozenset(key for key, extra in _EXTRAS.items() if extra.get("rare"))
 """Keys that only `--help-all` shows."""
-DATA_SETS = {"diabetes", *(name for key, names in ONLY.items() if HOME[key] == "data" for name in names)}
-MODELS = ("mlp", "cnn", "lenet", "resnet", "densenet")
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,11 @@ class Choices:
     def accepts(self, key: str) -> bool:
         """Return whether a key has a meaning for these choices; a misspelt name accepts all, and is refused later."""
         section = HOME[key]
-        if section == "defence" and key != section:
-            return key == "settings" or any(key in defence_keys(name) for name in self.defences)
-        if not ONLY[key]:
-            return True
-        if section == "data":
-            return self.data in ONLY[key] or (self.data not in DATA_SETS and ":" not in self.data)
-        family = "resnet" if self.model.startswith("resnet") else self.model.partition("-")[0]
-        return family in ONLY[key] or (family not in MODELS and ":" not in family)
+        if section == "defence" and key not in (section, "settings"):
+            return any(key in defence_keys(name) for name in self.defences)
+        family = "resnet" if self.model.startswith("resnet") else self.model
+        name, known = (self.data, tuple(CATALOGUE)) if section == "data" else (family, FAMILIES)
+        return not ONLY[key] or name in ONLY[key] or (name not in known and ":" not in name)
 
     def refuse_others(self, keys: Iterable[str], where: str) -> None:
         """Refuse keys that have no meaning for these choices."""
@@ -55,6 +52,17 @@ class Choices:
                 chosen = getattr(self, HOME[key], None) or ",".join(self.defences)
                 what = f"{flag} does not apply to --{HOME[key]} {shlex.quote(chosen)}"
                 raise BadArgument(where, what, f"leave it out; it is for {', '.join(owners(key))}")
+
+
+def check_flags(flags: Sequence[str], where: str) -> None:
+    """Refuse flags that are missing on purpose, and a list that is given in parts, of which the last would win."""
+    for flag in flags:
+        name = f"--{flag.replace('_', '-')}"
+        if flag in ABSENT:
+            what = f"there is no {name}: {ABSENT[flag].partition(';')[0]}"
+            raise BadArgument(where, what, "use --whole-shard, or neither")
+        if isinstance(Config().flat().get(flag), tuple) and flags.count(flag) > 1:
+            raise BadArgument(where, f"{name} is given twice", f"use {name} FIRST SECOND")
 
 
 def owners(key: str) -> list[str]:
@@ -74,7 +82,7 @@ def settings_class(name: str) -> type | None:
     """Return the settings class of a defence of another package: a dataclass that its class has as `Settings`."""
     if name in {record.name for record in registry.BUILT_IN} or (":" not in name and name not in registry.names()):
         return None
-    found = getattr(imported(registry.find(name).target, "a defence", registry.EXAMPLE), "Settings", None)
+    found = getattr(import_object(registry.find(name).target, "a defence", registry.EXAMPLE), "Settings", None)
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         return None
     for field in dataclasses.fields(found):
@@ -99,18 +107,28 @@ def parse_settings(words: Iterable[str]) -> dict[str, Scalar]:
     return found
 
 
-def choices_in(config: Config) -> Choices:
-    """Return the choices of a configuration."""
-    return Choices(config.data.name, config.model.name, (config.defence.name,))
-
-
-def applicable(config: Config) -> dict[str, Value]:
+def applicable_values(config: Config) -> dict[str, Value]:
     """Return the values of a configuration that have a meaning for its choices."""
-    choices = choices_in(config)
+    choices = Choices(config.data.name, config.model.name, (config.defence.name,))
     return {key: value for key, value in config.flat().items() if choices.accepts(key)}
 
 
 def format_command(config: Config) -> str:
     """Return the flags of `fedveil train` for a configuration."""
-    default = Config().flat()
-    return format_flags({key: value for key, value in applicable(config).items() if value != default[key]})
+    changes = config.changes()
+    return format_flags({key: changes[key] for key in applicable_values(config) if key in changes})
+
+
+def check_names(config: Config) -> None:
+    """Refuse data, a model or a defence that does not exist, and missing files, without importing torch."""
+    if ":" not in config.data.name:
+        find_source(config.data.name, config.data.path)
+    check_network(config.model.name)
+    if ":" not in config.defence.name:
+        check_choice("defence", "defence", config.defence.name, registry.names())
+
+
+def check_network(name: str) -> None:
+    """Refuse the name of a model that is neither a network of the library nor a factory."""
+    if ":" not in name:
+        check_choice("model", "model", name, (*NETWORKS, "package.module:factory"))

@@ -6,41 +6,30 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError
-from tyro.conf import arg
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from fedveil.data.catalogue import Between, Positive, Task
 from fedveil.errors import BadArgument
 from fedveil.plain_json import read_json, read_toml
 
 T = TypeVar("T")
 Value: TypeAlias = bool | int | float | str | tuple[str, ...] | None
-Positive = Annotated[int, Field(ge=1)]
+AboveZero = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 LossName = Literal[
-    "absolute_error",
-    "binary_cross_entropy",
-    "cross_entropy",
-    "hinge",
-    "huber",
-    "log_cosh",
-    "poisson",
-    "squared_error",
+    "absolute_error", "binary_cross_entropy", "cross_entropy", "hinge", "huber", "log_cosh", "poisson", "squared_error"
+]
+Aggregator = Literal[
+    "mean", "median", "trimmed-mean", "geometric-median", "centred-clipping", "clipped-mean", "krum", "multi-krum"
 ]
 IMAGES = "cifar10 cifar100 images lesion"
 SIZED = f"digits {IMAGES}"
 SCHEMA = 1  # of the files in a run's folder
 
 
-def _field(
-    default: T,
-    description: str,
-    only: str = "",
-    *,
-    rare: bool = False,
-    gt: float | None = None,
-    ge: float | None = None,
-    lt: float | None = None,
-    le: float | None = None,
-) -> T:
+def _key(default: T, description: str, only: str = "", *, rare: bool = False) -> T:
     """Declare a key.
 
     Args:
@@ -48,176 +37,139 @@ def _field(
         description: its help.
         only: names of the data sets or models that have it, or nothing for all.
         rare: leave it to `--help-all`.
-        gt: exclusive lower bound.
-        ge: lower bound.
-        lt: exclusive upper bound.
-        le: upper bound.
     """
+    strict = False if isinstance(default, tuple) else None  # a list in a file is a tuple here
     extra: dict[str, JsonValue] = {"only": only, "rare": rare}
-    strict = None if not isinstance(default, tuple) else False  # a list in a file is a tuple here
-    found: T = Field(
-        default, description=description, json_schema_extra=extra, gt=gt, ge=ge, lt=lt, le=le, strict=strict
-    )
-    return found
-
-
-def _name(section: str, default: str, description: str) -> str:
-    """Declare the key `name` of a section, which files and flags call by the section's name."""
-    alias = AliasChoices(section, "name")
-    found: str = Field(default, validation_alias=alias, serialization_alias=section, description=description)
+    found: T = Field(default, description=description, json_schema_extra=extra, strict=strict)
     return found
 
 
 class Settings(BaseModel):
     """A section. Unknown keys and wrong types are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class DataSettings(Settings):
+class NamedSettings(Settings):
+    """A section whose first key names what the others are about: a data set, a model or a defence."""
+
+    @property
+    def name(self) -> str:
+        """The value of the first key."""
+        return str(getattr(self, next(iter(type(self).model_fields))))
+
+
+class DataSettings(NamedSettings):
     """The records, and how clients share them."""
 
-    name: Annotated[str, arg(name="data")] = _name(
-        "data",
-        "digits",
-        "a data set (see fedveil data list), or package.module:factory that returns fedveil.data.Data, or training and "
-        "test records: each (inputs, targets), a torch Dataset or a DataLoader",
+    data: str = _key(
+        "digits", "a data set (see fedveil data list), or package.module:factory of training and test records"
     )
-    path: str | None = _field(None, "file or folder to read; by default in FEDVEIL_DATA", f"bank csv {IMAGES}")
-    train_size: Positive | None = _field(None, "number of training records; by default all", SIZED)
-    test_size: Positive | None = _field(None, "number of test records; by default all", SIZED)
-    duration: bool = _field(True, "keep the duration of the call, which nearly gives the answer away", "bank")
-    task: str | None = _field(
-        None, "regression or classification; in a csv, words and pairs of integers are classes by default", "bank csv"
-    )
-    target: str | None = _field(None, "the column to predict", "csv")
-    delimiter: str | None = _field(None, "between fields, such as ; or tab; by default detected", "csv", rare=True)
-    decimal: Literal[".", ","] = _field(".", "decimal mark of numbers", "csv", rare=True)
-    missing: Literal["refuse", "drop", "impute"] = _field(
+    path: str | None = _key(None, "file or folder to read; by default in FEDVEIL_DATA", f"bank csv {IMAGES}")
+    train_size: Positive | None = _key(None, "number of training records; by default all", SIZED)
+    test_size: Positive | None = _key(None, "number of test records; by default all", SIZED)
+    duration: bool = _key(True, "keep the duration of the call, which nearly gives the answer away", "bank")
+    task: Task | None = _key(None, "by default regression for bank, and recognised by the target for csv", "bank csv")
+    target: str | None = _key(None, "the column to predict", "csv")
+    delimiter: str | None = _key(None, "between fields, such as ; or tab; by default recognised", "csv", rare=True)
+    decimal: Literal[".", ","] = _key(".", "decimal mark of numbers", "csv", rare=True)
+    missing: Literal["refuse", "drop", "impute"] = _key(
         "refuse", "refuse missing cells, drop their records, or impute them (median, or a category)", "csv"
     )
-    ignore: tuple[str, ...] = _field((), "columns to leave out", "csv")
-    categorical: tuple[str, ...] = _field((), "columns of numbers that are categories", "csv")
-    test_share: float | None = _field(
-        None,
-        "fraction of the records to test on without test records; by default 0.2",
-        "csv images",
-        gt=0,
-        lt=1,
-    )
-    size: Positive | None = _field(None, "side of the images in pixels", IMAGES)
-    labels: str | None = _field(None, "classes to train on, such as 0-4 or first-half; by default all", rare=True)
-    clients: Positive = _field(5, "number of clients that share the training records")
-    split: Literal["iid", "dirichlet", "column"] = _field("iid", "how the records are divided among clients")
-    alpha: float = _field(0.5, "split dirichlet: smaller values make clients differ more", gt=0, rare=True)
-    column: str | None = _field(None, "split column: each client gets the records of one value", rare=True)
+    ignore: tuple[str, ...] = _key((), "columns to leave out", "csv")
+    categorical: tuple[str, ...] = _key((), "columns of numbers that are categories", "csv")
+    test_share: Between | None = _key(None, "fraction of undivided records to test on; by default 0.2", "csv images")
+    size: Positive | None = _key(None, "side of the images in pixels; by default 32, or 64 for lesion", IMAGES)
+    labels: str | None = _key(None, "classes to train on, such as 0-4 or first-half; by default all", rare=True)
+    clients: Positive = _key(5, "number of clients that share the training records")
+    split: Literal["iid", "dirichlet", "column"] = _key("iid", "how the records are divided among clients")
+    alpha: AboveZero = _key(0.5, "split dirichlet: smaller values make clients differ more", rare=True)
+    column: str | None = _key(None, "split column: each client gets the records of one value", rare=True)
 
 
-class ModelSettings(Settings):
+class ModelSettings(NamedSettings):
     """The network."""
 
-    name: Annotated[str, arg(name="model")] = _name(
-        "model", "mlp", "mlp, cnn, lenet, resnet8 to resnet56, densenet, or package.module:factory"
-    )
-    layers: Positive = _field(3, "number of hidden layers", "mlp")
-    hidden: Positive = _field(50, "units per hidden layer", "mlp")
-    bias: bool = _field(True, "add a bias to each layer", "mlp")
-    width: Positive = _field(16, "channels of the first layer", "cnn resnet")
-    activation: Literal["relu", "sigmoid"] = _field("relu", "activation function", "lenet")
-    norm: Literal["batch", "none"] = _field("batch", "batch normalisation or none", "resnet")
-    shortcut: Literal["A", "B"] = _field(
-        "A", "shortcuts by padding (A) or by 1 x 1 convolution (B)", "resnet", rare=True
-    )
+    model: str = _key("mlp", "mlp, cnn, lenet, resnet8 to resnet56, densenet, or package.module:factory")
+    layers: Positive = _key(3, "number of hidden layers", "mlp")
+    hidden: Positive = _key(50, "units per hidden layer", "mlp")
+    bias: bool = _key(True, "add a bias to each layer", "mlp")
+    width: Positive = _key(16, "channels of the first layer", "cnn resnet")
+    activation: Literal["relu", "sigmoid"] = _key("relu", "activation function", "lenet")
+    norm: Literal["batch", "none"] = _key("batch", "batch normalisation or none", "resnet")
+    shortcut: Literal["A", "B"] = _key("A", "shortcuts by padding (A) or by convolution (B)", "resnet", rare=True)
 
 
-class DefenceSettings(Settings):
+class DefenceSettings(NamedSettings):
     """The protection of clients from one another."""
 
-    name: Annotated[str, arg(name="defence")] = _name(
-        "defence", "veil", "plain, veil, ppdl, dbcl, spn, an installed defence, or package.module:Class"
+    defence: str = _key("veil", "plain, veil, ppdl, dbcl, spn, an installed defence, or package.module:Class")
+    groups: Positive = _key(1, "groups of outputs with independent additive noise (the paper's m)")
+    additive: AboveZero = _key(1.0, "scale of the additive noise on the final layer")
+    multiplicative: Annotated[float, Field(ge=1)] = _key(4.0, "draw the factors of hidden units between 1/x and x")
+    permute: bool = _key(True, "permute hidden units secretly")
+    min_coverage: Annotated[float, Field(ge=0, le=1)] = _key(
+        0.0, "refuse a model if less than this fraction of its values can be perturbed", rare=True
     )
-    groups: Positive = _field(1, "groups of outputs with independent additive noise (the paper's m)")
-    additive: float = _field(1.0, "scale of the additive noise on the final layer", gt=0)
-    multiplicative: float = _field(4.0, "draw the factors of hidden units between 1/x and x", ge=1)
-    permute: bool = _field(True, "permute hidden units secretly")
-    min_coverage: float = _field(
-        0.0, "refuse a model if less than this fraction of its values can be perturbed", ge=0, le=1, rare=True
-    )
-    decoys: Positive | None = _field(
-        None, "false offsets sent beside the true one; by default 2, and none for squared error"
-    )
-    keep_noise: bool = _field(
+    decoys: Positive | None = _key(None, "false offsets beside the true one; by default 2, none for squared error")
+    keep_noise: bool = _key(
         False, "draw factors, permutation and direction once instead of in every round (docs: limits)", rare=True
     )
-    ppdl: Literal["sel", "noise", "both"] = _field("sel", "select, add noise, or both")
-    fraction: float | None = _field(None, "fraction of the gradient that is sent", gt=0, le=1)
-    sigma: float | None = _field(None, "standard deviation of the noise", ge=0)
-    sketch: int = _field(2, "inputs per bucket of a sketch", ge=2)
-    spn_weight: float = _field(0.1, "weight of the private head's loss")
-    spn_bits: Positive = _field(32, "bits of a class's code")
-    settings: tuple[str, ...] = _field((), "further arguments of the defence's class, as NAME=VALUE", rare=True)
+    ppdl: Literal["sel", "noise", "both"] = _key("sel", "select, add noise, or both")
+    fraction: Fraction | None = _key(None, "fraction of the gradient to send; by default 0.1, or 1 for noise")
+    sigma: NonNegative | None = _key(None, "standard deviation of the noise; by default 0.01, or 0 for sel")
+    sketch: Annotated[int, Field(ge=2)] = _key(2, "inputs per bucket of a sketch")
+    spn_weight: float = _key(0.1, "weight of the private head's loss")
+    spn_bits: Positive = _key(32, "bits of a class's code")
+    settings: tuple[str, ...] = _key((), "further arguments of the defence's class, as NAME=VALUE", rare=True)
 
 
 class TrainingSettings(Settings):
     """The training loop."""
 
-    loss: LossName | None = _field(
-        None, "training loss; by default cross_entropy for classes, squared_error for numbers"
-    )
-    label_smoothing: float = _field(
-        0.0, "cross_entropy: fraction of each target spread over all classes", ge=0, lt=1, rare=True
-    )
-    optimizer: Literal["adam", "adamw", "sgd"] = _field("adam", "the server's optimizer")
-    lr: float = _field(1e-3, "learning rate", gt=0)
-    momentum: float = _field(0.9, "sgd: momentum", ge=0, lt=1, rare=True)
-    weight_decay: float = _field(0.0, "weight decay", ge=0, rare=True)
-    schedule: Literal["constant", "cosine", "plateau"] = _field(
+    loss: LossName | None = _key(None, "training loss; by default cross_entropy for classes, else squared_error")
+    label_smoothing: BelowOne = _key(0.0, "cross_entropy: fraction of each target spread over all classes", rare=True)
+    optimizer: Literal["adam", "adamw", "sgd"] = _key("adam", "the server's optimizer")
+    lr: AboveZero = _key(1e-3, "learning rate")
+    momentum: BelowOne = _key(0.9, "sgd: momentum", rare=True)
+    weight_decay: NonNegative = _key(0.0, "weight decay", rare=True)
+    schedule: Literal["constant", "cosine", "plateau"] = _key(
         "constant", "learning rate: constant, cosine to 0, or a tenth after 10 evaluations without improvement"
     )
-    schedule_every: Literal["epoch", "round"] = _field("epoch", "cosine: how often the rate changes", rare=True)
-    clip_norm: float | None = _field(None, "clip the gradient to this norm", gt=0)
-    epochs: Positive = _field(20, "passes of the largest client over its records")
-    patience: Positive | None = _field(None, "stop after N evaluations without improvement")
-    batch_size: Positive = _field(32, "records per client and round")
-    whole_shard: bool = _field(False, "let clients use all their records in every round")
-    participation: float = _field(1.0, "fraction of the clients in each round", gt=0, le=1)
-    fuse: bool = _field(True, "compute all clients in one pass where samples are independent", rare=True)
-    seed: int = _field(0, "seed of the initial model, the order of records and the choice of clients")
-    device: str = _field("cpu", "device to compute on: cpu, cuda, cuda:1 ...")
-    checkpoint_every: int = _field(0, "rounds between checkpoints; 0 writes one per epoch", ge=0, rare=True)
+    schedule_every: Literal["epoch", "round"] = _key("epoch", "cosine: how often the rate changes", rare=True)
+    clip_norm: AboveZero | None = _key(None, "clip the gradient to this norm; by default not at all")
+    epochs: Positive = _key(20, "passes of the largest client over its records")
+    patience: Positive | None = _key(None, "stop after N evaluations without improvement; by default never")
+    batch_size: Positive = _key(32, "records per client and round")
+    whole_shard: bool = _key(False, "let clients use all their records in every round")
+    participation: Fraction = _key(1.0, "fraction of the clients in each round")
+    fuse: bool = _key(True, "compute all clients in one pass where samples are independent", rare=True)
+    seed: int = _key(0, "seed of the initial model, the order of records and the choice of clients")
+    device: str = _key("cpu", "device to compute on: cpu, cuda, cuda:1 ...")
+    checkpoint_every: Annotated[int, Field(ge=0)] = _key(
+        0, "rounds between checkpoints; 0 writes one per epoch", rare=True
+    )
 
 
 class PrivacySettings(Settings):
     """Limits on what the server sees: differential privacy (clip and noise together), secure aggregation."""
 
-    dp_clip: float | None = _field(None, "clip each client's gradient to this norm", gt=0)
-    dp_noise: float | None = _field(None, "noise multiplier (standard deviation / clipping norm)", ge=0)
-    dp_delta: float = _field(1e-5, "delta at which epsilon is reported", gt=0, lt=1, rare=True)
-    secure_aggregation: bool = _field(False, "mask updates, so that the server sees only their sum")
+    dp_clip: AboveZero | None = _key(None, "clip each client's gradient to this norm")
+    dp_noise: NonNegative | None = _key(None, "noise multiplier (standard deviation / clipping norm)")
+    dp_delta: Between = _key(1e-5, "delta at which epsilon is reported", rare=True)
+    secure_aggregation: bool = _key(False, "mask updates, so that the server sees only their sum")
 
 
 class LimitSettings(Settings):
     """Bounds on each client, and how gradients are combined; without any, clients are trusted (docs/hostile.md)."""
 
-    aggregator: (
-        Literal[
-            "mean",
-            "median",
-            "trimmed-mean",
-            "geometric-median",
-            "centred-clipping",
-            "clipped-mean",
-            "krum",
-            "multi-krum",
-        ]
-        | None
-    ) = _field(None, "how the clients' gradients are combined; by default their mean", rare=True)
-    hostile: int | None = _field(None, "number of hostile clients to tolerate in a round", ge=0, rare=True)
-    max_records: Positive | None = _field(None, "maximum number of records that a client counts for", rare=True)
-    max_share: float | None = _field(None, "maximum weight of a client in the mean", gt=0, le=1, rare=True)
-    max_norm: float | None = _field(None, "refuse gradients of a larger norm", gt=0, rare=True)
-    norm_factor: float | None = _field(
-        None, "refuse gradients whose norm exceeds the round's median by this factor", ge=1, rare=True
+    aggregator: Aggregator | None = _key(None, "how gradients are combined; by default their mean", rare=True)
+    hostile: Annotated[int, Field(ge=0)] | None = _key(None, "hostile clients to tolerate in a round", rare=True)
+    max_records: Positive | None = _key(None, "maximum number of records that a client counts for", rare=True)
+    max_share: Fraction | None = _key(None, "maximum weight of a client in the mean", rare=True)
+    max_norm: AboveZero | None = _key(None, "refuse gradients of a larger norm", rare=True)
+    norm_factor: Annotated[float, Field(ge=1)] | None = _key(
+        None, "refuse gradients whose norm exceeds the round's median by this factor", rare=True
     )
 
 
@@ -234,7 +186,7 @@ class Config(BaseModel):
 
     def to_sections(self) -> dict[str, dict[str, Value]]:
         """Return the values by section and key, as in a TOML file."""
-        return self.model_dump(by_alias=True)
+        return self.model_dump()
 
     def flat(self) -> dict[str, Value]:
         """Return the values by key."""
@@ -256,7 +208,7 @@ class Config(BaseModel):
 
 
 SECTIONS: dict[str, type[Settings]] = {name: type(field.default) for name, field in Config.model_fields.items()}
-HOME = {(section if name == "name" else name): section for section, of in SECTIONS.items() for name in of.model_fields}
+HOME = {key: section for section, kind in SECTIONS.items() for key in kind.model_fields}
 """The section of each key."""
 CODE = ("data", "model", "defence")
 """Keys that may name code, as package.module:name."""
@@ -284,11 +236,11 @@ def format_flags(values: Mapping[str, Value]) -> str:
 
 
 def _suggest(key: str) -> str:
-    """Return what to write in place of an unknown key."""
+    """Return a fix for an unknown key."""
     if key in ABSENT:
         return ABSENT[key]
     near = difflib.get_close_matches(key, HOME, 1)
-    return f"did you mean {near[0]!r}, of [{HOME[near[0]]}]?" if near else "valid keys: " + ", ".join(HOME)
+    return f"did you mean {near[0]!r}, of [{HOME[near[0]]}]?" if near else "use one of " + ", ".join(HOME)
 
 
 def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, object]]:
@@ -312,11 +264,6 @@ def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, 
     return found
 
 
-def flatten(values: Mapping[str, object], where: str) -> dict[str, object]:
-    """Return the values of sections or keys by key, without checking them."""
-    return {key: value for section in _sort_keys(values, where).values() for key, value in section.items()}
-
-
 def configure(values: Mapping[str, object], where: str = "configuration") -> Config:
     """Return a checked configuration from sections or keys; the error on a bad value names what is allowed."""
     sections = _sort_keys(values, where)
@@ -332,12 +279,9 @@ def explain(error: ValidationError) -> tuple[str, str | None]:
     """Return what is wrong with the first bad value, and how to correct it."""
     first = error.errors()[0]
     key, rule = ".".join(map(str, first["loc"])) or "it", first["msg"].removeprefix("Input should be ")
-    if first["type"] == "extra_forbidden":
-        return f"there is no key {key!r}", _suggest(key)
-    wanted = {"a valid integer": "int", "a valid number": "float", "a valid string": "str", "a valid boolean": "bool"}
-    is_quoted = rule in wanted and wanted[rule] != "str" and isinstance(first["input"], str)
+    is_quoted = rule in ("a valid integer", "a valid number", "a valid boolean") and isinstance(first["input"], str)
     fix = f"write {key} without quotes" if is_quoted else None
-    return f"{key} must be {wanted.get(rule, rule)}, got {first['input']!r}", fix
+    return f"{key} must be {rule}, got {first['input']!r}", fix
 
 
 def _check_together(config: Config, where: str) -> None:
@@ -383,3 +327,9 @@ def read_file(path: Path) -> dict[str, object]:
         elif value is not None:
             found[key] = value
     return found
+
+
+def read_values(path: Path) -> dict[str, object]:
+    """Return the unchecked values of a file by key."""
+    sections = _sort_keys(read_file(path), str(path))
+    return {key: value for section in sections.values() for key, value in section.items()}

@@ -16,19 +16,16 @@ from fedveil.federation.checkpoint import BEST, MODEL
 from fedveil.federation.fitting import Callback
 from fedveil.federation.local import Federation
 from fedveil.federation.server import Server
-from fedveil.federation.setting import RECORDS
-from fedveil.federation.stored import Folder
+from fedveil.federation.state import RECORDS, Folder
 from fedveil.files import write_whole
 from fedveil.locks import locked
 from fedveil.plain_json import read_json, to_json
 from fedveil.report import write
-from fedveil.runs.build import build_federation, load_data, load_factory, named_model
-from fedveil.runs.choices import applicable, format_command
+from fedveil.runs.build import build_federation, choose_loss, load_data, load_factory, named_model
+from fedveil.runs.choices import applicable_values, format_command
 from fedveil.runs.config import HOME, SCHEMA, Config, Value, check_schema, configure, read_file, refuse_code
-from fedveil.runs.losses import choose_loss
-from fedveil.runs.metrics import Metrics
 from fedveil.runs.page import run_page
-from fedveil.runs.summary import RunSummary, read_rounds, summarise
+from fedveil.runs.results import MetricsFile, RunSummary, read_rounds, summarise
 
 SHAPES = "model.json"
 RUN = (checkpoint.LAST, checkpoint.PREVIOUS, MODEL, "summary.json")  # any of them shows that there is a run
@@ -49,15 +46,15 @@ def check_folder(folder: Path, config: Config, resume: bool) -> None:
     if not resume:
         fix = "add --resume (resume=True in Python) to continue it, or choose another --out"
         raise BadArgument(str(folder), "there is a run in this folder", fix)
-    old = _config_in(folder).flat()
-    for name, value in applicable(config).items():
-        if name != "epochs" and old[name] != value:
-            what = f"the run here has {name} = {old[name]!r}, not {value!r}"
+    old = read_config(folder, trust_code=True)  # it is compared, and builds nothing
+    for name, value in applicable_values(config).items():
+        if name != "epochs" and (before := old.flat()[name]) != value:
             flag = f"--{name.replace('_', '-')}"
-            raise BadArgument(str(folder), what, f"leave out {flag} (only --epochs may grow), or choose another --out")
-    if config.training.epochs < int(str(old["epochs"])):
-        what = f"the run here has {old['epochs']} epochs, more than {config.training.epochs}"
-        raise BadArgument(str(folder), what, f"use --epochs {old['epochs']} or more; --patience stops a run early")
+            fix = f"leave out {flag} (only --epochs may grow), or choose another --out"
+            raise BadArgument(str(folder), f"the run here has {name} = {before!r}, not {value!r}", fix)
+    if config.training.epochs < (epochs := old.training.epochs):
+        what = f"the run here has {epochs} epochs, more than {config.training.epochs}"
+        raise BadArgument(str(folder), what, f"use --epochs {epochs} or more; --patience stops a run early")
 
 
 def read_config(folder: Folder, *, trust_code: bool = False, named: Collection[str] = ()) -> Config:
@@ -69,17 +66,13 @@ def read_config(folder: Folder, *, trust_code: bool = False, named: Collection[s
             and so runs its code; a folder from elsewhere may name any.
         named: keys that the user has named as code already.
     """
-    config = _config_in(Path(folder))
-    if not trust_code:
-        refuse_code(config.flat(), str(Path(folder) / "config.json"), named)
-    return config
-
-
-def _config_in(folder: Path) -> Config:
-    path = folder / "config.json"
+    path = Path(folder) / "config.json"
     if not path.is_file():
         raise BadArgument(str(folder), "holds no run: no config.json", "name a folder that `fedveil train` wrote")
-    return configure(read_file(path), str(path))
+    config = configure(read_file(path), str(path))
+    if not trust_code:
+        refuse_code(config.flat(), str(path), named)
+    return config
 
 
 def is_finished(config: Config, folder: Path) -> bool:
@@ -90,10 +83,9 @@ def is_finished(config: Config, folder: Path) -> bool:
         return False
     if state["round"] != read_rounds(folder):
         return False
-    found = _config_in(folder)
+    found = read_config(folder, trust_code=True)
     wanted = config if config.training.loss else config.changed(loss=found.training.loss)
-    old = found.flat()
-    return all(old[key] == value for key, value in applicable(wanted).items())
+    return applicable_values(wanted).items() <= found.flat().items()
 
 
 def open_run(folder: Folder, data: Data | None = None, *, trust_code: bool = False) -> tuple[Config, Federation]:
@@ -125,19 +117,17 @@ def load_model(
         network = _architecture(home, trust_code) if model is None else model
         network.load_state_dict(values)
     except SafetensorError as error:
-        raise BadArgument(
-            str(path), f"is damaged: {error}", "use --resume to write it again from the checkpoint"
-        ) from error
+        fix = "use --resume to write it again from the checkpoint"
+        raise BadArgument(str(path), f"is damaged: {error}", fix) from error
     except RuntimeError as error:
-        raise BadArgument(
-            str(path), f"its values are of another model: {error}", "pass load_model(..., model=)"
-        ) from error
+        what = f"its values are of another model: {error}"
+        raise BadArgument(str(path), what, "pass load_model(..., model=)") from error
     return network.eval()
 
 
 def _is_newest(path: Path) -> bool:
     """Return whether a file of values exists, and no checkpoint beside it is of a later round."""
-    last = checkpoint.header(path.parent / checkpoint.LAST)
+    last = checkpoint.read_tag(path.parent / checkpoint.LAST)
     return path.is_file() and (last is None or checkpoint.round_of_values(path) >= last.round)
 
 
@@ -162,7 +152,7 @@ def _values_in_checkpoint(folder: Path, best: bool) -> Mapping[str, Tensor]:
 def _architecture(folder: Path, trust_code: bool) -> nn.Module:
     """Return the network of a run with new values."""
     if not (folder / "config.json").is_file():
-        what = "there is no config.json, which says what network it is"
+        what = "there is no config.json, which names the network"
         raise BadArgument(str(folder), what, "pass load_model(folder, model=the network)")
     config = read_config(folder, trust_code=trust_code)
     if ":" in config.model.name:
@@ -221,7 +211,7 @@ def train(
 def _write_config(folder: Path, config: Config, data: Data) -> None:
     """Write the configuration, and the shape of the records that a model of the library is built for."""
     sections: dict[str, dict[str, Value]] = {}
-    for key, value in applicable(config).items():
+    for key, value in applicable_values(config).items():
         sections.setdefault(HOME[key], {})[key] = value
     write_whole(folder / "config.json", json.dumps({"schema": SCHEMA, **sections}, indent=2) + "\n")
     if isinstance(data.train.inputs, Tensor):
@@ -262,7 +252,7 @@ def record_run(
     """
     folder, test = Path(folder), (data.test.inputs, data.test.targets)
     with locked(folder):
-        with Metrics(folder / "metrics.jsonl", server) as metrics:
+        with MetricsFile(folder / "metrics.jsonl", server) as metrics:
             server.fit(
                 epochs,
                 rounds=rounds,

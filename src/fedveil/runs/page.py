@@ -3,24 +3,22 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedveil.data import Data
-from fedveil.federation.evaluate import METRICS, metrics, moved, predict, predicted
+from fedveil.federation.evaluate import METRICS, metrics, move_inputs, predict, predict_classes
 from fedveil.federation.history import History
 from fedveil.federation.server import Server
 from fedveil.graph import Plan
-from fedveil.graph.describe import known_in_words
+from fedveil.graph.coverage import known_in_words
 from fedveil.report import Beside, Curves, Facts, Matrix, Page, Section, Table, Text
 from fedveil.runs.config import Value
-from fedveil.runs.losses import primary_metric
-from fedveil.runs.summary import RunSummary
+from fedveil.runs.results import RunSummary, primary_metric
 from fedveil.scheme import Broadcast, Loss, client_view
 from fedveil.scheme.outputs import head_axis
 
 SERVER, NO_DATA = "the server's model", " (no data needed)"
 MOST_CLASSES = 20
-NEAR = 0.2  # of the server's metric: a client within this fraction has the model
 WINDOWS = 60  # points of a line that is drawn as median and band
 
 PROTECTION = (
@@ -28,23 +26,17 @@ PROTECTION = (
     "An adaptive client removes it without any data: from the public offset it gets most predictions, from two "
     "consecutive broadcasts nearly all (fedveil audit measures both).",
 )
-KEPT = "Factors, permutation and direction of the noise were kept over rounds; only the offset was new in each of them."
+KEPT = "Factors, permutation and direction of the noise were kept over rounds; only the offset was drawn in each round."
 REDRAWN = (
-    "They were drawn {} times at least, because the run was resumed: kept noise is in no checkpoint. A client that was "
-    "there before and after has broadcasts under two draws, and needs no data to remove the noise from them."
+    "They were drawn {} times at least, because the run was resumed, and a checkpoint does not contain noise. A client "
+    "that took part before and after has broadcasts under two draws, and needs no data to remove the noise from them."
 )
 GUARANTEE = (
     "Epsilon bounds what all others together learn about one client's data from the models of all rounds, compared "
-    "with models made without this client's gradients (epsilon_replace: with other data in its place). It does not "
-    "bind the server. This page is the server's: what it says about test data, errors and clipping carries no noise."
+    "with models made without this client's gradients (epsilon_replace: with other data instead). It does not bind "
+    "the server. This page is for the server only: its figures on test data, errors and clipping carry no noise."
 )
 SPENT = "The most that any client has spent, at the delta of the configuration."
-
-
-def confusion(outputs: Tensor, targets: Tensor, classes: int, axis: int | None = None) -> list[list[int]]:
-    """Return counts of records (or positions): one row per true class, one column per answer."""
-    cells = torch.bincount((targets * classes + predicted(outputs, targets, axis)).flatten(), minlength=classes**2)
-    return [[int(count) for count in row] for row in cells.reshape(classes, classes)]
 
 
 def client_models(federation: Server) -> dict[str, nn.Module]:
@@ -59,21 +51,26 @@ def client_models(federation: Server) -> dict[str, nn.Module]:
     return views
 
 
+def _find_device(views: Mapping[str, nn.Module]) -> torch.device:
+    return next(next(iter(views.values())).parameters()).device
+
+
 def scores(views: Mapping[str, nn.Module], data: Data, loss: Loss | None = None) -> dict[str, dict[str, float]]:
     """Return the test metrics of each view."""
-    device = next(next(iter(views.values())).parameters()).device
-    inputs, targets = moved(data.test.inputs, device), data.test.targets.to(device)
+    device = _find_device(views)
+    inputs, targets = move_inputs(data.test.inputs, device), data.test.targets.to(device)
     return {name: metrics(predict(view, inputs), targets, loss, axis=head_axis(view)) for name, view in views.items()}
 
 
 def confusions(views: Mapping[str, nn.Module], data: Data) -> dict[str, list[list[int]]]:
-    """Return the confusion matrices of the first two views."""
-    device = next(next(iter(views.values())).parameters()).device
-    inputs, targets = moved(data.test.inputs, device), data.test.targets
-    return {
-        view: confusion(predict(model, inputs).cpu(), targets, data.outputs, head_axis(model))
-        for view, model in list(views.items())[:2]
-    }
+    """Return the confusion matrices of the first two views: a row per true class, a column per answer."""
+    classes, found = data.outputs, {}
+    for name, view in list(views.items())[:2]:
+        outputs = predict(view, move_inputs(data.test.inputs, _find_device(views))).cpu()
+        answers = predict_classes(outputs, data.test.targets, head_axis(view))
+        cells = torch.bincount((data.test.targets * classes + answers).flatten(), minlength=classes**2)
+        found[name] = cells.reshape(classes, classes).tolist()
+    return found
 
 
 def view_sections(views: Mapping[str, nn.Module], data: Data, name: str, found: Mapping[str, float]) -> list[Section]:
@@ -92,26 +89,15 @@ def quality(name: str, value: float) -> str:
 
 
 def verdict(name: str, found: Mapping[str, float], budget: str = "") -> str:
-    """Return the result of a run in one sentence: one metric of the server's model, and of the clients' copies.
-
-    Names of views are those of `client_models`. Where the copies are poor, the sentence names what was not measured: an
-    adaptive client may have more.
-    """
-    server, received, *removed = found.values()
-    near = [abs(value - server) <= NEAR * abs(server) for value in (received, *removed)]
-    own, sees, *without = (quality(name, value) for value in found.values())
-    said = f"Test {name} {own}{budget}; a client's copy of the model has {sees} as received"
-    if near[0]:
-        return f"Test {name} {own}{budget}; clients receive a model that is about as good ({sees})."
-    if not removed:
-        return f"{said}; what an adaptive client makes of it is not measured here."
-    if near[1]:
-        return f"{said}, but {without[0]} once the client removes the offset, without any data."
-    return f"{said}, {without[0]} without the offset; what two broadcasts reveal is not measured here."
+    """Return the result of a run in one sentence: one metric of the views of `client_models`, in their order."""
+    server, received, *removed = (quality(name, value) for value in found.values())
+    without = f", {removed[0]} with the offset removed" if removed else ""
+    copy = f"a client's copy has {received} as received{without} (fedveil audit measures adaptive clients)"
+    return f"Test {name} {server}{budget}; {copy}."
 
 
 SHARES = {
-    "scaled": "multiplied by secret factors, or masked additively (the final layer)",
+    "scaled": "multiplied by secret factors, or with additive noise (the final layer)",
     "signed": "multiplied by secret signs",
     "moved": "sent as they are, at secret positions",
     "bare": "sent as they are",
@@ -122,14 +108,14 @@ def veil_sections(plan: Plan, draws: int = 0) -> list[Section]:
     """Return how much of the model a veil perturbs, and what that protects; `draws` of noise kept over rounds."""
     rows = [[kind, f"{100 * plan.shares[kind]:.1f} %", words] for kind, words in SHARES.items()]
     note = "Each value counts once, under the strongest. " + (known_in_words(plan) or "")
-    table = Table("What the veil covers", ["parameters' values", "share", "in each broadcast"], rows, note.strip())
+    table = Table("What the veil perturbs", ["parameters' values", "share", "in each broadcast"], rows, note.strip())
     kept = [KEPT, *([REDRAWN.format(draws)] if draws > 1 else [])] if draws else []
     return [table, Text("What is and is not protected", (*PROTECTION, *kept))]
 
 
 ESTIMATED = (
-    "What the defence itself does to the gradient. Veil: estimated by the server from the terms it adds up. PPDL: "
-    "measured beside it. A defence that is not here does not know it, or adds none."
+    "Error that the defence adds to the gradient. Veil: estimated by the server from the terms of its sum. PPDL: "
+    "measured. A defence that is not shown adds none, or does not report it."
 )
 
 
@@ -160,16 +146,17 @@ def error_section(errors: Mapping[str, Sequence[tuple[int, float]]], note: str) 
             low, middle, high = torch.quantile(values, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
             lines.setdefault(run, []).append((points[min(start + size // 2, len(points) - 1)][0], middle))
             bands.setdefault(run, []).append((low, high))
-    said = f"Median of {size} rounds each; the band holds 80 % of them. {note}" if size > 1 else note
+    if size > 1:
+        note = f"Median of {size} rounds each; the band holds 80 % of them. {note}"
     shown = bands if size > 1 else {}
-    return Curves("Relative error of the gradient", "round", "error", lines, True, said, bands=shown)
+    return Curves("Relative error of the gradient", "round", "error", lines, True, note, bands=shown)
 
 
 def cost_section(histories: Mapping[str, History]) -> Section:
     """Return the seconds of each run."""
     rows = []
     for run, history in histories.items():
-        seconds, rounds = history.records[-1]["seconds"], len(history.records)
+        seconds, rounds = history.records[-1].seconds, len(history.records)
         rows.append([run, str(rounds), f"{seconds:.1f}", f"{1e3 * seconds / rounds:.2f}"])
     return Table("Cost", ["run", "rounds", "seconds", "ms per round"], rows, "Evaluation included.")
 

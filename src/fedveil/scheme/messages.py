@@ -1,24 +1,24 @@
-"""Messages: a Broadcast from the server to clients, an Update back.
+"""Messages: a `Broadcast` from the server to clients, and their `Update`.
 
-Both turn into plain values and tensors (`pack`), which `fedveil.wire` makes bytes of, and back (`unpack`).
+`pack` turns them into plain values and tensors, which `fedveil.wire` serialises, and `unpack` is its inverse.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, cast
+from dataclasses import dataclass, fields, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from fedveil.checks import number, one_of
+from fedveil.checks import check_choice, is_number
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.head import TAILS, WITHIN, Tail
-from fedveil.graph.layout import Inside
-from fedveil.scheme.decoys import MOST_DECOYS
+from fedveil.graph.plan import ModelState
 from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_loss
-from fedveil.wire import Packed, Tensors, add_prefix, checked, strip_prefix
+from fedveil.scheme.torch_losses import TorchLoss, build_module, is_module
+from fedveil.wire import Packed, Tensors, Values, add_prefix, check_fields, strip_prefix
 
-MOST_GROUPS = MOST_DECOYS
+MOST_GROUPS = MOST_DECOYS = 64  # that clients accept
 MOST_PASSES = MOST_GROUPS + 2  # gradients that a client computes of a batch, and sends
 MOST_AXES, MOST_CLASSES = 8, 2**18  # of a model's outputs
 LARGEST = 1e100  # of a setting that is a number: products with it stay inside float64
@@ -33,13 +33,13 @@ class PublicHead:
     Attributes:
         path: the head's module.
         weight, bias: names of its weight, and of its bias if it has one.
-        masked_bias: whether the bias carries the same noise, as the weight of an input that is always 1. One that is
-            close to zero does not: it would show the noise.
+        noisy_bias: whether the bias has the same noise, as the weight of an input that is always 1. One that is close
+            to zero does not: it would show the noise.
         direction: r_a, one number per output.
         partition: the group of each output.
         offset: the size of the noise, one number per group; the paper's gamma is this plus the anchor's secret share.
         candidates: offsets for which clients compute gradients, one row each; one of them is true, the others decoys.
-            None for squared error by its own terms.
+            There are none for squared error, which has its own terms.
         dim, axis: which dim counts outputs, of the weight and of what takes the noise.
         tail: what follows the head, see `fedveil.graph.head.Head`.
 
@@ -50,7 +50,7 @@ class PublicHead:
     path: str
     weight: str
     bias: str | None
-    masked_bias: bool
+    noisy_bias: bool
     direction: Tensor
     partition: Tensor
     offset: Tensor
@@ -80,7 +80,7 @@ class PublicHead:
         return self.tail in WITHIN
 
     def noise(self, like: Tensor) -> Tensor:
-        """For each candidate t a row t o r_a, one number per output, in the dtype of `like`."""
+        """Return t o r_a for each candidate t, one number per output, in the dtype of `like`."""
         return (self.candidates[:, self.partition] * self.direction.double()).to(like)
 
 
@@ -90,46 +90,54 @@ _HEAD_TENSORS = tuple(each.name for each in fields(PublicHead) if each.type is T
 _HEAD = {each.name: each.type for each in fields(PublicHead) if each.type is not Tensor} | {"tail": str}
 
 
-def _check_forms(where: str, values: object, tensors: object) -> None:
-    """Refuse what is not a dict of values and one of tensors by name."""
-    for what, found in (("values", values), ("tensors", tensors)):
-        if not isinstance(found, Mapping) or not all(type(name) is str for name in found):
-            raise BadArgument(where, f"{what} are {type(found).__name__}, not a dict by name")
+def _split_tensors(where: str, values: Values, tensors: Mapping[str, Tensor], *prefixes: str) -> list[Tensors]:
+    """Return the tensors with each prefix, without it; refuse others, and whatever is not a dict by name."""
+    for what, given in (("values", values), ("tensors", tensors)):
+        if not isinstance(given, Mapping) or not all(type(name) is str for name in given):
+            raise BadArgument(where, f"{what} are {type(given).__name__}, not a dict by name")
+    found = [strip_prefix(prefix, tensors) for prefix in prefixes]
+    if sum(map(len, found)) < len(tensors):
+        strange = next(name for name in tensors if name.partition("/")[0] not in prefixes or "/" not in name)
+        raise BadArgument(where, f"{strange[:80]!a} was not asked for")
+    return found
 
 
-def known_loss(where: str, loss: str, loss_settings: Mapping[str, Any], own: Loss | None) -> Loss:
-    """The loss that the server named; a user's own function does not travel, and has to be given."""
+def known_loss(where: str, loss: str, loss_settings: Values, own: Loss | None) -> Loss:
+    """Return the loss that the server named; a user's own function is not sent, and has to be given."""
     if own is not None and own.name != loss:
         raise BadArgument(where, f"the server's loss is {loss!r}, the one given {own.name!r}")
-    if own is None and loss not in LOSSES:
-        raise BadArgument(where, f"the loss {loss!r} is the server's own function", f"{where}(..., loss=it)")
+    if own is None and loss not in LOSSES and not is_module(loss):
+        raise BadArgument(where, f"the loss {loss!r} is the server's own function", f"call {where}(..., loss=function)")
     return own or _build_loss(loss, loss_settings)
 
 
-def _build_loss(name: str, settings: Mapping[str, Any]) -> Loss:
-    """A loss with settings that it has: numbers, lists of numbers or None."""
-    known = LOSSES[name]().settings()
-    found: dict[str, Any] = {}
+def _build_loss(name: str, settings: Values) -> Loss:
+    """Build a loss with settings of the types of its defaults; in place of None, a setting may be a list of numbers."""
+    usual = LOSSES[name]() if name in LOSSES else build_module(name, {})
+    known, found = usual.settings(), dict[str, bool | int | float | str | tuple[float, ...] | None]()
     for key, value in settings.items():
-        numbers = value if isinstance(value, list | tuple) else [value]
         if key not in known:
             fix = f"use {', '.join(known)}" if known else "send none"
             raise BadArgument("loss", f"{name} has no settings {str(key)[:40]!a}", fix)
-        if len(numbers) > MOST_CLASSES:
-            raise BadArgument("loss", f"{key} of {name} has {len(numbers)} numbers, more than {MOST_CLASSES}")
-        if value is not None and not all(number(own) and abs(own) <= LARGEST for own in numbers):
-            raise BadArgument("loss", f"{key} of {name} must be a finite number, a list of them or None")
-        found[key] = value if value is None else tuple(map(float, value)) if numbers is value else float(value)
+        listed, single = known[key] is None and isinstance(value, list | tuple), isinstance(known[key], float)
+        numbers = value if listed else [value] if single else []
+        fits = listed or single or type(value) is type(known[key])
+        if not fits or len(numbers) > MOST_CLASSES or not all(is_number(n) and abs(n) <= LARGEST for n in numbers):
+            form = "a list of numbers or None" if known[key] is None else f"a {type(known[key]).__name__}"
+            raise BadArgument("loss", f"{key} of {name} must be {form}, finite and of reasonable size")
+        found[key] = tuple(map(float, value)) if listed else float(value) if single else value
     try:
-        return LOSSES[name](**found)
-    except TypeError as error:  # a list for a number, or a number for a list
+        return build_module(name, found) if isinstance(usual, TorchLoss) else replace(usual, **found)
+    except BadArgument:
+        raise
+    except ValueError as error:  # torch's
         raise BadArgument("loss", f"{name} cannot be built: {error}") from error
 
 
-def match_model(own: Inside, parameters: Tensors, buffers: Tensors, *, complete: bool) -> None:
+def match_model(own: ModelState, parameters: Tensors, buffers: Tensors, *, complete: bool) -> None:
     """Refuse tensors that are not those of the client's model, by name, shape or dtype, and missing buffers.
 
-    Floating tensors may all be in one other dtype that torch computes in: clients compute in the dtype that travels.
+    Floating tensors may all be in one other dtype that torch computes in: clients compute in the dtype that was sent.
 
     Args:
         own: the client's model.
@@ -150,7 +158,7 @@ def match_model(own: Inside, parameters: Tensors, buffers: Tensors, *, complete:
 
 
 def _match_shapes(sent: Mapping[str, Tensor], own: Mapping[str, Tensor], *, complete: bool) -> bool:
-    """Refuse tensors of other names or shapes; returns whether all dtypes are the same."""
+    """Refuse tensors of other names or shapes; return whether all dtypes are the same."""
     alike = True
     for name, value in sent.items():
         tensor = own.get(name)
@@ -166,26 +174,28 @@ def _match_shapes(sent: Mapping[str, Tensor], own: Mapping[str, Tensor], *, comp
 
 
 def check_trainable(trainable: Collection[str], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse names of parameters to train that did not travel, that have no gradient or that occur twice; and none."""
-    strange = [name for name in trainable if name not in parameters or not _has_gradient(parameters[name])]
+    """Refuse names of parameters to train that were not sent, have no gradient or occur twice; and an empty list."""
+    differentiable = {name for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
+    strange = [name for name in trainable if name not in differentiable]
     if strange or not trainable or len(set(trainable)) < len(trainable):
         what = f"{strange[0][:80]!a} cannot be trained" if strange else "trainable names nothing, or something twice"
         raise ModelMismatch("broadcast", what, SAME_CODE)
 
 
-def _has_gradient(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def select_row(buffers: Tensors, row: int) -> Tensors:
+    """Return one row of each floating-point buffer that has one per candidate; counters have none."""
+    return {name: value[row] if value.is_floating_point() else value for name, value in buffers.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """All that leaves the server in a round.
+    """Everything that the server sends in a round.
 
     Attributes:
         round, model: names of the round and of the architecture, for the update to quote.
         loss: what clients minimise.
-        parameters: the veiled parameters; the head's centred (anchored).
-        buffers: the veiled buffers, counters among them.
+        parameters: the perturbed parameters; the head without its public offset (anchored).
+        buffers: the perturbed buffers, and counters.
         trainable: names of the parameters whose gradients are wanted.
         training: paths of the modules that must be in training mode; all others in evaluation mode.
         head: None if the head is exposed.
@@ -204,9 +214,9 @@ class Broadcast:
     continued: bool = False
 
     def pack(self) -> Packed:
-        """Plain values and tensors."""
+        """Return plain values and tensors."""
         tensors = add_prefix("parameter", self.parameters) | add_prefix("buffer", self.buffers)
-        values: dict[str, Any] = {"round": self.round, "model": self.model}
+        values: Values = {"round": self.round, "model": self.model}
         values |= {"trainable": list(self.trainable), "training": list(self.training)}
         values |= {"loss": self.loss.name, "loss_settings": self.loss.settings(), "head": None}
         if self.head:
@@ -216,36 +226,32 @@ class Broadcast:
 
     @classmethod
     def unpack(
-        cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor], loss: "Loss | Function | str | None" = None
+        cls, values: Values, tensors: Mapping[str, Tensor], loss: "Loss | Function | str | None" = None
     ) -> "Broadcast":
-        """The inverse of `pack`; a user's own loss does not travel and has to be given."""
+        """Invert `pack`; a user's own loss is not sent and has to be given."""
         where = "Broadcast.unpack"
-        _check_forms(where, values, tensors)
-        found = checked(where, values, _BROADCAST)
+        parameters, buffers, public = _split_tensors(where, values, tensors, "parameter", "buffer", "head")
+        found = check_fields(where, values, _BROADCAST)
         found |= {name: tuple(found[name]) for name in ("trainable", "training")}
         own = None if loss is None else find_loss(loss)
         if own is None or "loss" in values:
-            own = known_loss(where, **checked(where, values, {"loss": str, "loss_settings": dict}), own=own)
-        parameters, buffers = strip_prefix("parameter", tensors), strip_prefix("buffer", tensors)
+            own = known_loss(where, **check_fields(where, values, {"loss": str, "loss_settings": dict}), own=own)
         check_trainable(found["trainable"], parameters)
-        public, head = strip_prefix("head", tensors), None
-        if values.get("head") is not None:
-            head = _read_head(where, checked(where, values, {"head": dict})["head"], public, parameters)
+        has_head, head = values.get("head") is not None, None
+        if public.keys() != set(_HEAD_TENSORS if has_head else ()):
+            wanted = ", ".join(_HEAD_TENSORS) if has_head else "none"
+            raise BadArgument(where, f"the head's tensors must be {wanted}, got {str(sorted(public))[:200]}")
+        if has_head:
+            head = _read_head(where, check_fields(where, values, {"head": dict})["head"], public, parameters)
             if not head.decoys and (head.within or not isinstance(own, SquaredError)):
                 raise BadArgument(where, f"the head has no candidates, and {own.name} needs some here")
-        if len(parameters) + len(buffers) + (len(_HEAD_TENSORS) if head else 0) < len(tensors):
-            strange = next(name for name in tensors if not name.startswith(("parameter/", "buffer/")))
-            raise BadArgument(where, f"{strange[:80]!a} was not asked for")
         return cls(loss=own, parameters=parameters, buffers=buffers, head=head, **found)
 
 
-def _read_head(where: str, values: Mapping[str, Any], public: Tensors, parameters: Tensors) -> PublicHead:
-    """The public part of a head that is one of these parameters."""
-    named = checked(where, values, _HEAD)
-    named["tail"] = cast(Tail, one_of(where, "tail", named["tail"], TAILS))
-    for name in _HEAD_TENSORS:
-        if name not in public:
-            raise BadArgument(where, f"the head's tensor {name!r} is missing")
+def _read_head(where: str, values: Values, public: Tensors, parameters: Tensors) -> PublicHead:
+    """Read the public part of a head whose weight and bias are among these parameters."""
+    named = check_fields(where, values, _HEAD)
+    named["tail"] = cast(Tail, check_choice(where, "tail", named["tail"], TAILS))
     direction, partition, offset, candidates = (public[name] for name in _HEAD_TENSORS)
     weight, bias, dim = parameters.get(named["weight"]), parameters.get(named["bias"] or ""), named["dim"]
     if weight is None or (bias is None) != (named["bias"] is None):
@@ -265,7 +271,7 @@ def _read_head(where: str, values: Mapping[str, Any], public: Tensors, parameter
             raise ModelMismatch("head", f"its {name} is not one of {outputs} outputs in {groups} groups", SAME_CODE)
     if not 0 <= int(partition.min()) <= int(partition.max()) < groups:
         raise ModelMismatch("head", f"its partition has other groups than 0 to {groups - 1}", SAME_CODE)
-    return PublicHead(**(named | {name: public[name] for name in _HEAD_TENSORS}))
+    return PublicHead(**(named | public))
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,8 +283,8 @@ class Update:
         samples: how many samples the passes are averages over.
         passes: gradients by name, with one more axis in front: the passes G^, sigma~_1 ... sigma~_m, beta, or one for
             each of the broadcast's candidates.
-        buffers: the client's buffers after its forward pass, still veiled; with a row per candidate where what follows
-            the head ran once for each.
+        buffers: the client's buffers after its forward pass, still perturbed; with a row per candidate where the
+            operations after the head ran once for each.
     """
 
     round: str
@@ -288,18 +294,12 @@ class Update:
     buffers: Tensors
 
     def pack(self) -> Packed:
-        """Plain values and tensors."""
+        """Return plain values and tensors."""
         tensors = add_prefix("passes", self.passes) | add_prefix("buffer", self.buffers)
         return {name: getattr(self, name) for name in _UPDATE}, tensors
 
     @classmethod
-    def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "Update":
-        """The inverse of `pack`; refuses tensors that are neither passes nor buffers."""
-        where = "Update.unpack"
-        _check_forms(where, values, tensors)
-        found = checked(where, values, _UPDATE)
-        update = cls(**found, passes=strip_prefix("passes", tensors), buffers=strip_prefix("buffer", tensors))
-        if len(update.passes) + len(update.buffers) < len(tensors):
-            strange = next(name for name in tensors if not name.startswith(("passes/", "buffer/")))
-            raise BadArgument(where, f"{strange[:80]!a} was not asked for")
-        return update
+    def unpack(cls, values: Values, tensors: Mapping[str, Tensor]) -> "Update":
+        """Invert `pack`."""
+        passes, buffers = _split_tensors("Update.unpack", values, tensors, "passes", "buffer")
+        return cls(**check_fields("Update.unpack", values, _UPDATE), passes=passes, buffers=buffers)

@@ -1,27 +1,76 @@
-"""The one-time noise of a round (paper, Sec. 4.1, "Random noises selection")."""
+"""The one-time noise of a round and the source of its random numbers (paper, Sec. 4.1, "Random noises selection")."""
 
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedveil.checks import is_number
 from fedveil.errors import BadArgument
 from fedveil.graph.plan import Plan
 from fedveil.graph.solve import Integers
-from fedveil.scheme.decoys import MOST_DECOYS
-from fedveil.scheme.entropy import Entropy
 from fedveil.scheme.losses import Loss, SquaredError
-from fedveil.scheme.messages import MOST_GROUPS
+from fedveil.scheme.messages import MOST_DECOYS, MOST_GROUPS
 
 SMALLEST_SIZE, LARGEST_SIZE = 1e-30, 1e30  # of the offset
 DEFAULT_DECOYS = 2  # as many passes as squared error with one group
+CHEAPEST = ", which hides as much on average as more groups and costs least"
 LARGEST_FACTOR = 1e6  # beyond it, products of a few factors overflow float32
 
 Reals = NDArray[np.float64]
+
+
+class Entropy:
+    """A source of random 64-bit words: the operating system, or, for tests only, a seed."""
+
+    def __init__(self) -> None:
+        self._bytes: Callable[[int], bytes] = os.urandom
+        self.for_tests_only = False
+
+    @classmethod
+    def for_tests(cls, seed: int) -> "Entropy":
+        """Return a repeatable source, which keeps no secrets: servers and clients on a network refuse it."""
+        source = cls()
+        source._bytes = np.random.Generator(np.random.PCG64(seed)).bytes
+        source.for_tests_only = True
+        return source
+
+    def words(self, count: int) -> NDArray[np.uint64]:
+        """Draw uniform 64-bit numbers."""
+        return np.frombuffer(self._bytes(8 * count), dtype=np.uint64)
+
+    def token(self) -> str:
+        """Draw the name of a round."""
+        return self._bytes(16).hex()
+
+    def log_uniform(self, count: int, width: Reals, signed: NDArray[np.uint64]) -> Reals:
+        """Draw `count` rows of exp(u), u uniform in [-width, width), from 53 bits; of random sign where `signed`."""
+        words = self.words(count * len(width)).reshape(count, -1)
+        size: Reals = np.exp((words >> np.uint64(11)) * (width * 2**-52) - width)
+        return size * (1.0 - 2.0 * (words & signed))
+
+    def keys(self, count: int) -> NDArray[np.uint32]:
+        """Draw uniform 32-bit numbers to sort by."""
+        return np.frombuffer(self._bytes(4 * count), dtype=np.uint32)
+
+    def fractions(self, count: int) -> Reals:
+        """Draw numbers that are uniform in [-1/2, 1/2), from 16 bits each."""
+        words = np.frombuffer(self._bytes(2 * count), dtype=np.uint16).astype(np.float64)
+        return words * 2.0**-16 - 0.5
+
+    def normal(self, count: int) -> Reals:
+        """Draw standard normal numbers, each from 52 bits of a separate random word.
+
+        A torch.Generator would derive all of them from one seed of 32 bits.
+        """
+        uniform = ((self.words(count) >> np.uint64(12)) + 0.5) * 2.0**-52  # never 0 or 1
+        found: Reals = torch.special.ndtri(torch.from_numpy(uniform)).numpy()
+        return found
 
 
 @dataclass(frozen=True)
@@ -36,8 +85,8 @@ class NoiseSettings:
         decoys: number of false offsets of the head that are sent with the true one, at most 64; clients compute one
             gradient for each. Default 2, and none for squared error if nothing follows the head: its m + 2 terms
             need none.
-        keep_noise: draw factors, permutation, direction and partition once and keep them for all rounds, in memory
-            only (docs/defences/veil.md says what that reveals).
+        keep_noise: draw factors, permutation, direction and partition once and keep them in memory for all rounds
+            (docs/defences/veil.md says what that reveals).
 
     Raises:
         BadArgument: a value out of range.
@@ -51,22 +100,19 @@ class NoiseSettings:
     keep_noise: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.groups) is not int or not 1 <= self.groups <= MOST_GROUPS:
-            what = f"groups must be an integer from 1 to {MOST_GROUPS}, got {self.groups!r}"
-            raise BadArgument("Veil", what, "use groups=1: it hides as much on average and costs least")
-        _check_size("additive", self.additive, SMALLEST_SIZE, LARGEST_SIZE)
-        _check_size("multiplicative", self.multiplicative, 1.0, LARGEST_FACTOR)
-        if self.decoys is not None and (type(self.decoys) is not int or not 1 <= self.decoys <= MOST_DECOYS):
-            what = f"decoys must be an integer from 1 to {MOST_DECOYS}, got {self.decoys!r}"
+        _check_count("groups", self.groups, MOST_GROUPS, f"use groups=1{CHEAPEST}")
+        check_range("Veil", "additive", self.additive, SMALLEST_SIZE, LARGEST_SIZE)
+        check_range("Veil", "multiplicative", self.multiplicative, 1.0, LARGEST_FACTOR)
+        if self.decoys is not None:
             fix = f"use decoys={DEFAULT_DECOYS}: clients compute a gradient for each decoy and one more"
-            raise BadArgument("Veil", what, fix)
+            _check_count("decoys", self.decoys, MOST_DECOYS, fix)
 
     def check_groups(self, plan: Plan) -> None:
         """Refuse more groups than the model has outputs."""
         outputs = plan.head.outputs if plan.head else 1
         if self.groups > outputs:
-            fix = f"use groups=1, which hides as much on average and costs least; the maximum is groups={outputs}"
-            raise BadArgument("Veil", f"groups must be at most {outputs}, the model's outputs, got {self.groups}", fix)
+            what = f"groups must be at most {outputs}, the model's outputs, got {self.groups}"
+            raise BadArgument("Veil", what, f"use groups=1{CHEAPEST}")
 
     def count_decoys(self, plan: Plan, loss: Loss) -> int:
         """Return the number of decoys for a model and a loss."""
@@ -76,9 +122,16 @@ class NoiseSettings:
         return 0 if has_own_terms else DEFAULT_DECOYS
 
 
-def _check_size(name: str, value: float, least: float, most: float) -> None:
-    if not (isinstance(value, int | float) and least <= value <= most):
-        raise BadArgument("Veil", f"{name} must be a number from {least:g} to {most:g}, got {value!r}")
+def _check_count(name: str, value: int, most: int, fix: str) -> None:
+    if type(value) is not int or not 1 <= value <= most:
+        raise BadArgument("Veil", f"{name} must be an integer from 1 to {most}, got {value!r}", fix)
+
+
+def check_range(where: str, name: str, value: object, least: float, most: float, fix: str | None = None) -> float:
+    """Return a number within a range as a float; refuse anything else."""
+    if not is_number(value) or not least <= value <= most:
+        raise BadArgument(where, f"{name} must be a number from {least:g} to {most:g}, got {value!r}", fix)
+    return float(value)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -90,7 +143,7 @@ class UnitNoise:
         members: the new number of each order class within its kind.
         factors: the factor of each scale slot of the plan.
         shifts: the shift of each order slot of the plan.
-        others: log-uniform numbers for the head.
+        others: log-uniform numbers from which the head's noise is made.
     """
 
     scale: Reals
@@ -104,7 +157,7 @@ class UnitNoise:
 class HeadNoise:
     """The public part of the additive noise: its size, its direction (r_a) and the partition.
 
-    The paper's gamma is the offset plus the anchor's d, which `perturb_model` computes and which is secret.
+    The paper's gamma is the offset plus the anchor's d, which follows from the model and is secret.
     """
 
     offset: Reals
@@ -118,25 +171,18 @@ class HeadNoise:
         return HeadNoise(numbers * additive, self.direction, self.partition)
 
 
-class NoiseShape(NamedTuple):
-    """The parameters of `draw_units`."""
-
-    bound: float  # of the factors
-    others: int  # numbers for the head
-    permute: bool
-
-
-def draw_units(plan: Plan, shape: NoiseShape, count: int, entropy: Entropy) -> list[UnitNoise]:
+def draw_units(plan: Plan, settings: NoiseSettings, count: int, entropy: Entropy) -> list[UnitNoise]:
     """Draw factors and permutations for `count` rounds.
 
-    r is log-uniform in [1/bound, bound], the other numbers in [1/2, 2]; both have a random sign, r as far as its
-    symmetry allows.
+    r is log-uniform in [1/x, x] with x = settings.multiplicative, the head's numbers in [1/2, 2]; both have a random
+    sign, r as far as its symmetry allows.
     """
     width, signed = plan.freedoms
-    widths = np.concatenate([width * math.log(shape.bound), np.full(shape.others, math.log(2))])
-    numbers = entropy.log_uniform(count, widths, np.concatenate([signed, np.ones(shape.others, np.uint64)]))
+    numbers_for_head = settings.groups + plan.head.outputs if plan.head else 0
+    widths = np.concatenate([width * math.log(settings.multiplicative), np.full(numbers_for_head, math.log(2))])
+    numbers = entropy.log_uniform(count, widths, np.concatenate([signed, np.ones(numbers_for_head, np.uint64)]))
     r, others = numbers[:, : len(width)], numbers[:, len(width) :]
-    members = _draw_members(plan, count, entropy if shape.permute else None)
+    members = _draw_members(plan, count, entropy if settings.permute else None)
     rows = r, members, plan.slots.factors(r), plan.slots.shifts(members), others
     return [UnitNoise(*row) for row in zip(*rows, strict=True)]
 

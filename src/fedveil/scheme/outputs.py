@@ -10,11 +10,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, arguments
-from fedveil.scheme.losses import OF_CLASSES, USERS, Loss, one_hot
+from fedveil.scheme.losses import OF_CLASSES, USERS, CrossEntropy, Loss, one_hot
 
 
 def compute_outputs(model: nn.Module, inputs: Inputs, buffers: dict[str, Tensor] | None = None) -> Tensor:
-    """The model's outputs; with `buffers` in place of its own, which the pass updates."""
+    """Return the model's outputs; with `buffers` in place of its own, which the pass updates."""
     args, kwargs = arguments(inputs)
     outputs = torch.func.functional_call(model, buffers, args, kwargs) if buffers else model(*args, **kwargs)
     if not isinstance(outputs, Tensor):
@@ -24,7 +24,7 @@ def compute_outputs(model: nn.Module, inputs: Inputs, buffers: dict[str, Tensor]
 
 
 def head_axis(model: nn.Module) -> int | None:
-    """The class axis of the model's last layer: 1 for a convolution, -1 for a Linear; None without either."""
+    """Return the class axis of the model's last layer: 1 for a convolution, -1 for a Linear; None without either."""
     for module in reversed(list(model.modules())):
         if isinstance(module, _ConvNd | nn.Linear):
             return 1 if isinstance(module, _ConvNd) else -1
@@ -32,7 +32,7 @@ def head_axis(model: nn.Module) -> int | None:
 
 
 def class_axis(outputs: Tensor, targets: Tensor, axis: int | None = None) -> int:
-    """The axis of the outputs that counts classes, 1 or -1.
+    """Return the axis of the outputs that counts classes, 1 or -1.
 
     Class indices have the outputs' shape without that axis. If both axes fit, as for outputs (n, c, c), or neither,
     because targets are dense, `axis` decides; by default it is the last.
@@ -46,35 +46,28 @@ def class_axis(outputs: Tensor, targets: Tensor, axis: int | None = None) -> int
 
 
 def without(shape: torch.Size, axis: int) -> torch.Size:
-    """The shape without an axis."""
+    """Return the shape without an axis."""
     axis %= max(1, len(shape))
     return shape[:axis] + shape[axis + 1 :]
 
 
 def are_classes(outputs: Tensor, targets: Tensor) -> bool:
-    """Whether targets are class indices for these outputs."""
+    """Return whether targets are class indices for these outputs."""
     fits = targets.shape in (without(outputs.shape, -1), without(outputs.shape, 1))
     return fits and not targets.is_floating_point()
 
 
-def check_classes(targets: Tensor, classes: int) -> None:
-    """Refuse class indices without an output of the model."""
-    low, high = int(targets.min()), int(targets.max())
-    if low < 0 or high >= classes:
-        what = f"classes are from {low} to {high}, the model has outputs 0 to {classes - 1}"
-        raise BadArgument("targets", what, f"class indices from 0 to {classes - 1}")
-
-
 def spread(targets: Tensor, outputs: Tensor, axis: int | None = None) -> Tensor:
-    """Class indices as one-hot targets along the class axis, in the outputs' shape."""
+    """Return class indices as one-hot targets along the class axis, in the outputs' shape."""
     place = class_axis(outputs, targets, axis)
     return one_hot(targets, outputs.movedim(place, -1)).movedim(-1, place)
 
 
 def _classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> tuple[Tensor, Tensor, int]:
-    """Outputs with classes last and dense targets, if the loss compares classes; and the axis that was moved."""
+    """Return outputs with classes last and dense targets, if the loss compares classes; and the axis that was moved."""
     if isinstance(loss, OF_CLASSES):
-        place = class_axis(outputs, targets, axis)
+        torchs = isinstance(loss, CrossEntropy) and loss.average_positions and outputs.dim() > 2
+        place = 1 if torchs else class_axis(outputs, targets, axis)
         if place != -1:
             moved = outputs.movedim(place, -1)
             wanted = targets.movedim(place, -1) if targets.shape == outputs.shape else targets
@@ -85,13 +78,13 @@ def _classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None
 
 
 def slope(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
-    """The derivative of the loss with respect to the outputs, in their shape."""
+    """Return the derivative of the loss with respect to the outputs, in their shape."""
     moved, wanted, place = _classes_last(loss, outputs, targets, axis)
     found = loss.gradient(moved, wanted)
     return found if place == -1 else found.movedim(-1, place)
 
 
 def values(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
-    """One number per sample: the loss, summed over positions."""
+    """Return one number per sample: the loss, summed over positions."""
     moved, wanted, _ = _classes_last(loss, outputs, targets, axis)
     return loss.values(moved, wanted)

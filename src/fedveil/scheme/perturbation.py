@@ -1,29 +1,26 @@
-"""The server's secrets: a `VeilSession` for a run, and a `Perturbation` for one broadcast and its updates."""
+"""Perturb a model (paper, Sec. 4.1, "Parameter perturbation"); the secrets of a run and of one broadcast."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
-from weakref import WeakSet
 
-from torch import Tensor, nn
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
 
 from fedveil.errors import BadArgument, UpdateRefused
-from fedveil.graph.plan import Plan
-from fedveil.scheme import ranges
-from fedveil.scheme.decoys import Fit
-from fedveil.scheme.entropy import Entropy
+from fedveil.graph.plan import Plan, check_model
 from fedveil.scheme.losses import Function, Loss, find_loss
-from fedveil.scheme.messages import Broadcast, Update
-from fedveil.scheme.noise import HeadNoise, NoiseSettings, NoiseShape, UnitNoise, draw_head, draw_units
-from fedveil.scheme.perturb import perturb_model
-from fedveil.scheme.recover import recover, recover_each
-from fedveil.scheme.recovery import Recovery, blank_update, check_updates, refuse_non_finite
-from fedveil.scheme.result import Aggregate
-from fedveil.scheme.transform import BufferPool
+from fedveil.scheme.messages import Broadcast, PublicHead, Update
+from fedveil.scheme.noise import Entropy, HeadNoise, NoiseSettings, Reals, UnitNoise, draw_head, draw_units
+from fedveil.scheme.offsets import Fit, anchor, draw_candidates
+from fedveil.scheme.recover import Recovery, blank_update, check_updates, recover, refuse_non_finite
+from fedveil.scheme.result import Aggregate, recover_each
+from fedveil.scheme.transform import BufferPool, Transform
 from fedveil.wire import Tensors
 
-_SESSIONS: "WeakSet[VeilSession]" = WeakSet()
 SLOTS_AHEAD = 2**15  # of noise drawn ahead
 MOST_AHEAD = 16  # rounds
 
@@ -32,8 +29,8 @@ class MemoryOnly:
     """Base of secrets, which never leave the server's memory: they cannot be pickled or copied, and print nothing."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        kind = type(self).__name__
-        raise TypeError(f"a {kind} cannot be pickled or copied: it never leaves the server's memory")
+        what = "cannot be pickled or copied: it never leaves the server's memory"
+        raise TypeError(f"a {type(self).__name__} {what}")
 
     __reduce__ = __reduce_ex__  # type: ignore[assignment]
 
@@ -48,10 +45,10 @@ class Perturbation(MemoryOnly):
         broadcast: everything that the server sends.
     """
 
-    def __init__(self, broadcast: Broadcast, recovery: Recovery, multiplicative: float, pool: BufferPool) -> None:
+    def __init__(self, broadcast: Broadcast, recovery: Recovery, pool: BufferPool) -> None:
         self.broadcast = broadcast
         self._recovery: Recovery | None = recovery
-        self._multiplicative, self._pool = multiplicative, pool
+        self._pool = pool
 
     @property
     def recovery(self) -> Recovery:
@@ -64,7 +61,7 @@ class Perturbation(MemoryOnly):
     def check(self, update: Update, position: int = 0) -> None:
         """Refuse an update that does not answer this broadcast or is not finite, as that of client `position`."""
         check_updates(self.recovery, [update], position)
-        refuse_non_finite([update], position)
+        refuse_non_finite(f"client {position}", update)
 
     def recover(self, updates: Sequence[Update], weights: Sequence[float] | None = None) -> Aggregate:
         """Recover the weighted mean of the gradients that clients would have sent for the true model.
@@ -85,18 +82,6 @@ class Perturbation(MemoryOnly):
         """Return an update of this round on the meta device: names, shapes and dtypes without values."""
         return blank_update(self.recovery)
 
-    def expect(self, update: Update, last: Mapping[str, Tensor] | None = None) -> Tensors:
-        """Predict the passes of the next round from a mean update; `last` is the previous prediction."""
-        return ranges.expect_passes(self.recovery, update, last)
-
-    def bound_passes(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """Bound each pass under this round's noise, from a prediction of `expect`."""
-        return ranges.bound_passes(self.recovery, expected, self._multiplicative)
-
-    def bound_rounding(self, rounding: Mapping[str, Sequence[float]]) -> float:
-        """Bound the gradient error that rounding errors of each pass can cause."""
-        return ranges.bound_rounding(self.recovery, rounding)
-
     def release(self, *, reuse: bool = False) -> None:
         """Drop the secret; may be called repeatedly.
 
@@ -109,7 +94,7 @@ class Perturbation(MemoryOnly):
 
 
 @dataclass
-class _State:
+class _Reserve:
     """The content of a session; each noise and each fit is taken from it once."""
 
     process: int = field(default_factory=os.getpid)
@@ -126,80 +111,148 @@ class VeilSession(MemoryOnly):
 
     Args:
         plan: the result of `fedveil.analyse`.
-        loss: what clients minimise: a name, a loss, or a function (outputs, targets).
+        loss: what clients minimise: a name, a loss, a loss module of torch or a function (outputs, targets).
         settings: how much noise to draw.
         entropy: `Entropy.for_tests(seed)` for repeatable tests; by default the operating system's.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        loss: str | Loss | Function,
-        settings: NoiseSettings,
-        entropy: Entropy | None = None,
+        self, plan: Plan, loss: str | Loss | Function, settings: NoiseSettings, entropy: Entropy | None = None
     ) -> None:
         settings.check_groups(plan)
         self.plan, self.loss, self.settings = plan, find_loss(loss), settings
-        self._entropy, self._state = entropy or Entropy(), _State()
+        self._decoys = settings.count_decoys(plan, self.loss)
+        self._entropy, self._content = entropy or Entropy(), _Reserve()
         self.draws = 0  # of noise that is kept, which clients can see anyway
-        _SESSIONS.add(self)
 
-    def perturb(self, model: nn.Module) -> Perturbation:
-        """Perturb a model with new noise; the model itself is not changed."""
-        state = self._current()
-        units, head = self._draw(state)
-        decoys = self.settings.count_decoys(self.plan, self.loss)
-        broadcast, recovery = perturb_model(
-            model, self.plan, self.loss, units, head, decoys, state.fits, state.pool, self._entropy
-        )
-        return Perturbation(broadcast, recovery, self.settings.multiplicative, state.pool)
+    @property
+    def _reserve(self) -> _Reserve:
+        """The session's content, empty in a process that was forked since it was filled."""
+        if self._content.process != os.getpid():
+            self.forget()
+        return self._content
 
     def forget(self) -> None:
         """Drop noise that was drawn ahead or kept."""
-        self._state = _State()
+        self._content = _Reserve()
 
-    def _current(self) -> _State:
-        if self._state.process != os.getpid():
-            self.forget()
-        return self._state
+    def perturb(self, model: nn.Module) -> Perturbation:
+        """Perturb a model with new noise; the model itself is not changed.
 
-    def _draw(self, state: _State) -> tuple[UnitNoise, HeadNoise | None]:
-        if state.kept is not None:
-            units, head = state.kept
+        Paper, Eq. (7)-(9): W^(l) = R(l) o W(l) with R(l)_ij = r(l)_i / r(l-1)_j, for every parameter and buffer; and
+        W^(L) = R(L) o W(L) + R_a with R_a_ij = gamma_i r_a_i for the head.
+
+        Differs from the paper: the head is sent as a base and a public offset, which have the same information, so that
+        no precision is lost to the size of gamma; the head's bias gets noise too.
+        """
+        plan, layout, reserve = self.plan, self.plan.layout, self._reserve
+        units, head = self._draw(reserve)
+        token = self._entropy.token()
+        inside = check_model(plan, model)
+        tensors = inside.parameters | inside.buffers
+        public, coefficients = None, [1.0]
+        # a model that diverged overflows here; the clients' updates will show it
+        with torch.no_grad(), np.errstate(all="ignore"):
+            transform = Transform.from_noise(plan, units)
+            values, memory = transform.apply(tensors, reserve.pool)
+            if head is not None:
+                public, coefficients = self._perturb_head(values, transform, head, reserve.fits)
+        counters = {name: tensors[name].clone() for name in layout.counters}
+        buffers = {entry.name: values.pop(entry.name) for entry in layout.buffers} | counters
+        trainable = tuple([entry.name for entry in layout.trainable])
+        training = tuple([path for path, mode in plan.modes if mode])
+        broadcast = Broadcast(token, layout.name, self.loss, values, buffers, trainable, training, public)
+        forms = {name: (value.shape, value.dtype) for name, value in counters.items()}
+        bound, decoys = self.settings.multiplicative, bool(self._decoys)
+        recovery = Recovery(plan, token, transform, coefficients, decoys, forms, bound, memory)
+        return Perturbation(broadcast, recovery, reserve.pool)
+
+    def _perturb_head(
+        self, values: Tensors, transform: Transform, noise: HeadNoise, fits: list[Fit]
+    ) -> tuple[PublicHead, list[float]]:
+        """Replace the scaled head by its base, in place; return its public part and the coefficients of recovery.
+
+        base = V + (d o r_a) 1^T with d = -A(V): base + (offset o r_a) 1^T is the paper's head, with gamma = offset + d.
+        The offset is drawn, not gamma, so that it reveals nothing about d. A bias that is large enough is one more
+        column of V.
+        """
+        head, entropy = self.plan.head, self._entropy
+        assert head is not None
+        rows, bias = values[head.weight].movedim(head.dim, 0), values[head.bias] if head.bias else None
+        matrix = rows.reshape(len(rows), -1)
+        V: Reals = (matrix if bias is None else torch.cat([matrix, bias.unsqueeze(1)], 1)).cpu().double().numpy()
+        if bias is not None and _is_bias_small(V):
+            V, bias = V[:, :-1], None
+        direction, partition = noise.direction.double().numpy(), noise.partition.numpy()
+        d, false = -anchor(V, direction, partition, len(noise.offset)), []
+        if self._decoys:
+            factors = transform.find_factors(head.weight).movedim(head.dim, 0)[0].reshape(-1).cpu().double().numpy()
+            if bias is not None and head.bias:
+                factors = np.append(factors, float(transform.find_factors(head.bias)[0]))
+            group_rows = (partition == np.arange(len(d))[:, None]) * direction
+            d, *false = draw_candidates(fits, V, factors, group_rows, d, self._decoys, bias is not None, entropy)
+        base = torch.from_numpy(_blur(V + (d[partition] * direction)[:, None], V, rows.dtype, entropy))
+        rows.copy_(base[:, : matrix.shape[1]].reshape(rows.shape))
+        if bias is not None:
+            bias.copy_(base[:, -1])
+        offsets, coefficients = np.empty((0, len(d))), _squared_error_coefficients(d, direction, partition)
+        if self._decoys:  # the true offset is at a random index, which stays secret
+            index = int(entropy.words(1)[0] % np.uint64(1 + len(false)))
+            offsets = np.stack([*false[:index], d, *false[index:]])
+            coefficients = [float(number == index) for number in range(len(offsets))]
+        numbers = (noise.direction, noise.partition, torch.from_numpy(noise.offset), torch.from_numpy(offsets))
+        r_a, groups, offset, candidates = (tensor.to(self.plan.layout.device) for tensor in numbers)
+        names, place, noisy = (head.path, head.weight, head.bias), (head.dim, head.axis, head.tail), bias is not None
+        return PublicHead(*names, noisy, r_a, groups, offset, candidates, *place), coefficients
+
+    def _draw(self, reserve: _Reserve) -> tuple[UnitNoise, HeadNoise | None]:
+        if reserve.kept is not None:
+            units, head = reserve.kept
             return units, head and head.renew(self.settings.additive, self._entropy)
-        head = None
-        while True:
-            units = self._next_units(state)
-            if self.plan.head is not None:
-                head = draw_head(self.plan, units, self.settings, self._entropy)
-            if self.plan.head is None or head is not None:
-                break
+        units, head = self._next_units(reserve), None
+        if self.plan.head is not None:
+            while (head := draw_head(self.plan, units, self.settings, self._entropy)) is None:
+                units = self._next_units(reserve)
         if self.settings.keep_noise:
-            state.kept = units, head
+            reserve.kept = units, head
             self.draws += 1
         return units, head
 
-    def _next_units(self, state: _State) -> UnitNoise:
+    def _next_units(self, reserve: _Reserve) -> UnitNoise:
         """Return noise that was never used before. For small models some is drawn ahead, which costs little more."""
-        head = self.plan.head
-        others = self.settings.groups + head.outputs if head else 0
-        shape = NoiseShape(float(self.settings.multiplicative), others, self.settings.permute)
         if self._entropy.for_tests_only:
-            return draw_units(self.plan, shape, 1, self._entropy)[0]
+            return draw_units(self.plan, self.settings, 1, self._entropy)[0]
         try:
-            return state.ahead.pop()  # atomic, so that no other thread uses it
+            return reserve.ahead.pop()  # atomic, so that no other thread uses it
         except IndexError:
             count = max(1, min(MOST_AHEAD, SLOTS_AHEAD // len(self.plan.slots.unit)))
-            first, *others_drawn = draw_units(self.plan, shape, count, self._entropy)
-            state.ahead.extend(others_drawn)
+            first, *others = draw_units(self.plan, self.settings, count, self._entropy)
+            reserve.ahead.extend(others)
             return first
 
 
-def _forget_all() -> None:
-    """Leave no noise of the parent in a forked process."""
-    for session in list(_SESSIONS):
-        session.forget()
+def _squared_error_coefficients(offset: Reals, direction: Reals, partition: NDArray[np.int64]) -> list[float]:
+    """Return the coefficients of the passes: 1, -d_1 ... -d_m, v with v = |d o r_a|^2 (paper, Sec. 4.3)."""
+    r = offset[partition] * direction
+    return [1.0, *(-offset).tolist(), float(r @ r)]
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+def _is_bias_small(V: Reals) -> bool:
+    """Return whether a bias, the last column, would reveal the noise rather than be hidden by it.
+
+    A bias of zeros plus noise is the noise. A column estimates the noise as well as all others together if it is
+    smaller than they are by the root of their number.
+    """
+    squares = (V * V).sum(0)
+    columns = len(squares) - 1
+    return bool(squares[-1] * columns < np.partition(squares[:-1], columns // 2)[columns // 2])
+
+
+def _blur(base: Reals, V: Reals, dtype: torch.dtype, entropy: Entropy) -> Reals:
+    """Add a random part of V's last digit to each number of the base.
+
+    V is rounded to a grid. Otherwise, where base has finer digits than V, base - (d o r_a) 1^T would lie on that grid
+    for the true d only.
+    """
+    digit = np.spacing(np.abs(V).astype(np.float32)) if dtype == torch.float32 else np.spacing(np.abs(V))
+    return base + digit * entropy.fractions(V.size).reshape(V.shape)

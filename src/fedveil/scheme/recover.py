@@ -1,30 +1,144 @@
-"""Remove the noise from clients' updates (paper, Sec. 4.3)."""
+"""Remove the noise from clients' updates (paper, Sec. 4.3), and refuse updates that do not answer a broadcast."""
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from numbers import Real
-from typing import NoReturn, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from fedveil.errors import (
-    BadArgument,
-    NonFiniteUpdate,
-    UpdateRefused,
-)
-from fedveil.graph.layout import Entry, Layout, flatten, unflatten
-from fedveil.graph.plan import Plan
-from fedveil.graph.tables import POOLED
-from fedveil.scheme.messages import Update
-from fedveil.scheme.recovery import DROP, Recovery, check_updates, has_rows, refuse_non_finite
+from fedveil.errors import BadArgument, ForeignUpdate, IncompleteUpdate, MisshapenUpdate, NonFiniteUpdate, StaleUpdate
+from fedveil.graph.plan import Layout, Plan, flatten
+from fedveil.scheme.messages import Update, select_row
 from fedveil.scheme.result import Aggregate
+from fedveil.scheme.transform import Group, Transform
 from fedveil.wire import Tensors
 
-T = TypeVar("T")
 LARGEST = sys.float_info.max
+MOST_SAMPLES = 2**53  # counted exactly in float64
+DROP = "drop this client from the round; lower the learning rate if all clients are affected"
+TensorForm = tuple[torch.Size, torch.dtype]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Recovery:
+    """The secret that recovers the gradient from updates that answer one broadcast.
+
+    Attributes:
+        plan: of the model.
+        round: the broadcast's name.
+        transform: the factors and the permutation.
+        coefficients: of the clients' passes; 0 for decoys.
+        decoys: whether passes are for the true offset and decoys, one each.
+        counters: shapes and dtypes of integer buffers, by name.
+        multiplicative: bound of the factors.
+        memory: of the broadcast's large tensors.
+    """
+
+    plan: Plan
+    round: str
+    transform: Transform
+    coefficients: list[float]
+    decoys: bool
+    counters: dict[str, TensorForm]
+    multiplicative: float
+    memory: Tensor | None
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether buffers have one row per candidate."""
+        return self.plan.head is not None and self.plan.head.tail == "repeated"
+
+    def find_forms(self) -> tuple[dict[str, TensorForm], dict[str, TensorForm]]:
+        """Return shapes and dtypes of the passes and of the buffers of an update."""
+        layout, passes = self.plan.layout, (len(self.coefficients),)
+        rows = passes if self.has_rows else ()
+        return (
+            {entry.name: (torch.Size((*passes, *entry.shape)), layout.dtype) for entry in layout.trainable},
+            {entry.name: (torch.Size((*rows, *entry.shape)), layout.dtype) for entry in layout.buffers} | self.counters,
+        )
+
+
+def blank_update(secret: Recovery) -> Update:
+    """Return an update of this round on the meta device, as for one record."""
+    passes, buffers = (
+        {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forms.items()}
+        for forms in secret.find_forms()
+    )
+    return Update(secret.round, secret.plan.layout.name, 1, passes, buffers)
+
+
+def check_updates(secret: Recovery, updates: Sequence[Update], first: int = 0) -> None:
+    """Refuse updates that cannot belong to this round; name the client, counted from `first`."""
+    layout, (passes, buffers) = secret.plan.layout, secret.find_forms()
+    for position, update in enumerate(updates, first):
+        client = f"client {position}"
+        if not isinstance(update, Update):
+            raise MisshapenUpdate(client, f"its update is {type(update).__name__}, not an Update")
+        if type(update.model) is not str or update.model != layout.name:
+            fix = "build the same architecture on clients and server"
+            raise ForeignUpdate(client, f"its update is for model {_shorten(update.model)}, not {layout.name}", fix)
+        if type(update.round) is not str or update.round != secret.round:
+            what = f"its update is for round {_shorten(update.round)}, not {secret.round[:8]}"
+            raise StaleUpdate(client, what, "aggregate only answers to this round's broadcast")
+        if type(update.samples) is not int or not 1 <= update.samples <= MOST_SAMPLES:
+            raise IncompleteUpdate(client, "the number of its samples is not an integer from 1 to 2^53")
+        check_tensors(client, "pass", update.passes, passes, layout.device)
+        check_tensors(client, "buffer", update.buffers, buffers, layout.device)
+
+
+def _shorten(text: str) -> str:
+    """Return the beginning of a client's text, without characters that a terminal obeys."""
+    return ascii(text[:16])[1:-1] if isinstance(text, str) else type(text).__name__
+
+
+def check_tensors(
+    client: str, kind: str, found: Mapping[str, Tensor], wanted: Mapping[str, TensorForm], device: torch.device
+) -> None:
+    """Refuse a client's tensors that are missing, misshapen or not asked for, without a look at their values."""
+    if not isinstance(found, dict):
+        raise MisshapenUpdate(client, f"each {kind} must be in a dict, got {type(found).__name__}")
+    for name, (shape, dtype) in wanted.items():
+        tensor = found.get(name)
+        if tensor is None:
+            raise IncompleteUpdate(client, f"{kind} {name} is missing")
+        if type(tensor) is not Tensor and type(tensor) is not Parameter:
+            raise MisshapenUpdate(client, f"{kind} {name} is {type(tensor).__name__}, not a tensor")
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.device != device:
+            form = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
+            raise MisshapenUpdate(client, f"{kind} {name} is {form}, not {torch.strided} on {device}")
+        if tensor.shape != shape or tensor.dtype is not dtype:
+            form = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise MisshapenUpdate(client, f"{kind} {name} is {form}, not {tuple(shape)} {dtype}")
+    if len(found) > len(wanted):
+        strange = next(name for name in found if name not in wanted)
+        text = ascii(strange[:80]) if isinstance(strange, str) else type(strange).__name__
+        raise MisshapenUpdate(client, f"{kind} {text} was not asked for")
+
+
+def refuse_non_finite(client: str, update: Update) -> None:
+    """Refuse an update that holds NaN or infinity."""
+    check_finite(client, "pass", update.passes)
+    check_finite(client, "buffer", update.buffers)
+
+
+def check_finite(client: str, kind: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a client's tensors that hold NaN or infinity."""
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise NonFiniteUpdate(client, f"{kind} {name} holds NaN or infinity", DROP)
+
+
+def are_moderate(tensors: Iterable[Tensor]) -> bool:
+    """Return whether no number is NaN, infinite, or so large that its square or its product with a factor overflows."""
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if not floats:
+        return True
+    limit = math.sqrt(min(torch.finfo(dtype).max for dtype in {tensor.dtype for tensor in floats}))
+    return float(torch.stack(torch._foreach_norm(floats)).max()) <= limit
 
 
 @torch.no_grad()
@@ -43,40 +157,26 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
 
     Guarantees: equal to plain autograd up to rounding (tests/scheme/test_exactness.py); updates are not changed; if any
       update is refused, nothing is recovered. Whatever stands in place of an update is refused or gives a finite
-      result (tests/scheme/test_garbage.py).
+      result (tests/scheme/test_recover.py).
 
     Raises:
         BadArgument: weights that cannot be used.
         UpdateRefused: an update of another round or model, incomplete, misshapen or not finite; the message says which.
     """
-    layout = secret.plan.layout
     if not isinstance(updates, list | tuple):
         what = f"updates must be a list, got {type(updates).__name__}"
         raise BadArgument("recover", what, "pass a list with one update per client")
     check_updates(secret, updates)
     shares = _client_shares(updates, weights)
     used = [number for number, coefficient in enumerate(secret.coefficients) if coefficient]
-    passes = slice(used[0], used[-1] + 1)  # all, or the one for the true offset among decoys
+    passes = range(used[0], used[-1] + 1)  # all, or the one for the true offset among decoys
     gradients, sums = _sum_passes(secret, updates, shares, passes)
     # the passes for decoys too, so that a refusal does not reveal the true offset
-    if not sums.finite or (secret.decoys and not all(_is_moderate(update.passes) for update in updates)):
-        _check_passes(secret, updates, shares)
-    floats = [{entry.name: update.buffers[entry.name] for entry in layout.buffers} for update in updates]
-    if not all(_is_moderate(own) for own in floats):
-        _check_buffers(secret, updates, shares)
-    buffers = _recover_buffers(secret, [update.buffers for update in updates], shares, used[0])
+    checked = [(*(update.passes.values() if secret.decoys else ()), *update.buffers.values()) for update in updates]
+    if not sums.finite or not all(map(are_moderate, checked)):
+        _refuse_overflow(secret, updates, shares)
+    buffers = _recover_buffers(secret, updates, shares, used[0])
     return Aggregate(gradients, buffers, sums.error(), _count_bytes(secret))
-
-
-def recover_each(recover_one: Callable[[T], Aggregate], updates: Sequence[T]) -> list[Aggregate | UpdateRefused]:
-    """Recover each update separately; in place of one that is refused, return the error that names its client."""
-    found: list[Aggregate | UpdateRefused] = []
-    for position, update in enumerate(updates):
-        try:
-            found.append(recover_one(update))
-        except UpdateRefused as error:
-            found.append(type(error)(f"client {position}", error.what, error.fix))
-    return found
 
 
 def _count_bytes(secret: Recovery) -> dict[str, float]:
@@ -91,82 +191,51 @@ def _count_bytes(secret: Recovery) -> dict[str, float]:
 
 
 def _sum_passes(
-    secret: Recovery, updates: Sequence[Update], shares: Sequence[float], passes: slice
-) -> tuple[Tensors, "_Sums"]:
+    secret: Recovery, updates: Sequence[Update], shares: Sequence[float], passes: range
+) -> tuple[Tensors, "_PassSums"]:
     """Return the gradients that some of the passes give, and the sizes of their terms."""
     layout, transform = secret.plan.layout, secret.transform
-    coefficients = [1.0] * (passes.stop - passes.start) if secret.decoys else secret.coefficients[passes]
-    sums = _Sums(coefficients, layout)
+    coefficients = [1.0] * len(passes) if secret.decoys else secret.coefficients[passes.start : passes.stop]
+    sums = _PassSums(coefficients, layout)
     gradients: Tensors = {}
-    pooled = select_pooled(secret.plan, layout.trainable)
-    if pooled:
-        flat = _average(pooled, updates, shares, passes)
-        flat.mul_(transform.factors[: flat.shape[1]])
-        combined = sums.combine(flat)
-        back = torch.empty_like(combined).scatter_(0, transform.sources[: len(combined)], combined)
-        gradients |= unflatten(back, pooled)
-    for entry in layout.trainable:
-        if entry.name not in gradients:
-            flat = _average((entry,), updates, shares, passes)
-            transform.multiply(entry, flat)
-            gradients[entry.name] = transform.restore_order(entry, sums.combine(flat)).view(entry.shape)
+    for group in transform.group(layout.trainable):
+        rows = _average(group, updates, shares, passes)
+        transform.multiply(group, rows)
+        gradients |= transform.restore_order(group, sums.combine(rows))
     return {entry.name: gradients[entry.name] for entry in layout.trainable}, sums
 
 
-def _is_moderate(tensors: Tensors) -> bool:
-    """Whether no number is NaN, infinite, or so large that its square overflows: then no factor makes it overflow.
-
-    Small tensors are concatenated, because one call for each would be slow.
-    """
-    small = [tensor.reshape(-1) for tensor in tensors.values() if tensor.numel() <= POOLED]
-    parts = [tensor for tensor in tensors.values() if tensor.numel() > POOLED] + ([torch.cat(small)] if small else [])
-    return all(float(torch.linalg.vector_norm(part)) <= math.sqrt(torch.finfo(part.dtype).max) for part in parts)
-
-
-def _check_passes(secret: Recovery, updates: Sequence[Update], shares: Sequence[float]) -> None:
-    """Refuse passes that are not finite, or overflow once the noise is removed; those for decoys as the true one."""
-    refuse_non_finite(updates)
-    count = len(secret.coefficients)
-    parts = [slice(number, number + 1) for number in range(count)] if secret.decoys else [slice(0, count)]
-
-    def fits(some: Sequence[Update], weights: Sequence[float]) -> bool:
-        return all(_sum_passes(secret, some, weights, part)[1].finite for part in parts)
-
-    if not fits(updates, shares):
-        alone = [position for position, update in enumerate(updates) if not fits([update], [1.0])]
-        _refuse_overflow(secret, "gradient", alone, [update.passes for update in updates])
+def _average(group: Group, updates: Sequence[Update], shares: Sequence[float], passes: range) -> Tensor:
+    """Return sum_k w_k times some of client k's passes of some tensors, one row per pass."""
+    total: Tensor | None = None
+    for update, share in zip(updates, shares, strict=True):
+        own = [update.passes[entry.name][passes.start : passes.stop] for entry in group.entries]
+        parts = [rows.reshape(len(passes), -1) for rows in own]
+        flat = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        if total is None:
+            total = flat * share if len(updates) > 1 or len(parts) == 1 else flat
+        else:
+            total.add_(flat, alpha=share)
+    assert total is not None
+    return total
 
 
-def _check_buffers(secret: Recovery, updates: Sequence[Update], shares: Sequence[float]) -> None:
-    """Refuse buffers that are not finite, or overflow once the noise is removed, in any row."""
-    refuse_non_finite(updates)
-    rows = range(len(secret.coefficients) if has_rows(secret) else 1)
-
-    def fits(some: Sequence[Update], weights: Sequence[float]) -> bool:
-        made = [_recover_buffers(secret, [update.buffers for update in some], weights, row) for row in rows]
-        return all(bool(buffer.isfinite().all()) for buffers in made for buffer in buffers.values())
-
-    if not fits(updates, shares):
-        alone = [position for position, update in enumerate(updates) if not fits([update], [1.0])]
-        names = [entry.name for entry in secret.plan.layout.buffers]
-        _refuse_overflow(secret, "buffers", alone, [{name: u.buffers[name] for name in names} for u in updates])
-
-
-def _refuse_overflow(secret: Recovery, what: str, alone: Sequence[int], clients: Sequence[Tensors]) -> NoReturn:
-    """Name the client that overflows by itself, or else the one with the largest numbers."""
-    sizes = [math.hypot(*(_norm(tensor) for tensor in tensors.values())) for tensors in clients]
-    position = alone[0] if alone else sizes.index(max(sizes))
-    text = f"{what}: its finite numbers overflow {secret.plan.layout.dtype} once the noise is removed"
-    raise NonFiniteUpdate(f"client {position}", text, DROP)
+def _recover_buffers(secret: Recovery, updates: Sequence[Update], shares: Sequence[float], row: int) -> Tensors:
+    """Recover buffers; of those with one row per candidate, one row."""
+    layout, transform = secret.plan.layout, secret.transform
+    clients = [select_row(update.buffers, row) if secret.has_rows else update.buffers for update in updates]
+    out: Tensors = {name: torch.stack([own[name] for own in clients]).amax(0) for name in layout.counters}
+    if not layout.buffers:
+        return out
+    weights = torch.tensor(shares, dtype=layout.dtype, device=layout.device)
+    for group in transform.group(layout.buffers):
+        mean = weights @ torch.stack([flatten(own, group.entries) for own in clients])
+        transform.divide(group, mean)
+        out |= transform.restore_order(group, mean)
+    return out
 
 
-def select_pooled(plan: Plan, entries: Sequence[Entry]) -> tuple[Entry, ...]:
-    """Return those entries that are in the pool, where they are neighbours."""
-    wanted = {entry.name for entry in entries}
-    return tuple(entry for entry in plan.pool.entries if entry.name in wanted)
-
-
-class _Sums:
+class _PassSums:
     """Sums passes with their coefficients, tensor by tensor, and adds up the sizes of both."""
 
     def __init__(self, coefficients: Sequence[float], layout: Layout) -> None:
@@ -208,66 +277,46 @@ def _norm(values: Tensor) -> float:
     return min(largest * float(torch.linalg.vector_norm(values.double() / largest)), LARGEST)
 
 
+def _refuse_overflow(secret: Recovery, updates: Sequence[Update], shares: Sequence[float]) -> None:
+    """Refuse updates that are not finite, or overflow once the noise is removed; those for decoys as the true one.
+
+    The error names the client that alone overflows, or else the one with the largest numbers.
+    """
+    for position, update in enumerate(updates):
+        refuse_non_finite(f"client {position}", update)
+    if _is_finite(secret, updates, shares):
+        return
+    alone = [position for position, update in enumerate(updates) if not _is_finite(secret, [update], [1.0])]
+    tensors = [[*update.passes.values(), *update.buffers.values()] for update in updates]
+    sizes = [math.hypot(*(_norm(t) for t in own if t.is_floating_point())) for own in tensors]
+    position = alone[0] if alone else sizes.index(max(sizes))
+    what = f"its finite numbers overflow {secret.plan.layout.dtype} once the noise is removed"
+    raise NonFiniteUpdate(f"client {position}", what, DROP)
+
+
+def _is_finite(secret: Recovery, updates: Sequence[Update], shares: Sequence[float]) -> bool:
+    """Return whether each pass for a candidate, or all terms together, and each row of buffers give finite numbers."""
+    count = len(secret.coefficients)
+    parts = [range(number, number + 1) for number in range(count)] if secret.decoys else [range(count)]
+    rows = [_recover_buffers(secret, updates, shares, row) for row in range(count if secret.has_rows else 1)]
+    sums_are = all(_sum_passes(secret, updates, shares, part)[1].finite for part in parts)
+    return sums_are and all(bool(buffer.isfinite().all()) for row in rows for buffer in row.values())
+
+
 def _client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
-    """Return w_k = |D_k| / |D|."""
-    sizes = [float(update.samples) for update in updates] if weights is None else _read_weights(weights, len(updates))
-    if len(sizes) != len(updates) or not sizes:
-        what = f"{len(updates)} updates and {len(sizes)} weights: there must be one weight per update, at least one"
+    """Return w_k = |D_k| / |D|, from weights in a list, a tuple, a vector or another sequence of numbers."""
+    given = [update.samples for update in updates] if weights is None else weights
+    try:
+        count = len(given)
+        numbers = np.asarray(given if count == len(updates) else [])  # none is read if there are too many
+    except Exception as error:  # garbage may raise anything
+        raise BadArgument("recover", f"weights cannot be used: {type(error).__name__}", "pass numbers") from error
+    if count != len(updates) or not count:
+        what = f"{len(updates)} updates and {count} weights: there must be one weight per update, at least one"
         raise BadArgument("recover", what)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
+        raise BadArgument("recover", "weights must be a list of numbers")
+    sizes = [float(size) for size in numbers.tolist()]
     if not all(size >= 0 for size in sizes) or not 0 < sum(sizes) < math.inf:
         raise BadArgument("recover", "weights must be finite, as their sum, not negative, and not all 0")
     return [size / sum(sizes) for size in sizes]
-
-
-def _read_weights(weights: Sequence[float], count: int) -> list[float]:
-    """Read weights from a list, a tuple, a vector or another sequence of numbers."""
-    try:
-        if isinstance(weights, Tensor | np.ndarray):
-            weights = weights.tolist()
-        if isinstance(weights, str | bytes) or not isinstance(weights, Sequence):
-            raise TypeError(type(weights).__name__)
-        if len(weights) != count:  # before any of them is looked at
-            return [0.0] * len(weights)
-        if not all(isinstance(weight, Real) and not isinstance(weight, bool) for weight in weights):
-            raise TypeError("not a number")
-        return [float(weight) for weight in weights]
-    except Exception as error:  # whatever garbage makes of the above
-        raise BadArgument("recover", f"weights cannot be used: {type(error).__name__}", "one number each") from error
-
-
-def _average(entries: Sequence[Entry], updates: Sequence[Update], shares: Sequence[float], passes: slice) -> Tensor:
-    """Return sum_k w_k times some of client k's passes of some tensors, one row per pass."""
-    total: Tensor | None = None
-    for update, share in zip(updates, shares, strict=True):
-        parts = [update.passes[entry.name][passes].reshape(passes.stop - passes.start, -1) for entry in entries]
-        flat = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        if total is None:
-            total = flat * share if len(updates) > 1 or len(parts) == 1 else flat
-        else:
-            total.add_(flat, alpha=share)
-    assert total is not None
-    return total
-
-
-def _recover_buffers(secret: Recovery, clients: Sequence[Tensors], shares: Sequence[float], row: int) -> Tensors:
-    """Recover buffers; of those with one row per candidate, one row."""
-    layout, transform = secret.plan.layout, secret.transform
-    if has_rows(secret):
-        clients = [{name: t[row] if t.is_floating_point() else t for name, t in own.items()} for own in clients]
-    out: Tensors = {name: torch.stack([own[name] for own in clients]).amax(0) for name in layout.counters}
-    if not layout.buffers:
-        return out
-    weights = torch.tensor(shares, dtype=layout.dtype, device=layout.device)
-    pooled = select_pooled(secret.plan, layout.buffers)
-    if pooled:
-        perturbed = torch.stack([flatten(own, pooled) for own in clients])
-        first = pooled[0].start
-        mean = (weights @ perturbed) / transform.factors[first:]
-        out |= unflatten(torch.empty_like(mean).scatter_(0, transform.sources[first:] - first, mean), pooled)
-    for entry in layout.buffers:
-        if entry.name not in out:
-            perturbed = torch.stack([own[entry.name].reshape(-1) for own in clients])
-            out[entry.name] = transform.restore_order(entry, transform.divide(entry, weights @ perturbed)).view(
-                entry.shape
-            )
-    return out

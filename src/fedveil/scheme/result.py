@@ -1,11 +1,15 @@
-"""The result of a round."""
+"""The result of a round, for every defence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
+from fedveil.errors import UpdateRefused
+
 Note = str | Sequence[str | int] | Mapping[str, str]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,3 +29,14 @@ class Aggregate:
     error: float
     figures: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, Note] = field(default_factory=dict)
+
+
+def recover_each(recover_one: Callable[[T], Aggregate], updates: Sequence[T]) -> list[Aggregate | UpdateRefused]:
+    """Recover each update separately; in place of one that is refused, return the error that names its client."""
+    found: list[Aggregate | UpdateRefused] = []
+    for position, update in enumerate(updates):
+        try:
+            found.append(recover_one(update))
+        except UpdateRefused as error:
+            found.append(type(error)(f"client {position}", error.what, error.fix))
+    return found

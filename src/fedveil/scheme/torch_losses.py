@@ -1,118 +1,114 @@
-"""torch's losses with a mean of their own, which are no value per sample, and the function that says the same."""
+"""Loss modules of torch, which mean what they say: a client minimises the module's value for its batch."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple, NoReturn
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.modules import loss as torch_loss
 
+from fedveil.checks import check_choice
 from fedveil.errors import BadArgument
+from fedveil.scheme.losses import IGNORED, AutogradLoss, CrossEntropy, Loss, match_targets
+from fedveil.wire import Values
 
-MOST_WEIGHTS = 32  # that a message prints
-
-
-class _Form(NamedTuple):
-    """A loss of torch: its function, which settings it has, and which of our losses has the same minimum."""
-
-    function: Callable[..., Tensor]
-    settings: Mapping[str, object]  # by name, with torch's defaults
-    ours: str | None = None
-    alike: bool = True  # targets have the outputs' shape
-    exact: bool = False  # ours is the same, not only up to a factor
+PREFIX = "torch.nn."  # of their names in messages
+OF_INDICES = ("CrossEntropyLoss", "MultiLabelMarginLoss", "MultiMarginLoss", "NLLLoss")
+REDUCTIONS = ("none", "mean", "sum", "batchmean")
+OBSOLETE = ("size_average", "reduce")  # arguments of torch's modules
 
 
-FORMS: dict[type[nn.Module], _Form] = {
-    nn.CrossEntropyLoss: _Form(
-        F.cross_entropy,
-        {"weight": None, "ignore_index": -100, "label_smoothing": 0.0},
-        "cross_entropy",
-        alike=False,
-        exact=True,
-    ),
-    nn.NLLLoss: _Form(F.nll_loss, {"weight": None, "ignore_index": -100}, alike=False),
-    nn.MultiMarginLoss: _Form(F.multi_margin_loss, {"p": 1, "margin": 1.0, "weight": None}, "hinge", alike=False),
-    nn.BCEWithLogitsLoss: _Form(
-        F.binary_cross_entropy_with_logits, {"weight": None, "pos_weight": None}, "binary_cross_entropy"
-    ),
-    nn.BCELoss: _Form(F.binary_cross_entropy, {"weight": None}),
-    nn.MSELoss: _Form(F.mse_loss, {}, "squared_error"),
-    nn.L1Loss: _Form(F.l1_loss, {}, "absolute_error"),
-    nn.HuberLoss: _Form(F.huber_loss, {"delta": 1.0}, "huber"),
-    nn.SmoothL1Loss: _Form(F.smooth_l1_loss, {"beta": 1.0}),
-    nn.PoissonNLLLoss: _Form(F.poisson_nll_loss, {"log_input": True, "full": False, "eps": 1e-8}, "poisson"),
-    nn.KLDivLoss: _Form(F.kl_div, {"log_target": False}),
-    nn.SoftMarginLoss: _Form(F.soft_margin_loss, {}),
-}
+@dataclass(frozen=True, eq=False)
+class TorchLoss(AutogradLoss):
+    """A loss module of torch, and the same module without a reduction.
+
+    A client minimises the module's value for its batch, or for all its records if it takes them in one round.
+    """
+
+    module: nn.Module
+    unreduced: nn.Module
+    reduction: str
+
+    @property
+    def name(self) -> str:
+        """The module's name."""
+        return PREFIX + type(self.module).__name__
+
+    @property
+    def couples(self) -> bool:
+        """Whether it is a sum, or a mean over class indices, which divides by the weights of those not ignored."""
+        return self.reduction == "sum" or (self.reduction == "mean" and hasattr(self.module, "ignore_index"))
+
+    def settings(self) -> Values:
+        """Return the module's options as plain values."""
+        names = [name for name in inspect.signature(type(self.module)).parameters if name not in OBSOLETE]
+        options = {name: getattr(self.module, name) for name in names}
+        return {name: own.tolist() if isinstance(own, Tensor) else own for name, own in options.items()}
+
+    def weigh_part(self, weights: Tensor) -> Tensor:
+        """Weigh batches so that their sum is the sum over all; refuse parts of a mean whose divisor is not known."""
+        alone = torch.full_like(weights, 1 / len(weights))
+        if self.reduction != "sum" and not torch.equal(weights, alone):
+            what = "its mean divides by the weights of all samples, and this batch is a part of them"
+            fix = "choose a batch_size that holds all records of a client, or a loss that averages over samples"
+            raise BadArgument(f"loss {self.name}", what, f"{fix}, such as fedveil.CrossEntropy(weight=...)")
+        return alone
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return numbers whose mean is the module's value: those of the samples, or the batch's for each of them."""
+        if type(self.module).__name__ not in OF_INDICES:
+            targets = match_targets(outputs, targets)
+        if self.couples:
+            return self._call(self.module, outputs, targets).expand(outputs.shape[0])
+        if any(own.dim() >= outputs.dim() and len(own) > 1 for own in self.module.buffers()):
+            what, fix = "its weight has one number per sample of a batch", f"use fedveil.BatchLoss({self.name}(...))"
+            raise BadArgument(f"loss {self.name}", what, fix)
+        rows = self._call(self.unreduced, outputs, targets).reshape(outputs.shape[0], -1)
+        return rows.mean(1) if self.reduction == "mean" else rows.sum(1)
+
+    def _call(self, module: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        buffers = {name: own.to(outputs) for name, own in module.named_buffers()}
+        try:
+            found: Tensor = torch.func.functional_call(module, buffers, (outputs, targets))
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # whose text may hold a target
+            forms = [f"{own.dtype} of shape {tuple(own.shape)}" for own in (targets, outputs)]
+            what = f"{self.name} does not take {forms[0]} for outputs {forms[1]}, or not their values"
+            raise BadArgument("targets", what, "read torch's own error, which is the cause of this one") from error
+        return found
 
 
-def refuse_reduced(loss: object) -> None:
-    """Refuse a loss of torch that reduces a batch to one number; the fix keeps all its settings."""
-    form, given = _find_form(loss)
-    reduction = str(given.get("reduction", "mean"))
-    if form is not None and reduction != "none":
-        name = type(loss).__name__ if isinstance(loss, nn.Module) else form.function.__name__
-        changed = {
-            key: given[key] for key, usual in form.settings.items() if not _is_usual(given.get(key, usual), usual)
-        }
-        _refuse(name, form, changed, reduction)
+def read_module(loss: object) -> Loss | None:
+    """Return the loss that a module of torch is; None for anything else.
 
-
-def _find_form(loss: object) -> tuple[_Form | None, Mapping[str, Any]]:
-    """The form of a module, of a function or of one with keyword arguments, and the settings that it was given."""
-    if isinstance(loss, nn.Module):
-        return FORMS.get(type(loss)), vars(loss) | dict(loss.named_buffers())
-    function, given = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
-    return next((form for form in FORMS.values() if form.function is function), None), given
-
-
-def _is_usual(value: object, usual: object) -> bool:
-    return value is usual or (not isinstance(value, Tensor) and value == usual)
-
-
-def _refuse(name: str, form: _Form, settings: Mapping[str, Any], reduction: str) -> NoReturn:
-    does = {"sum": "sums over the batch", "batchmean": "divides by the batch itself"}.get(reduction, "takes the mean")
-    weighted = not form.alike and (settings.keys() & {"weight", "ignore_index"}) and reduction == "mean"
-    by = ", over the sum of the weights that it counts" if weighted else ""
-    what = f"torch's {name} {does} itself{by}, and a client's loss is one value per sample; their mean is over samples"
-    batch = "loss=fedveil.BatchLoss(your_loss) for torch's mean in each client's batch" if weighted else None
-    fixes = [_name_ours(form, settings), batch, f"loss={_write(form, settings, reduction)}"]
-    raise BadArgument("loss", what, "use " + ", or ".join(fix for fix in fixes if fix))
-
-
-def _name_ours(form: _Form, settings: Mapping[str, Any]) -> str | None:
-    """Name the loss of this library that has all these settings, if there is one."""
-    if (
-        form.ours == "cross_entropy"
-        and settings
-        and "ignore_index" not in settings
-        and _is_short(settings.get("weight"))
-    ):
-        values = {key: tuple(v.tolist()) if isinstance(v, Tensor) else v for key, v in settings.items()}
-        return f"loss=fedveil.CrossEntropy({_spell(values)})"
-    if form.ours == "huber" and settings:
-        return f"loss=fedveil.Huber({settings['delta']!r}), a sum over outputs"
-    if form.ours is None or settings:
+    Cross-entropy without weights is the one of this library.
+    """
+    if not isinstance(loss, nn.Module) or type(loss).__module__ != torch_loss.__name__:
         return None
-    return f"loss={form.ours!r}" + ("" if form.exact else ", whose factor differs")
+    found = _wrap(loss)
+    smoothing = getattr(loss, "label_smoothing", None)
+    usual = {"weight": None, "ignore_index": IGNORED, "reduction": "mean", "label_smoothing": smoothing}
+    if isinstance(smoothing, float) and smoothing < 1 and found.settings() == usual:
+        return CrossEntropy(label_smoothing=smoothing, average_positions=True)
+    return found
 
 
-def _is_short(weight: object) -> bool:
-    return not isinstance(weight, Tensor) or weight.numel() <= MOST_WEIGHTS
+def _wrap(module: nn.Module) -> TorchLoss:
+    if len(inspect.signature(module.forward).parameters) != 2 or next(module.parameters(), None) is not None:
+        fix = "pass a function (outputs, targets) that calls it and returns one value per sample"
+        raise BadArgument("loss", f"{type(module).__name__} needs more than outputs and targets", fix)
+    unreduced = copy.deepcopy(module)
+    vars(unreduced)["reduction"] = "none"
+    return TorchLoss(module, unreduced, check_choice("loss", "reduction", str(module.reduction), REDUCTIONS))
 
 
-def _spell(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in values.items())
+def is_module(name: str) -> bool:
+    """Return whether a name is that of a loss module of torch."""
+    return name.startswith(PREFIX) and name.removeprefix(PREFIX) in torch_loss.__all__
 
 
-def _write(form: _Form, settings: Mapping[str, Any], reduction: str) -> str:
-    """The loss as a function of outputs and targets, as one line of Python."""
-    words = ["outputs", "targets.reshape(outputs.shape).to(outputs)" if form.alike else "targets"]
-    for key, value in settings.items():
-        if isinstance(value, Tensor):
-            held = f"torch.tensor({value.tolist()!r})" if _is_short(value) else f"your_loss.{key}"
-            value = f"{held}.to(outputs)"
-        words.append(f"{key}={value if isinstance(value, str) else repr(value)}")
-    made = f"torch.nn.functional.{form.function.__name__}({', '.join(words)}, reduction='none')"
-    each = "sum" if reduction in ("sum", "batchmean") else "mean"
-    return f"lambda outputs, targets: {made}.reshape(len(outputs), -1).{each}(1)"
+def build_module(name: str, options: Mapping[str, bool | int | float | str | tuple[float, ...] | None]) -> TorchLoss:
+    """Build a loss module of torch from its name and plain options."""
+    own = {key: torch.tensor(v, dtype=torch.float64) if isinstance(v, tuple) else v for key, v in options.items()}
+    return _wrap(getattr(torch_loss, name.removeprefix(PREFIX))(**own))

@@ -1,23 +1,29 @@
-"""The factors and the permutation of one round, applied to a model's tensors.
+"""The factors and the permutation of one round, applied to a model's tensors and removed from gradients and buffers.
 
 The pool of small tensors takes one product and one gather; a large tensor is gathered dim by dim and multiplied by
 broadcasting, so that no vector of the model's size is needed.
 """
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedveil.graph.layout import Entry, flatten, unflatten
-from fedveil.graph.plan import Plan
-from fedveil.graph.tables import Piece
+from fedveil.graph.plan import Entry, Plan, TensorPart, flatten, unflatten
 from fedveil.scheme.noise import UnitNoise
 from fedveil.wire import Tensors
 
 BLOCK = 2**18  # elements processed at a time
+
+
+class Group(NamedTuple):
+    """Tensors that are processed as one vector: all of some that are pooled, or a single large one."""
+
+    entries: tuple[Entry, ...]
+    pooled: bool
 
 
 class BufferPool:
@@ -107,7 +113,7 @@ class Transform:
         return out.view(entry.shape)
 
     def _apply_rows(
-        self, piece: Piece, indices: list[tuple[int, Tensor]], source: Tensor, target: Tensor, scratch: Tensor
+        self, piece: TensorPart, indices: list[tuple[int, Tensor]], source: Tensor, target: Tensor, scratch: Tensor
     ) -> None:
         """Process some rows at a time, so that they stay in the processor's cache."""
         (first, index), *others = indices
@@ -133,43 +139,57 @@ class Transform:
                 return self.factors[entry.start : entry.stop].view(entry.shape)
         entry = next(entry for entry in self.plan.large if entry.name == name)
         ones = torch.ones(1, entry.shape.numel(), dtype=self.scale.dtype, device=self.scale.device)
-        self.multiply(entry, ones)
+        self.multiply(Group((entry,), pooled=False), ones)
         return ones.view(entry.shape)
 
-    def multiply(self, entry: Entry, passes: Tensor) -> None:
-        """Multiply passes (rows, elements) of a large tensor's gradient by its factors, in index."""
-        for piece in self.plan.pieces.get(entry.name, []):
-            self._multiply(piece, piece.part(passes))
+    def group(self, entries: Sequence[Entry]) -> list[Group]:
+        """Divide tensors into groups; the pooled ones are neighbours in the pool."""
+        names = {entry.name for entry in entries}
+        pooled = tuple([entry for entry in self.plan.pool.entries if entry.name in names])
+        large = [Group((entry,), pooled=False) for entry in self.plan.large if entry.name in names]
+        return [Group(pooled, pooled=True), *large] if pooled else large
 
-    def restore_order(self, entry: Entry, flat: Tensor) -> Tensor:
-        """Move a large tensor's elements back to where they came from."""
-        pieces = [piece for piece in self.plan.pieces.get(entry.name, []) if piece.order]
-        if not pieces:
-            return flat
+    def multiply(self, group: Group, rows: Tensor) -> None:
+        """Multiply each row of a group's elements by their factors, in place."""
+        if group.pooled:
+            rows.mul_(self.factors[group.entries[0].start : group.entries[-1].stop])
+            return
+        for piece in self.plan.pieces.get(group.entries[0].name, []):
+            self._multiply(piece, piece.part(rows))
+
+    def divide(self, group: Group, flat: Tensor) -> None:
+        """Divide a group's elements by their factors, in place."""
+        if group.pooled:
+            flat.div_(self.factors[group.entries[0].start : group.entries[-1].stop])
+            return
+        for piece in self.plan.pieces.get(group.entries[0].name, []):
+            part = piece.part(flat)
+            for spread in piece.scale:
+                part /= spread.select(self.scale)
+
+    def restore_order(self, group: Group, flat: Tensor) -> Tensors:
+        """Move a group's elements back to where they came from; return its tensors."""
+        first = group.entries[0]
+        if group.pooled:
+            stop = group.entries[-1].stop
+            sources = self.sources[first.start : stop] - first.start if first.start else self.sources[:stop]
+            return unflatten(torch.empty_like(flat).scatter_(0, sources, flat), group.entries)
+        pieces = [piece for piece in self.plan.pieces.get(first.name, []) if piece.order]
         if len(pieces) == 1 and _is_contiguous(pieces[0]) and torch.Size(pieces[0].shape).numel() == len(flat):
-            return self._restore_piece(pieces[0], flat).view(-1)
-        result = flat.clone()
+            return {first.name: self._restore_piece(pieces[0], flat).view(first.shape)}
+        result = flat.clone() if pieces else flat
         for piece in pieces:
             piece.part(result).copy_(self._restore_piece(piece, flat))
-        return result
+        return {first.name: result.view(first.shape)}
 
-    def divide(self, entry: Entry, flat: Tensor) -> Tensor:
-        """Divide a large buffer's elements by their factors."""
-        result = flat.clone()
-        for piece in self.plan.pieces.get(entry.name, []):
-            part = piece.part(result)
-            for spread in piece.scale:
-                part /= spread.of(self.scale)
-        return result
-
-    def _multiply(self, piece: Piece, part: Tensor, cut: int = -1, start: int = 0) -> None:
-        """Multiply in index; by whole rows if a middle dim changes, several times faster than broadcasting.
+    def _multiply(self, piece: TensorPart, part: Tensor, cut: int = -1, start: int = 0) -> None:
+        """Multiply in place; by whole rows if a middle dim changes, several times faster than broadcasting.
 
         `part` may begin at `start` along the dim `cut` of the piece, and have more leading dims.
         """
         ahead = part.dim() - len(piece.shape)
         for spread in piece.scale:
-            factor, dims = spread.of(self.scale), [dim for dim, size in enumerate(spread.shape) if size > 1]
+            factor, dims = spread.select(self.scale), [dim for dim, size in enumerate(spread.shape) if size > 1]
             if cut in dims:
                 factor = factor.narrow(cut, start, part.shape[ahead + cut])
             behind = torch.Size(piece.shape[dims[0] + 1 :]).numel() if len(dims) == 1 else 1
@@ -179,7 +199,7 @@ class Transform:
             else:
                 part.mul_(factor)
 
-    def _restore_piece(self, piece: Piece, flat: Tensor) -> Tensor:
+    def _restore_piece(self, piece: TensorPart, flat: Tensor) -> Tensor:
         """Move the elements of a piece back to where they came from, in new memory."""
         indices = self._find_indices(piece)
         part = piece.part(flat)
@@ -192,19 +212,19 @@ class Transform:
             part = _select(part, dim, back)
         return part
 
-    def _find_indices(self, piece: Piece) -> list[tuple[int, Tensor]] | None:
+    def _find_indices(self, piece: TensorPart) -> list[tuple[int, Tensor]] | None:
         """Return the source of each index for each dim that moves separately; None if dims move jointly."""
         found = []
         for spread in piece.order:
             dims = [d for d, size in enumerate(spread.shape) if size > 1]
             if len(dims) != 1:
                 return None
-            shift = spread.of(self.shift).flatten()
+            shift = spread.select(self.shift).flatten()
             index = torch.arange(len(shift), device=shift.device) + shift // piece.strides[dims[0]]
             found.append((dims[0], index))
         return sorted(found, key=lambda pair: pair[0])
 
-    def _find_sources(self, piece: Piece) -> Tensor:
+    def _find_sources(self, piece: TensorPart) -> Tensor:
         """Return the index from which each element of a piece comes."""
         index = torch.full((1,) * len(piece.shape), piece.offset, device=self.shift.device)
         for dim, (size, step) in enumerate(zip(piece.shape, piece.strides, strict=True)):
@@ -212,7 +232,7 @@ class Transform:
             view[dim] = -1
             index = index + torch.arange(size, device=index.device).reshape(view) * step
         for spread in piece.order:
-            index = index + spread.of(self.shift)
+            index = index + spread.select(self.shift)
         return index.flatten()
 
 
@@ -227,7 +247,7 @@ def _select(part: Tensor, dim: int, index: Tensor, out: Tensor | None = None) ->
     return torch.gather(rows, 1, columns.expand(ahead, -1), out=target).view(part.shape)
 
 
-def _is_contiguous(piece: Piece) -> bool:
+def _is_contiguous(piece: TensorPart) -> bool:
     """Whether the elements of a piece are contiguous."""
     step = 1
     for size, stride in zip(reversed(piece.shape), reversed(piece.strides), strict=True):

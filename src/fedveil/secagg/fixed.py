@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from fedveil.checks import number, whole
+from fedveil.checks import check_count, is_number
 from fedveil.errors import BadArgument
 
 Words = npt.NDArray[np.uint64]
@@ -62,7 +62,7 @@ def exponent(largest: float) -> int:
     >>> exponent(1.0), exponent(0.75), exponent(0.0)
     (9, 8, 8)
     """
-    if not number(largest) or not 0 <= largest < math.inf:
+    if not is_number(largest) or not 0 <= largest < math.inf:
         raise BadArgument("exponent", f"the largest magnitude must be finite and at least 0, got {largest!r}")
     return math.frexp(largest)[1] + HEADROOM
 
@@ -73,7 +73,7 @@ def bits(n: int, exponent: int) -> int:
     >>> bits(10, 8), bits(1000, -3)
     (50, 55)
     """
-    whole("bits", "n", n)
+    check_count("bits", "n", n)
     return 62 - (n - 1).bit_length() - exponent
 
 
@@ -154,7 +154,7 @@ def wrapped_rows(total: Words, sizes: Sequence[int]) -> list[int]:
 class _Piece(NamedTuple):
     """Values that are processed together, and the rows that they belong to."""
 
-    own: slice
+    own: "slice[int, int, None]"
     rows: Integers
     counts: Integers
     starts: Integers  # index in the piece at which each row begins

@@ -28,7 +28,7 @@ MOST_COUNT = 2**53  # bound on rounds, attempts and steps: every JSON parser hol
 MOST_WORDS = 2**36
 HEAD = 2  # words before the rows: 1 for each client, and its number of records
 
-JsonObject = dict[str, Any]
+JsonObject = dict[str, Any]  # type: ignore[explicit-any]
 
 
 @dataclass(frozen=True)

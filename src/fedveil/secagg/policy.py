@@ -9,7 +9,7 @@ import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from fedveil.checks import number, one_of, whole
+from fedveil.checks import check_choice, check_count, is_number
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
 from fedveil.secagg.identity import HEX, KEY, read_trusted_file
@@ -64,10 +64,10 @@ class Policy:
         if self.server is not None and (type(self.server) is not bytes or len(self.server) != KEY):
             raise BadArgument("Policy", f"server must be a public key of {KEY} bytes")
         for name in ("min_records", "max_sums_per_run", "max_sums_per_day", "key_rounds"):
-            whole("Policy", name, getattr(self, name))
-        whole("Policy", "min_members", self.min_members, 3)
-        whole("Policy", "colluders", self.colluders, 0)
-        if not number(self.key_hours) or not 0 < self.key_hours <= 24 * 365:
+            check_count("Policy", name, getattr(self, name))
+        check_count("Policy", "min_members", self.min_members, 3)
+        check_count("Policy", "colluders", self.colluders, 0)
+        if not is_number(self.key_hours) or not 0 < self.key_hours <= 24 * 365:
             raise BadArgument("Policy", f"key_hours must be above 0 and at most a year, got {self.key_hours!r}")
 
     @classmethod
@@ -83,7 +83,7 @@ class Policy:
                 str(path), f"is not TOML: {type(error).__name__}", "correct or replace the file"
             ) from None
         for name in found:
-            one_of(str(path), "setting", name, [each.name for each in fields(cls)])
+            check_choice(str(path), "setting", name, [each.name for each in fields(cls)])
         server = found.get("server", "")
         if type(server) is not str or not HEX.fullmatch(server):
             what = "server must be the server's public key, 64 hexadecimal digits"

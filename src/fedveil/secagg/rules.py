@@ -14,7 +14,7 @@ withstand, and smaller rosters are refused.
 
 from collections.abc import Collection
 
-from fedveil.checks import whole
+from fedveil.checks import check_count
 from fedveil.errors import Aborted
 from fedveil.secagg.identity import Roster
 from fedveil.secagg.memory import Current, RunMemory, State
@@ -50,7 +50,7 @@ def threshold(n: int) -> int:
     [3, 3, 4, 7, 34]
     """
     fix = f"use at least {LEAST} clients: of two, each could compute the other's vector from the sum"
-    return max(3, 2 * whole("secure aggregation", "the number of clients", n, LEAST, fix) // 3 + 1)
+    return max(3, 2 * check_count("secure aggregation", "the number of clients", n, LEAST, fix) // 3 + 1)
 
 
 def colluders(n: int) -> int:

@@ -30,13 +30,13 @@ class Digest(NamedTuple):
     body: bytes
 
     @classmethod
-    def of(cls, common: bytes) -> "Digest":
+    def compute(cls, common: bytes) -> "Digest":
         """Hash the bytes that all clients get."""
         start = 8 + int.from_bytes(common[:8], "little")
         return cls(hashlib.sha256(common[:start]).digest(), hashlib.sha256(memoryview(common)[start:]).digest())
 
-    def whole(self) -> bytes:
-        """Return the digest of the message, to which masks, shares and signatures are bound."""
+    def combine(self) -> bytes:
+        """Return the digest of the whole message, to which masks, shares and signatures are bound."""
         return hashlib.sha256(self.head + self.body).digest()
 
 
@@ -47,7 +47,7 @@ def channel(own: X25519PrivateKey, other: bytes, run: str) -> bytes:
 
 def sign(server: Identity, common: bytes, own: bytes = b"") -> bytes:
     """Mark a message to one client: return the server's signature, followed by `own`."""
-    return SIGNED + server.sign(_covered_bytes(Digest.of(common).whole(), own)) + own
+    return SIGNED + server.sign(_covered_bytes(Digest.compute(common).combine(), own)) + own
 
 
 def tag(key: bytes, digest: bytes, own: bytes = b"") -> bytes:

@@ -1,8 +1,7 @@
 """Attacks as studies: one or several defences of the same federation, each attacked in separate jobs."""
 
 import dataclasses
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -13,14 +12,15 @@ from fedveil.report import Facts, Section, Text
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config, Value
 from fedveil.studies.federations import TrainedRun, TrainRun
-from fedveil.studies.jobs import Failed, Job, Result, Work
-from fedveil.studies.study import JobGraph, Shown, Study
+from fedveil.studies.jobs import Failure, JobWork, Result, StudyJob
+from fedveil.studies.presentation import Presentation, capitalise
+from fedveil.studies.study import JobGraph, Study
 
 O = TypeVar("O")  # noqa: E741
 P = TypeVar("P", bound=Result)
 R = TypeVar("R", bound=Result)
 V = TypeVar("V")
-Results = dict[str, R | Failed]
+Results = dict[str, R | Failure]  # by defence
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class AttackRequest(Generic[O]):
     """A federation to attack, and how.
 
     Attributes:
-        config: of the federation.
+        config: configuration of the federation.
         defences: names; the federation is attacked under each of them.
         options: the attack's flags, a frozen dataclass.
         run: folder of a trained run to attack in place of training; `defences` then names its defence.
@@ -51,121 +51,101 @@ class AttackRequest(Generic[O]):
         return self.config.changed(defence=defence)
 
     def job_name(self, *parts: str) -> str:
-        """Return the name of a job, fit for a file."""
+        """Return the name of a job, which is also the name of a file."""
         return f"{self.label}{'-'.join(parts)}".replace(":", ".").replace(", ", "-").replace(" ", "-")
 
 
-class MultiDefenceStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
-    """An attack on a federation under several defences.
+class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
+    """An attack on a federation under several defences; subclass it for a new attack.
+
+    With one job per defence, a subclass defines `attack` and `result`. With several, it overrides `graph`, for which
+    `join_parts` helps.
 
     Attributes:
+        name: name on the command line.
+        summary: one line of help.
         options: a frozen dataclass with a default and a description for each of the attack's flags.
         defaults: values of the configuration that differ from those of `Config`, at a scale that two cores manage.
+        result: type of the result of `attack`.
+        trains: whether the federation is trained first.
+        needs_shared: whether an attack fails with the jobs of `shared`, or runs without them.
     """
 
+    name: str
+    summary: str
     options: type[O]
     defaults: Mapping[str, Value] = {}
+    result: type[R]
+    trains = True
+    needs_shared = True
 
-    def show(self, asked: AttackRequest[O], results: Results[R]) -> Shown:
+    def attack(self, request: AttackRequest[O], defence: str, folder: Path) -> JobWork[R]:
+        """Return the attack on one defence; the trained federation is in `run_folder`."""
+        raise NotImplementedError
+
+    def show(self, request: AttackRequest[O], results: Results[R]) -> Presentation:
         """Return the attack's table and sections; `present` adds the title and what all attacks share."""
         raise NotImplementedError
 
-    def present(self, asked: AttackRequest[O], results: Results[R]) -> Shown:
+    def shared(self, request: AttackRequest[O], folder: Path) -> list[StudyJob[Result]]:
+        """Return the jobs that the attacks on all defences need; refuse a federation that cannot be attacked."""
+        return []
+
+    def run_folder(self, request: AttackRequest[O], defence: str, folder: Path) -> Path:
+        """Return the folder of the trained federation."""
+        return request.run or folder / defence.replace(":", ".") / "run"
+
+    def attacks(self, request: AttackRequest[O], folder: Path) -> dict[str, StudyJob[R]]:
+        """Return the job of each defence."""
+        shared, found = tuple(self.shared(request, folder)), dict[str, StudyJob[R]]()
+        for name in request.defences:
+            needs, after = (shared, ()) if self.needs_shared else ((), shared)
+            if self.trains and not request.run:
+                work = TrainRun(request.config_for(name), self.run_folder(request, name, folder))
+                needs = (StudyJob(request.job_name("train", name), work, TrainedRun), *needs)
+            attack = self.attack(request, name, folder)
+            found[name] = StudyJob(request.job_name(self.name, name), attack, self.result, needs, after, request.run)
+        return found
+
+    def graph(self, request: AttackRequest[O], folder: Path) -> JobGraph[Results[R]]:
+        """Return every job after those that it needs; refuse records of several tensors before any training."""
+        if ":" in request.config.data.name:
+            one_tensor("attack", load_data(request.config).train.inputs)
+        attacks = self.attacks(request, folder)
+        needed = {need.name: need for job in attacks.values() for need in (*job.needs, *job.after)}
+        jobs: list[StudyJob[Result]] = [*needed.values(), *attacks.values()]
+        return JobGraph(jobs, lambda done: {name: done[job] for name, job in attacks.items()})
+
+    def present(self, request: AttackRequest[O], results: Results[R]) -> Presentation:
         """Add title, question, failures and configuration; without a verdict, the question takes its place."""
-        config, shown = asked.config, self.show(asked, results)
-        failed = [f"{name}: {found.failed}" for name, found in results.items() if isinstance(found, Failed)]
+        config, shown = request.config, self.show(request, results)
+        failures = [f"{name}: {found.failed}" for name, found in results.items() if isinstance(found, Failure)]
         values = {name: value for name, value in config.flat().items() if name != "defence"}
-        values |= plain_values(asked.options)
-        where = f"{config.data.name}, {config.model.name}, {config.data.clients} clients"
-        lead = f"{self.summary[0].upper()}{self.summary[1:]}: {where}."
+        values |= plain_values(request.options)
+        lead = f"{capitalise(self.summary)}: {config.data.name}, {config.model.name}, {config.data.clients} clients."
         sections: list[Section] = [
-            *([Text("Failed", failed)] if failed else []),
+            *([Text("Failed", failures)] if failures else []),
             *shown.sections,
             Facts("Configuration", {name: str(value) for name, value in values.items()}),
         ]
-        names = [config.data.name, config.model.name, *(asked.defences if len(asked.defences) == 1 else ())]
+        names = [config.data.name, config.model.name, *(request.defences if len(request.defences) == 1 else ())]
         return dataclasses.replace(
             shown,
             title=f"{'Audit of' if self.name == 'audit' else f'Attack: {self.name} on'} {', '.join(names)}",
-            verdict=" ".join([*asked.notes, shown.verdict or lead]),
+            verdict=" ".join([*request.notes, shown.verdict or lead]),
             sections=sections,
             lead=lead if shown.verdict else "",
         )
 
 
-class PartStudy(MultiDefenceStudy[O, R], Generic[O, P, R]):
-    """An attack of independent parts: one job for each part under each defence."""
-
-    @abstractmethod
-    def check(self, asked: AttackRequest[O]) -> None:
-        """Refuse what cannot be attacked, before any job runs."""
-
-    @abstractmethod
-    def parts(self, asked: AttackRequest[O], defence: str) -> dict[str, Job[P]]:
-        """Return the jobs of one defence by the name of the part."""
-
-    @abstractmethod
-    def join(self, asked: AttackRequest[O], parts: dict[str, P | Failed]) -> R:
-        """Return the results of all parts under one defence as one."""
-
-    def graph(self, asked: AttackRequest[O], folder: Path) -> JobGraph[Results[R]]:
-        """Return all parts under all defences; their results by defence."""
-        self.check(asked)
-        every = {name: self.parts(asked, name) for name in asked.defences}
-        return JobGraph(
-            [job for parts in every.values() for job in parts.values()],
-            lambda done: {
-                name: self.join(asked, {part: done[job] for part, job in parts.items()})
-                for name, parts in every.items()
-            },
-        )
-
-
-class AttackStudy(MultiDefenceStudy[O, R]):
-    """An attack on a trained federation, one job per defence; subclass it for a new attack.
-
-    Attributes:
-        result: what the attack on one defence returns.
-        trains: whether the federation is trained first.
-        needs_shared: whether an attack fails with the jobs of `shared`, or runs without them.
-    """
-
-    result: type[R]
-    trains = True
-    needs_shared = True
-
-    @abstractmethod
-    def attack(self, asked: AttackRequest[O], defence: str, folder: Path) -> Work[R]:
-        """Return the attack on one defence; `run_folder` is where the trained federation is."""
-
-    def shared(self, asked: AttackRequest[O], folder: Path) -> list[Job[Result]]:
-        """Return the jobs that the attacks on all defences need; refuse what cannot be attacked."""
-        return []
-
-    def run_folder(self, asked: AttackRequest[O], defence: str, folder: Path) -> Path:
-        """Return the folder of the trained federation."""
-        return asked.run or folder / defence.replace(":", ".") / "run"
-
-    def attacks(self, asked: AttackRequest[O], folder: Path) -> dict[str, Job[R]]:
-        """Return the job of each defence."""
-        shared, found = tuple(self.shared(asked, folder)), dict[str, Job[R]]()
-        for name in asked.defences:
-            needs, after = (shared, ()) if self.needs_shared else ((), shared)
-            if self.trains and not asked.run:
-                work = TrainRun(asked.config_for(name), self.run_folder(asked, name, folder))
-                needs = (Job(asked.job_name("train", name), work, TrainedRun), *needs)
-            attack = self.attack(asked, name, folder)
-            found[name] = Job(asked.job_name(self.name, name), attack, self.result, needs, after, asked.run)
-        return found
-
-    def graph(self, asked: AttackRequest[O], folder: Path) -> JobGraph[Results[R]]:
-        """Return every job after those that it needs; refuse records of several tensors before any training."""
-        if ":" in asked.config.data.name:
-            one_tensor("attack", load_data(asked.config).train.inputs)
-        attacks = self.attacks(asked, folder)
-        needed = {need.name: need for job in attacks.values() for need in (*job.needs, *job.after)}
-        jobs: list[Job[Result]] = [*needed.values(), *attacks.values()]
-        return JobGraph(jobs, lambda done: {name: done[job] for name, job in attacks.items()})
+def join_parts(
+    parts: Mapping[str, Mapping[str, StudyJob[P]]], join: Callable[[dict[str, P | Failure]], R]
+) -> JobGraph[Results[R]]:
+    """Return the jobs of all parts under all defences; the results of a defence are joined into one."""
+    return JobGraph(
+        [job for jobs in parts.values() for job in jobs.values()],
+        lambda done: {name: join({part: done[job] for part, job in jobs.items()}) for name, jobs in parts.items()},
+    )
 
 
 def plain_values(options: O) -> dict[str, Value]:

@@ -1,29 +1,36 @@
-"""Federations of studies: trained, or read from the folder of a run; their history and quality."""
+"""Federations of studies: trained, or read from the folder of a run; their quality, and what a client observes."""
 
 import contextlib
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 
-from fedveil.data import Data
+from fedveil.attacks import Observation, Round
+from fedveil.attacks.observation import PUBLISHED
+from fedveil.attacks.registry import Views, attacker_views, find_attackers
+from fedveil.data import Data, one_tensor
+from fedveil.defences.registry import find
 from fedveil.federation.checkpoint import BEST
 from fedveil.federation.evaluate import metrics, predict
+from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.local import Federation
-from fedveil.federation.server import History, Record
-from fedveil.federation.setting import RECORDS
+from fedveil.federation.state import RECORDS
 from fedveil.files import write_whole
 from fedveil.plain_json import read_json, to_json
 from fedveil.progress import Progress
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
 from fedveil.runs.folder import RUN, holds_run, is_finished, resume_federation, train
-from fedveil.runs.losses import primary_metric
+from fedveil.runs.results import primary_metric
 from fedveil.studies.basis import AGAIN, Basis, explain_change
-from fedveil.studies.jobs import Done, Result
+from fedveil.studies.jobs import JobResults, Result
 
+ATTACKER = 0  # the client that attacks
 BASIS = "basis.json"  # in the folder of a run that a study trained
 
 
@@ -54,7 +61,7 @@ class TrainedRun(Result):
     """
 
     run: str
-    records: list[Record]
+    records: list[RoundRecord]
     constant: float
 
     @property
@@ -65,7 +72,7 @@ class TrainedRun(Result):
     @property
     def metric(self) -> str:
         """Return the name of the primary metric."""
-        return primary_metric(self.history.last)
+        return primary_metric(self.history.metrics)
 
 
 @dataclass(frozen=True)
@@ -75,17 +82,15 @@ class TrainRun:
     config: Config
     run: Path
 
-    def __call__(self, progress: Progress, done: Done) -> TrainedRun:
+    def __call__(self, progress: Progress, done: JobResults) -> TrainedRun:
         """Train to the end."""
         federation, data = load_or_train(self.config, self.run, progress, done.basis)
         return TrainedRun(str(self.run), federation.history.records, constant_metric(data))
 
 
-def round_progress(epochs: int, progress: Progress) -> Callable[[Record], None]:
+def round_progress(epochs: int, progress: Progress) -> Callable[[RoundRecord], None]:
     """Return a callback that reports the records of rounds as progress."""
-    return lambda record: progress(
-        min(1.0, record["epoch"] / epochs), f"training, epoch {record['epoch']:.0f}/{epochs}"
-    )
+    return lambda record: progress(min(1.0, record.epoch / epochs), f"training, epoch {record.epoch:.0f}/{epochs}")
 
 
 def constant_metric(data: Data) -> float:
@@ -150,3 +155,63 @@ def measure_quality(federation: Federation, data: Data) -> Quality:
     name = primary_metric(train)
     gap = test[name] - train[name] if name in ("mse", "loss") else train[name] - test[name]
     return Quality(name, train[name], test[name], gap)
+
+
+def observe(federation: Federation, rounds: int = 1) -> Observation:
+    """Return what the attacker observes in the last `rounds` rounds.
+
+    The federation trains for rounds - 1 more rounds, in which the attacker's messages are recorded; the last broadcast
+    is not answered.
+    """
+    defence, shards = federation.defence, federation.shards
+    seen = [observe_round(federation)[ATTACKER] for _ in range(rounds - 1)]
+    broadcast = federation.defence_server.start_round(federation.model).broadcast
+    seen.append(Round(broadcast, defence.client_view(federation.model, broadcast)))
+    inputs, targets = shards.records(ATTACKER)
+    return Observation(
+        defence.name,
+        seen[-1].model,
+        _architecture(federation.model),
+        tuple(seen),
+        one_tensor("attack", inputs),
+        targets,
+        federation.loss,
+        float(federation.optimizer.param_groups[0]["lr"]),
+        shards.sizes[ATTACKER] / sum(shards.sizes),
+    )
+
+
+def observe_all(federation: Federation, defence: str) -> Views:
+    """Return the observation of each attacker on a defence: the published one, and what adaptive ones derive."""
+    attackers = find_attackers(find(defence))
+    return attacker_views(attackers, observe(federation, attackers.collected))
+
+
+def observe_strongest(federation: Federation, defence: str) -> dict[str, Observation]:
+    """Return the observations of the published attacker and of the strongest adaptive ones."""
+    kept = (PUBLISHED, *find_attackers(find(defence)).strongest)
+    return {name: found for name, found in observe_all(federation, defence).attackers.items() if name in kept}
+
+
+def observe_round(federation: Federation) -> list[Round]:
+    """Train one more round, and return it as each client observes it; updates of fused clients are not separate."""
+    shards, number, caught = federation.shards, federation.round, list[Round]()
+
+    def record_round(broadcast: Any, updates: Sequence[Any]) -> None:
+        sent = copy.deepcopy(broadcast)
+        view = federation.defence.client_view(federation.model, sent)
+        for client, start in enumerate(shards.starts):
+            rows = (shards.rows(client, number) - start).to(federation.device)
+            caught.append(Round(sent, view, rows, None if federation.clients.fused else updates[client]))
+
+    federation.step(record_round)
+    return caught[-len(shards.sizes) :]
+
+
+def _architecture(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy with all values zero."""
+    empty = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in [*empty.parameters(), *empty.buffers()]:
+            tensor.zero_()
+    return empty

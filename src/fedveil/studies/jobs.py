@@ -1,8 +1,7 @@
-"""Jobs: the parts of a long computation, which run in parallel and store their results on disk.
+"""Jobs: parts of a long computation, which run in parallel and store their results on disk.
 
-A computation that was stopped can be resumed: a job whose result is on disk, for the same work and on the same basis
-(version, data, code, checkpoint), does not run again. If a job fails, the jobs that need it fail with it, and all
-others run.
+A computation that was stopped resumes: a job whose result is on disk, for the same work and on the same basis (version,
+data, code, checkpoint), does not run again. If a job fails, the jobs that need it fail with it, and all others run.
 """
 
 import contextlib
@@ -28,8 +27,7 @@ from fedveil.errors import FedveilError
 from fedveil.files import write_whole
 from fedveil.plain_json import read_json, to_json
 from fedveil.progress import Progress
-from fedveil.studies.basis import AGAIN, Basis, explain_change
-from fedveil.studies.digests import Digests
+from fedveil.studies.basis import AGAIN, Basis, Digests, explain_change
 
 Show = Callable[[str, float, str], None]  # the job, and its progress
 POLL = 0.2  # seconds
@@ -40,7 +38,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Failed(Result):
+class Failure(Result):
     """In place of a result: why a job failed."""
 
     failed: str
@@ -49,15 +47,15 @@ class Failed(Result):
 R = TypeVar("R", bound=Result, covariant=True)
 
 
-class Work(Protocol[R]):
+class JobWork(Protocol[R]):
     """The work of a job: a frozen dataclass of everything that decides its result, called in a separate process."""
 
-    def __call__(self, progress: Progress, done: "Done") -> R:
+    def __call__(self, progress: Progress, done: "JobResults") -> R:
         """Compute the result; `done` has those of the jobs that this one needs."""
 
 
 @dataclass(frozen=True)
-class Job(Generic[R]):
+class StudyJob(Generic[R]):
     """A part of a computation.
 
     Attributes:
@@ -70,40 +68,33 @@ class Job(Generic[R]):
     """
 
     name: str
-    work: Work[R]
+    work: JobWork[R]
     result: type[R]
-    needs: tuple["Job[Result]", ...] = ()
-    after: tuple["Job[Result]", ...] = ()
+    needs: tuple["StudyJob[Result]", ...] = ()
+    after: tuple["StudyJob[Result]", ...] = ()
     attacked: Path | None = None
 
 
-class Done:
+class JobResults:
     """Results of jobs, each with the type of its job, and the basis of the job that gets them."""
 
     def __init__(self, results: Mapping[str, Result], basis: Basis | None = None) -> None:
         self._results = dict(results)
         self.basis = basis or Basis()
 
-    def __getitem__(self, job: Job[R]) -> R | Failed:
-        return cast("R | Failed", self._results[job.name])
+    def __getitem__(self, job: StudyJob[R]) -> R | Failure:
+        return cast("R | Failure", self._results[job.name])
 
-    def require(self, job: Job[R]) -> R:
+    def require(self, job: StudyJob[R]) -> R:
         """Return the result of a job; raise a FedveilError if it failed."""
         found = self[job]
-        if isinstance(found, Failed):
+        if isinstance(found, Failure):
             raise FedveilError(job.name, found.failed)
         return found
 
 
-@dataclass(frozen=True)
-class Stale:
-    """In place of a stored result that is no longer valid: the reason, as a clause."""
-
-    why: str
-
-
-def read_result(job: Job[R], folder: Path, basis: Basis | None = None) -> R | Stale | None:
-    """Read the job's stored result if it has the same work and basis; None if there is none, or it failed."""
+def read_result(job: StudyJob[R], folder: Path, basis: Basis | None = None) -> R | str | None:
+    """Read the job's stored result; text explains why it is no longer valid; None if there is none, or it failed."""
     path = folder / f"{job.name}.json"
     try:
         found = read_json(path)
@@ -114,26 +105,26 @@ def read_result(job: Job[R], folder: Path, basis: Basis | None = None) -> R | St
             changed = "the settings changed"
         if changed is not None:
             written = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
-            return Stale(f"{changed} since {written}")
+            return f"{changed} since {written}"
         return TypeAdapter(job.result).validate_python(found["result"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # BadArgument and pydantic's are ValueErrors
         return None
 
 
-def run_job(job: Job[R], folder: Path, progress: Progress, done: Done) -> R | Failed:
+def run_job(job: StudyJob[R], folder: Path, progress: Progress, done: JobResults) -> R | Failure:
     """Run the job and store its result, or why it failed; an earlier result is removed first."""
     path = folder / f"{job.name}.json"
     path.unlink(missing_ok=True)  # files that the work replaces belong to it
-    result: R | Failed
+    result: R | Failure
     try:
         result = job.work(progress, done)
         plain = TypeAdapter(job.result).dump_python(result, mode="json")
     except FedveilError as error:
-        result = Failed(str(error))
+        result = Failure(str(error))
     except Exception as error:
         traceback.print_exc()
-        result = Failed(f"{type(error).__name__}: {error}")
-    if isinstance(result, Failed):
+        result = Failure(f"{type(error).__name__}: {error}")
+    if isinstance(result, Failure):
         plain = {"failed": result.failed}
     stored = {"basis": done.basis.to_plain(), "asked": repr(job.work), "result": plain}
     write_whole(path, to_json(stored, exact=True) + "\n")
@@ -141,13 +132,13 @@ def run_job(job: Job[R], folder: Path, progress: Progress, done: Done) -> R | Fa
 
 
 def run_jobs(
-    jobs: Sequence[Job[Result]],
+    jobs: Sequence[StudyJob[Result]],
     folder: Path,
     *,
     workers: int | None = None,
     show: Show = lambda name, fraction, what: None,
     digests: Digests | None = None,
-) -> Done:
+) -> JobResults:
     """Run the jobs that have no valid result in the folder, and return all results.
 
     Args:
@@ -159,7 +150,7 @@ def run_jobs(
     """
     digests = digests or Digests()
     bases = {job.name: digests.job_basis(job.work, job.attacked) for job in jobs}
-    found, left = dict[str, Result](), list[Job[Result]]()
+    found, left = dict[str, Result](), list[StudyJob[Result]]()
     for job in jobs:
         stored = read_result(job, folder, bases[job.name])
         if isinstance(stored, Result):
@@ -167,22 +158,22 @@ def run_jobs(
             show(job.name, 1.0, "kept")
         else:
             left.append(job)
-            show(job.name, 0.0, f"{AGAIN}: {stored.why}" if isinstance(stored, Stale) else "waiting")
+            show(job.name, 0.0, f"{AGAIN}: {stored}" if stored else "waiting")
     workers = min(len(left), workers or os.cpu_count() or 1)
     if workers <= 1:
         _schedule(left, found, bases, lambda job, done: _run_here(job, folder, show, done), None, show)
     else:
-        with _worker_pool(workers) as (pool, news):
-            _schedule(left, found, bases, lambda job, done: pool.submit(_run_in_worker, job, folder, done), news, show)
-    return Done({job.name: found[job.name] for job in jobs})
+        with _worker_pool(workers) as (pool, queue):
+            _schedule(left, found, bases, lambda job, done: pool.submit(_run_in_worker, job, folder, done), queue, show)
+    return JobResults({job.name: found[job.name] for job in jobs})
 
 
 def _schedule(
-    jobs: Sequence[Job[Result]],
+    jobs: Sequence[StudyJob[Result]],
     found: dict[str, Result],
     bases: Mapping[str, Basis],
-    submit: Callable[[Job[Result], Done], Future[Result]],
-    news: "News | None",
+    submit: Callable[[StudyJob[Result], JobResults], Future[Result]],
+    queue: "ProgressQueue | None",
     show: Show,
 ) -> None:
     """Submit each job when those before it have ended, and add its result to `found`."""
@@ -192,50 +183,48 @@ def _schedule(
         if job is not None:
             waiting.remove(job)
             needed = {need.name: found[need.name] for need in job.needs}
-            broken = next(
-                (Failed(f"{name}: {one.failed}") for name, one in needed.items() if isinstance(one, Failed)), None
-            )
-            if broken:
-                found[job.name] = broken
+            failures = [f"{name}: {one.failed}" for name, one in needed.items() if isinstance(one, Failure)]
+            if failures:
+                found[job.name] = Failure(failures[0])
             else:
-                running[submit(job, Done(needed, bases[job.name]))] = job.name
+                running[submit(job, JobResults(needed, bases[job.name]))] = job.name
         finished, _ = wait(running, POLL if job is None else 0.0, "FIRST_COMPLETED")
-        while news is not None and not news.empty():
-            show(*news.get())
+        while queue is not None and not queue.empty():
+            show(*queue.get())
         for future in finished:
             name, error = running.pop(future), future.exception()
-            found[name] = Failed(f"its process died: {error}") if error else future.result()
+            found[name] = Failure(f"its process died: {error}") if error else future.result()
             show(name, 1.0, "done")
 
 
-def _run_here(job: Job[Result], folder: Path, show: Show, done: Done) -> Future[Result]:
+def _run_here(job: StudyJob[Result], folder: Path, show: Show, done: JobResults) -> Future[Result]:
     future: Future[Result] = Future()
     future.set_result(run_job(job, folder, partial(show, job.name), done))
     return future
 
 
-News = SimpleQueue[tuple[str, float, str]]
-_news: News | None = None  # to which a worker process reports its progress
+ProgressQueue = SimpleQueue[tuple[str, float, str]]
+_queue: ProgressQueue | None = None  # to which a worker process reports its progress
 
 
-def _run_in_worker(job: Job[Result], folder: Path, done: Done) -> Result:
-    assert _news is not None
-    news = _news
-    return run_job(job, folder, lambda fraction, what: news.put((job.name, fraction, what)), done)
+def _run_in_worker(job: StudyJob[Result], folder: Path, done: JobResults) -> Result:
+    assert _queue is not None
+    put = _queue.put
+    return run_job(job, folder, lambda fraction, what: put((job.name, fraction, what)), done)
 
 
 @contextlib.contextmanager
-def _worker_pool(workers: int) -> Iterator[tuple[Executor, News]]:
+def _worker_pool(workers: int) -> Iterator[tuple[Executor, ProgressQueue]]:
     """Start worker processes; a new interpreter each, since a fork would copy torch's threads half alive."""
     context = multiprocessing.get_context("spawn")
-    news: News = context.SimpleQueue()
-    with _safe_path(), ProcessPoolExecutor(workers, context, _set_up_worker, (news, os.getpid())) as pool:
-        yield pool, news
+    queue: ProgressQueue = context.SimpleQueue()
+    with _safe_path(), ProcessPoolExecutor(workers, context, _set_up_worker, (queue, os.getpid())) as pool:
+        yield pool, queue
 
 
-def _set_up_worker(news: News, parent: int) -> None:
-    global _news
-    _news = news
+def _set_up_worker(queue: ProgressQueue, parent: int) -> None:
+    global _queue
+    _queue = queue
     _exit_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once; only the parent prints a message
     torch.set_num_threads(1)  # one worker per core

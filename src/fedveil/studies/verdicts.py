@@ -1,25 +1,19 @@
 """Verdicts of all studies: one table of thresholds, and a label with its figure and interval."""
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedveil.attacks.observation import PUBLISHED
+from fedveil.attacks.scores import Estimate
 from fedveil.report import Section, Text
-from fedveil.studies.estimates import Estimate, Outcome, Reached, Rule, furthest, text
-from fedveil.studies.tables import display_name
+from fedveil.studies.presentation import capitalise, display_name, text
 
 CLEAR = 0.1  # a leak is clear from this fraction of the way from guessing to full knowledge
 SLIGHT, FULL = 0.2, 0.8  # fractions of the way from guessing to no defence: below, a slight leak; above, a full one
 LAG = 0.2  # published attacks are mentioned if they fall this fraction of the way short of the strongest attacker
 RECOGNISED = 10.0  # dB above guessing, a tenth of the squared error: the record is known, and more says nothing
 MAX_MEMBERSHIP, MAX_COST = 0.52, 0.005  # of a hardening: balanced accuracy of the attacker, and accuracy lost
-
-ADAPTIVE = (
-    'SPN is our re-implementation. "own labels" is an adaptive attacker that fits the noise of the veil\'s final layer '
-    'with its own labels, "sketches stacked" one that adds up DBCL\'s sketches of six rounds. The models of the other '
-    "defences have no noise to remove."
-)
 
 
 class Label(enum.StrEnum):
@@ -34,17 +28,44 @@ class Label(enum.StrEnum):
     UNTESTED = "UNTESTED"
 
 
+class Finding(enum.IntEnum):
+    """Conclusion from the interval of one attacker's figure, ordered by how much it says about a leak."""
+
+    NOTHING = 0
+    TOO_FEW = 1
+    FOUND = 2
+
+
+@dataclass(frozen=True)
+class AttackerFigure:
+    """The figure of one attacker, and the conclusion from its interval.
+
+    Attributes:
+        below: whether something is found below guessing; an attacker that reverses its answers then has 1 - figure.
+    """
+
+    attacker: str
+    figure: Estimate
+    finding: Finding
+    below: bool = False
+
+    @property
+    def value(self) -> float:
+        """The figure, in the direction in which something is found."""
+        return 1 - self.figure.value if self.below else self.figure.value
+
+
 @dataclass(frozen=True)
 class Measure:
-    """One kind of figure: how it is printed, and from where on it is a leak.
+    """One kind of figure: how it is printed, and from which value on it is a leak.
 
     Attributes:
         subject: what may leak.
         figure: the name of the figure.
         form, scale, unit: how it is printed.
-        headroom: full knowledge is this far above guessing; None if it is 1.
+        headroom: distance of full knowledge from guessing; None if full knowledge is 1.
         two_sided: figures below guessing tell as much as those above it.
-        needs_adaptive: without an adaptive attacker, finding nothing is no evidence.
+        needs_adaptive: without an adaptive attacker, finding nothing is not evidence.
     """
 
     subject: str
@@ -60,17 +81,23 @@ class Measure:
         """Return the figure of an attacker that knows everything."""
         return 1.0 if self.headroom is None else guess + self.headroom
 
-    def rule(self, guess: float) -> Rule:
-        """Return the rule that intervals are judged by."""
-        return Rule(guess, guess + CLEAR * (self.full(guess) - guess), self.two_sided)
+    def assess(self, attacker: str, figure: Estimate, guess: float, trials: int = 2) -> AttackerFigure:
+        """Conclude from the interval of an attacker's figure.
+
+        Found: the interval is above guessing or, if both sides count, below it. Nothing found: it includes guessing or
+        is below it, and includes no clear leak. Too few trials: it includes both, or there is a single trial.
+        """
+        clear, below = CLEAR * (self.full(guess) - guess), self.two_sided and figure.high < guess
+        if trials < 2:
+            return AttackerFigure(attacker, figure, Finding.TOO_FEW)
+        if figure.low > guess or below:
+            return AttackerFigure(attacker, figure, Finding.FOUND, below)
+        wide = figure.high > guess + clear or (self.two_sided and figure.low < guess - clear)
+        return AttackerFigure(attacker, figure, Finding.TOO_FEW if wide else Finding.NOTHING)
 
     def number(self, value: float) -> str:
-        """Return a value with its unit."""
+        """Format a value with its unit."""
         return f"{self.scale * value:{self.form}}{self.unit}"
-
-    def estimate(self, found: Estimate) -> str:
-        """Return a value with its interval and unit."""
-        return f"{text(found, self.form, self.scale)}{self.unit}"
 
 
 AGREEMENT = Measure("the model", "agreement", ".0f", 100, " %")
@@ -87,62 +114,68 @@ class Verdict:
 
     Attributes:
         guess: the figure of the best constant answer.
-        strongest: the attacker that gets furthest.
-        undefended: the one that gets furthest without a defence; None if that was not measured.
-        published: the strongest published one; None if none was run.
+        strongest: the strongest attacker.
+        undefended: the strongest attacker without a defence; None if that was not measured.
+        published: the strongest published attacker; None if none was run.
     """
 
     label: Label
     measure: Measure
     guess: float
-    strongest: Reached
-    undefended: Reached | None = None
-    published: Reached | None = None
+    strongest: AttackerFigure
+    undefended: AttackerFigure | None = None
+    published: AttackerFigure | None = None
 
     def __str__(self) -> str:
         """Return the label, the figure with its interval, and the figures to compare it with."""
-        one, number = self.strongest, self.measure.number
-        said = f"{self.label}: {self.measure.figure} {self.measure.estimate(one.figure)} ({one.attacker})"
+        one, measure = self.strongest, self.measure
+        figure = f"{text(one.figure, measure.form, measure.scale)}{measure.unit}"
+        sentence = f"{self.label}: {measure.figure} {figure} ({one.attacker})"
         if one.below:
-            said += f", below chance: {number(one.value)} for an attacker who reverses the scores"
-        beside = [f"guessing {number(self.guess)}"]
+            sentence += f", below chance: {measure.number(one.value)} for an attacker that reverses the scores"
+        beside = [f"guessing {measure.number(self.guess)}"]
         if self.undefended and self.undefended is not one:
-            beside.append(f"undefended {number(self.undefended.figure.value)}")
-        found = one.outcome is Outcome.FOUND
+            beside.append(f"undefended {measure.number(self.undefended.figure.value)}")
+        found = one.finding is Finding.FOUND
         if found and self.published and one.value - self.published.value > LAG * (one.value - self.guess):
-            beside.append(f"{PUBLISHED} {number(self.published.figure.value)}")
-        return f"{said}; {', '.join(beside)}"
+            beside.append(f"{PUBLISHED} {measure.number(self.published.figure.value)}")
+        return f"{sentence}; {', '.join(beside)}"
+
+
+def find_strongest(every: Iterable[AttackerFigure]) -> AttackerFigure | None:
+    """Return the strongest attacker: of those that find something, else of those with too few trials, else of all."""
+    return max(every, key=lambda one: (one.finding, one.value), default=None)
 
 
 def judge(
     measure: Measure,
     guess: float,
-    found: Sequence[Reached],
-    undefended: Sequence[Reached],
+    found: Sequence[AttackerFigure],
+    undefended: Sequence[AttackerFigure],
     published: Collection[str] = (PUBLISHED,),
 ) -> Verdict | None:
-    """Return the verdict on one defence from what each attacker reaches; None if there are no attackers.
+    """Return the verdict on one defence; None if there are no attackers.
 
-    `published` are the names of those that do not know the defence.
+    `published` are the names of the attackers that do not know the defence.
     """
-    one, top = furthest(found), furthest(undefended)
+    one, top = find_strongest(found), find_strongest(undefended)
     if one is None:
         return None
-    known = furthest(other for other in found if other.attacker in published)
+    known = find_strongest(other for other in found if other.attacker in published)
     label = choose_label(measure, guess, one, top)
-    if label is Label.SLIGHT and any(other.outcome is Outcome.TOO_FEW for other in found):
+    if label is Label.SLIGHT and any(other.finding is Finding.TOO_FEW for other in found):
         label = Label.TOO_FEW
     if measure.needs_adaptive and one is known and label not in (Label.LEAK, Label.NOTHING, Label.TOO_FEW):
         label = Label.UNTESTED
     return Verdict(label, measure, guess, one, top, known)
 
 
-def choose_label(measure: Measure, guess: float, one: Reached, top: Reached | None) -> Label:
+def choose_label(measure: Measure, guess: float, one: AttackerFigure, top: AttackerFigure | None) -> Label:
     """Return the label for the strongest attacker with the defence, and the strongest without one."""
-    leaks = top is not None and top.outcome is Outcome.FOUND
-    if one.outcome is Outcome.TOO_FEW:
+    leaks = top is not None and top.finding is Finding.FOUND
+    if one.finding is Finding.TOO_FEW:
         return Label.TOO_FEW
-    if one.outcome is Outcome.NOTHING:
+    if one.finding is Finding.NOTHING:
         return Label.PROTECTED if leaks else Label.NOTHING
     if top is None or not leaks:
         return Label.LEAK
@@ -152,7 +185,10 @@ def choose_label(measure: Measure, guess: float, one: Reached, top: Reached | No
 
 
 def judge_defences(
-    measure: Measure, guess: float, found: Mapping[str, Sequence[Reached]], published: Collection[str] = (PUBLISHED,)
+    measure: Measure,
+    guess: float,
+    found: Mapping[str, Sequence[AttackerFigure]],
+    published: Collection[str] = (PUBLISHED,),
 ) -> dict[str, Verdict]:
     """Return the verdict on each defence that was attacked; "plain" is the undefended federation."""
     undefended = found.get("plain", ())
@@ -174,9 +210,8 @@ def headline(verdicts: Mapping[str, Verdict]) -> str:
     """Return the verdict of an attack in one sentence."""
     if not verdicts:
         return "No verdict: the attack failed under every defence."
-    said = summarise(verdicts)
     missing = "" if "plain" in verdicts else "; no undefended federation was attacked"
-    return f"{said[0].upper()}{said[1:]}{missing}."
+    return f"{capitalise(summarise(verdicts))}{missing}."
 
 
 def verdict_section(verdicts: Mapping[str, Verdict]) -> list[Section]:

@@ -8,8 +8,8 @@ from tests.deployed.misbehaving import after, before
 from tests.deployed.serving import serve
 from tests.deployed.task import images, make_model, parts
 
-from fedveil.federation.remote import load_party
 from fedveil.nvflare import Client, Server
+from fedveil.secagg.environment import load_party
 from fedveil.wire import read_kind
 
 
@@ -50,4 +50,4 @@ class TestServer:
     @collab.main
     def run(self):
         torch.set_num_threads(1)
-        serve(Server, self.config)
+        serve(lambda *given, **named: Server(collab.clients, *given, **named), self.config)

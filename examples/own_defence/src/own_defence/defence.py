@@ -21,7 +21,7 @@ from fedveil import Aggregate
 from fedveil.defences import Defence, DefenceClient, DefenceRound, DefenceServer, Samples
 from fedveil.defences.plain import PlainClient, PlainUpdate, accumulate, average
 from fedveil.graph.inputs import Inputs
-from fedveil.scheme.losses import Loss, per_sample
+from fedveil.scheme.losses import Loss, sample_weights
 
 
 def last_bias(model: nn.Module) -> Tensor:
@@ -116,7 +116,7 @@ class ShiftedClient(DefenceClient[Sent, Answer]):
         """Compute both gradients, with the same weight for each sample."""
         update = self._plain.step(broadcast.network, samples)
         outputs = broadcast.network(samples.inputs)
-        along = (outputs * broadcast.direction * per_sample(self._plain.loss, outputs, samples.weights)).sum()
+        along = (outputs * broadcast.direction * sample_weights(outputs, samples.weights, self._plain.loss)).sum()
         gradients = torch.autograd.grad(along, list(broadcast.network.parameters()))
         names = [name for name, _ in broadcast.network.named_parameters()]
         return Answer(update, PlainUpdate(dict(zip(names, gradients, strict=True)), {}))

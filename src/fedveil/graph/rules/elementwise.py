@@ -1,11 +1,11 @@
-"""Functions of one number, applied to each element: they commute with some factors and every permutation."""
+"""Functions, sums, products and choices, element by element: they commute with some factors and every permutation."""
 
 import torch
+from torch import Tensor
 
 from fedveil.graph import operations
-from fedveil.graph.calls import Call, NoRule, Outcome, as_state, rule
-from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Units
+from fedveil.graph.calls import Activation, Call, NoRule, Outcome, StateTensor, Traced, as_state, rule
+from fedveil.graph.units import Symmetry, Units
 
 LINEAR = (
     "neg", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "lift_fresh", "positive",
@@ -16,6 +16,10 @@ SYMMETRIES = {
     **dict.fromkeys(operations.ODD, Symmetry.SIGN),
     **dict.fromkeys(operations.OTHER, Symmetry.NOTHING),
 }
+MAX_FACTORS = 4  # of a product; further ones are limited to 1
+
+
+# Functions of one number.
 
 
 def _apply(call: Call, symmetry: Symmetry) -> Units:
@@ -26,14 +30,8 @@ def _apply(call: Call, symmetry: Symmetry) -> Units:
     return call.x.units if symmetry else Units((), call.x.units.order)
 
 
-@rule(*SYMMETRIES)
-def _(call: Call) -> Outcome:
-    return _apply(call, SYMMETRIES[call.name])
-
-
-@rule(*LINEAR)
-def _(call: Call) -> Outcome:
-    return [call.x.units] if isinstance(call.output, tuple | list) else call.activation(call.x.units)
+rule(*SYMMETRIES)(lambda call: _apply(call, SYMMETRIES[call.name]))
+rule(*LINEAR)(lambda call: call.pack(call.x.units))
 
 
 @rule("to", "_to_copy")
@@ -41,19 +39,21 @@ def convert(call: Call) -> Outcome:
     """Convert to another dtype or device; not to fewer digits, which would round scaled values differently."""
     before, after = call.x.value.dtype, call.value.dtype
     if not before.is_floating_point:
-        return call.activation(Units())
+        return call.x.units
     if after != before and not after.is_floating_point:
         raise NoRule(f"it turns {before} into {after}")
-    if after != before and torch.finfo(after).eps > torch.finfo(before).eps:
+    if torch.finfo(after).eps > torch.finfo(before).eps:
         raise NoRule(f"it rounds {before} to {after}")
     return call.x.units
 
 
-@rule(*operations.EVEN)
 def apply_even(call: Call) -> Units:
     """Apply an even function: it commutes with signs, and its output carries none."""
     call.limit(call.x.units.scale, Symmetry.SIGN)
     return Units((), call.x.units.order)
+
+
+rule(*operations.EVEN)(apply_even)
 
 
 @rule("hardtanh")
@@ -83,3 +83,108 @@ def prelu(call: Call) -> Outcome:
     order = call.merge_order([factor for factor in units.order if factor.shape[1] > 1], others)
     weight.attach(Units((), tuple(factor.flatten() for factor in order)))
     return Units(units.scale, (*[factor for factor in units.order if factor.shape[1] == 1], *order))
+
+
+# Functions of several tensors.
+
+
+def agree_order(call: Call, a: Traced, b: Traced) -> tuple[Tensor, ...]:
+    """Give two operands the same order and return that of the result."""
+    left, right = call.broadcast(a), call.broadcast(b)
+    return call.ledger.agree_order(left.order, call.distinct_dims(a), right.order, call.distinct_dims(b))
+
+
+def add_tensors(call: Call, a: Traced, b: Traced) -> Units:
+    """Return the units of a sum: both terms share their noise; zeros may have any."""
+    if a.zero or b.zero:
+        return call.broadcast(b if a.zero else a)
+    left, right = call.broadcast(a), call.broadcast(b)
+    why = "it adds tensors that carry different factors, or one that carries none"
+    if not left.scale or not right.scale:
+        why = "it adds a tensor that carries no factors"
+    return Units(call.ledger.agree_scale(left.scale, right.scale, call.where, why), agree_order(call, a, b))
+
+
+def _combine(call: Call, a: object, b: object, why: str) -> Units:
+    """Return the units of a sum of two tensors, or of a tensor and a number; only 0 commutes with factors."""
+    if isinstance(a, Traced) and isinstance(b, Traced):
+        return add_tensors(call, a, b)
+    x, constant = (a, b) if isinstance(a, Traced) else (b, a)
+    units = call.broadcast(x) if isinstance(x, Traced) else Units()
+    return units if constant == 0 else call.drop_scale(units, why)
+
+
+rule("add", "sub", "rsub", "subtract", "__radd__")(
+    lambda call: _combine(call, call["self"], call["other"], "it adds a constant")
+)
+
+
+def multiply_tensors(call: Call, a: Traced, b: Traced, inverse: bool = False) -> Units:
+    """Multiply the factors of both; a parameter's come last, because they are dropped first."""
+    if a.zero or (b.zero and not inverse):
+        return Units(zero=True)
+    left, right = call.broadcast(a), call.broadcast(b)
+    other = tuple(-factor for factor in right.scale) if inverse else right.scale
+    scale = (*other, *left.scale) if isinstance(a, StateTensor) else (*left.scale, *other)
+    call.limit(scale[MAX_FACTORS:], Symmetry.NOTHING, "it multiplies many tensors")
+    return Units(scale[:MAX_FACTORS], agree_order(call, a, b))
+
+
+@rule("mul", "multiply")
+def _(call: Call) -> Outcome:
+    a, b = call["self"], call["other"]
+    if a is b:  # a square, which loses its signs
+        return apply_even(call)
+    return multiply_tensors(call, a, b) if isinstance(a, Traced) and isinstance(b, Traced) else call.broadcast(call.x)
+
+
+@rule("div", "true_divide", "divide")
+def _(call: Call) -> Outcome:
+    if call.get("rounding_mode"):
+        raise NoRule("it rounds")
+    a, b = call.tensor("self"), call["other"]
+    return multiply_tensors(call, a, b, inverse=True) if isinstance(b, Traced) else call.broadcast(a)
+
+
+rule("reciprocal")(lambda call: Units(tuple(-factor for factor in call.x.units.scale), call.x.units.order))
+
+
+def _choose(call: Call, mask: Traced, units: Units) -> Units:
+    """Allow only permutations that leave the mask unchanged."""
+    everywhere, order = frozenset(range(call.rank)), call.broadcast(mask).order
+    return Units(units.scale, call.ledger.agree_order(units.order, everywhere, order, call.distinct_dims(mask)))
+
+
+@rule("where")
+def _(call: Call) -> Outcome:
+    units = _combine(call, call["self"], call["other"], "it inserts a constant")
+    return _choose(call, call.tensor("condition"), units)
+
+
+@rule("masked_fill")
+def _(call: Call) -> Outcome:
+    value = 1 if isinstance(call["value"], Traced) else call["value"]
+    return _choose(call, call.tensor("mask"), _combine(call, call["self"], value, "it inserts a constant"))
+
+
+@rule("maximum", "minimum")
+def maximum(call: Call) -> Outcome:
+    """Let both tensors share their noise, which must be positive."""
+    units = add_tensors(call, call.tensor("self"), call.tensor("other"))
+    call.limit(units.scale, Symmetry.POSITIVE)
+    return units
+
+
+@rule("addcmul")
+def _(call: Call) -> Outcome:
+    product = multiply_tensors(call, call.tensor("tensor1"), call.tensor("tensor2"))
+    return add_tensors(call, call.tensor("self"), Activation(call.value, product))
+
+
+@rule("lerp")
+def _(call: Call) -> Outcome:
+    units, weight = add_tensors(call, call.tensor("self"), call.tensor("end")), call["weight"]
+    if not isinstance(weight, Traced):
+        return units
+    call.limit(call.broadcast(weight).scale, Symmetry.NOTHING, "the weight of an interpolation takes no factor")
+    return Units(units.scale, agree_order(call, Activation(call.value, units), weight))

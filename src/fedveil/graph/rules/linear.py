@@ -1,4 +1,4 @@
-"""Sums of products: Linear, convolutions, Embedding, matrix products.
+"""Sums of products: Linear, convolutions, Embedding, matrix products, attention.
 
 Dims are named by labels, as in torch.einsum. `project` is a product with a weight of the model: new units begin at its
 output, those of its input are divided out by the weight. `contract` is a product of two activations: what is summed
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fedveil.graph.calls import Activation, Call, NoRule, Outcome, StateTensor, Traced, as_state, as_tensor, rule
 from fedveil.graph.operations import CONVOLUTIONS, count_spatial_dims
-from fedveil.graph.rules.arithmetic import add_tensors
-from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Dims, Units, distinct_dims, reshape_factor, split_first_dim, varying_dims
+from fedveil.graph.rules.elementwise import add_tensors
+from fedveil.graph.units import Dims, Symmetry, Units, distinct_dims, reshape_factor, split_first_dim, varying_dims
 
 Labels = Sequence[str]
 
@@ -50,9 +49,7 @@ class Weight:
         self.tensor.attach(units.each(lambda factor: rearrange(factor, space, self.labels)), self.view)
 
 
-def project(
-    call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight | None, out: Labels, *, head: bool = False
-) -> Units:
+def project(call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight | None, out: Labels) -> Units:
     """Multiply by a weight; labels that neither weight nor output has are mixed. A head starts no units."""
     ledger, sizes = call.ledger, weight.view.shape
     space = list(dict.fromkeys([*weight.labels, *labels, *out]))
@@ -62,7 +59,7 @@ def project(
     passing, columns = [], []
     for factor in x.scale:
         dims = varying_dims(factor)
-        if dims and dims <= outer and bias is None and not head:
+        if dims and dims <= outer and bias is None and not call.is_head:
             passing.append(factor)
         else:
             columns.append(-ledger.merge_scale(factor, inputs - own, call.where))
@@ -78,7 +75,7 @@ def project(
             parents += ledger.fold(moving[-1:], summed) if dims & shared else []
         elif dims:
             ledger.fix(factor)
-    if head:
+    if call.is_head:
         weight.attach(columns, moving, space)
     else:
         shape = [sizes[d] if d in own & outputs else 1 for d in range(len(space))]
@@ -142,31 +139,31 @@ def contract(call: Call, x: Traced, labels: Labels, y: Traced, others: Labels, o
 # The operations.
 
 
-def _bias(call: Call, label: str, head: bool) -> Weight | None:
-    bias = None if head else call.state("bias")
+def _bias(call: Call, label: str) -> Weight | None:
+    bias = None if call.is_head else call.state("bias")
     return None if bias is None else Weight(bias, bias.value, (label,))
 
 
 @rule("linear")
-def linear(call: Call, head: bool = False) -> Outcome:
+def linear(call: Call) -> Outcome:
     """Compute X W^T + b."""
     x, weight = call.tensor("input"), call.tensor("weight")
     ahead = [f"x{d}" for d in range(x.value.dim() - 1)]
     labels, out = [*ahead, "k"], [*ahead, "j"]
     if isinstance(weight, StateTensor):
         own = Weight(weight, weight.value, ("j", "k"))
-        return project(call, x.units, labels, own, _bias(call, "j", head), out, head=head)
+        return project(call, x.units, labels, own, _bias(call, "j"), out)
     units = contract(call, x, labels, weight, ["j", "k"], out)
     return units if call["bias"] is None else add_tensors(call, Activation(call.value, units), call.tensor("bias"))
 
 
 @rule(*CONVOLUTIONS)
-def convolution(call: Call, head: bool = False) -> Outcome:
+def convolution(call: Call) -> Outcome:
     """Convolve; the weight is (outputs, inputs / groups, ...), or (inputs, outputs / groups, ...) if transposed."""
     spatial, (groups,) = count_spatial_dims(call.name), call.integers("groups")
     kernel, pixels, results = ([f"{kind}{n}" for n in range(spatial)] for kind in ("kernel", "pixel", "result"))
     rows = ("i", "o") if "transpose" in call.name else ("o", "i")
-    tensor, bias = as_state(call["weight"]), _bias(call, "o", head)
+    tensor, bias = as_state(call["weight"]), _bias(call, "o")
     weight = Weight(tensor, tensor.value, (*rows, *kernel)).group(groups)
     x = call.tensor("input")
     before, after = x.value.shape, call.value.shape
@@ -177,7 +174,7 @@ def convolution(call: Call, head: bool = False) -> Outcome:
     units = x.units.each(lambda factor: reshape_factor(factor, before, split))
     batch = ["n"] * channel
     labels, out = [*batch, "g", "i", *pixels], [*batch, "g", "o", *results]
-    found = project(call, units, labels, weight, bias and bias.group(groups), out, head=head)
+    found = project(call, units, labels, weight, bias and bias.group(groups), out)
     return found.each(lambda factor: reshape_factor(factor, merged, after))
 
 
@@ -235,7 +232,7 @@ def embedding(call: Call) -> Outcome:
     if call["sparse"]:
         raise NoRule("its gradient is sparse")
     samples = call.get("per_sample_weights")
-    if isinstance(samples, Traced) and any(samples.units):
+    if isinstance(samples, Traced) and any(samples.units[:2]):
         raise NoRule("the weights of its samples are computed")
     weight = as_state(call["weight"])
     size = weight.value.shape[1]
@@ -245,3 +242,29 @@ def embedding(call: Call) -> Outcome:
         call.limit(units.scale, Symmetry.POSITIVE)
     ahead = [1] * (call.rank - 1 if call.name == "embedding" else 1)
     return call.pack(units.each(lambda factor: factor.reshape([*ahead, size])))
+
+
+def _repeat_heads(operand: Traced, times: int) -> Traced:
+    """Repeat the keys or values of grouped-query attention, one per query head."""
+    if times == 1:
+        return operand
+    units = operand.units.each(lambda f: f.repeat_interleave(times, -3) if f.shape[-3] > 1 else f)
+    return Activation(operand.value.repeat_interleave(times, -3), units)
+
+
+@rule("scaled_dot_product_attention")
+def attention(call: Call) -> Outcome:
+    """Compose softmax(q k^T + mask) v of the rules of its parts: queries and keys carry inverse factors."""
+    q, k, v = (call.tensor(name) for name in ("query", "key", "value"))
+    times = q.value.shape[-3] // k.value.shape[-3] if call["enable_gqa"] else 1
+    k, v = _repeat_heads(k, times), _repeat_heads(v, times)
+    ahead = [f"b{n}" for n in range(q.value.dim() - 2)]
+    scores = contract(call, q, [*ahead, "i", "d"], k, [*ahead, "j", "d"], [*ahead, "i", "j"])
+    shape = (*q.value.shape[:-1], k.value.shape[-2])
+    weights = Activation(q.value.new_empty(shape), scores)
+    if call["attn_mask"] is not None:
+        part = Call(call.name, call.where, {}, weights.value, call.run, call.ledger)
+        weights.units = add_tensors(part, weights, as_tensor(call["attn_mask"]))
+    weights.units = call.drop_scale(weights.units)
+    call.ledger.fold(weights.units.order, frozenset({len(shape) - 1}))
+    return contract(call, weights, [*ahead, "i", "j"], v, [*ahead, "j", "e"], [*ahead, "i", "e"])

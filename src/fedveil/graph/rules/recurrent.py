@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fedveil.graph.calls import Call, NoRule, Outcome, StateTensor, Traced, as_state, as_tensor, rule
-from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Units, align, split_first_dim
+from fedveil.graph.units import Symmetry, Units, align, split_first_dim
 
 
 class Cell(NamedTuple):
@@ -91,7 +90,7 @@ def _features(call: Call, operand: Traced, layer: int | None = None) -> Units | 
 
 def _join(call: Call, parts: Sequence[Units], join: Callable[[Sequence[Tensor]], Tensor]) -> Units:
     """Join the only factor of each part, for scale and order."""
-    return Units((join([p.scale[0] for p in parts]),), (call.ledger.move(join, [p.order[0] for p in parts]),))
+    return Units((join([p.scale[0] for p in parts]),), (call.ledger.move_order(join, [p.order[0] for p in parts]),))
 
 
 @rule(*CELLS)

@@ -1,12 +1,16 @@
-"""Operations that sum or compare elements along some dims, or mix neighbours along them."""
+"""Reductions, pooling and normalisations: operations that combine elements along some dims."""
 
-from fedveil.graph.calls import Call, Outcome, rule
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedveil.graph.calls import Activation, Call, NoRule, Outcome, StateTensor, rule
 from fedveil.graph.operations import AVERAGE_POOLS, MAX_POOLS, SPATIAL_DIMS, UPSAMPLINGS, count_spatial_dims
-from fedveil.graph.rules.arithmetic import maximum
-from fedveil.graph.rules.elementwise import apply_even
-from fedveil.graph.rules.shape import mix_neighbours
-from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Units
+from fedveil.graph.rules.elementwise import apply_even, maximum, multiply_tensors
+from fedveil.graph.rules.shape import mix_neighbours, narrow
+from fedveil.graph.units import Dims, Symmetry, Units, align, factor_along, varying_dims
 
 MAXIMA = MAX_POOLS | {"fractional_max_pool2d"} | {f"max_pool{n}d_with_indices" for n in SPATIAL_DIMS}
 
@@ -30,11 +34,6 @@ def _reduce(call: Call, units: Units) -> Units:
     return found.each(lambda factor: factor.reshape([size for d, size in enumerate(factor.shape) if d not in dims]))
 
 
-@rule("sum", "mean")
-def _(call: Call) -> Outcome:
-    return _reduce(call, call.x.units)
-
-
 @rule("amax", "amin", "max", "min")
 def _(call: Call) -> Outcome:
     if len(call.operands) > 1:
@@ -43,14 +42,10 @@ def _(call: Call) -> Outcome:
     return call.pack(_reduce(call, call.x.units))
 
 
-@rule("linalg_vector_norm", "norm")
-def _(call: Call) -> Outcome:
-    return _reduce(call, apply_even(call))
-
-
-@rule("logsumexp")
-def _(call: Call) -> Outcome:
-    return _reduce(call, call.drop_scale(call.x.units))
+rule("sum", "mean")(lambda call: _reduce(call, call.x.units))
+rule("linalg_vector_norm", "norm")(lambda call: _reduce(call, apply_even(call)))
+rule("logsumexp")(lambda call: _reduce(call, call.drop_scale(call.x.units)))
+rule("cumsum")(lambda call: mix_neighbours(call, call.x.units, frozenset({call.dim()})))
 
 
 @rule("softmax", "_softmax", "log_softmax", "_log_softmax")
@@ -61,6 +56,132 @@ def softmax(call: Call) -> Outcome:
     return units
 
 
-@rule("cumsum")
-def _(call: Call) -> Outcome:
-    return mix_neighbours(call, call.x.units, frozenset({call.dim()}))
+@rule("glu")
+def glu(call: Call) -> Outcome:
+    """Multiply one half by the sigmoid of the other, which takes no factor and moves with the first."""
+    dim, size = call.dim(), call.value.shape[call.dim()]
+    value, gate = (narrow(call, dim, start, size) for start in (0, size))
+    return multiply_tensors(call, Activation(call.value, value), Activation(call.value, call.drop_scale(gate)))
+
+
+# Normalisations: which factors their statistics absorb exactly.
+
+
+def _apply_affine(call: Call, inputs: Units) -> Units:
+    """Return the output's units along the channels: a new axis if there is a weight, else the input's."""
+    weight, bias = call.state("weight"), call.state("bias")
+    outputs = inputs
+    if weight is not None:
+        new = call.ledger.fresh_scale(weight.value.shape, weight.name)
+        weight.attach(Units((new, *[-factor for factor in inputs.scale]), inputs.order))
+        outputs = Units((new,), inputs.order)
+    if bias is not None:
+        bias.attach(outputs)
+    return outputs.each(lambda factor: factor_along(factor, 1, call.x.value.dim()))
+
+
+@rule("batch_norm", "instance_norm", "_native_batch_norm_legit_functional")
+def batch_norm(call: Call) -> Outcome:
+    """Normalise channels: batch statistics absorb signs exactly (factors only up to eps), stored ones everything."""
+    inputs = call.channels(call.x.units, 1, call.x.value.dim())
+    if call.get("training", "use_input_stats", "train"):
+        call.limit(inputs.scale, Symmetry.SIGN, "batch statistics let only signs through, because of eps")
+    for name, units in (("running_mean", inputs), ("running_var", Units((), inputs.order))):
+        statistic = call.get(name)
+        if isinstance(statistic, StateTensor):
+            statistic.attach(units)
+    return call.pack(_apply_affine(call, inputs))
+
+
+@rule("group_norm")
+def group_norm(call: Call) -> Outcome:
+    """Normalise groups of channels: no factor passes; channels of a group are permuted, and so are groups."""
+    inputs = call.channels(call.x.units, 1, call.x.value.dim())
+    inputs = call.drop_scale(inputs, "statistics over several channels let no factor through")
+    groups = [factor.reshape(*call.integers("num_groups"), -1) for factor in inputs.order]
+    call.ledger.fold(groups, frozenset({1}))
+    return _apply_affine(call, inputs)
+
+
+@rule("layer_norm", "rms_norm")
+def normalise_last_dims(call: Call) -> Outcome:
+    """Normalise over the last dims, which commutes with permutations; a weight there moves with what it multiplies."""
+    symmetry, why = Symmetry.NOTHING, "statistics over several features let no factor through"
+    if call.name == "rms_norm":
+        symmetry, why = Symmetry.SIGN, "a mean square over several features lets only signs through"
+    units, weight, bias = call.x.units, call.state("weight"), call.state("bias")
+    rank = call.x.value.dim()
+    ahead = rank - len(call.integers("normalized_shape"))
+    inside = frozenset(range(ahead, rank))
+    call.limit(units.scale, symmetry, why)
+    scale = units.scale if symmetry else ()
+    if weight is None:
+        call.ledger.fold(units.order, inside)
+        return Units(scale, units.order)
+    order, own = _merge_orders(call, units.order, inside)
+    new = call.ledger.fresh_scale(weight.value.shape, weight.name)
+    absorbed = [factor for factor in scale if varying_dims(factor) <= inside]
+    passing = [factor for factor in scale if not varying_dims(factor) <= inside]
+    weight.attach(Units((new, *[-factor.reshape(factor.shape[ahead:]) for factor in absorbed]), own))
+    if bias is not None:
+        call.limit(passing, Symmetry.NOTHING, "its bias is constant along the other dims of the input")
+        passing = []
+        bias.attach(Units((new,), own))
+    return Units((*passing, align(new, rank)), order)
+
+
+def _merge_orders(call: Call, orders: Sequence[Tensor], inside: Dims) -> tuple[tuple[Tensor, ...], ...]:
+    """Return the order after a norm over the dims `inside`, and that of its weight."""
+    result, own = [], []
+    for factor in orders:
+        if varying_dims(factor) & inside:
+            (factor,) = call.merge_order([factor], frozenset(range(factor.dim())) - inside)
+            own.append(factor.reshape(factor.shape[min(inside) :]))
+        result.append(factor)
+    return tuple(result), tuple(own)
+
+
+@dataclass(eq=False)
+class NormedWeight(StateTensor):
+    """The weight of weight_norm, g v / |v| by rows.
+
+    Factors of its rows go to g; columns only change sign, because the norms of rows must not change; rows and columns
+    of v move, and g moves with the rows.
+    """
+
+    norm: StateTensor | None = None
+
+    @property
+    def units(self) -> Units:
+        """No noise, as an activation."""
+        for tensor in (self, self.norm):
+            if tensor is not None:
+                StateTensor.leave_bare(tensor, tensor.name, "it is normalised and then not used as a weight")
+        return Units()
+
+    def attach(self, units: Units, view: Tensor | None = None) -> None:
+        """Record the noise on v and g, from that of the weight."""
+        assert self.norm is not None
+        shape = (self.value if view is None else view).shape
+        rows = _row_dims(shape, self.value.shape[0])
+        outputs = tuple(factor for factor in units.scale if varying_dims(factor) <= rows)
+        columns = tuple(factor for factor in units.scale if not varying_dims(factor) <= rows)
+        self.ledger.limit(columns, Symmetry.SIGN, self.name, "each row of the weight is normalised")
+        super().attach(Units(columns, units.order), view)
+        order = tuple(factor for factor in units.order if varying_dims(factor) <= rows)
+        norms = self.norm.value.reshape([size if dim in rows else 1 for dim, size in enumerate(shape)])
+        self.norm.attach(Units(outputs, order), norms)
+
+
+def _row_dims(shape: Sequence[int], count: int) -> Dims:
+    """Return the leading dims that count rows, of a weight that may be in groups."""
+    return frozenset(dim for dim in range(len(shape)) if math.prod(shape[: dim + 1]) <= count)
+
+
+@rule("_weight_norm")
+def weight_norm(call: Call) -> Outcome:
+    """Normalise a weight over all but the first dim, as torch.nn.utils.weight_norm does."""
+    direction, norm = call["v"], call["g"]
+    if not isinstance(direction, StateTensor) or not isinstance(norm, StateTensor) or call["dim"] != 0:
+        raise NoRule("the parameters of weight_norm are computed, or its dim is not 0")
+    return NormedWeight(direction.value, direction.name, True, call.ledger, direction.whole, norm)

@@ -9,19 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedveil.graph.calls import Activation, Call, NoRule, Outcome, Traced, as_tensor, rule
-from fedveil.graph.symmetry import Symmetry
-from fedveil.graph.units import Dims, Units, compress, factor_along, reshape_factor, varying_dims
-
-
-def move(call: Call, units: Units, operation: Callable[[Tensor], Tensor]) -> Units:
-    """Apply an operation that moves the elements of one tensor to each factor."""
-    order = [call.ledger.move(lambda factors: operation(factors[0]), [factor]) for factor in units.order]
-    return Units(tuple(map(operation, units.scale)), tuple(order))
+from fedveil.graph.units import Dims, Symmetry, Units, compress, factor_along, reshape_factor, varying_dims
 
 
 def _move_along(call: Call, dim: int, operation: Callable[[Tensor], Tensor]) -> Units:
     """Apply an operation along one dim, which leaves factors alone that are constant along it."""
-    return move(call, call.x.units, lambda factor: operation(factor) if factor.shape[dim] > 1 else factor)
+    return call.ledger.move(call.x.units, lambda factor: operation(factor) if factor.shape[dim] > 1 else factor)
 
 
 def narrow(call: Call, dim: int, start: int, size: int) -> Units:
@@ -30,7 +23,7 @@ def narrow(call: Call, dim: int, start: int, size: int) -> Units:
 
 
 def _select(call: Call, dim: int, index: int) -> Units:
-    return move(call, call.x.units, lambda factor: factor.select(dim, index if factor.shape[dim] > 1 else 0))
+    return call.ledger.move(call.x.units, lambda factor: factor.select(dim, index if factor.shape[dim] > 1 else 0))
 
 
 @rule(
@@ -40,37 +33,22 @@ def _select(call: Call, dim: int, index: int) -> Units:
 def reshape(call: Call) -> Outcome:
     """Keep the same elements in the same order."""
     before, after = tuple(call.x.value.shape), tuple(call.value.shape)
-    return call.activation(call.x.units.each(lambda factor: reshape_factor(factor, before, after)))
+    return call.x.units.each(lambda factor: reshape_factor(factor, before, after))
 
 
-@rule("transpose", "permute", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "mT", "adjoint")
+@rule("transpose", "permute", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "mT", "adjoint", "flip", "roll")
 def permute(call: Call) -> Outcome:
-    """Permute the dims."""
-    marker = torch.empty(list(range(2, call.rank + 2)), device="meta")  # sizes 2, 3, 4 ... name the dims
-    dims = [size - 2 for size in call.replay(marker).shape]
-    return call.activation(move(call, call.x.units, lambda factor: factor.permute(dims)))
-
-
-@rule("slice", "narrow", "slice_copy")
-def _(call: Call) -> Outcome:
-    return call.activation(_move_along(call, call.dim(), call.replay))
-
-
-@rule("flip", "roll")
-def _(call: Call) -> Outcome:
-    if not call["dims"]:
+    """Permute the dims, or the elements along a dim."""
+    if call.name == "roll" and not call["dims"]:
         raise NoRule("it rolls over all dims")
-    return call.activation(move(call, call.x.units, call.replay))
+    return call.ledger.move(call.x.units, call.replay)
 
 
-@rule("select", "select_copy")
-def _(call: Call) -> Outcome:
-    return call.activation(_select(call, call.dim(), *call.integers("index")))
-
-
-@rule("unbind")
-def _(call: Call) -> Outcome:
-    return [_select(call, call.dim(), index) for index in range(len(call.output))]
+rule("slice", "narrow", "slice_copy")(lambda call: _move_along(call, call.dim(), call.replay))
+rule("select", "select_copy")(lambda call: _select(call, call.dim(), *call.integers("index")))
+rule("unbind")(lambda call: [_select(call, call.dim(), index) for index in range(len(call.output))])
+rule("expand", "expand_as", "broadcast_to", "expand_copy")(lambda call: call.broadcast(call.x))
+rule("zeros", "zeros_like", "new_zeros", "zero")(lambda call: Units(zero=True))
 
 
 @rule("split", "chunk", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk")
@@ -78,12 +56,6 @@ def _(call: Call) -> Outcome:
     sizes = [piece.shape[call.dim()] for piece in call.output]
     starts = itertools.accumulate([0, *sizes[:-1]])
     return [narrow(call, call.dim(), start, size) for start, size in zip(starts, sizes, strict=True)]
-
-
-@rule("expand", "expand_as", "broadcast_to", "expand_copy")
-def expand(call: Call) -> Outcome:
-    """Repeat along dims of size 1, along which factors are constant."""
-    return call.activation(call.broadcast(call.x))
 
 
 @rule("repeat", "tile")
@@ -95,7 +67,7 @@ def repeat(call: Call) -> Outcome:
     def operation(factor: Tensor) -> Tensor:
         return factor.repeat([n if size > 1 else 1 for n, size in zip(times, factor.shape, strict=True)])
 
-    return call.activation(move(call, call.broadcast(call.x), operation))
+    return call.ledger.move(call.broadcast(call.x), operation)
 
 
 @rule("repeat_interleave")
@@ -114,10 +86,10 @@ def replay(call: Call) -> Outcome:
     def operation(factor: Tensor) -> Tensor:
         return call.replay(factor.expand(call.x.value.shape).contiguous().double()).long()
 
-    return move(call, call.x.units, operation).each(compress)
+    return call.ledger.move(call.x.units, operation).each(compress)
 
 
-def _concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Activation:
+def _concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Units:
     """Concatenate tensors along `dim`.
 
     If no tensor's noise varies along `dim`, all share one noise, such as tokens put in front of others. Otherwise each
@@ -125,39 +97,39 @@ def _concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Activation
     """
     ledger = call.ledger
     if all(operand.zero for operand in operands):
-        return Activation(call.value, zero=True)
-    flat = all(factor.shape[dim] == 1 for operand in operands for kind in operand.units for factor in kind)
+        return Units(zero=True)
+    flat = all(factor.shape[dim] == 1 for operand in operands for kind in operand.units[:2] for factor in kind)
     if flat and not any(operand.zero for operand in operands):
-        scale, order = operands[0].units
+        scale, order, _ = operands[0].units
         everywhere = frozenset(range(call.rank)) - {dim}
         for operand in operands[1:]:
             why = "it concatenates tensors that carry different factors, or one that carries none"
             scale = ledger.agree_scale(scale, operand.units.scale, call.where, why)
             order = ledger.agree_order(order, everywhere, operand.units.order, everywhere)
     else:
-        scale, order = (_join_factors(call, operands, dim, kind) for kind in (0, 1))
-    return Activation(call.value, Units(scale, order))
+        scale, order = (_join_factors(call, operands, dim, is_order=kind) for kind in (False, True))
+    return Units(scale, order)
 
 
-def _join_factors(call: Call, operands: Sequence[Traced], dim: int, kind: int) -> tuple[Tensor, ...]:
-    """Join one factor of each operand to one that varies along `dim`; `kind` is 0 for scale, 1 for order."""
+def _join_factors(call: Call, operands: Sequence[Traced], dim: int, *, is_order: bool) -> tuple[Tensor, ...]:
+    """Join one scale or order factor of each operand to one that varies along `dim`."""
     ledger = call.ledger
-    lists = [operand.units[kind] for operand in operands]
+    lists = [operand.units.order if is_order else operand.units.scale for operand in operands]
     common = [f for f in lists[0] if f.shape[dim] == 1 and all(any(f is g for g in other) for other in lists[1:])]
     lists = [tuple(f for f in own if not any(f is c for c in common)) for own in lists]
     wide = frozenset({dim}).union(*(varying_dims(f) for own in lists for f in own))
     pieces = []
     for operand, factors in zip(operands, lists, strict=True):
         shape = operand.value.shape
-        if kind == 0:
-            call.limit(factors[1:], Symmetry.NOTHING, "it concatenates tensors of which one is a product")
-        else:
+        if is_order:
             ledger.fix(*factors[1:])
+        else:
+            call.limit(factors[1:], Symmetry.NOTHING, "it concatenates tensors of which one is a product")
         size = [shape[d] if operand.zero and d == dim else 1 for d in range(call.rank)]
         if factors:
             first = factors[0]
         elif operand.zero:
-            first = ledger.fresh_order(size) if kind else ledger.fresh_scale(size, call.where)
+            first = ledger.fresh_order(size) if is_order else ledger.fresh_scale(size, call.where)
         else:
             first = torch.zeros(size, dtype=torch.int64)
         pieces.append(first.expand([shape[d] if d in wide else n for d, n in enumerate(first.shape)]))
@@ -167,7 +139,7 @@ def _join_factors(call: Call, operands: Sequence[Traced], dim: int, kind: int) -
     def join(factors: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(factors), dim)
 
-    return (*common, compress(ledger.move(join, pieces) if kind else join(pieces)))
+    return (*common, compress(ledger.move_order(join, pieces) if is_order else join(pieces)))
 
 
 @rule("cat", "concat", "concatenate")
@@ -181,11 +153,8 @@ def cat(call: Call) -> Outcome:
 def stack(call: Call) -> Outcome:
     """Concatenate along a new dim."""
     dim = call.dim(call.rank)
-    operands = []
-    for operand in call.operands:
-        units = operand.units.each(lambda factor: factor.unsqueeze(dim))
-        operands.append(Activation(operand.value.unsqueeze(dim), units, operand.zero))
-    return _concatenate(call, operands, dim)
+    parts = [(x.value.unsqueeze(dim), x.units.each(lambda factor: factor.unsqueeze(dim))) for x in call.operands]
+    return _concatenate(call, [Activation(*part) for part in parts], dim)
 
 
 def mix_neighbours(call: Call, units: Units, dims: Dims) -> Units:
@@ -206,23 +175,18 @@ def pad(call: Call) -> Outcome:
     def widen(factor: Tensor, fresh: Callable[[Sequence[int]], Tensor]) -> Callable[[Tensor], Tensor]:
         index = torch.arange(factor.numel()).reshape(factor.shape)  # of the element that each one comes from
         for dim in [dim for dim in ends if factor.shape[dim] > 1]:
-            source = _pad_index(factor.shape[dim], ends[dim], mode)
+            row = torch.arange(1, factor.shape[dim] + 1, dtype=torch.float64).reshape(1, 1, -1)
+            source = F.pad(row, ends[dim], mode=mode).long().flatten() - 1  # -1 for zeros that are added
             index = index.index_select(dim, source.clamp(min=0))
             index = index.masked_fill(factor_along(source < 0, dim, factor.dim()), -1)
         new = fresh([int((index < 0).sum())]) if (index < 0).any() else index.new_empty(0)
         index[index < 0] = factor.numel() + torch.arange(len(new))
         return lambda other: torch.cat([other.flatten(), new])[index]
 
-    scale = [widen(factor, partial(call.ledger.fresh_scale, where=call.where))(factor) for factor in units.scale]
-    order = [(widen(factor, call.ledger.fresh_order), factor) for factor in units.order]
-    moves = [call.ledger.move(lambda given, pad=pad: pad(given[0]), [factor]) for pad, factor in order]  # type: ignore[misc]
-    return call.activation(Units(tuple(scale), tuple(moves)))
-
-
-def _pad_index(size: int, ends: tuple[int, int], mode: str) -> Tensor:
-    """Return the index that each element after padding comes from; -1 for zeros that are added."""
-    row = torch.arange(1, size + 1, dtype=torch.float64).reshape(1, 1, size)
-    return F.pad(row, ends, mode=mode).long().flatten() - 1
+    fresh_scale = partial(call.ledger.fresh_scale, where=call.where)
+    moves = [(Units(order=(factor,)), widen(factor, call.ledger.fresh_order)) for factor in units.order]
+    order = tuple(factor for own, operation in moves for factor in call.ledger.move(own, operation).order)
+    return Units(tuple(widen(factor, fresh_scale)(factor) for factor in units.scale), order, units.zero)
 
 
 @rule("index_select", "index")
@@ -249,13 +213,7 @@ def _share(call: Call, dims: Dims) -> Units:
     return Units(call.merge_scale(call.x.units.scale, dims), tuple(order))
 
 
-@rule("zeros", "zeros_like", "new_zeros", "zero")
-def zeros(call: Call) -> Outcome:
-    """Return zeros, which may have any noise."""
-    return Activation(call.value, zero=True)
-
-
 @rule("triu", "tril")
 def _(call: Call) -> Outcome:
-    scale, order = call.x.units
-    return Units(scale, call.ledger.fix_along(order, frozenset({call.rank - 1, call.rank - 2})))
+    units = call.x.units
+    return Units(units.scale, call.ledger.fix_along(units.order, frozenset({call.rank - 1, call.rank - 2})))

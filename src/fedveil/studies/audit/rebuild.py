@@ -9,6 +9,7 @@ from fedveil.attacks.first_layer import first_linear
 from fedveil.attacks.generic import rebuild_record
 from fedveil.attacks.observation import PUBLISHED, DoesNotApply, Observation, attempt
 from fedveil.attacks.registry import find_attackers
+from fedveil.attacks.scores import Estimate, average
 from fedveil.attacks.similarity import psnr
 from fedveil.data import Data
 from fedveil.defences.registry import find
@@ -17,9 +18,8 @@ from fedveil.records.shards import generator
 from fedveil.runs.build import build_model
 from fedveil.runs.config import Config
 from fedveil.studies.audit.results import FLOOR
-from fedveil.studies.estimates import Estimate, average
+from fedveil.studies.federations import observe
 from fedveil.studies.gradients.run import few_clients, plain_sgd
-from fedveil.studies.observation import observe
 
 OWN_BATCH, RATE = 4, 0.1
 SHARD = 64  # the victim's records where clients send gradients of whole shards

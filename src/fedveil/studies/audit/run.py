@@ -1,33 +1,31 @@
 """`fedveil audit`: what a client learns under each defence, by published and by adaptive attackers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.observation import PUBLISHED
+from fedveil.attacks.observation import PUBLISHED, Observation
 from fedveil.attacks.scores import Estimate, Scores, auc, proportion
+from fedveil.attacks.whitebox import Recipe
 from fedveil.data import Data
 from fedveil.federation.evaluate import predict
 from fedveil.progress import Progress
 from fedveil.runs.config import Config, Value
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
 from fedveil.studies.audit import page
-from fedveil.studies.audit.members import MemberAttacks, average_members, join_broadcasts
-from fedveil.studies.audit.page import UNDEFENDED
+from fedveil.studies.audit.page import NETWORK_BROADCASTS, UNDEFENDED
 from fedveil.studies.audit.rebuild import rebuild
-from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelFigures
-from fedveil.studies.estimates import combine_broadcasts
-from fedveil.studies.federations import load_or_train, measure_quality
-from fedveil.studies.gradients import server
-from fedveil.studies.gradients.results import Curious, ServerRound
-from fedveil.studies.jobs import Done, Job, Result
-from fedveil.studies.membership.attacks import ShadowAttacks
-from fedveil.studies.membership.records import divide_records, shadow_jobs
-from fedveil.studies.observation import observe_all
-from fedveil.studies.study import JobGraph, Shown
+from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelFigures, average_figures
+from fedveil.studies.federations import load_or_train, measure_quality, observe_all
+from fedveil.studies.gradients.server import SERVER, ServerOptions
+from fedveil.studies.gradients.server_results import Curious, ServerRound
+from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
+from fedveil.studies.membership import attacks as membership
+from fedveil.studies.presentation import Presentation
+from fedveil.studies.study import JobGraph
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,8 @@ class AuditOptions:
     server: bool = option(True, "a curious server too, where records are images")
 
 
-CURIOUS = server.ServerOptions(steps=400, restarts=1)  # half a minute on two cores, for a small network
+EPOCHS = 30  # of the attack network
+CURIOUS = ServerOptions(steps=400, restarts=1)  # half a minute on two cores, for a small network
 
 
 def model_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> ModelFigures:
@@ -95,14 +94,6 @@ def ranking(positive: Scores, negative: Scores) -> Estimate:
     return found if found.value >= 0.5 else Estimate(1 - found.value, 1 - found.high, 1 - found.low)
 
 
-def average_figures(looks: Sequence[ModelFigures]) -> ModelFigures:
-    """Return the same figures of several broadcasts as one."""
-    agreement = combine_broadcasts([look.agreement for look in looks])
-    right, ranks = (join_broadcasts([getattr(look, name) for look in looks]) for name in ("accuracy", "ranking"))
-    members = [look.membership for look in looks if look.membership]
-    return ModelFigures(agreement, right, ranks, average_members(members) if members else None)
-
-
 @dataclass(frozen=True)
 class Audit:
     """All figures of one federation, attacker by attacker."""
@@ -112,41 +103,58 @@ class Audit:
     run: Path
     folder: Path  # of the shadows
 
-    def __call__(self, progress: Progress, done: Done) -> AuditResult:
+    def __call__(self, progress: Progress, done: JobResults) -> AuditResult:
         """Attack several broadcasts, and rebuild records."""
         config, options = self.config, self.options
         federation, data = load_or_train(config, self.run, progress, done.basis)
         quality = measure_quality(federation, data)
         attacks = self.member_attacks(data) if config.data.clients > 1 else None
         count = options.broadcasts if config.defence.name == "veil" else 1
-        looks: dict[str, list[ModelFigures]] = {}
+        figures: dict[str, list[ModelFigures]] = {}
         for number in range(count):
             progress(number / count, f"broadcast {number + 1}/{count}")
+            if attacks and number >= NETWORK_BROADCASTS:
+                attacks = replace(attacks, recipe=None)
             seen = observe_all(federation, config.defence.name)
             for name, observed in seen.attackers.items():
-                members = attacks.run(observed, number, name != PUBLISHED) if attacks else None
+                members = infer_members(attacks, observed, name != PUBLISHED) if attacks else None
                 found = model_figures(observed.model, federation.model, data, members)
-                looks.setdefault(name, []).append(found)
+                figures.setdefault(name, []).append(found)
         records = rebuild(progress, config, data, options.trials)
         return AuditResult(
             **asdict(quality),
             defence=config.defence.name,
-            outputs=data.outputs,
             broadcasts=count,
             trials=options.trials,
-            attackers={name: average_figures(own) for name, own in looks.items()},
+            attackers={name: average_figures(own) for name, own in figures.items()},
             rebuilt=records.psnr,
             guessing=constant_answer(federation.model, data),
             inapplicable=seen.left_out,
             not_rebuilt=records.left_out,
         )
 
-    def member_attacks(self, data: Data) -> MemberAttacks:
+    def member_attacks(self, data: Data) -> membership.RecordAttacks:
         """Return the attacks on the records of the other clients."""
         config, options = self.config, self.options
-        records = divide_records(config, data, everyone=True)
-        shadows = ShadowAttacks(config, self.folder, options.shadows, options.lira)
-        return MemberAttacks(records, shadows, options.network, config.training.seed)
+        shadows = membership.ShadowAttacks(config, self.folder, options.shadows, options.lira)
+        recipe = Recipe(EPOCHS, seed=config.training.seed) if options.network else None
+        return membership.RecordAttacks(membership.divide_records(config, data, everyone=True), shadows, recipe)
+
+
+def infer_members(attacks: membership.RecordAttacks, observed: Observation, cleaned: bool) -> Members:
+    """Run all membership attacks on one broadcast; name those that lack classes, shadows or records, and why."""
+    left_out = {} if attacks.recipe else {membership.NETWORK: "not asked for"}
+    if attacks.records.pool.targets.dim() != 1:
+        left_out |= dict.fromkeys(("loss by class", membership.SHADOWS), "the targets have no classes")
+    elif not attacks.shadows.count:
+        left_out[membership.SHADOWS] = "no shadows were asked for"
+    scored: dict[str, membership.AttackScores] = {}
+    for name, found in attacks.run(observed, cleaned, lambda fraction, what: None).items():
+        if isinstance(found, Failure):
+            left_out[name] = found.failed
+        else:
+            scored[name] = replace(found, roc=None)
+    return Members(scored, left_out)
 
 
 class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
@@ -159,37 +167,37 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
     needs_shared = False
     defaults = {"clients": 2, "epochs": 150}  # noqa: RUF012
 
-    def shared(self, asked: AttackRequest[AuditOptions], folder: Path) -> list[Job[Result]]:
+    def shared(self, request: AttackRequest[AuditOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return the shadows of all defences, and of the undefended federation; LiRA needs every record in some."""
-        defences, own = (*asked.defences, "plain"), asked.options
-        return shadow_jobs(
-            *(asked.config, defences, own.shadows, folder), label=asked.label, everyone=True, matched=not own.lira
+        defences, own, label = (*request.defences, "plain"), request.options, request.label
+        return membership.shadow_jobs(
+            request.config, defences, own.shadows, folder, label, everyone=True, matched=not own.lira
         )
 
-    def attack(self, asked: AttackRequest[AuditOptions], defence: str, folder: Path) -> Audit:
+    def attack(self, request: AttackRequest[AuditOptions], defence: str, folder: Path) -> Audit:
         """Return the audit of one defence."""
-        return Audit(asked.config_for(defence), asked.options, self.run_folder(asked, defence, folder), folder)
+        return Audit(request.config_for(defence), request.options, self.run_folder(request, defence, folder), folder)
 
-    def attacks(self, asked: AttackRequest[AuditOptions], folder: Path) -> dict[str, Job[AuditResult]]:
+    def attacks(self, request: AttackRequest[AuditOptions], folder: Path) -> dict[str, StudyJob[AuditResult]]:
         """Return the audits of the defences, and of the undefended federation: the reference of every figure."""
-        found = super().attacks(asked, folder)
-        if "plain" in asked.defences:
+        found = super().attacks(request, folder)
+        if "plain" in request.defences:
             return found
-        work = Audit(asked.config_for("plain"), asked.options, folder / "plain" / "run", folder)
+        work = Audit(request.config_for("plain"), request.options, folder / "plain" / "run", folder)
         after = next(iter(found.values())).after
-        return {**found, UNDEFENDED: Job(asked.job_name(UNDEFENDED), work, AuditResult, after=after)}
+        return {**found, UNDEFENDED: StudyJob(request.job_name(UNDEFENDED), work, AuditResult, after=after)}
 
-    def server_rounds(self, asked: AttackRequest[AuditOptions]) -> list[Job[ServerRound]]:
+    def server_rounds(self, request: AttackRequest[AuditOptions]) -> list[StudyJob[ServerRound]]:
         """Return rounds of an undefended federation as its server sees them; a veil changes rounding alone."""
-        plain = AttackRequest(asked.config_for("plain"), ("plain",), CURIOUS, label=asked.label)
-        return list(server.SERVER.parts(plain, "plain").values()) if asked.options.server else []
+        plain = AttackRequest(request.config_for("plain"), ("plain",), CURIOUS, label=request.label)
+        return list(SERVER.rounds(plain, "plain").values()) if request.options.server else []
 
-    def graph(self, asked: AttackRequest[AuditOptions], folder: Path) -> JobGraph[Results[AuditResult]]:
+    def graph(self, request: AttackRequest[AuditOptions], folder: Path) -> JobGraph[Results[AuditResult]]:
         """Return the audits and the rounds of the curious server, whose results join the undefended federation."""
-        audits, rounds = super().graph(asked, folder), self.server_rounds(asked)
-        name = "plain" if "plain" in asked.defences else UNDEFENDED
+        audits, rounds = super().graph(request, folder), self.server_rounds(request)
+        name = "plain" if "plain" in request.defences else UNDEFENDED
 
-        def collect(done: Done) -> Results[AuditResult]:
+        def collect(done: JobResults) -> Results[AuditResult]:
             found = audits.collect(done)
             plain = found[name]
             if rounds and isinstance(plain, AuditResult):
@@ -198,7 +206,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
 
         return JobGraph([*audits.jobs, *rounds], collect)
 
-    def show(self, asked: AttackRequest[AuditOptions], results: Results[AuditResult]) -> Shown:
+    def show(self, request: AttackRequest[AuditOptions], results: Results[AuditResult]) -> Presentation:
         """Return the verdict, the table, charts and how to read them."""
         return page.show(results)
 

@@ -1,9 +1,25 @@
-"""Results of attacks on gradients, by a client and by a curious server."""
+"""Results of an attack on gradients, and their page: a table with floors, a chart, pictures beside the originals."""
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from fedveil.attacks.gradients import Search
-from fedveil.studies.jobs import Failed, Result
+from fedveil.attacks.observation import PUBLISHED
+from fedveil.attacks.scores import average
+from fedveil.report import Interval, Intervals, Picture, Pictures, Section
+from fedveil.studies.attack import Results
+from fedveil.studies.jobs import Failure, Result
+from fedveil.studies.presentation import Presentation, decode_picture, mark, read_texts, text
+from fedveil.studies.verdicts import GRADIENTS, Verdict, headline, judge_defences, verdict_section
+
+TEXTS = read_texts()["gradients"]
+HEADER = (
+    *("defence", "view", "attacker", "batch", "images"),
+    *("PSNR (dB)", "SSIM", "MSE", "> 20 dB", "SSIM > 0.5", "labels"),
+)
+ADAPTIVE = "adaptive"
 
 
 @dataclass(frozen=True)
@@ -23,14 +39,12 @@ class View(ImageFigures):
         labels: number of labels of the batch that were found.
         distance: final distance of the gradients; None if it is not finite.
         broken: number of restarts whose distance is not finite.
-        seconds: of CPU time.
-        pictures: as `studies.pictures` encodes them.
+        pictures: as `encode_image` encodes them.
     """
 
     labels: int
     distance: float | None
     broken: int
-    seconds: float
     pictures: list[str]
 
 
@@ -39,7 +53,7 @@ class Batch(Result):
     """One batch of the victim.
 
     Attributes:
-        size: records in it.
+        size: number of records.
         rows: their indices in the training data.
         search: settings of the search.
         views: reconstructions by what the attacker has.
@@ -54,7 +68,7 @@ class Batch(Result):
     views: dict[str, View]
     floors: dict[str, ImageFigures]
     originals: list[str]
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -62,88 +76,132 @@ class Gradients(Result):
     """All batches under one defence, by name."""
 
     seed: int
-    parts: dict[str, Batch | Failed]
+    parts: dict[str, Batch | Failure]
 
-    def batches(self, size: int) -> tuple[list[Batch], str]:
-        """Return the batches of one size, and why one of them failed, if one did."""
+    def batches(self, size: int) -> list[Batch] | Failure:
+        """Return the batches of one size, or why one of them failed."""
         own = [part for name, part in self.parts.items() if name.startswith(f"batch{size}-")]
-        broken = [part.failed for part in own if isinstance(part, Failed)]
-        return [part for part in own if isinstance(part, Batch)], broken[0] if broken else ""
+        failures = [part for part in own if isinstance(part, Failure)]
+        return failures[0] if failures else [part for part in own if isinstance(part, Batch)]
 
 
 @dataclass(frozen=True)
-class Nearest:
-    """The image of an attack that comes nearest to a record in the view.
+class ViewFigures(ImageFigures):
+    """All images of one view at one batch size: their figures, labels that were found, and pictures."""
 
-    Attributes:
-        psnr, ssim: similarity of the two.
-        record: index of that record in the round.
-        picture: the image, encoded.
-    """
-
-    psnr: float
-    ssim: float
-    record: int
-    picture: str
-
-
-@dataclass(frozen=True)
-class ServerView:
-    """Attacks of a curious server on one gradient.
-
-    Attributes:
-        records: number of records in it.
-        attacks: nearest image by attack; attacks that do not apply are left out.
-        floors: nearest of guesses that need no gradient, one guess per record.
-    """
-
-    records: int
-    attacks: dict[str, Nearest]
-    floors: dict[str, Nearest]
+    labels: int | None = None
+    pictures: Sequence[Picture] = ()
 
     @property
-    def best(self) -> Nearest:
-        """The nearest image of all attacks."""
-        return max(self.attacks.values(), key=lambda one: one.psnr)
+    def near(self) -> float:
+        """The mean PSNR."""
+        return statistics.fmean(self.psnr)
 
 
-@dataclass(frozen=True)
-class ServerRound(Result):
-    """One round of a new federation, as the server sees it.
-
-    Attributes:
-        rows: indices of the clients' records in the training data, the victim's first.
-        search: settings of the search.
-        views: by name.
-        originals: the records, encoded.
-        shape: channels, height, width.
-        seconds: of CPU time.
-    """
-
-    rows: list[int]
-    search: Search
-    views: dict[str, ServerView]
-    originals: list[str]
-    shape: tuple[int, int, int]
-    seconds: float
+def join_batches(batches: Sequence[Batch], view: str) -> ViewFigures:
+    """Return the images of one view of all batches."""
+    found = [(batch, batch.views[view]) for batch in batches]
+    pictures = [
+        decode_picture(batch.shape, code, f"{db:.1f}")
+        for batch, own in found
+        for code, db in zip(own.pictures, own.psnr, strict=True)
+    ]
+    labels = sum(own.labels for _, own in found)
+    return ViewFigures(*_join_figures([own for _, own in found]), labels, pictures)
 
 
-@dataclass(frozen=True)
-class Curious(Result):
-    """All rounds under one defence."""
+def _join_figures(parts: Sequence[ImageFigures]) -> tuple[list[float], list[float], list[float]]:
+    psnr, ssim, mse = (list(chain(*(getattr(part, key) for part in parts))) for key in ("psnr", "ssim", "mse"))
+    return psnr, ssim, mse
 
-    rounds: list[ServerRound | Failed]
 
-    @property
-    def failed(self) -> str:
-        """Why one of the rounds failed, if one did."""
-        return next((one.failed for one in self.rounds if isinstance(one, Failed)), "")
+def complete_batches(results: Results[Gradients], size: int) -> dict[str, list[Batch]]:
+    """Return the batches of one size under each defence of which none failed."""
+    found = {name: one.batches(size) for name, one in results.items() if isinstance(one, Gradients)}
+    return {name: batches for name, batches in found.items() if isinstance(batches, list) and batches}
 
-    @property
-    def complete(self) -> list[ServerRound]:
-        """All rounds; none if one failed."""
-        return [] if self.failed else [one for one in self.rounds if isinstance(one, ServerRound)]
 
-    def view(self, name: str) -> list[ServerView]:
-        """Return one view of every round."""
-        return [one.views[name] for one in self.complete]
+def view_figures(results: Results[Gradients], size: int) -> dict[str, dict[str, ViewFigures]]:
+    """Return the figures of each view under each defence without failures."""
+    return {
+        name: {view: join_batches(batches, view) for view in batches[0].views}
+        for name, batches in complete_batches(results, size).items()
+    }
+
+
+def floor_figures(results: Results[Gradients], size: int) -> dict[str, ViewFigures]:
+    """Return the figures of each floor; the images are the same under every defence."""
+    for batches in complete_batches(results, size).values():
+        return {name: ViewFigures(*_join_figures([one.floors[name] for one in batches])) for name in batches[0].floors}
+    return {}
+
+
+def is_adaptive(view: str) -> bool:
+    """Whether a view needs an adaptive attacker."""
+    return view.startswith("V-diff, ")
+
+
+def judge_views(results: Results[Gradients], size: int) -> dict[str, Verdict]:
+    """Return the verdict on each defence, by the view whose images come nearest at one batch size."""
+    guess = max((floor.near for floor in floor_figures(results, size).values()), default=0.0)
+    views = view_figures(results, size)
+    found = {
+        name: [GRADIENTS.assess(view, average(one.psnr), guess, len(one.psnr)) for view, one in own.items()]
+        for name, own in views.items()
+    }
+    published = {view for own in views.values() for view in own if not is_adaptive(view)}
+    return judge_defences(GRADIENTS, guess, found, published)
+
+
+def table_rows(results: Results[Gradients], sizes: Sequence[int]) -> list[list[str]]:
+    """Return one row per defence, view and batch size, and the floors of the first size."""
+    rows, views = list[list[str]](), {size: view_figures(results, size) for size in sizes}
+    for name, result in results.items():
+        for size in sizes:
+            failure = result if isinstance(result, Failure) else result.batches(size)
+            if isinstance(failure, Failure):
+                rows.append([name, "", PUBLISHED, str(size), *[""] * (len(HEADER) - 5), f"failed: {failure.failed}"])
+            for view, one in views[size].get(name, {}).items():
+                attacker = ADAPTIVE if is_adaptive(view) else PUBLISHED
+                rows.append([name, view, attacker, str(size), *figure_cells(one)])
+    floors = floor_figures(results, sizes[0])
+    return [*rows, *(["floor", name, "", "", *figure_cells(one)] for name, one in floors.items())]
+
+
+def figure_cells(found: ViewFigures) -> list[str]:
+    """Return figures as text."""
+    count = len(found.psnr)
+    near = [text(average(own), form) for own, form in ((found.psnr, ".1f"), (found.ssim, ".2f"), (found.mse, ".3f"))]
+    good = [sum(value > 20 for value in found.psnr), sum(value > 0.5 for value in found.ssim), found.labels]
+    return [str(count), *near, *("" if hits is None else f"{hits}/{count}" for hits in good)]
+
+
+def chart(title: str, results: Results[Gradients], size: int) -> Intervals:
+    """Return the PSNR under each defence and view, beside the floors."""
+    rows, views = list[Interval](), view_figures(results, size)
+    for name in results:
+        rows += [mark(view, average(one.psnr), name) for view, one in views.get(name, {}).items()]
+        rows += [] if name in views else [mark("", None, name)]
+    lines = {f"floor: {name}": one.near for name, one in floor_figures(results, size).items()}
+    return Intervals(title, "PSNR (dB), larger is worse for the victim", rows, lines)
+
+
+def gallery(title: str, results: Results[Gradients], size: int, note: str) -> list[Section]:
+    """Return the originals, and below them the images of each view under each defence; nothing without any."""
+    for batches in complete_batches(results, size).values():
+        originals = [decode_picture(one.shape, code) for one in batches for code in one.originals]
+        rows = [("original", originals)]
+        for name, own in view_figures(results, size).items():
+            rows += [(f"{name}, {view}", list(one.pictures)) for view, one in own.items()]
+        return [Pictures(title, [str(number + 1) for number in range(len(originals))], rows, note)]
+    return []
+
+
+def show(results: Results[Gradients], sizes: Sequence[int]) -> Presentation:
+    """Return the table, a chart of the smallest batch, and pictures of every batch size."""
+    verdicts = judge_views(results, sizes[0])
+    sections: list[Section] = [chart(f"PSNR of the images, batch {sizes[0]}", results, sizes[0])]
+    for size in sizes:
+        sections += gallery(f"Images from gradients, batch {size}", results, size, TEXTS.notes["pictures"])
+    rows, first = table_rows(results, sizes), verdict_section(verdicts)
+    return Presentation("", headline(verdicts), HEADER, rows, TEXTS.note, sections, first)

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +13,14 @@ from torch import Tensor, nn
 
 from fedveil.attacks import Observation
 from fedveil.attacks.gradients import METHODS, Reconstruction, Search, reconstruct
-from fedveil.attacks.labels import batch_labels, single_label
-from fedveil.attacks.leaked_gradients import Leak, from_difference, from_upload
+from fedveil.attacks.gradients import Progress as SearchProgress
+from fedveil.attacks.leaked_gradients import Leak, batch_labels, from_difference, from_upload, single_label
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.attacks.registry import find_attackers
 from fedveil.attacks.similarity import match, mse, psnr, ssim
-from fedveil.data import Data, Part
+from fedveil.data import Data, DataPart
 from fedveil.defences.registry import find_record
 from fedveil.errors import BadArgument
-from fedveil.federation import checkpoint
 from fedveil.federation.local import Federation
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
@@ -30,17 +28,16 @@ from fedveil.runs.build import build_defence, build_loss, build_model, build_opt
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resume_federation
 from fedveil.scheme import Broadcast
-from fedveil.studies.attack import AttackRequest, PartStudy, Results, option
-from fedveil.studies.gradients import page
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option
+from fedveil.studies.federations import ATTACKER, observe, observe_round
+from fedveil.studies.gradients import results as page
 from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View
-from fedveil.studies.jobs import Done, Failed, Job
-from fedveil.studies.observation import ATTACKER, observe, observe_round
-from fedveil.studies.pictures import encode_image, image_shape
-from fedveil.studies.study import Shown
+from fedveil.studies.jobs import JobResults, StudyJob
+from fedveil.studies.presentation import Presentation, encode_image
+from fedveil.studies.study import JobGraph
 
 VICTIM = 1
 MISMATCHED = "true W, veiled upload"
-Fraction = Callable[[float], None]  # receives the fraction of a search that is done
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 SEARCHES = {"cosine": (800, 2), "idlg": (150, 4), "dlg": (150, 4)}
 
@@ -81,7 +78,7 @@ class GradientOptions(SearchOptions):
 
 
 def parse_counts(words: str) -> list[int]:
-    """Return the different positive integers of a comma-separated list; none if it holds anything else."""
+    """Return the different positive integers of a comma-separated list; none if it contains anything else."""
     try:
         counts = [int(word) for word in words.split(",")]
     except ValueError:
@@ -89,9 +86,9 @@ def parse_counts(words: str) -> list[int]:
     return counts if min(counts) > 0 and len(set(counts)) == len(counts) else []
 
 
-def is_run(run: Path | None) -> bool:
-    """Whether a trained federation is attacked rather than a new network."""
-    return run is not None and bool(checkpoint.found_in(run))
+def start_model(config: Config, data: Data, run: Path | None) -> nn.Module:
+    """Return a new network, the state in which gradient inversion is published, or the last one of a run."""
+    return resume_federation(config, run, data).model if run else build_model(config, data)
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class AttackBatch:
     size: int
     group: int
 
-    def __call__(self, progress: Progress, done: Done) -> Batch:
+    def __call__(self, progress: Progress, done: JobResults) -> Batch:
         """Attack it."""
         config, size, seed = self.config, self.size, self.config.training.seed
         data = load_data(config)
@@ -112,33 +109,30 @@ class AttackBatch:
         first = config.training.batch_size
         rows = order[first:][self.group * size : (self.group + 1) * size]
         own, victim = data.train.take(order[:first]), data.train.take(rows)
-        model = build_model(config, data)  # fresh: the state in which gradient inversion is published
-        optimizer = build_optimizer(config.training)
-        if self.run and is_run(self.run):
-            model.load_state_dict(resume_federation(config, self.run, data).model.state_dict())
-            optimizer = plain_sgd(config.training.lr)
+        optimizer = plain_sgd(config.training.lr) if self.run else build_optimizer(config.training)
+        model = start_model(config, data, self.run)
         federation = few_clients(config, model, (own, victim), optimizer, max(first, size))
         leaks, observed = observe_leaks(federation)
         search = self.options.search(federation.model)
         true = data.pixels(victim.tensor.to(federation.device))
         views = {}
         for number, (view, leak) in enumerate(leaks.items()):
-            started, chance = time.process_time(), generator("gradients", seed, size, self.group)
-            share = part_progress(progress, number, len(leaks), view)
-            found = search_leak(leak, search, data, observed.inputs, size, chance, share)
-            views[view] = compare_images(found, data, true, victim.targets.tolist(), started)
+            chance = generator("gradients", seed, size, self.group)
+            report = part_progress(progress, number, len(leaks), view)
+            found = search_leak(leak, search, data, observed.inputs, size, chance, report)
+            views[view] = compare_images(found, data, true, victim.targets.tolist())
         below = floors(data, rows, true, generator("floors", seed, size, self.group))
         originals = [encode_image(image) for image in true]
-        return Batch(size, rows.tolist(), search, views, below, originals, image_shape(true[0]))
+        return Batch(size, rows.tolist(), search, views, below, originals, tuple(true[0].shape))
 
 
-def part_progress(progress: Progress, number: int, count: int, what: str) -> Fraction:
+def part_progress(progress: Progress, number: int, count: int, what: str) -> SearchProgress:
     """Return a callback for the progress of one of several equal parts."""
     return lambda fraction: progress((number + fraction) / count, what)
 
 
 def search_leak(
-    leak: Leak, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: Fraction
+    leak: Leak, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: SearchProgress
 ) -> Reconstruction:
     """Search for the batch behind a leak: labels by rule for the methods that need them, pixels from black to white.
 
@@ -161,7 +155,7 @@ def search_leak(
     )
 
 
-def compare_images(found: Reconstruction, data: Data, true: Tensor, labels: Sequence[int], started: float) -> View:
+def compare_images(found: Reconstruction, data: Data, true: Tensor, labels: Sequence[int]) -> View:
     """Compare the images of a search with the victim's batch, which the search does not see."""
     pixels = data.pixels(found.inputs)
     pixels = pixels[match(pixels, true)]
@@ -170,7 +164,6 @@ def compare_images(found: Reconstruction, data: Data, true: Tensor, labels: Sequ
         labels=shared_labels(found.labels.tolist(), labels),
         distance=found.distance if math.isfinite(found.distance) else None,
         broken=sum(not math.isfinite(distance) for distance in found.distances),
-        seconds=time.process_time() - started,
         pictures=[encode_image(image) for image in pixels],
     )
 
@@ -183,7 +176,7 @@ def plain_sgd(lr: float) -> MakeOptimizer:
 def few_clients(
     config: Config,
     model: nn.Module,
-    parts: Sequence[Part],
+    parts: Sequence[DataPart],
     optimizer: MakeOptimizer,
     batch_size: int,
     *,
@@ -260,7 +253,7 @@ def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> d
     return {name: figures(images.to(true).expand_as(true), true) for name, images in found.items()}
 
 
-class GradientStudy(PartStudy[GradientOptions, Batch, Gradients]):
+class GradientStudy(AttackStudy[GradientOptions, Gradients]):
     """A victim's images from a gradient; one job per batch."""
 
     name = "gradients"
@@ -271,39 +264,39 @@ class GradientStudy(PartStudy[GradientOptions, Batch, Gradients]):
         **dict(loss="cross_entropy", optimizer="sgd", momentum=0.0, lr=0.1),
     )
 
-    def check(self, asked: AttackRequest[GradientOptions]) -> None:
-        """Refuse what the protocol cannot do."""
-        data, training = load_data(asked.config), asked.config.training
+    def check(self, request: AttackRequest[GradientOptions]) -> None:
+        """Refuse a federation that cannot be attacked."""
+        data, training = load_data(request.config), request.config.training
         data.pixels(data.train.tensor[:1])
         if not data.classes:
             raise BadArgument(data.name, "it has no classes, and the attack needs labels", "use --data cifar10")
-        records, wanted = len(data.train.targets), training.batch_size + asked.options.images
+        records, wanted = len(data.train.targets), training.batch_size + request.options.images
         if records < wanted:
             what = f"{records} training records, the attacker and the victim need {wanted}"
             raise BadArgument(data.name, what, "use a larger --train-size, or fewer --images")
         known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
-        if not is_run(asked.run) and (not known or training.weight_decay):
+        if not request.run and (not known or training.weight_decay):
             what = "the difference of two models shows a round's gradient, or its signs, for plain SGD and Adam only"
             raise BadArgument("--optimizer", what, "use --optimizer sgd --momentum 0, or adam, and --weight-decay 0")
 
-    def parts(
-        self, asked: AttackRequest[GradientOptions], defence: str, config: Config | None = None
-    ) -> dict[str, Job[Batch]]:
-        """Return one job per batch; `config` replaces that of the defence."""
-        config, options, found = config or asked.config_for(defence), asked.options, dict[str, Job[Batch]]()
+    def batches(self, request: AttackRequest[GradientOptions], name: str, config: Config) -> dict[str, StudyJob[Batch]]:
+        """Return one job per batch; `name` names the defence, or a variant of it."""
+        options, found = request.options, dict[str, StudyJob[Batch]]()
         for size in options.batches():
             for group in range(options.images // size):
-                work, part = AttackBatch(config, options, asked.run, size, group), f"batch{size}-{group}"
-                found[part] = Job(asked.job_name(defence, part), work, Batch, attacked=asked.run)
+                work, part = AttackBatch(config, options, request.run, size, group), f"batch{size}-{group}"
+                found[part] = StudyJob(request.job_name(name, part), work, Batch, attacked=request.run)
         return found
 
-    def join(self, asked: AttackRequest[GradientOptions], parts: dict[str, Batch | Failed]) -> Gradients:
-        """Return all batches as one result."""
-        return Gradients(asked.config.training.seed, parts)
+    def graph(self, request: AttackRequest[GradientOptions], folder: Path) -> JobGraph[Results[Gradients]]:
+        """Return one job per defence and batch."""
+        self.check(request)
+        jobs = {name: self.batches(request, name, request.config_for(name)) for name in request.defences}
+        return join_parts(jobs, lambda parts: Gradients(request.config.training.seed, parts))
 
-    def show(self, asked: AttackRequest[GradientOptions], results: Results[Gradients]) -> Shown:
+    def show(self, request: AttackRequest[GradientOptions], results: Results[Gradients]) -> Presentation:
         """Return the table, a chart of the smallest batch, and pictures of every batch size."""
-        return page.show(results, sorted(asked.options.batches()))
+        return page.show(results, sorted(request.options.batches()))
 
 
 GRADIENTS = GradientStudy()

@@ -1,45 +1,34 @@
 """`fedveil attack server`: what a curious server learns from single updates, from sums and from differences of sums."""
 
 import copy
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.attacks.first_layer import first_linear, record_from_agreeing_rows, record_from_gradient
+from fedveil.attacks.gradients import Progress as SearchProgress
 from fedveil.attacks.gradients import Search
-from fedveil.attacks.leaked_gradients import Gradients, Leak
+from fedveil.attacks.leaked_gradients import Gradients, Leak, secure_sum
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.attacks.similarity import psnr, ssim
-from fedveil.attacks.sums import secure_sum
 from fedveil.data import Data
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.federation.local import Federation
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
-from fedveil.runs.build import build_model, build_optimizer, load_data
+from fedveil.runs.build import build_optimizer, load_data
 from fedveil.runs.config import Config
-from fedveil.runs.folder import resume_federation
-from fedveil.studies.attack import AttackRequest, PartStudy, Results, option
-from fedveil.studies.gradients import server_page
-from fedveil.studies.gradients.results import Curious, Nearest, ServerRound, ServerView
-from fedveil.studies.gradients.run import (
-    Fraction,
-    SearchOptions,
-    few_clients,
-    guesses,
-    is_run,
-    parse_counts,
-    part_progress,
-    search_leak,
-)
-from fedveil.studies.gradients.server_page import NEXT_ROUND, SAME_MODEL, SINGLE, difference_view, sum_view
-from fedveil.studies.jobs import Done, Failed, Job
-from fedveil.studies.pictures import encode_image, image_shape
-from fedveil.studies.study import Shown
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option
+from fedveil.studies.gradients import run as reconstruction
+from fedveil.studies.gradients import server_results as page
+from fedveil.studies.gradients.server_results import Curious, Nearest, ServerRound, ServerView
+from fedveil.studies.jobs import JobResults, StudyJob
+from fedveil.studies.presentation import Presentation, encode_image
+from fedveil.studies.study import JobGraph
 
 OWN = 64  # held-out records that show the server typical outputs of the model
 MAX_SEARCH = 16  # maximum of records in a view for a search, whose time grows with them
@@ -50,7 +39,7 @@ DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class ServerOptions(SearchOptions):
+class ServerOptions(reconstruction.SearchOptions):
     """Flags of the attack."""
 
     rounds: int = option(8, "rounds, each of a new federation with other records")
@@ -60,7 +49,7 @@ class ServerOptions(SearchOptions):
 
     def counts(self) -> list[int]:
         """Return the numbers of clients in the sums."""
-        counts = parse_counts(self.sums)
+        counts = reconstruction.parse_counts(self.sums)
         if not counts:
             raise BadArgument("--sums", f"sums over {self.sums!r} clients", "use different numbers such as 2,4,10")
         if self.difference < 2:
@@ -71,20 +60,17 @@ class ServerOptions(SearchOptions):
         return counts
 
 
-@dataclass(frozen=True, eq=False)
-class GradientView:
-    """A gradient that the server has, and the clients in it."""
+class GradientView(NamedTuple):
+    """A gradient that the server has, and the number of clients in it."""
 
     leak: Leak
-    clients: range
+    clients: int
 
 
 def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]:
     """Return the data as images, and the network that takes them: a new one, or the last one of a run."""
     data = load_data(config)
-    model = build_model(config, data)
-    if run and is_run(run):
-        model.load_state_dict(resume_federation(config, run, data).model.state_dict())
+    model = reconstruction.start_model(config, data, run)
     if config.data.name == "digits" and config.model.name == "mlp":  # loaded as rows of 64 numbers
         data, model = load_data(config.changed(model="lenet")), nn.Sequential(nn.Flatten(), model)
     if data.scale is None or data.train.tensor.dim() != 4:
@@ -98,7 +84,7 @@ def read_updates(federation: Federation, clients: Sequence[int]) -> list[Gradien
     """Return each client's gradient as the server has it without secure aggregation, its noise removed."""
     own_round = federation.defence_server.start_round(federation.model).base
     found = []
-    for one in own_round.recover_each(federation.answers(own_round.broadcast, clients)):
+    for one in own_round.recover_each(federation.clients.updates(own_round.broadcast, clients, federation.round)):
         if isinstance(one, UpdateRefused):
             raise one
         found.append(dict(one.gradients))
@@ -115,40 +101,37 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
     everyone = range(len(sizes))
     updates = read_updates(federation, everyone)
     total, others = (secure_sum(updates[first:largest], sizes[first:largest]) for first in (0, 1))
-    step(federation, total.mean())
+    for name, gradient in total.mean().items():
+        parameter = federation.model.get_parameter(name)
+        parameter.grad = gradient.to(parameter)
+    federation.optimizer.step()
     later = secure_sum(read_updates(federation, everyone[1:largest]), sizes[1:largest])
 
     def view(gradients: Gradients, clients: int) -> GradientView:
         like = {name: parameter.detach() for name, parameter in model.named_parameters()}
         own = {name: gradient.to(like[name]) for name, gradient in gradients.items()}
-        return GradientView(Leak(model, own, federation.loss), everyone[:clients])
+        return GradientView(Leak(model, own, federation.loss), clients)
 
-    sums = {sum_view(count): view(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
+    sums = {page.sum_view(count): view(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
     return {
-        SINGLE: view(updates[0], 1),
+        page.SINGLE: view(updates[0], 1),
         **sums,
-        difference_view(largest, SAME_MODEL): view((total - others).mean(), 1),
-        difference_view(largest, NEXT_ROUND): view((total - later).mean(), 1),
+        page.difference_view(largest, page.SAME_MODEL): view((total - others).mean(), 1),
+        page.difference_view(largest, page.NEXT_ROUND): view((total - later).mean(), 1),
     }
 
 
-def step(federation: Federation, gradients: Gradients) -> None:
-    """Take a step of the server's optimizer."""
-    for name, parameter in federation.model.named_parameters():
-        parameter.grad = gradients[name].to(parameter) if name in gradients else None
-    federation.optimizer.step()
-
-
 def attack_view(
-    view: GradientView, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: Fraction
+    leak: Leak, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: SearchProgress
 ) -> dict[str, Tensor]:
     """Return the images of each attack: one per record by a search, one by the first layer."""
     found = {}
     if size <= MAX_SEARCH:
-        found["search"] = data.pixels(search_leak(view.leak, search, data, own, size, chance, progress).inputs)
+        made = reconstruction.search_leak(leak, search, data, own, size, chance, progress)
+        found["search"] = data.pixels(made.inputs)
     for name, rebuild in DENSE.items():
         try:
-            record = rebuild(view.leak, first_linear(view.leak.model))
+            record = rebuild(leak, first_linear(leak.model))
         except DoesNotApply:
             continue
         if record.numel() == own[0].numel():
@@ -174,31 +157,31 @@ class AttackRound:
     run: Path | None
     number: int
 
-    def __call__(self, progress: Progress, done: Done) -> ServerRound:
+    def __call__(self, progress: Progress, done: JobResults) -> ServerRound:
         """Attack it."""
-        options, started = self.options, time.process_time()
+        options = self.options
         config = self.config.changed(seed=self.config.training.seed + self.number)
         data, model = images_and_model(config, self.run)
         rows = self.rows(data)
         parts = [data.train.take(own) for own in torch.split(rows, options.records)]
-        federation = few_clients(config, model, parts, build_optimizer(config.training), options.records)
+        federation = reconstruction.few_clients(config, model, parts, build_optimizer(config.training), options.records)
         seen, search = server_views(federation, options.counts(), options.difference), options.search(model)
         true, own = (data.pixels(data.train.tensor[rows]), data.test.tensor[:OWN].to(federation.device))
         views = {}
         for number, (name, view) in enumerate(seen.items()):
-            size = options.records * len(view.clients)
+            size = options.records * view.clients
             chance = [generator(what, config.training.seed, size) for what in ("server", "guesses")]
-            share = part_progress(progress, number, len(seen), name)
-            found = attack_view(view, search, data, own, size, chance[0], share)
+            report = reconstruction.part_progress(progress, number, len(seen), name)
+            found = attack_view(view.leak, search, data, own, size, chance[0], report)
             if not found:
                 continue
-            below = guesses(data, rows[:size], chance[1], taken=rows)
+            below = reconstruction.guesses(data, rows[:size], chance[1], taken=rows)
             attacks, floors = (
                 {what: nearest(images.cpu(), true[:size]) for what, images in each.items()} for each in (found, below)
             )
             views[name] = ServerView(size, attacks, floors)
-        originals, seconds = [encode_image(image) for image in true], time.process_time() - started
-        return ServerRound(rows.tolist(), search, views, originals, image_shape(true[0]), seconds)
+        originals = [encode_image(image) for image in true]
+        return ServerRound(rows.tolist(), search, views, originals, tuple(true[0].shape))
 
     def rows(self, data: Data) -> Tensor:
         """Return the records of all clients, the victim's first."""
@@ -211,7 +194,7 @@ class AttackRound:
         return torch.randperm(records, generator=chance)[:wanted]
 
 
-class ServerStudy(PartStudy[ServerOptions, ServerRound, Curious]):
+class ServerStudy(AttackStudy[ServerOptions, Curious]):
     """A curious server; one job per round."""
 
     name = "server"
@@ -219,27 +202,24 @@ class ServerStudy(PartStudy[ServerOptions, ServerRound, Curious]):
     options = ServerOptions
     defaults = {"data": "digits", "clients": 100, "defence": "plain,veil"}  # noqa: RUF012
 
-    def check(self, asked: AttackRequest[ServerOptions]) -> None:
-        """Refuse wrong numbers, and records that are not images."""
-        asked.options.counts()
-        images_and_model(asked.config, None)
-
-    def parts(self, asked: AttackRequest[ServerOptions], defence: str) -> dict[str, Job[ServerRound]]:
+    def rounds(self, request: AttackRequest[ServerOptions], defence: str) -> dict[str, StudyJob[ServerRound]]:
         """Return one job per round."""
-        config, options = asked.config_for(defence), asked.options
-        works = {str(number): AttackRound(config, options, asked.run, number) for number in range(options.rounds)}
-        return {
-            part: Job(asked.job_name("server", defence, part), work, ServerRound, attacked=asked.run)
-            for part, work in works.items()
-        }
+        config, options, found = request.config_for(defence), request.options, dict[str, StudyJob[ServerRound]]()
+        for number in range(options.rounds):
+            work, name = AttackRound(config, options, request.run, number), str(number)
+            found[name] = StudyJob(request.job_name("server", defence, name), work, ServerRound, attacked=request.run)
+        return found
 
-    def join(self, asked: AttackRequest[ServerOptions], parts: dict[str, ServerRound | Failed]) -> Curious:
-        """Return all rounds as one result."""
-        return Curious(list(parts.values()))
+    def graph(self, request: AttackRequest[ServerOptions], folder: Path) -> JobGraph[Results[Curious]]:
+        """Return one job per defence and round; refuse wrong numbers, and records that are not images."""
+        request.options.counts()
+        images_and_model(request.config, None)
+        jobs = {defence: self.rounds(request, defence) for defence in request.defences}
+        return join_parts(jobs, lambda parts: Curious(list(parts.values())))
 
-    def show(self, asked: AttackRequest[ServerOptions], results: Results[Curious]) -> Shown:
+    def show(self, request: AttackRequest[ServerOptions], results: Results[Curious]) -> Presentation:
         """Return one row per view, and pictures."""
-        return server_page.show(results)
+        return page.show(results)
 
 
 SERVER = ServerStudy()

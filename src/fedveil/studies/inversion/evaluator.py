@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from scipy.stats import binomtest
@@ -14,7 +13,7 @@ from fedveil.data import Data
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.evaluate import evaluating
-from fedveil.graph.inputs import calls_of
+from fedveil.graph.inputs import record_calls
 from fedveil.progress import Progress
 from fedveil.records.shards import generator as source
 from fedveil.studies.inversion.results import SuccessRate
@@ -58,13 +57,13 @@ def train_judge(
     seed: int = 0,
     device: str = "cpu",
     path: Path | None = None,
-    asked: str = "",
-    progress: Progress = lambda share, what: None,
+    key: str = "",
+    progress: Progress = lambda fraction, what: None,
 ) -> nn.Module:
     """Train a classifier of pixels: cross-entropy, AdamW, cosine annealing, shifted and mirrored images.
 
     Only colour images are mirrored: digits would change their meaning. With `path`, a stopped training resumes after
-    its last epoch, if `asked` is the same.
+    its last epoch, if `key` is the same.
     """
     images, targets = data.pixels(data.train.tensor).to(device), data.train.targets.to(device)
     classes, flip = len(data.classes), images.shape[1] == 3
@@ -75,7 +74,7 @@ def train_judge(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     parts: dict[str, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler]
     parts = {"net": net, "optimizer": optimizer, "schedule": schedule}
-    key, begin = repr((asked, tuple(images.shape), epochs, classes, width, flip, seed)), 0
+    key, begin = repr((key, tuple(images.shape), epochs, classes, width, flip, seed)), 0
     if path and (old := load_for(path, key, images.device)):
         begin = old["epoch"]
         for name, part in parts.items():
@@ -93,11 +92,11 @@ def train_judge(
     return net.eval()
 
 
-def look(model: nn.Module, inputs: Tensor, *, batch_size: int = 500) -> tuple[Tensor, Tensor]:
+def outputs_and_features(model: nn.Module, inputs: Tensor, *, batch_size: int = 500) -> tuple[Tensor, Tensor]:
     """Return outputs and features: the flat input of the last module with parameters, without gradients."""
     leaves = [m for m in model.modules() if not m._modules and next(m.parameters(recurse=False), None) is not None]
     outputs, features = [], []
-    with torch.no_grad(), evaluating(model), calls_of(leaves) as calls:
+    with torch.no_grad(), evaluating(model), record_calls(leaves) as calls:
         for part in torch.split(inputs, batch_size):
             outputs.append(model(part))
             if not calls:
@@ -107,18 +106,14 @@ def look(model: nn.Module, inputs: Tensor, *, batch_size: int = 500) -> tuple[Te
     return torch.cat(outputs), torch.cat(features)
 
 
-class Distances(NamedTuple):
-    """Mean squared L2 distances of features, to the centroid of the wanted class and to the nearest training image."""
+def distances(
+    found: Tensor, wanted: Tensor, known: Tensor, targets: Tensor, *, same_class: bool = True
+) -> tuple[float, float]:
+    """Return mean squared distances of features: to the centroid of the wanted class, and to the nearest image.
 
-    centroid: float
-    nearest: float
-
-
-def distances(found: Tensor, wanted: Tensor, known: Tensor, targets: Tensor, *, same_class: bool = True) -> Distances:
-    """Return the distances of features of reconstructions from the `known` ones of the private training images.
-
-    `wanted` and `targets` are their classes. With `same_class` the nearest image is one of the wanted class, as in GMI,
-    otherwise of all classes, as in the paper.
+    `found` are features of reconstructions, `known` those of the private training images; `wanted` and `targets` are
+    their classes. With `same_class` the nearest image is one of the wanted class, as in GMI, otherwise of all classes,
+    as in the paper.
     """
     found, known = found.double(), known.double()
     centroid, nearest = [], []
@@ -126,7 +121,7 @@ def distances(found: Tensor, wanted: Tensor, known: Tensor, targets: Tensor, *, 
         own, class_images = found[wanted == label], known[targets == label]
         centroid.append((own - class_images.mean(0)).square().sum(1))
         nearest.append(torch.cdist(own, class_images if same_class else known).amin(1).square())
-    return Distances(float(torch.cat(centroid).mean()), float(torch.cat(nearest).mean()))
+    return float(torch.cat(centroid).mean()), float(torch.cat(nearest).mean())
 
 
 def per_class(answers: Tensor, wanted: Tensor, classes: int) -> list[float | None]:
@@ -143,7 +138,7 @@ def wilson(right: Tensor) -> tuple[float, float, float, int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Bench:
+class Evaluator:
     """Private images, and the judge's features of them."""
 
     data: Data
@@ -154,7 +149,7 @@ class Bench:
 
     def evaluate(self, images: Tensor, wanted: Tensor) -> SuccessRate:
         """Return success by the evaluator, and distances of its features divided by the mean norm of the real ones."""
-        outputs, features = look(self.judge, images)
+        outputs, features = outputs_and_features(self.judge, images)
         far = distances(features / self.norm, wanted, self.known, self.data.train.targets.to(self.device))
         answers = outputs.argmax(1)
         by_class, right = per_class(answers, wanted, len(self.data.classes)), answers == wanted
@@ -169,8 +164,8 @@ class Bench:
         targets = self.data.train.targets.to(self.device)
         parts = zip(images.chunk(len(models)), wanted.chunk(len(models)), strict=True)
         for model, (part, labels) in zip(models, parts, strict=True):
-            outputs, features = look(model, self.data.standardise(part))
-            _, known = look(model, self.data.train.tensor.to(self.device))
+            outputs, features = outputs_and_features(model, self.data.standardise(part))
+            _, known = outputs_and_features(model, self.data.train.tensor.to(self.device))
             far.append(distances(features, labels, known, targets, same_class=False))
             right.append(outputs.argmax(1) == labels)
         centroid, nearest = (sum(values) / len(far) for values in zip(*far, strict=True))

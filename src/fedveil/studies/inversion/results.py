@@ -1,12 +1,25 @@
-"""Results of model inversion attacks."""
+"""Results of a model inversion attack, and their page: the paper's Table 4, pictures, success by class."""
 
+import math
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
-
-from pydantic import AliasChoices, Field
+from typing import NamedTuple
 
 from fedveil.attacks.scores import Estimate
-from fedveil.studies.jobs import Result
+from fedveil.report import NOTHING, Intervals, Pictures, Section, Table, Text
+from fedveil.studies.attack import Results
+from fedveil.studies.jobs import Failure, Result
+from fedveil.studies.presentation import Presentation, decode_picture, failed_row, mark, percent, read_texts
+from fedveil.studies.verdicts import INVERSION, Verdict, headline, judge_defences, verdict_section
+
+TEXTS = read_texts()["inversion"]
+PER_CLASS = 2  # pictures of a class in a row
+HEADER = (
+    *("defence", "view, attacker", "test accuracy", "KNN distance", "feature distance", "attack success"),
+    *("without a generator", "self-judged, as received", "self-judged, true model"),
+)
+BY_CLASS = ("defence", "attacker", "error over classes", "error over broadcasts")
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class InversionFigures:
 
     view: str
     codes: SuccessRate
-    as_received: Annotated[SuccessRate, Field(validation_alias=AliasChoices("as_received", "as_sent"))]
+    as_received: SuccessRate
     true_model: SuccessRate
     pixels: SuccessRate | None = None
 
@@ -59,9 +72,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Gallery:
-    """The first images of each class, encoded by `studies.pictures`: real, by the generator alone, by attackers."""
+    """The first images of each class, encoded: real, by the generator alone, by attackers."""
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     real: list[str]
     floor: list[str]
     made: dict[str, list[str]]
@@ -72,7 +85,7 @@ class Inversion(Result):
     """Reconstructions of all private classes of one federation, by all attackers.
 
     Attributes:
-        train, test, macro: accuracy on members, on held-out images, and the mean over classes of the latter.
+        train, test: accuracy on members and on held-out images.
         classes: names of the private classes.
         floor: images of the generator without any model.
         ceiling: held-out private images.
@@ -82,13 +95,11 @@ class Inversion(Result):
     seed: int
     train: float
     test: float
-    macro: float
     classes: list[str]
     records: Counts
     attackers: dict[str, InversionFigures]
     floor: SuccessRate
     ceiling: SuccessRate
-    cpu_seconds: float
     gallery: Gallery | None = None
 
 
@@ -98,7 +109,6 @@ class TrainedGan(Result):
 
     images: int
     distances: list[float]
-    cpu_seconds: float
 
 
 @dataclass(frozen=True)
@@ -106,4 +116,129 @@ class TrainedEvaluator(Result):
     """Training of the evaluator: its accuracy on held-out images."""
 
     accuracy: float
-    cpu_seconds: float
+
+
+class InversionRow(NamedTuple):
+    """One attacker on one defence: what it found, and the result that it is part of."""
+
+    defence: str
+    attacker: str
+    found: InversionFigures
+    result: Inversion
+
+
+def judged_cells(found: SuccessRate) -> list[str]:
+    """Return both distances and success, by the evaluator."""
+    return [f"{found.nearest:.3f}", f"{found.centroid:.3f}", percent(found)]
+
+
+def main_rows(results: Results[Inversion]) -> Iterator[list[str]]:
+    """Yield one row per attacker, and the floor and ceiling of the evaluator."""
+    for defence, result in results.items():
+        if isinstance(result, Failure):
+            yield failed_row(defence, len(HEADER))
+            continue
+        for name, found in result.attackers.items():
+            where = [defence, f"{found.view}, {name}", f"{100 * result.test:.1f}"]
+            others = map(percent, (found.pixels, found.as_received, found.true_model))
+            yield [*where, *judged_cells(found.codes), *others]
+    if first := next((result for result in results.values() if isinstance(result, Inversion)), None):
+        for name, what, limit in (
+            ("floor", "generator alone", first.floor),
+            ("ceiling", "held-out images", first.ceiling),
+        ):
+            yield [name, what, NOTHING, *judged_cells(limit), NOTHING, NOTHING, NOTHING]
+
+
+def standard_error(fractions: Sequence[float]) -> str:
+    """Return the standard error of a mean of fractions, in points; a dash for a single one."""
+    return f"{100 * statistics.stdev(fractions) / math.sqrt(len(fractions)):.1f}" if len(fractions) > 1 else NOTHING
+
+
+def broadcast_success(judged: SuccessRate, broadcasts: int) -> list[float]:
+    """Return the success of each broadcast's part of the reconstructions, which come in this order."""
+    right = judged.right or []
+    size = max(1, len(right) // broadcasts)
+    return [statistics.fmean(right[start : start + size]) for start in range(0, len(right), size)]
+
+
+def class_table(rows: Sequence[InversionRow], classes: Sequence[str]) -> Table:
+    """Return success by class, with standard errors."""
+    cells = []
+    for defence, attacker, found, result in rows:
+        fractions = [fraction for fraction in found.codes.per_class or [] if fraction is not None]
+        parts = broadcast_success(found.codes, result.records.broadcasts)
+        errors = [standard_error(fractions), standard_error(parts)]
+        cells.append([defence, attacker, *errors, *(f"{100 * fraction:.0f}" for fraction in fractions)])
+    return Table("By class", (*BY_CLASS, *classes), cells, TEXTS.notes["classes"])
+
+
+def success_chart(rows: Sequence[InversionRow], chance: float) -> Intervals:
+    """Return the success of each attacker with its interval, beside guessing."""
+    marks = [
+        mark(f"{defence}, {how}", judged, attacker, 100)
+        for defence, attacker, found, _ in rows
+        for how, judged in (("generator", found.codes), ("pixels", found.pixels))
+        if judged
+    ]
+    label = "attack success by the independent evaluator, %"
+    return Intervals("Success", label, marks, {"guessing": 100 * chance}, low=0.0, high=100.0)
+
+
+def gallery_rows(results: Results[Inversion]) -> list[tuple[str, list[str]]]:
+    """Return rows of encoded images: real ones, the generator's, and each attacker's on each defence."""
+    rows: list[tuple[str, list[str]]] = []
+    for name, result in results.items():
+        if isinstance(result, Inversion) and result.gallery:
+            if not rows:
+                rows = [("real, held out", result.gallery.real), ("generator alone", result.gallery.floor)]
+            rows += [(f"{name}: {what}", images) for what, images in result.gallery.made.items()]
+    return rows
+
+
+def picture_rows(
+    title: str, classes: Sequence[str], shape: Sequence[int], rows: Sequence[tuple[str, Sequence[str]]]
+) -> Pictures:
+    """Return encoded images under the names of their classes."""
+    columns = [label for label in classes for _ in range(PER_CLASS)]
+    grid = [(label, [decode_picture(shape, code) for code in codes]) for label, codes in rows]
+    return Pictures(title, columns, grid, "The first images of each class, not selected. Columns: the wanted class.")
+
+
+def judge_attackers(results: Results[Inversion]) -> dict[str, Verdict]:
+    """Return the verdict on each defence, by the search that succeeds most; the floor is measured too."""
+    done = {name: one for name, one in results.items() if isinstance(one, Inversion)}
+    if not done:
+        return {}
+    floor = next(iter(done.values())).floor
+    found = {
+        defence: [
+            INVERSION.assess(name, one, floor.high)
+            for name, own in result.attackers.items()
+            for one in (own.codes, own.pixels)
+            if one
+        ]
+        for defence, result in done.items()
+    }
+    return judge_defences(INVERSION, floor.value, found)
+
+
+def show(results: Results[Inversion]) -> Presentation:
+    """Return the table and the sections."""
+    cells, verdicts = list(main_rows(results)), judge_attackers(results)
+    done = {defence: result for defence, result in results.items() if isinstance(result, Inversion)}
+    rows = [
+        InversionRow(defence, name, own, one) for defence, one in done.items() for name, own in one.attackers.items()
+    ]
+    if not rows:
+        return Presentation("", headline(verdicts), HEADER, cells, "", [])
+    first = rows[0].result
+    classes, shelf = len(first.classes), first.gallery
+    sections: list[Section] = [
+        Text("How to read it", TEXTS.reading),
+        success_chart(rows, 1 / classes),
+        *([picture_rows("Reconstructions", first.classes, shelf.shape, gallery_rows(results))] if shelf else []),
+        class_table(rows, first.classes),
+    ]
+    note = TEXTS.note.format(chance=100 / classes, classes=classes)
+    return Presentation("", headline(verdicts), HEADER, cells, note, sections, verdict_section(verdicts))

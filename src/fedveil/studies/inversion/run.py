@@ -5,7 +5,6 @@ model, public images and the number of a class; only the evaluation sees private
 """
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,26 +12,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.generator import CODE, Gan, train_gan
-from fedveil.attacks.inversion import search, search_pixels, take_pixels
+from fedveil.attacks.inversion import CODE, Gan, search, search_pixels, take_pixels, train_gan
 from fedveil.data import Data, keep_labels, other_labels, parse_labels
 from fedveil.errors import BadArgument
-from fedveil.federation.local import Federation
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
 from fedveil.studies.basis import Basis
-from fedveil.studies.federations import load_or_train, measure_quality
-from fedveil.studies.inversion import page
-from fedveil.studies.inversion.evaluator import Bench, look, per_class, train_judge
-from fedveil.studies.inversion.page import PER_CLASS
+from fedveil.studies.federations import load_or_train, measure_quality, observe_strongest
+from fedveil.studies.inversion import results as page
+from fedveil.studies.inversion.evaluator import Evaluator, outputs_and_features, train_judge
 from fedveil.studies.inversion.results import Counts, Gallery, Inversion, InversionFigures, TrainedEvaluator, TrainedGan
-from fedveil.studies.jobs import Done, Job, Result
-from fedveil.studies.observation import observe_strongest
-from fedveil.studies.pictures import encode_image, image_shape
-from fedveil.studies.study import Shown
+from fedveil.studies.jobs import JobResults, Result, StudyJob
+from fedveil.studies.presentation import Presentation, encode_image
 
 WHERE = "fedveil attack inversion"
 DATA = ("data", "path", "train_size", "test_size", "size", "labels", "seed", "device")
@@ -80,14 +74,14 @@ def public_images(config: Config, most: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TrainGan:
-    """Train the generator of public images; the folder keeps it."""
+class NetworkTraining:
+    """The networks of an attack, which its folder keeps: the generator and the independent evaluator."""
 
     config: Config
     options: InversionOptions
     folder: Path
 
-    def train(self, basis: Basis, progress: Progress = lambda share, what: None) -> tuple[Gan, list[float], int]:
+    def train_gan(self, basis: Basis, progress: Progress = lambda fraction, what: None) -> tuple[Gan, list[float], int]:
         """Return the generator, trained or from disk, its critic's distances, and the number of public images."""
         options = self.options
         images = public_images(self.config, options.public_size)
@@ -103,23 +97,8 @@ class TrainGan:
         )
         return gan, curve, len(images)
 
-    def __call__(self, progress: Progress, done: Done) -> TrainedGan:
-        """Train it."""
-        begin = time.process_time()
-        _, curve, images = self.train(done.basis, progress)
-        return TrainedGan(images, curve, time.process_time() - begin)
-
-
-@dataclass(frozen=True)
-class TrainEvaluator:
-    """Train the independent evaluator on the private images; the folder keeps it."""
-
-    config: Config
-    options: InversionOptions
-    folder: Path
-
-    def train(self, data: Data, basis: Basis, progress: Progress = lambda share, what: None) -> nn.Module:
-        """Return the network, trained or from disk."""
+    def train_judge(self, data: Data, basis: Basis, progress: Progress = lambda fraction, what: None) -> nn.Module:
+        """Return the evaluator, trained on the private images or from disk."""
         return train_judge(
             data,
             self.options.judge_epochs,
@@ -127,83 +106,92 @@ class TrainEvaluator:
             seed=self.config.training.seed,
             device=self.config.training.device,
             path=self.folder / "judge.pt",
-            asked=repr((data_config(self.config), basis.records)),
+            key=repr((data_config(self.config), basis.records)),
             progress=progress,
         )
 
-    def __call__(self, progress: Progress, done: Done) -> TrainedEvaluator:
+
+class TrainGan(NetworkTraining):
+    """Train the generator of public images."""
+
+    def __call__(self, progress: Progress, done: JobResults) -> TrainedGan:
+        """Train it."""
+        _, curve, images = self.train_gan(done.basis, progress)
+        return TrainedGan(images, curve)
+
+
+class TrainEvaluator(NetworkTraining):
+    """Train the independent evaluator."""
+
+    def __call__(self, progress: Progress, done: JobResults) -> TrainedEvaluator:
         """Train it, and test it on held-out images."""
-        begin, data = time.process_time(), load_data(self.config)
-        judge = self.train(data, done.basis, progress)
-        outputs, _ = look(judge, data.pixels(data.test.tensor).to(self.config.training.device))
+        data = load_data(self.config)
+        judge = self.train_judge(data, done.basis, progress)
+        outputs, _ = outputs_and_features(judge, data.pixels(data.test.tensor).to(self.config.training.device))
         right = outputs.argmax(1).cpu() == data.test.targets
-        return TrainedEvaluator(float(right.double().mean()), time.process_time() - begin)
+        return TrainedEvaluator(float(right.double().mean()))
 
 
 @dataclass(frozen=True)
-class Invert:
+class Invert(NetworkTraining):
     """Reconstruct all private classes from one federation, by all attackers."""
 
-    config: Config
-    options: InversionOptions
-    folder: Path
     run: Path
 
-    def __call__(self, progress: Progress, done: Done) -> Inversion:
+    def __call__(self, progress: Progress, done: JobResults) -> Inversion:
         """Search for images that each attacker's models take for a class, and judge them."""
-        begin, config, options = time.process_time(), self.config, self.options
+        config, options = self.config, self.options
         federation, data = load_or_train(config, self.run, progress, done.basis)
-        gan, _, public = TrainGan(config, options, self.folder).train(done.basis)
-        bench, classes = self.bench(data, done.basis), len(data.classes)
-        wanted = torch.arange(classes, device=bench.device).repeat(options.codes)
+        gan, _, public = self.train_gan(done.basis)
+        evaluator, classes = self.evaluator(data, done.basis), len(data.classes)
+        wanted = torch.arange(classes, device=evaluator.device).repeat(options.codes)
         seen = [observe_strongest(federation, config.defence.name) for _ in range(options.broadcasts)]
         found: dict[str, InversionFigures] = {}
         pictures: dict[str, list[str]] = {}
         for name in seen[0]:
             models = [some[name].model for some in seen]
             made = self.reconstruct(progress, models, gan, data, wanted)
-            received, true = (bench.evaluate_by(who, made["codes"], wanted) for who in (models, [federation.model]))
-            judged = {how: bench.evaluate(images, wanted) for how, images in made.items()}
+            received, true = (evaluator.evaluate_by(who, made["codes"], wanted) for who in (models, [federation.model]))
+            judged = {how: evaluator.evaluate(images, wanted) for how, images in made.items()}
             found[name] = InversionFigures("V-out", judged["codes"], received, true, judged.get("pixels"))
             pictures |= {f"{name}, by {how}": first_images(images, wanted, classes) for how, images in made.items()}
         blind = sample_generator(gan, wanted, config.training.seed)
-        real, labels = held_out(bench, wanted)
-        shape, first = image_shape(data.train.tensor[0]), first_images(real, labels, classes)
+        real, labels = held_out(evaluator, wanted)
+        shape, first = tuple(data.train.tensor.shape[1:]), first_images(real, labels, classes)
         quality = measure_quality(federation, data)
         return Inversion(
             config.defence.name,
             config.training.seed,
             quality.train,
             quality.test,
-            macro_accuracy(federation, data),
             list(data.classes),
             Counts(len(data.train.targets), public, len(wanted), options.broadcasts),
             found,
-            bench.evaluate(blind, wanted),
-            bench.evaluate(real, labels),
-            time.process_time() - begin,
+            evaluator.evaluate(blind, wanted),
+            evaluator.evaluate(real, labels),
             Gallery(shape, first, first_images(blind, wanted, classes), pictures),
         )
 
-    def bench(self, data: Data, basis: Basis) -> Bench:
+    def evaluator(self, data: Data, basis: Basis) -> Evaluator:
         """Return the evaluator with its features of the private training images."""
-        judge = TrainEvaluator(self.config, self.options, self.folder).train(data, basis)
+        judge = self.train_judge(data, basis)
         device = torch.device(self.config.training.device)
-        _, known = look(judge, data.pixels(data.train.tensor).to(device))
+        _, known = outputs_and_features(judge, data.pixels(data.train.tensor).to(device))
         norm = float(known.norm(dim=1).mean())
-        return Bench(data, judge, known / norm, norm, device)
+        return Evaluator(data, judge, known / norm, norm, device)
 
     def reconstruct(
         self, progress: Progress, models: Sequence[nn.Module], gan: Gan, data: Data, wanted: Tensor
     ) -> dict[str, Tensor]:
         """Reconstruct images with and without the generator, an equal part of them from each model."""
         made: dict[str, list[Tensor]] = {"codes": [], "pixels": []}
-        options, shape = self.options, image_shape(data.train.tensor[0])
+        channels, height, width = data.train.tensor.shape[1:]
+        options, shape = self.options, (channels, height, width)
         for number, (view, part) in enumerate(zip(models, wanted.chunk(len(models)), strict=True)):
             model, seed = take_pixels(view, data.standardise), self.config.training.seed * len(models) + number
 
-            def report(share: float, what: str, number: int = number) -> None:
-                progress((number + share) / len(models), what)
+            def report(fraction: float, what: str, number: int = number) -> None:
+                progress((number + fraction) / len(models), what)
 
             codes = search(model, gan, part, steps=options.steps, restarts=options.restarts, seed=seed, progress=report)
             made["codes"].append(codes.images)
@@ -213,20 +201,12 @@ class Invert:
         return {how: torch.cat(images) for how, images in made.items() if images}
 
 
-def macro_accuracy(federation: Federation, data: Data) -> float:
-    """Return the accuracy of the server's model on held-out images, a mean over classes."""
-    outputs, _ = look(federation.model, data.test.tensor.to(federation.device))
-    shares = per_class(outputs.argmax(1).cpu(), data.test.targets, len(data.classes))
-    there = [share for share in shares if share is not None]
-    return sum(there) / len(there)
-
-
 def first_images(images: Tensor, wanted: Tensor, classes: int) -> list[str]:
     """Return the first images of each class, padded with grey ones."""
     found = []
     for label in range(classes):
-        own = [encode_image(image) for image in images[wanted == label][:PER_CLASS]]
-        found += own + [encode_image(torch.full_like(images[0], 0.5))] * (PER_CLASS - len(own))
+        own = [encode_image(image) for image in images[wanted == label][: page.PER_CLASS]]
+        found += own + [encode_image(torch.full_like(images[0], 0.5))] * (page.PER_CLASS - len(own))
     return found
 
 
@@ -238,11 +218,11 @@ def sample_generator(gan: Gan, wanted: Tensor, seed: int) -> Tensor:
     return images
 
 
-def held_out(bench: Bench, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def held_out(evaluator: Evaluator, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Return held-out private images of the wanted classes, at most as many, and their classes."""
-    test, classes = bench.data.test, range(len(bench.data.classes))
+    test, classes = evaluator.data.test, range(len(evaluator.data.classes))
     rows = torch.cat([(test.targets == label).nonzero()[:, 0][: int((wanted == label).sum())] for label in classes])
-    return bench.data.pixels(test.tensor[rows]).to(bench.device), test.targets[rows].to(bench.device)
+    return evaluator.data.pixels(test.tensor[rows]).to(evaluator.device), test.targets[rows].to(evaluator.device)
 
 
 class InversionStudy(AttackStudy[InversionOptions, Inversion]):
@@ -257,9 +237,9 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
         **dict(model="cnn", width=16, lr=2e-3, epochs=15),
     )
 
-    def shared(self, asked: AttackRequest[InversionOptions], folder: Path) -> list[Job[Result]]:
+    def shared(self, request: AttackRequest[InversionOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return the jobs of generator and evaluator; refuse a federation without public classes."""
-        config, fix = asked.config, "use images and --labels first-half, and train the run with --labels too"
+        config, fix = request.config, "use images and --labels first-half, and train the run with --labels too"
         if config.data.labels is None:
             raise BadArgument(WHERE, "the federation trains on all classes, so that none is public", fix)
         data = load_data(data_config(config.changed(labels=None)))
@@ -271,17 +251,17 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
         if config.model.name.startswith("mlp"):
             what = "an mlp takes rows of numbers, the generator makes images"
             raise BadArgument(WHERE, what, "use --model cnn or resnet8")
-        common = data_config(config), asked.options, folder
+        common = data_config(config), request.options, folder
         return [
-            Job(asked.job_name("gan"), TrainGan(*common), TrainedGan),
-            Job(asked.job_name("evaluator"), TrainEvaluator(*common), TrainedEvaluator),
+            StudyJob(request.job_name("gan"), TrainGan(*common), TrainedGan),
+            StudyJob(request.job_name("evaluator"), TrainEvaluator(*common), TrainedEvaluator),
         ]
 
-    def attack(self, asked: AttackRequest[InversionOptions], defence: str, folder: Path) -> Invert:
+    def attack(self, request: AttackRequest[InversionOptions], defence: str, folder: Path) -> Invert:
         """Return the attack on one defence."""
-        return Invert(asked.config_for(defence), asked.options, folder, self.run_folder(asked, defence, folder))
+        return Invert(request.config_for(defence), request.options, folder, self.run_folder(request, defence, folder))
 
-    def show(self, asked: AttackRequest[InversionOptions], results: Results[Inversion]) -> Shown:
+    def show(self, request: AttackRequest[InversionOptions], results: Results[Inversion]) -> Presentation:
         """Return the table, success beside guessing, pictures, success by class, the paper's protocol."""
         return page.show(results)
 

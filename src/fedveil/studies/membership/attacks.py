@@ -1,22 +1,219 @@
-"""All membership attacks on the records of a federation, and their figures on the records of the test."""
+"""Membership attacks: records, shadow federations, the attacks, and their figures on the records of the test."""
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.attacks import Observation
-from fedveil.attacks.features import dense_targets, ends_in_linear, labels, losses
-from fedveil.attacks.membership import Shadows, calibrated_scores, loss_scores, shadow_scores
-from fedveil.attacks.scores import Scores, auc, balanced_accuracy, best_threshold, has_enough, roc, tpr_at
+from fedveil.attacks.features import LAYERS, dense_targets, ends_in_linear, labels, losses, record_features
+from fedveil.attacks.membership import Shadows, calibrated_scores, halves, loss_scores, shadow_scores
+from fedveil.attacks.registry import find_attackers
+from fedveil.attacks.scores import Estimate, Scores, auc, balanced_accuracy, best_threshold, has_enough, roc, tpr_at
 from fedveil.attacks.whitebox import Features, Recipe, Score, select, train_attack
+from fedveil.data import Data, DataPart, split
+from fedveil.defences.registry import find
+from fedveil.errors import BadArgument
+from fedveil.federation.evaluate import metrics, predict
+from fedveil.files import write_whole
+from fedveil.progress import Progress
+from fedveil.records.shards import generator
+from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.config import Config
-from fedveil.studies.membership.records import Records, read_shadows
-from fedveil.studies.membership.results import AttackNetwork, AttackScores
+from fedveil.studies.federations import Quality, observe, round_progress
+from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 
 RATES = (0.01, 0.001)
+NETWORK, SHADOWS = "white-box network", "RMIA"  # names of attacks
+Indices = NDArray[np.int64]
+Attacks = dict[str, "AttackScores | Failure"]  # by name
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """Members and non-members in one pool, and the indices of each part of it.
+
+    Attributes:
+        pool: all of them.
+        own, known: the attacker's records, and the non-members that it knows.
+        victims, fresh: the test: records of other clients, and as many non-members.
+    """
+
+    pool: DataPart
+    own: Indices
+    known: Indices
+    victims: Indices
+    fresh: Indices
+
+    @property
+    def parts(self) -> tuple[Indices, Indices, Indices, Indices]:
+        """All parts."""
+        return self.own, self.known, self.victims, self.fresh
+
+
+def divide_records(config: Config, data: Data, *, everyone: bool = False) -> Records:
+    """Divide members and at most as many non-members, half of which the attacker knows.
+
+    A held-out record that equals a member is left out. With `everyone`, all non-members are used, the attacker knows a
+    fifth of them, and the test is not balanced: for rates that need many non-members.
+    """
+    settings, seed, count = config.data, config.training.seed, len(data.train.targets)
+    parts = split(data, settings.clients, how=settings.split, seed=seed, alpha=settings.alpha, column=settings.column)
+    if len(parts) < 2:
+        raise BadArgument("membership", "there is no other client to learn about", "use --clients 2 or more")
+    own, *others = (rows.numpy() for rows in parts)  # the attacker is client 0
+    members, chance = set(digests(data.train.tensor)), generator("non-members", seed)
+    new = [index for index, digest in enumerate(digests(data.test.tensor)) if digest not in members]
+    order = torch.randperm(len(new), generator=chance)[: None if everyone else count]
+    outside = data.test.take([new[index] for index in order.tolist()])
+    pool = DataPart(torch.cat([data.train.tensor, outside.tensor]), torch.cat([data.train.targets, outside.targets]))
+    known, fresh = np.split(count + np.arange(len(order)), [len(order) // (5 if everyone else 2)])
+    victims = np.concatenate(others)
+    victims = victims[torch.randperm(len(victims), generator=chance).numpy()]
+    test = None if everyone else min(len(victims), len(fresh))
+    return Records(pool, own, known, victims[:test], fresh[:test])
+
+
+def digests(inputs: Tensor) -> list[bytes]:
+    """Return one digest per record."""
+    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in inputs.numpy()]
+
+
+def shadow_defence(defence: str) -> str:
+    """Return the defence of the shadows: a veiled federation trains the same model as a plain one."""
+    return find_attackers(find(defence)).shadows or defence
+
+
+def shadow_file(folder: Path, defence: str, number: int) -> Path:
+    """Return the file of a shadow: its outputs as clients see them and as the server does, and its training records."""
+    return folder / "shadows" / f"{shadow_defence(defence).replace(':', '.')}-{number}.npz"
+
+
+def shadow_members(config: Config, records: int, shadows: int, size: int | None = None) -> NDArray[np.bool_]:
+    """Return which records of the pool each shadow trains on."""
+    return halves(records, shadows, generator("shadows", config.training.seed, shadows), size)
+
+
+def read_shadows(config: Config, count: int, folder: Path, cleaned: bool) -> tuple[Scores, NDArray[np.bool_]]:
+    """Return the outputs of all shadows on the pool, and which records each trained on.
+
+    `cleaned`: the outputs as the server sees them, for attackers that remove the noise.
+    """
+    outputs, inside = [], []
+    for number in range(count):
+        with np.load(shadow_file(folder, config.defence.name, number)) as file:
+            outputs.append(file["cleaned" if cleaned else "received"])
+            inside.append(file["inside"])
+    return np.stack(outputs).astype(np.float64), np.stack(inside)
+
+
+@dataclass(frozen=True)
+class Shadow(Result):
+    """A federation that the attacker trained: its seed, and the metrics of its model on the records it trained on."""
+
+    seed: int
+    inside: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TrainShadow:
+    """Train a federation like the attacked one on half of the pool, and write its outputs on the whole pool.
+
+    The pool is that of `divide_records`, with the same `everyone` as for the attack. If `matched`, the federation
+    trains on as many records as the attacked one, if half of the pool has as many.
+    """
+
+    config: Config
+    number: int
+    shadows: int
+    folder: Path
+    everyone: bool = False
+    matched: bool = False
+
+    def __call__(self, progress: Progress, done: JobResults) -> Shadow:
+        """Train, and write the outputs; those of an earlier training are removed first."""
+        config, data = self.config, load_data(self.config)
+        path = shadow_file(self.folder, config.defence.name, self.number)
+        path.unlink(missing_ok=True)
+        pool = divide_records(config, data, everyone=self.everyone).pool
+        size = len(data.train.targets) if self.matched else None
+        inside = shadow_members(config, len(pool.targets), self.shadows, size)[self.number]
+        how = "iid" if config.data.split == "column" else config.data.split
+        own = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
+        federation = build_federation(own, Data(data.name, pool.take(inside), data.test, classes=data.classes))
+        federation.fit(own.training.epochs, on_round=round_progress(own.training.epochs, progress))
+        views = observe(federation).model, federation.model
+        outputs = [predict(view, pool.tensor.to(federation.device)).cpu() for view in views]
+        write_whole(path, partial(np.savez, received=outputs[0].numpy(), cleaned=outputs[1].numpy(), inside=inside))
+        return Shadow(own.training.seed, metrics(outputs[1][inside], pool.targets[inside]))
+
+
+def shadow_jobs(
+    config: Config, defences: Sequence[str], count: int, folder: Path, label: str = "", **flags: bool
+) -> list[StudyJob[Result]]:
+    """Return all shadows of all defences, none for targets without classes; refuse odd numbers.
+
+    `flags` are `everyone` and `matched` of `TrainShadow`.
+    """
+    if not count or config.data.clients < 2:
+        return []
+    halves(2, count, torch.Generator())
+    if load_data(config).train.targets.dim() != 1:
+        return []
+    jobs: list[StudyJob[Result]] = []
+    for kind in dict.fromkeys(map(shadow_defence, defences)):
+        works = [TrainShadow(config.changed(defence=kind), number, count, folder, **flags) for number in range(count)]
+        jobs += [StudyJob(f"{label}shadow-{kind.replace(':', '.')}-{work.number}", work, Shadow) for work in works]
+    return jobs
+
+
+@dataclass(frozen=True)
+class AttackScores:
+    """Figures of one membership attack on the records of the test.
+
+    Attributes:
+        accuracy: balanced accuracy, at a threshold chosen on known records.
+        auc: area under the ROC curve.
+        tpr: true-positive rate by false-positive rate; None if there are too few records to estimate it.
+        best_on_test: the paper's protocol: the best epoch's accuracy on the test itself.
+        roc: (false, true) positive rates.
+        collapsed: whether a white-box network gives the same answer to all of its training records.
+        known: AUC on records whose membership the attacker knows; those of a network are held out from training.
+        broadcasts: number of broadcasts that it was run on.
+    """
+
+    accuracy: Estimate
+    auc: Estimate
+    tpr: dict[str, Estimate | None]
+    best_on_test: float | None = None
+    roc: list[tuple[float, float]] | None = None
+    collapsed: bool = False
+    known: float = 0.5
+    broadcasts: int = 1
+
+
+@dataclass(frozen=True)
+class Attacker:
+    """One attacker: what it sees, and its attacks by name."""
+
+    view: str
+    attacks: Attacks
+
+
+@dataclass(frozen=True)
+class Membership(Quality, Result):
+    """All attacks on one federation; `records` are the numbers of records in the parts of `Records`."""
+
+    defence: str
+    seed: int
+    records: dict[str, int]
+    attackers: dict[str, Attacker]
 
 
 @dataclass(frozen=True)
@@ -24,8 +221,8 @@ class ShadowAttacks:
     """Attacks by federations that the attacker trained.
 
     Attributes:
-        config: of the attacked federation.
-        folder: of the outputs of the shadows.
+        config: configuration of the attacked federation.
+        folder: folder of the outputs of the shadows.
         count: number of shadows.
         lira: whether LiRA is run besides RMIA.
     """
@@ -48,12 +245,6 @@ class ShadowAttacks:
         return shadow_scores(outputs.double().numpy(), shadows, records.known, both=self.lira)
 
 
-def extra_features(observed: Observation, records: Records) -> tuple[str, ...]:
-    """Return the features of the full network besides layers; a gradient needs a model that ends in nn.Linear."""
-    gradient = ("gradient",) if ends_in_linear(observed.model, records.pool.tensor) else ()
-    return ("label", "loss", *gradient)
-
-
 def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> dict[str, Scores]:
     """Score all records by their loss, as it is and calibrated by class."""
     found = losses(observed.loss, outputs, records.pool.targets)
@@ -66,10 +257,10 @@ def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> di
 
 def whitebox(
     features: Features, names: Sequence[str], records: Records, recipe: Recipe, *, watched: bool = False
-) -> tuple[AttackScores, float]:
-    """Train the network on known records; return its figures on the test, and its AUC on held-out known records.
+) -> AttackScores:
+    """Train the network on known records, and return its figures on the test.
 
-    If `watched`, the figures include the paper's best epoch on the test itself.
+    If `watched`, they include the paper's best epoch on the test itself.
     """
     seen = {name: features[name] for name in names}
     own, known, victims, fresh = (select(seen, torch.from_numpy(part)) for part in records.parts)
@@ -80,21 +271,74 @@ def whitebox(
             curve.append(balanced_accuracy(score(victims), score(fresh), 0.5).value)
 
     done = train_attack(own, known, recipe=recipe, on_epoch=watch)
-    held = [part.numpy() for part in done.held_out]
-    chosen = asdict(done.epochs[done.chosen])
-    network = AttackNetwork(**chosen, epoch=done.chosen + 1, last=done.epochs[-1], collapsed=done.collapsed)
-    found = measure(done.score(victims).numpy(), done.score(fresh).numpy(), best_threshold(*held))
-    return replace(found, best_on_test=max(curve, default=None), network=network), auc(*held).value
+    own_scores, known_scores = (part.numpy() for part in done.held_out)
+    found = measure(done.score(victims).numpy(), done.score(fresh).numpy(), own_scores, known_scores)
+    return replace(found, best_on_test=max(curve, default=None), collapsed=done.collapsed)
 
 
 def score_figures(scores: Scores, records: Records) -> AttackScores:
-    """Return the figures of the test at the threshold that is best on the records that the attacker knows."""
-    threshold = best_threshold(scores[records.own], scores[records.known])
-    return measure(scores[records.victims], scores[records.fresh], threshold)
+    """Return the figures of an attack that scores every record."""
+    own, known, victims, fresh = (scores[part] for part in records.parts)
+    return measure(victims, fresh, own, known)
 
 
-def measure(members: Scores, others: Scores, threshold: float) -> AttackScores:
-    """Return all figures of a test with 95 % intervals; a rate needs enough records."""
+def measure(members: Scores, others: Scores, own: Scores, known: Scores) -> AttackScores:
+    """Return all figures of a test with 95 % intervals; a rate needs enough records.
+
+    The threshold is the best one for the attacker's records and the non-members that it knows.
+    """
     rates = {str(rate): tpr_at(members, others, rate) if has_enough(len(others), rate) else None for rate in RATES}
-    accuracy = balanced_accuracy(members, others, threshold)
-    return AttackScores(accuracy, auc(members, others), rates, roc=roc(members, others))
+    accuracy = balanced_accuracy(members, others, best_threshold(own, known))
+    area, curve = auc(members, others), roc(members, others)
+    return AttackScores(accuracy, area, rates, roc=curve, known=auc(own, known).value)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordAttacks:
+    """All membership attacks of one attacker.
+
+    Attributes:
+        records: the attacker's, those it knows not to be members, and those of the test.
+        shadows: RMIA and LiRA.
+        recipe: training of the white-box network; None for no network.
+        full: whether the network also sees label, loss and the gradient of a final nn.Linear.
+        by_layer: train a network for each layer, for three layers and for all features, and watch their accuracy on the
+            test, as the paper does; by default one network of all features.
+    """
+
+    records: Records
+    shadows: ShadowAttacks
+    recipe: Recipe | None
+    full: bool = True
+    by_layer: bool = False
+
+    def run(self, observed: Observation, cleaned: bool, progress: Progress) -> Attacks:
+        """Run all attacks; `cleaned`: the attacker has removed noise from the model that it received."""
+        records, pool, found = self.records, self.records.pool, Attacks()
+        extras: tuple[str, ...] = ()
+        if self.recipe and self.full:
+            extras = ("label", "loss", *(("gradient",) if ends_in_linear(observed.model, pool.tensor) else ()))
+        features = record_features(observed.model, pool.tensor, pool.targets, observed.loss, extras=extras)
+        if self.recipe:
+            found |= self.train_networks(features, self.recipe, progress)
+        scores = loss_attacks(observed, features["last"], records)
+        try:
+            scores |= self.shadows.scores(observed, features["last"], records, cleaned)
+        except (BadArgument, OSError) as error:
+            found[SHADOWS] = Failure(error.what if isinstance(error, BadArgument) else str(error))
+        return found | {name: score_figures(own, records) for name, own in scores.items()}
+
+    def train_networks(self, features: Features, recipe: Recipe, progress: Progress) -> Attacks:
+        """Train the white-box networks; one that has too few records fails."""
+        layers, found = [name for name in LAYERS if name in features], Attacks()
+        sets = {NETWORK: list(features)}
+        if self.by_layer:
+            full = {"full": list(features)} if len(features) > len(layers) else {}
+            sets = {name: [name] for name in layers} | {"three": layers} | full
+        for number, (name, names) in enumerate(sets.items()):
+            progress(number / len(sets), f"attack network, {name}")
+            try:
+                found[name] = whitebox(features, names, self.records, recipe, watched=self.by_layer)
+            except BadArgument as reason:
+                found[name] = Failure(reason.what)
+        return found

@@ -4,27 +4,39 @@ The attacker is client 0. It knows its own records, which are members, and half 
 the other clients' records and the other half.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from fedveil.attacks import Observation
-from fedveil.attacks.features import LAYERS, record_features
 from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.whitebox import Recipe
-from fedveil.errors import BadArgument
 from fedveil.progress import Progress
+from fedveil.report import NOTHING, Curves, Intervals, Section, Table, Text
 from fedveil.runs.config import Config
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
-from fedveil.studies.federations import load_or_train, measure_quality
-from fedveil.studies.jobs import Done, Failed, Job, Result
-from fedveil.studies.membership import page
-from fedveil.studies.membership.attacks import ShadowAttacks, extra_features, loss_attacks, score_figures, whitebox
-from fedveil.studies.membership.records import Records, divide_records, shadow_jobs
-from fedveil.studies.membership.results import Attacker, AttackScores, Membership, Sizes
-from fedveil.studies.observation import observe_strongest
-from fedveil.studies.study import Shown
+from fedveil.studies.federations import load_or_train, measure_quality, observe_strongest
+from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
+from fedveil.studies.membership.attacks import (
+    Attacker,
+    AttackScores,
+    Membership,
+    RecordAttacks,
+    ShadowAttacks,
+    divide_records,
+    shadow_jobs,
+)
+from fedveil.studies.presentation import Presentation, failed_row, mark, percent, read_texts, text
+from fedveil.studies.verdicts import MEMBERSHIP as MEASURE
+from fedveil.studies.verdicts import Verdict, headline, judge_defences, verdict_section
 
-Attacks = dict[str, AttackScores | Failed]
+TEXTS = read_texts()["membership"]
+GUESS = 0.5
+LAYERS = {"last": "last layer", "second": "second to last", "third": "third to last", "three": "last three"}
+NETWORKS = {**LAYERS, "full": "last three, label, loss, gradient"}
+BEST = "last three, best epoch on test (the paper's protocol)"
+HEADER = ("defence", "view, attacker", "test {}", "train-test gap", *LAYERS.values(), BEST)
+FIGURES = ("balanced accuracy, %", "AUC", "TPR at 1 % FPR, %", "TPR at 0.1 % FPR, %", "best epoch on test, %", "remark")
 
 
 @dataclass(frozen=True)
@@ -47,44 +59,22 @@ class AttackMembership:
     folder: Path
     run: Path
 
-    def __call__(self, progress: Progress, done: Done) -> Membership:
+    def __call__(self, progress: Progress, done: JobResults) -> Membership:
         """Observe the last broadcast, and run the attacks of each attacker."""
-        config = self.config
+        config, options, training = self.config, self.options, self.config.training
         federation, data = load_or_train(config, self.run, progress, done.basis)
         records = divide_records(config, data)
         seen = observe_strongest(federation, config.defence.name)
+        recipe = Recipe(options.attack_epochs, options.attack_lr, seed=training.seed, device=training.device)
+        shadows = ShadowAttacks(config, self.folder, options.shadows, options.lira)
+        attacks = RecordAttacks(records, shadows, recipe, options.full, by_layer=True)
         found = {
-            name: Attacker("V-out", self.attacks(progress, observed, records, name != PUBLISHED))
+            name: Attacker("V-out", attacks.run(observed, name != PUBLISHED, progress))
             for name, observed in seen.items()
         }
         quality = asdict(measure_quality(federation, data))  # of the model after the rounds that were observed
-        sizes, seed = Sizes(*map(len, records.parts)), config.training.seed
-        return Membership(**quality, defence=config.defence.name, seed=seed, records=sizes, attackers=found)
-
-    def attacks(self, progress: Progress, observed: Observation, records: Records, cleaned: bool) -> Attacks:
-        """Run all attacks of one attacker; `cleaned`: it has removed noise from the model that it received."""
-        options, training, pool = self.options, self.config.training, records.pool
-        progress(0.0, "looking at records")
-        extras = extra_features(observed, records) if options.full else ()
-        features = record_features(observed.model, pool.tensor, pool.targets, observed.loss, extras=extras)
-        layers = [name for name in LAYERS if name in features]
-        sets = {name: [name] for name in layers} | {"three": layers}
-        if extras:
-            sets["full"] = list(features)
-        recipe = Recipe(options.attack_epochs, options.attack_lr, seed=training.seed, device=training.device)
-        attacks: Attacks = {}
-        for number, (name, names) in enumerate(sets.items()):
-            progress(number / len(sets), f"attack network, {name}")
-            attacks[name], _ = whitebox(features, names, records, recipe, watched=True)
-        for name, scores in loss_attacks(observed, features["last"], records).items():
-            attacks[name] = score_figures(scores, records)
-        try:
-            shadows = ShadowAttacks(self.config, self.folder, options.shadows, options.lira)
-            for name, scores in shadows.scores(observed, features["last"], records, cleaned).items():
-                attacks[name] = score_figures(scores, records)
-        except (BadArgument, OSError) as error:
-            attacks["RMIA"] = Failed(str(error))
-        return attacks
+        sizes = dict(zip(("own", "known", "victims", "fresh"), map(len, records.parts), strict=True))
+        return Membership(**quality, defence=config.defence.name, seed=training.seed, records=sizes, attackers=found)
 
 
 class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
@@ -99,18 +89,122 @@ class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
         data="cifar10", train_size=4000, test_size=4000, clients=2, model="cnn", width=16, epochs=25
     )
 
-    def shared(self, asked: AttackRequest[MembershipOptions], folder: Path) -> list[Job[Result]]:
+    def shared(self, request: AttackRequest[MembershipOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return all shadows of all defences."""
-        return shadow_jobs(asked.config, asked.defences, asked.options.shadows, folder, label=asked.label)
+        return shadow_jobs(request.config, request.defences, request.options.shadows, folder, label=request.label)
 
-    def attack(self, asked: AttackRequest[MembershipOptions], defence: str, folder: Path) -> AttackMembership:
+    def attack(self, request: AttackRequest[MembershipOptions], defence: str, folder: Path) -> AttackMembership:
         """Return all attacks on one defence."""
-        run = self.run_folder(asked, defence, folder)
-        return AttackMembership(asked.config_for(defence), asked.options, folder, run)
+        run = self.run_folder(request, defence, folder)
+        return AttackMembership(request.config_for(defence), request.options, folder, run)
 
-    def show(self, asked: AttackRequest[MembershipOptions], results: Results[Membership]) -> Shown:
-        """Return Table 3, all figures, intervals, ROC curves and the attack networks."""
-        return page.show(results)
+    def show(self, request: AttackRequest[MembershipOptions], results: Results[Membership]) -> Presentation:
+        """Return Table 3, all figures, intervals and ROC curves."""
+        return present_attacks(results)
+
+
+class AttackerRow(NamedTuple):
+    """One attacker on one defence: all of its attacks, and those that did not fail."""
+
+    defence: str
+    who: str
+    attacks: Mapping[str, AttackScores | Failure]
+    scored: Mapping[str, AttackScores]
+    result: Membership
+
+
+def attackers(results: Results[Membership]) -> Iterator[AttackerRow]:
+    """Yield every attacker on every defence that did not fail."""
+    for defence, result in results.items():
+        if isinstance(result, Membership):
+            for name, found in result.attackers.items():
+                scored = {attack: one for attack, one in found.attacks.items() if isinstance(one, AttackScores)}
+                yield AttackerRow(defence, f"{found.view}, {name}", found.attacks, scored, result)
+
+
+def main_rows(results: Results[Membership]) -> Iterator[list[str]]:
+    """Yield the rows of the paper's Table 3: accuracy, and the success rate by layer."""
+    for defence, own in results.items():
+        if isinstance(own, Failure):
+            yield failed_row(defence, len(HEADER))
+        for _, who, _, scored, result in attackers({defence: own}):
+            scale, digits = (100, 1) if result.metric == "accuracy" else (1, 4)
+            quality = [f"{scale * value:.{digits}f}" for value in (result.test, result.gap)]
+            asr = [percent(scored[name].accuracy) if name in scored else NOTHING for name in LAYERS]
+            yield [defence, who, *quality, *asr, best_epoch(scored.get("three"))]
+
+
+def best_epoch(found: AttackScores | None) -> str:
+    """Return the best epoch's accuracy on the test itself, in %."""
+    return NOTHING if found is None or found.best_on_test is None else f"{100 * found.best_on_test:.1f}"
+
+
+def figure_rows(row: AttackerRow) -> Iterator[list[str]]:
+    """Yield one row per attack, with all figures."""
+    for name, found in row.attacks.items():
+        start = [row.defence, row.who, NETWORKS.get(name, name)]
+        if isinstance(found, Failure):
+            yield [*start, f"failed: {found.failed}", *[""] * (len(FIGURES) - 1)]
+        else:
+            remark = "same answer to all records" if found.collapsed else ""
+            rates = [*map(percent, found.tpr.values()), best_epoch(found)]
+            yield [*start, percent(found.accuracy), text(found.auc, ".3f"), *rates, remark]
+
+
+def auc_chart(rows: Sequence[AttackerRow]) -> Intervals:
+    """Return the AUC of every attack."""
+    marks = [
+        mark(NETWORKS.get(name, name), found.auc if isinstance(found, AttackScores) else None, f"{defence}, {who}")
+        for defence, who, attacks, _, _ in rows
+        for name, found in attacks.items()
+    ]
+    return Intervals("AUC of every attack", "AUC", marks, {"guessing": GUESS})
+
+
+def roc_sections(rows: Sequence[AttackerRow]) -> Iterator[Section]:
+    """Yield the ROC curves of each attack on all defences."""
+    several = len({row.who for row in rows}) > 1
+    for name in dict.fromkeys(name for row in rows for name in row.scored):
+        lines = {
+            f"{row.defence} ({row.who})" if several else row.defence: [(x, y) for x, y in found.roc if y > 0]
+            for row in rows
+            if (found := row.scored.get(name)) and found.roc
+        }
+        if lines:
+            lowest = min((x for line in lines.values() for x, _ in line), default=1e-3)
+            lines["guessing"] = [(lowest, lowest), (1.0, 1.0)]
+            axes = f"ROC: {NETWORKS.get(name, name)}", "false positive rate", "true positive rate"
+            yield Curves(*axes, lines, log_y=True, log_x=True)
+
+
+def judge_attackers(results: Results[Membership]) -> dict[str, Verdict]:
+    """Return the verdict on each defence, by the AUC of the strongest attack."""
+    found = {
+        defence: [
+            MEASURE.assess(name, one.auc, GUESS)
+            for name, own in result.attackers.items()
+            for one in own.attacks.values()
+            if isinstance(one, AttackScores)
+        ]
+        for defence, result in results.items()
+        if isinstance(result, Membership)
+    }
+    return judge_defences(MEASURE, GUESS, found)
+
+
+def present_attacks(results: Results[Membership]) -> Presentation:
+    """Return Table 3, and the sections: all figures, intervals, ROC curves."""
+    rows, verdicts = list(attackers(results)), judge_attackers(results)
+    metric = rows[0].result.metric if rows else "accuracy"
+    figures = [cells for row in rows for cells in figure_rows(row)]
+    sections: list[Section] = [
+        Text("How to read it", TEXTS.reading),
+        auc_chart(rows),
+        Table("All figures", ["defence", "attacker", "attack", *FIGURES], figures),
+        *roc_sections(rows),
+    ]
+    header, first = [title.format(metric) for title in HEADER], verdict_section(verdicts)
+    return Presentation("", headline(verdicts), header, list(main_rows(results)), TEXTS.note, sections, first)
 
 
 MEMBERSHIP = MembershipStudy()

@@ -1,41 +1,39 @@
-"""Tables of attacks: each data set of a plan is attacked under every defence, once per seed."""
+"""Tables 3 and 4: each data set of a plan is attacked under every defence, once per seed."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
+
+from pydantic import TypeAdapter
 
 from fedveil.attacks.observation import PUBLISHED
+from fedveil.attacks.scores import Estimate, average
 from fedveil.report import NOTHING, Interval, Intervals
 from fedveil.runs.config import configure
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results
-from fedveil.studies.estimates import Estimate, average, text
 from fedveil.studies.inversion.results import Inversion
-from fedveil.studies.jobs import Done, Failed
-from fedveil.studies.membership.results import Membership
-from fedveil.studies.paper.plan import LOSS, Plan
-from fedveil.studies.study import JobGraph, Shown
-from fedveil.studies.tables import mark
+from fedveil.studies.inversion.run import INVERSION
+from fedveil.studies.jobs import Failure, JobResults
+from fedveil.studies.membership.attacks import AttackScores, Membership
+from fedveil.studies.membership.run import MEMBERSHIP
+from fedveil.studies.paper.plan import LOSS, ExhibitPlan, make_exhibit
+from fedveil.studies.presentation import Presentation, mark, percent, text
+from fedveil.studies.study import JobGraph
 
 PaperValues = dict[str, dict[str, dict[str, float]]]  # by data set, measure and defence
 O = TypeVar("O")  # noqa: E741
 A = TypeVar("A", bound=Membership | Inversion)
-Seeds = dict[int, A | Failed]
+Seeds = dict[int, A | Failure]
 AttackResults = dict[str, dict[str, Seeds[A]]]  # by data set, defence and seed
 ACCURACY = "accuracy"
 
 
-class FigurePair(NamedTuple):
-    """A figure by the paper's protocol and by ours; None where there is none."""
-
-    theirs: Estimate | None
-    ours: Estimate | None
-
-
 def attack_graph(
-    study: AttackStudy[O, A], plan: Plan, folder: Path, seeds: Sequence[int] | None = None
+    study: AttackStudy[O, A], plan: ExhibitPlan, folder: Path, seeds: Sequence[int] | None = None
 ) -> JobGraph[AttackResults[A]]:
     """Return the jobs of an attack on all data sets, seed by seed; tables and figures of one attack share them."""
     options, graphs = study.options(**plan.settings.attack), dict[tuple[str, int], JobGraph[Results[A]]]()
@@ -43,10 +41,10 @@ def attack_graph(
         for group in plan.settings.runs:
             config = configure({**LOSS, **group, "device": plan.device, "seed": seed}, plan.where)
             part = f"{config.data.name}-{seed}" if seed else config.data.name
-            asked = AttackRequest(config, tuple(plan.settings.defences), options, label=f"{study.name}-{part}-")
-            graphs[config.data.name, seed] = study.graph(asked, folder / study.name / part)
+            request = AttackRequest(config, tuple(plan.settings.defences), options, label=f"{study.name}-{part}-")
+            graphs[config.data.name, seed] = study.graph(request, folder / study.name / part)
 
-    def collect(done: Done) -> AttackResults[A]:
+    def collect(done: JobResults) -> AttackResults[A]:
         found: AttackResults[A] = {}
         for (data, seed), graph in graphs.items():
             for defence, result in graph.collect(done).items():
@@ -56,52 +54,33 @@ def attack_graph(
     return JobGraph([job for graph in graphs.values() for job in graph.jobs], collect)
 
 
+class FigurePair(NamedTuple):
+    """A figure by the paper's protocol and by ours; None where there is none."""
+
+    theirs: Estimate | None = None
+    ours: Estimate | None = None
+
+
 @dataclass(frozen=True)
 class TableMeasure:
     """A row of a table.
 
     Attributes:
         title: title of the row.
-        share: whether values are fractions, which are shown in per cent.
+        fraction: whether values are fractions, which are shown in per cent.
         theirs, ours: formats of values by the paper's protocol and by ours.
     """
 
     title: str
-    share: bool = True
+    fraction: bool = True
     theirs: str = ".1f"
     ours: str = ".1f"
 
     def format(self, values: Sequence[Estimate | None], form: str) -> str:
         """Format the mean of one value per seed; seeds without a value are counted."""
-        there = [value for value in values if value is not None]
-        said = text(mean_over_seeds(there, share=self.share), form, 100 if self.share else 1)
-        return f"{said} ({len(there)} of {len(values)} seeds)" if 0 < len(there) < len(values) else said
-
-
-@dataclass(frozen=True)
-class AttackTable(Generic[A]):
-    """A table of an attack, with a chart of its success.
-
-    Attributes:
-        title, noun: the attack, in the summary and in a sentence.
-        protocol: name of the paper's protocol in the header.
-        note: note below the table.
-        single: description of the intervals of a single seed; several seeds have Student's.
-        measures: the paper's measures.
-        success: the measure in the chart and in the summary.
-        chart: the chart without its rows.
-        figures: function of a result, an attacker and a measure.
-    """
-
-    title: str
-    noun: str
-    protocol: str
-    note: str
-    single: str
-    measures: Mapping[str, TableMeasure]
-    success: str
-    chart: Intervals
-    figures: Callable[[A, str, str], FigurePair]
+        present = [value for value in values if value is not None]
+        mean = text(mean_over_seeds(present, fraction=self.fraction), form, 100 if self.fraction else 1)
+        return f"{mean} ({len(present)} of {len(values)} seeds)" if 0 < len(present) < len(values) else mean
 
 
 @dataclass(frozen=True)
@@ -124,79 +103,94 @@ class AttackEntry:
     @property
     def rate(self) -> Estimate | None:
         """Return the success over seeds, if it was measured."""
-        return mean_over_seeds([pair.ours for pair in self.pairs if pair.ours is not None], share=True)
+        return mean_over_seeds([pair.ours for pair in self.pairs if pair.ours is not None], fraction=True)
+
+    def row(self, measure: TableMeasure) -> list[str]:
+        """Return the row of the table."""
+        where, paper = [self.data, measure.title, self.defence], f"{self.paper:.2f}"
+        if self.failed:
+            return [*where, "", paper, "", self.failed]
+        theirs = measure.format([pair.theirs for pair in self.pairs], measure.theirs)
+        ours = measure.format([pair.ours for pair in self.pairs], measure.ours)
+        known = self.attacker in ("", PUBLISHED)
+        return [*where, self.attacker or NOTHING, paper if known else NOTHING, theirs, ours]
 
 
-def present_attack(table: AttackTable[A], plan: Plan, results: AttackResults[A]) -> Shown:
-    """Show a row per data set, measure, defence and attacker, and success in a chart and in the summary."""
-    rows, marks, headline = list[list[str]](), list[Interval](), list[tuple[str, str, str]]()
-    verdicts = dict[float, str]()
+def present_attack(
+    plan: ExhibitPlan,
+    results: AttackResults[A],
+    *,
+    figures: Callable[[A, str, str], FigurePair],
+    measures: Mapping[str, TableMeasure],
+    success: str,
+    title: str,
+    protocol: str,
+    single: str,
+    chart: Intervals,
+) -> Presentation:
+    """Return a row per data set, measure, defence and attacker, and success in a chart and in the summary.
+
+    Args:
+        plan: plan of the exhibit.
+        results: results by data set, defence and seed.
+        figures: function of a result, an attacker and a measure.
+        measures: the paper's measures.
+        success: the measure in the chart and in the summary.
+        title: the attack, in the summary.
+        protocol: name of the paper's protocol in the header.
+        single: description of the intervals of a single seed; several seeds have Student's.
+        chart: the chart without its rows.
+    """
+    rows, marks, headline = list[list[str]](), dict[Interval, None](), list[tuple[str, str, str]]()
     paper = plan.paper_values(PaperValues)
     for printed_as, data in plan.settings.data.items():
-        entries = list(_entries(table, data, paper[printed_as], results[data]))
-        rows += [_row(table.measures[entry.measure], entry) for entry in entries]
-        successes = [entry for entry in entries if entry.measure == table.success]
-        marks += _marks(successes)
-        rates = {(one.defence, one.attacker): one.rate.value for one in successes if one.rate}
-        if {("plain", PUBLISHED), ("veil", PUBLISHED)} <= rates.keys():
-            plain, veil = 100 * rates["plain", PUBLISHED], 100 * rates["veil", PUBLISHED]
-            theirs = {one.defence: one.paper for one in successes}
-            ours, verdict = (
-                f"plain {plain:.1f}, veil {veil:.1f}",
-                f"{table.noun} on {data} reach {veil:.1f} % under the veil",
-            )
-            adaptive = {
-                who: 100 * rate for (defence, who), rate in rates.items() if defence == "veil" != who != PUBLISHED
-            }
-            if adaptive:
-                best = max(adaptive, key=adaptive.__getitem__)
-                ours += f", by an adaptive attacker ({best}) {adaptive[best]:.1f}"
-                verdict += f" (adaptive: {adaptive[best]:.1f} %)"
-            printed = ", ".join(f"{defence} {theirs[defence]:.2f}" for defence in ("plain", "veil"))
-            headline.append((f"{table.title}, {data}, success in %", printed, ours))
-            verdicts.setdefault(plain, f"{verdict}, {plain:.1f} % without")
-    header = ("data", "measure", "defence", "attacker", "paper", f"ours, {table.protocol}", "ours")
+        entries = [
+            entry
+            for measure in measures
+            for defence, seeds in results[data].items()
+            for entry in _entries((data, measure, defence), paper[printed_as][measure][defence], seeds, figures)
+        ]
+        rows += [entry.row(measures[entry.measure]) for entry in entries]
+        successes = [entry for entry in entries if entry.measure == success]
+        for one in successes:
+            group = f"{data}, {one.defence}"
+            marks[Interval("paper", one.paper, group=group)] = None
+            marks[mark(f"ours, {one.attacker or PUBLISHED}", one.rate, group, 100)] = None
+        if summary := _summarise(successes):
+            headline.append((f"{title}, {data}, success in %", *summary))
+    header = ("data", "measure", "defence", "attacker", "paper", f"ours, {protocol}", "ours")
     count = plan.settings.seeds
     several = f"Means over {count} seeds with Student's 95 % interval; all seeds draw on the same images."
-    note, chart = f"{table.note} {several if count > 1 else table.single}", dataclasses.replace(table.chart, rows=marks)
-    verdict = verdicts[max(verdicts)] if verdicts else ""
-    return Shown(plan.title, verdict, header, rows, note, [chart], headline=headline)
+    note, sections = f"{plan.file.note} {several if count > 1 else single}", [dataclasses.replace(chart, rows=[*marks])]
+    return Presentation(plan.title, "", header, rows, note, sections, headline=headline)
+
+
+def _summarise(successes: Sequence[AttackEntry]) -> tuple[str, str] | None:
+    """Return success on plain and veil in the paper and in ours, with the best adaptive attacker; None without both."""
+    rates = {(one.defence, one.attacker): 100 * one.rate.value for one in successes if one.rate}
+    if not {("plain", PUBLISHED), ("veil", PUBLISHED)} <= rates.keys():
+        return None
+    theirs = {one.defence: one.paper for one in successes}
+    ours = f"plain {rates['plain', PUBLISHED]:.1f}, veil {rates['veil', PUBLISHED]:.1f}"
+    adaptive = {who: rate for (defence, who), rate in rates.items() if defence == "veil" and who != PUBLISHED}
+    if adaptive:
+        best = max(adaptive, key=adaptive.__getitem__)
+        ours += f", by an adaptive attacker ({best}) {adaptive[best]:.1f}"
+    return ", ".join(f"{defence} {theirs[defence]:.2f}" for defence in ("plain", "veil")), ours
 
 
 def _entries(
-    table: AttackTable[A], data: str, paper: Mapping[str, Mapping[str, float]], ours: Mapping[str, Seeds[A]]
-) -> Iterator[AttackEntry]:
-    for measure in table.measures:
-        for defence, seeds in ours.items():
-            where, printed, results = (data, measure, defence), paper[measure][defence], _require_seeds(seeds)
-            if isinstance(results, Failed):
-                yield AttackEntry(*where, "", printed, failed=f"failed: {results.failed}")
-            elif measure == ACCURACY:
-                yield AttackEntry(*where, "", printed, [FigurePair(None, point(result.test)) for result in results])
-            else:
-                for attacker in dict.fromkeys(name for result in results for name in result.attackers):
-                    pairs = [table.figures(result, attacker, measure) for result in results]
-                    yield AttackEntry(*where, attacker, printed, pairs)
-
-
-def _row(measure: TableMeasure, entry: AttackEntry) -> list[str]:
-    where, paper = [entry.data, measure.title, entry.defence], f"{entry.paper:.2f}"
-    if entry.failed:
-        return [*where, "", paper, "", entry.failed]
-    theirs = measure.format([pair.theirs for pair in entry.pairs], measure.theirs)
-    ours = measure.format([pair.ours for pair in entry.pairs], measure.ours)
-    known = entry.attacker in ("", PUBLISHED)
-    return [*where, entry.attacker or NOTHING, paper if known else NOTHING, theirs, ours]
-
-
-def _marks(successes: Sequence[AttackEntry]) -> list[Interval]:
-    """Return success in per cent: the paper's, and that of each of our attackers."""
-    marks = dict[Interval, None]()
-    for entry in successes:
-        group = f"{entry.data}, {entry.defence}"
-        marks[Interval("paper", entry.paper, group=group)] = None
-        marks[mark(f"ours, {entry.attacker or PUBLISHED}", entry.rate, group, 100)] = None
-    return list(marks)
+    where: tuple[str, str, str], printed: float, seeds: Seeds[A], figures: Callable[[A, str, str], FigurePair]
+) -> list[AttackEntry]:
+    """Return one measure under one defence, attacker by attacker; `where` is (data set, measure, defence)."""
+    results, measure = _require_seeds(seeds), where[1]
+    if isinstance(results, Failure):
+        return [AttackEntry(*where, "", printed, failed=f"failed: {results.failed}")]
+    if measure == ACCURACY:
+        return [AttackEntry(*where, "", printed, [FigurePair(None, point(result.test)) for result in results])]
+    attackers = dict.fromkeys(name for result in results for name in result.attackers)
+    pairs = {name: [figures(result, name, measure) for result in results] for name in attackers}
+    return [AttackEntry(*where, name, printed, own) for name, own in pairs.items()]
 
 
 def point(value: float) -> Estimate:
@@ -204,19 +198,100 @@ def point(value: float) -> Estimate:
     return Estimate(value, value, value)
 
 
-def mean_over_seeds(found: Sequence[Estimate], *, share: bool) -> Estimate | None:
+def mean_over_seeds(found: Sequence[Estimate], *, fraction: bool) -> Estimate | None:
     """Average one value per seed, with Student's interval clipped to possible values; keep a single one as it is."""
     if len(found) < 2:
         return found[0] if found else None
     over = average([one.value for one in found])
-    return Estimate(over.value, max(0.0, over.low), min(1.0 if share else math.inf, over.high))
+    return Estimate(over.value, max(0.0, over.low), min(1.0 if fraction else math.inf, over.high))
 
 
-def _require_seeds(seeds: Mapping[int, A | Failed]) -> list[A] | Failed:
+def _require_seeds(seeds: Mapping[int, A | Failure]) -> list[A] | Failure:
     """Return the results of all seeds, or why one of them failed."""
     results: list[A] = []
     for seed, result in seeds.items():
-        if isinstance(result, Failed):
-            return Failed(f"seed {seed}: {result.failed}") if len(seeds) > 1 else result
+        if isinstance(result, Failure):
+            return Failure(f"seed {seed}: {result.failed}") if len(seeds) > 1 else result
         results.append(result)
-    return results or Failed("it was not attacked")
+    return results or Failure("it was not attacked")
+
+
+def _membership_figures(result: Membership, attacker: str, measure: str) -> FigurePair:
+    """Return the success on one set of layers: with the paper's choice of the epoch, and with that of known records."""
+    found = result.attackers[attacker].attacks.get(measure) if attacker in result.attackers else None
+    if not isinstance(found, AttackScores):
+        return FigurePair()
+    return FigurePair(None if found.best_on_test is None else point(found.best_on_test), found.accuracy)
+
+
+def _inversion_figures(result: Inversion, attacker: str, measure: str) -> FigurePair:
+    """Return one measure of the generator's images: by the attacked model itself, and by the evaluator."""
+    if attacker not in result.attackers:
+        return FigurePair()
+    found = result.attackers[attacker]
+    if measure == "value":
+        return FigurePair(found.as_received, found.codes)
+    return FigurePair(point(getattr(found.as_received, measure)), point(getattr(found.codes, measure)))
+
+
+present_table3 = partial(
+    present_attack,
+    title="Table 3, membership, last three layers",
+    protocol="its choice",
+    single="One seed; 95 % intervals over records.",
+    measures={
+        ACCURACY: TableMeasure("accuracy"),
+        "last": TableMeasure("ASR, last layer"),
+        "second": TableMeasure("ASR, second to last"),
+        "third": TableMeasure("ASR, third to last"),
+        "three": TableMeasure("ASR, last three"),
+    },
+    success="three",
+    chart=Intervals("Table 3: last three layers", "attack success, %", (), {"guessing": 50.0}),
+    figures=_membership_figures,
+)
+present_inversion = partial(
+    present_attack,
+    title="Table 4, model inversion",
+    protocol="self-judged",
+    single="One seed; Wilson's 95 % intervals over images.",
+    measures={
+        ACCURACY: TableMeasure("accuracy"),
+        "nearest": TableMeasure("KNN distance", fraction=False, theirs=".4g", ours=".3f"),
+        "centroid": TableMeasure("feature distance", fraction=False, theirs=".4g", ours=".3f"),
+        "value": TableMeasure("ASR"),
+    },
+    success="value",
+    chart=Intervals("Table 4: attack success", "success, ours by the evaluator, %", (), {}, low=0.0, high=100.0),
+    figures=_inversion_figures,
+)
+MEMBERSHIP_KIND = TypeAdapter(AttackResults[Membership])
+
+
+def present_table4(plan: ExhibitPlan, results: AttackResults[Inversion]) -> Presentation:
+    """Return the table, and in its note the success of a generator without any model, and of real images."""
+    shown, limits = present_inversion(plan, results), []
+    for data, ours in results.items():
+        found = {seed: one for seeds in ours.values() for seed, one in seeds.items() if isinstance(one, Inversion)}
+        if every := list(found.values()):
+            floor = percent(mean_over_seeds([one.floor for one in every], fraction=True))
+            ceiling = percent(mean_over_seeds([one.ceiling for one in every], fraction=True))
+            limits.append(
+                f"{data}: a generator without any model {floor}, held-out real images {ceiling}, "
+                f"guessing {100 / len(every[0].classes):.1f}."
+            )
+    return dataclasses.replace(shown, note=" ".join([shown.note, *limits]))
+
+
+TABLE3 = make_exhibit(
+    MEMBERSHIP_KIND,
+    partial(attack_graph, MEMBERSHIP),
+    present_table3,
+    frozenset({"roc", "collapsed", "known", "broadcasts"}),
+)
+TABLE4 = make_exhibit(
+    TypeAdapter(AttackResults[Inversion]),
+    partial(attack_graph, INVERSION),
+    present_table4,
+    frozenset({"right", "gallery"}),
+)

@@ -5,24 +5,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
-from fedveil.checks import one_of
+from fedveil.checks import check_choice
 from fedveil.runs.config import Value
-from fedveil.studies.study import JobGraph, Shown
+from fedveil.studies.presentation import Presentation
+from fedveil.studies.study import JobGraph
 
 SCALES = ("quick", "cpu", "paper")
 LOSS: Mapping[str, Value] = {"loss": "squared_error"}
 """The paper's loss, of every plan that names no other."""
 T = TypeVar("T")
 R = TypeVar("R")
-Axis = Value | list[Value] | dict[str, Value]
+RunValue = Value | list[Value] | dict[str, Value]
 """One value, a list of values to combine with all others, or a value that depends on another."""
 
 
-class Scale(BaseModel):
+class ScaleSettings(BaseModel):
     """Settings that decide the results at one scale.
 
     Attributes:
@@ -43,36 +44,59 @@ class Scale(BaseModel):
     data: dict[str, str] = {}
     attack: dict[str, Value] = {}
     seeds: int = Field(1, ge=1)
-    common: dict[str, Axis] = {}
-    runs: list[dict[str, Axis]] = []
+    common: dict[str, RunValue] = {}
+    runs: list[dict[str, RunValue]] = []
     run: dict[str, Value] = {}
     variances: list[float] = []
 
 
+class PlanFile(BaseModel):
+    """A file NAME.toml.
+
+    Attributes:
+        title: title of the exhibit on the page.
+        note: note below its table.
+        comparison: note below the table that compares the veil with plain training.
+        why: differences from the paper, with reasons.
+        same_as: name of another file whose scales are used.
+        columns: columns of the paper's table.
+        scales: settings by scale.
+        paper: the paper's values.
+    """
+
+    title: str
+    note: str
+    comparison: str = ""
+    why: list[str]
+    same_as: str | None = None
+    columns: list[str] = []
+    scales: dict[str, dict[str, JsonValue]] = {}
+    paper: JsonValue = None
+
+
 @dataclass(frozen=True)
-class Plan:
+class ExhibitPlan:
     """A table or figure at one scale.
 
     Attributes:
         name: name on the command line.
-        title: title on the page.
+        file: what is the same at all scales.
         scale: one of SCALES.
-        settings: validated settings of the scale; `written` has them as they are in the file.
-        columns: columns of the paper's table.
-        paper: the paper's values.
-        why: differences from the paper, with reasons.
+        settings: validated settings of the scale; `written` has them as they are in the file, without `about`.
         device: device to compute on.
     """
 
     name: str
-    title: str
+    file: PlanFile
     scale: str
-    settings: Scale
+    settings: ScaleSettings
     written: dict[str, JsonValue]
-    columns: list[str]
-    paper: JsonValue
-    why: list[str]
     device: str = "cpu"
+
+    @property
+    def title(self) -> str:
+        """Return the title on the page."""
+        return self.file.title
 
     @property
     def where(self) -> str:
@@ -81,22 +105,21 @@ class Plan:
 
     def paper_values(self, kind: type[T]) -> T:
         """Return the paper's values, validated as a type."""
-        return TypeAdapter(kind).validate_python(self.paper)
+        return TypeAdapter(kind).validate_python(self.file.paper)
 
 
-def _load_toml(name: str) -> dict[str, Any]:
-    return tomllib.loads(files(__package__).joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+def _load_file(name: str) -> PlanFile:
+    return PlanFile(**tomllib.loads(files(__package__).joinpath(f"{name}.toml").read_text(encoding="utf-8")))
 
 
-def read_plan(name: str, scale: str, device: str = "cpu") -> Plan:
-    """Read NAME.toml; a file with `as = OTHER` takes its settings from the other file."""
-    one_of("--scale", "scale", scale, SCALES)
-    found = _load_toml(name)
-    written = (_load_toml(found["as"]) if "as" in found else found)["scales"][scale]
-    settings, paper = Scale.model_validate(written), found.get("paper", {})
+def read_plan(name: str, scale: str, device: str = "cpu") -> ExhibitPlan:
+    """Read NAME.toml."""
+    check_choice("--scale", "scale", scale, SCALES)
+    file = _load_file(name)
+    written = (_load_file(file.same_as) if file.same_as else file).scales[scale]
+    settings = ScaleSettings.model_validate(written)
     del written["about"]
-    columns = [str(column) for column in paper.pop("columns", [])]
-    return Plan(name, found["title"], scale, settings, written, columns, paper, found["why"], device)
+    return ExhibitPlan(name, file, scale, settings, written, device)
 
 
 @dataclass(frozen=True)
@@ -104,28 +127,28 @@ class Exhibit:
     """A table or figure of the paper.
 
     Attributes:
-        graph: function that returns the jobs of a plan, which compute plain values for the disk.
-        present: function that presents plain values from the disk.
+        graph: returns the jobs of a plan, which compute plain values for the disk.
+        present: presents plain values from the disk.
     """
 
-    graph: Callable[[Plan, Path], JobGraph[JsonValue]]
-    present: Callable[[Plan, JsonValue], Shown]
+    graph: Callable[[ExhibitPlan, Path], JobGraph[JsonValue]]
+    present: Callable[[ExhibitPlan, JsonValue], Presentation]
 
 
 def make_exhibit(
     kind: TypeAdapter[R],
-    graph: Callable[[Plan, Path], JobGraph[R]],
-    present: Callable[[Plan, R], Shown],
+    graph: Callable[[ExhibitPlan, Path], JobGraph[R]],
+    present: Callable[[ExhibitPlan, R], Presentation],
     omitted: frozenset[str] = frozenset(),
 ) -> Exhibit:
     """Make an exhibit of functions on typed results; the omitted fields are not written to disk."""
 
-    def to_plain(plan: Plan, folder: Path) -> JobGraph[JsonValue]:
+    def plain_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[JsonValue]:
         found = graph(plan, folder)
         collect = lambda done: _drop_keys(kind.dump_python(found.collect(done), mode="json"), omitted)  # noqa: E731
         return JobGraph(found.jobs, collect)
 
-    return Exhibit(to_plain, lambda plan, results: present(plan, kind.validate_python(results)))
+    return Exhibit(plain_graph, lambda plan, results: present(plan, kind.validate_python(results)))
 
 
 def _drop_keys(value: JsonValue, names: frozenset[str]) -> JsonValue:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from pydantic import JsonValue, TypeAdapter
@@ -16,46 +17,38 @@ from fedveil.locks import locked
 from fedveil.plain_json import read_json, to_json
 from fedveil.report import Facts, Page, Section, Table, Text, write
 from fedveil.runs.build import load_data
-from fedveil.studies.basis import AGAIN, Basis, explain_change
-from fedveil.studies.digests import Digests, configs_in
+from fedveil.studies.basis import AGAIN, Basis, Digests, configs_in, explain_change
 from fedveil.studies.jobs import Show
-from fedveil.studies.paper.fig3 import FIG3
-from fedveil.studies.paper.fig4 import FIG4
-from fedveil.studies.paper.fig5 import FIG5
-from fedveil.studies.paper.plan import Plan, read_plan
-from fedveil.studies.paper.table1 import TABLE1
-from fedveil.studies.paper.table2 import TABLE2
-from fedveil.studies.paper.table3 import TABLE3
-from fedveil.studies.paper.table4 import TABLE4
-from fedveil.studies.study import Shown, run_graph
+from fedveil.studies.paper.attack_tables import TABLE3, TABLE4
+from fedveil.studies.paper.figures import FIG4, FIG5
+from fedveil.studies.paper.plan import ExhibitPlan, read_plan
+from fedveil.studies.paper.training_tables import FIG3, TABLE1, TABLE2
+from fedveil.studies.presentation import Presentation, read_texts
+from fedveil.studies.study import run_graph
 
 EXHIBITS = {
-    "table1": TABLE1,
-    "table2": TABLE2,
-    "fig3": FIG3,
-    "table3": TABLE3,
-    "table4": TABLE4,
-    "fig4": FIG4,
-    "fig5": FIG5,
+    **{"table1": TABLE1, "table2": TABLE2, "fig3": FIG3},
+    **{"table3": TABLE3, "table4": TABLE4, "fig4": FIG4, "fig5": FIG5},
 }
-LEAD = (
-    "Every table and figure of the evaluation of Yang et al., An Accuracy-Lossless Perturbation Method for Defending "
-    "Privacy Attacks in Federated Learning, recomputed, with the paper's values beside ours."
-)
-SUMMARY = (
-    "The paper's figures beside ours at this scale. An adaptive attacker knows the defence; of several, the summary "
-    "shows the most successful one. Settings and differences from the paper are given with each table."
-)
-File = Mapping[str, JsonValue]  # a stored exhibit
+TEXTS = read_texts()["paper"]
+StoredExhibit = Mapping[str, JsonValue]
 
 
-def select_names(asked: Sequence[str]) -> list[str]:
+class AvailableExhibit(NamedTuple):
+    """An exhibit whose results are there."""
+
+    plan: ExhibitPlan
+    stored: StoredExhibit
+    presented: Presentation
+
+
+def select_names(names: Sequence[str]) -> list[str]:
     """Return the exhibits of "all" or of names, in the paper's order."""
-    for name in asked:
+    for name in names:
         if name not in (*EXHIBITS, "all"):
             fix = f"use all, or some of {', '.join(EXHIBITS)}"
             raise BadArgument("fedveil reproduce", f"unknown table or figure: {name!r}", fix)
-    return [name for name in EXHIBITS if name in asked or "all" in asked]
+    return [name for name in EXHIBITS if name in names or "all" in names]
 
 
 def has_failure(results: JsonValue) -> bool:
@@ -65,12 +58,12 @@ def has_failure(results: JsonValue) -> bool:
     return isinstance(results, list) and any(map(has_failure, results))
 
 
-def _settings(plan: Plan) -> dict[str, JsonValue]:
+def _settings(plan: ExhibitPlan) -> dict[str, JsonValue]:
     """Return the values that a stored exhibit must have to belong to a plan."""
     return {"scale": plan.scale, "settings": plan.written, "device": plan.device}
 
 
-def read_exhibit(plan: Plan, folder: Path) -> File | None:
+def read_exhibit(plan: ExhibitPlan, folder: Path) -> StoredExhibit | None:
     """Read an exhibit's file if it was made with the plan's settings."""
     try:
         found = read_json(folder / f"{plan.name}.json")
@@ -79,30 +72,30 @@ def read_exhibit(plan: Plan, folder: Path) -> File | None:
     return found if isinstance(found, dict) and found.items() >= _settings(plan).items() else None
 
 
-def _basis(plan: Plan, folder: Path, digests: Digests) -> Basis:
+def _basis(plan: ExhibitPlan, folder: Path, digests: Digests) -> Basis:
     jobs = EXHIBITS[plan.name].graph(plan, folder).jobs
     return digests.configs_basis(config for job in jobs for config in configs_in(job.work))
 
 
-def explain_stale(plan: Plan, file: File, folder: Path, digests: Digests) -> str | None:
+def explain_stale(plan: ExhibitPlan, stored: StoredExhibit, folder: Path, digests: Digests) -> str | None:
     """Explain why a stored exhibit is no longer valid, as a clause; None if it is valid.
 
     Published results have no basis and stay valid, as do results whose data are not available.
     """
-    if "basis" not in file:
+    if "basis" not in stored:
         return None
     try:
-        return explain_change(TypeAdapter(Basis).validate_python(file["basis"]), _basis(plan, folder, digests))
+        return explain_change(TypeAdapter(Basis).validate_python(stored["basis"]), _basis(plan, folder, digests))
     except BadArgument:
         return None
 
 
-def _command(name: str, plan: Plan, folder: Path) -> str:
+def _command(name: str, plan: ExhibitPlan, folder: Path) -> str:
     device = "" if plan.device == "cpu" else f" --device {plan.device}"
     return f"fedveil reproduce {name} --scale {plan.scale}{device} --out {shlex.quote(str(folder))}"
 
 
-def compute(plan: Plan, folder: Path, workers: int | None, show: Show, digests: Digests) -> File:
+def compute(plan: ExhibitPlan, folder: Path, workers: int | None, show: Show, digests: Digests) -> StoredExhibit:
     """Compute an exhibit and write its file; missing data are reported before anything runs."""
     begin, work = time.monotonic(), folder / "work"
     graph = EXHIBITS[plan.name].graph(plan, work)
@@ -130,7 +123,7 @@ def reproduce(
     workers: int | None = None,
     device: str = "cpu",
     show: Show = lambda name, fraction, what: None,
-    on_done: Callable[[Plan, Shown], None] = lambda plan, shown: None,
+    on_done: Callable[[ExhibitPlan, Presentation], None] = lambda plan, presented: None,
 ) -> Path:
     """Compute the exhibits that are not in the folder yet, write the page of all that are, and return its path.
 
@@ -144,69 +137,67 @@ def reproduce(
         on_done: called with each exhibit as soon as it is available.
     """
     plans = {name: read_plan(name, scale, device) for name in EXHIBITS}
-    asked, digests = select_names(names), Digests()
-    files, shown = dict[str, File](), dict[str, Shown]()
+    wanted, digests, found = select_names(names), Digests(), dict[str, AvailableExhibit]()
 
-    def add(name: str, file: File) -> None:
-        files[name], shown[name] = file, EXHIBITS[name].present(plans[name], file["results"])
+    def add(name: str, stored: StoredExhibit) -> None:
+        presented = EXHIBITS[name].present(plans[name], stored["results"])
+        found[name] = AvailableExhibit(plans[name], stored, presented)
 
     with locked(folder):
         for name, plan in plans.items():
-            if file := read_exhibit(plan, folder):
-                if why := explain_stale(plan, file, folder / "work", digests):
-                    show(name, 0.0, f"{AGAIN if name in asked else 'left out'}: {why}")
+            if stored := read_exhibit(plan, folder):
+                if why := explain_stale(plan, stored, folder / "work", digests):
+                    show(name, 0.0, f"{AGAIN if name in wanted else 'left out'}: {why}")
                     continue
-                add(name, file)
-                if name in asked and not has_failure(file["results"]):
+                add(name, stored)
+                if name in wanted and not has_failure(stored["results"]):
                     show(name, 1.0, "kept")
-                    on_done(plan, shown[name])
-                    asked.remove(name)
-        for name in asked:
+                    on_done(plan, found[name].presented)
+                    wanted.remove(name)
+        for name in wanted:
             add(name, compute(plans[name], folder, workers, show, digests))
-            _write_page(plans, files, shown, folder)
-            on_done(plans[name], shown[name])
-        return _write_page(plans, files, shown, folder)
+            _write_page(found, plans[name], folder)
+            on_done(plans[name], found[name].presented)
+        return _write_page(found, plans["table1"], folder)
 
 
-def _write_page(plans: Mapping[str, Plan], files: Mapping[str, File], shown: Mapping[str, Shown], folder: Path) -> Path:
-    """Write one page of all available exhibits, with a summary first."""
-    there, plan = [name for name in EXHIBITS if name in files], next(iter(plans.values()))
-    rows = [row for name in there for row in shown[name].headline]
-    sections: list[Section] = [Table("Summary", ["", "the paper", "ours"], rows, SUMMARY)] if rows else []
-    for name in there:
-        sections += _sections(plans[name], files[name], shown[name])
-    title = f"The paper, reproduced ({plan.scale})"
-    page = Page(title, join_verdicts(shown), sections, _command("all", plan, folder), LEAD)
-    return write(page, folder / "report.html")
+def _write_page(found: Mapping[str, AvailableExhibit], plan: ExhibitPlan, folder: Path) -> Path:
+    """Write one page of all available exhibits, with a summary first; `plan` is any of the same scale."""
+    available = [found[name] for name in EXHIBITS if name in found]
+    rows = [row for one in available for row in one.presented.headline]
+    sections: list[Section] = [Table("Summary", ["", "the paper", "ours"], rows, TEXTS.note)] if rows else []
+    for one in available:
+        sections += _sections(*one)
+    verdict = join_headlines({name: one.presented for name, one in found.items()})
+    title, command = f"The paper, reproduced ({plan.scale})", _command("all", plan, folder)
+    return write(Page(title, verdict, sections, command, TEXTS.notes["lead"]), folder / "report.html")
 
 
-def _sections(plan: Plan, file: File, shown: Shown) -> list[Section]:
+def _sections(plan: ExhibitPlan, stored: StoredExhibit, presented: Presentation) -> list[Section]:
     """Return the table, its other sections, the differences from the paper, and the settings."""
-    main: Section = Text(plan.title, [shown.note, plan.settings.about])
-    if shown.rows:
-        main = Table(plan.title, shown.header, shown.rows, f"{shown.note} Scale: {plan.settings.about}")
+    main: Section = Text(plan.title, [presented.note, plan.settings.about])
+    if presented.rows:
+        note = f"{presented.note} Scale: {plan.settings.about}"
+        main = Table(plan.title, presented.header, presented.rows, note)
     label = plan.title.split(":")[0]
     facts = {
         "scale": plan.scale,
-        "repeat": str(file["command"]),
-        "minutes of the last call": str(file["minutes"]),
-        "with": str(file["with"]),
+        "repeat": str(stored["command"]),
+        "minutes of the last call": str(stored["minutes"]),
+        "with": str(stored["with"]),
     }
     for name, value in plan.written.items():
         groups = value if name == "runs" and isinstance(value, list) else [value]
         for number, group in enumerate(groups, start=1):
-            said = ", ".join(f"{k} = {v}" for k, v in group.items()) if isinstance(group, dict) else str(group)
-            facts[f"{name} {number}" if len(groups) > 1 else name] = said
-    why = Text(f"{label}: differences from the paper, and why", plan.why)
-    return [main, *shown.sections, why, Facts(f"{label}: settings", facts)]
+            shown = ", ".join(f"{k} = {v}" for k, v in group.items()) if isinstance(group, dict) else str(group)
+            facts[f"{name} {number}" if len(groups) > 1 else name] = shown
+    why = Text(f"{label}: differences from the paper, and why", plan.file.why)
+    return [main, *presented.sections, why, Facts(f"{label}: settings", facts)]
 
 
-def join_verdicts(shown: Mapping[str, Shown]) -> str:
-    """Join the first verdict on accuracy and the first one on attacks into a sentence."""
+def join_headlines(presented: Mapping[str, Presentation]) -> str:
+    """Return our figures of the first exhibit on accuracy, and of the first one on attacks."""
     groups = (("table2", "table1", "fig3"), ("table3", "table4", "fig5"))
-    said = [[shown[name].verdict for name in names if name in shown and shown[name].verdict] for names in groups]
-    parts = [verdicts[0] for verdicts in said if verdicts]
-    if not parts:
-        return "No verdict: nothing on this page has figures to judge."
-    after = "".join(f"; {part.replace('the veil', 'it')}" for part in parts[1:])
-    return f"{parts[0][0].upper()}{parts[0][1:]}{after}."
+    found = [[presented[name].headline for name in names if name in presented] for names in groups]
+    rows = [row for headlines in found for row in next(filter(None, headlines), ())]
+    return " ".join(f"{question}: {ours}." for question, _, ours in rows) or "No verdict: no exhibit here has figures."

@@ -15,8 +15,8 @@ from fedveil.runs.choices import format_command
 from fedveil.runs.config import Config, configure
 from fedveil.studies.compare import BASELINE, baseline_settings
 from fedveil.studies.federations import TrainedRun, TrainRun
-from fedveil.studies.jobs import Failed, Job
-from fedveil.studies.paper.plan import LOSS, Axis, Plan
+from fedveil.studies.jobs import Failure, StudyJob
+from fedveil.studies.paper.plan import LOSS, ExhibitPlan, RunValue
 from fedveil.studies.study import JobGraph
 
 Setting = dict[str, str | int]
@@ -43,7 +43,7 @@ class Run:
     failed: str | None = None
 
 
-def list_configs(plan: Plan) -> list[Config]:
+def list_configs(plan: ExhibitPlan) -> list[Config]:
     """Return every combination of the values that a group of runs lists, once for each of its seeds.
 
     Groups share the values in `common`. A value that depends on another names it:
@@ -55,7 +55,7 @@ def list_configs(plan: Plan) -> list[Config]:
         seeds = values.pop("seeds")
         assert isinstance(seeds, int)
         values |= {"device": plan.device, "seed": list(range(seeds))}
-        axes: list[Sequence[Axis]] = [value if isinstance(value, list) else [value] for value in values.values()]
+        axes: list[Sequence[RunValue]] = [value if isinstance(value, list) else [value] for value in values.values()]
         for combination in itertools.product(*axes):
             chosen = dict(zip(values, combination, strict=True))
             for name, value in chosen.items():
@@ -80,40 +80,35 @@ def defence_name(config: Config) -> str:
     return BASELINE if config.defence.settings else config.defence.name
 
 
-def training_graph(plan: Plan, folder: Path) -> JobGraph[list[Run]]:
+def training_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[list[Run]]:
     """Return a job for each run: first seeds first, so that a stopped table is complete for some seeds."""
-    configs, jobs = list_configs(plan), dict[Config, Job[TrainedRun]]()
+    configs, jobs = list_configs(plan), dict[Config, StudyJob[TrainedRun]]()
     for config in sorted(configs, key=lambda config: config.training.seed):
         name = run_name(config)
-        jobs[config] = Job(name, TrainRun(config, folder / "runs" / name), TrainedRun)
+        jobs[config] = StudyJob(name, TrainRun(config, folder / "runs" / name), TrainedRun)
     return JobGraph(list(jobs.values()), lambda done: [_to_run(config, done[jobs[config]]) for config in configs])
 
 
-def _to_run(config: Config, trained: TrainedRun | Failed) -> Run:
+def _to_run(config: Config, trained: TrainedRun | Failure) -> Run:
     what = (config.data.name, config.model.name, config.model.layers, config.data.clients)
     run = Run(*what, str(config.training.loss), config.training.seed, defence_name(config), format_command(config))
-    if isinstance(trained, Failed):
+    if isinstance(trained, Failure):
         return dataclasses.replace(run, failed=trained.failed)
-    metric, last = trained.metric, trained.history.last
+    metric, last = trained.metric, trained.history.metrics
     return dataclasses.replace(
         run,
         metric=metric,
         value=last[metric],
-        curve=[(round(r["epoch"], 3), r[metric]) for r in trained.records if r.get("evaluated")],
+        curve=[(round(r.epoch, 3), r.metrics[metric]) for r in trained.records if r.evaluated],
         constant=trained.constant,
-        seconds=trained.records[-1]["seconds"],
+        seconds=trained.records[-1].seconds,
         test_loss=last.get("loss"),
     )
 
 
 def select(runs: Sequence[Run], **values: str | int) -> list[Run]:
-    """Return the runs with these values."""
-    return [run for run in runs if all(getattr(run, key) == value for key, value in values.items())]
-
-
-def final_values(runs: Sequence[Run]) -> list[float]:
-    """Return the metric at the end of each run that did not fail."""
-    return [run.value for run in runs if not run.failed]
+    """Return the runs with these values; a number may be given as text."""
+    return [run for run in runs if all(str(getattr(run, key)) == str(value) for key, value in values.items())]
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -132,20 +127,13 @@ def format_runs(runs: Sequence[Run], form: str, scale: float = 1.0) -> str:
         return NOTHING
     if broken := [run.failed for run in runs if run.failed]:
         return f"failed: {broken[0]}"
-    values = [scale * value for value in final_values(runs)]
+    values = [scale * run.value for run in runs]
     return f"{statistics.fmean(values):{form}} ± {deviation(values):{form}}"
 
 
 def format_pair(values: Sequence[str]) -> str:
     """Format the veil's value, and the baseline's in brackets if there is one."""
     return values[0] + "".join(f" ({value})" for value in values[1:] if value != NOTHING)
-
-
-def format_overlap(pairs: Sequence[tuple[float, float, float]], what: str) -> str:
-    """Count the pairs (difference of means, two deviations) whose ranges mean ± deviation overlap."""
-    overlap = sum(far <= first + second for far, first, second in pairs)
-    closer = sum(far <= pooled_deviation(first, second) for far, first, second in pairs)
-    return f"{overlap} of {len(pairs)} {what} (means within one deviation in {closer})"
 
 
 @dataclass(frozen=True)
@@ -197,5 +185,5 @@ def compare_runs(runs: Sequence[Run], keys: Sequence[str], other: str = "veil") 
         largest = max(abs(p.value - o.value) for p, o in pairs)
         anywhere = max(abs(a[1] - b[1]) for p, o in pairs for a, b in zip(p.curve, o.curve, strict=True))
         losses = [abs(o.test_loss / p.test_loss - 1) for p, o in pairs if p.test_loss and o.test_loss]
-        first, second = (final_values(own) for own in zip(*pairs, strict=True))
+        first, second = ([run.value for run in own] for own in zip(*pairs, strict=True))
         yield Comparison(where, first, second, largest, anywhere, max(losses, default=None))

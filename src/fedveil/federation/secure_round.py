@@ -1,0 +1,268 @@
+"""A round under secure aggregation: greet, upload, settle, reveal. The server sees nothing but the sum."""
+
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from fedveil import secagg
+from fedveil.defences.interface import AnyRound
+from fedveil.errors import BadArgument, UpdateRefused
+from fedveil.federation.engines import SERVER, Engine, Fault, FaultKind, Member, describe_refusal
+from fedveil.federation.protocol import SecureTerms, Step
+from fedveil.federation.rounds import FaultLog, Observer
+from fedveil.federation.secure_client import CHALLENGE
+from fedveil.federation.sums import Sums, Words
+from fedveil.scheme.result import Aggregate, Note
+from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally, signed
+from fedveil.secagg.identity import SIGNATURE
+from fedveil.secagg.masks import proper_key
+from fedveil.secagg.policy import Policy
+
+RENEWAL = Policy.key_rounds  # attempts after which clients replace their keys, unless their policies say otherwise
+FAREWELL = 5.0  # seconds in which clients may confirm the end of the run
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """A client's key, the key of the tags on messages to it, and the number of attempts that used it."""
+
+    hello: Hello
+    channel: bytes
+    uses: int = 0
+
+    def __repr__(self) -> str:
+        return f"Greeting({self.hello.name!r})"  # not the key
+
+
+class _Attempt:
+    """One attempt to add up: who takes part under which name, and whether clients have begun to reveal."""
+
+    def __init__(self, names: Mapping[str, Member], opening: Opening, tally: Tally) -> None:
+        self.names, self.opening, self.tally, self.revealing = names, opening, tally, False
+
+
+class SecureRound:
+    """The clients' keys and attempts in one run, their conduct, and what is known about the size of their numbers.
+
+    A round takes three exchanges, and one more whenever a client drops out between them. Before the reveal, a round
+    that fails is repeated with new noise and new masks. Once clients were asked to reveal it never is: then its sum
+    is lost, and the model stays as it is. A client whose lie is proven is excluded for the run and named in the record.
+
+    Args:
+        engine: reaches the clients.
+        sums: encodes and decodes sums.
+        roster: who may take part.
+        session: name of the run.
+        min_answers: the minimum number of updates in a sum.
+    """
+
+    def __init__(self, engine: Engine, sums: Sums, roster: Roster, session: str, min_answers: int) -> None:
+        self.engine, self.sums, self._roster, self._session = engine, sums, roster, session
+        self.min_answers, self.answered = min_answers, 0.0
+        self.least = max(min_answers, secagg.LEAST)
+        self.conduct = Conduct()
+        self._greetings: dict[Member, Greeting] = {}  # also of clients that are away
+        self._doubtful: set[Member] = set()  # clients that may have lost their key
+        self._quarrelling: set[Member] = set()  # in failed attempts of this round: left out if others are enough
+        self._round = -1
+        self._impostors: dict[Member, str] = {}  # clients without a proper hello, and why
+        self._noted: set[str] = set()  # excluded clients that a record names
+        self._attempt = 0
+        self._key = X25519PrivateKey.generate()
+
+    @property
+    def excluded(self) -> dict[str, str]:
+        """The clients that take no further part in the run, and why."""
+        return {str(member): why for member, why in self._impostors.items()} | dict(self.conduct.excluded)
+
+    def select(self, number: int, members: list[Member]) -> list[Member]:
+        """Leave out excluded clients and, if the others are enough, those that quarrelled in this round."""
+        if number != self._round:
+            self._round, self._quarrelling = number, set()
+        members = [member for member in members if not self._is_excluded(member)]
+        calm = [member for member in members if member not in self._quarrelling]
+        return calm if len(calm) >= secagg.LEAST else members
+
+    def collect(
+        self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog, observer: Observer | None
+    ) -> Aggregate | None:
+        """Try once to open a sum; None if the attempt may be repeated. Nobody can observe single updates."""
+        attempt = self._start(number, own_round, members, faults)
+        if attempt is None:
+            return None
+        why, total = "", None
+        try:
+            total = self._open(attempt, faults)
+        except Aborted as error:
+            faults.add(Fault(SERVER, FaultKind.ABORTED, f"{error.where}: {error.what}"))
+            self._quarrelling |= {attempt.names[name] for name in attempt.tally.quarrelling}
+            if not attempt.revealing:
+                return None
+            why = error.what
+        self.answered = time.perf_counter()
+        result = self._decode(own_round, total, attempt.opening, why)
+        notes: dict[str, Note] = dict(result.notes)
+        if new := {name: why for name, why in self.excluded.items() if name not in self._noted}:
+            notes["excluded"] = new
+            self._noted.update(new)
+        figures = dict(result.figures)
+        if self.engine.traffic is not None:
+            figures["answers"] = len(attempt.tally.survivors)
+        return replace(result, figures=figures, notes=notes)
+
+    def close(self) -> None:
+        """Tell the clients that the run has ended, so that they forget its keys."""
+        members = [member for member in self.engine.members() if member in self._greetings]
+        if members:
+            end = Step.make(self._session, "end", b"")
+            list(self.engine.take_step(end, dict.fromkeys(members, b""), self._channels(members), FAREWELL))
+
+    def _start(self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog) -> _Attempt | None:
+        """Ask clients for their masked updates; None if there are too few."""
+        present = self._greet(members, faults)
+        names = {self._greetings[member].hello.name: member for member in present}
+        needed = max(self.min_answers, secagg.threshold(max(len(names), secagg.LEAST)))
+        if len(names) < needed:
+            text = f"{len(names)} clients are present, and secure aggregation needs at least {needed}"
+            faults.add(Fault(SERVER, FaultKind.TOO_FEW, text))
+            return None
+        self._attempt += 1
+        opening = self._make_opening(number, sorted(names), names, own_round)
+        terms = SecureTerms(opening, self.sums.clip)
+        digest, uploads = self.engine.ask_masked(number, own_round, present, terms, self._channels(present))
+        attempt = _Attempt(names, opening, Tally(opening, digest, self._roster, self.conduct))
+        for found in uploads:
+            if isinstance(found, Fault):
+                self._doubt(found, faults)
+                continue
+            member, upload = found
+            self._take(member, partial(attempt.tally.take_upload, self._name(member), upload), faults)
+        return attempt
+
+    def _make_opening(
+        self, number: int, order: Sequence[str], names: Mapping[str, Member], own_round: AnyRound
+    ) -> Opening:
+        hellos = []
+        for name in order:
+            known = self._greetings[names[name]]
+            self._greetings[names[name]] = replace(known, uses=known.uses + 1)
+            hellos.append(known.hello)
+        return Opening(self._session, number, self._attempt, tuple(hellos), *self.sums.layout(own_round))
+
+    def _open(self, attempt: _Attempt, faults: FaultLog) -> Words:
+        """Settle until all who are left agree, then reveal; return the sum."""
+        tally = attempt.tally
+        while not tally.has_agreement():
+            self._take_step(attempt, "settle", *tally.settle(), tally.take_settle_reply, faults)
+        attempt.revealing = True
+        common, own = tally.reveal(), dict.fromkeys(tally.survivors, b"")
+        self._take_step(attempt, "reveal", common, own, tally.take_reveal_reply, faults)
+        return tally.total()
+
+    def _take_step(
+        self,
+        attempt: _Attempt,
+        step: str,
+        common: bytes,
+        own: Mapping[str, bytes],
+        take: Callable[[str, bytes], None],
+        faults: FaultLog,
+    ) -> None:
+        """Send a step to the clients named in `own`; clients whose reply does not count have dropped out."""
+        wanted = {attempt.names[name]: extra for name, extra in own.items()}
+        message = Step.make(self._session, step, common)
+        for found in self.engine.take_step(message, wanted, self._channels(wanted)):
+            if isinstance(found, Fault):
+                self._doubt(found, faults)
+            else:
+                member, body = found
+                self._take(member, partial(take, self._name(member), body), faults)
+
+    def _decode(self, own_round: AnyRound, total: Words | None, opening: Opening, why: str) -> Aggregate:
+        """Return the gradient; nothing if there is no sum, or if a client has spoilt it."""
+        if total is not None:
+            try:
+                return self.sums.aggregate(own_round, total, opening)
+            except (Aborted, UpdateRefused) as error:
+                why = error.what
+        return Aggregate({}, {}, 0.0, notes={"skipped": why})
+
+    def _greet(self, members: Sequence[Member], faults: FaultLog) -> list[Member]:
+        """Return the clients whose keys are known and fresh, after asking the others for theirs."""
+        stale = {member for member, greeting in self._greetings.items() if greeting.uses >= RENEWAL}
+        new = [member for member in members if member not in self._greetings or member in self._doubtful | stale]
+        if new:
+            challenge = secrets.token_bytes(CHALLENGE)
+            step = Step.make(self._session, "hello", challenge + self._key.public_key().public_bytes_raw())
+            for found in self.engine.take_step(step, dict.fromkeys(new, b""), None):
+                if isinstance(found, Fault):
+                    self._doubt(found, faults)
+                    continue
+                member, body = found
+                hello = self._take(member, partial(self._check_hello, member, body, challenge), faults)
+                if hello is not None:
+                    channel = signed.channel(self._key, hello.key, self._session)
+                    self._greetings[member] = Greeting(hello, channel)
+                    self._doubtful.discard(member)
+        fresh = [member for member in members if member in self._greetings and member not in self._doubtful]
+        return [m for m in fresh if self._greetings[m].uses < RENEWAL and not self._is_excluded(m)]
+
+    def _check_hello(self, member: Member, body: bytes, challenge: bytes) -> Hello:
+        """Return a client's hello, if it is its own; a client that returns as another member keeps its name."""
+        try:
+            values = json.loads(body)
+            hello, shown = Hello.from_values(values), bytes.fromhex(str(values.get("proof")))
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise BadArgument("hello", "it cannot be read") from error
+        if hello.run != self._session:
+            raise BadArgument("hello", "it is for another run")
+        proof = hello.proof(challenge)
+        for signature, covered in (
+            (hello.signature, Hello.signed_bytes(hello.run, hello.name, hello.key)),
+            (shown[:SIGNATURE], proof),
+        ):
+            if len(signature) != SIGNATURE or not self._roster.verifies(hello.name, signature, covered):
+                self._impostors[member] = f"its hello is not signed by {hello.name}"
+                raise BadArgument("hello", self._impostors[member])
+        if not proper_key(hello.key):
+            self.conduct.exclude(hello.name, "its key is of small order")
+            raise BadArgument("hello", f"the key of {hello.name} is of small order")
+        tag = signed.tag(signed.channel(self._key, hello.key, self._session), proof)
+        if not hmac.compare_digest(shown[SIGNATURE:], tag):
+            self.conduct.exclude(hello.name, "it does not own the key that it shows")
+            raise BadArgument("hello", f"{hello.name} does not own the key that it shows")
+        for other in [other for other in self._greetings if self._name(other) == hello.name and other != member]:
+            del self._greetings[other]
+        return hello
+
+    def _name(self, member: Member) -> str:
+        return self._greetings[member].hello.name
+
+    def _is_excluded(self, member: Member) -> bool:
+        known = self._greetings.get(member)
+        return member in self._impostors or (known is not None and known.hello.name in self.conduct.excluded)
+
+    def _channels(self, members: Sequence[Member] | Mapping[Member, bytes]) -> dict[Member, bytes]:
+        return {member: self._greetings[member].channel for member in members}
+
+    def _doubt(self, fault: Fault, faults: FaultLog) -> None:
+        """Record a fault of the engine; its client is greeted again, since it may have lost its key."""
+        faults.add(fault)
+        self._doubtful.add(fault.member)
+
+    def _take(self, member: Member, take: Callable[[], Found], faults: FaultLog) -> Found | None:
+        """Return the result of `take`; if it refuses the reply, record a fault and return None."""
+        try:
+            return take()
+        except Exception as error:  # nothing that a client sends may end the run
+            found = describe_refusal(member, error)
+            faults.add(replace(found, kind=FaultKind.MALFORMED))
+            return None

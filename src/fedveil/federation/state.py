@@ -1,0 +1,376 @@
+"""The state of a server: restored in memory if a round is interrupted, and saved to disk as checkpoints."""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import signal
+import threading
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NotRequired, TypedDict, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import StateDict
+from torch.utils import _pytree as pytree
+
+from fedveil.defences.interface import AnyDefence, AnyServer
+from fedveil.defences.state import State
+from fedveil.errors import BadArgument, Diverged, FedveilError
+from fedveil.federation import checkpoint
+from fedveil.federation.checkpoint import StateTag
+from fedveil.federation.history import History, RoundRecord
+from fedveil.locks import locked
+from fedveil.plain_json import parse_json
+from fedveil.records.shards import MemoryShards, Shards
+from fedveil.scheme.losses import Loss
+from fedveil.signals import handle
+
+LOG = logging.getLogger("fedveil")
+Folder = str | os.PathLike[str]
+Setting = Mapping[str, object]  # by its name in messages
+OPTIMIZER, RECORDS = "optimizer", "records"
+LOWER = "lower the learning rate; earlier checkpoints are still there"
+CHUNK = 2**20  # values that are hashed at once
+CHECKSUM = 8  # bytes: enough to notice a change
+T = TypeVar("T")
+
+
+class CheckpointState(TypedDict):
+    """The content of a server's checkpoint: never a secret, and no record of a client."""
+
+    round: int
+    model: dict[str, Tensor]
+    optimizer: StateDict
+    schedule: StateDict | None
+    defence: State
+    best: tuple[float, dict[str, Tensor]] | None
+    setting: dict[str, object]
+    records: str  # JSON: torch pickles a long list slowly
+    private: NotRequired[list[int]]  # clients in this process that have a private state
+
+
+class OneThread:
+    """A lock that refuses a second thread. The first may enter again, as callbacks do; a copy of the lock is free."""
+
+    def __init__(self, where: str) -> None:
+        self._where, self._lock = where, threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            fix = "wait until it is done, or create a federation with its own model for each thread"
+            raise FedveilError(self._where, "another thread is using it", fix)
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type["OneThread"], tuple[str]]:
+        return OneThread, (self._where,)
+
+
+def select_floats(tensors: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the floating-point tensors that are not empty."""
+    found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.numel()}
+    return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+
+
+def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first of some floating-point tensors that holds NaN or infinity; None if all are finite.
+
+    One norm per tensor is enough, unless the squares of finite numbers overflow: a few microseconds in every round.
+    """
+    if not tensors:
+        return None
+    with torch.no_grad():
+        norms = torch.stack(torch._foreach_norm(list(tensors.values()))).tolist()
+    if math.isfinite(sum(norms)):
+        return None
+    return next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
+
+
+def find_non_finite_state(optimizer: StateDict) -> str | None:
+    """Return the first tensor of an optimizer's state_dict that holds NaN or infinity; None if all are finite."""
+    named: dict[str, object] = {}
+    for index, state in optimizer["state"].items():
+        named |= {f"the optimizer's {key} of parameter {index}": value for key, value in state.items()}
+    floats, found = select_floats(named), None
+    for device in {tensor.device for tensor in floats.values()}:  # counters of steps may be on the CPU
+        there = {name: tensor for name, tensor in floats.items() if tensor.device == device}
+        found = found or find_non_finite(there)
+    return found
+
+
+def _copy_state(state: T) -> T:
+    """Return a copy that shares no tensor, list or dict with the original."""
+    return cast(T, pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, state))
+
+
+class Snapshot:
+    """Parameters, buffers, optimizer, schedule, round and records of a server.
+
+    The defence's state is not restored: a round whose noise was drawn counts for privacy even if it is undone.
+    """
+
+    def __init__(self, server: "StoredServer") -> None:
+        self.begun = False  # whether restoring has begun
+        self.round, self._best, self._records = server.round, server.best, list(server.history.records)
+        changing = [value for value in server.model.parameters() if value.requires_grad]
+        self._tensors = [(value, value.detach().clone()) for value in (*changing, *server.model.buffers())]
+        self._optimizer = _copy_state(server.optimizer.state_dict())
+        self._schedule = _copy_state(server.schedule.state_dict()) if server.schedule else None
+
+    @property
+    def count(self) -> int:
+        """The number of records."""
+        return len(self._records)
+
+    def restore(self, server: "StoredServer") -> None:
+        """Restore everything; may be called again if it is interrupted."""
+        self.begun = True
+        with torch.no_grad():
+            for tensor, value in self._tensors:
+                tensor.copy_(value)
+        server.optimizer.load_state_dict(_copy_state(self._optimizer))
+        if server.schedule and self._schedule is not None:
+            server.schedule.load_state_dict(_copy_state(self._schedule))
+        server.round, server.best = self.round, self._best
+        server.history.records[:] = self._records
+
+
+def checksum_records(shards: Shards, key: bytes) -> str | None:
+    """Return a short keyed checksum of all clients' records; None if they are read batch by batch."""
+    if not isinstance(shards, MemoryShards):
+        return None
+    found = hashlib.blake2b(key=key, digest_size=CHECKSUM)
+    for leaf in [*pytree.tree_leaves(shards.inputs), shards.targets]:
+        if not isinstance(leaf, Tensor):
+            found.update(repr(leaf).encode())
+            continue
+        found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+        for values in torch.split(leaf.detach().reshape(-1), CHUNK):
+            found.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def list_changes(before: Setting, now: Setting) -> list[str]:
+    """Return the names of the settings that differ, as far as both are known."""
+    known = [name for name in before if before[name] is not None and now.get(name) is not None]
+    return [name for name in known if before[name] != now[name]]
+
+
+class StoredServer(ABC):
+    """The part of a server that is saved: model, optimizer, schedule, defence, round, records, best model."""
+
+    model: nn.Module
+    device: torch.device
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler | None
+    defence: AnyDefence
+    defence_server: AnyServer
+    loss: Loss
+    clip_norm: float | None
+    round: int
+    best: tuple[float, dict[str, Tensor]] | None
+    history: History
+    changed: list[str]  # settings that differ from those of the resumed run
+    _alone: OneThread
+    _run: bytes  # identifies this run's checkpoints
+    _behind: bool  # the last checkpoint on disk is bad, and the one before was used
+    _before: Snapshot | None  # of a round or an evaluation that is not complete
+    _saved: tuple[object, ...] | None  # what was saved last
+
+    def state(self) -> CheckpointState:
+        """Return the content of a checkpoint."""
+        return {
+            "round": self.round,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict() if self.schedule else None,
+            "defence": {"name": self.defence.name, **self.defence_server.state()},
+            "best": self.best,
+            "setting": dict(self.setting()),
+            "records": json.dumps([asdict(record) for record in self.history.records]),
+        }
+
+    def setting(self) -> Setting:
+        """Return the settings that should be the same when a run is resumed."""
+        optimizer = type(self.optimizer).__name__
+        return {OPTIMIZER: optimizer, "loss": self.loss.name, "gradient clipping": self.clip_norm or 0.0}
+
+    def save(self, folder: Folder) -> None:
+        """Write a checkpoint; the one before stays beside it."""
+        with self._alone:
+            self._undo()
+            self._check_state()
+            with locked(home := Path(folder)):
+                self._save(home)
+            self._behind, self._saved = False, self._mark(home)
+
+    def _check_state(self) -> None:
+        """Refuse to save a model or an optimizer that is not finite."""
+        name = find_non_finite(select_floats(self.model.state_dict()))
+        name = name or find_non_finite_state(self.optimizer.state_dict())
+        if name is not None:
+            raise self._divergence(f"{name} holds NaN or infinity, and such a model is not saved", LOWER)
+
+    def _save(self, folder: Path) -> set[int]:
+        """Write a checkpoint; return the rounds of those that exist now."""
+        durable = self.defence.durable
+        return checkpoint.save_last(folder, self.state(), self._tag, bad=self._behind, durable=durable)
+
+    @property
+    def _tag(self) -> StateTag:
+        return StateTag(self._run, self.round)
+
+    def resume(self, folder: Folder) -> None:
+        """Continue from a folder's checkpoint: same data order and optimizer state, new secrets.
+
+        If it is damaged, or its model is not finite, the one before is used; a warning and the last record say so.
+        """
+        damaged: list[checkpoint.Damaged] = []
+        folder = Path(folder)
+        for path in checkpoint.found_in(folder) or [folder / checkpoint.LAST]:
+            try:
+                tag, content = checkpoint.read(path, self.device)
+                state = cast(CheckpointState, content)
+                _check_finite(path, state)
+                private = self._private_states(folder, tag, state)
+            except checkpoint.Damaged as error:
+                damaged.append(error)
+                continue
+            with self._alone:
+                self._restore(folder, state, private)
+            self._run = tag.run
+            self._compare(folder, state)
+            self._behind = path.name != checkpoint.LAST
+            self._before, self._saved = None, None if self._behind else self._mark(folder)
+            if self._behind:
+                self._explain_fallback(path, damaged)
+            return
+        if len(damaged) == 1:
+            raise damaged[0]
+        raise BadArgument(damaged[0].where, f"{damaged[0].what}; so is {damaged[1].where}", damaged[0].fix)
+
+    def _private_states(self, folder: Path, tag: StateTag, state: CheckpointState) -> dict[int, State]:
+        """Return the private states of clients in this process, by client; remote clients keep their own."""
+        return {}
+
+    def _explain_fallback(self, path: Path, damaged: Sequence[checkpoint.Damaged]) -> None:
+        """Say that the checkpoint before the last one is used; the round between them counts for privacy."""
+        why = f"{damaged[0].where}: {damaged[0].what}" if damaged else f"there is no {checkpoint.LAST}"
+        text = f"{why}; the run continues from {path.name}, round {self.round}"
+        LOG.warning("fedveil: %s", text)
+        if self.history.records:
+            last = self.history.records[-1]
+            self.history.records[-1] = replace(last, notes={**last.notes, "went_back": text})
+        if self.defence_server.accountant is not None:
+            self.defence_server.accountant.count()
+
+    def _restore(self, folder: Path, state: CheckpointState, private: Mapping[int, State]) -> None:
+        own = {"defence": self.defence.name, OPTIMIZER: type(self.optimizer).__name__}
+        wrote = {"defence": state["defence"]["name"], OPTIMIZER: state["setting"].get(OPTIMIZER, own[OPTIMIZER])}
+        for name in own:
+            if wrote[name] != own[name]:
+                what = f"the checkpoint is of the {name} {wrote[name]!r}, not {own[name]!r}"
+                raise BadArgument(str(folder), what, f"resume with the {name} that wrote it")
+        asked = self._first_rate()
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise BadArgument(str(folder), f"the checkpoint is of another model or optimizer: {error}") from error
+        restored = self._first_rate()
+        if None not in (restored, asked) and restored != asked:
+            how = 'set federation.optimizer.param_groups[0]["lr"] after resume(folder), then call fit'
+            rates = f"{restored}, not {asked}; to change it, {how}"
+            LOG.warning("fedveil: the checkpoint's learning rate is used, %s", rates)
+        if self.schedule and state["schedule"]:
+            self.schedule.load_state_dict(state["schedule"])
+        self.defence_server.restore(state["defence"])
+        self._restore_clients(private)
+        self.round, self.best = state["round"], state["best"]
+        records = [RoundRecord(**record) for record in parse_json(str(folder), state["records"])]
+        self.history.records[:] = records
+
+    def _restore_clients(self, states: Mapping[int, State]) -> None:
+        """Restore the private states of clients in this process; remote clients keep their own."""
+        return
+
+    def _compare(self, folder: Path, state: CheckpointState) -> None:
+        """Remember which settings changed, and warn about them."""
+        self.changed = list_changes(state["setting"], self.setting())
+        if self.changed:
+            what = f"the run in {folder} was trained with a different setting ({', '.join(self.changed)})"
+            LOG.warning("fedveil: %s; its history and best model now mix both", what)
+
+    def _first_rate(self) -> float | None:
+        """Return the learning rate that the optimizer was created with; None if a schedule has changed it since."""
+        group = self.optimizer.param_groups[0]
+        rate = group.get("initial_lr", None if self.schedule else group["lr"])
+        return None if rate is None else float(rate)
+
+    def _open(self, folder: Path, resume: bool) -> None:
+        """Continue the run in a folder, or refuse to mix it with this one."""
+        found = checkpoint.found_in(folder)
+        tag = checkpoint.read_tag(found[0]) if found else None
+        own = tag.run == self._run if tag else self.round > 0
+        if found and not own and not (resume and self.round == 0):
+            fix = "pass resume=True before the first round to continue it, or choose another folder"
+            raise BadArgument(str(folder), "there is another run in this folder", fix)
+        if found and not own:
+            self.resume(folder)
+            LOG.info("fedveil: %s: resumed after round %d", folder, self.round)
+        if self._behind:
+            self.save(folder)
+
+    def _undo(self, *, diverged: bool = False) -> None:
+        """Go back to the last complete state if a round or an evaluation was interrupted, or diverged."""
+        before = self._before
+        if before is None:
+            return
+        complete = self.round > before.round and len(self.history.records) > before.count
+        if diverged or before.begun or not complete:
+            before.restore(self)
+        self._before = None
+
+    def _save_on_failure(self, folder: Path, error: BaseException) -> None:
+        """Save the last complete state; if that fails, the error that ended the run is still the one that is raised."""
+        try:
+            with handle(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C must not stop the save
+                self._undo(diverged=isinstance(error, Diverged))
+                accountant = self.defence_server.accountant
+                counted = accountant is not None and accountant.rounds > 0
+                if (self.round or counted) and (self.defence.durable or self._saved != self._mark(folder)):
+                    self.save(folder)
+        except Exception as failure:
+            LOG.warning("fedveil: round %d could not be saved: %s", self.round, failure)
+
+    def _mark(self, folder: Path) -> tuple[object, ...]:
+        """Return a value that changes whenever the checkpoint in a folder becomes outdated."""
+        records = self.history.records
+        return folder.resolve(), self._run, self.round, bool(records and records[-1].evaluated)
+
+    def _write_models(self, folder: Path) -> None:
+        """Write the last and the best model, and a checkpoint unless it is up to date."""
+        if self.round and self._saved != self._mark(folder):
+            self.save(folder)
+        self._check_state()
+        checkpoint.save_values(folder / checkpoint.MODEL, self.model.state_dict(), self.round)
+        if self.best:
+            checkpoint.save_values(folder / checkpoint.BEST, self.best[1], self.round)
+
+    def _divergence(self, what: str, fix: str) -> Diverged:
+        return Diverged(f"round {self.round}", f"training diverged: {what}", fix)
+
+
+def _check_finite(path: Path, state: CheckpointState) -> None:
+    """Refuse the state of a model that has diverged."""
+    name = find_non_finite(select_floats(state["model"])) or find_non_finite_state(state["optimizer"])
+    if name is not None:
+        what = f"the checkpoint is of a run that diverged: {name} holds NaN or infinity"
+        raise checkpoint.Damaged(str(path), what, "start the run again with a lower learning rate")

@@ -1,0 +1,282 @@
+"""Sums under secure aggregation: updates as words in fixed point, the ranges of their numbers, and the result."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fedveil import secagg
+from fedveil.defences.clipping import clip_vector, split_vector
+from fedveil.defences.interface import AnyClient, AnyDefence, AnyRanges, AnyRound, Ranges, Samples
+from fedveil.defences.registry import find_codec
+from fedveil.errors import BadArgument, ModelMismatch
+from fedveil.federation.limits import Limits
+from fedveil.federation.targets import one_output
+from fedveil.graph.inputs import Inputs, count, each
+from fedveil.scheme.result import Aggregate
+from fedveil.secagg import Aborted, Opening
+from fedveil.secagg.fixed import HIGHEST, LARGEST, LOWEST, decode_rows, encode_rows, wrapped_rows
+from fedveil.secagg.messages import HEAD
+from fedveil.wire import Tensors, add_prefix
+
+FIRST_EXPONENT = 24  # of rows about which nothing is known
+FIRST_RECORDS = 2**17  # that all clients are assumed to have together before the first sum shows it
+WIDER = 16  # bits of headroom that are added after a sum wrapped around
+SMALLEST = 2.0**-8  # of the largest number of a kind: rows that are smaller, perhaps by chance, get as much headroom
+MAX_FACTOR = 100.0  # of a veil: larger ones would cost more digits than float32 has
+PASSES = "passes/"
+Words = NDArray[np.uint64]
+
+
+class RowFormat(NamedTuple):
+    """The rows of an update among the words; see `Opening`."""
+
+    exponents: tuple[int, ...]
+    rows: tuple[int, ...]
+    checks: bool
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """The position of one tensor of an update among the words."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: int  # each with its own exponent: one per pass
+
+    @property
+    def size(self) -> int:
+        """The number of words."""
+        return math.prod(self.shape)
+
+    @property
+    def kind(self) -> str:
+        """Passes, gradients, buffers or counters: numbers of one kind have similar sizes."""
+        return self.name.partition("/")[0] if self.dtype.is_floating_point else "counter"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How an update is packed into words: 1 for the client, its records, then its tensors sorted by name."""
+
+    parts: tuple[PackedTensor, ...]
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Packing":
+        """Return the packing of an encoded update."""
+        rows = {name: len(own) if name.startswith(PASSES) else 1 for name, own in tensors.items()}
+        ordered = sorted(tensors.items())
+        return cls(tuple([PackedTensor(name, tuple(own.shape), own.dtype, rows[name]) for name, own in ordered]))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The size of each row."""
+        return tuple([part.size // part.rows if part.rows else 0 for part in self.parts for _ in range(part.rows)])
+
+    def pack(self, tensors: Mapping[str, Tensor], records: int, opening: Opening) -> Words:
+        """Return a client's update times its records in fixed point.
+
+        An update that is not finite, or too large to be scaled, contributes nothing: no records and zeros.
+        """
+        if self.rows != opening.rows:
+            what = f"the server expects {len(opening.rows)} rows, and this client's update has {len(self.rows)}"
+            raise ModelMismatch("opening", what, "build the client's model with the same code as the server's")
+        flat = [tensors[part.name].detach().cpu().double().reshape(-1) for part in self.parts]
+        values = torch.cat(flat).numpy() if flat else np.zeros(0)
+        if not np.abs(values).max(initial=0.0) < LARGEST:  # NaN too
+            return no_words(opening)
+        clients = len(opening.roster)
+        found = encode_rows(values * records, opening.rows, row_bits(opening), clients, opening.checks)
+        return np.concatenate([np.array([1, records], np.uint64), found])
+
+    def unpack(self, total: Words, opening: Opening) -> tuple[int, Tensors]:
+        """Return the records behind a sum of words, and the weighted mean of the updates, with counters rounded.
+
+        Clipped updates are divided by the number of clients: a word that a client chooses must not scale the others.
+        """
+        records = int(total[1] if opening.checks else total[0])  # clipped clients count once, whatever they claim
+        if not records:
+            what = "no client contributed to it: training has diverged, or all of them failed"
+            raise Aborted("sum", "the sum", what, "look at the clients' logs")
+        if not 1 <= records < 2**53:
+            raise Aborted("sum", "the sum", f"its clients have {records} records together", "look for a hostile client")
+        values = decode_rows(total[HEAD:], opening.rows, row_bits(opening)) / records
+        found, start = {}, 0
+        for part in self.parts:
+            own = torch.from_numpy(values[start : start + part.size]).reshape(part.shape)
+            found[part.name] = own.to(part.dtype) if part.dtype.is_floating_point else own.round().to(part.dtype)
+            start += part.size
+        return records, found
+
+    def bound_rounding(self, exponents: Sequence[int], clients: int, records: int) -> dict[str, list[float]]:
+        """Bound the rounding error of each number of the mean, by row: half a unit for each client."""
+        rest, found = list(exponents), {}
+        for part in self.parts:
+            own, rest = rest[: part.rows], rest[part.rows :]
+            found[part.name] = [clients * 2.0 ** -(secagg.bits(clients, e) + 1) / records for e in own]
+        return found
+
+    def choose_exponents(self, sizes: Mapping[str, Sequence[float]], records: int, wider: int) -> tuple[int, ...]:
+        """Return an exponent for each row, for a sum over `records` records whose mean has numbers of these sizes.
+
+        A row may be much smaller than in the next round, or 0. So it gets some headroom for the numbers that others of
+        its kind have: the same pass of other tensors, or other buffers.
+        """
+        rows = [(part.kind, row, size * records) for part in self.parts for row, size in enumerate(sizes[part.name])]
+        largest: dict[tuple[str, int], float] = {}
+        for kind, row, size in rows:
+            largest[kind, row] = max(largest.get((kind, row), 0.0), size)
+        least = [max(size, SMALLEST * largest[kind, row]) for kind, row, size in rows]
+        found = [secagg.exponent(size) if 0 < size < math.inf else FIRST_EXPONENT for size in least]
+        return tuple([min(max(own + wider, LOWEST), HIGHEST) for own in found])
+
+
+def row_bits(opening: Opening) -> list[int]:
+    """Return the number of fractional bits of each row."""
+    return [secagg.bits(len(opening.roster), exponent) for exponent in opening.exponents]
+
+
+def no_words(opening: Opening) -> Words:
+    """Return the words of a client that contributes nothing to a sum."""
+    words = np.zeros(opening.size, np.uint64)
+    words[0] = 1
+    return words
+
+
+def check_combination(defence: AnyDefence, model: nn.Module, limits: Limits | None) -> None:
+    """Refuse what needs single updates, or does not follow from their sum."""
+    where, alone = "secure_aggregation", "leave secure_aggregation out, or use plain or veil"
+    inner = defence.base
+    if defence.dp_clip is not None and not inner.clippable:
+        what = f"differential privacy clips recovered gradients, and with {inner.name} no client has its own"
+        raise BadArgument(where, what, "use plain, whose clients clip their own gradients")
+    if not inner.linear:
+        raise BadArgument(where, f"{inner.name} is not linear: the sum of its updates does not give its result", alone)
+    if inner.largest_factor > MAX_FACTOR:
+        what = f"factors up to {inner.largest_factor:g} leave too few digits in fixed point"
+        raise BadArgument(where, what, f"use multiplicative={MAX_FACTOR:g} or less")
+    if limits is not None:
+        what = "limits and aggregation rules judge single updates, and the server sees only their sum"
+        raise BadArgument(where, what, "set limits=None")
+    for path, module in model.named_modules():
+        if isinstance(module, _NormBase) and module.training and module.momentum is None and module.track_running_stats:
+            what = f"{path or 'the model'} averages over all batches (momentum=None), which is not linear"
+            raise BadArgument(where, what, "set momentum=0.1")
+
+
+def encode_words(tensors: Mapping[str, Tensor], records: int, opening: Opening, clip: float | None = None) -> Words:
+    """Client: return its update as words; with differential privacy clipped, and counted once whatever its records."""
+    if clip is not None:
+        if not all(bool(own.isfinite().all()) for own in tensors.values()):
+            return no_words(opening)
+        gradients = {name: own for name, own in tensors.items() if name.startswith("gradient/")}
+        flat, _, _ = clip_vector(torch.cat([own.reshape(-1).double() for own in gradients.values()]), clip)
+        tensors, records = split_vector(flat, gradients), 1
+    return Packing.from_tensors(tensors).pack(tensors, records, opening)
+
+
+class Sums:
+    """Server: chooses the format of sums from those before, and decodes them. Knows nothing about a single client.
+
+    Args:
+        defence: the run's defence.
+        client: computes an update, to estimate the size of its numbers before the first round.
+        model: the server's.
+        example: inputs for that estimate.
+        records: that all clients have together, if known.
+    """
+
+    def __init__(
+        self, defence: AnyDefence, client: AnyClient, model: nn.Module, example: Inputs, records: int | None = None
+    ) -> None:
+        self.model, self.codec, self.clip = model, find_codec(defence), defence.dp_clip
+        self.packing: Packing | None = None
+        self._example, self._client = example, client
+        self._expected: Mapping[str, Tensor] | None = None
+        self._records = records or FIRST_RECORDS
+        self.wider = 0  # additional bits of headroom in the next attempt
+
+    def layout(self, own_round: AnyRound) -> RowFormat:
+        """Return the format of an attempt's words."""
+        _, template = self.codec.template(own_round.base, self.model)
+        if self.clip is not None:
+            template = {name: own for name, own in template.items() if name.startswith("gradient/")}
+        self.packing = packing = Packing.from_tensors(template)
+        if self.clip is not None:  # what is clipped to it always fits
+            return RowFormat((_clipped_exponent(self.clip),) * len(packing.rows), packing.rows, False)
+        if self._expected is None:
+            self._expect_first(own_round)
+        if self._expected is None:
+            return RowFormat((min(FIRST_EXPONENT + self.wider, HIGHEST),) * len(packing.rows), packing.rows, True)
+        sizes = _find_ranges(own_round).bound(self._expected)
+        exponents = packing.choose_exponents(sizes, self._records, self.wider)
+        return RowFormat(exponents, packing.rows, True)
+
+    def _expect_first(self, own_round: AnyRound) -> None:
+        """Estimate the numbers of the first round from a client's step on random records."""
+        draw, device = torch.Generator().manual_seed(0), next(self.model.parameters()).device
+        inputs = each(lambda like: _draw_like(like, draw), self._example)
+        dense = torch.zeros_like(one_output(self.model, inputs))
+        dense.view(-1)[:1] = 1.0
+        for targets in (dense, torch.zeros(1, dtype=torch.int64)):
+            samples = Samples(inputs, targets.expand(count(inputs), *targets.shape[1:]).to(device))
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    expected = _find_ranges(own_round).expect(self._client.step(own_round.broadcast, samples))
+            except Exception:  # the loss expects other targets
+                continue
+            if all(bool(own.isfinite().all()) for own in expected.values()):
+                self._expected = expected
+                return
+
+    def aggregate(self, own_round: AnyRound, total: Words, opening: Opening) -> Aggregate:
+        """Return the round's result from the sum of its words; abort if it wrapped around, or contains nothing."""
+        assert self.packing is not None
+        clients = len(opening.roster)
+        wrapped = wrapped_rows(total[HEAD:], opening.rows) if opening.checks else []
+        if wrapped:
+            self.wider += WIDER
+            what = f"{len(wrapped)} of its {len(opening.rows)} rows wrapped around"
+            raise Aborted("sum", "the sum", f"{what}; the next round has {WIDER} more bits of headroom")
+        records, tensors = self.packing.unpack(total, opening)
+        values, template = self.codec.template(own_round.base, self.model)
+        own = add_prefix("buffer", dict(self.model.named_buffers())) if self.clip is not None else {}
+        tensors = {name: (tensors | own)[name] for name in template}  # in the model's order
+        update = self.codec.decode_update(own_round.base, self.model, values, tensors, 0)
+        rows = self.packing.bound_rounding(opening.exponents, clients, records)
+        ranges = _find_ranges(own_round)
+        expected, rounding = ranges.expect(update, self._expected), ranges.bound_rounding(rows)
+        result = own_round.base.recover([update], [1.0])
+        size = math.hypot(*[float(torch.linalg.vector_norm(g.double())) for g in result.gradients.values()])
+        self._expected, self._records, self.wider = expected, records, 0
+        error = result.error + (rounding / size if size else 0.0)
+        figures = {**result.figures, "records": records, "fixed_point_error": rounding / size if size else 0.0}
+        result = dataclasses.replace(result, error=error, figures=figures)
+        return own_round.finish_sum(result, int(total[0]))
+
+
+def _find_ranges(own_round: AnyRound) -> AnyRanges:
+    """Return the ranges of a linear defence's round."""
+    assert isinstance(own_round.base, Ranges)
+    return own_round.base
+
+
+def _draw_like(like: Tensor, draw: torch.Generator) -> Tensor:
+    """Return normal numbers as large as the example's, whose values need not be typical; integers stay unchanged."""
+    if not like.is_floating_point() or not like.numel():
+        return like
+    size = float(like.double().square().mean().sqrt())
+    return ((size if 0 < size < math.inf else 1.0) * torch.randn(like.shape, generator=draw)).to(like)
+
+
+def _clipped_exponent(clip: float) -> int:
+    """Return the exponent of numbers that are at most `clip`."""
+    return min(max(math.frexp(clip)[1] + 1, LOWEST), HIGHEST)

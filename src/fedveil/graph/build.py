@@ -1,0 +1,181 @@
+"""Turn the constraints that a walk recorded into a plan."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedveil.errors import AnalysisError
+from fedveil.graph.head import Head
+from fedveil.graph.ledger import Ledger, Region
+from fedveil.graph.plan import (
+    Axis,
+    Entry,
+    Layout,
+    ModelState,
+    Plan,
+    Pool,
+    Reason,
+    SlotRange,
+    Slots,
+    TensorPart,
+    read_state,
+)
+from fedveil.graph.solve import Orders, Scales, components, ranks, solve_orders, solve_scales
+from fedveil.graph.units import Dims, Symmetry, compress, factor_along, varying_dims
+from fedveil.graph.walk import Walk
+
+POOLED = 2**15  # elements of the largest tensor that goes into the pool
+
+
+def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collection[str] = ()) -> Plan:
+    """Turn the constraints that the walk recorded into a plan."""
+    ledger, name, state = walk.ledger, type(model).__name__, read_state(model)
+    scales, orders = solve_scales(ledger), solve_orders(ledger)
+    layout, builder = _lay_out(name, state, walk.used), _SlotBuilder(scales, orders)
+    pieces = {e.name: [builder.add(region) for region in ledger.regions.get(e.name, ())] for e in layout.entries}
+    pool = build_pool([e for e in layout.entries if e.shape.numel() <= POOLED], pieces, layout.device)
+    pins = {Reason(own.where, own.why): None for own in ledger.limits if not own.symmetry and own.where != "output"}
+    axes, known = _build_axes(ledger, scales), _find_known_names(state.parameters, layout, public)
+    solved = scales.symmetries, orders, builder.finish()
+    return Plan(name, axes, head, layout, state.modes, *solved, pieces, pool, tuple(pins), known)
+
+
+def _lay_out(model_name: str, state: ModelState, used: set[str]) -> Layout:
+    """Choose the order of the model's tensors in the flat vector."""
+    parameters = {name: tensor for name, tensor in state.parameters.items() if name in used}
+    kinds = (
+        {name: tensor for name, tensor in parameters.items() if tensor.requires_grad},
+        {name: tensor for name, tensor in parameters.items() if not tensor.requires_grad},
+        {name: tensor for name, tensor in state.buffers.items() if tensor.is_floating_point()},
+    )
+    dtypes = {(tensor.dtype, tensor.device) for kind in kinds for tensor in kind.values()}
+    if len(dtypes) != 1:
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in dtypes)) or "no parameters"
+        fix = "call model.to(device, torch.float32) before analyse"
+        raise AnalysisError(model_name, f"its tensors must share one dtype and device, found {found}", fix)
+    entries: list[Entry] = []
+    for name, tensor in (pair for kind in kinds for pair in kind.items()):
+        start = entries[-1].stop if entries else 0
+        entries.append(Entry(name, tensor.shape, start, start + tensor.numel(), tensor.detach().to("meta")))
+    trainable, frozen, buffers = (tuple(entry for entry in entries if entry.name in kind) for kind in kinds)
+    counters = tuple(name for name in state.buffers if name not in kinds[2])
+    unused = tuple(name for name in state.parameters if name not in used)
+    return Layout(trainable, frozen, buffers, counters, unused, *dtypes.pop())
+
+
+class _SlotBuilder:
+    """Collects the slots of all tensors."""
+
+    def __init__(self, scales: Scales, orders: Orders) -> None:
+        zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+        self._scales, self._orders = scales, orders
+        self._scale_columns = [(zero, one)]
+        self._order_columns = [(zero,) * 5]
+        self._scale_count = self._order_count = 1
+
+    def add(self, region: Region) -> TensorPart:
+        """Return the region with its slots."""
+        scale = [slots for slots in map(self._add_scale, region.units.scale) if slots]
+        order, used = [], frozenset[int]()
+        for factor in region.units.order:
+            slots = self._add_order(factor, region.view.strides, used)
+            if slots:
+                order.append(slots)
+                used |= frozenset(d for d, n in enumerate(slots.shape) if n > 1)
+        shape, strides, offset = region.view
+        return TensorPart(offset, shape, strides, tuple(scale), tuple(order))
+
+    def _add_scale(self, factor: Tensor) -> SlotRange | None:
+        refs, scales = factor.numpy(), self._scales
+        unit = scales.classes[np.abs(refs)]
+        unit = np.where(scales.symmetries[unit] > 0, unit, 0)
+        inverse = scales.powers[np.abs(refs)] * np.sign(refs) < 0
+        numbers = compress(torch.from_numpy(np.asarray(2 * unit + inverse * (unit > 0))))
+        unit, inverse = np.divmod(numbers.numpy().ravel(), 2)
+        if not unit.any():
+            return None
+        self._scale_columns.append((unit, 1 - 2 * inverse))
+        first, self._scale_count = self._scale_count, self._scale_count + len(unit)
+        return SlotRange(first, tuple(numbers.shape))
+
+    def _add_order(self, factor: Tensor, strides: Sequence[int], used: Dims) -> SlotRange | None:
+        kinds, members = self._orders.kinds, self._orders.members
+        label = self._orders.classes[factor.numpy()]
+        short = compress(torch.from_numpy(np.asarray(np.where(kinds[label] > 0, label, 0))))
+        dims = varying_dims(short) - used
+        if not dims or not short.any():
+            return None
+        position = torch.zeros((1,) * short.dim(), dtype=torch.int64)
+        for d in dims:
+            position = position + factor_along(torch.arange(short.shape[d]) * strides[d], d, short.dim())
+        label, place = short.numpy().ravel(), position.expand(short.shape).numpy().ravel()
+        count = len(label)
+        rank, kind, member = ranks(label), kinds[label], members[label]
+        group = np.where(kind == 0, -1 - np.arange(count), kind)  # a fixed position is the only one of its kind
+        by_kind = np.lexsort((rank, member, group))
+        starts = np.searchsorted(group[by_kind], group)
+        repeat = np.where(kind == 0, 0, np.bincount(label)[label])
+        origin = self._order_count + starts + np.where(kind == 0, 0, rank)
+        self._order_columns.append((np.where(kind == 0, 0, label), origin, repeat, place, place[by_kind]))
+        first, self._order_count = self._order_count, self._order_count + count
+        return SlotRange(first, tuple(short.shape))
+
+    def finish(self) -> Slots:
+        """Return all slots."""
+        unit, power = map(np.concatenate, zip(*self._scale_columns, strict=True))
+        columns = map(np.concatenate, zip(*self._order_columns, strict=True))
+        return Slots(int(self._scales.classes.max()) + 1, unit, power, *columns)
+
+
+def build_pool(entries: Sequence[Entry], pieces: Mapping[str, Sequence[TensorPart]], device: torch.device) -> Pool:
+    """Put tensors into one flat vector, with the slots of each element."""
+    pooled, length = [], 0
+    for entry in entries:
+        pooled.append(replace(entry, start=length, stop=length + entry.shape.numel()))
+        length = pooled[-1].stop
+    parts = [(entry, piece) for entry in pooled for piece in pieces.get(entry.name, ())]
+    depths = (max([1, *[len(piece.scale) for _, piece in parts]]), max([1, *[len(piece.order) for _, piece in parts]]))
+    scale, order = (torch.zeros((depth, length), dtype=torch.int32) for depth in depths)
+    for entry, piece in parts:
+        for rows, ranges in ((scale, piece.scale), (order, piece.order)):
+            for row, own in zip(rows, ranges, strict=False):
+                slots = torch.arange(own.first, own.first + torch.Size(own.shape).numel()).reshape(own.shape)
+                piece.part(row[entry.start : entry.stop]).copy_(slots.expand(piece.shape))
+    return Pool(tuple(pooled), scale.to(device), order.to(device), torch.arange(length, device=device))
+
+
+def _build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:
+    """Group scale units into axes: axes that share a class are one."""
+    classes = scales.classes
+    births = [(where, classes[units.numpy()]) for where, units in ledger.births]
+    pairs = [(np.full_like(own, number), len(births) + own) for number, (_, own) in enumerate(births)]
+    found = components(len(births) + len(scales.symmetries), pairs)  # of births, then of classes: the first birth
+    limits: dict[int, dict[Reason, None]] = {}
+    for limit in ledger.limits:
+        for first in np.unique(found[len(births) + classes[limit.members.numpy()]]):
+            limits.setdefault(int(first), {})[Reason(limit.where, limit.why)] = None
+    axes = []
+    for first in dict.fromkeys(found[: len(births)].tolist()):
+        numbers = np.flatnonzero(found[: len(births)] == first)
+        own = np.unique(np.concatenate([births[n][1] for n in numbers]))
+        symmetry = Symmetry(int(np.bitwise_and.reduce(scales.symmetries[own])))
+        names = tuple(dict.fromkeys(births[n][0] for n in numbers))
+        axes.append(Axis(names, len(own), symmetry, tuple(limits.get(first, {}))))
+    return tuple(axes)
+
+
+def _find_known_names(parameters: Mapping[str, Tensor], layout: Layout, public: Collection[str]) -> tuple[str, ...]:
+    """Return the parameters that hold one number throughout, then those that are declared public."""
+    names = [entry.name for entry in layout.trainable + layout.frozen]
+    declared = [name for name in names if any(name == p or name.startswith(p.rstrip(".") + ".") for p in public)]
+    return tuple(dict.fromkeys([*[name for name in names if _is_constant(parameters[name])], *sorted(declared)]))
+
+
+def _is_constant(value: Tensor) -> bool:
+    """Return whether all of several elements are equal and not 0, as in new norms and new layer scales."""
+    flat = value.detach().reshape(-1)
+    one = flat[:1]
+    return flat.numel() > 1 and bool(one != 0) and bool((flat[:64] == one).all()) and bool((flat == one).all())

@@ -1,0 +1,192 @@
+"""How much of a model a plan perturbs, and how much of that known values reveal: in figures and in words.
+
+A new BatchNorm's weight is known to be 1 everywhere, so its perturbed value is the product of its factors. Once all but
+one of them are known, so is the last, here and wherever else it is used.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedveil.graph.units import Dims, Symmetry, varying_dims
+
+if TYPE_CHECKING:
+    from fedveil.graph.plan import Plan, Reason, TensorPart
+
+Mask = NDArray[np.bool_]
+KINDS = ("scaled", "signed", "moved")
+
+
+@dataclass(frozen=True)
+class KnownValues:
+    """Values that clients know, and how much they reveal.
+
+    Attributes:
+        names: the parameters with known values: those that hold one number throughout, and those declared public.
+        share: fraction of the parameters' values that known ones reveal: the sizes of all their factors (or, where only
+            signs are secret, the signs) follow from known values. Positions, and signs of factors that have a size,
+            stay secret; a public tensor of distinct values reveals positions too.
+    """
+
+    names: tuple[str, ...]
+    share: float
+
+
+def _count_free(part: "TensorPart", scale: Mask, order: Mask | None = None) -> int:
+    """Count the elements of a part on which none of the chosen slots act; independent dims multiply."""
+    factors = [own.select(torch.from_numpy(~scale)) for own in part.scale]
+    factors += [] if order is None else [own.select(torch.from_numpy(~order)) for own in part.order]
+    groups: list[tuple[Dims, torch.Tensor]] = []
+    for own in factors:
+        dims = varying_dims(own)
+        for other, untouched in [group for group in groups if group[0] & dims]:
+            groups = [group for group in groups if group[0] is not other]
+            own, dims = own & untouched, dims | other
+        groups.append((dims, own))
+    constant = [size for dim, size in enumerate(part.shape) if not any(dim in dims for dims, _ in groups)]
+    return math.prod([*constant, *[int(own.sum()) for _, own in groups]])
+
+
+def _hidden_parts(plan: "Plan") -> list["TensorPart"]:
+    """Return the parts of all parameters except the head, whose noise no known value reveals."""
+    head = (plan.head.weight, plan.head.bias) if plan.head else ()
+    parameters = plan.layout.trainable + plan.layout.frozen
+    return [part for entry in parameters if entry.name not in head for part in plan.pieces[entry.name]]
+
+
+def measure_shares(plan: "Plan") -> MappingProxyType[str, float]:
+    """Return the fractions of the parameters' values by the strongest perturbation of each."""
+    symmetries = plan.symmetries[plan.slots.unit]
+    sized, acts, moves = (symmetries & Symmetry.POSITIVE) > 0, symmetries > 0, plan.slots.order > 0
+    counts = np.zeros(len(KINDS), np.int64)
+    for part in _hidden_parts(plan):
+        size, unscaled, unsigned = math.prod(part.shape), _count_free(part, sized), _count_free(part, acts)
+        counts += [size - unscaled, unscaled - unsigned, unsigned - _count_free(part, acts, moves)]
+    head = (plan.head.weight, plan.head.bias) if plan.head else ()
+    counts[0] += sum(entry.shape.numel() for entry in plan.layout.entries if entry.name in head)
+    total = max(1, plan.layout.parameters)
+    shares = {kind: float(count / total) for kind, count in zip(KINDS, counts, strict=True)}
+    return MappingProxyType({**shares, "bare": float((plan.layout.parameters - counts.sum()) / total)})
+
+
+def measure_known_values(plan: "Plan") -> KnownValues:
+    """Measure how much values that clients know beforehand reveal."""
+    known = [part for name in plan.known_names for part in plan.pieces[name]]
+    units = plan.slots.unit
+    sized, signed = ((plan.symmetries[units] & kind) > 0 for kind in (Symmetry.POSITIVE, Symmetry.SIGN))
+    open_size, open_sign = (
+        secret & ~np.isin(units, _find_revealed_classes(plan, known, kind))
+        for secret, kind in ((sized, Symmetry.POSITIVE), (signed, Symmetry.SIGN))
+    )
+    count = 0
+    for part in _hidden_parts(plan) if known else ():  # with factors of some size, or only signs, all of them revealed
+        count += _count_free(part, open_size) - _count_free(part, sized)
+        count += _count_free(part, sized | open_sign) - _count_free(part, sized | signed)
+    return KnownValues(plan.known_names, count / max(1, plan.layout.parameters))
+
+
+def _find_revealed_classes(plan: "Plan", known: Sequence["TensorPart"], kind: Symmetry) -> list[int]:
+    """Return the scale classes whose size (or sign) follows from known values: all others in a product are known."""
+    secret = (plan.symmetries & kind) > 0
+    products = [product for part in known for product in _find_products(plan, part, secret)]
+    found: set[int] = set()
+    while new := {next(iter(rest)) for product in products if len(rest := product - found) == 1}:
+        found |= new
+    return sorted(found)
+
+
+def _find_products(plan: "Plan", part: "TensorPart", secret: Mask) -> set[frozenset[int]]:
+    """Return the sets of secret classes that multiply an element of the part, however often a class occurs."""
+    if not part.scale:
+        return set()
+    units = torch.from_numpy(plan.slots.unit)
+    rows = np.broadcast_arrays(*[own.select(units).numpy() for own in part.scale])
+    table = np.unique(np.stack([row.ravel() for row in rows], 1), axis=0)
+    return {frozenset(int(c) for c in row if secret[c]) for row in table}
+
+
+# In words.
+
+
+def as_dict(plan: "Plan") -> dict[str, object]:
+    """Return the plan in plain values, as `fedveil inspect --json` prints it."""
+    layout, head = plan.layout, plan.head
+
+    def as_dicts(reasons: Sequence["Reason"]) -> list[dict[str, str]]:
+        return [reason._asdict() for reason in reasons]
+
+    return {
+        "model": plan.model_name,
+        "parameters": layout.parameters,
+        "trainable": layout.weights,
+        "buffers": layout.total - layout.parameters,
+        "coverage": plan.coverage,
+        "shares": dict(plan.shares),
+        "known": {"names": list(plan.known.names), "share": plan.known.share},
+        "head": head.path if head else None,
+        "outputs": head.outputs if head else None,
+        "tail": head.tail if head else None,
+        "axes": [
+            {**vars(axis), "symmetry": axis.symmetry.words, "limited_by": as_dicts(axis.limited_by)}
+            for axis in plan.axes
+        ],
+        "pinned": as_dicts(plan.pinned),
+        "unused": list(layout.unused),
+    }
+
+
+def shares_in_words(plan: "Plan") -> str:
+    """Return the shares in one line."""
+    words = ("scaled or with additive noise", "changed in sign", "only moved", "bare")
+    return ", ".join(f"{share:.1%} {what}" for share, what in zip(plan.shares.values(), words, strict=True))
+
+
+def known_in_words(plan: "Plan") -> str | None:
+    """Say in one sentence how much known values reveal; None if nothing."""
+    if not plan.known.share:
+        return None
+    names = ", ".join(plan.known.names[:3]) + (", ..." if len(plan.known.names) > 3 else "")
+    return (
+        f"The factors (or signs) of {plan.known.share:.1%} of the values follow from values that clients know "
+        f"({names}): only their positions, and signs where factors have any, stay secret."
+    )
+
+
+def _abbreviate(names: Sequence[str], more: str = "") -> str:
+    return "".join(names[:1]) + (f" (+{len(names) - 1}{more})" if len(names) > 1 else "")
+
+
+def _describe_head(plan: "Plan") -> str:
+    """Say which layer takes additive noise, and how clients run the layers that follow."""
+    head = plan.head
+    if head is None:
+        return "HEAD EXPOSED: no additive noise, clients read the true predictions"
+    layer = f"{head.path or head.weight} with {head.outputs} outputs"
+    if not head.within:
+        return f"the final layer, {layer}, takes additive noise"
+    runs = "on all candidates for its noise at once" if head.tail == "stacked" else "once per candidate for its noise"
+    return f"{layer} takes additive noise; clients run the layers after it {runs}"
+
+
+def describe(plan: "Plan") -> str:
+    """Return the plan as a table of axes, their factors and limits, then the pinned operations with reasons."""
+    first = f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {shares_in_words(plan)}"
+    lines = [line for line in (first, _describe_head(plan), known_in_words(plan)) if line] + [""]
+    rows = [("channels from", "units", "factors", "limited by")]
+    for axis in plan.axes:
+        limits = _abbreviate([f"{where}: {why}" for where, why in axis.limited_by], " more")
+        rows.append((_abbreviate(axis.written_by), str(axis.size), axis.symmetry.words, limits))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for name, units, factors, why in rows:
+        lines.append(f"  {name:<{widths[0]}}  {units:>{widths[1]}}  {factors:<{widths[2]}}  {why}".rstrip())
+    if plan.pinned:
+        lines += ["", "no factor passes", *[f"  {where}: {why}" for where, why in plan.pinned]]
+    if plan.layout.unused:
+        lines += ["", "never read by forward, so neither sent nor trained: " + ", ".join(plan.layout.unused)]
+    return "\n".join(lines)

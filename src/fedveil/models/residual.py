@@ -1,0 +1,115 @@
+"""Residual networks in their CIFAR form (He et al., 2016, Sec. 4.2)."""
+
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedveil.errors import BadArgument
+
+Norm = Literal["batch", "none"]
+Shortcut = Literal["A", "B"]
+DEPTHS = (8, 20, 32, 44, 56)
+
+
+def _norm(kind: Norm, channels: int) -> nn.Module:
+    return nn.BatchNorm2d(channels) if kind == "batch" else nn.Identity()
+
+
+class PadShortcut(nn.Module):
+    """Shortcut A: every second pixel, and zeros for new channels."""
+
+    def __init__(self, extra: int) -> None:
+        super().__init__()
+        self.before = extra // 2
+        self.after = extra - extra // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Subsample and pad."""
+        return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.before, self.after))
+
+
+def _shortcut(before: int, after: int, stride: int, norm: Norm, kind: Shortcut) -> nn.Module:
+    if stride == 1 and before == after:
+        return nn.Identity()
+    if kind == "A":
+        return PadShortcut(after - before)
+    conv = nn.Conv2d(before, after, 1, stride=stride, bias=norm == "none")
+    return nn.Sequential(conv, _norm(norm, after))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut around them."""
+
+    def __init__(self, before: int, after: int, stride: int, norm: Norm, shortcut: Shortcut) -> None:
+        super().__init__()
+        bias = norm == "none"
+        self.conv1 = nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=bias)
+        self.norm1 = _norm(norm, after)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=bias)
+        self.norm2 = _norm(norm, after)
+        self.shortcut = _shortcut(before, after, stride, norm, shortcut)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of both branches."""
+        out = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """Three stages of blocks with 16, 32 and 64 channels, global average pooling, a linear head."""
+
+    def __init__(self, depth: int, channels: int, outputs: int, width: int, norm: Norm, shortcut: Shortcut) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, width, 3, padding=1, bias=norm == "none")
+        self.norm = _norm(norm, width)
+        before = width
+        stages = []
+        for stage in range(3):
+            after = width * 2**stage
+            blocks = []
+            for number in range((depth - 2) // 6):
+                stride = 2 if stage and not number else 1
+                blocks.append(BasicBlock(before, after, stride, norm, shortcut))
+                before = after
+            stages.append(nn.Sequential(*blocks))
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(before, outputs)
+        if norm == "none":
+            self._shrink_branches()
+
+    def _shrink_branches(self) -> None:
+        """Start residual branches small, so that activations keep their size without a norm (as Fixup does)."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        blocks = [module for module in self.modules() if isinstance(module, BasicBlock)]
+        for block in blocks:
+            block.conv2.weight.data.mul_(len(blocks) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs of the head."""
+        x = self.stages(F.relu(self.norm(self.conv(x))))
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def resnet(
+    depth: int, channels: int = 3, outputs: int = 10, *, width: int = 16, norm: Norm = "batch", shortcut: Shortcut = "A"
+) -> ResNet:
+    """Build ResNet8, 20, 32, 44 or 56 for images of any size.
+
+    Args:
+        depth: number of layers with weights.
+        channels: of the images.
+        outputs: of the head.
+        width: channels of the first stage.
+        norm: "batch", or "none" for the paper's networks without normalisation.
+        shortcut: "A" pads with zeros, "B" projects, where a stage begins.
+    """
+    if depth not in DEPTHS:
+        raise BadArgument("resnet", f"depth must be one of {', '.join(map(str, DEPTHS))}, got {depth!r}")
+    if norm not in ("batch", "none") or shortcut not in ("A", "B"):
+        raise BadArgument("resnet", f'norm must be "batch" or "none", shortcut "A" or "B"; got {norm!r}, {shortcut!r}')
+    return ResNet(depth, channels, outputs, width, norm, shortcut)

@@ -1,0 +1,72 @@
+"""Networks without branches: the paper's perceptron, a convolutional network, and the one of gradient inversion."""
+
+import itertools
+
+from torch import nn
+
+from fedveil.errors import BadArgument
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid}
+CHANNELS, KERNEL, STRIDES, SPREAD = 12, 5, (2, 2, 1), 0.5  # of `lenet`
+
+
+def mlp(inputs: int, outputs: int, *, layers: int = 3, hidden: int = 50, bias: bool = True) -> nn.Sequential:
+    """Build a ReLU network with `layers` hidden layers of `hidden` units and a linear head.
+
+    The paper's L in {3, 5, 7} is `layers`, as its public code counts: L hidden layers, L + 1 weight matrices. The
+    paper's networks have no biases (`bias=False`).
+    """
+    if layers < 1:
+        raise BadArgument("mlp", f"layers must be at least 1, got {layers}")
+    stack: list[nn.Module] = []
+    for before, after in itertools.pairwise([inputs, *[hidden] * layers]):
+        stack += [nn.Linear(before, after, bias=bias), nn.ReLU()]
+    return nn.Sequential(*stack, nn.Linear(hidden, outputs, bias=bias))
+
+
+def cnn(channels: int = 3, outputs: int = 10, *, width: int = 16, size: int = 32) -> nn.Sequential:
+    """Build three convolutions with ReLU, two max-poolings and two linear layers, for square images from 4 x 4 on."""
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(2 * width * (size // 4) ** 2, 4 * width),
+        nn.ReLU(),
+        nn.Linear(4 * width, outputs),
+    )
+
+
+def lenet(channels: int = 3, outputs: int = 10, *, size: int = 32, activation: str = "relu") -> nn.Sequential:
+    """Build the network on which gradient inversion is published (Zhu et al. 2019, arXiv 1906.08935).
+
+    It has three convolutions of 12 channels and 5 x 5 pixels with strides 2, 2, 1, and a linear head. With sigmoids,
+    all parameters start uniform in [-1/2, 1/2], as published, so that the gradients of all layers are of similar size.
+    With ReLU they start with PyTorch's defaults.
+
+    Differs from the published network, which has sigmoids only; with ReLU a veil can use factors.
+
+    Args:
+        channels: of the images.
+        outputs: of the head.
+        size: pixels per side.
+        activation: "relu" or "sigmoid".
+    """
+    if activation not in ACTIVATIONS:
+        raise BadArgument("lenet", f"unknown activation {activation!r}", f"choose {' or '.join(ACTIVATIONS)}")
+    stack: list[nn.Module] = []
+    before, side = channels, size
+    for stride in STRIDES:
+        conv = nn.Conv2d(before, CHANNELS, KERNEL, stride=stride, padding=KERNEL // 2)
+        stack += [conv, ACTIVATIONS[activation]()]
+        before, side = CHANNELS, -(-side // stride)
+    net = nn.Sequential(*stack, nn.Flatten(), nn.Linear(CHANNELS * side * side, outputs))
+    if activation == "sigmoid":
+        for parameter in net.parameters():
+            nn.init.uniform_(parameter, -SPREAD, SPREAD)
+    return net

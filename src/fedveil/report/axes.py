@@ -1,0 +1,131 @@
+"""Numbers as text, and axes: the position of a value between the ends, and the ticks."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+NOTHING = "\u2013"  # a dash in place of a missing number
+LARGEST = 1e300  # beyond this, the span between two values may overflow
+FLAT = 1e-9  # a span this small relative to its values is drawn as one level
+
+Ticks = tuple[tuple[float, str], ...]  # value, label
+
+
+def finite(value: float) -> bool:
+    """Whether a value has a position on an axis."""
+    return abs(value) < LARGEST  # False for NaN too
+
+
+def short(value: float) -> str:
+    """Format a number with at most six significant digits, powers of ten as 1e-6.
+
+    >>> short(0.97222222), short(2.5e-7), short(20000.0), short(math.nan)
+    ('0.972222', '2.5e-7', '20000', 'nan')
+    """
+    text = f"{value:.6g}"
+    if "e" not in text:
+        return text
+    mantissa, exponent = text.split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def align(cells: Sequence[str]) -> list[str]:
+    """Pad the numbers of a column with zeros to the same number of decimals, except powers of ten.
+
+    >>> align(["0.51", "0.6319", NOTHING, "2e-7"])
+    ['0.5100', '0.6319', '\u2013', '2e-7']
+    """
+    plain = [cell != NOTHING and "e" not in cell for cell in cells]
+    decimals = max((len(cell.partition(".")[2]) for cell in compress(cells, plain)), default=0)
+    return [
+        f"{float(cell):.{decimals}f}" if decimals and fits else cell for cell, fits in zip(cells, plain, strict=True)
+    ]
+
+
+def tick_label(value: float, step: float) -> str:
+    """Format a tick with as many decimals as the step between ticks needs.
+
+    >>> tick_label(0.5, 0.25), tick_label(15000, 5000), tick_label(3e-7, 1e-7)
+    ('0.50', '15,000', '3e-7')
+    """
+    if step < 1e-4 or abs(value) >= 1e7:
+        return short(round(value / step) * step)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    if decimals and round(step * 10**decimals, 6) != round(step * 10**decimals):
+        decimals += 1
+    text = f"{value:,.{decimals}f}"
+    return text.removeprefix("-") if float(text.replace(",", "")) == 0 else text
+
+
+def count(number: int, noun: str) -> str:
+    """Format a number with its noun.
+
+    >>> count(1, "value"), count(2000, "value")
+    ('1 value', '2,000 values')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+@dataclass(frozen=True)
+class ChartAxis:
+    """An axis from `low` to `high` with its ticks."""
+
+    low: float
+    high: float
+    log: bool
+    ticks: Ticks
+
+    def position(self, value: float) -> float:
+        """Return the position of a value, from 0 at the low end to 1 at the high end."""
+        if self.log:
+            return (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
+        return (value - self.low) / (self.high - self.low)
+
+
+def nice_step(span: float, wanted: int) -> float:
+    """Return the step of 1, 2, 2.5 or 5 times a power of ten that divides a span into at most `wanted` parts."""
+    power = 10.0 ** math.floor(math.log10(span / wanted))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if span / (factor * power) <= wanted * 1.001)
+
+
+def _linear_ticks(low: float, high: float, step: float) -> Ticks:
+    first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
+    return tuple((number * step, tick_label(number * step, step)) for number in range(first, last + 1))
+
+
+def linear(low: float, high: float, *, wanted: int, outward: bool, least: float = 0.0) -> ChartAxis:
+    """Return a linear axis with ticks at least `least` apart; `outward` extends its ends to ticks."""
+    size = max(abs(low), abs(high))
+    if high - low <= FLAT * size or high - low <= 1e-290:  # a single value: leave a margin
+        margin = 0.1 * size if size > 1e-290 else 1.0
+        low, high = low - margin, high + margin
+    step = max(nice_step(high - low, wanted), least)
+    if outward:
+        low, high = math.floor(low / step + 1e-6) * step, math.ceil(high / step - 1e-6) * step
+    return ChartAxis(low, high, False, _linear_ticks(low, high, step))
+
+
+def _log_ticks(low: float, high: float, wanted: int) -> Ticks:
+    """Return powers of ten; if there is at most one, also 2 and 5 times a power of ten, or ticks of a linear axis."""
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    every = max(1, math.ceil((last - first) / wanted))
+    decades = [power for power in range(first, last + 1) if power % every == 0]
+    if len(decades) >= 2:
+        return tuple((10.0**power, f"1e{power}" if power else "1") for power in decades)
+    powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+    values = [value for power in powers for value in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)]
+    values = [value for value in values if low <= value <= high]
+    if len(values) < 2:
+        values = [value for value, _ in _linear_ticks(low, high, nice_step(high - low, wanted))]
+    return tuple((value, short(value)) for value in values)
+
+
+def logarithmic(low: float, high: float, *, wanted: int, outward: bool = True) -> ChartAxis:
+    """Return a logarithmic axis from above zero; `outward` adds a margin at both ends."""
+    first, last = math.log10(low), math.log10(high)
+    margin = max(0.05 * (last - first), 0.02) if outward or last - first < 0.04 else 0.0
+    if high <= low * (1 + FLAT):
+        margin = 0.3
+    low, high = 10 ** max(-305.0, first - margin), 10 ** min(305.0, last + margin)
+    return ChartAxis(low, high, True, _log_ticks(low, high, wanted))

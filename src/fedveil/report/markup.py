@@ -1,0 +1,99 @@
+"""Templates of a page, and the functions that they call."""
+
+import base64
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from fedveil.report.axes import NOTHING, count
+from fedveil.report.sections import Matrix, Picture
+
+COLOURS = 8  # of series, in theme.html; later series differ in dash and mark
+MARKS = 4  # shapes of marks, in page.html
+WIDE, NARROW = 96, 64  # approximate width of a picture's longer side in pixels, on a desktop and on a phone
+NUMERIC = re.compile(r"(?i)[<>≤≥~≈]?\s*[-+\u2212±]?\s*[\d.,]*\d(e[-+]?\d+)?\b.{0,24}")  # a number, then its unit
+RANGE = re.compile(r"(.*\S) (\[[^\]]*\]|\([^)]*\))")  # a value, then its interval or another value in brackets
+BLANK = frozenset({"", "-", "\u2013", "\u2014", "n/a", "nan", "inf", "not measured"})
+
+
+def asset(name: str) -> str:
+    """Read a text file of this package."""
+    return files("fedveil.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def fill(template: str, **values: object) -> Markup:
+    """Fill a template of this package with values."""
+    return Markup(_environment().get_template(template).render(values))
+
+
+@cache
+def _environment() -> Environment:
+    """Load the templates; values are escaped unless they are markup, and undefined names are errors."""
+    loader = PackageLoader("fedveil.report")
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.filters |= {"prose": prose, "percent": lambda fraction: f"{100 * fraction:.2f}%", "brackets": split_brackets}
+    made.filters |= {"png": png_source, "widths": display_widths, "description": describe_matrix}
+    made.filters["numeric_columns"] = numeric_columns
+    made.tests["failed"] = is_failure
+    made.globals |= {"COLOURS": COLOURS, "MARKS": MARKS, "NOTHING": NOTHING}
+    return made
+
+
+def prose(text: str) -> Markup:
+    """Escape a text, and keep a number such as 2.5e-7 or 96.1 % on one line.
+
+    >>> print(prose("off by 2.5e-7 & less"))
+    off by <span class="whole">2.5e-7</span> &amp; less
+    """
+    return Markup(re.sub(r"\b[\d.]+(?:e-\d+| (?:%|dB))", r'<span class="whole">\g<0></span>', str(escape(text))))
+
+
+def is_failure(text: str) -> bool:
+    """Whether a text reports a failure."""
+    return text.strip().lower().startswith("failed")
+
+
+def numeric_columns(rows: Sequence[Sequence[str]], columns: int) -> list[bool]:
+    """Return which columns contain numbers, apart from blanks and failures."""
+    cells = ([row[index].strip() for row in rows] for index in range(columns))
+    telling = [[cell for cell in own if cell.lower() not in BLANK and not is_failure(cell)] for own in cells]
+    return [bool(own) and all(NUMERIC.fullmatch(cell) for cell in own) for own in telling]
+
+
+def split_brackets(cell: str) -> tuple[str, str]:
+    """Split a cell into its value and the text in brackets, which is printed smaller.
+
+    >>> split_brackets("89.1% [87.7%, 90.4%]"), split_brackets("12.5")
+    (('89.1%', '[87.7%, 90.4%]'), ('12.5', ''))
+    """
+    found = RANGE.fullmatch(cell)
+    return (found[1], found[2]) if found else (cell, "")
+
+
+def png_source(picture: Picture) -> str:
+    """Return a picture as the source of an image."""
+    return f"data:image/png;base64,{base64.b64encode(picture.to_png()).decode()}"
+
+
+def display_widths(picture: Picture) -> str:
+    """Return the displayed widths as CSS variables: integer multiples of the picture's width, so pixels stay square."""
+    side = max(picture.width, picture.height)
+    wide, narrow = (picture.width * max(1, round(shown / side)) for shown in (WIDE, NARROW))
+    return f"--wide:{wide}px;--narrow:{narrow}px"
+
+
+def describe_matrix(matrix: Matrix) -> str:
+    """Return the accuracy and the most common mistake in words."""
+    size, total = range(len(matrix.labels)), sum(map(sum, matrix.counts))
+    if not total:
+        return "No answers counted."
+    right = sum(matrix.counts[index][index] for index in size)
+    accuracy = f"{right / total:.2%} right: {right:,} of {count(total, 'answer')}."
+    wrong = [(matrix.counts[truth][answer], truth, answer) for truth in size for answer in size if truth != answer]
+    most, truth, answer = max(wrong, default=(0, 0, 0))
+    mistake = f"{matrix.labels[truth]} answered as {matrix.labels[answer]}, {count(most, 'time')}"
+    return f"{accuracy} Most common mistake: {mistake}." if most else accuracy

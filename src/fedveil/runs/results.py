@@ -1,0 +1,162 @@
+"""The results of a run on disk: metrics.jsonl, a line per round, and summary.json, which `fedveil train` prints."""
+
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Self
+
+from fedveil.data import Data
+from fedveil.errors import BadArgument
+from fedveil.federation.checkpoint import BEST, MODEL
+from fedveil.federation.evaluate import METRICS
+from fedveil.federation.history import RoundRecord
+from fedveil.federation.server import Server
+from fedveil.files import refusals, write_whole
+from fedveil.plain_json import read_json, to_json
+from fedveil.runs.config import SCHEMA, check_schema
+
+LOG = logging.getLogger("fedveil")
+Figure = int | float | str | None
+
+
+def primary_metric(measured: Collection[str]) -> str:
+    """Return the metric that stands for a model's quality, of those that were measured."""
+    return next((name for name in METRICS if name in measured), METRICS[0])
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The differential privacy that a run has spent; an infinite epsilon is None."""
+
+    epsilon: float | None
+    epsilon_replace: float | None
+    delta: float
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended.
+
+    Attributes:
+        folder: of the run.
+        rounds: number of rounds.
+        metrics: test metrics of the last model, and `rmse` in the units of a standardised target.
+        best: primary metric of the best model; None without an evaluation.
+        coverage: fractions of the model's values by how a veil perturbs them; empty for other defences.
+        budget: differential privacy; None without it.
+        largest_error: largest relative error of a recovered gradient.
+        seconds: duration of all rounds.
+        repeat: the command that repeats the run.
+        stopped: why it stopped early, or None.
+    """
+
+    folder: Path
+    rounds: int
+    metrics: Mapping[str, float]
+    best: float | None
+    coverage: Mapping[str, float]
+    budget: Budget | None
+    largest_error: float
+    seconds: float
+    repeat: str
+    stopped: str | None = None
+
+    def to_dict(self) -> dict[str, Figure]:
+        """Return plain values by name, for a file."""
+        has_best, budget = self.best is not None, self.budget
+        return {
+            "schema": SCHEMA,
+            "folder": str(self.folder),
+            "rounds": self.rounds,
+            **self.metrics,
+            "best": self.best,
+            "model": str(self.folder / MODEL),
+            **({"best_model": str(self.folder / BEST)} if has_best else {}),
+            **self.coverage,
+            **(vars(budget) if budget else {}),
+            "largest_error": self.largest_error,
+            "seconds": self.seconds,
+            "repeat": self.repeat,
+            **({"stopped": self.stopped} if self.stopped else {}),
+        }
+
+
+def read_rounds(folder: Path) -> int | None:
+    """Return the number of rounds in a folder's summary; None if it is missing or damaged."""
+    path = folder / "summary.json"
+    try:
+        rounds = check_schema(read_json(path), str(path)).get("rounds")
+    except ValueError:  # a BadArgument is a ValueError
+        return None
+    return rounds if isinstance(rounds, int) else None
+
+
+def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: int | None = None) -> RunSummary:
+    """Return the summary of a server that has finished."""
+    history, plan, accountant = server.history, server.defence_server.plan, server.defence_server.accountant
+    metrics = dict(history.metrics)
+    if data.target_scale is not None and "mse" in metrics:
+        metrics["rmse"] = math.sqrt(metrics["mse"]) * data.target_scale[1]
+    budget = None
+    if accountant is not None:
+        epsilons = accountant.epsilon(), accountant.epsilon(replace=True)
+        spent, replaced = (epsilon if math.isfinite(epsilon) else None for epsilon in epsilons)
+        budget = Budget(spent, replaced, accountant.delta)
+    return RunSummary(
+        folder,
+        server.round,
+        metrics,
+        server.best[0] if server.best else None,
+        {} if plan is None else {**plan.shares, "revealed": plan.known.share},
+        budget,
+        max((record.error for record in history.records), default=0.0),
+        history.records[-1].seconds if history.records else 0.0,
+        repeat,
+        f"early, after {patience} evaluations without improvement" if server.has_stalled(patience) else None,
+    )
+
+
+class MetricsFile:
+    """The file of a server's records, untouched until there is one to write, so that a run may still be refused.
+
+    Args:
+        path: of the file. Lines of rounds that a kill has lost are cut off.
+        server: the server that appends its records.
+    """
+
+    def __init__(self, path: Path, server: Server) -> None:
+        self._path, self._server = path, server
+        self._file: IO[str] | None = None
+        self._count = -1  # lines written
+
+    def append(self, record: RoundRecord) -> None:
+        """Add the record of the round that has just ended."""
+        with refusals(self._path):
+            if self._file is None:
+                self._write(self._server.history.records[:-1])
+                self._file = self._path.open("a", buffering=1)
+            self._file.write(to_json(record.to_dict()) + "\n")
+            self._count += 1
+
+    def _write(self, records: Sequence[RoundRecord]) -> None:
+        write_whole(self._path, "".join(to_json(record.to_dict()) + "\n" for record in records))
+        self._count = len(records)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write missing records: all of a run that was finished before, or the last one if its evaluation failed."""
+        records = self._server.history.records
+        if self._file is not None:
+            self._file.close()
+        if self._count == len(records) or (kind is not None and self._file is None):
+            return
+        try:
+            self._write(records)
+        except BadArgument as failure:
+            if kind is None:
+                raise
+            LOG.warning("fedveil: %s", failure)  # the user must see the error that ended the run

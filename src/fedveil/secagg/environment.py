@@ -1,0 +1,52 @@
+"""A member's keys, roster and policy, from the files that environment variables name; no job names them."""
+
+import os
+from pathlib import Path
+
+from fedveil.errors import BadArgument
+from fedveil.secagg.identity import Identity, Roster
+from fedveil.secagg.memory import Memory
+from fedveil.secagg.party import Party
+from fedveil.secagg.policy import Policy
+
+IDENTITY, ROSTER, POLICY = "FEDVEIL_IDENTITY", "FEDVEIL_ROSTER", "FEDVEIL_POLICY"
+
+
+def load_party(identity: Path, roster: Path, policy: Path | None = None) -> Party:
+    """Load a client's part in secure aggregation from the files of `fedveil keys` and the roster.
+
+    The keys of a run, and what must not be forgotten before it ends, are stored in a file beside the identity, so that
+    a restarted client can continue.
+
+    Args:
+        identity: the file of `fedveil keys new`.
+        roster: the file that lists who may take part.
+        policy: the file of `fedveil keys policy`; by default the one beside the identity.
+    """
+    own = Policy.read(policy or identity.with_suffix(".policy"))
+    memory = Memory(identity.with_suffix(".memory"))
+    found = Party(Identity.load(identity), Roster.read(roster), memory, policy=own)
+    found.sweep()
+    return found
+
+
+def own_party() -> Party | None:
+    """Return the party that this client's environment names; None without."""
+    identity, roster, policy = (os.environ.get(name) for name in (IDENTITY, ROSTER, POLICY))
+    if not identity:
+        return None
+    if not roster:
+        raise BadArgument(IDENTITY, f"{ROSTER} is not set", f"set {ROSTER} to the file that lists who may take part")
+    return load_party(Path(identity), Path(roster), Path(policy) if policy else None)
+
+
+def own_policy() -> Policy | None:
+    """Return the policy that the environment of a client without secure aggregation names; None without."""
+    path = os.environ.get(POLICY)
+    return Policy.read(Path(path)) if path else None
+
+
+def server_files() -> tuple[Identity | None, Roster | None]:
+    """Return the server's signing key and the roster, as far as its environment names them."""
+    identity, roster = os.environ.get(IDENTITY), os.environ.get(ROSTER)
+    return Identity.load(Path(identity)) if identity else None, Roster.read(Path(roster)) if roster else None

@@ -1,1 +1,0 @@
-"""`fedveil attack poisoning`: what hostile clients do to the model."""

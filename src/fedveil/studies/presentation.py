@@ -1,0 +1,122 @@
+"""Results as readers see them, on a page and in the terminal: figures, marks of charts, rows, images."""
+
+import base64
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import torch
+from pydantic import BaseModel, TypeAdapter
+from torch import Tensor
+
+from fedveil.attacks.scores import Estimate
+from fedveil.report import NOTHING, Interval, Page, Picture, Section, Table
+
+
+@dataclass(frozen=True)
+class Presentation:
+    """The results of a study for its readers.
+
+    Attributes:
+        title: title of the page.
+        verdict: the result in one sentence.
+        header, rows, note: the table, for the terminal and the page.
+        sections: sections of the page after the table; the terminal prints the paragraphs of `Text`.
+        first: sections before the table.
+        headline: rows (question, the paper's answer, ours) for a summary of several studies.
+        lead: description of the question, below the verdict.
+    """
+
+    title: str
+    verdict: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str
+    sections: Sequence[Section]
+    first: Sequence[Section] = ()
+    headline: Sequence[tuple[str, str, str]] = ()
+    lead: str = ""
+
+    def page(self, command: str) -> Page:
+        """Return the page, with the command that repeats the study."""
+        table = [Table("Result", self.header, self.rows, self.note)] if self.rows else []
+        return Page(self.title, self.verdict, [*self.first, *table, *self.sections], command, self.lead)
+
+
+class PageTexts(BaseModel):
+    """The prose of a study's page, from texts.toml.
+
+    Attributes:
+        note: note below the main table.
+        reading: paragraphs on how to read the page.
+        notes: other notes by name.
+    """
+
+    note: str = ""
+    reading: list[str] = []
+    notes: dict[str, str] = {}
+
+
+@cache
+def read_texts() -> dict[str, PageTexts]:
+    """Return the prose of every study's page by the name of the study."""
+    found = tomllib.loads(files("fedveil.studies").joinpath("texts.toml").read_text(encoding="utf-8"))
+    return TypeAdapter(dict[str, PageTexts]).validate_python(found)
+
+
+def text(found: Estimate | None, form: str = ".1f", scale: float = 1.0) -> str:
+    """Format a value with its interval; a single measurement has none.
+
+    >>> text(Estimate(0.612, 0.59, 0.634), ".2f"), text(Estimate(2.0, 2.0, 2.0))
+    ('0.61 [0.59, 0.63]', '2.0')
+    """
+    if found is None:
+        return NOTHING
+    value, low, high = (f"{scale * number:{form}}" for number in (found.value, found.low, found.high))
+    return value if found.low == found.high else f"{value} [{low}, {high}]"
+
+
+def percent(found: Estimate | None) -> str:
+    """Format a fraction in per cent: 61.2 [59.0, 63.4]."""
+    return text(found, scale=100)
+
+
+def format_figures(figures: Mapping[str, Estimate | None], formats: Mapping[str, tuple[str, float]]) -> list[str]:
+    """Format the figures of one row; `formats` has the format and factor of each column."""
+    return [text(figures.get(column), form, scale) for column, (form, scale) in formats.items()]
+
+
+def mark(name: str, found: Estimate | None, group: str = "", scale: float = 1.0) -> Interval:
+    """Return an estimate as a mark of a chart; None is a failure."""
+    if found is None:
+        return Interval(name, None, group=group, missing="failed")
+    return Interval(name, scale * found.value, scale * found.low, scale * found.high, group)
+
+
+def failed_row(name: str, columns: int, text: str = "failed") -> list[str]:
+    """Return the row of a defence without figures."""
+    return [name, text, *[""] * (columns - 2)]
+
+
+def display_name(defence: str) -> str:
+    """Return the name of a defence in a sentence; for package.module:Class the class."""
+    return "no defence" if defence == "plain" else defence.rpartition(":")[2]
+
+
+def capitalise(sentence: str) -> str:
+    """Return a sentence with its first letter in upper case."""
+    return sentence[:1].upper() + sentence[1:]
+
+
+def encode_image(image: Tensor) -> str:
+    """Encode pixels from 0 to 1 as bytes in base64, row by row and one per channel."""
+    pixels = (image.detach() * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy()
+    return base64.b64encode(pixels.tobytes()).decode()
+
+
+def decode_picture(shape: Sequence[int], code: str, caption: str = "") -> Picture:
+    """Decode an image of `encode_image` with these numbers of channels, rows and columns."""
+    channels, height, width = shape
+    return Picture(width, height, channels, base64.b64decode(code), caption)

@@ -1,0 +1,97 @@
+"""Bank Marketing: encoding, parts, and errors that name the line."""
+
+import pytest
+import torch
+from tests.data.making import BANK_HEADER, bank_row, bank_text, refused
+
+from fedveil.data import bank, load, split
+from fedveil.data.catalogue import CATALOGUE
+from fedveil.data.download import compute_digest
+
+
+@pytest.fixture
+def bank_file(tmp_path):
+    path = tmp_path / "bank-additional-full.csv"
+    path.write_text(bank_text(bank_row(number) for number in range(100)))
+    return path
+
+
+def test_bank_has_parts_of_eight_one_and_one_tenth_and_is_found_in_its_folder(bank_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path / "data"))
+    (tmp_path / "data" / "bank").mkdir(parents=True)
+    bank_file.rename(tmp_path / "data" / "bank" / bank_file.name)
+    found = load("bank")
+    assert [len(part.inputs) for part in (found.train, found.validation, found.test)] == [80, 10, 10]
+    assert (found.train.inputs.shape[1], found.outputs, found.classes) == (63, 1, ())
+    assert set(found.train.targets.flatten().tolist()) == {0.0, 1.0}
+    assert len(BANK_HEADER) == 21
+
+
+def test_numbers_are_standardised_on_the_training_part_and_categories_one_hot(bank_file):
+    found = load("bank", path=bank_file)
+    numbers, hot = found.train.inputs.split([10, 53], 1)
+    torch.testing.assert_close(numbers.mean(0), torch.zeros(10), atol=1e-5, rtol=0)
+    torch.testing.assert_close(numbers.std(0, correction=0), torch.ones(10))
+    assert hot.unique().tolist() == [0, 1]
+    assert (hot.sum(1) == len(bank.CATEGORIES)).all()
+    assert [bank.CATEGORIES["job"][index] for index in hot[:, :12].argmax(1)] == found.columns["job"].tolist()
+    shares = split(found, 12, how="column", column="job")
+    assert all(len(set(found.columns["job"][share.numpy()])) == 1 for share in shares)
+
+
+def test_the_width_does_not_depend_on_the_rows(tmp_path):
+    (tmp_path / "few.csv").write_text(bank_text([bank_row(0)] * 10))
+    found = load("bank", path=tmp_path / "few.csv")
+    assert found.train.inputs.shape == (8, 63)
+    assert found.train.inputs.isfinite().all()
+
+
+def test_the_bank_as_classes_and_without_the_length_of_the_call(bank_file):
+    found = load("bank", path=bank_file, task="classification", duration=False)
+    assert (found.classes, found.outputs, found.train.inputs.shape[1]) == (("no", "yes"), 2, 62)
+    assert found.train.targets.dtype == torch.int64
+
+
+GOOD = [bank_row(number) for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (b"", ["the file is empty"]),
+        (bank_text([]).encode(), ["there is a header and no row"]),
+        (bank_text([*GOOD, bank_row(0, job="pirate")]).encode(), ["line 7, column 'job': 'pirate' is not a known"]),
+        (bank_text([GOOD[0], bank_row(0, age="old")]).encode(), ["line 3, column 'age': 'old' is not a number"]),
+        (bank_text([GOOD[0], bank_row(0, age="nan")]).encode(), ["line 3, column 'age': 'nan' is not a number"]),
+        (bank_text([bank_row(0, y="maybe")]).encode(), ["line 2, column 'y': 'maybe'", "use one of no, yes"]),
+        (bank_text([*GOOD, bank_row(4, duration="1e308")]).encode(), ["line 7, column 'duration'", "is too large to"]),
+        (bank_text(GOOD).encode().rsplit(b";", 3)[0], ["line 6: 18 fields, the header has 21", "correct the line"]),
+        (bank_text(GOOD).encode()[:-3], ["line 6: not CSV", "unclosed quote"]),
+        (bank_text(GOOD).replace(";", ",").encode(), ["line 1: not CSV", "a delimiter that is not ';'"]),
+        (bank_text(GOOD).replace('"job"', '"work"').encode(), ["line 1: no column job; found age", "delimiter"]),
+        (bank_text(GOOD).replace("housemaid", "h\0").encode(), ["line 5: it holds a NUL character"]),
+        (bank_text(GOOD).encode() + b"\xff\xfe", ["line 7: it is not UTF-8 text"]),
+        (bank_text(GOOD).replace('"job"', '"age"').encode(), ["line 1: columns are named twice: age"]),
+    ],
+)
+def test_damage_is_named_by_file_and_line(content, texts, tmp_path):
+    path = tmp_path / "bank-additional-full.csv"
+    path.write_bytes(content)
+    with refused(path, *texts):
+        load("bank", path=path)
+
+
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path):
+    (tmp_path / "bank-additional-full.csv").mkdir()
+    with refused("bank-additional-full.csv: cannot be read"):
+        load("bank", path=tmp_path)
+
+
+def test_the_real_bank_has_its_records(real_data):
+    folder = real_data("bank")
+    found = load("bank", task="classification")
+    parts = (found.train, found.validation, found.test)
+    assert [len(part.inputs) for part in parts] == [32950, 4119, 4119]
+    assert sum(int(part.targets.sum()) for part in parts) == 4640
+    digest = CATALOGUE["bank"].download.digest
+    assert compute_digest(folder / "bank-additional-full.csv", digest) == digest

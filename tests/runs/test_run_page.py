@@ -1,0 +1,65 @@
+"""The result of a run as people read it: the page, its verdict, and what the command prints."""
+
+import re
+
+import pytest
+import torch
+from tests.configs import config_of
+
+from fedveil.cli import main
+from fedveil.federation import checkpoint
+from fedveil.runs.folder import open_run, train
+from fedveil.runs.page import verdict
+
+
+@pytest.mark.parametrize(
+    ("metric", "views", "text"),
+    [
+        ("accuracy", (0.961, 0.111, 0.947), "has 11.1 % as received, 94.7 % with the offset removed (fedveil audit"),
+        ("accuracy", (0.961, 0.2), "has 20.0 % as received (fedveil audit measures adaptive clients)."),
+        ("mse", (0.0621, 151.3, 0.0655), "Test mse 0.0621 at epsilon 2.5; a client's copy has 151 as received, 0.0655"),
+    ],
+)
+def test_a_verdict_is_one_sentence_with_the_figures_of_clients(metric, views, text):
+    found = verdict(metric, dict(zip(("server", "received", "removed"), views, strict=False)), " at epsilon 2.5")
+    assert text in found
+    assert re.fullmatch(r"[A-Z].*[^.]\.", found)
+    assert len(found) <= 165
+
+
+def test_the_page_of_a_run_has_its_own_figures(tmp_path):
+    small = {"data": "digits", "train_size": 100, "test_size": 100, "clients": 2, "hidden": 12, "lr": 0.02}
+    for epochs in (1, 20):
+        summary = train(config_of(epochs=epochs, **small), tmp_path / str(epochs))
+        page = (tmp_path / str(epochs) / "report.html").read_text()
+        accuracy = f"test accuracy {100 * summary.metrics['accuracy']:.1f} %"
+        assert f"<title>digits, mlp, veil: {accuracy} \N{EN DASH} Fedveil</title>" in page
+        assert f"{accuracy.capitalize()}; a client&#39;s copy has" in page
+
+
+def test_a_run_prints_its_result_and_where_the_report_is(tmp_path, capsys):
+    words = ["--epochs", "1", "--defence", "plain", "--data", "diabetes", "--out", str(tmp_path / "r")]
+    assert main(["train", *words]) == 0
+    captured = capsys.readouterr()
+    assert re.fullmatch(r"100% epoch: 1\.0/1, mse \d\.\d{4}\n", captured.err)  # lines for a log, no live one
+    assert "rmse, in units" in captured.out
+    assert f"report         {tmp_path / 'r' / 'report.html'}" in captured.out
+    assert (tmp_path / "r" / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_kept_noise_is_drawn_again_when_a_run_is_resumed_and_its_page_says_so(tmp_path):
+    given = {"clients": 2, "hidden": 8, "train_size": 60, "batch_size": 15, "groups": 10, "keep_noise": True}
+    for epochs in (1, 2):
+        summary = train(config_of(epochs=epochs, **given), tmp_path, resume=epochs > 1)
+        page = (tmp_path / "report.html").read_text()
+        assert "kept over rounds" in page
+        assert ("drawn 2 times at least, because the run was resumed" in page) == (epochs > 1)
+        assert "--keep-noise" in summary.repeat
+    assert checkpoint.load(tmp_path / "checkpoint.pt")["defence"] == {"name": "veil", "draws": 2}
+    directions = []
+    for _ in range(2):
+        _, federation = open_run(tmp_path)
+        sent = [federation.defence_server.start_round(federation.model).broadcast.head.direction for _ in range(2)]
+        assert torch.equal(*sent)
+        directions.append(sent[0])
+    assert not torch.equal(*directions)

@@ -1,0 +1,63 @@
+"""Models, federations and defences of a configuration."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.configs import config_of
+
+from fedveil.cli import main
+from fedveil.errors import BadArgument
+from fedveil.runs.build import build_federation, build_model, load_data
+from fedveil.runs.folder import train
+
+SIGMOID = "tests.cli.test_inspection:sigmoid"
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn", "lenet", "resnet8", "densenet", SIGMOID])
+def test_models_are_built_for_the_data_and_the_same_seed_gives_the_same_start(model):
+    config = config_of(model=model, labels="5-9")
+    data = load_data(config)
+    first, second = build_model(config, data), build_model(config, data)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    if model != SIGMOID:
+        assert first(data.test.inputs[:2]).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"model": "perceptron"}, "there is no model 'perceptron'"),
+        ({"model": "cnn", "data": "diabetes"}, "cnn takes images, and a record is 10 numbers in a row"),
+        ({"device": "cuda:7"}, "cannot use 'cuda:7'"),
+        ({"model": SIGMOID}, r"the clients' records: .* does not accept them"),  # three inputs, digits have 64
+        ({"data": "my:data", "train_size": 3}, "--train-size is for data sets of the library"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_before_a_folder_is_made(values, text, tmp_path):
+    with pytest.raises(BadArgument, match=text):
+        train(config_of(**values), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_clients_get_their_share_of_the_records():
+    config = config_of(clients=3, split="dirichlet", alpha=1.0, defence="plain")
+    federation = build_federation(config, load_data(config))
+    assert sum(federation.shards.sizes) == 1438
+    assert len(set(federation.shards.sizes)) == 3
+
+
+def test_a_rounding_baseline_is_a_run_like_others(tmp_path, capsys):
+    found = {}
+    rounding = ["--settings", "rounding=1"]
+    for name, flags in {"plain": [], "baseline": rounding, "again": rounding}.items():
+        folder = tmp_path / name
+        given = ["--data", "diabetes", "--epochs", "1", "--optimizer", "sgd", "--defence", "plain", *flags]
+        assert main(["train", *given, "--out", str(folder), "--json"]) == 0
+        repeat = json.loads(capsys.readouterr().out)["repeat"]
+        assert ("--settings rounding=1" in repeat) == bool(flags)
+        found[name] = torch.cat([value.flatten() for value in load_file(folder / "model.safetensors").values()])
+    apart = float((found["baseline"] - found["plain"]).abs().max())
+    assert 0 < apart < 1e-5  # a dozen float32 steps, rounded to 6e-8 each at weights below 1
+    assert torch.equal(found["baseline"], found["again"])
