@@ -16,7 +16,7 @@ from fedveil.defences.registry import BUILT_IN, Record, find
 from fedveil.errors import BadArgument
 from fedveil.models import mlp
 from fedveil.scheme import SquaredError
-from fedveil.studies.audit.rebuild import rebuild
+from fedveil.studies.audit.run import rebuild
 from fedveil.studies.basis import list_specs
 
 

@@ -18,7 +18,7 @@ from fedveil.attacks.registry import ATTACKERS
 from fedveil.defences import PPDL, Plain, Veil
 from fedveil.models import cnn, mlp
 from fedveil.scheme import Entropy, SquaredError
-from fedveil.studies.audit.rebuild import quality, rebuild
+from fedveil.studies.audit.run import quality, rebuild
 
 RECORDS = DIGITS.train.inputs.double()
 

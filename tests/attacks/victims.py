@@ -11,7 +11,7 @@ from fedveil.data import load
 from fedveil.federation import Federation
 from fedveil.federation.evaluate import predict
 from fedveil.models import cnn, mlp, resnet
-from fedveil.studies.audit.rebuild import quality
+from fedveil.studies.audit.run import quality
 from fedveil.studies.federations import _architecture as emptied
 from fedveil.studies.federations import observe
 from fedveil.studies.gradients import run as gradients_run

@@ -59,14 +59,6 @@ def test_every_flag_is_described_with_its_default(words, capsys):
         assert words[0] in ("attack", "audit") or "default: None" not in entry
 
 
-def test_flags_stand_in_groups_with_the_defaults_of_the_attack(capsys):
-    text = printed_help(capsys, "attack", GUESS)
-    for group in ("data", "model", "defence", "training", "privacy"):
-        assert f" {group} options " in text
-    assert any(re.search(r"^--guesses INT\s+how often it guesses \(default: 2\)", entry) for entry in entries(text))
-    assert any(re.search(r"^--clients INT.*\(default: 3\)", entry) for entry in entries(text))
-
-
 @pytest.mark.parametrize(
     ("words", "code"),
     [

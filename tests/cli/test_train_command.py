@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +19,6 @@ from tests.configs import config_of
 from tests.data.making import picture, write_folder
 from tests.small import SMALL
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import fedveil.runs.folder
 from fedveil.cli import main
@@ -178,14 +176,6 @@ def arrays():
     return numbers(60, 0), numbers(40, 1)
 
 
-def frames():
-    return [(pd.DataFrame(x, columns=["a", "b", "c"]), pd.Series(y)) for x, y in arrays()]
-
-
-def loaders():
-    return tuple(DataLoader(TensorDataset(*map(torch.from_numpy, part)), 8, shuffle=True) for part in arrays())
-
-
 def apart():
     (x, y), (u, v) = arrays()
     return x, u, y, v
@@ -193,15 +183,6 @@ def apart():
 
 def floats():
     return [(torch.from_numpy(x), torch.from_numpy(y).float()) for x, y in arrays()]
-
-
-@pytest.mark.parametrize("spec", ["frames", "loaders"])
-def test_own_data_may_have_any_form(spec, tmp_path, capsys):
-    weights = []
-    for name in ("arrays", spec):
-        train(capsys, "--data", f"{HERE}:{name}", *QUICK, "--out", str(tmp_path / name))
-        weights.append(load_file(tmp_path / name / "model.safetensors"))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def masks():

@@ -1,31 +1,16 @@
 """Configurations from keys, sections and files: what is the same, what is refused, and the default loss."""
 
-import json
 from typing import get_args
 
 import pytest
-from safetensors.torch import load_file
 from tests.configs import config_of
 
-from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.runs.build import choose_loss, load_data
 from fedveil.runs.choices import format_command
 from fedveil.runs.config import SECTIONS, LossName, configure, read_file
 from fedveil.runs.folder import read_config
 from fedveil.scheme import LOSSES
-
-
-def test_a_file_is_read_and_flags_override_it(tmp_path, capsys):
-    (tmp_path / "run.toml").write_text('epochs = 3\n[model]\nmodel = "mlp"\nhidden = 8\n[defence]\nadditive = 10\n')
-    folder = tmp_path / "out"
-    assert main(["train", str(tmp_path / "run.toml"), "--epochs", "1", "--out", str(folder), "--json"]) == 0
-    config = json.loads((folder / "config.json").read_text())
-    values = config["training"]["epochs"], config["model"]["hidden"], config["defence"]["additive"]
-    assert values == (1, 8, 10.0)
-    repeat = "fedveil train --hidden 8 --additive 10.0 --loss cross_entropy --epochs 1"
-    assert json.loads(capsys.readouterr().out)["repeat"] == repeat
-    assert load_file(folder / "model.safetensors")["0.weight"].shape == (8, 64)
 
 
 @pytest.mark.parametrize(

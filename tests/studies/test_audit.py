@@ -1,4 +1,4 @@
-"""The audit: the model as received is near chance, adaptive attackers are near the truth."""
+"""The audit: the model as received is near chance, adaptive attackers are near the truth; what hardens the veil."""
 
 import json
 import subprocess
@@ -12,17 +12,32 @@ from torch import nn
 from fedveil import cli
 from fedveil.attacks.scores import Estimate
 from fedveil.attacks.whitebox import Recipe
+from fedveil.cli.studies import AuditCommand
 from fedveil.data import Data, DataPart
+from fedveil.defences.accountant import epsilon
+from fedveil.errors import BadArgument
 from fedveil.runs.build import build_federation, load_data
-from fedveil.studies.audit.page import NETWORK_BROADCASTS, UNDEFENDED, show
-from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelFigures, average_members
-from fedveil.studies.audit.run import constant_answer, infer_members
+from fedveil.runs.config import configure
+from fedveil.studies.audit import harden
+from fedveil.studies.audit.harden import HARDEN, Hardening, MeasureRow, base_values, measure_row, measures, verdict
+from fedveil.studies.audit.results import (
+    NETWORK_BROADCASTS,
+    UNDEFENDED,
+    AuditResult,
+    Guessing,
+    Members,
+    ModelFigures,
+    average_members,
+    show,
+)
+from fedveil.studies.audit.run import AuditOptions, constant_answer, infer_members
 from fedveil.studies.federations import observe
-from fedveil.studies.gradients.server_results import Curious
+from fedveil.studies.gradients.server import Curious
 from fedveil.studies.jobs import Failure
 from fedveil.studies.membership.attacks import AttackScores, RecordAttacks, ShadowAttacks, divide_records
+from fedveil.studies.study import gather, publish
 
-MAX_MODULES = 187  # lower it with every import that becomes unnecessary
+MAX_MODULES = 125  # lower it with every import that becomes unnecessary
 
 
 @pytest.fixture(scope="module")
@@ -177,21 +192,134 @@ def test_guessing_is_the_best_constant_answer(threshold):
     assert constant_answer(model, data) == Guessing(*best)
 
 
-BUILD_AUDIT = """
+START_AUDIT = """
 import sys
-from pathlib import Path
-from fedveil.cli.studies import AuditCommand
-from fedveil.studies.attack import AttackRequest
+from fedveil import cli
+from fedveil.studies import jobs
 
-audit = AuditCommand.parse("fedveil audit", ["--data", "digits"])
-audit.study.graph(AttackRequest(audit.config.changed(defence="veil"), ("veil",), audit.attack), Path("unused"))
-print(*(name for name in sys.modules if name.partition(".")[0] == "fedveil"))
+def list_modules(*arguments):
+    print(*(name for name in sys.modules if name.partition(".")[0] == "fedveil"))
+    raise SystemExit
+
+jobs._schedule = list_modules
+cli.main(["audit", "--data", "digits", "--workers", "1", "--out", sys.argv[1]])
 """
 
 
-def test_an_audit_imports_neither_the_paper_nor_flower_nor_flare():
-    done = subprocess.run([sys.executable, "-c", BUILD_AUDIT], capture_output=True, text=True, check=True)
-    modules = done.stdout.split()
-    foreign = ("fedveil.studies.paper", "fedveil.flower", "fedveil.nvflare")
+def test_an_audit_of_all_defences_reaches_its_first_job_with_few_modules(tmp_path):
+    """Counted by the command itself, after it has parsed, loaded the data, planned its jobs and hashed their basis."""
+    command = [sys.executable, "-c", START_AUDIT, str(tmp_path)]
+    modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    foreign = ("fedveil.studies.paper", "fedveil.flower", "fedveil.nvflare", "fedveil.secagg")
     assert not [name for name in modules if name.startswith(foreign)]
     assert len(modules) <= MAX_MODULES
+
+
+TINY = {"train_size": 40, "test_size": 40, "epochs": 1, "hidden": 8}
+SOME = ("noise kept over rounds", "no veil at all")
+
+
+def audited(test, **members):
+    """An audit in which attackers reach these balanced accuracies."""
+    scores = {name: AttackScores(point(value), point(value + 0.01), {}, known=1.0) for name, value in members.items()}
+    looks = {name: ModelFigures(point(0.9), membership=Members({"loss": one})) for name, one in scores.items()}
+    built = {"a": point(20.0), "b": point(24.0), "floor": point(12.0)}
+    return AuditResult("accuracy", 1.0, test, 1.0 - test, "veil", 1, 1, looks, built, Guessing(0.1))
+
+
+def row(name, membership, cost):
+    figures = {harden.MEMBERSHIP: membership, harden.COST: cost if isinstance(cost, Estimate) else point(cost)}
+    return MeasureRow(name, "own labels", figures)
+
+
+def test_the_study_runs_and_shows_every_measure(tmp_path):
+    asked = Hardening(base_values(TINY), 2, AuditOptions(1, 1, network=False, shadows=2), SOME)
+    results = gather(HARDEN, asked, tmp_path, workers=1)
+    assert not [one for found in results.values() for one in found if isinstance(one, Failure)]
+    shown = publish(HARDEN, asked, results, tmp_path, "again")
+    lines = {line[0]: dict(zip(shown.header, line, strict=True)) for line in shown.rows}
+    assert list(lines) == list(SOME)
+    assert all("[" in line["accuracy, %"] for line in lines.values())
+    assert lines["no veil at all"]["cost, points"] == "0.0"
+    kept = json.loads((tmp_path / "results.json").read_text())["results"]["noise kept over rounds"]
+    assert "RMIA" in kept[0]["attackers"]["own labels"]["membership"]["attacks"]  # its shadows were found
+
+
+@pytest.mark.slow
+def test_every_measure_can_be_audited(tmp_path):
+    asked = Hardening(base_values(TINY), 1, AuditOptions(1, 1, network=False, shadows=0))
+    results = gather(HARDEN, asked, tmp_path, workers=1)
+    assert not [one for found in results.values() for one in found if isinstance(one, Failure)]
+
+
+def test_every_measure_is_a_configuration_that_changes_something():
+    for data in ("digits", "cifar10", "bank"):
+        base = base_values({"data": data})
+        configs = [configure({"defence": "veil", **base, **changes}) for changes in measures(base).values()]
+        assert len(set(map(repr, configs))) == len(configs)
+        assert {config.training.loss for config in configs} == set(harden.UNDEFENDED)
+
+
+def test_measures_that_differ_by_the_veil_only_share_their_shadows(tmp_path):
+    jobs = HARDEN.audits(Hardening(seeds=2), tmp_path)
+    assert jobs["noise kept over rounds", 1].after == jobs["no veil at all", 1].after
+    assert jobs["noise kept over rounds", 1].after != jobs["no veil at all", 0].after
+    assert jobs["weight decay 0.01", 0].after != jobs["no veil at all", 0].after
+    assert jobs["cross-entropy, 7 decoys", 0].after == jobs["no veil at all, cross-entropy", 0].after
+    names = [job.name for job in HARDEN.graph(Hardening(seeds=2), tmp_path).jobs]
+    assert len(names) == len(set(names))
+
+
+def test_noise_spends_the_budget_that_the_measure_names_and_hardly_less():
+    for budget in harden.UNIT_NOISE:
+        values = harden.private(budget)
+        assert 0.999 * budget < epsilon(values["epochs"], values["dp_noise"], values["dp_delta"]) <= budget
+
+
+def test_costs_are_paired_by_seed_and_the_best_attacker_is_that_of_the_mean():
+    seeds = [audited(0.80, x=0.50, y=0.54), audited(0.70, x=0.56, y=0.54)]
+    found = measure_row("measure", seeds, [audited(0.81, x=0.6), audited(0.71, x=0.6)])
+    cost, membership = found.figures[harden.COST], found.figures[harden.MEMBERSHIP]
+    assert cost.value == pytest.approx(0.01)
+    assert cost.high - cost.low < 1e-9  # accuracies differ between seeds, their differences do not
+    assert (found.attacker, membership.value) == ("y", pytest.approx(0.54))  # the mean of maxima would be 0.55
+    assert found.figures["membership AUC"].value == pytest.approx(0.55)
+    assert [found.figures[name].value for name in ("rebuilt, dB", "guess, dB")] == [24.0, 12.0]
+
+
+BARE = row("no veil at all", point(0.9), 0.0)
+DEAR, WEAK = row("dear", point(0.5), 0.1), row("weak", point(0.8), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "label", "named"),
+    [
+        ([row("good", Estimate(0.515, 0.511, 0.519), 0.004)], "GOOD ENOUGH", "good (membership 51.5 [51.1"),
+        ([row("open", Estimate(0.515, 0.49, 0.54), 0.004)], "TOO FEW SEEDS", "open (membership"),
+        ([row("open", Estimate(0.53, 0.51, 0.55), 0.0)], "TOO FEW SEEDS", "open (membership"),
+        ([row("open", point(0.5), Estimate(0.004, -0.01, 0.018))], "TOO FEW SEEDS", "open (membership"),
+        ([row("better", point(0.53), 0.005)], "NONE GOOD ENOUGH", "best at that cost: better (membership 53.0 %"),
+    ],
+)
+def test_the_verdict_names_the_measures_that_hold_the_attacker_cheaply(rows, label, named):
+    said = verdict([BARE, *rows, DEAR, WEAK])
+    assert said.startswith(label)
+    assert named in said
+    assert "dear" not in said
+    assert "weak" not in said
+    assert verdict([BARE, *rows, row("good", point(0.51), 0.001)]).startswith("GOOD ENOUGH")
+
+
+def test_there_is_no_verdict_where_nothing_could_be_found():
+    assert "within the limit" in verdict([row("no veil at all", point(0.51), 0.0), row("a", point(0.5), 0.0)])
+    for rows in ([row("no veil at all", None, 0.0), row("a", None, 0.0)], [BARE]):
+        assert "was not measured" in verdict(rows)
+
+
+def test_flags_choose_the_federation_and_those_that_are_measured_are_refused():
+    assert base_values({})["data"] == "digits"
+    assert base_values({"data": "cifar10", "epochs": 3})["epochs"] == 3
+    assert base_values({"data": "cifar10"})["train_size"] == 1000
+    assert "train_size" not in base_values({"data": "bank"})
+    with pytest.raises(BadArgument, match="it measures several --weight-decay"):
+        AuditCommand.parse("fedveil audit", ["--harden", "--weight-decay", "0.1"]).run()

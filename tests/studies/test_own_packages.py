@@ -1,4 +1,4 @@
-"""A defence and an attack of a user's own package take part by one command each."""
+"""A defence of a user's own package takes part by one command."""
 
 import json
 import sys
@@ -17,57 +17,6 @@ from fedveil.models import mlp
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_defence"
 
-ATTACK = '''
-"""How often the model that a client receives answers one class."""
-
-from dataclasses import dataclass
-from pathlib import Path
-
-from fedveil.federation.evaluate import predict
-from fedveil.runs.config import Config
-from fedveil.studies.attack import AttackStudy, option
-from fedveil.studies.federations import load_or_train
-from fedveil.studies.jobs import Failure, Result
-from fedveil.studies.federations import observe
-from fedveil.studies.presentation import Presentation
-
-
-@dataclass(frozen=True)
-class Options:
-    label: int = option(3, "the class to look for")
-
-
-@dataclass(frozen=True)
-class Frequency(Result):
-    fraction: float
-
-
-@dataclass(frozen=True)
-class Count:
-    config: Config
-    label: int
-    run: Path
-
-    def __call__(self, progress, done):
-        federation, data = load_or_train(self.config, self.run, progress)
-        answers = predict(observe(federation).model, data.test.tensor).argmax(1)
-        return Frequency(float((answers == self.label).double().mean()))
-
-
-class CountStudy(AttackStudy[Options, Frequency]):
-    name = "count"
-    summary = "how often the model that a client receives answers one class"
-    options = Options
-    result = Frequency
-    defaults = {"data": "digits", "epochs": 1, "hidden": 8}
-
-    def attack(self, asked, defence, folder):
-        return Count(asked.config_for(defence), asked.options.label, self.run_folder(asked, defence, folder))
-
-    def show(self, asked, results):
-        rows = [[name, "failed" if isinstance(r, Failure) else f"{r.fraction:.3f}"] for name, r in results.items()]
-        return Presentation("", "", ["defence", "fraction"], rows, "The fraction of held-out records.", [])
-'''
 SMALL = ["--data", "digits", "--train-size", "120", "--clients", "2", "--epochs", "2", "--hidden", "8"]
 
 
@@ -83,17 +32,6 @@ def example(monkeypatch):
     monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
     yield tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]["fedveil.defences"]
     forget("own_defence")
-
-
-@pytest.fixture
-def own(tmp_path, monkeypatch):
-    package = tmp_path / "own_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "attacks.py").write_text(ATTACK)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield package
-    forget("own_package")
 
 
 def test_the_example_looks_safe_to_published_attacks_and_falls_to_a_generic_one(example, tmp_path, capsys):
@@ -125,12 +63,3 @@ def train_three_rounds(defence):
 def test_the_server_of_the_example_has_the_true_gradient(example):
     record = import_object(example["shifted"], "a defence", "")
     torch.testing.assert_close(*(train_three_rounds(name) for name in ("plain", record.target)), rtol=1e-3, atol=1e-5)
-
-
-def test_an_own_attack_runs_by_one_command(own, tmp_path, capsys):
-    words = ["attack", "own_package.attacks:CountStudy", *SMALL, "--workers", "1", "--defence", "plain,veil"]
-    assert main([*words, "--label", "1", "--json", "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["defence"] for row in rows] == ["plain", "veil"]
-    assert all(0 <= float(row["fraction"]) <= 1 for row in rows)
-    assert "how often the model" in (tmp_path / "out" / "report.html").read_text().lower()

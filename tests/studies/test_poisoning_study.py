@@ -5,8 +5,6 @@ import json
 import pytest
 from tests.configs import config_of
 
-from fedveil.attacks.poisoning import ATTACKS
-from fedveil.cli.studies import AttackCommand
 from fedveil.errors import BadArgument
 from fedveil.federation.aggregators import RULES
 from fedveil.federation.limits import Limits
@@ -126,11 +124,3 @@ def test_bounds_are_the_default_limits_and_come_with_every_rule():
     assert found[BOUNDED] == Limits(hostile=2, norm_factor=3.0)
     assert found["krum"] == Limits("krum", hostile=2, norm_factor=3.0)
     assert build_limits(PoisoningOptions().configs(config_of(**SMALL))[BOUNDED].limits) == Limits()
-
-
-def test_the_command_runs_every_attack_on_plain_and_veil_by_default():
-    command = AttackCommand.parse("fedveil attack", ["poisoning", "--rounds", "3"])
-    assert command.defences == ("plain", "veil")
-    assert command.attack == PoisoningOptions(rounds=3)
-    assert command.attack.names() == [HONEST, *ATTACKS]
-    assert command.config.training.lr == 0.01

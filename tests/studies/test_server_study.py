@@ -26,10 +26,20 @@ from fedveil.scheme import Entropy
 from fedveil.studies.attack import AttackRequest
 from fedveil.studies.audit import run as audit
 from fedveil.studies.gradients import server
-from fedveil.studies.gradients import server_results as results
+from fedveil.studies.gradients import server as results
 from fedveil.studies.gradients.run import guesses
-from fedveil.studies.gradients.server import SERVER, ServerOptions, nearest, server_views
-from fedveil.studies.gradients.server_results import SINGLE, Curious, difference_view, gallery, sum_view, verdict
+from fedveil.studies.gradients.server import (
+    SERVER,
+    SINGLE,
+    Curious,
+    ServerOptions,
+    difference_view,
+    gallery,
+    nearest,
+    server_views,
+    sum_view,
+    verdict,
+)
 from fedveil.studies.jobs import Failure, JobResults
 from fedveil.studies.study import gather, publish
 from fedveil.studies.verdicts import RECOGNISED

@@ -132,8 +132,7 @@ class AttackCommand(FederationCommand):
     def measure(self, config: Config, folder: Path, run: Path | None = None) -> None:
         """Attack, and print the table."""
         from fedveil.runs.build import choose_loss
-        from fedveil.studies.attack import AttackRequest, plain_values
-        from fedveil.studies.compare import check_defences
+        from fedveil.studies.attack import AttackRequest, check_defences, plain_values
         from fedveil.studies.federations import describe_run
 
         config = choose_loss(config)

@@ -1,23 +1,246 @@
-"""Results in one self-contained HTML page: tables, curves, confusion matrices, intervals, pictures, settings.
+"""A page of results, self-contained HTML, and its sections: plain values, validated so that rendering never fails."""
 
->>> page = render(Page("A run", "It worked.", [Facts("Settings", {"rounds": "20"})], "fedveil run digits"))
->>> page.startswith("<!doctype html>")
-True
-"""
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from fedveil.report.axes import NOTHING as NOTHING
-from fedveil.report.axes import count as count
-from fedveil.report.page import Page as Page
-from fedveil.report.page import render as render
-from fedveil.report.page import write as write
-from fedveil.report.sections import Beside as Beside
-from fedveil.report.sections import Curves as Curves
-from fedveil.report.sections import Facts as Facts
-from fedveil.report.sections import Interval as Interval
-from fedveil.report.sections import Intervals as Intervals
-from fedveil.report.sections import Matrix as Matrix
-from fedveil.report.sections import Picture as Picture
-from fedveil.report.sections import Pictures as Pictures
-from fedveil.report.sections import Section as Section
-from fedveil.report.sections import Table as Table
-from fedveil.report.sections import Text as Text
+from fedveil.errors import BadArgument
+from fedveil.lookup import lazily
+
+if TYPE_CHECKING:
+    from fedveil.report.page import render as render
+    from fedveil.report.page import write as write
+else:
+    __getattr__ = lazily(__name__, {"render": "page", "write": "page"})  # what draws is imported with the results
+
+NOTHING = "\u2013"  # a dash in place of a missing number
+LARGEST = 1e300  # beyond this, the span between two values may overflow
+
+
+def finite(value: float) -> bool:
+    """Whether a value has a position on an axis."""
+    return abs(value) < LARGEST  # False for NaN too
+
+
+def count(number: int, noun: str) -> str:
+    """Format a number with its noun.
+
+    >>> count(1, "value"), count(2000, "value")
+    ('1 value', '2,000 values')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _refuse_if(wrong: bool, where: str, what: str, fix: str = "") -> None:
+    if wrong:
+        raise BadArgument(where, what, fix)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines over a common x axis. Later lines are dashed and drawn over earlier ones: give the reference first.
+
+    Values that cannot be drawn (NaN, infinity, zero or less on a logarithmic axis) leave a gap, which the page reports.
+    `bands` gives a line a band: (low, high) for each of its points. On a logarithmic y axis a band is left out where it
+    reaches zero, which the page reports too.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Mapping[str, Sequence[tuple[float, float]]]
+    log_y: bool = False
+    note: str = ""
+    log_x: bool = False
+    bands: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = f"Curves {self.title!r}"
+        for name, ends in self.bands.items():
+            points = len(self.series.get(name, ()))
+            _refuse_if(len(ends) != points, where, f"{name!r} has {points} points and a band of {len(ends)}")
+            for low, high in ends:
+                what = f"the band of {name!r} must be finite, low before high, got {low} to {high}"
+                _refuse_if(not (finite(low) and finite(high) and low <= high), where, what)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a header. Columns of numbers are aligned right; a cell that begins with "failed" is marked."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows, start=1):
+            what = f"row {number} has {len(row)} cells, the header has {len(self.header)}"
+            _refuse_if(len(row) != len(self.header), f"Table {self.title!r}", what)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A confusion matrix: a row for each true class, a column for each answer."""
+
+    title: str
+    labels: Sequence[str]
+    counts: Sequence[Sequence[int]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        size, where = len(self.labels), f"Matrix {self.title!r}"
+        square = [len(row) for row in self.counts] == [size] * size
+        _refuse_if(not square, where, f"{size} labels need {size} rows of {size} counts")
+        _refuse_if(any(count < 0 for row in self.counts for count in row), where, "a count is below zero")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A small picture: `data` has one byte per channel (1 for grey, 3 for red-green-blue), row by row from the top."""
+
+    width: int
+    height: int
+    channels: int
+    data: bytes
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        size = f"{self.width} x {self.height} pixels of {self.channels} channels"
+        fix = "pass array.tobytes() of an array of uint8 with shape (height, width, channels)"
+        wrong = self.channels not in (1, 3) or self.width < 1 or self.height < 1
+        _refuse_if(wrong, "Picture", f"{size}: sides must be at least 1, channels 1 or 3", fix)
+        given = type(self.data).__name__
+        _refuse_if(not isinstance(self.data, bytes), "Picture", f"data must be bytes, got {given}", fix)
+        wanted = self.width * self.height * self.channels
+        _refuse_if(len(self.data) != wanted, "Picture", f"{size} need {wanted} bytes, got {len(self.data)}", fix)
+
+    def to_png(self) -> bytes:
+        r"""Return the picture as a PNG file (https://www.w3.org/TR/png-3), without row filters.
+
+        >>> Picture(2, 1, 1, bytes([0, 255])).to_png()[:16]
+        b'\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR'
+        """
+        stride = self.width * self.channels
+        rows = (b"\0" + self.data[start : start + stride] for start in range(0, len(self.data), stride))
+        colour = 0 if self.channels == 1 else 2  # PNG's colour types for grey and for red-green-blue
+        header = struct.pack(">IIBBBBB", self.width, self.height, 8, colour, 0, 0, 0)
+        chunks = {b"IHDR": header, b"IDAT": zlib.compress(b"".join(rows), 9), b"IEND": b""}
+        return b"\x89PNG\r\n\x1a\n" + b"".join(
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+            for kind, body in chunks.items()
+        )
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A grid of pictures: rows (label, one picture per column), such as "original" over "recovered"; None: blank."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Picture | None]]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for label, cells in self.rows:
+            what = f"row {label!r} has {len(cells)} pictures, there are {len(self.columns)} columns"
+            fix = "give None for a cell without a picture"
+            _refuse_if(len(cells) != len(self.columns), f"Pictures {self.title!r}", what, fix)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value and its interval, or None. Without a value, `missing` says why; "failed..." is marked."""
+
+    name: str
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    group: str = ""
+    missing: str = "not measured"
+
+    def __post_init__(self) -> None:
+        where = f"Interval {self.name!r}" + (f" of group {self.group!r}" if self.group else "")
+        for what, number in (("value", self.value), ("low", self.low), ("high", self.high)):
+            infinite = number is not None and not finite(number)
+            _refuse_if(infinite, where, f"{what} is {number}", 'give None, and missing="failed: ..." to say why')
+        ends = [end for end in (self.low, self.high) if end is not None]
+        _refuse_if(len(ends) == 1, where, f"half an interval: {self.low} to {self.high}", "give both ends or neither")
+        _refuse_if(ends != sorted(ends), where, f"low {self.low} is above high {self.high}", "give the lower end first")
+        _refuse_if(self.value is None and bool(ends), where, "an interval without a value", "give low and high as None")
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Values with their intervals, one per row, grouped in the order given, beside named reference lines.
+
+    Entries of one name look the same in every group. The axis includes all numbers, and `low` and `high` where given.
+    """
+
+    title: str
+    label: str
+    rows: Sequence[Interval]
+    references: Mapping[str, float]
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        where = f"Intervals {self.title!r}"
+        for name, value in (*self.references.items(), ("low", self.low), ("high", self.high)):
+            infinite = value is not None and not finite(value)
+            _refuse_if(infinite, where, f"{name} is {value}", "give a finite number, or leave it out")
+        reverse = self.low is not None and self.high is not None and self.low >= self.high
+        _refuse_if(reverse, where, f"low {self.low} is not below high {self.high}", "give the lower limit first")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Parts side by side, on a phone one below the other."""
+
+    title: str
+    parts: Sequence[Matrix | Table | Curves | Pictures | Intervals]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and their values, such as those of a configuration."""
+
+    title: str
+    facts: Mapping[str, str]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Paragraphs."""
+
+    title: str
+    paragraphs: Sequence[str]
+
+
+Section = Curves | Table | Matrix | Pictures | Intervals | Beside | Facts | Text
+
+
+@dataclass(frozen=True)
+class Page:
+    """The content of a page.
+
+    Attributes:
+        title: what was run.
+        verdict: the result in one sentence: in a preview, some readers see nothing else.
+        sections: the content, in order.
+        command: the command that makes the same page again.
+        lead: description of what was run, below the verdict.
+        result: the main figure in a few words, for the title of the browser's tab.
+    """
+
+    title: str
+    verdict: str
+    sections: Sequence[Section]
+    command: str
+    lead: str = ""
+    result: str = ""

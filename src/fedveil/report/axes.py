@@ -5,16 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
-NOTHING = "\u2013"  # a dash in place of a missing number
-LARGEST = 1e300  # beyond this, the span between two values may overflow
+from fedveil.report import NOTHING
+
 FLAT = 1e-9  # a span this small relative to its values is drawn as one level
 
 Ticks = tuple[tuple[float, str], ...]  # value, label
-
-
-def finite(value: float) -> bool:
-    """Whether a value has a position on an axis."""
-    return abs(value) < LARGEST  # False for NaN too
 
 
 def short(value: float) -> str:
@@ -56,15 +51,6 @@ def tick_label(value: float, step: float) -> str:
         decimals += 1
     text = f"{value:,.{decimals}f}"
     return text.removeprefix("-") if float(text.replace(",", "")) == 0 else text
-
-
-def count(number: int, noun: str) -> str:
-    """Format a number with its noun.
-
-    >>> count(1, "value"), count(2000, "value")
-    ('1 value', '2,000 values')
-    """
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 @dataclass(frozen=True)

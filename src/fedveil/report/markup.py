@@ -9,8 +9,7 @@ from importlib.resources import files
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from fedveil.report.axes import NOTHING, count
-from fedveil.report.sections import Matrix, Picture
+from fedveil.report import NOTHING, Matrix, Picture, count
 
 COLOURS = 8  # of series, in theme.html; later series differ in dash and mark
 MARKS = 4  # shapes of marks, in page.html

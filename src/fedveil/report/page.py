@@ -1,45 +1,21 @@
-"""A page of sections, and how it is written."""
+"""Rendering a page of sections, and writing it."""
 
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from markupsafe import Markup
 
 from fedveil.files import write_whole
-from fedveil.report.curves import draw_curves
-from fedveil.report.intervals import draw_intervals
+from fedveil.report import Beside, Curves, Intervals, Page, Section
+from fedveil.report.charts import draw_curves, draw_intervals
 from fedveil.report.markup import asset, fill
-from fedveil.report.sections import Beside, Curves, Intervals, Section
 
 SCRIPTS = ("page.js", "png.js")
 POINTS_PER_LINE = 500  # about what a screen shows
 POINTS_PER_PAGE = 20_000  # keeps a page of many charts below 1 MB
-
-
-@dataclass(frozen=True)
-class Page:
-    """The content of a page.
-
-    Attributes:
-        title: what was run.
-        verdict: the result in one sentence: in a preview, some readers see nothing else.
-        sections: the content, in order.
-        command: the command that makes the same page again.
-        lead: description of what was run, below the verdict.
-        result: the main figure in a few words, for the title of the browser's tab.
-    """
-
-    title: str
-    verdict: str
-    sections: Sequence[Section]
-    command: str
-    lead: str = ""
-    result: str = ""
 
 
 def _id(number: int, title: str) -> str:
@@ -73,6 +49,9 @@ def render(page: Page) -> str:
 
     Its policy allows no script but its own. The preview of a link to it has title and verdict, but no picture: og:image
     must be an absolute address, and a page does not know where it will be published.
+
+    >>> render(Page("A run", "It worked.", [], "fedveil demo")).startswith("<!doctype html>")
+    True
     """
     limit = max(40, min(POINTS_PER_LINE, POINTS_PER_PAGE // max(1, sum(map(_count_lines, page.sections)))))
     style, script = Markup(asset("page.css")), Markup("".join(map(asset, SCRIPTS)))

@@ -20,11 +20,9 @@ from fedveil.federation.state import RECORDS, Folder
 from fedveil.files import write_whole
 from fedveil.locks import locked
 from fedveil.plain_json import read_json, to_json
-from fedveil.report import write
 from fedveil.runs.build import build_federation, choose_loss, load_data, load_factory, named_model
 from fedveil.runs.choices import applicable_values, format_command
 from fedveil.runs.config import HOME, SCHEMA, Config, Value, check_schema, configure, read_file, refuse_code
-from fedveil.runs.page import run_page
 from fedveil.runs.results import MetricsFile, RunSummary, read_rounds, summarise
 
 SHAPES = "model.json"
@@ -250,6 +248,9 @@ def record_run(
         patience: evaluations.
         on_round: called with each round's record.
     """
+    from fedveil.report import write  # neither is needed before the end of a run
+    from fedveil.runs.page import run_page
+
     folder, test = Path(folder), (data.test.inputs, data.test.targets)
     with locked(folder):
         with MetricsFile(folder / "metrics.jsonl", server) as metrics:

@@ -1,13 +1,15 @@
 """Attacks as studies: one or several defences of the same federation, each attacked in separate jobs."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from fedveil.checks import check_choice
 from fedveil.data import one_tensor
 from fedveil.defences.registry import BUILT_IN
+from fedveil.errors import BadArgument
 from fedveil.report import Facts, Section, Text
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config, Value
@@ -136,6 +138,17 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
             sections=sections,
             lead=lead if shown.verdict else "",
         )
+
+
+def check_defences(names: Sequence[str], known: Sequence[str], flag: str) -> None:
+    """Refuse an unknown or repeated name; package.module:Class is not looked up here."""
+    for number, name in enumerate(names):
+        if ":" not in name:
+            check_choice(flag, "defence", name, known)
+        if name in names[:number]:
+            raise BadArgument(flag, f"{name!r} is given twice", "leave one out")
+    if not names:
+        raise BadArgument(flag, "no defence is named", f"use some of {', '.join(known)}")
 
 
 def join_parts(

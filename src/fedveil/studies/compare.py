@@ -2,18 +2,17 @@
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedveil.checks import check_choice, check_count
+from fedveil.checks import check_count
 from fedveil.defences.registry import names
-from fedveil.errors import BadArgument
 from fedveil.report import Facts, Section, Text, count
 from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.config import Config
 from fedveil.runs.page import cost_section, curve_sections, quality
 from fedveil.runs.results import primary_metric
+from fedveil.studies.attack import check_defences
 from fedveil.studies.federations import TrainedRun, TrainRun
 from fedveil.studies.jobs import Failure, StudyJob
 from fedveil.studies.presentation import Presentation, display_name, failed_row, read_texts
@@ -43,17 +42,6 @@ class CompareRequest:
 def baseline_settings(seed: int) -> tuple[str, ...]:
     """Return the settings that make plain training the rounding baseline."""
     return (f"rounding={seed}",)
-
-
-def check_defences(names: Sequence[str], known: Sequence[str], flag: str) -> None:
-    """Refuse an unknown or repeated name; package.module:Class is not looked up here."""
-    for number, name in enumerate(names):
-        if ":" not in name:
-            check_choice(flag, "defence", name, known)
-        if name in names[:number]:
-            raise BadArgument(flag, f"{name!r} is given twice", "leave one out")
-    if not names:
-        raise BadArgument(flag, "no defence is named", f"use some of {', '.join(known)}")
 
 
 class CompareStudy(Study[CompareRequest, Runs]):

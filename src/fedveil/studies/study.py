@@ -11,7 +11,6 @@ from pydantic_core import to_jsonable_python
 from fedveil.files import write_whole
 from fedveil.locks import locked
 from fedveil.plain_json import to_json
-from fedveil.report import write
 from fedveil.studies.basis import Digests
 from fedveil.studies.jobs import JobResults, Result, Show, StudyJob, run_jobs
 from fedveil.studies.presentation import Presentation
@@ -73,6 +72,8 @@ def gather(
 
 def publish(study: Study[S, R], request: S, results: R, folder: Path, command: str) -> Presentation:
     """Write results.json and report.html, and return the presentation for the terminal."""
+    from fedveil.report import write  # no job needs the page
+
     plain, presented = {"command": command, "results": to_jsonable_python(results)}, study.present(request, results)
     with locked(folder):
         write_whole(folder / "results.json", to_json(plain, indent=1) + "\n")

@@ -22,7 +22,7 @@ from fedveil.studies.jobs import Show
 from fedveil.studies.paper.attack_tables import TABLE3, TABLE4
 from fedveil.studies.paper.figures import FIG4, FIG5
 from fedveil.studies.paper.plan import ExhibitPlan, read_plan
-from fedveil.studies.paper.training_tables import FIG3, TABLE1, TABLE2
+from fedveil.studies.paper.training import FIG3, TABLE1, TABLE2
 from fedveil.studies.presentation import Presentation, read_texts
 from fedveil.studies.study import run_graph
 
