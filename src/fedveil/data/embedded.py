@@ -5,7 +5,6 @@ import numpy as np
 from fedveil.data.catalogue import Positive
 from fedveil.data.dataset import Data, part_from_arrays
 from fedveil.data.splits import divide
-from fedveil.data.tables import standardise
 from fedveil.errors import BadArgument
 
 
@@ -41,6 +40,8 @@ def _check_size(option: str, size: int, most: int) -> int:
 def diabetes() -> Data:
     """Load the progression of diabetes: 442 patients, 10 measures, standardised on the training part, 80:20."""
     from sklearn.datasets import load_diabetes
+
+    from fedveil.data.tables import standardise
 
     inputs, targets = load_diabetes(return_X_y=True, scaled=False)
     train, test = divide(len(targets), (0.8, 0.2))
