@@ -103,11 +103,8 @@ class AttackCommand(FederationCommand):
     @property
     def defences(self) -> tuple[str, ...]:
         """Names of the defences."""
-        return (
-            tuple(record.name for record in registry.BUILT_IN)
-            if self.defence == "all"
-            else tuple(self.defence.split(","))
-        )
+        every = [record.name for record in registry.BUILT_IN]
+        return tuple(every if self.defence == "all" else self.defence.split(","))
 
     def run(self) -> None:
         """Attack the federation of a run, or of a configuration."""

@@ -101,7 +101,7 @@ class Digests:
         name = settings.name
         if ":" in name:
             yield name, self._once(name, lambda: digest_records(load_own_data(name)))
-        elif source := source_path(settings):
+        elif source := find_source(name, settings.path):  # None if it comes with the library
             label = f"{name} {settings.path}" if settings.path else name
             yield label, self._once(str(source), partial(digest_files, source))
 
@@ -150,11 +150,6 @@ def source_file(module: str) -> Path | None:
         file = getattr(sys.modules[module], "__file__", None)
         return Path(file) if file and Path(file).is_file() else None
     return None
-
-
-def source_path(settings: DataSettings) -> Path | None:
-    """Return the file or folder of a data set; None if it comes with the library."""
-    return find_source(settings.name, settings.path)
 
 
 def digest_files(source: Path) -> str:

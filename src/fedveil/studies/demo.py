@@ -3,29 +3,35 @@
 import copy
 import dataclasses
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from fedveil.attacks.leaked_gradients import mean_gradients
 from fedveil.attacks.veil import remove_noise
-from fedveil.data import load, one_tensor, split
-from fedveil.defences import Plain, Veil
+from fedveil.data import one_tensor
 from fedveil.federation import Federation, History
 from fedveil.federation.history import RoundRecord
-from fedveil.models import mlp
 from fedveil.progress import Progress
 from fedveil.report import Beside, Facts, Matrix, Text, count
+from fedveil.runs.build import build_federation, load_data
+from fedveil.runs.choices import applicable_values
+from fedveil.runs.config import Config, Value, configure
 from fedveil.runs.page import NO_DATA, PROTECTION, client_models, confusions, curve_sections, scores
+from fedveil.studies.compare import baseline_settings
 from fedveil.studies.federations import observe, round_progress
 from fedveil.studies.jobs import JobResults, Result, StudyJob
 from fedveil.studies.presentation import Presentation
 from fedveil.studies.study import JobGraph, Study
 
-CLIENTS, NOISE, HIDDEN, RATE, BATCH, LOSS = 5, 100.0, 50, 1e-3, 32, "cross_entropy"
-KINDS = ("plain", "veiled", "rounding baseline")
+CONFIG = configure({"data": "digits", "loss": "cross_entropy", "additive": 100.0})
+KINDS: Mapping[str, Mapping[str, Value]] = {
+    "plain": {"defence": "plain"},
+    "veiled": {"defence": "veil"},
+    "rounding baseline": {"defence": "plain", "settings": baseline_settings(1)},
+}
 
 
 @dataclass(frozen=True)
@@ -86,25 +92,17 @@ def recovery_errors(federation: Federation) -> list[float]:
 class TrainDigits:
     """Train digits in one of three ways."""
 
-    kind: str
-    epochs: int
+    config: Config
 
     def __call__(self, progress: Progress, done: JobResults) -> DemoRun:
         """Train, and measure the models that a client has."""
-        data, veiled = load("digits"), self.kind == "veiled"
-        plain = Plain(rounding=1 if self.kind == "rounding baseline" else None)
-        parts = [(data.train.tensor[rows], data.train.targets[rows]) for rows in split(data, CLIENTS, seed=0)]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            start = mlp(data.train.tensor.shape[1], data.outputs, hidden=HIDDEN)
-        defence = Veil(additive=NOISE) if veiled else plain
-        run = Federation(start, parts, defence, lambda p: torch.optim.Adam(p, RATE), batch_size=BATCH, loss=LOSS)
-        test = data.test.inputs, data.test.targets
-        run.fit(self.epochs, test=test, on_round=round_progress(self.epochs, progress))
+        data, epochs = load_data(self.config), self.config.training.epochs
+        run = build_federation(self.config, data)
+        run.fit(epochs, test=(data.test.inputs, data.test.targets), on_round=round_progress(epochs, progress))
         records = list(run.history.records)
         seconds = records[-1].seconds - records[0].seconds
         found = DemoRun(records, seconds, len(data.train.targets), list(data.classes))
-        if not veiled:
+        if self.config.defence.name == "plain":
             return found
         views = client_views(run)
         accuracies = {name: metrics["accuracy"] for name, metrics in scores(views, data).items()}
@@ -120,7 +118,9 @@ class DemoStudy(Study[Demo, Runs]):
 
     def graph(self, request: Demo, folder: Path) -> JobGraph[Runs]:
         """Return a job for each way; a demo that fails is an error."""
-        jobs = {kind: StudyJob(kind.replace(" ", "-"), TrainDigits(kind, request.epochs), DemoRun) for kind in KINDS}
+        configs = {kind: CONFIG.changed(epochs=request.epochs, **values) for kind, values in KINDS.items()}
+        works = {kind: TrainDigits(config) for kind, config in configs.items()}
+        jobs = {kind: StudyJob(kind.replace(" ", "-"), work, DemoRun) for kind, work in works.items()}
         return JobGraph(list(jobs.values()), lambda done: {kind: done.require(job) for kind, job in jobs.items()})
 
     def present(self, request: Demo, results: Runs) -> Presentation:
@@ -133,13 +133,7 @@ class DemoStudy(Study[Demo, Runs]):
         rows += [[view, f"{accuracy:.1%}", ""] for view, accuracy in list(veiled.views.items())[1:]]
         exact = f"{statistics.median(veiled.errors):.0e}, the median of {count(len(veiled.errors), 'round')}"
         matrices = [Matrix(view, veiled.classes, counts) for view, counts in veiled.matrices.items()]
-        noise = Veil().noise
-        facts = {
-            "data": f"digits, {veiled.train_size} training records, {CLIENTS} clients",
-            "model": f"mlp with {HIDDEN} hidden units per layer",
-            "training": f"{LOSS}, Adam with {RATE:g}, batches of {BATCH}, {request.epochs} epochs",
-            "veil": f"additive noise {NOISE:g}, m = {noise.groups}, factors up to {noise.multiplicative:g}, 2 decoys",
-        }
+        facts = applicable_values(CONFIG.changed(epochs=request.epochs))
         return Presentation(
             "Demo: digits, plain and veiled",
             f"Test accuracy: {', '.join(f'{name} {accuracy}' for name, accuracy, _ in rows)}.",
@@ -151,7 +145,7 @@ class DemoStudy(Study[Demo, Runs]):
             [
                 *curve_sections(histories),
                 Text("What is and is not protected", PROTECTION),
-                Facts("Configuration", facts),
+                Facts("Configuration", {name: str(value) for name, value in facts.items()}),
             ],
             [Beside("Answers on the test data", matrices)],
         )
