@@ -2,29 +2,12 @@
 
 import re
 
-import pytest
 import torch
 from tests.configs import config_of
 
 from fedveil.cli import main
 from fedveil.federation import checkpoint
 from fedveil.runs.folder import open_run, train
-from fedveil.runs.page import verdict
-
-
-@pytest.mark.parametrize(
-    ("metric", "views", "text"),
-    [
-        ("accuracy", (0.961, 0.111, 0.947), "has 11.1 % as received, 94.7 % with the offset removed (fedveil audit"),
-        ("accuracy", (0.961, 0.2), "has 20.0 % as received (fedveil audit measures adaptive clients)."),
-        ("mse", (0.0621, 151.3, 0.0655), "Test mse 0.0621 at epsilon 2.5; a client's copy has 151 as received, 0.0655"),
-    ],
-)
-def test_a_verdict_is_one_sentence_with_the_figures_of_clients(metric, views, text):
-    found = verdict(metric, dict(zip(("server", "received", "removed"), views, strict=False)), " at epsilon 2.5")
-    assert text in found
-    assert re.fullmatch(r"[A-Z].*[^.]\.", found)
-    assert len(found) <= 165
 
 
 def test_the_page_of_a_run_has_its_own_figures(tmp_path):

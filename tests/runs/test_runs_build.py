@@ -1,13 +1,9 @@
 """Models, federations and defences of a configuration."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.configs import config_of
 
-from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.runs.build import build_federation, build_model, load_data
 from fedveil.runs.folder import train
@@ -46,18 +42,3 @@ def test_clients_get_their_share_of_the_records():
     federation = build_federation(config, load_data(config))
     assert sum(federation.shards.sizes) == 1438
     assert len(set(federation.shards.sizes)) == 3
-
-
-def test_a_rounding_baseline_is_a_run_like_others(tmp_path, capsys):
-    found = {}
-    rounding = ["--settings", "rounding=1"]
-    for name, flags in {"plain": [], "baseline": rounding, "again": rounding}.items():
-        folder = tmp_path / name
-        given = ["--data", "diabetes", "--epochs", "1", "--optimizer", "sgd", "--defence", "plain", *flags]
-        assert main(["train", *given, "--out", str(folder), "--json"]) == 0
-        repeat = json.loads(capsys.readouterr().out)["repeat"]
-        assert ("--settings rounding=1" in repeat) == bool(flags)
-        found[name] = torch.cat([value.flatten() for value in load_file(folder / "model.safetensors").values()])
-    apart = float((found["baseline"] - found["plain"]).abs().max())
-    assert 0 < apart < 1e-5  # a dozen float32 steps, rounded to 6e-8 each at weights below 1
-    assert torch.equal(found["baseline"], found["again"])

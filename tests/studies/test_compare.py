@@ -3,12 +3,10 @@
 import json
 
 import pytest
-from tests.configs import config_of
 
 from fedveil import cli
 from fedveil.defences.registry import BUILT_IN
 from fedveil.errors import BadArgument
-from fedveil.runs.folder import train
 from fedveil.studies.compare import check_defences
 
 DEFENCES = tuple(record.name for record in BUILT_IN)
@@ -51,12 +49,3 @@ def test_a_run_that_diverges_is_shown_as_failed(tmp_path, capsys):
 def test_unknown_repeated_and_missing_names_are_refused(names, text):
     with pytest.raises(BadArgument, match=text):
         check_defences(names, DEFENCES, "--defences")
-
-
-@pytest.mark.parametrize("defence", DEFENCES)
-@pytest.mark.parametrize("model", ["mlp", "cnn", "resnet8"])
-def test_train_takes_every_defence_and_resumes(tmp_path, defence, model):
-    values = {"hidden": 10, "width": 4, "clients": 2, "loss": "cross_entropy", "defence": defence, "model": model}
-    config = config_of(epochs=1, batch_size=256, **values)
-    train(config, tmp_path)
-    assert train(config.changed(epochs=2), tmp_path, resume=True).rounds == 6

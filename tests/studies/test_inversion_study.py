@@ -1,8 +1,6 @@
 """`fedveil attack inversion` from the command line, on digits; the evaluator's measures against slow ones."""
 
 import json
-import math
-from statistics import NormalDist
 
 import pytest
 import torch
@@ -25,7 +23,6 @@ from fedveil.studies.inversion.evaluator import (
     outputs_and_features,
     per_class,
     train_judge,
-    wilson,
 )
 from fedveil.studies.inversion.results import Counts, Inversion, InversionFigures, SuccessRate, judge_attackers
 from fedveil.studies.inversion.run import INVERSION, InversionOptions, data_config, first_images, public_images
@@ -143,18 +140,6 @@ def test_digits_are_recovered_from_a_plain_federation(run):
     assert code == 0, captured.err
     found = json.loads((folder / "results.json").read_text())["results"]["plain"]
     assert found["attackers"]["as published"]["codes"]["low"] > found["floor"]["high"]
-
-
-@given(st.integers(1, 200), st.data())
-def test_wilson_holds_the_shares_that_a_score_test_does_not_refuse(trials, data):
-    hits = data.draw(st.integers(0, trials))
-    value, low, high, *counts = wilson(torch.arange(trials) < hits)
-    assert (*counts, value) == (hits, trials, hits / trials)
-    z = NormalDist().inv_cdf(0.975)
-    for end in (low, high):
-        if 0 < end < 1:
-            assert abs(hits / trials - end) == pytest.approx(z * math.sqrt(end * (1 - end) / trials), rel=1e-9)
-    assert 0 <= low <= value <= high <= 1
 
 
 @given(st.integers(0, 1000), st.booleans())

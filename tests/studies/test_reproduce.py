@@ -22,13 +22,12 @@ from fedveil.studies.membership.run import MEMBERSHIP
 from fedveil.studies.paper import training
 from fedveil.studies.paper.attack_tables import (
     MEMBERSHIP_KIND,
-    PaperValues,
     attack_graph,
     present_table3,
     present_table4,
 )
 from fedveil.studies.paper.plan import SCALES, ScaleSettings, read_plan
-from fedveil.studies.paper.reproduce import EXHIBITS, has_failure, join_headlines, read_exhibit, reproduce, select_names
+from fedveil.studies.paper.reproduce import EXHIBITS, has_failure, read_exhibit, reproduce, select_names
 from fedveil.studies.paper.training import compare_runs, defence_name, list_configs, run_name
 from fedveil.studies.study import run_graph
 
@@ -160,32 +159,6 @@ def test_figures_in_the_documentation_are_those_of_the_page():
     for paper, ours in rows:
         figures = re.findall(r"\d+\.\d+(?:e-\d+)?", paper + ours)
         assert all(re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", page) for figure in figures), (paper, ours)
-
-
-def test_the_verdict_has_the_cost_and_the_attacks():
-    presented = {name: present(name, COMMITTED, "cpu") for name in EXHIBITS}
-    said = join_headlines(presented)
-    assert (
-        "36 settings: means at most 1.80 points apart, ranges overlap in 36 of 36; the rounding baseline: 1.45" in said
-    )
-    assert (
-        "cifar10, success in %: plain 84.6, veil 82.0, by an adaptive attacker (two broadcasts, no data) 86.7." in said
-    )
-    [(_, _, curves)] = presented["fig3"].headline
-    assert curves.endswith("in 48 of 48 epochs")
-    assert join_headlines({"fig4": presented["fig4"]}).startswith("No verdict")
-
-
-def test_the_papers_values_are_complete():
-    one = read_plan("table1", "cpu").paper_values(training.DefenceValues)
-    assert sum(len(row) for name in DEFENCES for row in one[name].values()) == 45
-    assert training.largest_gap(one) == pytest.approx(0.011)
-    two = read_plan("table2", "cpu").paper_values(dict[str, training.DefenceValues])
-    assert sum(len(row) for data in ("LDC", "CIFAR10") for name in DEFENCES for row in two[data][name].values()) == 90
-    for table, measures in (("table3", 5), ("table4", 4)):
-        values = read_plan(table, "cpu").paper_values(PaperValues)
-        assert {len(values[data]) for data in ("LDC", "CIFAR10")} == {measures}
-        assert {tuple(row) for data in values.values() for row in data.values()} == {DEFENCES}
 
 
 def test_runs_of_figure_3_are_those_of_table_2_where_they_are_the_same():

@@ -26,20 +26,8 @@ from fedveil.scheme import Entropy
 from fedveil.studies.attack import AttackRequest
 from fedveil.studies.audit import run as audit
 from fedveil.studies.gradients import server
-from fedveil.studies.gradients import server as results
 from fedveil.studies.gradients.run import guesses
-from fedveil.studies.gradients.server import (
-    SERVER,
-    SINGLE,
-    Curious,
-    ServerOptions,
-    difference_view,
-    gallery,
-    nearest,
-    server_views,
-    sum_view,
-    verdict,
-)
+from fedveil.studies.gradients.server import SERVER, SINGLE, Curious, ServerOptions, difference_view, sum_view
 from fedveil.studies.jobs import Failure, JobResults
 from fedveil.studies.study import gather, publish
 from fedveil.studies.verdicts import RECOGNISED
@@ -88,7 +76,7 @@ def test_a_sum_over_one_client_gives_what_the_single_update_gives():
 
 def test_two_sums_of_the_same_model_that_differ_by_one_client_give_its_record_away():
     """Products and sums of one record round once, the difference and the bias once more: below 4 units of a pixel."""
-    found = server_views(federation_of(Plain(), dtype=torch.float32), [10], 4)
+    found = server.server_views(federation_of(Plain(), dtype=torch.float32), [10], 4)
     record = DIGITS.train.tensor[0].flatten().double()
     for view, far in ((SAME_MODEL, False), (SINGLE, False), (sum_view(10), True)):
         leak = found[view].leak
@@ -99,7 +87,7 @@ def test_two_sums_of_the_same_model_that_differ_by_one_client_give_its_record_aw
 
 def test_sums_are_weighted_by_records():
     sizes = [3, 1, 2]
-    found = server_views(federation_of(Plain(), sizes=sizes), [2, 3], 3)
+    found = server.server_views(federation_of(Plain(), sizes=sizes), [2, 3], 3)
     for view, records in ((sum_view(2), 4), (sum_view(3), 6), (difference_view(3, "same model"), 3)):
         leak = found[view].leak
         assert relative(leak.gradients, digit_gradients(leak, slice(records))) < 1e3 * EPS, view
@@ -107,7 +95,7 @@ def test_sums_are_weighted_by_records():
 
 def test_the_next_round_adds_what_the_step_changed_in_the_others_gradients():
     federation = federation_of(Plain(), clients=4)
-    found = server_views(federation, [4], 4)
+    found = server.server_views(federation, [4], 4)
     leak, single = found[NEXT_ROUND].leak, found[SINGLE].leak
     before, later = (digit_gradients(leak, slice(1, 4), model) for model in (leak.model, federation.model))
     wanted = {name: own + 3 * (before[name] - later[name]) for name, own in single.gradients.items()}
@@ -119,7 +107,7 @@ def test_the_next_round_adds_what_the_step_changed_in_the_others_gradients():
 def test_a_veil_does_not_change_what_the_server_sees(private):
     veil = Veil(groups=10, entropy=Entropy.for_tests(0))
     veil = Private(veil, 1.0, 0.0) if private else veil  # the server clips what it has seen
-    plain, veiled = (server_views(federation_of(one), [2, 10], 4) for one in (Plain(), veil))
+    plain, veiled = (server.server_views(federation_of(one), [2, 10], 4) for one in (Plain(), veil))
     assert list(plain) == list(veiled) == [SINGLE, sum_view(2), sum_view(10), SAME_MODEL, NEXT_ROUND]
     for view in plain:
         assert relative(veiled[view].leak.gradients, plain[view].leak.gradients) < 1e4 * EPS, view
@@ -133,24 +121,24 @@ def test_a_sum_over_many_clients_shows_no_record_and_a_single_update_does():
     images = torch.rand(clients, 1, 8, 8, generator=chance)
     part = DataPart(images, torch.randint(10, (clients,), generator=chance))
     data = Data("noise", part, part, classes=tuple("0123456789"), scale=((0.0,), (1.0,)))
-    mean, search = nearest(images.mean(0, keepdim=True), images).psnr, Search(steps=50, restarts=1)
+    mean, search = server.nearest(images.mean(0, keepdim=True), images).psnr, Search(steps=50, restarts=1)
     best = {}
-    for name, view in server_views(federation_of(Plain(), clients, torch.float32, data), [clients], 4).items():
+    for name, view in server.server_views(federation_of(Plain(), clients, torch.float32, data), [clients], 4).items():
         own, draws = DIGITS.test.tensor[:64], generator("test", name)
         found = server.attack_view(view.leak, search, data, own, view.clients, draws, lambda fraction: None)
-        best[name] = max(nearest(one, images[: view.clients]).psnr for one in found.values())
+        best[name] = max(server.nearest(one, images[: view.clients]).psnr for one in found.values())
     assert best[sum_view(clients)] < mean + RECOGNISED
     assert min(best[SINGLE], best[SAME_MODEL]) >= mean + RECOGNISED
 
 
 def test_the_nearest_image_is_found_among_all_pairs_and_a_guess_is_never_a_record_of_the_round():
     true = torch.stack([torch.full((1, 8, 8), value) for value in (0.0, 0.5, 1.0)])
-    found = nearest(torch.stack([torch.full((1, 8, 8), value) for value in (0.25, 0.9)]), true)
+    found = server.nearest(torch.stack([torch.full((1, 8, 8), value) for value in (0.25, 0.9)]), true)
     assert (found.record, found.psnr) == (2, pytest.approx(20.0, abs=1e-4))
     rows = torch.arange(200)
     for taken, near in ((rows, False), (None, True)):
         images = guesses(DIGITS, rows, generator("test"), taken=taken)["another of its class"]
-        assert (nearest(images, DIGITS.train.tensor[rows]).psnr == 120) is near
+        assert (server.nearest(images, DIGITS.train.tensor[rows]).psnr == 120) is near
 
 
 def test_the_study_has_a_row_per_view_pictures_and_a_verdict(tmp_path):
@@ -185,26 +173,28 @@ def planted(*figures):
     code, views = "/////w==", {}
     for name, records, best, guess in figures:
         attacks = {
-            "search": results.Nearest(best, 0.5, records - 1, code),
-            "first layer": results.Nearest(1.0, 0.1, 0, code),
+            "search": server.Nearest(best, 0.5, records - 1, code),
+            "first layer": server.Nearest(1.0, 0.1, 0, code),
         }
         floors = {
-            "mean image": results.Nearest(guess, 0.1, 0, code),
-            "another of its class": results.Nearest(0.0, 0.0, 0, code),
+            "mean image": server.Nearest(guess, 0.1, 0, code),
+            "another of its class": server.Nearest(0.0, 0.0, 0, code),
         }
-        views[name] = results.ServerView(records, attacks, floors)
-    return results.ServerRound([0, 1], Search(), views, [code, code], (1, 2, 2))
+        views[name] = server.ServerView(records, attacks, floors)
+    return server.ServerRound([0, 1], Search(), views, [code, code], (1, 2, 2))
 
 
 def test_the_verdict_follows_the_figures():
     rounds = [planted((SINGLE, 1, psnr, 12.0), (sum_view(2), 2, 21.9, 12.0)) for psnr in (40.0, 60.0)]
-    assert verdict(Curious(rounds)) == "LEAK: a record from single update (2 of 2 rounds); no record from sum of 2."
-    assert verdict(Curious([planted((SINGLE, 1, 20.0, 12.0))])).startswith("NOTHING FOUND")
-    [pictures] = gallery("", Curious(rounds))
+    assert (
+        server.verdict(Curious(rounds)) == "LEAK: a record from single update (2 of 2 rounds); no record from sum of 2."
+    )
+    assert server.verdict(Curious([planted((SINGLE, 1, 20.0, 12.0))])).startswith("NOTHING FOUND")
+    [pictures] = server.gallery("", Curious(rounds))
     assert [label for label, _ in pictures.rows] == ["victim's record", SINGLE, sum_view(2), "its nearest record"]
     broken = Curious([rounds[0], Failure("it broke")])
-    assert verdict(broken) == "not measured (it broke)."
-    assert not gallery("", broken)
+    assert server.verdict(broken) == "not measured (it broke)."
+    assert not server.gallery("", broken)
     assert SERVER.present(ASKED, {"plain": broken}).rows[0][:4] == ["plain", "", "", "failed: it broke"]
     assert SERVER.present(ASKED, {"plain": Failure("x")}).verdict.startswith("No verdict")
 
@@ -250,7 +240,7 @@ def test_the_audit_has_the_curious_server_once_beside_the_undefended_federation(
 def test_on_digits_a_large_sum_hides_what_small_ones_show():
     options = dataclasses.replace(audit.CURIOUS, sums="2,300")
     rounds = Curious([attack_round(config_of(data="digits"), options, number) for number in range(4)])
-    shown, _, hidden = verdict(rounds).partition("; no record from ")
+    shown, _, hidden = server.verdict(rounds).partition("; no record from ")
     for view in (SINGLE, sum_view(2), difference_view(10, "same model")):
         assert f"{view} (4 of 4 rounds)" in shown
     assert sum_view(300) in hidden
