@@ -277,8 +277,7 @@ def rounds_in(folder):
 
 
 @pytest.mark.parametrize(
-    ("signals", "code"),
-    [((signal.SIGTERM,), 143), ((signal.SIGTERM, signal.SIGTERM), 143), ((signal.SIGINT,), 130)],
+    ("signals", "code"), [((signal.SIGTERM,), 143), ((signal.SIGTERM, signal.SIGTERM), 143), ((signal.SIGINT,), 130)]
 )
 def test_a_signal_saves_the_round_and_prints_the_command_that_resumes(
     tmp_path, monkeypatch, capsys, signals, code, harmless

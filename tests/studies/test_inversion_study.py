@@ -17,13 +17,7 @@ from fedveil.report import NOTHING
 from fedveil.runs.build import load_data
 from fedveil.studies.attack import AttackRequest
 from fedveil.studies.inversion import results
-from fedveil.studies.inversion.evaluator import (
-    distances,
-    make_judge,
-    outputs_and_features,
-    per_class,
-    train_judge,
-)
+from fedveil.studies.inversion.evaluator import distances, make_judge, outputs_and_features, per_class, train_judge
 from fedveil.studies.inversion.results import Counts, Inversion, InversionFigures, SuccessRate, judge_attackers
 from fedveil.studies.inversion.run import INVERSION, InversionOptions, data_config, first_images, public_images
 from fedveil.studies.jobs import Failure
@@ -156,7 +150,7 @@ def test_distances_are_those_of_loops(seed, same_class):
     assert distances(found, wanted, known, targets, same_class=same_class) == pytest.approx((centroid, nearest))
 
 
-def test_shares_by_class():
+def test_success_by_class():
     answers, wanted = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 0, 1, 1])
     assert per_class(answers, wanted, 3) == [0.5, 0.5, None]
 
@@ -173,7 +167,7 @@ def test_features_are_what_the_head_gets():
         outputs_and_features(nn.Flatten(), images)
 
 
-def test_a_judge_learns_and_goes_on_after_a_stop(tmp_path):
+def test_a_judge_learns_and_resumes_after_a_stop(tmp_path):
     data = keep_labels(load("digits", flat=False), range(5, 10))
     judge = train_judge(data, 4, width=8, path=tmp_path / "judge.pt")
     assert (outputs_and_features(judge, data.test.inputs)[0].argmax(1) == data.test.targets).double().mean() > 0.9

@@ -127,7 +127,7 @@ if __name__ == "__main__":
 
 class Wait(Square):
     def __call__(self, progress, done):
-        if Path(self.log).with_name("go on").exists():
+        if Path(self.log).with_name("continue").exists():
             return super().__call__(progress, done)
         half = Path(self.log).with_name("half")
         half.write_text(str(os.getpid()))
@@ -182,7 +182,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
 def test_a_computation_that_was_killed_resumes_with_the_results_that_are_there(tmp_path):
     log = tmp_path / "log"
     kill_while_it_waits(tmp_path, workers=1)
-    (tmp_path / "go on").touch()
+    (tmp_path / "continue").touch()
     asked = [StudyJob("quick", Square(2, str(log)), Number), StudyJob("long", Wait(3, str(log)), Number)]
     assert values(asked, run_jobs(asked, tmp_path / "jobs", workers=1)) == [4, 9]
     assert log.read_text().split() == ["2", "3"]  # the first was not computed again

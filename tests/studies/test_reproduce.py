@@ -20,12 +20,7 @@ from fedveil.studies.jobs import Failure
 from fedveil.studies.membership.attacks import Attacker, AttackScores, Membership
 from fedveil.studies.membership.run import MEMBERSHIP
 from fedveil.studies.paper import training
-from fedveil.studies.paper.attack_tables import (
-    MEMBERSHIP_KIND,
-    attack_graph,
-    present_table3,
-    present_table4,
-)
+from fedveil.studies.paper.attack_tables import MEMBERSHIP_KIND, attack_graph, present_table3, present_table4
 from fedveil.studies.paper.plan import SCALES, ScaleSettings, read_plan
 from fedveil.studies.paper.reproduce import EXHIBITS, has_failure, read_exhibit, reproduce, select_names
 from fedveil.studies.paper.training import compare_runs, defence_name, list_configs, run_name

@@ -173,12 +173,7 @@ def resume_federation(config: Config, folder: Path, data: Data) -> Federation:
 
 
 def train(
-    config: Config,
-    folder: Folder,
-    *,
-    resume: bool = False,
-    on_round: Callback | None = None,
-    data: Data | None = None,
+    config: Config, folder: Folder, *, resume: bool = False, on_round: Callback | None = None, data: Data | None = None
 ) -> RunSummary:
     """Run a configuration to its end, and return its summary. Bad settings are refused before the folder is made."""
     home = Path(folder)

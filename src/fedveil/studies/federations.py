@@ -168,17 +168,10 @@ def observe(federation: Federation, rounds: int = 1) -> Observation:
     broadcast = federation.defence_server.start_round(federation.model).broadcast
     seen.append(Round(broadcast, defence.client_view(federation.model, broadcast)))
     inputs, targets = shards.records(ATTACKER)
-    return Observation(
-        defence.name,
-        seen[-1].model,
-        _architecture(federation.model),
-        tuple(seen),
-        one_tensor("attack", inputs),
-        targets,
-        federation.loss,
-        float(federation.optimizer.param_groups[0]["lr"]),
-        shards.sizes[ATTACKER] / sum(shards.sizes),
-    )
+    records = one_tensor("attack", inputs), targets, federation.loss
+    rate, weight = float(federation.optimizer.param_groups[0]["lr"]), shards.sizes[ATTACKER] / sum(shards.sizes)
+    empty = _architecture(federation.model)
+    return Observation(defence.name, seen[-1].model, empty, tuple(seen), *records, rate, weight)
 
 
 def observe_all(federation: Federation, defence: str) -> Views:

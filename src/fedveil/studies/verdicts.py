@@ -197,13 +197,13 @@ def judge_defences(
 
 
 def summarise(verdicts: Mapping[str, Verdict]) -> str:
-    """Return the verdicts of one measure, defences by label: who took part: LEAK (veil 0.69), PROTECTED (spn 0.51)."""
+    """Return the verdicts of one measure, defences by label: Membership: LEAK (veil 0.69), PROTECTED (spn 0.51)."""
     by_label: dict[Label, list[str]] = {}
     for name, one in verdicts.items():
         by_label.setdefault(one.label, []).append(f"{display_name(name)} {one.measure.number(one.strongest.value)}")
     first = next(iter(verdicts.values()))
     labels = ", ".join(f"{label} ({', '.join(names)})" for label, names in by_label.items())
-    return f"{first.measure.subject}: {labels}; guessing {first.measure.number(first.guess)}"
+    return f"{capitalise(first.measure.subject)}: {labels}; guessing {first.measure.number(first.guess)}"
 
 
 def headline(verdicts: Mapping[str, Verdict]) -> str:
@@ -211,7 +211,7 @@ def headline(verdicts: Mapping[str, Verdict]) -> str:
     if not verdicts:
         return "No verdict: the attack failed under every defence."
     missing = "" if "plain" in verdicts else "; no undefended federation was attacked"
-    return f"{capitalise(summarise(verdicts))}{missing}."
+    return f"{summarise(verdicts)}{missing}."
 
 
 def verdict_section(verdicts: Mapping[str, Verdict]) -> list[Section]:

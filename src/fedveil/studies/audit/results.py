@@ -13,16 +13,7 @@ from fedveil.studies.gradients import server
 from fedveil.studies.gradients.server import Curious
 from fedveil.studies.jobs import Failure, Result
 from fedveil.studies.membership.attacks import AttackScores
-from fedveil.studies.presentation import (
-    Presentation,
-    capitalise,
-    failed_row,
-    format_figures,
-    mark,
-    percent,
-    read_texts,
-    text,
-)
+from fedveil.studies.presentation import Presentation, failed_row, format_figures, mark, percent, read_texts, text
 from fedveil.studies.verdicts import AttackerFigure, Measure, Verdict, summarise
 
 FLOOR = "floor"
@@ -249,7 +240,7 @@ def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdic
 def headline(found: Mapping[str, Mapping[str, Verdict]]) -> str:
     """Return the verdicts on all measures in one sentence each, on "plain" only if there is no other defence."""
     defended = [{name: one for name, one in own.items() if name != "plain"} or own for own in found.values()]
-    return f"By the strongest attacker: {'. '.join(capitalise(summarise(own)) for own in defended if own)}."
+    return f"By the strongest attacker: {'. '.join(summarise(own) for own in defended if own)}."
 
 
 def verdict_sections(results: Audits, plain: AuditResult, found: Mapping[str, Mapping[str, Verdict]]) -> list[Section]:
@@ -284,7 +275,7 @@ def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
                     rows.append(Interval(attacker, figure.value, low, high, defence))
         if rows and (top := judge(column, measure, plain, plain)):
             lines = {"guessing": round(top.guess, 3), UNDEFENDED: round(top.strongest.figure.value, 3)}
-            yield Intervals(capitalise(measure.subject), measure.figure, rows, lines)
+            yield Intervals(measure.subject.capitalize(), measure.figure, rows, lines)
 
 
 def server_sections(plain: AuditResult) -> list[Section]:

@@ -22,17 +22,8 @@ from fedveil.records.shards import generator
 from fedveil.runs.build import build_model
 from fedveil.runs.config import Config, Value
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
-from fedveil.studies.audit.results import (
-    FLOOR,
-    NETWORK_BROADCASTS,
-    UNDEFENDED,
-    AuditResult,
-    Guessing,
-    Members,
-    ModelFigures,
-    average_figures,
-    show,
-)
+from fedveil.studies.audit import results as page
+from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelFigures, average_figures
 from fedveil.studies.federations import load_or_train, measure_quality, observe, observe_all
 from fedveil.studies.gradients.run import few_clients, plain_sgd
 from fedveil.studies.gradients.server import SERVER, Curious, ServerOptions, ServerRound
@@ -87,7 +78,7 @@ def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> Reco
     for number in range(trials):
         progress(number / trials, f"rebuilding record {number + 1}/{trials}")
         observed, true = trial(config, data, number, known.rebuild_rounds)
-        guesses: dict[str, Tensor] = {FLOOR: observed.inputs.double().mean(0).cpu()}
+        guesses: dict[str, Tensor] = {page.FLOOR: observed.inputs.double().mean(0).cpu()}
         for name in [name for name in attackers if name not in left_out]:
             guess = attempt(attackers[name], observed)
             if isinstance(guess, str):
@@ -96,7 +87,7 @@ def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> Reco
                 guesses[name] = guess.cpu().clamp(low, high)
         for name, guess in guesses.items():
             found.setdefault(name, []).append(max(quality(guess, one, high - low) for one in true))
-    psnr = {name: average(found[name]) for name in [*attackers, FLOOR] if name in found and name not in left_out}
+    psnr = {name: average(found[name]) for name in [*attackers, page.FLOOR] if name in found and name not in left_out}
     return Reconstructions(psnr if len(psnr) > 1 else {}, left_out)
 
 
@@ -194,7 +185,7 @@ class Audit:
         figures: dict[str, list[ModelFigures]] = {}
         for number in range(count):
             progress(number / count, f"broadcast {number + 1}/{count}")
-            if attacks and number >= NETWORK_BROADCASTS:
+            if attacks and number >= page.NETWORK_BROADCASTS:
                 attacks = replace(attacks, recipe=None)
             seen = observe_all(federation, config.defence.name)
             for name, observed in seen.attackers.items():
@@ -266,7 +257,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
             return found
         work = Audit(request.config_for("plain"), request.options, folder / "plain" / "run", folder)
         after = next(iter(found.values())).after
-        return {**found, UNDEFENDED: StudyJob(request.job_name(UNDEFENDED), work, AuditResult, after=after)}
+        return {**found, page.UNDEFENDED: StudyJob(request.job_name(page.UNDEFENDED), work, AuditResult, after=after)}
 
     def server_rounds(self, request: AttackRequest[AuditOptions]) -> list[StudyJob[ServerRound]]:
         """Return rounds of an undefended federation as its server sees them; a veil changes rounding alone."""
@@ -276,7 +267,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
     def graph(self, request: AttackRequest[AuditOptions], folder: Path) -> JobGraph[Results[AuditResult]]:
         """Return the audits and the rounds of the curious server, whose results join the undefended federation."""
         audits, rounds = super().graph(request, folder), self.server_rounds(request)
-        name = "plain" if "plain" in request.defences else UNDEFENDED
+        name = "plain" if "plain" in request.defences else page.UNDEFENDED
 
         def collect(done: JobResults) -> Results[AuditResult]:
             found = audits.collect(done)
@@ -289,7 +280,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
 
     def show(self, request: AttackRequest[AuditOptions], results: Results[AuditResult]) -> Presentation:
         """Return the verdict, the table, charts and how to read them."""
-        return show(results)
+        return page.show(results)
 
 
 _DIGITS: Mapping[str, Value] = {"data": "digits", "train_size": 500, "epochs": 150, "groups": 10}

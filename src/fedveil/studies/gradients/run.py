@@ -143,15 +143,9 @@ def search_leak(
         guessed = [single_label(leak)] if size == 1 else batch_labels(leak, size, own)
         labels = torch.tensor(guessed, device=own.device)
     black, white = (data.standardise(own.new_full((1, own.shape[1], 1, 1), pixel))[0] for pixel in (0, 1))
+    shape, box = (size, *own.shape[1:]), (black, white)
     return reconstruct(
-        leak,
-        (size, *own.shape[1:]),
-        search,
-        classes=data.outputs,
-        generator=chance,
-        labels=labels,
-        box=(black, white),
-        progress=progress,
+        leak, shape, search, classes=data.outputs, generator=chance, labels=labels, box=box, progress=progress
     )
 
 

@@ -17,15 +17,8 @@ from fedveil.runs.config import Config
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
 from fedveil.studies.federations import load_or_train, measure_quality, observe_strongest
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
-from fedveil.studies.membership.attacks import (
-    Attacker,
-    AttackScores,
-    Membership,
-    RecordAttacks,
-    ShadowAttacks,
-    divide_records,
-    shadow_jobs,
-)
+from fedveil.studies.membership import attacks as membership
+from fedveil.studies.membership.attacks import AttackScores, Membership
 from fedveil.studies.presentation import Presentation, failed_row, mark, percent, read_texts, text
 from fedveil.studies.verdicts import MEMBERSHIP as MEASURE
 from fedveil.studies.verdicts import Verdict, headline, judge_defences, verdict_section
@@ -63,13 +56,13 @@ class AttackMembership:
         """Observe the last broadcast, and run the attacks of each attacker."""
         config, options, training = self.config, self.options, self.config.training
         federation, data = load_or_train(config, self.run, progress, done.basis)
-        records = divide_records(config, data)
+        records = membership.divide_records(config, data)
         seen = observe_strongest(federation, config.defence.name)
         recipe = Recipe(options.attack_epochs, options.attack_lr, seed=training.seed, device=training.device)
-        shadows = ShadowAttacks(config, self.folder, options.shadows, options.lira)
-        attacks = RecordAttacks(records, shadows, recipe, options.full, by_layer=True)
+        shadows = membership.ShadowAttacks(config, self.folder, options.shadows, options.lira)
+        attacks = membership.RecordAttacks(records, shadows, recipe, options.full, by_layer=True)
         found = {
-            name: Attacker("V-out", attacks.run(observed, name != PUBLISHED, progress))
+            name: membership.Attacker("V-out", attacks.run(observed, name != PUBLISHED, progress))
             for name, observed in seen.items()
         }
         quality = asdict(measure_quality(federation, data))  # of the model after the rounds that were observed
@@ -91,7 +84,9 @@ class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
 
     def shared(self, request: AttackRequest[MembershipOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return all shadows of all defences."""
-        return shadow_jobs(request.config, request.defences, request.options.shadows, folder, label=request.label)
+        return membership.shadow_jobs(
+            request.config, request.defences, request.options.shadows, folder, label=request.label
+        )
 
     def attack(self, request: AttackRequest[MembershipOptions], defence: str, folder: Path) -> AttackMembership:
         """Return all attacks on one defence."""
