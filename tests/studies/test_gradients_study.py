@@ -82,22 +82,6 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
     assert [row[0] for row in shown.rows] == ["plain"] * 4 + ["floor"] * 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "settings", "what"),
-    [
-        ({"model": "mlp"}, QUICK, "are not images"),
-        ({"optimizer": "adamw"}, QUICK, "for plain SGD and Adam only"),
-        ({"momentum": 0.9}, QUICK, "for plain SGD and Adam only"),
-        ({"train_size": 30}, QUICK, "30 training records, the attacker and the victim need 34"),
-        ({}, GradientOptions(victim_batch="1,x"), "batches of '1,x' from 8 images"),
-        ({}, GradientOptions(victim_batch="16"), "batches of '16' from 8 images"),
-    ],
-)
-def test_a_federation_that_cannot_be_attacked_is_refused(tmp_path, changes, settings, what):
-    with pytest.raises(BadArgument, match=what):
-        attacked(tmp_path, small(**changes), settings)
-
-
 def test_the_method_follows_the_activation():
     assert GradientOptions().search(lenet()).method == "cosine"
     smooth = GradientOptions(restarts=3).search(lenet(activation="sigmoid"))

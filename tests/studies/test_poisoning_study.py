@@ -5,7 +5,6 @@ import json
 import pytest
 from tests.configs import config_of
 
-from fedveil.errors import BadArgument
 from fedveil.federation.aggregators import RULES
 from fedveil.federation.limits import Limits
 from fedveil.runs.build import build_limits
@@ -90,30 +89,6 @@ def test_the_verdict_is_that_of_the_worst_attack_under_the_defence_that_suffers_
         in poisoning.show({"plain": plain, "veil": ended}, limits, 1).verdict
     )
     assert poisoning.show({"plain": Failure("x")}, limits, 1).verdict.startswith("No verdict")
-
-
-@pytest.mark.parametrize(
-    ("options", "changes", "what"),
-    [
-        ({"attacks": "sign-flop"}, {}, "there is no attack 'sign-flop'"),
-        ({"rules": "meadian"}, {}, "there is no rule 'meadian'"),
-        ({"seeds": 0}, {}, "--seeds must be an integer of at least 1"),
-        ({}, {"hostile": 2}, "krum against 2 hostile clients needs 7, not 5"),
-        ({"rules": "none"}, {"hostile": 5}, "5 of 5 clients"),
-        ({"rules": "none"}, {"hostile": 0}, "0 of 5 clients"),
-        ({"rules": "none"}, {"aggregator": "krum"}, "the attack compares all rules"),
-        ({"rules": "none"}, {"data": "diabetes", "train_size": None}, "it has no classes"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_anything_is_trained(tmp_path, options, changes, what):
-    with pytest.raises(BadArgument, match=what):
-        attacked(tmp_path, PoisoningOptions(**options), **changes)
-    assert not (tmp_path / "jobs").exists()
-
-
-def test_a_trained_run_is_refused():
-    with pytest.raises(BadArgument, match="hostile clients take part in training"):
-        POISONING.graph(AttackRequest(config_of(**SMALL), ("plain",), PoisoningOptions(), "run"), "out")
 
 
 def test_bounds_are_the_default_limits_and_come_with_every_rule():

@@ -199,21 +199,6 @@ def test_the_verdict_follows_the_figures():
     assert SERVER.present(ASKED, {"plain": Failure("x")}).verdict.startswith("No verdict")
 
 
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"sums": "2,x"}, "sums over '2,x' clients"),
-        ({"sums": "2,2"}, "sums over '2,2' clients"),
-        ({"sums": "0"}, "sums over '0' clients"),
-        ({"difference": 1}, "a sum over 1 clients"),
-        ({"rounds": 0}, "0 rounds of 1 records per client"),
-    ],
-)
-def test_wrong_numbers_are_refused(tmp_path, options, what):
-    with pytest.raises(BadArgument, match=what):
-        SERVER.graph(AttackRequest(config_of(data="digits"), ("plain",), ServerOptions(**options)), tmp_path)
-
-
 def test_records_that_are_not_images_and_too_few_records_are_refused():
     with pytest.raises(DoesNotApply, match="the records are not images"):
         server.images_and_model(config_of(data="diabetes"), None)

@@ -48,7 +48,6 @@ class DemoRun(Result):
     Attributes:
         records: records of the rounds.
         seconds: time of all rounds except the first, in which the first run of a process also loads code.
-        train_size: number of training records.
         classes: names of the classes.
         views: test accuracy of the server's model and of the models that a client has.
         matrices: confusion matrices of the first two of them.
@@ -57,7 +56,6 @@ class DemoRun(Result):
 
     records: list[RoundRecord]
     seconds: float
-    train_size: int
     classes: list[str]
     views: dict[str, float] = dataclasses.field(default_factory=dict)
     matrices: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
@@ -101,7 +99,7 @@ class TrainDigits:
         run.fit(epochs, test=(data.test.inputs, data.test.targets), on_round=round_progress(epochs, progress))
         records = list(run.history.records)
         seconds = records[-1].seconds - records[0].seconds
-        found = DemoRun(records, seconds, len(data.train.targets), list(data.classes))
+        found = DemoRun(records, seconds, list(data.classes))
         if self.config.defence.name == "plain":
             return found
         views = client_views(run)

@@ -179,8 +179,8 @@ def measure_row(name: str, audits: Sequence[AuditResult], plain: Sequence[AuditR
     return MeasureRow(name, attacker, figures)
 
 
-def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[MeasureRow | tuple[str, str]]:
-    """Yield one row per measure, or its name and why it failed."""
+def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[MeasureRow | list[str]]:
+    """Yield one row per measure, or the cells of one that failed."""
     done = {name: [one for one in found if isinstance(one, AuditResult)] for name, found in results.items()}
     complete = {name: own for name, own in done.items() if len(own) == len(results[name])}
     for name, found in results.items():
@@ -188,7 +188,8 @@ def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[Meas
             loss = configure({**request.base, **request.measures[name]}).training.loss
             yield measure_row(name, complete[name], complete.get(UNDEFENDED[str(loss)], []))
         else:
-            yield name, next(one.failed for one in found if isinstance(one, Failure))
+            why = next(one.failed for one in found if isinstance(one, Failure))
+            yield failed_row(name, len(HEADER), f"failed: {why}")
 
 
 def verdict(rows: Sequence[MeasureRow]) -> str:
@@ -252,10 +253,7 @@ class HardenStudy(Study[Hardening, HardeningResults]):
         """Return the verdict, the table, two charts, and how to read them."""
         found = list(measure_rows(request, results))
         rows = [row for row in found if isinstance(row, MeasureRow)]
-        table = [
-            row.cells() if isinstance(row, MeasureRow) else failed_row(row[0], len(HEADER), f"failed: {row[1]}")
-            for row in found
-        ]
+        table = [row.cells() if isinstance(row, MeasureRow) else row for row in found]
         members, costs = ([mark(row.name, row.figures[key], scale=100) for row in rows] for key in (MEMBERSHIP, COST))
         reading = [paragraph.format(rounds=DP_ROUNDS, rate=DP_RATE) for paragraph in TEXTS.reading]
         facts = {name: str(value) for name, value in configure(request.base).flat().items()}

@@ -1,0 +1,57 @@
+"""Attacks as studies: a federation or options that cannot be attacked are refused before anything is trained."""
+
+import pytest
+from tests.configs import config_of
+
+from fedveil.errors import BadArgument
+from fedveil.studies.attack import AttackRequest
+from fedveil.studies.gradients.run import GRADIENTS
+from fedveil.studies.gradients.server import SERVER
+from fedveil.studies.inversion.run import INVERSION
+from fedveil.studies.poisoning import POISONING
+from fedveil.studies.study import gather
+
+DIGITS = {"data": "digits", "train_size": 200, "test_size": None, "defence": "plain"}
+
+
+@pytest.mark.parametrize(
+    ("study", "changes", "options", "what"),
+    [
+        (GRADIENTS, {"model": "mlp"}, {}, "are not images"),
+        (GRADIENTS, {"optimizer": "adamw"}, {}, "for plain SGD and Adam only"),
+        (GRADIENTS, {"momentum": 0.9}, {}, "for plain SGD and Adam only"),
+        (GRADIENTS, {"train_size": 30}, {}, "30 training records, the attacker and the victim need 40"),
+        (GRADIENTS, {}, {"victim_batch": "1,x"}, "batches of '1,x' from 8 images"),
+        (GRADIENTS, {}, {"victim_batch": "16"}, "batches of '16' from 8 images"),
+        (INVERSION, {"labels": None}, {}, "so that none is public"),
+        (INVERSION, {"labels": "0-9"}, {}, "leave 10 of 10 private"),
+        (INVERSION, {"labels": "3"}, {}, "leave 1 of 10 private"),
+        (INVERSION, {"model": "mlp"}, {}, "an mlp takes rows of numbers"),
+        (INVERSION, {}, {"codes": 0}, "must be at least 1, got 0"),
+        (INVERSION, {}, {"codes": 5}, "5 cannot be divided among 4 broadcasts"),
+        (POISONING, {}, {"attacks": "sign-flop"}, "there is no attack 'sign-flop'"),
+        (POISONING, {}, {"rules": "meadian"}, "there is no rule 'meadian'"),
+        (POISONING, {}, {"seeds": 0}, "--seeds must be an integer of at least 1"),
+        (POISONING, {"hostile": 2}, {}, "krum against 2 hostile clients needs 7, not 5"),
+        (POISONING, {"hostile": 5}, {"rules": "none"}, "5 of 5 clients"),
+        (POISONING, {"hostile": 0}, {"rules": "none"}, "0 of 5 clients"),
+        (POISONING, {"aggregator": "krum"}, {"rules": "none"}, "the attack compares all rules"),
+        (POISONING, {"data": "diabetes", "train_size": None}, {"rules": "none"}, "it has no classes"),
+        (SERVER, {}, {"sums": "2,x"}, "sums over '2,x' clients"),
+        (SERVER, {}, {"sums": "2,2"}, "sums over '2,2' clients"),
+        (SERVER, {}, {"sums": "0"}, "sums over '0' clients"),
+        (SERVER, {}, {"difference": 1}, "a sum over 1 clients"),
+        (SERVER, {}, {"rounds": 0}, "0 rounds of 1 records per client"),
+    ],
+)
+def test_what_cannot_be_attacked_is_refused_before_anything_is_trained(tmp_path, study, changes, options, what):
+    config = config_of(**{**study.defaults, **DIGITS, **changes})
+    with pytest.raises(BadArgument, match=what):
+        gather(study, AttackRequest(config, ("plain",), study.options(**options)), tmp_path, workers=1)
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_poisoning_refuses_a_trained_run(tmp_path):
+    asked = AttackRequest(config_of(**{**POISONING.defaults, **DIGITS}), ("plain",), POISONING.options(), tmp_path)
+    with pytest.raises(BadArgument, match="hostile clients take part in training"):
+        POISONING.graph(asked, tmp_path)
