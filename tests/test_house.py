@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -10,33 +12,21 @@ import pytest
 import fedveil
 
 SOURCE = Path(fedveil.__file__).parent
-EVERYONE = {
-    "checks",
-    "errors",
-    "files",
-    "locks",
-    "lookup",
-    "plain_json",
-    "progress",
-    "signals",
-    "wire",
-}  # what every room may use
+EVERYONE = {"checks", "errors", "files", "locks", "lookup", "plain_json", "progress", "signals", "wire"}  # for all
 LEAVES = ("data", "models", "records", "report")
+CORE = {"graph", "scheme", "defences", "federation"}
 BELOW = {
-    **{leaf: set() for leaf in LEAVES},
+    **{leaf: set() for leaf in (*LEAVES, "graph", "secagg")},
     "data": {"records"},
-    "graph": set(),
-    "secagg": set(),
     "scheme": {"graph"},
     "defences": {"graph", "scheme"},
     "federation": {"graph", "scheme", "defences", "secagg", "records"},
-    "attacks": {"graph", "scheme", "defences", "federation", "records"},
-    "runs": {"graph", "scheme", "defences", "federation", *LEAVES},
-    "flower": {"graph", "scheme", "defences", "federation", "secagg", "records"},
-    "nvflare": {"graph", "scheme", "defences", "federation", "secagg", "records"},
-    "studies": {"graph", "scheme", "defences", "federation", "attacks", "runs", *LEAVES},
-    "cli": {"graph", "scheme", "defences", "federation", "attacks", "flower", "nvflare", "runs", "studies"}
-    | {"secagg", *LEAVES},
+    "attacks": {*CORE, "records"},
+    "runs": {*CORE, *LEAVES},
+    "flower": {*CORE, "secagg", "records"},
+    "nvflare": {*CORE, "secagg", "records"},
+    "studies": {*CORE, "attacks", "runs", *LEAVES},
+    "cli": {*CORE, "attacks", "flower", "nvflare", "runs", "studies", "secagg", *LEAVES},
 }
 
 
@@ -98,15 +88,21 @@ def test_every_layer_has_its_place():
     assert ours == {*BELOW, *EVERYONE}
 
 
-def test_public_names_are_those_written_down():
+def test_public_names_are_those_written_down_and_listing_them_imports_nothing():
+    found = dir(fedveil)
     assert sorted(fedveil.__all__) == fedveil.__all__
-    modules = {*BELOW, *EVERYONE}
+    assert {*fedveil.__all__, "__version__", "data", "federation", "models", "scheme"} <= set(found)
+    assert found == sorted(set(found))
+    assert all(hasattr(fedveil, name) for name in found)
     assert all(getattr(fedveil, name).__name__ == name for name in fedveil.__all__)
-    assert {name for name in vars(fedveil) if not name.startswith("_")} - modules <= {"TYPE_CHECKING"}
+    assert {name for name in vars(fedveil) if not name.startswith("_")} - {*BELOW, *EVERYONE} <= {"TYPE_CHECKING"}
     assert fedveil.__version__ == metadata.version("fedveil")
-    assert fedveil.errors.FedveilError is fedveil.FedveilError  # rooms are there without an import of their own
+    assert fedveil.errors.FedveilError is fedveil.FedveilError  # packages need no import
     with pytest.raises(AttributeError, match="module 'fedveil' has no attribute 'moat'"):
         getattr(fedveil, "moat")  # noqa: B009
+    code = "import sys, fedveil; names = dir(fedveil); print('Federation' in names, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
 
 
 def annotations(body):

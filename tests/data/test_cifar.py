@@ -79,8 +79,6 @@ def test_cifar_as_image_files_has_the_known_classes(tmp_path):
         found = load("cifar10", path=path, train_size=20, test_size=10)
         assert found.train.targets.bincount().tolist() == [2] * 10
         assert found.test.targets.bincount().tolist() == [1] * 10
-    with refused("train/ has unknown classes: lorry", "airplane"):
-        load("cifar10", path=write_folder(tmp_path / "a", class_folders((*cifar.TEN.classes[:9], "lorry"))))
     with refused("train/ has no images of truck"):
         load("cifar10", path=write_folder(tmp_path / "b", class_folders(cifar.TEN.classes[:9])))
 
@@ -95,14 +93,11 @@ def dump(value, protocol=2):
         (None, ["it is missing or empty"]),
         (b"", ["it is missing or empty"]),
         (cifar_batch([1, 2])[:-500], ["not a CIFAR file"]),
-        (b"garbage", ["not a CIFAR file"]),
         (dump({"data": np.zeros((2, 3072)), "labels": [1, 2]}), ["it has another array than one of bytes"]),
         (dump({"data": np.zeros((2, 3072), "u1", "F"), "labels": [1, 2]}), ["another array than one of bytes"]),
-        (dump({"labels": [1]}), ["it has no images of 3072 bytes"]),
         (dump({"data": np.zeros((2, 9), np.uint8), "labels": [0, 1]}), ["it has no images of 3072 bytes"]),
         (cifar_batch([1, 2], "fine_labels"), ["0 labels for 2 images"]),
         (cifar_batch([1, 10, 2]), ["row 1: label 10 is not one of 10 classes"]),
-        (cifar_batch([1, -1, 2]), ["2 labels for 3 images"]),
     ],
 )
 def test_damage_is_named_by_archive_member_and_row(content, texts, tmp_path):
@@ -112,12 +107,12 @@ def test_damage_is_named_by_archive_member_and_row(content, texts, tmp_path):
         load("cifar10", path=path)
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"x" * 99])
-def test_a_damaged_archive_is_named(damage, tmp_path):
+def test_a_damaged_archive_is_named(tmp_path):
     path = write_tar(tmp_path / "cifar-10-python.tar.gz", cifar10_batches())
-    path.write_bytes(damage(path.read_bytes()))
-    with refused(path, "not a readable tar archive", "fetch it again"):
-        load("cifar10", path=path)
+    for content in (path.read_bytes()[:-5000], b"", b"x" * 99):
+        path.write_bytes(content)
+        with refused(path, "not a readable tar archive", "fetch it again"):
+            load("cifar10", path=path)
 
 
 @pytest.mark.parametrize("protocol", ["Python 2", 2, 3, 4])

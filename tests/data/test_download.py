@@ -7,7 +7,7 @@ import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tests.data.making import bank_row, bank_text, refused, write_folder
+from tests.data.making import bank_row, bank_text, refused, write_folder, write_zip
 
 from fedveil.data import get, load
 from fedveil.data.catalogue import CATALOGUE, Download
@@ -120,10 +120,7 @@ def test_a_server_that_sends_too_much_is_cut_off(server, tmp_path, monkeypatch, 
 def nested(content, compression=zipfile.ZIP_STORED):
     """A zip in a zip, as UCI publishes the bank."""
     for member in reversed(INSIDE):
-        buffer = io.BytesIO()
-        with zipfile.ZipFile(buffer, "w", compression) as archive:
-            archive.writestr(member, content)
-        content = buffer.getvalue()
+        content = write_zip(io.BytesIO(), {member: content}, compression).getvalue()
     return content
 
 

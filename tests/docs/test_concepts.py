@@ -4,12 +4,13 @@ import contextlib
 import io
 import json
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 import torch
 from tests.docs.markdown import ROOT, blocks
+from tests.docs.running import reader
 
 from fedveil.cli import main
 from fedveil.defences import registry
@@ -43,17 +44,6 @@ def test_the_gradient_on_the_page_is_that_of_autograd():
     assert printed.partition("first layer, as")[0] == shown.partition("first layer, as")[0]
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Work in an empty folder whose modules can be imported."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
-    yield tmp_path
-    for name in ("mine", "attack"):
-        sys.modules.pop(name, None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "file", "spec", "attackers"),
@@ -62,10 +52,12 @@ def folder(tmp_path, monkeypatch):
         ("own-attacker.md", "attack.py", "attack:HARDER", {"outputs projected", "two broadcasts, no data"}),
     ],
 )
-def test_the_how_tos_own_defence_and_attacker_are_audited(folder, capsys, page, file, spec, attackers):
-    (folder / file).write_text(code_of(f"how-to/{page}", "python"))
-    assert main(["audit", *SMALL, "--no-server", "--defence", spec, "--out", "out"]) == 0, capsys.readouterr().err
-    found = json.loads((folder / "out" / "results.json").read_text())["results"][spec]["attackers"]
+def test_the_how_tos_own_defence_and_attacker_are_audited(tmp_path, monkeypatch, capsys, page, file, spec, attackers):
+    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+    with reader(tmp_path):
+        Path(file).write_text(code_of(f"how-to/{page}", "python"))
+        assert main(["audit", *SMALL, "--no-server", "--defence", spec, "--out", "out"]) == 0, capsys.readouterr().err
+        found = json.loads(Path("out/results.json").read_text())["results"][spec]["attackers"]
     assert attackers <= set(found)
 
 
