@@ -1,7 +1,5 @@
 """The code on the page of concepts and in the how-tos beside it runs and prints what they show; images stand alone."""
 
-import contextlib
-import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -24,18 +22,11 @@ def code_of(page, language, index=0):
     return blocks(DOCS / page, language)[index][1]
 
 
-def printed_by(code):
-    printed = io.StringIO()
-    with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
-        try:
-            exec(code, {})
-        finally:
-            torch.set_printoptions(profile="default")
-    return printed.getvalue()
-
-
-def test_the_gradient_on_the_page_is_that_of_autograd():
-    printed, shown = printed_by(code_of("concepts.md", "python")), code_of("concepts.md", "")
+def test_the_gradient_on_the_page_is_that_of_autograd(tmp_path, capsys):
+    with reader(tmp_path):
+        exec(code_of("concepts.md", "python"), {})
+        torch.set_printoptions(profile="default")
+    printed, shown = capsys.readouterr().out, code_of("concepts.md", "")
     errors = [float(error) for error in re.findall(r"relative error (\S+)", printed)]
     assert len(errors) == 4
     assert max(errors) < 1e-13
@@ -62,9 +53,11 @@ def test_the_how_tos_own_defence_and_attacker_are_audited(tmp_path, monkeypatch,
 
 
 @pytest.mark.slow
-def test_the_how_to_on_privacy_spends_what_it_shows():
-    printed, shown = printed_by(code_of("how-to/privacy.md", "python")), code_of("how-to/privacy.md", "", 1)
-    assert re.findall(r"epsilon .*", printed) == re.findall(r"epsilon .*", shown)
+def test_the_how_to_on_privacy_spends_what_it_shows(tmp_path, capsys):
+    with reader(tmp_path):
+        exec(code_of("how-to/privacy.md", "python"), {})
+    shown = code_of("how-to/privacy.md", "", 1)
+    assert re.findall(r"epsilon .*", capsys.readouterr().out) == re.findall(r"epsilon .*", shown)
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "images").glob("*.svg")), ids=lambda path: path.name)

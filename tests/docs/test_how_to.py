@@ -25,11 +25,6 @@ def test_an_own_model_is_inspected(tmp_path, capsys):
     assert names["plan"].coverage == 1
 
 
-def test_the_scheme_by_hand(tmp_path):
-    names = run_page(DOCS / "reference" / "scheme.md", tmp_path)
-    assert names["recovered"].error < 1e-5
-
-
 def test_a_custom_loader_returns_the_same_records_on_each_load():
     code = next(code for _, code in blocks(DOCS / "how-to" / "own-data.md", "python") if code.startswith("# mine.py"))
     names = {}
@@ -71,6 +66,7 @@ def test_callbacks_reach_the_board(tmp_path, capsys):
     assert len(found.Scalars("error")) == values[-1].step
 
 
-@pytest.mark.parametrize("page", ["how-to/gpu.md", "losses.md", "hostile.md"])
+@pytest.mark.parametrize("page", ["how-to/gpu.md", "losses.md", "hostile.md", "reference/scheme.md"])
 def test_a_page_runs(tmp_path, page):
-    run_page(DOCS / page, tmp_path, ELSEWHERE)
+    names = run_page(DOCS / page, tmp_path, ELSEWHERE)
+    assert "recovered" not in names or names["recovered"].error < 1e-5
