@@ -8,8 +8,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 import fedveil
+from fedveil.models import mlp
 
 SOURCE = Path(fedveil.__file__).parent
 EVERYONE = {"checks", "errors", "files", "locks", "lookup", "plain_json", "progress", "signals", "wire"}  # for all
@@ -178,3 +180,32 @@ def test_no_module_has_mutable_state_but_registries(path):
         if isinstance(value, MUTABLE) or call in {"dict", "list", "set", "defaultdict", "WeakSet", "WeakKeyDictionary"}:
             held |= {target.id for target in targets if isinstance(target, ast.Name)}
     assert held & set(changed_names(tree)) <= REGISTRIES.get(path.relative_to(SOURCE).as_posix(), set())
+
+
+MAX_FILES = 20  # lower it when modules are merged; it must not grow
+
+
+def trace_files(call):
+    """The files of the package whose code runs in a call."""
+    seen = set()
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and SOURCE in path.parents:
+            seen.add(str(path.relative_to(SOURCE)))
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def test_a_veiled_round_in_one_process_passes_through_few_files():
+    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(3)]
+    federation = fedveil.Federation(mlp(6, 3, hidden=8), data, "veil", batch_size=4)
+    federation.step()  # what is made once
+    found = trace_files(federation.step)
+    assert {"federation/server.py", "scheme/recover.py"} <= found
+    assert len(found) <= MAX_FILES, sorted(found)
