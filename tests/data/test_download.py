@@ -112,7 +112,7 @@ def test_a_server_that_sends_too_much_is_cut_off(server, tmp_path, monkeypatch, 
     offer(monkeypatch, server.url, most=10**5)
     if not stated:
         monkeypatch.setattr(server.RequestHandlerClass, "send_header", lambda *_: None)
-    with refused(server.url, "it has more than the 100000 bytes that are expected at most", "put cifar-10"):
+    with refused(server.url, "it sends more than the expected maximum of 100000 bytes", "put cifar-10"):
         get("cifar10", tmp_path)
     assert files_in(tmp_path) == []
 

@@ -78,7 +78,7 @@ def test_records_of_a_client_are_mixed(how):
         ({"clients": 0}, ["split: clients must be", "at least 1, got 0"]),
         ({"clients": 7}, ["7 clients for 6 records", "at most 6 clients"]),
         ({"seed": -1}, ["seed must be", "at least 0, got -1"]),
-        ({"how": "idd"}, ["there is no way to split, how = 'idd'", "use 'iid'"]),
+        ({"how": "idd"}, ["there is no split 'idd'", "use 'iid'"]),
         ({"how": "dirichlet", "alpha": 0}, ["alpha must be a finite number above 0, got 0", "use 0.5, which is usual"]),
         ({"how": "dirichlet", "clients": 6, "alpha": 1e-3}, ["in 100 draws", "got no record", "larger alpha"]),
         ({"how": "column"}, ["needs a column", "column= to one of 'site'"]),

@@ -231,8 +231,7 @@ def _find_files(info: DatasetInfo, path: Path | None) -> Path:
         if path is None or path.is_dir():
             found = _find_inside(info, folder)
             if found is None:
-                here = f"no files of {info.name!r} here"
-                what = here if folder.is_dir() else f"there is no such folder, so no {info.name!r}"
+                what = f"no files of {info.name!r} here" if folder.is_dir() else "there is no such folder"
                 raise BadArgument(str(folder), what, fix)
             return found
     elif path is None:

@@ -137,7 +137,7 @@ def _check_target(table: CsvTable, target: str | None, ignore: Sequence[str], ca
     """Return the target; refuse columns that are not in the table, and a header of numbers."""
     values = [name for name in table.columns if number(name, table.decimal) is not None]
     if values and target not in table.columns:
-        what = f"the header should hold the names of the columns, and has numbers ({shorten(values)})"
+        what = f"the header should hold the names of the columns, but has numbers ({shorten(values)})"
         raise BadArgument(f"{table.path}, line 1", what, "add a first line with a name for each column")
     if target is None:
         fix = f"use --target (in Python target=) with one of {', '.join(table.columns)}"
@@ -245,9 +245,9 @@ def _note_columns(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -
     numeric = [column.name for column in inputs if column.numeric and len(table) > FEW]
     rising = [name for name in numeric if (np.diff(table.numbers(name)) == 1).all()]  # consecutive integers
     if rising:
-        what = f"{shorten(map(repr, rising))} counts the rows, which says nothing about new ones"
+        what = f"{shorten(map(repr, rising))} counts the rows, which says nothing about new rows"
         notes.append(f"{what}: {flag('ignore', rising[0])} if it is an identifier")
     many = [name for name, size in sizes.items() if size > max(FEW, MANY * len(table))]
     if many:
-        what = f"nearly a category per record in {shorten(map(repr, many))}, which a model learns by heart"
+        what = f"nearly a category per record in {shorten(map(repr, many))}, which a model memorises"
         notes.append(f"{what}: --ignore dates and identifiers, and remove signs and separators from numbers")

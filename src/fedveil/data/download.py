@@ -72,7 +72,7 @@ def _receive(source: Download, progress: Progress | None) -> bytes:
         while block := answer.read(_BLOCK):
             content += block
             if max(total, len(content)) > source.most:
-                raise OSError(f"it has more than the {source.most} bytes that are expected at most")
+                raise OSError(f"it sends more than the expected maximum of {source.most} bytes")
             if progress:
                 progress(len(content) / total if total else 0.0, f"{len(content) / 1e6:.1f} MB")
     if len(content) < total:
