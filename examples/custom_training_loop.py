@@ -1,6 +1,6 @@
 """A training loop of your own: the calls of one round, with everything around them in your hands.
 
-- Shows: analyse, perturb, client_step and recover in place of a Federation; a loss function of your own.
+- Shows: analyse, perturb, client_step and recover in place of a Federation; your own loss function.
 - Who attacks: nobody here. What is protected: clients receive a perturbed model, and never `model` itself.
 - Needs: pip install fedveil
 - Last line: test accuracy 94.7 %; recovered and plain gradient differ by 5e-07 of its length

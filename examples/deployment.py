@@ -1,9 +1,9 @@
-"""Deployment: server and two sites as processes of their own, over NVIDIA FLARE.
+"""Deployment: server and two sites as separate processes over NVIDIA FLARE.
 
 - Shows: what a deployed federation consists of: a class for the server, a class for the sites, and a job.
-- Who attacks: nobody here. What is protected: sites receive a masked model, never the model; their records stay there.
+- Who attacks: nobody here. What is protected: sites receive a perturbed model; their records stay there.
 - Needs: pip install 'fedveil[nvflare]'
-- Last line: 40 rounds with 2 sites, each in a process of its own: test accuracy 95.0 %
+- Last line: 40 rounds with 2 sites, each in a separate process: test accuracy 95.0 %
 
 Here FLARE's simulator starts the processes, without certificates. docs/nvflare.md goes on to three machines with mTLS:
 the classes stay as they are, and `submit(job, kit, user)` takes the place of `simulate`.
@@ -30,7 +30,7 @@ SITES, ROUNDS = 2, 40
 
 
 def network() -> nn.Module:
-    """What server and sites agree on; a site fills it with the masked values that it receives."""
+    """What server and sites agree on; a site fills it with the perturbed values that it receives."""
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
@@ -48,7 +48,7 @@ class Site(Client):
 
 
 class Trainer:
-    """The server: the model, its optimiser, its defence and its test data."""
+    """The server: the model, its optimizer, its defence and its test data."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -72,7 +72,7 @@ def main() -> None:
         model = fedveil.load_model(folder, model=network())
     inputs, targets = load("digits").test
     accuracy = 100 * (model(inputs).argmax(1) == targets).float().mean()
-    print(f"{ROUNDS} rounds with {SITES} sites, each in a process of its own: test accuracy {accuracy:.1f} %")
+    print(f"{ROUNDS} rounds with {SITES} sites, each in a separate process: test accuracy {accuracy:.1f} %")
 
 
 if __name__ == "__main__":  # FLARE imports these classes in every process, so they need a module with a name

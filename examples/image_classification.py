@@ -20,7 +20,7 @@ from fedveil.report import Picture
 # %% [markdown]
 """## The clients
 
-1,438 images of 8 x 8 pixels are shared among five clients. A Dirichlet split gives each of them a mixture of its own,
+1,438 images of 8 x 8 pixels are shared among five clients. A Dirichlet split gives each of them a different mixture,
 as hospitals and banks have it: most clients hardly see some of the digits. Another 359 images are kept for testing.
 """
 
@@ -34,8 +34,8 @@ for number, (_, digits) in enumerate(clients):
 """## Two federations
 
 In every round the server sends the model, each client answers with the gradient of its next 32 images, and the server's
-optimiser takes a step. Under a veil the server sends a masked model, with new secret noise in every round, and removes
-the noise from the gradients that come back.
+optimizer takes a step. Under a veil the server sends a perturbed model, with new secret noise in every round, and
+removes the noise from the gradients that come back.
 """
 
 

@@ -1,7 +1,7 @@
 """Text classification: is it praise? An LSTM and a transformer learn that "the film was hardly good" is not.
 
-- Shows: nn.Embedding, nn.LSTM and nn.TransformerEncoderLayer, plain and under a veil, and how much of them it covers.
-- Who attacks: nobody here. What is protected: clients compute on masked embeddings and layers, never on the model.
+- Shows: nn.Embedding, nn.LSTM and nn.TransformerEncoderLayer, plain and under a veil, and how much of them it perturbs.
+- Who attacks: nobody here. What is protected: clients compute on perturbed embeddings and layers, never on the model.
 - Needs: pip install fedveil
 - Last line: accuracy: LSTM plain 100.0 %, veil 100.0 %; transformer plain 100.0 %, veil 100.0 %
 """

@@ -2,31 +2,27 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
 
 import fedveil
-from fedveil.graph.inputs import Inputs, call, each, tensors
+from fedveil.graph.inputs import call, each, tensors
 from fedveil.scheme.noise import HeadNoise, UnitNoise
 
 
-def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+def squared_error(outputs, targets):
     """Half the squared distance, summed over outputs, averaged over samples."""
     return 0.5 * (outputs - targets).pow(2).reshape(len(outputs), -1).sum(1).mean()
 
 
-def in_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+def in_dtype(inputs, dtype):
     """The same inputs, floating ones in another dtype."""
     return each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
 
-def plain(
-    model: nn.Module, inputs: Inputs, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor] = squared_error
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def plain(model, inputs, targets, loss=squared_error):
     """Gradients and buffers after one pass, of a copy of the model; `loss` gives one number for the batch."""
     model = copy.deepcopy(model)
     wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -34,7 +30,7 @@ def plain(
     return dict(zip(wanted, gradients, strict=True)), {k: b.clone() for k, b in model.named_buffers()}
 
 
-def errors(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> dict[str, float]:
+def errors(found, true):
     """|found - true| / max(|true|, 1e-6 |all true|) of each parameter, in float64."""
     assert set(found) == set(true)
     total = torch.stack([g.double().norm() for g in true.values()]).norm()
@@ -44,19 +40,12 @@ def errors(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> dict[str,
     }
 
 
-def worst(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> float:
+def worst(found, true):
     """The largest error of a parameter."""
     return max(errors(found, true).values())
 
 
-def batch(
-    shape: Sequence[int],
-    outputs: int = 10,
-    *,
-    samples: int = 6,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor]:
+def batch(shape, outputs=10, *, samples=6, seed=0, dtype=torch.float64):
     """Normal inputs and targets."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
@@ -64,17 +53,17 @@ def batch(
     return inputs.to(dtype), targets.to(dtype)
 
 
-def built(build, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:  # type: ignore[no-untyped-def]
+def built(build, seed=0, dtype=torch.float64):
     """A network with repeatable values, in float64 unless said; the global seed stays as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return build().to(dtype)  # type: ignore[no-any-return]
+        return build().to(dtype)
 
 
-_PLANS: WeakKeyDictionary[nn.Module, dict[object, fedveil.Plan]] = WeakKeyDictionary()
+_PLANS = WeakKeyDictionary()
 
 
-def planned(model: nn.Module, inputs: Inputs) -> fedveil.Plan:
+def planned(model, inputs):
     """The model's plan; analysed once per model, dtype, modes and shapes, because tests ask for many rounds."""
     modes = tuple(module.training for module in model.modules())
     shapes = tuple(tensor.shape[1:] for tensor in tensors(inputs))
@@ -88,9 +77,7 @@ def planned(model: nn.Module, inputs: Inputs) -> fedveil.Plan:
     return known[key]
 
 
-def perturb(  # type: ignore[no-untyped-def]
-    model: nn.Module, plan: fedveil.Plan, loss="squared_error", groups=1, *, entropy=None, **settings
-) -> fedveil.Perturbation:
+def perturb(model, plan, loss="squared_error", groups=1, *, entropy=None, **settings):
     """Perturb a model once."""
     return fedveil.Veil(groups, entropy=entropy, **settings).perturb(model, plan, loss)
 
@@ -103,13 +90,13 @@ class Known(NamedTuple):
     head: HeadNoise
 
     @property
-    def gamma(self) -> Tensor:
+    def gamma(self):
         """The paper's gamma, for each output; of squared error."""
         coefficients = self.perturbation.recovery.coefficients
         return (torch.from_numpy(self.head.offset) - torch.tensor(coefficients[1:-1]).double())[self.head.partition]
 
 
-def perturb_known(model: nn.Module, plan: fedveil.Plan, loss="squared_error", **settings) -> Known:  # type: ignore[no-untyped-def]
+def perturb_known(model, plan, loss="squared_error", **settings):
     """Perturb a model once, and tell the noise."""
     session = fedveil.Veil(keep_noise=True, **settings).start(plan, loss)
     perturbation = session.perturb(model)
@@ -119,15 +106,13 @@ def perturb_known(model: nn.Module, plan: fedveil.Plan, loss="squared_error", **
     return Known(perturbation, units, head)
 
 
-def veiled_round(  # type: ignore[no-untyped-def]
-    model: nn.Module, inputs: Inputs, targets: Tensor, *, seed: int | None = None, **noise
-) -> fedveil.Aggregate:
+def veiled_round(model, inputs, targets, *, seed=None, **noise):
     """Perturb, client_step, recover."""
     entropy = None if seed is None else fedveil.Entropy.for_tests(seed)
     perturbation = perturb(model, planned(model, inputs), entropy=entropy, **noise)
     return perturbation.recover([fedveil.client_step(model, perturbation.broadcast, inputs, targets)])
 
 
-def recovery_error(model: nn.Module, inputs: Inputs, targets: Tensor, **noise) -> float:  # type: ignore[no-untyped-def]
+def recovery_error(model, inputs, targets, **noise):
     """The largest error of a gradient after a veiled round."""
     return worst(veiled_round(model, inputs, targets, seed=0, **noise).gradients, plain(model, inputs, targets)[0])

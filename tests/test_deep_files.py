@@ -37,9 +37,8 @@ def test_a_configuration_is_refused_by_its_name(tmp_path, name, capsys):
     assert f"{path}: its values are {LEVELS}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["9" * 5000, '{"data": 1' + "0" * 5000 + "}"])
-def test_a_number_that_python_does_not_read_is_refused_too(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
+def test_a_number_that_python_does_not_read_is_refused_too(tmp_path):
+    (tmp_path / "config.json").write_text('{"data": 1' + "0" * 5000 + "}")
     with pytest.raises(BadArgument, match=r"config\.json: is not JSON: Exceeds the limit"):
         read_config(tmp_path)
 

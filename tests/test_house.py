@@ -2,41 +2,33 @@
 
 import ast
 import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 import fedveil
+from fedveil.models import mlp
 
 SOURCE = Path(fedveil.__file__).parent
-EVERYONE = {
-    "checks",
-    "errors",
-    "files",
-    "locks",
-    "lookup",
-    "plain_json",
-    "progress",
-    "signals",
-    "wire",
-}  # what every room may use
+EVERYONE = {"checks", "errors", "files", "locks", "lookup", "plain_json", "progress", "signals", "wire"}  # for all
 LEAVES = ("data", "models", "records", "report")
+CORE = {"graph", "scheme", "defences", "federation"}
 BELOW = {
-    **{leaf: set() for leaf in LEAVES},
+    **{leaf: set() for leaf in (*LEAVES, "graph", "secagg")},
     "data": {"records"},
-    "graph": set(),
-    "secagg": set(),
     "scheme": {"graph"},
     "defences": {"graph", "scheme"},
     "federation": {"graph", "scheme", "defences", "secagg", "records"},
-    "attacks": {"graph", "scheme", "defences", "federation", "records"},
-    "runs": {"graph", "scheme", "defences", "federation", *LEAVES},
-    "flower": {"graph", "scheme", "defences", "federation", "secagg", "records"},
-    "nvflare": {"graph", "scheme", "defences", "federation", "secagg", "records"},
-    "studies": {"graph", "scheme", "defences", "federation", "attacks", "runs", *LEAVES},
-    "cli": {"graph", "scheme", "defences", "federation", "attacks", "flower", "nvflare", "runs", "studies"}
-    | {"secagg", *LEAVES},
+    "attacks": {*CORE, "records"},
+    "runs": {*CORE, *LEAVES},
+    "flower": {*CORE, "secagg", "records"},
+    "nvflare": {*CORE, "secagg", "records"},
+    "studies": {*CORE, "attacks", "runs", *LEAVES},
+    "cli": {*CORE, "attacks", "flower", "nvflare", "runs", "studies", "secagg", *LEAVES},
 }
 
 
@@ -98,15 +90,21 @@ def test_every_layer_has_its_place():
     assert ours == {*BELOW, *EVERYONE}
 
 
-def test_public_names_are_those_written_down():
+def test_public_names_are_those_written_down_and_listing_them_imports_nothing():
+    found = dir(fedveil)
     assert sorted(fedveil.__all__) == fedveil.__all__
-    modules = {*BELOW, *EVERYONE}
+    assert {*fedveil.__all__, "__version__", "data", "federation", "models", "scheme"} <= set(found)
+    assert found == sorted(set(found))
+    assert all(hasattr(fedveil, name) for name in found)
     assert all(getattr(fedveil, name).__name__ == name for name in fedveil.__all__)
-    assert {name for name in vars(fedveil) if not name.startswith("_")} - modules <= {"TYPE_CHECKING"}
+    assert {name for name in vars(fedveil) if not name.startswith("_")} - {*BELOW, *EVERYONE} <= {"TYPE_CHECKING"}
     assert fedveil.__version__ == metadata.version("fedveil")
-    assert fedveil.errors.FedveilError is fedveil.FedveilError  # rooms are there without an import of their own
+    assert fedveil.errors.FedveilError is fedveil.FedveilError  # packages need no import
     with pytest.raises(AttributeError, match="module 'fedveil' has no attribute 'moat'"):
         getattr(fedveil, "moat")  # noqa: B009
+    code = "import sys, fedveil; names = dir(fedveil); print('Federation' in names, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
 
 
 def annotations(body):
@@ -182,3 +180,32 @@ def test_no_module_has_mutable_state_but_registries(path):
         if isinstance(value, MUTABLE) or call in {"dict", "list", "set", "defaultdict", "WeakSet", "WeakKeyDictionary"}:
             held |= {target.id for target in targets if isinstance(target, ast.Name)}
     assert held & set(changed_names(tree)) <= REGISTRIES.get(path.relative_to(SOURCE).as_posix(), set())
+
+
+MAX_FILES = 20  # lower it when modules are merged; it must not grow
+
+
+def trace_files(call):
+    """The files of the package whose code runs in a call."""
+    seen = set()
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and SOURCE in path.parents:
+            seen.add(str(path.relative_to(SOURCE)))
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def test_a_veiled_round_in_one_process_passes_through_few_files():
+    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(3)]
+    federation = fedveil.Federation(mlp(6, 3, hidden=8), data, "veil", batch_size=4)
+    federation.step()  # what is made once
+    found = trace_files(federation.step)
+    assert {"federation/server.py", "scheme/recover.py"} <= found
+    assert len(found) <= MAX_FILES, sorted(found)

@@ -51,14 +51,6 @@ def sprung(tmp_path, monkeypatch):
     sys.modules.pop("trap", None)
 
 
-def own(key):
-    """A configuration whose model, data or defence is code."""
-    values = {**SMALL, key: KEYS[key]}
-    if key == "data":
-        del values["train_size"], values["test_size"]
-    return values
-
-
 @pytest.fixture
 def run(tmp_path):
     """A folder from elsewhere: of a run that was trained, with a configuration that names code."""
@@ -95,12 +87,17 @@ def test_a_folder_that_names_code_runs_none_of_it(sprung, run, key, tmp_path, ca
 
 @pytest.mark.parametrize("key", EVERY)
 def test_a_file_that_names_code_runs_it_only_if_it_is_asked_to(sprung, key, tmp_path, capsys):
-    lines = [f"{name} = {json.dumps(value)}" for name, value in own(key).items()]
+    values = {**SMALL, key: KEYS[key]}
+    if key == "data":  # these are options of the library's data sets
+        del values["train_size"], values["test_size"]
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items()]
     (tmp_path / "run.toml").write_text("\n".join(lines))
     words = ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out")]
     for more in ([], ["--out", key]):  # a value is not a flag
         assert main([*words, *more]) == 2
         assert f"run.toml: {key} = '{KEYS[key]}' names code" in capsys.readouterr().err
+    path = ["--data", "csv", "--target", "y", "--path", "trap:data"]  # a path is only a path
+    assert main(["train", *path, "--out", str(tmp_path / "o")]) == 2
     assert not sprung()
     assert main([*words, "--trust-code"]) == 0, capsys.readouterr().err
     assert sprung()
@@ -120,11 +117,6 @@ def test_naming_the_code_on_the_command_line_is_asking_for_it(sprung, run, tmp_p
     assert main(["audit", str(folder), *flags, "--model", KEYS["model"]]) == 0, capsys.readouterr().err
     assert f"--model {KEYS['model']}" in capsys.readouterr().out  # the command that repeats it
     assert open_run(folder, trust_code=True)[1].round == 1
-
-
-def test_a_path_is_only_a_path(sprung, tmp_path, capsys):
-    assert main(["train", "--data", "csv", "--target", "y", "--path", "trap:data", "--out", str(tmp_path / "o")]) == 2
-    assert not sprung()
 
 
 def test_the_working_directory_is_looked_at_last_and_only_for_code_that_is_named(sprung, capsys):

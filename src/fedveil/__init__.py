@@ -71,6 +71,5 @@ def __dir__() -> list[str]:
     """List public names and packages without importing any of them."""
     from pkgutil import iter_modules
 
-    return sorted(
-        {*globals(), *__all__, "__version__", *(package.name for package in iter_modules(__path__) if package.ispkg)}
-    )
+    packages = (found.name for found in iter_modules(__path__) if found.ispkg)
+    return sorted({*globals(), *__all__, "__version__", *packages})

@@ -12,17 +12,17 @@ from fedveil.errors import BadArgument
 
 OWNER = 0o600  # mode of private files
 PART = ".part"  # suffix of a file that is being written
+_FIX = "choose another folder, free space on the disk, or change permissions"
 
 
 @contextlib.contextmanager
-def refusals(path: Path) -> Iterator[None]:
+def refusals(path: Path | str, action: str = "written", fix: str = _FIX) -> Iterator[None]:
     """Turn errors of the operating system (read-only, full disk, a file in place of a folder) into a FedveilError."""
     try:
         yield
     except OSError as error:
         where, why = str(error.filename or path), error.strerror or type(error).__name__
-        fix = "choose another folder, free space on the disk, or change permissions"
-        raise BadArgument(where, f"cannot be written: {why}", fix) from error
+        raise BadArgument(where, f"cannot be {action}: {why}", fix) from error
 
 
 @contextlib.contextmanager

@@ -55,9 +55,8 @@ def _refuse_links(folder: Path) -> None:
     """Refuse links in place of our files: they may point to any file of the user."""
     for path in (folder / LOCK, folder / HOLDER):
         if path.is_symlink():
-            raise BadArgument(
-                str(path), "it is a link, not a file of this folder", "remove it, or choose another folder"
-            )
+            fix = "remove it, or choose another folder"
+            raise BadArgument(str(path), "it is a link, not a file of this folder", fix)
 
 
 def _sign(path: Path) -> None:

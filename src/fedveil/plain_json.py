@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedveil.errors import BadArgument
+from fedveil.files import refusals
 
 DEEPEST = 100  # levels of nested values: more than any file of ours has, and far from Python's limit
 Value = TypeVar("Value")
@@ -48,37 +49,30 @@ def parse_json(where: str, text: str) -> Any:
     ...
     fedveil.errors.BadArgument: config.json: is not JSON: Expecting ',' delimiter: line 1 column 6 (char 5).
     """
-    return _parse(where, "JSON", json.loads, text)
+    return _parse(where, "JSON", lambda: json.loads(text))
 
 
 def read_json(path: Path) -> Any:
     """Return the value of a JSON file; a BadArgument names a file that cannot be read."""
-    return parse_json(str(path), _read_text(path, "JSON"))
+    return _parse(str(path), "JSON", lambda: json.loads(path.read_text()))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file; a BadArgument names a file that cannot be read."""
-    return _parse(str(path), "TOML", tomllib.loads, _read_text(path, "TOML"))
+    return _parse(str(path), "TOML", lambda: tomllib.loads(path.read_text()))
 
 
-def _read_text(path: Path, form: str) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        fix = f"name a {form} file that is there and can be read"
-        raise BadArgument(str(path), f"cannot be read: {error.strerror}", fix) from error
-    except UnicodeDecodeError as error:
-        raise BadArgument(str(path), f"is not {form}: {error}") from error
-
-
-def _parse(where: str, form: str, parse: Callable[[str], Value], text: str) -> Value:
+def _parse(where: str, form: str, parse: Callable[[], Value]) -> Value:
     deep = BadArgument(where, f"its values are nested in more than {DEEPEST} levels", "flatten them")
     try:
-        value = parse(text)
-    except ValueError as error:
-        raise BadArgument(where, f"is not {form}: {error}") from error
+        with refusals(where, "read", f"name a {form} file that is there and can be read"):
+            value = parse()
     except RecursionError:
         raise deep from None
+    except ValueError as error:
+        if isinstance(error, BadArgument):
+            raise
+        raise BadArgument(where, f"is not {form}: {error}") from error
     level: list[Any] = [value]
     for _ in range(DEEPEST):
         level = [inner for outer in level for inner in _list_inner(outer)]

@@ -60,9 +60,8 @@ def from_bytes(data: bytes, kind: str, most: int | None = None, head: int = MAX_
     except BadArgument:
         raise
     except Exception as error:  # safetensors and json raise many types on garbage
-        raise BadArgument(
-            kind, f"it cannot be read: {type(error).__name__}", "send bytes that fedveil encoded"
-        ) from error
+        what = f"it cannot be read: {type(error).__name__}"
+        raise BadArgument(kind, what, "send bytes that fedveil encoded") from error
     if found != (kind, FORMAT):
         own = [str(part)[:20] for part in found]
         what = f"it is {own[0]!a} in format {own[1]}, not {kind!r} in {FORMAT}"

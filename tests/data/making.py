@@ -37,8 +37,8 @@ def write_folder(home, files):
     return home
 
 
-def write_zip(path, files):
-    with zipfile.ZipFile(path, "w") as archive:
+def write_zip(path, files, compression=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", compression) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
     return path

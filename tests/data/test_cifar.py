@@ -79,8 +79,6 @@ def test_cifar_as_image_files_has_the_known_classes(tmp_path):
         found = load("cifar10", path=path, train_size=20, test_size=10)
         assert found.train.targets.bincount().tolist() == [2] * 10
         assert found.test.targets.bincount().tolist() == [1] * 10
-    with refused("train/ has unknown classes: lorry", "airplane"):
-        load("cifar10", path=write_folder(tmp_path / "a", class_folders((*cifar.TEN.classes[:9], "lorry"))))
     with refused("train/ has no images of truck"):
         load("cifar10", path=write_folder(tmp_path / "b", class_folders(cifar.TEN.classes[:9])))
 
@@ -95,14 +93,11 @@ def dump(value, protocol=2):
         (None, ["it is missing or empty"]),
         (b"", ["it is missing or empty"]),
         (cifar_batch([1, 2])[:-500], ["not a CIFAR file"]),
-        (b"garbage", ["not a CIFAR file"]),
         (dump({"data": np.zeros((2, 3072)), "labels": [1, 2]}), ["it has another array than one of bytes"]),
         (dump({"data": np.zeros((2, 3072), "u1", "F"), "labels": [1, 2]}), ["another array than one of bytes"]),
-        (dump({"labels": [1]}), ["it has no images of 3072 bytes"]),
         (dump({"data": np.zeros((2, 9), np.uint8), "labels": [0, 1]}), ["it has no images of 3072 bytes"]),
         (cifar_batch([1, 2], "fine_labels"), ["0 labels for 2 images"]),
         (cifar_batch([1, 10, 2]), ["row 1: label 10 is not one of 10 classes"]),
-        (cifar_batch([1, -1, 2]), ["2 labels for 3 images"]),
     ],
 )
 def test_damage_is_named_by_archive_member_and_row(content, texts, tmp_path):
@@ -112,12 +107,12 @@ def test_damage_is_named_by_archive_member_and_row(content, texts, tmp_path):
         load("cifar10", path=path)
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"x" * 99])
-def test_a_damaged_archive_is_named(damage, tmp_path):
+def test_a_damaged_archive_is_named(tmp_path):
     path = write_tar(tmp_path / "cifar-10-python.tar.gz", cifar10_batches())
-    path.write_bytes(damage(path.read_bytes()))
-    with refused(path, "not a readable tar archive", "fetch it again"):
-        load("cifar10", path=path)
+    for content in (path.read_bytes()[:-5000], b"", b"x" * 99):
+        path.write_bytes(content)
+        with refused(path, "not a readable tar archive", "fetch it again"):
+            load("cifar10", path=path)
 
 
 @pytest.mark.parametrize("protocol", ["Python 2", 2, 3, 4])
@@ -169,44 +164,28 @@ def test_a_pickle_gets_little_more_memory_than_its_bytes(content):
     tracemalloc.stop()
 
 
-def test_a_member_that_claims_to_be_large_is_not_read(tmp_path):
-    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as archive:
-        member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
-        member.size = 8 * GIGABYTE
-        archive.fileobj.write(member.tobuf())  # Python 3.13 lets no archive claim what it does not hold
-        archive.fileobj.write(bytes(10**6))
-    with refused("member data_batch_1: it has 8589934592 bytes", "Fix: fetch"):
-        load("cifar10", path=tmp_path)
-    home = write_folder(tmp_path / "batches", cifar10_batches())
-    os.truncate(home / "data_batch_2", 8 * GIGABYTE)
-    with refused("member data_batch_2: it has 8589934592 bytes"):
-        load("cifar10", path=home)
-
-
-def test_an_archive_is_not_unpacked_without_end_nor_beyond_what_is_wanted(tmp_path, monkeypatch):
+def test_a_file_that_is_or_claims_to_be_large_is_not_read(tmp_path, monkeypatch):
     assert archives.MOST_BYTES > 170_498_071  # CIFAR-10, and train of CIFAR-100
     assert cifar.MOST_UNPACKED > 2 * 186_000_000
-    batches, large = cifar10_batches(), {"large": bytes(2 * 10**6)}
     monkeypatch.setattr(cifar, "MOST_UNPACKED", 10**6)
-    path = write_tar(tmp_path / "cifar-10-python.tar.gz", batches | large)
-    assert len(load("cifar10", path=path).train.targets) == 100
-    write_tar(path, large | batches)
-    with refused(path, "not a readable tar archive: it has more than 1000000 bytes", "Fix: "):
-        load("cifar10", path=path)
-
-
-def test_a_long_header_of_a_member_is_not_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(cifar, "MOST_UNPACKED", 10**6)
-    header = tarfile.TarInfo("pax")
-    header.type, header.size = tarfile.XHDTYPE, GIGABYTE
-    path = tmp_path / "cifar-10-python.tar"
-    path.write_bytes(header.tobuf())
-    os.truncate(path, GIGABYTE)  # a sparse file
-    tracemalloc.start()
-    with refused(path, "not a readable tar archive"):
-        load("cifar10", path=path)
-    assert tracemalloc.get_traced_memory()[1] < 10**8
-    tracemalloc.stop()
+    path, home = tmp_path / "cifar-10-python.tar", write_folder(tmp_path / "batches", cifar10_batches())
+    os.truncate(home / "data_batch_2", 8 * GIGABYTE)  # a sparse file
+    with refused("member data_batch_2: cannot be read: it has more than"):
+        load("cifar10", path=home)
+    for kind in (tarfile.REGTYPE, tarfile.XHDTYPE):  # a file of 8 GB, and a header of 8 GB
+        member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
+        member.type, member.size = kind, 8 * GIGABYTE
+        for size in (10**5, GIGABYTE):
+            path.write_bytes(member.tobuf())
+            os.truncate(path, size)
+            tracemalloc.start()
+            with refused(path, "not a readable tar archive", "Fix: "):
+                load("cifar10", path=path)
+            assert tracemalloc.get_traced_memory()[1] < 10**8
+            tracemalloc.stop()
+    write_tar(tmp_path / "bomb.tar.gz", {"large": bytes(2 * 10**6)} | cifar10_batches())
+    with refused("not a readable tar archive: it has more than 1000000 bytes"):
+        load("cifar10", path=tmp_path / "bomb.tar.gz")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.data.making import class_folders, lesion_files, picture, refused, write_folder, write_zip
+from tests.data.making import class_folders, picture, refused, write_folder, write_zip
 
 from fedveil.data import archives, images, load
 
@@ -120,9 +120,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm_and_none_is_written_in_part
     [
         ({"train/cat/9.png": b"not an image"}, ["member train/cat/9.png: not a readable image", "Fix: replace it"]),
         ({"train/cat/9.png": b""}, ["member train/cat/9.png: the file is empty"]),
-        ({"train/cat/9.png": picture((1, 2, 3), 30, "JPEG")[:300]}, ["member train/cat/9.png: not a readable"]),
         ({"train/9.png": picture((1, 2, 3))}, ["member train/9.png: an image must lie in the folder of its class"]),
-        ({"test/cat/more/9.png": picture((1, 2, 3))}, ["member test/cat/more/9.png: an image must lie"]),
         ({"test/fish/9.png": picture((1, 2, 3))}, ["test/ has unknown classes: fish", "cat, dog"]),
         ({"train/cat/0.png": bytes(10**6)}, ["member train/cat/0.png: cannot be read: it has more than 100000 bytes"]),
     ],
@@ -132,12 +130,7 @@ def test_bad_files_are_named(changes, texts, packed, tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "MOST_BYTES", 10**5)
     monkeypatch.setattr(archives.read_member, "__defaults__", (10**5,))
     path, files = tmp_path / "pets.zip", class_folders() | changes
-    if packed:
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, content in files.items():
-                archive.writestr(name, content)
-    else:
-        path = write_folder(tmp_path / "pets", files)
+    path = write_zip(path, files, zipfile.ZIP_DEFLATED) if packed else write_folder(tmp_path / "pets", files)
     with refused(path, *texts):
         load("images", path=path, size=8)
 
@@ -180,8 +173,7 @@ def test_the_seed_and_the_share_decide_which_images_test(tmp_path):
 
 def test_a_note_says_what_is_left_out(tmp_path):
     home = write_folder(tmp_path / "pets", class_folders() | {"val/cat/0.png": picture((1, 1, 1))})
-    (note,) = load("images", path=home, size=8).notes
-    assert note == "left out 1 file, such as val/cat/0.png: not in train/ or test/, or not named as an image"
+    assert "left out 1 file, such as val/cat/0.png" in load("images", path=home, size=8).notes[0]
     home = write_folder(tmp_path / "more", pets() | {"cat/a.txt": b"", "dog/b.heic": b"", "README.md": b""})
     assert load("images", path=home, size=8).notes[1].startswith("left out 2 files, such as cat/a.txt: ")
 
@@ -194,7 +186,6 @@ ANY_FORM = "use <class>/<image> with two classes or more, or train/<class>/<imag
     [
         ({f"test/{name}": own for name, own in pets().items()}, {}, ["there are no images in train/", "train/<cl"]),
         ({"README.md": b"", "cat/a.txt": b""}, {}, ["there are no images in it (.jpg, .jpeg, .png", ANY_FORM]),
-        ({}, {}, ["there are no images in it", ANY_FORM]),
         ({"a.png": picture((1, 1, 1))}, {}, ["member a.png: an image must lie in the folder of its class", ANY_FORM]),
         (pets(dogs=0), {}, ["all images lie in one folder, cat, and so are of one class", ANY_FORM]),
         (pets() | pets(top="more/"), {}, ["member more/cat/0.png: folders of classes must be side by side, and cat"]),
@@ -231,26 +222,19 @@ def test_without_pillow_the_extra_is_named(source, monkeypatch):
         load("images", path=source)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"), [("pipe", "it is not a regular file"), ("link", "No such file or directory")]
-)
-def test_what_is_no_file_is_named_where_it_would_be_read(kind, text, tmp_path):
-    def replace(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        os.mkfifo(path) if kind == "pipe" else path.symlink_to(path.parent / "gone")
-
-    home = write_folder(tmp_path / "pets", class_folders())
-    replace(home / "notes/readme")
+def test_what_is_not_a_file_is_named_where_it_would_be_read(tmp_path):
+    home = write_folder(tmp_path / "pets", class_folders() | {"notes/readme": b""})
+    os.mkfifo(home / "notes/pipe")
     assert len(load("images", path=home, size=8).train.targets) == 6
-    replace(home / "train/cat/0.png")
-    with refused(home, "member train/cat/0.png: cannot be read:", text, "Fix: replace it or leave it out"):
+    image = home / "train/cat/0.png"
+    image.unlink()
+    os.mkfifo(image)
+    with refused(home, "member train/cat/0.png: cannot be read:", "it is not a regular file", "Fix: replace it"):
         load("images", path=home, size=8)
-    home = write_folder(tmp_path / "lesion", lesion_files())
-    for member in ("images/ISIC_00000.jpg", "HAM10000_metadata.csv"):
-        replace(home / member)
-        with refused(home, f"member {member}: cannot be read:", text):
-            load("lesion", path=home)
+    image.unlink()
+    image.symlink_to(home / "gone")
+    with refused(home, "member train/cat/0.png: cannot be read:", "No such file or directory"):
+        load("images", path=home, size=8)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -1,18 +1,15 @@
 """Every snippet of the README runs, and its figures are those of the committed results."""
 
-import contextlib
-import io
 import json
 import re
 import shlex
-import sys
 import tomllib
 from pathlib import Path
 from statistics import mean
 
 import pytest
-import torch
 from tests.docs.markdown import ROOT, blocks
+from tests.docs.running import reader
 
 from fedveil.cli import main
 
@@ -58,15 +55,12 @@ def test_the_readme_fits_on_one_and_a_half_screens():
     assert len(README.read_text().splitlines()) <= 75
 
 
-def test_the_python_block_trains_on_arrays(tmp_path, monkeypatch):
+def test_the_python_block_trains_on_arrays(tmp_path, capsys):
     ((_, code),) = blocks(README, "python")
     assert len([line for line in code.splitlines() if line]) == 8
-    monkeypatch.chdir(tmp_path)
-    printed = io.StringIO()
-    with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
-        torch.manual_seed(0)
+    with reader(tmp_path):
         exec(code, {})
-    assert float(printed.getvalue()) > 0.9
+    assert float(capsys.readouterr().out) > 0.9
 
 
 def commands():
@@ -76,18 +70,14 @@ def commands():
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """Work in a folder with the table and the model that the commands name."""
     rows = [f"{20 + k % 7},{k % 3},{'north' if k % 2 else 'south'},{1000 * (k % 7) + 50 * k}" for k in range(200)]
     (tmp_path / "houses.csv").write_text("\n".join(["size,rooms,side,price", *rows]) + "\n")
     (tmp_path / "my_package").mkdir()
-    code = "from fedveil.models import cnn\n\ndef net():\n    return cnn()\n"
-    (tmp_path / "my_package" / "models.py").write_text(code)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    for name in ("my_package.models", "my_package"):
-        sys.modules.pop(name, None)
+    (tmp_path / "my_package" / "models.py").write_text("from fedveil.models import cnn as net")
+    with reader(tmp_path):
+        yield tmp_path
 
 
 def test_the_extras_that_can_be_installed_exist():

@@ -94,7 +94,7 @@ def test_certificates_are_made_once_and_name_their_hosts(tmp_path):
 def commands():
     """The page's shell blocks, step by step."""
     page = (ROOT / "docs" / "flower.md").read_text()
-    section = page.split("## From nothing")[1].split("\n## ")[0]
+    section = page.split("## From scratch")[1].split("\n## ")[0]
     return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def commands():
     """The page's shell blocks, step by step."""
     page = (ROOT / "docs" / "nvflare.md").read_text()
-    section = page.split("## From nothing")[1].split("\n## ")[0]
+    section = page.split("## From scratch")[1].split("\n## ")[0]
     return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""The server: the model, its optimiser, its defence and its test data."""
+"""The server: the model, its optimizer, its defence and its test data."""
 
 import json
 import shlex

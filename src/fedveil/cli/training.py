@@ -126,7 +126,7 @@ def default_folder(config: Config, resume: bool) -> Path:
 
 
 def data(
-    what: Annotated[Literal["list", "get"], arg(help="list the data sets, or get one; a stopped download continues")],
+    what: Annotated[Literal["list", "get"], arg(help="list the data sets, or get one")],
     name: Annotated[str | None, Positional, arg(metavar="[NAME]", help=GET, help_behavior_hint="")] = None,
     to: Annotated[Path | None, arg(help=TO, help_behavior_hint="")] = None,
 ) -> None:

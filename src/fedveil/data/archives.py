@@ -4,7 +4,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
@@ -12,7 +12,7 @@ from typing import NoReturn
 from fedveil.data.catalogue import MOST_BYTES, require_regular
 from fedveil.errors import BadArgument
 
-_DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError)
+DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)  # of archives, and of files in them
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,19 @@ class Archive:
     @contextmanager
     def reader(self) -> Iterator[Callable[[str], bytes]]:
         """Open the archive; gives a function from a member's name to its bytes."""
-        if self.path.is_dir():
-            yield lambda name: self._read_bytes(name, lambda: _read_file(self.path / name))
-            return
-        with zipfile.ZipFile(self.path) as opened:
-            yield lambda name: self._read_bytes(name, lambda: read_member(opened, name))
+        with nullcontext() if self.path.is_dir() else zipfile.ZipFile(self.path) as opened:
 
-    def _read_bytes(self, name: str, read: Callable[[], bytes]) -> bytes:
-        try:
-            content = read()
-        except _DAMAGE as error:
-            fix = "replace it or leave it out, or fetch the archive again"
-            raise BadArgument(self.where(name), f"cannot be read: {error}", fix) from error
-        if not content:
-            raise BadArgument(self.where(name), "the file is empty", "replace it or leave it out")
-        return content
+            def read(name: str) -> bytes:
+                try:
+                    content = read_member(opened, name) if opened else _read_file(self.path / name)
+                except DAMAGE as error:
+                    fix = "replace it or leave it out, or fetch the archive again"
+                    raise BadArgument(self.where(name), f"cannot be read: {error}", fix) from error
+                if not content:
+                    raise BadArgument(self.where(name), "the file is empty", "replace it or leave it out")
+                return content
+
+            yield read
 
     def where(self, name: str) -> str:
         """Return a member's name in messages."""

@@ -48,11 +48,6 @@ def bank(*, path: Path, task: Task = "regression", duration: bool = True) -> Dat
     answers = table.codes("y", ANSWERS)
     targets = answers if task == "classification" else answers[:, None].astype(np.float32)
     records = part_from_arrays(np.concatenate([numbers, *hot], 1), targets)
-    return Data(
-        "bank",
-        records.take(train),
-        records.take(test),
-        records.take(validation),
-        ANSWERS if task == "classification" else (),
-        {column: table.columns[column][train] for column in CATEGORIES},
-    )
+    parts = records.take(train), records.take(test), records.take(validation)
+    columns = {column: table.columns[column][train] for column in CATEGORIES}
+    return Data("bank", *parts, ANSWERS if task == "classification" else (), columns)

@@ -1,12 +1,11 @@
 """The catalogue of data sets: their sources, their files, and loading by name. Nothing but a loader needs torch."""
 
-import contextlib
 import errno
 import importlib
 import inspect
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -14,6 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from fedveil.checks import check_choice
 from fedveil.errors import BadArgument
+from fedveil.files import refusals
 
 if TYPE_CHECKING:
     from fedveil.data.dataset import Data
@@ -27,6 +27,7 @@ OWN = "yours"  # source and licence of a user's files
 _KRIZHEVSKY = "https://www.cs.toronto.edu/~kriz"
 _BANK = "bank-additional-full.csv"
 METADATA = "HAM10000_metadata.csv"
+_READABLE = "use readable files and folders"
 
 
 class Download(NamedTuple):
@@ -117,15 +118,9 @@ _DATASETS = (
     ),
     _describe_cifar(10, "cifar-10-batches-py", "data_batch_1", "c58f30108f718f92721af3b95e74349a"),
     _describe_cifar(100, "cifar-100-python", "train", "eb9058c3a382ffc7106e4002c42a8d85"),
+    DatasetInfo("csv", "csv_file", "CSV file with a header; needs --path and --target", OWN, OWN, wanted="records.csv"),
     DatasetInfo(
-        "csv", "csv_file", "a CSV file with a header; needs --path and --target", OWN, OWN, wanted="records.csv"
-    ),
-    DatasetInfo(
-        "diabetes",
-        "embedded",
-        "442 patients: progression of diabetes",
-        "Efron et al. 2004; scikit-learn",
-        "none stated",
+        "diabetes", "embedded", "442 patients: diabetes progression", "Efron et al. 2004; scikit-learn", "none stated"
     ),
     DatasetInfo("digits", "embedded", "1,797 handwritten digits", "Alpaydin, Kaynak 1998; scikit-learn", "CC BY 4.0"),
     DatasetInfo("images", "images", "images in a folder per class; needs --path", OWN, OWN, wanted="folder_or.zip"),
@@ -171,7 +166,7 @@ def load(name: str, *, path: str | Path | None = None, **options: object) -> "Da
             rule = error.errors()[0]["msg"].removeprefix("Input should be ")
             raise BadArgument(where, f"{option} must be {rule}, got {value!r}") from None
     source = find_source(name, path)
-    with _name_unreadable(str(source or where)):
+    with refusals(source or where, "read", _READABLE):
         return loader(**options) if source is None else loader(path=source, **options)
 
 
@@ -187,16 +182,6 @@ def _find_info(name: str) -> DatasetInfo:
         what = f"{name!r} is a file or folder, not the name of a data set"
         raise BadArgument("load", what, f"use --data {kind} --path {name} (in Python load({kind!r}, path={name!r}))")
     return CATALOGUE[check_choice("load", "data set", name, CATALOGUE)]
-
-
-@contextlib.contextmanager
-def _name_unreadable(where: str) -> Iterator[None]:
-    """Turn refusals of the operating system into an error that names the file."""
-    try:
-        yield
-    except OSError as error:
-        what = f"cannot be read: {error.strerror or error}"
-        raise BadArgument(str(error.filename or where), what, "use readable files and folders") from error
 
 
 def available() -> list[DatasetInfo]:
@@ -232,28 +217,32 @@ def find_source(name: str, path: str | Path | None = None) -> Path | None:
             fix = f"leave the path out, or use --data csv (or images) --path {path} for your own files"
             raise BadArgument(f"load({name!r})", "it comes with the library and takes no path", fix)
         return None
-    with _name_unreadable(str(given or data_folder())):
-        return _find_public(info, given) if info.files else _find_own(info, given)
+    with refusals(given or data_folder(), "read", _READABLE):
+        return _find_files(info, given)
 
 
-def _find_own(info: DatasetInfo, path: Path | None) -> Path:
-    if path is None:
+def _find_files(info: DatasetInfo, path: Path | None) -> Path:
+    if info.files:
+        folder = path or data_folder() / info.name
+        where = folder if path is None or path.is_dir() else folder.parent
+        fix = (
+            f"put {info.wanted} into {where}, or set FEDVEIL_DATA, or pass path=, or run `fedveil data get {info.name}`"
+        )
+        if path is None or path.is_dir():
+            found = _find_inside(info, folder)
+            if found is None:
+                what = f"no files of {info.name!r} here" if folder.is_dir() else "there is no such folder"
+                raise BadArgument(str(folder), what, fix)
+            return found
+    elif path is None:
         fix = f"use --path {info.wanted} (in Python load({info.name!r}, path={info.wanted!r}))"
         raise BadArgument(f"load({info.name!r})", "it needs a path", fix)
-    return _require_file(path, "give the --path (in Python path=) of an existing file or folder")
-
-
-def _find_public(info: DatasetInfo, path: Path | None) -> Path:
-    folder = data_folder() / info.name if path is None else path
-    how = f"put {info.wanted} into {folder if path is None or path.is_dir() else path.parent}"
-    fix = f"{how}, or set FEDVEIL_DATA, or pass path=, or run `fedveil data get {info.name}`"
-    if path is not None and not path.is_dir():
-        return _require_file(path, fix)
-    found = _find_inside(info, folder)
-    if found is None:
-        what = f"no files of {info.name!r} here" if folder.is_dir() else f"there is no such folder, so no {info.name!r}"
-        raise BadArgument(str(folder), what, fix)
-    return found
+    else:
+        fix = "give the --path (in Python path=) of an existing file or folder"
+    if not path.exists():
+        what = "it is a link to a file that is not there" if path.is_symlink() else "there is no such file"
+        raise BadArgument(str(path), what, fix)
+    return path
 
 
 def _find_inside(info: DatasetInfo, folder: Path) -> Path | None:
@@ -268,13 +257,6 @@ def _find_inside(info: DatasetInfo, folder: Path) -> Path | None:
         if found:
             return found[0]
     return None
-
-
-def _require_file(path: Path, fix: str) -> Path:
-    if not path.exists():
-        what = "it is a link to a file that is not there" if path.is_symlink() else "there is no such file"
-        raise BadArgument(str(path), what, fix)
-    return path
 
 
 def require_regular(path: Path) -> Path:

@@ -11,15 +11,14 @@ import io
 import pickletools
 import tarfile
 import zlib
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch.nn.functional import avg_pool2d
 
 from fedveil.data.archives import open_archive, stamp
-from fedveil.data.catalogue import MOST_BYTES, Positive
+from fedveil.data.catalogue import Positive
 from fedveil.data.dataset import Data, DataPart
 from fedveil.data.images import Arrays, Bytes, Channels, ImageSet, assemble, find_image_files, read_files, use_cache
 from fedveil.data.splits import Indices
@@ -41,36 +40,22 @@ _HUNDRED = """
 """
 
 
-@dataclass(frozen=True)
-class _Variant:
+class _Variant(NamedTuple):
     """The differences between CIFAR-10 and CIFAR-100."""
 
     name: str
     classes: tuple[str, ...]
-    train: tuple[str, ...]
-    test: tuple[str, ...]
+    batches: tuple[str, ...]  # files of the published archive; the last is for testing
     labels: str
     mean: Channels
     deviation: Channels
 
 
-TEN = _Variant(
-    "cifar10",
-    tuple(_TEN.split()),
-    tuple(f"data_batch_{number}" for number in range(1, 6)),
-    ("test_batch",),
-    "labels",
-    (0.4914, 0.4822, 0.4465),
-    (0.2470, 0.2435, 0.2616),
-)
+_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+TEN = _Variant("cifar10", tuple(_TEN.split()), _BATCHES, "labels", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+_TWO = ("train", "test")
 HUNDRED = _Variant(
-    "cifar100",
-    tuple(_HUNDRED.split()),
-    ("train",),
-    ("test",),
-    "fine_labels",
-    (0.5071, 0.4865, 0.4409),
-    (0.2673, 0.2564, 0.2762),
+    "cifar100", tuple(_HUNDRED.split()), _TWO, "fine_labels", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
 )
 
 
@@ -93,7 +78,7 @@ def _load(
         size: sides of the images: 32, or 16 or 8 by the mean of neighbours.
     """
     batches = path.is_file() and path.name.endswith((".tar.gz", ".tgz", ".tar"))
-    if batches or (path / form.train[0]).is_file():
+    if batches or (path / form.batches[0]).is_file():
         arrays = use_cache(_cache_key(form, path), lambda: _read_batches(form, path))
         images = ImageSet(arrays["pixels"], arrays["targets"], arrays["train"], arrays["test"], form.classes)
     else:
@@ -111,74 +96,38 @@ cifar10, cifar100 = functools.partial(_load, TEN), functools.partial(_load, HUND
 
 def _cache_key(form: _Variant, source: Path) -> tuple[str, ...]:
     """Return everything that the content of the batches depends on."""
-    files = [source] if source.is_file() else [source / name for name in (*form.train, *form.test)]
+    files = [source] if source.is_file() else [source / name for name in form.batches]
     return form.name, str(source.resolve()), *(stamp(file) for file in files if file.exists())
 
 
 def _read_batches(form: _Variant, source: Path) -> Arrays:
     """Read all batches of the published archive or its unpacked folder."""
-    names = (*form.train, *form.test)
-    contents = _read_members(source, names)
-    found = [_read_batch(form, f"{source}, member {name}", contents.get(name)) for name in names]
-    rows = np.arange(sum(len(targets) for _, targets in found))
-    count = sum(len(targets) for _, targets in found[: len(form.train)])
+    contents = _read_members(source, form.batches)
+    found = [_read_batch(form, f"{source}, member {name}", contents.get(name)) for name in form.batches]
     pixels, targets = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return {"pixels": pixels, "targets": targets, "train": rows[:count], "test": rows[count:]}
+    train, test = np.split(np.arange(len(targets)), [-len(found[-1][1])])
+    return {"pixels": pixels, "targets": targets, "train": train, "test": test}
 
 
 def _read_members(source: Path, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Return the batches that exist by name; a tar archive is read in one pass, and nothing is written to disk."""
+    """Return the batches that exist by name; nothing is written to disk."""
     if source.is_dir():
-        present = [source / name for name in names if (source / name).is_file()]
-        for file in present:
-            _check_size(f"{source}, member {file.name}", file.stat().st_size)
-        return {file.name: file.read_bytes() for file in present}
+        archive = open_archive(source)
+        with archive.reader() as read:
+            return {name: read(name) for name in names if name in archive.names}
     try:
-        with source.open("rb") as packed, tarfile.open(fileobj=_LimitedReader(packed), mode="r|") as opened:
-            return _choose_members(source, opened, names)
+        with source.open("rb") as packed:
+            file = gzip.GzipFile(fileobj=packed) if packed.peek(2).startswith(b"\x1f\x8b") else packed
+            content = file.read(MOST_UNPACKED + 1)
+        if len(content) > MOST_UNPACKED:
+            raise OSError(f"it has more than {MOST_UNPACKED} bytes")
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as opened:
+            found = {PurePosixPath(member.name).name: member for member in opened if member.isfile()}
+            batches = {name: opened.extractfile(found[name]) for name in names if name in found}
+            return {name: batch.read() for name, batch in batches.items() if batch}
     except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
-        if isinstance(error, BadArgument):
-            raise
         what = f"not a readable tar archive: {error}"
         raise BadArgument(str(source), what, "it is damaged or cut off: fetch it again") from error
-
-
-def _choose_members(source: Path, opened: tarfile.TarFile, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Return the named members; nothing after the last of them is read."""
-    found: dict[str, bytes] = {}
-    for member in opened:
-        name = PurePosixPath(member.name).name
-        if name in names and member.isfile():
-            _check_size(f"{source}, member {name}", member.size)
-            batch = opened.extractfile(member)
-            found[name] = batch.read() if batch else b""
-        if len(found) == len(names):
-            break
-    return found
-
-
-def _check_size(where: str, size: int) -> None:
-    if size > MOST_BYTES:
-        raise BadArgument(where, f"it has {size} bytes, more than any file of CIFAR", _AGAIN)
-
-
-class _LimitedReader(io.BufferedIOBase):
-    """An archive's bytes, decompressed if it is a gzip file; raises beyond `MOST_UNPACKED`."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        packed = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        self._file = gzip.GzipFile(fileobj=file) if packed else file
-        self._left = MOST_UNPACKED
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes."""
-        most = self._left + 1
-        block = self._file.read(most if size is None or size < 0 else min(size, most))
-        self._left -= len(block)
-        if self._left < 0:
-            raise OSError(f"it has more than {MOST_UNPACKED} bytes")
-        return block
 
 
 def _read_batch(form: _Variant, where: str, content: bytes | None) -> tuple[Bytes, Indices]:

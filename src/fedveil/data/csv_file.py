@@ -17,15 +17,9 @@ WHERE = "load('csv')"
 MOST_CATEGORIES = 1000
 MANY = 0.2  # categories per record that help no model
 _TAB = {"\\t": "\t", "tab": "\t"}  # as typed in a shell
-_PANDAS = "convert it in Python: pandas.read_parquet (or read_feather, read_json)(path).to_csv('records.csv')"
-_UTF16 = "save it as UTF-8, or convert it: iconv -f utf-16 -t utf-8 old.csv > new.csv"
-_OTHER_FILES = {
-    (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"): ("an Excel workbook or a zip file", "save the sheet as CSV, or unzip it"),
-    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ"): ("compressed", "unpack it with gunzip, bunzip2 or unxz"),
-    (b"PAR1", b"ARROW1", b'{"', b"[{"): ("a Parquet, Feather or JSON file", _PANDAS),
-    (b"<!DOCTYPE", b"<!doctype"): ("a web page", "download the file itself"),
-    (b"\xff\xfe", b"\xfe\xff"): ("UTF-16 text", _UTF16),
-}
+_PANDAS = "pandas.read_parquet (or read_excel, read_json)(path).to_csv('records.csv')"
+_BINARY = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PAR1", b"ARROW1")
+_OTHER_FILES = (*_BINARY, b'{"', b"[{", b"<!DOCTYPE", b"<!doctype", b"\xff\xfe", b"\xfe\xff")
 
 
 def csv(
@@ -71,17 +65,19 @@ def csv(
     inputs = _inspect_inputs(table, target, left_out, words, notes)
     answer = table.inspect(target, target in words)
     task = _choose_task(table, answer, task, target in words, notes)
-    table, counts = table.drop_missing(inputs, answer, missing, notes)
+    table = table.drop_missing(inputs, answer, missing, notes)
     train, test = divide(len(table), (1 - test_share, test_share), seed)
     if not (len(train) and len(test)):
         fix = "use more records, or another test_share"
         raise BadArgument(table.path, f"{len(table)} records leave a part empty", fix)
     notes.append(f"divided at random: {len(train):,} records for training, {len(test):,} for testing")
-    table = table.impute(inputs, counts, train, notes)
+    table = table.impute(inputs, train, notes)
     numbers = np.concatenate([_encode(table, column, train) for column in inputs], 1)
     if task == "classification" and answer.numeric:
         table = _unify_spelling(table, target)
-    _refuse_constant(table, target)
+    if len(set(table.columns[target])) == 1:
+        what = f"every record has the value {table.columns[target][0]!r}"
+        table.refuse_column(target, what, "use a target with at least two different values")
     _note_columns(table, inputs, notes)
     scale, classes = None, tuple[str, ...]()
     if task == "classification":
@@ -106,8 +102,7 @@ def _list_names(names: str | Sequence[str]) -> tuple[str, ...]:
 def _open_table(path: Path, delimiter: str | None, decimal: str, notes: list[str]) -> CsvTable:
     """Read the table in a file; other kinds of files are recognised by their first bytes."""
     if path.is_dir():
-        inside = shorten(sorted(child.name for child in path.glob("*.csv")))
-        fix = f"name one of its files with --path: {inside}" if inside else "use --data images for a folder of images"
+        fix = "name a file in it with --path, or use --data images for a folder of images"
         raise BadArgument(str(path), "it is a folder, not a CSV file", fix)
     mark = _TAB.get(delimiter or "", delimiter)
     if mark is not None and (len(mark) != 1 or mark in '"\r\n'):
@@ -117,10 +112,9 @@ def _open_table(path: Path, delimiter: str | None, decimal: str, notes: list[str
         raise BadArgument(WHERE, what, f"use {flag('delimiter', ';')}")
     if path.is_file():
         with path.open("rb") as file:
-            start = file.read(16)
-        for beginnings, (what, fix) in _OTHER_FILES.items():
-            if start.startswith(beginnings):
-                raise BadArgument(str(path), f"it is {what}, not a CSV file", fix)
+            if file.read(16).startswith(_OTHER_FILES):
+                what = "it is not CSV, but Excel, Parquet, JSON, a web page, UTF-16 text or compressed"
+                raise BadArgument(str(path), what, f"save it as CSV in UTF-8, or convert it in Python: {_PANDAS}")
     table = read_table(path, mark, decimal)
     if len(table.columns) == 1:
         _refuse_one_column(table)
@@ -143,7 +137,7 @@ def _check_target(table: CsvTable, target: str | None, ignore: Sequence[str], ca
     """Return the target; refuse columns that are not in the table, and a header of numbers."""
     values = [name for name in table.columns if number(name, table.decimal) is not None]
     if values and target not in table.columns:
-        what = f"the header should hold the names of the columns, and has numbers ({shorten(values)})"
+        what = f"the header should hold the names of the columns, but has numbers ({shorten(values)})"
         raise BadArgument(f"{table.path}, line 1", what, "add a first line with a name for each column")
     if target is None:
         fix = f"use --target (in Python target=) with one of {', '.join(table.columns)}"
@@ -248,24 +242,12 @@ def _note_columns(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -
     sizes = {column.name: len(set(table.columns[column.name])) for column in inputs if not column.numeric}
     if sizes:
         notes.append(f"taken as categories: {shorten(f'{name} ({size:,} values)' for name, size in sizes.items())}")
-    rising = [column.name for column in inputs if column.numeric and _counts_rows(table, column)]
+    numeric = [column.name for column in inputs if column.numeric and len(table) > FEW]
+    rising = [name for name in numeric if (np.diff(table.numbers(name)) == 1).all()]  # consecutive integers
     if rising:
-        what = f"{shorten(map(repr, rising))} counts the rows, which says nothing about new ones"
+        what = f"{shorten(map(repr, rising))} counts the rows, which says nothing about new rows"
         notes.append(f"{what}: {flag('ignore', rising[0])} if it is an identifier")
     many = [name for name, size in sizes.items() if size > max(FEW, MANY * len(table))]
     if many:
-        what = f"nearly a category per record in {shorten(map(repr, many))}, which a model learns by heart"
+        what = f"nearly a category per record in {shorten(map(repr, many))}, which a model memorises"
         notes.append(f"{what}: --ignore dates and identifiers, and remove signs and separators from numbers")
-
-
-def _counts_rows(table: CsvTable, column: Column) -> bool:
-    """Return whether a column holds consecutive integers, one for each row in their order."""
-    numbers = table.numbers(column.name)
-    return len(numbers) > FEW and bool((np.diff(numbers) == 1).all())
-
-
-def _refuse_constant(table: CsvTable, target: str) -> None:
-    values = set(table.columns[target])
-    if len(values) == 1:
-        fix = "use a target with at least two different values"
-        table.refuse_column(target, f"every record has the value {values.pop()!r}", fix)

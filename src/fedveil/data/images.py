@@ -253,16 +253,11 @@ def use_cache(key: tuple[str, ...], build: Callable[[], Arrays]) -> Arrays:
     """
     digest = hashlib.sha256(os.fsencode("\n".join((_CACHE_VERSION, *key)))).hexdigest()[:32]
     path = cache_folder() / f"{digest}.npz"
-    with suppress(Exception):  # absent, or damaged in any way: zip checksums tell
-        return _read_cache(path)
+    # absent, or damaged in any way: zip checksums tell
+    with suppress(Exception), require_regular(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
+        if stored.files:
+            return {name: stored[name] for name in stored.files}
     arrays = build()
     with suppress(BadArgument):
         write_whole(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
     return arrays
-
-
-def _read_cache(path: Path) -> Arrays:
-    with require_regular(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
-        if not stored.files:
-            raise ValueError("it holds no arrays")
-        return {name: stored[name] for name in stored.files}

@@ -50,7 +50,7 @@ def split(
         >>> [len(share) for share in split(load("digits"), 4)]
         [360, 360, 359, 359]
     """
-    check_choice("split", "way to split, how =", how, WAYS)
+    check_choice("split", "split", how, WAYS)
     records = len(data.train.targets)
     check_count("split", "seed", seed, 0)
     if check_count("split", "clients", clients, 1) > records:

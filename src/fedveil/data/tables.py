@@ -129,10 +129,8 @@ class CsvTable:
             self.refuse_column(name, "every cell is missing", fix)
         return Column(name, numeric, gaps, frozenset(words) - gaps)
 
-    def drop_missing(
-        self, inputs: Sequence[Column], target: Column, missing: str, notes: list[str]
-    ) -> "tuple[CsvTable, dict[str, int]]":
-        """Return the rows that stay, and how many cells of each input are missing in them."""
+    def drop_missing(self, inputs: Sequence[Column], target: Column, missing: str, notes: list[str]) -> "CsvTable":
+        """Return the rows that stay: those with a target and, unless cells are imputed later, with all inputs."""
         columns = {column.name: column for column in (*inputs, target) if column.gaps}
         masks = {name: np.isin(self.columns[name], list(column.gaps)) for name, column in columns.items()}
         if masks and missing == "refuse":
@@ -148,8 +146,7 @@ class CsvTable:
             if lost.all():
                 fix = f"use {flag('missing', 'impute')}, or ignore the columns with most of them"
                 raise BadArgument(self.path, f"every record has missing cells ({_counts(masks)})", fix)
-            masks = {}
-        return self.take(np.flatnonzero(~lost)), {name: int(mask.sum()) for name, mask in masks.items()}
+        return self.take(np.flatnonzero(~lost))
 
     def _refuse_missing(self, masks: Masks, columns: Mapping[str, Column]) -> NoReturn:
         """Name the first missing cell, count them all, and list the options."""
@@ -165,25 +162,25 @@ class CsvTable:
             fix += f"; use {flag('categorical', name)} if {cell!r} is a value like any other"
         self.refuse(row, name, what, fix)
 
-    def impute(
-        self, inputs: Sequence[Column], counts: Mapping[str, int], train: Indices, notes: list[str]
-    ) -> "CsvTable":
+    def impute(self, inputs: Sequence[Column], train: Indices, notes: list[str]) -> "CsvTable":
         """Return the table with missing cells filled in: the median of the training rows, or a category for them."""
-        table, changes = self, []
-        for column in (column for column in inputs if column.name in counts):
-            value, shown = CATEGORY, f"the category {CATEGORY!r}"
-            if column.numeric:
-                cells = self.columns[column.name][train]
-                known = [size for cell in cells if (size := number(cell, self.decimal)) is not None]
+        table, counts, changes = self, 0, []
+        for column in inputs:
+            cells, value, shown = self.columns[column.name], CATEGORY, f"the category {CATEGORY!r}"
+            count = int(np.isin(cells, list(column.gaps)).sum())
+            if count and column.numeric:
+                known = [size for cell in cells[train] if (size := number(cell, self.decimal)) is not None]
                 if not known:
                     fix = f"use {flag('ignore', column.name)}"
                     self.refuse_column(column.name, "every cell of the training part is missing", fix)
                 median = float(np.median(known))
                 value, shown = repr(median).replace(".", self.decimal), f"the median {median:.4g}"
-            table = table.replace_cells(column.name, dict.fromkeys(column.gaps, value))
-            changes.append(f"{column.name}: {counts[column.name]:,} with {shown}")
+            if count:
+                table = table.replace_cells(column.name, dict.fromkeys(column.gaps, value))
+                changes.append(f"{column.name}: {count:,} with {shown}")
+                counts += count
         if changes:
-            notes.append(f"filled in {sum(counts.values()):,} missing cells ({shorten(changes)})")
+            notes.append(f"filled in {counts:,} missing cells ({shorten(changes)})")
         return table
 
 
