@@ -19,6 +19,13 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return 0.5 * (outputs - targets).pow(2).reshape(len(outputs), -1).sum(1).mean()
 
 
+def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Samples of a batch with the same target together, all others apart."""
+    near = (outputs.unsqueeze(0) - outputs.unsqueeze(1)).square().sum(2)
+    same = (targets.unsqueeze(0) == targets.unsqueeze(1)).to(outputs.dtype)
+    return (same * near + (1 - same) * (1 - near).relu()).mean()
+
+
 def in_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     """The same inputs, floating ones in another dtype."""
     return each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
@@ -42,6 +49,13 @@ def errors(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> dict[str,
         name: float((found[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), 1e-6 * total))
         for name, g in true.items()
     }
+
+
+def assert_close(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> None:
+    """Compare with 1e-9 of each gradient; where terms cancel (a bias before a norm), with 1e-12 of all gradients."""
+    total = torch.stack([g.norm() for g in true.values()]).norm()
+    for name, g in true.items():
+        assert (found[name] - g).norm() <= 1e-9 * g.norm() + 1e-12 * total, name
 
 
 def worst(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> float:
@@ -69,6 +83,20 @@ def built(build, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build().to(dtype)  # type: ignore[no-any-return]
+
+
+class Network(nn.Module):
+    """Layers and parameters by name, and a forward that is a function of the network and its inputs."""
+
+    def __init__(self, run: Callable[..., object], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Call the function."""
+        return self.run(self, *args, **kwargs)
 
 
 _PLANS: WeakKeyDictionary[nn.Module, dict[object, fedveil.Plan]] = WeakKeyDictionary()

@@ -30,7 +30,7 @@ BELOW = {
     "scheme": {"graph"},
     "defences": {"graph", "scheme"},
     "federation": {"graph", "scheme", "defences", "secagg", "records"},
-    "attacks": {"graph", "scheme", "defences", "federation", "records"},
+    "attacks": {"graph", "scheme", "defences", "federation", "secagg", "records"},
     "runs": {"graph", "scheme", "defences", "federation", *LEAVES},
     "flower": {"graph", "scheme", "defences", "federation", "secagg", "records"},
     "nvflare": {"graph", "scheme", "defences", "federation", "secagg", "records"},

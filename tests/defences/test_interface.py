@@ -6,28 +6,19 @@ import re
 
 import pytest
 import torch
-from tests.defences.runs import NETS, adam, federation, loss_before_and_after, records, same, values
+from tests.defences.runs import DEFENCES, NETS, adam, federation, loss_before_and_after, records, same, values
 
 from fedveil import Entropy, errors
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
 
-DEFENCES = {
-    "plain": Plain,
-    "veil": lambda: Veil(entropy=Entropy.for_tests(0)),
-    "ppdl": lambda: PPDL.from_setting("both", sigma=1e-3, seed=0),
-    "dbcl": lambda: DBCL(seed=0),
-    "spn": lambda: SPN(seed=0),
-    "private": lambda: Private(Plain(), 5.0, 1e-3, entropy=Entropy.for_tests(0)),
-}
-
-
-CASES = [case for case in itertools.product(DEFENCES, NETS) if case != ("private", "resnet, batch")]  # is refused
+EVERY = {**DEFENCES, "private": lambda: Private(Plain(), 5.0, 1e-3, entropy=Entropy.for_tests(0))}
+CASES = [case for case in itertools.product(EVERY, NETS) if case != ("private", "resnet, batch")]  # is refused
 
 
 @pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
 @pytest.mark.parametrize(("name", "net"), CASES)
 def test_training_lowers_the_loss(name, net, loss):
-    run = federation(net, DEFENCES[name](), records(NETS[net][1], (24,) * 3), optimizer=adam, loss=loss)
+    run = federation(net, EVERY[name](), records(NETS[net][1], (24,) * 3), optimizer=adam, loss=loss)
     before, after = loss_before_and_after(run, 20)
     assert after < before
 
@@ -36,7 +27,7 @@ def test_training_lowers_the_loss(name, net, loss):
 @pytest.mark.parametrize("net", ["mlp", "resnet, batch"])
 @pytest.mark.parametrize("name", ["plain", "ppdl", "dbcl", "spn"])
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, name, net, options):
-    whole, again = (federation(net, DEFENCES[name](), optimizer=adam, **options) for _ in range(2))
+    whole, again = (federation(net, EVERY[name](), optimizer=adam, **options) for _ in range(2))
     whole.fit(rounds=3, folder=tmp_path)
     whole.fit(rounds=6)
     again.resume(tmp_path)
@@ -76,7 +67,7 @@ def test_states_of_another_defence_are_refused():
     wrong = {"noise": torch.zeros(1)}
     for name in ("ppdl", "spn"):
         with pytest.raises(errors.BadArgument, match="the state is of another defence"):
-            federation("mlp", DEFENCES[name]()).clients.client.restore(3, wrong)
+            federation("mlp", EVERY[name]()).clients.client.restore(3, wrong)
     for name in ("dbcl", "private"):
         with pytest.raises(errors.BadArgument, match="the state is of another defence"):
-            federation("mlp", DEFENCES[name]()).defence_server.restore(wrong)
+            federation("mlp", EVERY[name]()).defence_server.restore(wrong)

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from tests.configs import config_of
-from tests.defences.runs import NETS, records, sgd, values
+from tests.defences.runs import DEFENCES, NETS, records, sgd, values
 from tests.oracle import batch, built, worst
 from tests.sessions import Session
 from torch import nn
 
 from fedveil import Entropy, cli, errors
-from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Samples, Veil
+from fedveil.defences import DBCL, PPDL, Plain, Private, Samples, Veil
 from fedveil.defences.accountant import Accountant, epsilon
 from fedveil.defences.clipping import clip_vector
 from fedveil.defences.plain import PlainRound, PlainUpdate, average
@@ -31,14 +31,6 @@ from fedveil.scheme.result import Aggregate
 
 EPS = torch.finfo(torch.float64).eps
 RARE = 1e-9  # the chance that a sound source of noise fails a test
-DEFENCES = {
-    "plain": Plain,
-    "control": lambda: Plain(rounding=1),
-    "veil": lambda: Veil(entropy=Entropy.for_tests(0)),
-    "ppdl": lambda: PPDL.from_setting("both", seed=0),
-    "dbcl": lambda: DBCL(seed=0),
-    "spn": lambda: SPN(seed=0),
-}
 every_defence = pytest.mark.parametrize("make", DEFENCES.values(), ids=DEFENCES)
 
 
@@ -144,18 +136,13 @@ def noise_of(defence, count, clients=1, dtype=torch.float64):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("clip", "noise", "clients"), [(1.0, 1.0, 1), (0.5, 4.0, 10), (20.0, 0.01, 3)])
-def test_noise_has_the_stated_scale(clip, noise, clients, dtype):
+def test_noise_is_normal_and_has_the_stated_scale(clip, noise, clients, dtype):
     count = 20_000
     drawn = noise_of(Private(Plain(), clip, noise), count, clients, dtype) / (noise * clip)  # the system's entropy
     total = float(drawn.pow(2).sum())  # of N(0, 1): chi-square with `count` degrees of freedom
     assert stats.chi2.ppf(RARE / 2, count) < total < stats.chi2.isf(RARE / 2, count)
     assert abs(float(drawn.sum())) < stats.norm.isf(RARE / 2) * math.sqrt(count)
-
-
-def test_noise_is_normal():
-    count = 20_000
-    values = noise_of(Private(Plain(), 1.0, 1.0), count).sort().values.numpy()
-    steps = stats.norm.cdf(values)
+    steps = stats.norm.cdf(drawn.sort().values.numpy())
     apart = max((abs(steps - torch.arange(k, count + k).numpy() / count)).max() for k in (0, 1))
     assert apart < math.sqrt(math.log(2 / RARE) / (2 * count))  # Dvoretzky, Kiefer, Wolfowitz; Massart
 
@@ -199,15 +186,6 @@ def test_epsilon_agrees_with_the_librarys_accountants_composing_round_by_round(n
     replaced = epsilon(rounds, noise, delta, replace=True)
     assert replaced == pytest.approx(reference(pld.PLDAccountant, noise / 2), abs=interval)
     assert epsilon(rounds, noise, delta) <= reference(rdp.RdpAccountant, noise)  # which is a bound, and not exact
-
-
-@pytest.mark.parametrize(
-    ("rounds", "noise", "delta", "published"),
-    [(1, 1.0, 0.12693674, 1.0), (1, 1.0, 0.02092364, 2.0), (9, 1.0, 0.78760074, 1.0), (36, 2.0, 0.78760074, 1.0)],
-)
-def test_epsilon_agrees_with_the_librarys_published_values(rounds, noise, delta, published):
-    """privacy_loss_mechanism_test.py, eight digits: sigma 1 and sensitivity 1, or 3, which is nine rounds."""
-    assert epsilon(rounds, noise, delta) == pytest.approx(published, abs=1e-6)
 
 
 def test_epsilon_at_its_ends():
@@ -392,9 +370,7 @@ def test_a_missing_library_is_named_with_its_install_line(monkeypatch):
 @pytest.mark.parametrize("half", [{"dp_clip": 1.0}, {"dp_noise": 1.0}])
 def test_half_of_the_settings_is_refused(half):
     for build in (lambda: configure(half), lambda: build_defence(config_of(**half))):
-        with pytest.raises(
-            errors.BadArgument, match=r"(?s)dp_\w+ without dp_\w+ protects nothing.*--dp-clip 1 --dp-no"
-        ):
+        with pytest.raises(errors.BadArgument, match=r"(?s)dp_\w+ without dp_\w+ .*--dp-clip 1 --dp-no"):
             build()
 
 
@@ -412,6 +388,3 @@ def test_train_prints_what_was_spent_and_resumes(tmp_path, capsys):
     assert "--dp-clip 1.0 --dp-noise 2.0 --dp-delta 1e-06" in second["repeat"]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["epsilon"] == second["epsilon"]
-    page = (tmp_path / "report.html").read_text()
-    for words in ("veil+dp", "Epsilon spent", "does not bind the server", "offset removed"):
-        assert words in page

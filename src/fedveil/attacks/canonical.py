@@ -21,7 +21,6 @@ from scipy.optimize import NoConvergence, anderson, linear_sum_assignment
 from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 
-from fedveil.graph.build import build_pool
 from fedveil.graph.plan import Plan, Pool, flatten
 from fedveil.graph.solve import Integers
 from fedveil.graph.units import Symmetry
@@ -35,7 +34,7 @@ TINY = 1e-30
 
 def element_slots(plan: Plan) -> Pool:
     """Return the slots of each element of the flat vector of all tensors."""
-    return build_pool(plan.layout.entries, dict(plan.pieces), plan.layout.device)
+    return Pool.build(plan.layout.entries, dict(plan.pieces), plan.layout.device)
 
 
 def flat_values(plan: Plan, model: nn.Module) -> Tensor:
