@@ -283,14 +283,6 @@ def test_fused_clients_give_what_single_ones_give(net):
     assert worst(first, second) < rounding(built(NETS[net][0]), torch.empty(24, *NETS[net][1]))
 
 
-def test_a_whole_shard_in_batches_is_one_gradient_under_one_sketch():
-    whole = federation("mlp", DBCL(seed=0), whole_shard=True)
-    model, data = built(NETS["mlp"][0]), (whole.shards.inputs, whole.shards.targets)
-    defence = prepared(model, data[0], CrossEntropy())
-    true = defence.recover([defence.step(defence.broadcast(model), Samples(*data))], [1.0]).gradients
-    assert worst(whole.step().gradients, true) < rounding(model, data[0])
-
-
 def test_sketches_are_new_in_every_round_and_run_unless_seeded():
     def inputs(**options):
         model, (x, _) = built(lambda: NETS["mlp"][0]()), batch((6,))

@@ -22,7 +22,7 @@ from fedveil.defences.accountant import Accountant, epsilon
 from fedveil.defences.clipping import clip_vector
 from fedveil.defences.plain import PlainRound, PlainUpdate, average
 from fedveil.defences.private import PrivateRound, find_moving_buffers
-from fedveil.federation import Federation, checkpoint
+from fedveil.federation import Federation
 from fedveil.models import cnn, resnet
 from fedveil.runs.build import build_defence
 from fedveil.runs.config import configure
@@ -228,21 +228,6 @@ def test_where_nobody_says_who_took_part_a_round_counts_for_all():
 def test_the_error_is_the_inner_defences():
     results = [Aggregate({"w": torch.full((4,), size).double()}, {}, 0.5) for size in (0.1, 9.0)]
     assert round_of(private()).combine(results).error == pytest.approx(0.5)  # noise does not count
-
-
-def test_every_round_is_on_disk_before_the_next_broadcast(tmp_path):
-    run, seen = federation(Private(Plain(), 1.0, 1.0)), []
-    start = run.defence_server.start_round
-
-    def look(*given):
-        rounds = run.defence_server.accountant.rounds
-        state = checkpoint.load(tmp_path / "checkpoint.pt") if rounds else {"round": 0}
-        seen.append((rounds, state["round"], max(state["defence"]["own"].values()) if rounds else 0))
-        return start(*given)
-
-    run.defence_server.start_round = look
-    run.fit(rounds=4, folder=tmp_path)
-    assert seen == [(n, n, n) for n in range(4)]
 
 
 @every_defence

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.networks import networks
 from tests.oracle import (
@@ -58,22 +58,14 @@ def float32_ratio(build, shape, seed, **noise):
     return worst(veiled_round(model, inputs, targets, seed=seed, **noise).gradients, truth) / worst(own, truth)
 
 
-@pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize(
-    ("groups", "additive", "multiplicative"),
-    [(1, 1.0, 10.0), (10, 1e3, 2.0), (3, 1e6, 100.0)],
-)
-def test_float32_is_as_exact_as_plain_autograd(name, groups, additive, multiplicative):
-    noise = {"groups": groups, "additive": additive, "multiplicative": multiplicative}
-    ratios = [float32_ratio(*ZOO[name], seed, **noise) for seed in range(5)]
-    assert statistics.median(ratios) <= TIMES_PLAIN, ratios
+FEW = [[(1, 1.0, 10.0)], [(10, 1e3, 2.0)], [(3, 1e6, 100.0)]]
+MANY = [[(groups, *sizes) for sizes in NOISES] for groups in (1, 10)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize("groups", [1, 10])  # three groups are in the quick tests
-def test_float32_is_as_exact_as_plain_autograd_at_every_noise(name, groups):
-    for additive, multiplicative in NOISES:
+@pytest.mark.parametrize("noises", [*FEW, *[pytest.param(noises, marks=pytest.mark.slow) for noises in MANY]])
+def test_float32_is_as_exact_as_plain_autograd(name, noises):
+    for groups, additive, multiplicative in noises:
         noise = {"groups": groups, "additive": additive, "multiplicative": multiplicative}
         ratios = [float32_ratio(*ZOO[name], seed, **noise) for seed in range(5)]
         assert statistics.median(ratios) <= TIMES_PLAIN, (noise, ratios)
@@ -104,6 +96,7 @@ def test_any_network_and_loss_recover_the_plain_gradient(network, loss, groups, 
     if loss != "squared_error":
         targets, noise["decoys"] = torch.arange(5) % 4, decoys
     gradients, buffers = plain(model, inputs, targets, value)
+    assume(max(float(g.norm()) for g in gradients.values()) > 1e-14)  # else it is rounding errors: outputs are constant
     recovered = veiled_round(model, inputs, targets, seed=seed, **noise)
     assert_close(recovered.gradients, gradients)
     for key, value in buffers.items():
