@@ -51,6 +51,11 @@ def errors(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> dict[str,
     }
 
 
+def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    """All tensors as one vector."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+
+
 def assert_close(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> None:
     """Compare with 1e-9 of each gradient; where terms cancel (a bias before a norm), with 1e-12 of all gradients."""
     total = torch.stack([g.norm() for g in true.values()]).norm()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from tests.configs import config_of
 from tests.defences.runs import DEFENCES, NETS, records, sgd, values
-from tests.oracle import batch, built, worst
+from tests.oracle import batch, built, flat, worst
 from tests.sessions import Session
 from torch import nn
 
@@ -60,10 +60,6 @@ def round_of(defence, accountant=None, members=None):
 
 def updates_of(*gradients):
     return [PlainUpdate({"w": g}, {}) for g in gradients]
-
-
-def flat(gradients):
-    return torch.cat([g.reshape(-1) for g in gradients.values()])
 
 
 # What a client can move
@@ -116,7 +112,7 @@ def test_without_noise_and_with_a_huge_clip_it_is_plain_with_equal_weights():
     assert ours.figures == {"dp_clipped": 0.0}  # no noise, no epsilon
 
 
-def test_weights_play_no_part_and_the_share_that_was_clipped_is_told():
+def test_weights_play_no_part_and_the_clipped_fraction_is_recorded():
     found = updates_of(*[torch.full((4,), size, dtype=torch.float64) for size in (0.1, 1.0, 10.0, 0.2)])
     one, other = (round_of(private(noise=2.0)).recover(found, weights) for weights in ([1.0] * 4, [9.0, 1.0, 1.0, 0.0]))
     assert torch.equal(one.gradients["w"], other.gradients["w"])
@@ -248,7 +244,7 @@ def test_every_defence_trains_with_it_and_a_resumed_run_has_spent_the_same(tmp_p
 
 
 @pytest.mark.parametrize("changed", [{"clip": 2.0}, {"noise": 2.0}])
-def test_rounds_with_other_settings_are_not_gone_on_with(tmp_path, changed):
+def test_a_run_is_not_resumed_with_other_settings(tmp_path, changed):
     federation(private()).fit(rounds=1, folder=tmp_path)
     with pytest.raises(errors.BadArgument, match=r"the rounds so far had (clip|noise) = 1, not 2"):
         federation(private(**changed)).resume(tmp_path)
@@ -295,7 +291,7 @@ def test_each_is_what_recovery_says_of_one_client(make, loss, name):
 
 
 @pytest.mark.parametrize("make", [Plain, lambda: Veil(), PPDL, DBCL])
-def test_a_gradient_that_is_not_finite_is_refused_by_its_clients_place(make):
+def test_a_gradient_that_is_not_finite_is_refused_with_the_position_of_its_client(make):
     x, y = batch((6,), 4)
     run = Session(private(make()), net(), x, "cross_entropy")
     sent = run.broadcast()
@@ -324,7 +320,7 @@ def test_models_whose_buffers_follow_the_data_are_refused():
     Federation(built(lambda: resnet(8, 1, 4, width=4, norm="none")), images, private(), sgd).fit(rounds=1)
 
 
-def test_the_search_for_find_moving_buffers_leaves_model_and_chance_alone():
+def test_the_search_for_moving_buffers_changes_neither_the_model_nor_the_random_state():
     model = built(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout()))
     before, state = {name: b.clone() for name, b in model.named_buffers()}, torch.get_rng_state()
     moving = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]

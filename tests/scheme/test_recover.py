@@ -209,10 +209,6 @@ def test_anything_in_place_of_an_argument_is_refused(rounds, number):
             call()
 
 
-def cut(value):
-    return lambda stack: stack[..., :value]
-
-
 def spoil(value):
     def change(stack):
         stack = stack.clone()
@@ -241,7 +237,7 @@ BAD = {
         errors.IncompleteUpdate, f"pass {HEAD} is missing",
     ),
     "no buffer": (field(buffers={}), errors.IncompleteUpdate, f"buffer {MEAN} is missing"),
-    "misshapen": (changed(cut(3)), errors.MisshapenUpdate, rf"{HEAD} is \(3, 4, 3\) .*not \(3, 4, 6\)"),
+    "misshapen": (changed(lambda p: p[..., :3]), errors.MisshapenUpdate, rf"{HEAD} is \(3, 4, 3\) .*not \(3, 4, 6\)"),
     "float64": (changed(torch.Tensor.double), errors.MisshapenUpdate, rf"{HEAD} is \(3, 4, 6\) torch.float64"),
     "nan": (changed(spoil(math.nan)), errors.NonFiniteUpdate, f"pass {HEAD} holds NaN or infinity"),
     "infinite": (changed(spoil(math.inf)), errors.NonFiniteUpdate, f"pass {HEAD} holds NaN or infinity"),

@@ -165,14 +165,19 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
         return PlainUpdate(compute_gradients(broadcast, [outputs], [delta]), buffers)
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
-        """Sum gradients, and put the buffers of the last batch into a copy of the broadcast."""
-        if update.buffers:
-            broadcast = copy.deepcopy(broadcast)
-            broadcast.load_state_dict(update.buffers, strict=False)
-        if total is not None:
-            summed = {name: total.gradients[name] + g for name, g in update.gradients.items()}
-            update = replace(update, gradients=summed)
-        return broadcast, update
+        """Sum gradients; statistics continue from where the last batch left them."""
+        return accumulate(broadcast, total, update)
+
+
+def accumulate(broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
+    """Sum gradients, and put the buffers of the last batch into a copy of the broadcast."""
+    if update.buffers:
+        broadcast = copy.deepcopy(broadcast)
+        broadcast.load_state_dict(update.buffers, strict=False)
+    if total is not None:
+        summed = {name: total.gradients[name] + g for name, g in update.gradients.items()}
+        update = replace(update, gradients=summed)
+    return broadcast, update
 
 
 def compute_gradients(model: nn.Module, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensors:
