@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedveil.data import load, split
 from fedveil.defences import Plain, Veil
-from fedveil.federation.rounds import RemoteServer
+from fedveil.federation.remote import RemoteServer
 from fedveil.models import mlp, resnet
 
 CLIENTS = 3

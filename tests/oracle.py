@@ -17,7 +17,18 @@ def squared_error(outputs, targets):
     return 0.5 * (outputs - targets).pow(2).reshape(len(outputs), -1).sum(1).mean()
 
 
+<<<<<<< HEAD
 def in_dtype(inputs, dtype):
+=======
+def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Samples of a batch with the same target together, all others apart."""
+    near = (outputs.unsqueeze(0) - outputs.unsqueeze(1)).square().sum(2)
+    same = (targets.unsqueeze(0) == targets.unsqueeze(1)).to(outputs.dtype)
+    return (same * near + (1 - same) * (1 - near).relu()).mean()
+
+
+def in_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+>>>>>>> w-core
     """The same inputs, floating ones in another dtype."""
     return each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
@@ -40,7 +51,23 @@ def errors(found, true):
     }
 
 
+<<<<<<< HEAD
 def worst(found, true):
+=======
+def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    """All tensors as one vector."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+
+
+def assert_close(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> None:
+    """Compare with 1e-9 of each gradient; where terms cancel (a bias before a norm), with 1e-12 of all gradients."""
+    total = torch.stack([g.norm() for g in true.values()]).norm()
+    for name, g in true.items():
+        assert (found[name] - g).norm() <= 1e-9 * g.norm() + 1e-12 * total, name
+
+
+def worst(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> float:
+>>>>>>> w-core
     """The largest error of a parameter."""
     return max(errors(found, true).values())
 
@@ -60,7 +87,25 @@ def built(build, seed=0, dtype=torch.float64):
         return build().to(dtype)
 
 
+<<<<<<< HEAD
 _PLANS = WeakKeyDictionary()
+=======
+class Network(nn.Module):
+    """Layers and parameters by name, and a forward that is a function of the network and its inputs."""
+
+    def __init__(self, run: Callable[..., object], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Call the function."""
+        return self.run(self, *args, **kwargs)
+
+
+_PLANS: WeakKeyDictionary[nn.Module, dict[object, fedveil.Plan]] = WeakKeyDictionary()
+>>>>>>> w-core
 
 
 def planned(model, inputs):

@@ -23,7 +23,7 @@ BELOW = {
     "scheme": {"graph"},
     "defences": {"graph", "scheme"},
     "federation": {"graph", "scheme", "defences", "secagg", "records"},
-    "attacks": {*CORE, "records"},
+    "attacks": {*CORE, "secagg", "records"},
     "runs": {*CORE, *LEAVES},
     "flower": {*CORE, "secagg", "records"},
     "nvflare": {*CORE, "secagg", "records"},

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from tests.attacks.victims import DIGITS, chance
+from tests.oracle import flat
 from tests.sessions import Session
 from torch import nn
 from torch.testing import assert_close
@@ -31,10 +32,6 @@ def build_view(honest, hostile, dtype=torch.float64):
     random, shapes = chance(), {"weight": (3, 4), "bias": (5,)}
     drawn = [{k: torch.randn(shape, generator=random).to(dtype) for k, shape in shapes.items()} for _ in range(honest)]
     return HostileView(drawn[0], drawn, hostile, 3.0, random)
-
-
-def flat(tensors):
-    return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
 
 
 def overall_mean(view, crafted):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from tests.attacks.victims import NETWORKS, OUTPUTS, build_victim, chance, observe_broadcasts
+from tests.oracle import Network
 from torch import nn
 
 from fedveil.attacks import veil
@@ -16,19 +17,15 @@ from fedveil.scheme import CrossEntropy, Entropy, SquaredError
 from fedveil.scheme.losses import BinaryCrossEntropy, LogCosh
 
 
-class Attention(nn.Module):
+def attention():
     """An encoder layer over five tokens and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, OUTPUTS)
-
-    def forward(self, x):
-        return self.head(self.layer(x.unflatten(1, (5, 8))).mean(1))
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+    return Network(
+        lambda m, x: m.head(m.layer(x.unflatten(1, (5, 8))).mean(1)), layer=layer, head=nn.Linear(8, OUTPUTS)
+    )
 
 
-EVERY = {**NETWORKS, "attention": (Attention, (40,))}
+EVERY = {**NETWORKS, "attention": (attention, (40,))}
 
 
 def veiled(name, loss=None, targets=None, rounds=2, moved=0.0, **noise):

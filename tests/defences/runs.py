@@ -1,8 +1,12 @@
-"""Small networks and federations on which every defence is tried."""
+"""Defences, and small networks and federations on which each of them is tried."""
+
+import types
 
 import torch
 from tests.oracle import batch, built
 
+from fedveil import Entropy
+from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
 from fedveil.federation import Federation
 from fedveil.models import cnn, mlp, resnet
 
@@ -13,6 +17,14 @@ NETS = {
     "cnn": (lambda: cnn(3, CLASSES, width=2, size=8), IMAGE),
     "resnet, batch": (lambda: resnet(8, 3, CLASSES, width=4), IMAGE),
     "resnet, none": (lambda: resnet(8, 3, CLASSES, width=4, norm="none", shortcut="B"), IMAGE),
+}
+DEFENCES = {
+    "plain": Plain,
+    "control": lambda: Plain(rounding=1),
+    "veil": lambda: Veil(entropy=Entropy.for_tests(0)),
+    "ppdl": lambda: PPDL.from_setting("both", sigma=1e-3, seed=0),
+    "dbcl": lambda: DBCL(seed=0),
+    "spn": lambda: SPN(seed=0),
 }
 
 
@@ -61,3 +73,25 @@ def loss_before_and_after(run, rounds):
     run.model.train()
     run.fit(rounds=rounds)
     return before, measure()
+
+
+def reachable(thing):
+    """Every tensor that can be reached from a thing, through attributes, containers, closures and views."""
+    found, seen, todo = [], {}, [thing]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, type | types.ModuleType | torch.dtype | torch.device | str | bytes):
+            continue
+        seen[id(one)] = one
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+            todo += [one.grad if one.is_leaf else None, one._base]
+        elif isinstance(one, dict):
+            todo += [*one, *one.values()]
+        elif isinstance(one, list | tuple | set | frozenset):
+            todo += one
+        elif isinstance(one, types.FunctionType):
+            todo += [cell.cell_contents for cell in one.__closure__ or ()]
+        todo.append(getattr(one, "__self__", None))
+        todo.append(getattr(one, "__dict__", None))
+    return found

@@ -2,13 +2,12 @@
 
 import copy
 import itertools
-import types
 
 import numpy as np
 import pytest
 import torch
-from tests.defences.runs import NETS, adam, federation, loss_before_and_after, records, same
-from tests.oracle import batch, built, worst
+from tests.defences.runs import NETS, federation, reachable, records, same
+from tests.oracle import Network, batch, built, worst
 from tests.sessions import Session
 from torch import nn
 from torch.nn import functional as F
@@ -23,8 +22,11 @@ every_net = pytest.mark.parametrize("net", NETS)
 
 
 def matrix(sketch):
-    """S, (n, s)."""
-    return sketch.down(torch.eye(sketch.fan_in, dtype=sketch.signs.dtype))
+    """S, (n, s), entry by entry."""
+    S = torch.zeros(sketch.fan_in, sketch.inputs.shape[1], dtype=sketch.signs.dtype)
+    for row, bucket in np.ndindex(*sketch.inputs.shape):
+        S[sketch.inputs[row, bucket], bucket] = sketch.signs[row, bucket]
+    return S
 
 
 def drawn(n, q, seed=0):
@@ -56,24 +58,19 @@ def rounding(model, *passes):
 
 
 @pytest.mark.parametrize(("n", "q"), [(4, 2), (7, 2), (9, 4), (3, 3), (200, 3)])
-def test_a_sketch_puts_q_inputs_into_each_bucket(n, q):
-    S = matrix(drawn(n, q))
-    s = n // q
-    assert torch.equal(S.T @ S, q * torch.eye(s, dtype=S.dtype))  # whole numbers: nothing is rounded
+def test_a_sketch_puts_q_inputs_into_each_bucket_and_multiplies_by_s_or_its_transpose(n, q):
+    sketch, s = drawn(n, q), n // q
+    S, rows, small = (
+        matrix(sketch),
+        torch.arange(3.0 * n).view(3, n).double(),
+        torch.arange(3.0 * s).view(3, s).double(),
+    )
+    assert torch.equal(sketch.down(rows), rows @ S)  # integers: nothing is rounded
+    assert torch.equal(sketch.up(small), small @ S.T)
+    assert torch.equal(S.T @ S, q * torch.eye(s, dtype=S.dtype))
     assert set(S.unique().tolist()) <= {-1, 0, 1}
     assert S.abs().sum(0).eq(q).all()
     assert S.abs().sum(1).sort().values.tolist() == [0] * (n % q) + [1] * (s * q)
-
-
-@pytest.mark.parametrize(("n", "q"), [(7, 2), (9, 4)])
-def test_down_multiplies_by_s_and_up_by_its_transpose(n, q):
-    sketch = drawn(n, q)
-    S = torch.zeros(n, n // q, dtype=torch.float64)
-    for row, bucket in np.ndindex(*sketch.inputs.shape):
-        S[sketch.inputs[row, bucket], bucket] = sketch.signs[row, bucket]
-    rows, small = torch.arange(3.0 * n).view(3, n).double(), torch.arange(3.0 * (n // q)).view(3, -1).double()
-    assert torch.equal(sketch.down(rows), rows @ S)
-    assert torch.equal(sketch.up(small), small @ S.T)
 
 
 def test_draws_are_uniform():
@@ -208,28 +205,6 @@ def test_where_the_loss_is_squared_the_mean_of_a_step_has_a_penalty_on_large_wei
     assert penalty.norm() > 0.1 * plain.norm()  # so the mean is not the plain gradient
 
 
-def reachable(thing):
-    """Every tensor that can be reached from a thing, through attributes, containers, closures and views."""
-    found, seen, todo = [], {}, [thing]
-    while todo:
-        one = todo.pop()
-        if id(one) in seen or isinstance(one, type | types.ModuleType | torch.dtype | torch.device | str | bytes):
-            continue
-        seen[id(one)] = one
-        if isinstance(one, torch.Tensor):
-            found.append(one)
-            todo += [one.grad if one.is_leaf else None, one._base]
-        elif isinstance(one, dict):
-            todo += [*one, *one.values()]
-        elif isinstance(one, list | tuple | set | frozenset):
-            todo += one
-        elif isinstance(one, types.FunctionType):
-            todo += [cell.cell_contents for cell in one.__closure__ or ()]
-        todo.append(getattr(one, "__self__", None))
-        todo.append(getattr(one, "__dict__", None))
-    return found
-
-
 def leaked(thing, secrets):
     """Names of weights whose shape, memory or values a client could reach."""
     names = set()
@@ -264,22 +239,6 @@ def test_a_client_can_reach_no_sketched_weight(net):
     open_ = {name: p for name, p in model.named_parameters() if name not in secrets}
     copies = dict(sent.network.named_parameters())
     assert all(torch.equal(copies[name], p) and copies[name] is not p for name, p in open_.items())
-
-
-@every_net
-def test_only_sketched_weights_learn_if_all_others_are_frozen(net):
-    build, shape = NETS[net]
-
-    def build_model():
-        model = build()
-        sketched = prepared(model, torch.zeros(2, *shape)).server.sketched
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in sketched)
-        return model
-
-    run = federation((build_model, shape), DBCL(seed=0), records(shape, (24,) * 3, classes=False), optimizer=adam)
-    before, after = loss_before_and_after(run, 20)
-    assert after < before
 
 
 @every_net
@@ -324,14 +283,6 @@ def test_fused_clients_give_what_single_ones_give(net):
     assert worst(first, second) < rounding(built(NETS[net][0]), torch.empty(24, *NETS[net][1]))
 
 
-def test_a_whole_shard_in_batches_is_one_gradient_under_one_sketch():
-    whole = federation("mlp", DBCL(seed=0), whole_shard=True)
-    model, data = built(NETS["mlp"][0]), (whole.shards.inputs, whole.shards.targets)
-    defence = prepared(model, data[0], CrossEntropy())
-    true = defence.recover([defence.step(defence.broadcast(model), Samples(*data))], [1.0]).gradients
-    assert worst(whole.step().gradients, true) < rounding(model, data[0])
-
-
 def test_sketches_are_new_in_every_round_and_run_unless_seeded():
     def inputs(**options):
         model, (x, _) = built(lambda: NETS["mlp"][0]()), batch((6,))
@@ -353,32 +304,26 @@ def test_a_broadcast_leaves_the_model_and_the_global_generator_alone():
     assert all(module.training and not module._forward_hooks for module in model.modules())
 
 
-class Backwards(nn.Module):
-    """Registers its layers in another order than it calls them."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(8, 3)
-        self.hidden = nn.Linear(4 * 16, 8)
-        self.second = nn.Conv2d(4, 4, 3, padding=1)
-        self.first = nn.Conv2d(2, 4, 3, padding=1)
-
-    def forward(self, x):
-        x = F.relu(self.second(F.relu(self.first(x))))
-        return self.head(F.relu(self.hidden(x.flatten(1))))
+def backwards():
+    """Layers that are registered in another order than they are called."""
+    return Network(
+        lambda m, x: m.head(F.relu(m.hidden(F.relu(m.second(F.relu(m.first(x)))).flatten(1)))),
+        head=nn.Linear(8, 3),
+        hidden=nn.Linear(4 * 16, 8),
+        second=nn.Conv2d(4, 4, 3, padding=1),
+        first=nn.Conv2d(2, 4, 3, padding=1),
+    )
 
 
 def test_the_first_convolution_and_the_last_linear_are_those_that_are_called_so():
-    model, (x, _) = built(Backwards), batch((2, 4, 4))
-    assert prepared(model, x).server.sketched == ("hidden.weight", "second.weight")
-    assert set(prepared(model, x, skip_first_conv=False).server.sketched) == {
-        "first.weight",
-        "hidden.weight",
-        "second.weight",
-    }
-    assert set(prepared(model, x, skip_last=False).server.sketched) == {"head.weight", "hidden.weight", "second.weight"}
-    assert prepared(model, x, skip=["hidden"]).server.sketched == ("second.weight",)
-    assert prepared(model, x, skip="hidden.weight").server.sketched == ("second.weight",)
+    model, (x, _) = built(backwards), batch((2, 4, 4))
+    for options, layers in [
+        ({}, {"hidden", "second"}),
+        ({"skip_first_conv": False}, {"first", "hidden", "second"}),
+        ({"skip_last": False}, {"head", "hidden", "second"}),
+        *[({"skip": skip}, {"second"}) for skip in (["hidden"], "hidden.weight")],
+    ]:
+        assert set(prepared(model, x, **options).server.sketched) == {f"{layer}.weight" for layer in layers}
 
 
 def tied():

@@ -2,20 +2,18 @@
 
 import pytest
 import torch
+from tests.defences.runs import DEFENCES
 from tests.federation.test_positions import draw, pixelwise
 from tests.forms import FORMS, Apart, Whole, Words, network, records, reformed
 from tests.oracle import built, worst
 from torch import nn
 
 from fedveil import Entropy, Federation
-from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
+from fedveil.defences import DBCL, SPN, Plain, Private, Veil
 from fedveil.errors import BadArgument
 
-DEFENCES = {
-    "plain": Plain,
-    "ppdl": lambda: PPDL(0.5, 1e-2, "median", seed=1),
-    "dbcl": lambda: DBCL(seed=1),
-    "spn": lambda: SPN(seed=1),
+EVERY = {
+    **{name: DEFENCES[name] for name in ("plain", "ppdl", "dbcl", "spn")},
     "private": lambda: Private(Plain(), 0.5, 0.0),
     "private spn": lambda: Private(SPN(seed=1), 0.5, 0.0),
     "private veil": lambda: Private(Veil(additive=100.0, entropy=Entropy.for_tests(0)), 0.5, 0.0),
@@ -30,12 +28,12 @@ def trained(kind, clients, defence, rounds=4, **options):
 
 @pytest.mark.parametrize("whole_shard", [False, True], ids=["batches", "shards"])
 @pytest.mark.parametrize("form", ["tuple", "dict"])
-@pytest.mark.parametrize("name", DEFENCES)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_run_is_the_one_with_a_single_tensor(name, form, whole_shard):
     (kind, change), parts = FORMS[form], records((10, 14), classes=True)
     bound = 1e-9 if "veil" in name else 1e-12
-    found = trained(kind, reformed(parts, change), DEFENCES[name](), whole_shard=whole_shard)
-    assert worst(found, trained(Whole, parts, DEFENCES[name](), whole_shard=whole_shard)) < bound
+    found = trained(kind, reformed(parts, change), EVERY[name](), whole_shard=whole_shard)
+    assert worst(found, trained(Whole, parts, EVERY[name](), whole_shard=whole_shard)) < bound
 
 
 class Normed(Apart):

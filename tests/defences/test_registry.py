@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from tests.defences.runs import federation
+from tests.oracle import flat
 
 from fedveil.defences import Defence, Plain, Private, registry
 from fedveil.defences.registry import BUILT_IN, Record, build, find, find_codec, find_record, names
@@ -55,8 +56,7 @@ def toy(tmp_path, monkeypatch):
 
 
 def first_gradient(defence):
-    gradients = federation("mlp", defence, fuse=False).step().gradients
-    return torch.cat([gradient.flatten() for gradient in gradients.values()])
+    return flat(federation("mlp", defence, fuse=False).step().gradients)
 
 
 def test_every_record_names_code_that_is_there_and_keys_that_a_configuration_has():

@@ -1,19 +1,18 @@
 """SPN, our re-implementation: what is sent, what is kept, and that nothing else differs from plain training."""
 
 import copy
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
-from tests.defences.runs import CLASSES, NETS, adam, federation, same, values
-from tests.oracle import built, worst
+from tests.defences.runs import CLASSES, NETS, adam, federation, reachable, same
+from tests.oracle import Network, built, worst
 from tests.sessions import Session
 from torch import nn
 from torch.nn import functional as F
 
 import fedveil
-from fedveil.defences import Plain, Samples
+from fedveil.defences import Samples
 from fedveil.defences.plain import PlainClient
 from fedveil.defences.spn import SPN, Split, draw_head
 from fedveil.errors import BadArgument
@@ -27,15 +26,10 @@ NORMED = (
 )
 
 
-class Wide(nn.Module):
+def wide():
     """Two answers a sample, of one head."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 5), nn.Linear(5, 1)
-
-    def forward(self, x):
-        return self.head(self.body(x.reshape(-1, 2, 3)).tanh()).flatten(1)
+    layers = {"body": nn.Linear(3, 5), "head": nn.Linear(5, 1)}
+    return Network(lambda m, x: m.head(m.body(x.reshape(-1, 2, 3)).tanh()).flatten(1), **layers)
 
 
 def records(shape, samples=8, seed=0, classes=CLASSES):
@@ -79,18 +73,6 @@ def naive(model, path, inputs, hot, head, codes, *, loss, weight=0.1, margin=1.0
     return dict(zip(wanted, found, strict=True)), own
 
 
-@pytest.mark.parametrize("net", [NETS["mlp"], NORMED], ids=["mlp", "BatchNorm"])
-@pytest.mark.parametrize("options", [{}, {"whole_shard": True}, {"participation": 0.5}], ids=["batch", "shard", "part"])
-def test_without_weight_it_is_the_plain_run_bit_for_bit(net, options):
-    runs = [federation(net, defence, fuse=False, **options) for defence in (SPN(weight=0), Plain())]
-    for run in runs:
-        run.fit(rounds=5)
-    assert same(values(runs[0].model), values(runs[1].model))
-    drawn = federation(net, SPN(), **options)
-    drawn.fit(rounds=5)
-    assert not same(values(drawn.model), values(runs[1].model))  # with weight it is not
-
-
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weights"])
@@ -108,7 +90,7 @@ def test_what_is_uploaded_is_the_gradient_of_the_whole_loss(net, loss, weighted)
 
 
 def test_positions_of_a_sample_count_each_and_may_be_reshaped_behind_the_head():
-    model, spn = prepared((Wide, (6,)), bits=5, seed=2)
+    model, spn = prepared((wide, (6,)), bits=5, seed=2)
     inputs, targets = records((6,), samples=8, classes=2)
     both = torch.stack([targets, 1 - targets], 1).double()
     weights = torch.linspace(0.05, 0.4, 8).double()
@@ -151,36 +133,9 @@ def test_the_private_head_takes_a_step_of_sgd_when_its_gradient_is_uploaded_and_
         assert not after["head"].requires_grad  # nor holds a graph
 
 
-def test_a_shard_in_batches_is_one_step_of_model_and_head():
-    runs = [federation("mlp", SPN(seed=0, lr=5.0), whole_shard=True, batch_size=size) for size in (8, 100)]
-    for run in runs:
-        run.step()
-    bound = rounding(runs[0].model, runs[0].shards.inputs)
-    assert worst(values(runs[0].model), values(runs[1].model)) < bound
-    for client in range(3):
-        assert worst(*[run.clients.client.state(client) for run in runs]) < bound
-
-
-def tensors(thing):
-    """Every tensor in it, as all the numbers of its storage: more than a view shows may travel with it."""
-    if isinstance(thing, torch.Tensor):
-        yield torch.tensor([], dtype=thing.dtype).set_(thing.untyped_storage()).double()
-    elif isinstance(thing, nn.Module):
-        yield from tensors([*thing.state_dict().values(), *[p.grad for p in thing.parameters()]])
-    elif dataclasses.is_dataclass(thing):
-        yield from tensors(vars(thing))
-    elif isinstance(thing, dict):
-        yield from tensors([*thing.keys(), *thing.values()])
-    elif isinstance(thing, list | tuple):
-        for part in thing:
-            yield from tensors(part)
-    else:
-        assert thing is None or isinstance(thing, bool | int | float | str), type(thing)
-
-
 def leaked(thing, secrets):
-    """Which secrets are in its tensors: whole, as transpose or negative; of real numbers, any one of them will do."""
-    numbers = torch.cat([torch.zeros(0).double(), *tensors(thing)])
+    """Which secrets are in the memory of its tensors: whole, transposed or negative; or any one of its real numbers."""
+    numbers = torch.cat([t.new_empty(0).set_(t.untyped_storage()).double() for t in reachable(thing)])
     packed, single = numbers.numpy().tobytes(), set(numbers.abs().tolist()) - {0.0, 1.0}
     return [
         any((s * t).contiguous().numpy().tobytes() in packed for s in (secret, secret.T) for t in (1.0, -1.0))
@@ -231,27 +186,19 @@ def test_every_client_has_its_own_secrets_whoever_comes_first():
     first, second = drawn([0, 1])
     assert same(drawn([1, 0])[0], first)
     system = [*drawn([0, 1], seed=None), *drawn([0, 1], seed=None)]
-    others = [
-        second,
-        *system,
-        *drawn([0], seed=1 + 2**32),
-    ]  # a torch.Generator would give seeds 1 and 1 + 2^32 the same
+    others = [second, *system, *drawn([0], seed=1 + 2**32)]  # a torch.Generator takes 32 bits of a seed
     for number, other in enumerate(others):
         for kind in ("head", "codes"):
             assert not any(torch.equal(other[kind], known[kind]) for known in [first, *others[:number]])
 
 
-def test_heads_are_normal_and_codes_are_fair():
+def test_heads_are_normal_numbers_of_the_entropy_and_codes_are_fair():
     features, bits = 400, 100
     private = draw_head(Split("head", features, 400), bits, Entropy.for_tests(0))
-    numbers, count = private.head.flatten() * features**0.5, features * bits
-    six = 6 / count**0.5  # standard errors of a mean of numbers of variance 1
-    assert abs(numbers.mean()) < six
-    assert abs(numbers.square().mean() - 1) < six * 2**0.5
-    assert abs((numbers.abs() > 1).double().mean() - 0.31731) < six * (0.31731 * 0.68269) ** 0.5
-    assert abs((numbers.abs() > 2).double().mean() - 0.04550) < six * (0.04550 * 0.95450) ** 0.5
+    normal = torch.from_numpy(Entropy.for_tests(0).normal(features * bits))  # tests/defences/test_private.py
+    assert torch.equal(private.head, normal.reshape(bits, features) / features**0.5)
     assert private.codes.abs().unique().tolist() == [1.0]
-    assert abs(private.codes.mean()) < six
+    assert abs(private.codes.mean()) < 6 / (400 * bits) ** 0.5  # standard errors of a mean of numbers of variance 1
 
 
 @pytest.mark.parametrize("loss", ["squared_error", "binary_cross_entropy"])
@@ -325,13 +272,8 @@ def test_bytes_are_those_of_the_page(code):
     assert any(row.endswith(f" | {up:,} | {down:,} | {kept:,} |") for row in rows)
 
 
-class Asking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(6, CLASSES)
-
-    def forward(self, x):
-        return self.head(x if x.sum() > 0 else -x)
+def asking():
+    return Network(lambda m, x: m.head(x if x.sum() > 0 else -x), head=nn.Linear(6, CLASSES))
 
 
 LAST = "SPN reads what enters the model's last Linear: it must end the model.*Fix: end the model in"
@@ -344,7 +286,7 @@ BODY = "nothing but the last Linear is trained.*Fix: give the model a hidden lay
         (lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, CLASSES), nn.Softmax(1)), f"^1: {LAST}"),
         (lambda: nn.Sequential(nn.Linear(6, 5), nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 1, 2)), f"^2: {LAST}"),
         (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2), LAST),
-        (Asking, f"^Asking.*: {LAST}"),
+        (asking, f"^Network.*: {LAST}"),
         (lambda: nn.Linear(6, CLASSES), f"^Linear: {BODY}"),
         (lambda: nn.Sequential(nn.Linear(6, CLASSES)), f"^0: {BODY}"),
     ],

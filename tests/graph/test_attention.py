@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.oracle import perturb, plain, planned, veiled_round, worst
+from tests.oracle import Network, assert_close, perturb, plain, planned, veiled_round, worst
 from tests.transformers import WIDTH, Attention, Block, Stream, attention_networks, recurrent_networks, shaken
 from torch import nn
 
@@ -29,10 +29,7 @@ def assert_exact(model, seed, **noise):
         warnings.simplefilter("ignore")  # oneDNN on proj_size
         truth, _ = plain(model, ids, targets)
         found = veiled_round(model, ids, targets, seed=seed, **noise).gradients
-    total = torch.stack([g.norm() for g in truth.values()]).norm()
-    for key, g in truth.items():
-        # rounding is relative to the terms that are summed: where they cancel (the bias of keys) to all of them
-        assert (found[key] - g).norm() <= FLOAT64 * g.norm() + 1e-12 * total, (key, model)
+    assert_close(found, truth)
 
 
 @settings(max_examples=40)
@@ -46,13 +43,9 @@ def attention_model(form="fused"):
     return shaken(Stream([Block(Attention(form, 1, "none", True), nn.LayerNorm(WIDTH), True, False)], False, True))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.embedding, self.layer, self.head = nn.Embedding(7, 5), kind(5, 6, batch_first=True), nn.Linear(6, 4)
-
-    def forward(self, ids):
-        return self.head(self.layer(self.embedding(ids))[0][:, -1])
+def recurrent(kind):
+    layers = {"embedding": nn.Embedding(7, 5), "layer": kind(5, 6, batch_first=True), "head": nn.Linear(6, 4)}
+    return Network(lambda m, ids: m.head(m.layer(m.embedding(ids))[0][:, -1]), **layers)
 
 
 def error_after(model, tamper, seed=3):
@@ -97,7 +90,7 @@ INNER = "blocks.0.inner."
         pytest.param(attention_model, drop(INNER + "o.weight", -1), id="the output projection inverts values"),
         *[
             pytest.param(
-                lambda kind=kind: shaken(Recurrent(kind)), drop("layer.weight_ih_l0"), id=f"{kind.__name__} gate"
+                lambda kind=kind: shaken(recurrent(kind)), drop("layer.weight_ih_l0"), id=f"{kind.__name__} gate"
             )
             for kind in (nn.LSTM, nn.GRU, nn.RNN)
         ],
@@ -125,21 +118,16 @@ def test_heads_trade_places_with_all_that_belongs_to_them():
     assert max(error_after(model, leave_behind, seed) for seed in range(8)) > BROKEN
 
 
-class SharedQuery(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.q, self.head = nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, ids):
-        q = self.q(self.embedding(ids))
-        return self.head(nn.functional.scaled_dot_product_attention(q, q, q).mean(1))
+def attend_to_queries(model, ids):
+    q = model.q(model.embedding(ids))
+    return model.head(nn.functional.scaled_dot_product_attention(q, q, q).mean(1))
 
 
 def test_queries_and_keys_share_any_factor_and_a_shared_one_keeps_signs():
     axes = {axis.written_by: axis.symmetry.words for axis in planned(attention_model(), tokens()[0]).axes}
     assert axes[INNER + "q.weight", INNER + "k.weight"] == axes[(INNER + "v.weight",)] == "any"
     torch.manual_seed(0)
-    model = shaken(SharedQuery())
+    model = shaken(Network(attend_to_queries, embedding=nn.Embedding(7, 8), q=nn.Linear(8, 8), head=nn.Linear(8, 4)))
     axes = {axis.written_by[0]: axis.symmetry.words for axis in planned(model, tokens()[0]).axes}
     assert axes["q.weight"] == "signs"
     assert_exact(model, 0, multiplicative=10.0)

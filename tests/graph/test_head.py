@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from tests.oracle import batch, built, perturb, plain, planned, recovery_error, worst
+from tests.oracle import Network, assert_close, batch, built, perturb, plain, planned, recovery_error, worst
 from torch import nn
 from torch.nn import functional as F
 
@@ -87,24 +87,21 @@ def test_cross_entropy_per_pixel_has_its_classes_on_axis_1(name, loss):
     assert worst(found, dict(zip(dict(model.named_parameters()), wanted, strict=True))) < 1e-9
 
 
-class Tied(nn.Module):
+def tied():
     """A language model whose head is its embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(9, 6)
-        self.mix, self.norm, self.head = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 9, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        return self.head(self.norm(x + self.mix(x).relu()))
+    layers = {"embedding": nn.Embedding(9, 6), "mix": nn.Linear(6, 6), "norm": nn.LayerNorm(6)}
+    model = Network(
+        lambda m, ids: m.head(m.norm((x := m.embedding(ids)) + m.mix(x).relu())),
+        **layers, head=nn.Linear(6, 9, bias=False),
+    )  # fmt: skip
+    model.head.weight = model.embedding.weight
+    return model
 
 
 def test_a_tied_embedding_leaves_the_noise_to_another_layer_unless_the_head_is_exposed():
     ids = torch.randint(0, 9, (5, 4), generator=torch.Generator().manual_seed(0))
     targets = torch.randn(5, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    model = built(Tied)
+    model = built(tied)
     plan = planned(model, ids)
     assert (plan.head.path, plan.head.tail) == ("mix", "repeated")  # a skip leads around it
     assert recovery_error(model, ids, targets, groups=3, additive=1e3, multiplicative=10.0) < 1e-9
@@ -119,29 +116,23 @@ def test_a_tied_embedding_leaves_the_noise_to_another_layer_unless_the_head_is_e
     assert recovery_error(model, ids, targets, groups=3) < 1e-9
 
 
-class Answering(nn.Module):
+def answering(logits_only):
     """A model that returns a dict, as many on the Hugging Face hub do."""
 
-    def __init__(self):
-        super().__init__()
-        self.body, self.classifier = nn.Linear(6, 8), nn.Linear(8, 3)
+    def run(model, values, mask):
+        hidden = model.body(values * mask).relu()
+        found = {"logits": model.classifier(hidden), "hidden": hidden}
+        return found["logits"] if logits_only else found
 
-    def forward(self, values, mask):
-        hidden = self.body(values * mask).relu()
-        return {"logits": self.classifier(hidden), "hidden": hidden}
-
-
-class Logits(Answering):
-    def forward(self, **inputs):
-        return super().forward(**inputs)["logits"]
+    return Network(run, body=nn.Linear(6, 8), classifier=nn.Linear(8, 3))
 
 
 def test_a_dict_output_is_refused_with_a_fix_that_works():
     values, targets = batch((6,), 3)
     inputs = {"values": values, "mask": (values > 0).double()}
-    with pytest.raises(errors.AnalysisError, match=r"(?s)Answering.*more than one tensor.*\(\*\*inputs\)\[.logits.\]"):
-        fedveil.analyse(Answering(), inputs)
-    assert recovery_error(built(Logits), inputs, targets, groups=2, multiplicative=10.0) < 1e-9
+    with pytest.raises(errors.AnalysisError, match=r"(?s)Network.*more than one tensor.*\(\*\*inputs\)\[.logits.\]"):
+        fedveil.analyse(answering(False), inputs)
+    assert recovery_error(built(lambda: answering(True)), inputs, targets, groups=2, multiplicative=10.0) < 1e-9
 
 
 # A head that other operations follow.
@@ -166,63 +157,40 @@ def veiled(model, loss, inputs, targets, seed=7, **noise):
     return secret.recover([fedveil.Update.unpack(*update.pack())])
 
 
-def assert_close(found, gradients):
-    """A bias before BatchNorm has no gradient, only rounding errors: it is compared with all gradients."""
-    total = torch.stack([g.norm() for g in gradients.values()]).norm()
-    for key, g in gradients.items():
-        assert (found[key] - g).norm() <= 1e-9 * g.norm() + 1e-12 * total, key
-
-
 def separate(outputs, targets):
     """One value per sample, for outputs of any shape."""
     return (outputs.flatten(1).sin() * torch.linspace(1, 2, outputs[0].numel()).to(outputs)).sum(1)
 
 
-class Around(nn.Module):
+def around():
     """A way around every layer but the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.layer = nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(5, 5, 1)
-
-    def forward(self, x):
-        u = F.relu(self.first(x))
-        return (u + self.layer(u)).mean((2, 3)).view(x.shape[0], -1)
+    return Network(
+        lambda m, x: ((u := F.relu(m.first(x))) + m.layer(u)).mean((2, 3)).view(x.shape[0], -1),
+        first=nn.Conv2d(3, 5, 3, padding=1),
+        layer=nn.Conv2d(5, 5, 1),
+    )
 
 
-class Twice(nn.Module):
+def twice():
     """A layer that is called twice, and no other."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.scale = nn.Linear(192, 192), nn.Parameter(torch.full((192,), 0.5))
-
-    def forward(self, x):
-        return self.layer(torch.tanh(self.layer(x.flatten(1)))).relu() * self.scale
+    parts = {"layer": nn.Linear(192, 192), "scale": nn.Parameter(torch.full((192,), 0.5))}
+    return Network(lambda m, x: m.layer(torch.tanh(m.layer(x.flatten(1)))).relu() * m.scale, **parts)
 
 
-class Functional(nn.Module):
+def functional():
     """A layer that is not a module."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(192, 8)
-        self.weight, self.bias = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(4))
-
-    def forward(self, x):
-        return F.linear(self.first(x.flatten(1)).relu(), self.weight, self.bias).softmax(1)
+    parts = {"weight": nn.Parameter(torch.randn(4, 8)), "bias": nn.Parameter(torch.randn(4))}
+    return Network(
+        lambda m, x: F.linear(m.first(x.flatten(1)).relu(), m.weight, m.bias).softmax(1),
+        first=nn.Linear(192, 8),
+        **parts,
+    )
 
 
-class Branches(nn.Module):
+def branches():
     """Two last layers side by side: the noise goes to the one before them, which both depend on."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.left, self.right = nn.Linear(192, 8), nn.Linear(8, 3), nn.Linear(8, 2)
-
-    def forward(self, x):
-        x = self.shared(x.flatten(1)).relu()
-        return torch.cat([self.left(x), self.right(x)], 1)
+    layers = {"shared": nn.Linear(192, 8), "left": nn.Linear(8, 3), "right": nn.Linear(8, 2)}
+    return Network(lambda m, x: torch.cat([m.left(u := m.shared(x.flatten(1)).relu()), m.right(u)], 1), **layers)
 
 
 STACKED = {
@@ -235,15 +203,15 @@ STACKED = {
     "mean over classes": lambda: Then(lambda x: x.mean(1)),
     "grouped last layer": lambda: Then(nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 1, groups=2))),
     "tanh behind a transposed convolution": lambda: Then(nn.Tanh(), nn.ConvTranspose2d(6, 4, 2, stride=2)),
-    "functional": Functional,
-    "branches": Branches,
+    "functional": functional,
+    "branches": branches,
 }
 REPEATED = {
     "batch norm": lambda: Then(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())),
     "mean over samples": lambda: Then(lambda x: x - x.mean(0)),
     "samples and classes changed": lambda: Then(lambda x: x.relu().transpose(0, 1)),
-    "a way around": Around,
-    "twice": Twice,
+    "a way around": around,
+    "twice": twice,
 }
 NETWORKS, IMAGES = STACKED | REPEATED, batch((3, 8, 8))[0]
 
@@ -290,7 +258,7 @@ def test_a_loss_of_the_batch_is_computed_for_each_candidate_separately():
     assert_close(found.gradients, truth(model, smooth, IMAGES, None)[0])
 
 
-@pytest.mark.filterwarnings("ignore:Around. 17.6%")
+@pytest.mark.filterwarnings("ignore:Network. 17.6%")
 @pytest.mark.parametrize("name", ["squeeze", "batch norm", "softmax", "a way around"])
 @pytest.mark.parametrize("whole_shard", [False, True])
 def test_training_is_lossless(name, whole_shard):

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from tests.oracle import Network
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import fedveil
 from fedveil import errors
+from fedveil.models import mlp
 
 
 def dense(**options):
@@ -18,39 +21,64 @@ class Branching(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-class WithBranch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = Branching(), nn.Linear(5, 2)
-
-    def forward(self, x):
-        return self.head(self.inner(x))
-
-
 class TwoInputs(nn.Module):
     def forward(self, x, other):
         return x + other
 
 
-class TwoOutputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(5, 3)
-
+class Numpy(nn.Linear):
     def forward(self, x):
-        return self.fc(x), x
+        return super().forward(x * float(x.detach().numpy().max()))
+
+
+def with_branch():
+    return Network(lambda m, x: m.head(m.inner(x)), inner=Branching(), head=nn.Linear(5, 2))
+
+
+def two_outputs():
+    return Network(lambda m, x: (m.fc(x), x), fc=nn.Linear(5, 3))
+
+
+def with_autocast(whole):
+    def run(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = model.body(x)
+            x = model.head(x) if whole else x
+        return x if whole else model.head(x.float().relu())
+
+    return Network(run, body=nn.Linear(5, 6), head=nn.Linear(6, 3))
+
+
+def packed():
+    def run(model, x, lengths):
+        sequences = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return model.head(model.lstm(sequences)[1][0][-1])
+
+    return Network(run, lstm=nn.LSTM(3, 4, batch_first=True), head=nn.Linear(4, 2))
+
+
+def causal():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), 1)
+    model = Network(lambda m, x: m.head(m.encoder(x, mask=m.mask)[:, -1]), encoder=encoder, head=nn.Linear(8, 2))
+    model.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(3))
+    return model
 
 
 X = torch.zeros(1, 5)
 WAY_OUT = 'Fix:.*analyse.model, inputs, head="exposed".: then clients read the true predictions'
 EXPOSED = {"head": "exposed"}
+PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("model", "example", "options", "kind", "text"),
     [
-        (WithBranch(), X, {}, errors.NotTraceable, r"inner \(Branching\), line.* reads the values.*Fix: replace `if`"),
+        (with_branch(), X, {}, errors.NotTraceable, r"inner \(Branching\), line.* reads the values.*Fix: replace `if`"),
         (dense(), torch.zeros(1, 7), {}, errors.NotTraceable, r"0 \(Linear\): torch.export cannot .*Fix: check"),
+        (packed(), PACKED, {}, errors.NotTraceable, r"line.*cannot record packed sequences.*Fix: pass padded"),
+        (causal(), torch.zeros(2, 3, 8), {}, errors.NotTraceable, "line.*values of the mask.*Fix: pass is_causal=True"),
+        (Numpy(3, 2), torch.zeros(2, 3), {}, errors.NotTraceable, "line.*leaves PyTorch for NumPy.*Fix: use torch fun"),
         (dense(), torch.tensor(1.0), {}, errors.BadArgument, "analyse: .*hold no tensor, or one without a batch"),
         (TwoInputs(), X, EXPOSED, errors.BadArgument, "missing a required argument: 'other'.*Fix: pass positional"),
         (nn.Sequential(nn.LayerNorm(5), nn.ReLU()), X, {}, errors.HeadNotLinear, f"no Linear and no conv.*{WAY_OUT}"),
@@ -62,7 +90,7 @@ EXPOSED = {"head": "exposed"}
             nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 5)), nn.ReLU()), X, {},
             errors.HeadNotLinear, rf"0 \(linear\): its weight or bias is computed, not a param.*{WAY_OUT}",
         ),
-        (TwoOutputs(), X, {}, errors.AnalysisError, "TwoOutputs: the model returns more than one tensor.*Fix: wrap it"),
+        (two_outputs(), X, {}, errors.AnalysisError, "Network: the model returns more than one tensor.*Fix: wrap it"),
         (
             nn.Sequential(nn.Linear(5, 6), nn.Softmax(1)), X, EXPOSED,
             errors.NothingToVeil, r"a veil would change nothing, because 1 \(Softmax\).*Fix:",
@@ -70,8 +98,21 @@ EXPOSED = {"head": "exposed"}
         (dense(), X, {"head": "open"}, errors.BadArgument, "analyse: head is 'open', not one of .linear"),
         (dense(dtype=torch.float64), X, {}, errors.AnalysisError, "must share one dtype and device, found"),
         (dense().requires_grad_(False), X, {}, errors.AnalysisError, "requires a gradient.*Fix: call req"),
+        *[
+            (mlp(5, 3).to(dtype), X.to(dtype), {}, errors.AnalysisError, r"0\.weight: it is torch.*Fix: call model\.fl")
+            for dtype in (torch.bfloat16, torch.float16)
+        ],
+        *[
+            (with_autocast(whole), X, {}, errors.AnalysisError, r"Network: its forward turns on torch\.autocast")
+            for whole in (False, True)
+        ],
     ],
 )  # fmt: skip
 def test_what_cannot_be_analysed_is_refused(model, example, options, kind, text):
     with pytest.raises(kind, match=f"(?s){text}"):
         fedveil.analyse(model, example, **options)
+
+
+def test_autocast_around_analyse_is_refused():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(errors.AnalysisError, match="autocast is on for cpu"):
+        fedveil.analyse(mlp(5, 3), X)

@@ -2,35 +2,26 @@
 
 import pytest
 import torch
-from tests.oracle import batch, built, perturb, plain, planned, recovery_error, worst
+from tests.oracle import Network, batch, built, perturb, plain, planned, recovery_error, worst
 from torch import nn
 from torch.nn import functional as F
 
 import fedveil
 
 
-class Do(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+def do(function):
+    return Network(lambda _, x: function(x))
 
 
-class Net(nn.Module):
+def net(operation, channels=4, after=None):
     """A convolution, the operation under test, a pointwise convolution, a head."""
-
-    def __init__(self, operation, channels=4, after=None):
-        super().__init__()
-        self.first = nn.Conv2d(3, channels, 3, padding=1)
-        self.operation = operation if isinstance(operation, nn.Module) else Do(operation)
-        self.second = nn.Conv2d(after or channels, 5, 1)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x):
-        x = self.second(self.operation(self.first(x))).relu()
-        return self.head(x.flatten(2).mean(2))
+    return Network(
+        lambda m, x: m.head(m.second(m.operation(m.first(x))).relu().flatten(2).mean(2)),
+        first=nn.Conv2d(3, channels, 3, padding=1),
+        operation=operation if isinstance(operation, nn.Module) else do(operation),
+        second=nn.Conv2d(after or channels, 5, 1),
+        head=nn.Linear(5, 3),
+    )
 
 
 def in_place(x):
@@ -103,7 +94,7 @@ ELEMENTWISE = {
     [pytest.param(kind, own, id=name) for kind, cases in ELEMENTWISE.items() for name, own in cases.items()],
 )
 def test_the_first_axis_allows_what_its_reader_lets_through(symmetry, operation):
-    model = built(lambda: Net(operation))
+    model = built(lambda: net(operation))
     inputs, targets = batch((3, 6, 6), 3)
     plan = planned(model, inputs)
     axis = next(axis for axis in plan.axes if "first.weight" in axis.written_by)
@@ -149,9 +140,8 @@ CHANNELS = {
 @pytest.mark.parametrize("name", CHANNELS)
 def test_channels_that_move_or_mix_stay_exact(name):
     operation, after = CHANNELS[name]
-    error = recovery_error(
-        built(lambda: Net(operation, after=after)), *batch((3, 6, 6), 3), groups=3, multiplicative=10.0
-    )
+    model = built(lambda: net(operation, after=after))
+    error = recovery_error(model, *batch((3, 6, 6), 3), groups=3, multiplicative=10.0)
     assert error < 1e-8  # first.bias before a norm: g = 0
 
 
@@ -169,36 +159,31 @@ def put_together(x):
 
 @pytest.mark.parametrize("operation", [write_into, put_together])
 def test_writing_into_parts_of_a_tensor_stays_exact(operation):
-    model = built(lambda: Net(nn.Sequential(nn.BatchNorm2d(4), Do(operation))))
+    model = built(lambda: net(nn.Sequential(nn.BatchNorm2d(4), do(operation))))
     inputs, targets = batch((3, 6, 6), 3)
     axes = {axis.written_by[0]: axis.symmetry.words for axis in planned(model, inputs).axes}
     assert axes["first.weight"] == "signs"  # BatchNorm keeps its rule in the graph without writes
     assert recovery_error(model, inputs, targets, multiplicative=10.0) < 1e-8
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.again, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.again(self.again(self.first(x).relu()).relu()).relu())
+def tied(again):
+    """A layer that is used twice, by `again`."""
+    layers = {"first": nn.Linear(5, 6), "again": nn.Linear(6, 6), "head": nn.Linear(6, 3)}
+    return Network(lambda m, x: m.head(again(m, m.again(m.first(x).relu()).relu()).relu()), **layers)
 
 
-class SharedWeight(Tied):
-    def __init__(self):
-        super().__init__()
-        self.other = nn.Linear(6, 6)
-        self.other.weight = self.again.weight
-
-    def forward(self, x):
-        return self.head(self.other(self.again(self.first(x).relu()).relu()).relu())
+def shared_weight():
+    model = tied(lambda m, x: m.other(x))
+    model.other = nn.Linear(6, 6)
+    model.other.weight = model.again.weight
+    return model
 
 
-class TiedBothWays(Tied):
-    def forward(self, x):
-        x = self.again(self.first(x).relu()).relu()
-        return self.head(F.linear(x, self.again.weight.t()).relu())
+TIED = {
+    "itself": lambda: tied(lambda m, x: m.again(x)),
+    "its weight": shared_weight,
+    "its transpose": lambda: tied(lambda m, x: F.linear(x, m.again.weight.t())),
+}
 
 
 def stack(*modules):
@@ -221,7 +206,7 @@ LAYERS = {
         (5,),
         stack(nn.Linear(5, 12), RELU, nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 2), FLATTEN, nn.Linear(4, 3)),
     ),
-    **{f"tied weights, {build.__name__}": ((5,), build) for build in (Tied, SharedWeight, TiedBothWays)},
+    **{f"tied weights, {name}": ((5,), build) for name, build in TIED.items()},
 }
 
 
@@ -231,38 +216,32 @@ def test_layers_of_every_kind_stay_exact(name):
     model = built(build)
     inputs, _ = batch(shape)
     targets = torch.randn_like(model(inputs).detach())
-    assert (
-        recovery_error(model, inputs, targets, groups=2, multiplicative=10.0) < 1e-8
-    )  # a bias before BatchNorm: g = 0
-    if name in ("a subclass of Linear", "tied weights, Tied"):  # one axis, also before and behind a layer called twice
+    error = recovery_error(model, inputs, targets, groups=2, multiplicative=10.0)
+    assert error < 1e-8  # a bias before BatchNorm: g = 0
+    if name in ("a subclass of Linear", "tied weights, itself"):  # also before and behind a layer that is called twice
         (axis,) = planned(model, inputs).axes
         assert axis.symmetry.words == "positive"
 
 
-class Positions(nn.Module):
-    """Parameters that forward reads by itself."""
+def add_positions(model, tokens):
+    """Read parameters that belong to no layer."""
+    x = model.embed(tokens) + model.positions
+    x = torch.cat([model.start.expand(x.shape[0], -1, -1), x], 1)
+    x = model.mix(x.relu()) * model.gain * model.scale
+    return model.head((x.relu() * model.constant).mean(1))
 
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(9, 6, padding_idx=0)
-        self.positions = nn.Parameter(torch.randn(4, 6))
-        self.start = nn.Parameter(torch.randn(1, 1, 6))
-        self.gain = nn.Parameter(torch.rand(6) + 0.5)
-        self.scale = nn.Parameter(torch.tensor(0.7))
-        self.unused = nn.Parameter(torch.zeros(3))
-        self.register_buffer("constant", torch.randn(6))
-        self.mix = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 3)
 
-    def forward(self, tokens):
-        x = self.embed(tokens) + self.positions
-        x = torch.cat([self.start.expand(x.shape[0], -1, -1), x], 1)
-        x = self.mix(x.relu()) * self.gain * self.scale
-        return self.head((x.relu() * self.constant).mean(1))
+def positions():
+    values = {"positions": torch.randn(4, 6), "start": torch.randn(1, 1, 6), "gain": torch.rand(6) + 0.5}
+    values |= {"scale": torch.tensor(0.7), "unused": torch.zeros(3)}
+    layers = {"embed": nn.Embedding(9, 6, padding_idx=0), "mix": nn.Linear(6, 6), "head": nn.Linear(6, 3)}
+    model = Network(add_positions, **layers, **{name: nn.Parameter(value) for name, value in values.items()})
+    model.register_buffer("constant", torch.randn(6))
+    return model
 
 
 def test_parameters_read_by_forward_itself_are_veiled_and_exact():
-    model = built(Positions)
+    model = built(positions)
     tokens = torch.randint(0, 9, (5, 4), generator=torch.Generator().manual_seed(0))
     targets = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plan = fedveil.analyse(model, tokens)

@@ -52,9 +52,3 @@ def test_batches_that_do_not_fit_are_refused(model, broadcast, change, text):
 def test_modes_without_exact_gradients_are_refused(model, broadcast, mode):
     with mode(), pytest.raises(errors.BadArgument, match=r"(?s)client_step: torch\.(inf|aut).*Fix: call it outside"):
         fedveil.client_step(model, broadcast, *batch((5,), 3))
-
-
-def test_the_view_is_a_copy_with_the_broadcasts_values(model, broadcast):
-    view = fedveil.client_view(model, broadcast, centred=True)
-    assert view is not model
-    assert all(torch.equal(view.get_parameter(name), value) for name, value in broadcast.parameters.items())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tests.oracle import batch, built, perturb, plain, veiled_round, worst
+from tests.oracle import Network, batch, built, contrastive, perturb, plain, veiled_round, worst
 from torch import nn
 from torch.nn import functional as F
 
@@ -39,13 +39,6 @@ def weighted(outputs, _):
     return F.cross_entropy(outputs, LABELS, torch.tensor(WEIGHT).double(), reduction="sum") / len(LABELS)
 
 
-def pairs(outputs, targets):
-    """Contrastive: samples of one class together, others apart."""
-    near = (outputs.unsqueeze(0) - outputs.unsqueeze(1)).square().sum(2)
-    same = (targets.unsqueeze(0) == targets.unsqueeze(1)).to(outputs.dtype)
-    return (same * near + (1 - same) * (2 - near).relu()).mean()
-
-
 CASES = {
     "indices": ("cross_entropy", LABELS, lambda y, _: F.cross_entropy(y, LABELS)),
     "one-hot": ("cross_entropy", F.one_hot(LABELS, 3).double(), lambda y, _: F.cross_entropy(y, LABELS)),
@@ -64,7 +57,7 @@ CASES = {
     "absolute": ("absolute_error", COUNTS, lambda y, _: (y - COUNTS).abs().sum() / 6),
     "huber": (Huber(0.5), COUNTS, lambda y, _: F.huber_loss(y, COUNTS, reduction="sum", delta=0.5) / 6),
     "hinge": ("hinge", LABELS, lambda y, _: 3 * F.multi_margin_loss(y, LABELS)),
-    "a batch's": (BatchLoss(pairs), LABELS, lambda y, _: pairs(y, LABELS)),
+    "a batch's": (BatchLoss(contrastive), LABELS, lambda y, _: contrastive(y, LABELS)),
     "squared": ("squared_error", COUNTS, lambda y, _: (y - COUNTS).square().sum() / 12),
     "a function": (
         lambda y, t: (1 + (y - t).square()).sqrt().sum(1), COUNTS,
@@ -187,22 +180,17 @@ def test_a_users_function_gets_dense_targets_of_a_convolution_as_they_are():
     assert worst(found.gradients, truth) < FLOAT64
 
 
-class Joined(nn.Module):
+def joined(outputs):
     """Outputs of two positions side by side, or one output that is squeezed."""
-
-    def __init__(self, outputs):
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 5), nn.Linear(5, outputs)
-
-    def forward(self, x):
-        return self.head(self.body(x.reshape(-1, 2, 3)).tanh()).squeeze(-1).flatten(1)
+    layers = {"body": nn.Linear(3, 5), "head": nn.Linear(5, outputs)}
+    return Network(lambda m, x: m.head(m.body(x.reshape(-1, 2, 3)).tanh()).squeeze(-1).flatten(1), **layers)
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("samples", [2, 5])
 def test_a_users_function_gets_outputs_in_the_models_shape(outputs, samples):
     """With as many samples as positions, values of another shape would broadcast without an error."""
-    model, classes = built(lambda: Joined(outputs)), 2 * outputs
+    model, classes = built(lambda: joined(outputs)), 2 * outputs
     inputs, targets = batch((6,), classes, samples=samples)
     soft = targets.softmax(1)
     for loss, truth in [

@@ -55,11 +55,15 @@ def test_the_partition_has_no_empty_group_and_the_direction_differs_everywhere(p
         assert len(own) == 1 or abs(own.sum()) < 1e-6 * own.abs().sum()
 
 
-def test_the_offset_has_the_asked_size_and_either_sign(plan):
-    offsets = np.concatenate([head.offset for _, head in draw(plan, rounds=20, groups=12, additive=30.0)])
-    assert (np.abs(offsets) >= 15).all()
-    assert (np.abs(offsets) <= 60).all()
-    assert 0.3 < (offsets > 0).mean() < 0.7
+@pytest.mark.parametrize("keep_noise", [False, True], ids=["new noise", "kept noise"])
+def test_the_offset_is_new_log_uniform_around_the_asked_size_and_of_either_sign(plan, keep_noise):
+    rounds = draw(plan, rounds=40, groups=12, additive=30.0, keep_noise=keep_noise)
+    offsets = np.concatenate([head.offset for _, head in rounds])
+    assert len(set(offsets)) == len(offsets) == 480
+    assert 0.4 < (offsets > 0).mean() < 0.6  # 4 deviations of 480 fair coins
+    logs = np.sort(np.log2(np.abs(offsets) / 30))
+    assert np.abs(logs).max() <= 1
+    assert np.abs(logs - np.linspace(-1, 1, 480)).max() < 2 * 1.95 / np.sqrt(480)  # Kolmogorov-Smirnov at 0.1 %
 
 
 def test_everything_is_new_in_every_round(plan):

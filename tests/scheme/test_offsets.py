@@ -6,10 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.networks import networks
-from tests.oracle import batch, built, perturb, plain, planned, squared_error, worst
+from tests.oracle import batch, built, contrastive, perturb, plain, planned, squared_error, worst
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,14 +14,6 @@ import fedveil
 from fedveil import BatchLoss
 from fedveil.models import mlp
 from fedveil.scheme.offsets import anchor
-
-
-def contrastive(outputs, targets):
-    """Neighbours in the batch together, all others apart."""
-    near = (outputs.unsqueeze(0) - outputs.unsqueeze(1)).square().sum(2)
-    same = (targets.unsqueeze(0) == targets.unsqueeze(1)).to(outputs.dtype)
-    return (same * near + (1 - same) * (1 - near).relu()).mean()
-
 
 LOSSES = {
     "cross_entropy": lambda y, t: F.cross_entropy(y, t),
@@ -37,26 +26,6 @@ def round_of(model, loss, inputs, labels, seed=0, **noise):
     asked = BatchLoss(contrastive) if loss == "contrastive" else loss
     secret = perturb(model, planned(model, inputs), asked, entropy=fedveil.Entropy.for_tests(seed), **noise)
     return secret, fedveil.client_step(model, secret.broadcast, inputs, labels)
-
-
-@given(
-    network=networks(),
-    loss=st.sampled_from(sorted(LOSSES)),
-    groups=st.integers(1, 4),
-    decoys=st.integers(1, 4),
-    additive=st.sampled_from([1e-3, 1.0, 1e6]),
-    seed=st.integers(0, 2**64 - 1),
-)
-def test_any_network_and_loss_recover_the_plain_gradient(network, loss, groups, decoys, additive, seed):
-    model, shape = network
-    inputs, _ = batch(shape, outputs=4, samples=5, seed=seed % 2**32)
-    labels = torch.arange(5) % 4
-    truth = plain(model, inputs, labels, LOSSES[loss])[0]
-    secret, update = round_of(model, loss, inputs, labels, seed, groups=groups, decoys=decoys, additive=additive)
-    found = secret.recover([update]).gradients
-    total = torch.stack([g.norm() for g in truth.values()]).norm()
-    for key, g in truth.items():
-        assert (found[key] - g).norm() <= 1e-9 * g.norm() + 1e-12 * total, (key, model)
 
 
 @pytest.mark.parametrize("outputs", [1, 2])

@@ -85,16 +85,6 @@ def test_everything_is_kept_but_the_offset_and_the_anchor(model, groups):
     torch.testing.assert_close(seen[1].parameters["0.0.weight"], 1.01 * seen[0].parameters["0.0.weight"])
 
 
-def test_new_offsets_are_drawn_like_first_ones(model):
-    veil = keeping(model, groups=10, additive=30.0)
-    offsets = torch.cat([veil.broadcast(model).head.offset for _ in range(40)])
-    assert ((offsets.abs() >= 15) & (offsets.abs() <= 60)).all()
-    assert len(offsets.unique()) == 400
-    assert 0.4 < float((offsets > 0).double().mean()) < 0.6  # 4 deviations of 400 fair coins
-    logs = (offsets.abs() / 30).log().div(torch.tensor(2.0).log()).sort().values
-    assert (logs - torch.linspace(-1, 1, 400)).abs().max() < 2 * 1.95 / 20  # Kolmogorov-Smirnov at 0.1 %
-
-
 def test_a_new_session_and_a_restored_state_draw_new_noise(model):
     veil = keeping(model)
     first = veil.broadcast(model).head.direction

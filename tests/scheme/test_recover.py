@@ -209,10 +209,6 @@ def test_anything_in_place_of_an_argument_is_refused(rounds, number):
             call()
 
 
-def cut(value):
-    return lambda stack: stack[..., :value]
-
-
 def spoil(value):
     def change(stack):
         stack = stack.clone()
@@ -241,7 +237,7 @@ BAD = {
         errors.IncompleteUpdate, f"pass {HEAD} is missing",
     ),
     "no buffer": (field(buffers={}), errors.IncompleteUpdate, f"buffer {MEAN} is missing"),
-    "misshapen": (changed(cut(3)), errors.MisshapenUpdate, rf"{HEAD} is \(3, 4, 3\) .*not \(3, 4, 6\)"),
+    "misshapen": (changed(lambda p: p[..., :3]), errors.MisshapenUpdate, rf"{HEAD} is \(3, 4, 3\) .*not \(3, 4, 6\)"),
     "float64": (changed(torch.Tensor.double), errors.MisshapenUpdate, rf"{HEAD} is \(3, 4, 6\) torch.float64"),
     "nan": (changed(spoil(math.nan)), errors.NonFiniteUpdate, f"pass {HEAD} holds NaN or infinity"),
     "infinite": (changed(spoil(math.inf)), errors.NonFiniteUpdate, f"pass {HEAD} holds NaN or infinity"),
@@ -274,12 +270,6 @@ def test_a_bad_update_is_refused_by_position_and_reveals_no_secret(rounds, loss,
         secret.recover([updates[0], change(updates[1]), updates[2]])
     assert not any(f"{value:.12g}" in str(caught.value) for value in numbers if abs(value) not in (0, 1))
     assert same(secret.recover(updates), expected)
-
-
-def test_an_update_of_another_round_is_stale(planned, rounds):
-    other = perturb(*planned[:2], "squared_error")
-    with pytest.raises(errors.StaleUpdate, match=r"(?s)client 0: its update is for round.*Fix: aggregate only answers"):
-        other.recover(rounds["squared_error"][1])
 
 
 def test_recovery_may_be_repeated_until_the_secret_is_released(planned):
@@ -323,13 +313,6 @@ def test_tensors_that_nobody_asked_for_are_refused_in_linear_time(rounds, holder
     with pytest.raises(errors.MisshapenUpdate, match=r"client 1: .*'0 extra' was not asked for"):
         secret.recover(sent)
     assert time.process_time() - start < 0.5  # 4 us per name; checks of every tensor's values take seconds
-
-
-def test_an_update_that_wants_gradients_is_a_result_without_history(rounds):
-    secret, updates, expected = rounds["squared_error"]
-    found = secret.recover([with_passes(updates[0], lambda p: p.clone().requires_grad_()), *updates[1:]])
-    assert same(found, expected)
-    assert not any(g.requires_grad for g in found.gradients.values())
 
 
 def test_text_of_a_client_is_cut_and_escaped(rounds):

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.oracle import built, perturb, planned, worst
+from tests.oracle import Network, built, perturb, planned, worst
 from torch import nn
 
 import fedveil
@@ -103,20 +103,15 @@ def pixels():
     return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 5, 1), nn.ReLU(), nn.Conv2d(5, 3, 1))
 
 
-class Tokens(nn.Module):
+def tokens():
     """Classes on axis 1, behind a Linear."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(2, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.body(x.reshape(-1, 2, 2)).relu()).transpose(1, 2)
+    layers = {"body": nn.Linear(2, 6), "head": nn.Linear(6, 3)}
+    return Network(lambda m, x: m.head(m.body(x.reshape(-1, 2, 2)).relu()).transpose(1, 2), **layers)
 
 
 @pytest.mark.parametrize("defence", ["plain", "veil"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("build", [pixels, Tokens])
+@pytest.mark.parametrize("build", [pixels, tokens])
 def test_positions_of_a_record_count_as_in_torch(build, reduction, defence):
     shape = (15, *built(build)(torch.zeros(1, 4).double()).shape[2:])
     draw = torch.Generator().manual_seed(2)

@@ -21,7 +21,6 @@ from scipy.optimize import NoConvergence, anderson, linear_sum_assignment
 from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 
-from fedveil.graph.build import build_pool
 from fedveil.graph.plan import Plan, Pool, flatten
 from fedveil.graph.solve import Integers
 from fedveil.graph.units import Symmetry
@@ -35,7 +34,7 @@ TINY = 1e-30
 
 def element_slots(plan: Plan) -> Pool:
     """Return the slots of each element of the flat vector of all tensors."""
-    return build_pool(plan.layout.entries, dict(plan.pieces), plan.layout.device)
+    return Pool.build(plan.layout.entries, dict(plan.pieces), plan.layout.device)
 
 
 def flat_values(plan: Plan, model: nn.Module) -> Tensor:
@@ -149,17 +148,10 @@ def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
 
 
 class Pairing(NamedTuple):
-    """The units of one model in the order of another's."""
+    """The units of one model in the order of another's, paired by the Hungarian method."""
 
     order: Integers
     cost: float  # the sum of squared distances of pairs
-
-
-def _pair_units(here: Reals, there: Reals) -> Pairing:
-    """Pair fingerprints by the Hungarian method, with the least sum of squared distances."""
-    costs = (there**2).sum(1)[:, None] + (here**2).sum(1) - 2 * there @ here.T
-    rows, columns = linear_sum_assignment(costs)
-    return Pairing(columns, float(costs[rows, columns].sum()))
 
 
 def _list_cells(plan: Plan, block: int) -> list[Integers]:
@@ -182,8 +174,12 @@ def sources(plan: Plan, flat: Tensor, reference: Tensor, without: Collection[str
 
     def pair(here: Integers, there: Integers) -> Pairing:
         nothing = np.zeros(0)  # all classes without parameters are alike
-        prints = [[known.get(int(c), nothing) for c in cell] for known, cell in ((own, here), (wanted, there))]
-        return _pair_units(*(np.stack(some) for some in prints))
+        rows, columns = (
+            np.stack([known.get(int(c), nothing) for c in cell]) for known, cell in ((wanted, there), (own, here))
+        )
+        costs = (rows**2).sum(1)[:, None] + (columns**2).sum(1) - 2 * rows @ columns.T
+        pairs = linear_sum_assignment(costs)
+        return Pairing(pairs[1], float(costs[pairs].sum()))
 
     orders, members = plan.orders, plan.orders.members.copy()
     for classes in _list_cells(plan, 0):

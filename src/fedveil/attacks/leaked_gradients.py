@@ -7,7 +7,6 @@ client's update.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,12 +22,10 @@ from fedveil.graph.inputs import record_calls
 from fedveil.scheme import Broadcast, Loss, Update, client_view
 from fedveil.scheme.client import move_head
 from fedveil.scheme.losses import one_hot
+from fedveil.secagg import fixed
 
 Gradients = dict[str, Tensor]
 ULPS = 4  # of a weight: a step and a difference each round twice
-WORD = 62  # bits for a secure sum over all clients
-SPARE = 8  # bits above the largest magnitude
-MAX_BITS = 1000  # larger powers of two overflow float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,25 +153,16 @@ class Sum:
 def secure_sum(gradients: Sequence[Mapping[str, Tensor]], records: Sequence[int]) -> Sum:
     """Return the sum of the clients' gradients, each times its number of records, as secure aggregation opens it.
 
-    Values are sent as integer multiples of 2^-b, with one b for each tensor:
-
-        b = 62 - ceil(log2 n) - e,      all |n_k g_k| < 2^(e - 8)
-
-    so that the error of the sum over n clients is at most n 2^-(b + 1), before it is rounded to float64.
+    Values are sent in fixed point (`fedveil.secagg.fixed`), with as many fractional bits as the largest one leaves.
     """
     values = {}
     for name in gradients[0]:
         pairs = zip(gradients, records, strict=True)
         weighted = torch.stack([count * own[name].detach().double() for own, count in pairs])
-        unit = 2.0 ** -fraction_bits(weighted)
-        values[name] = (weighted / unit).round().long().sum(0).double() * unit
+        bits = fixed.bits(len(weighted), fixed.exponent(float(weighted.abs().max())))
+        words = fixed.encode(weighted.cpu().numpy(), bits).sum(0)
+        values[name] = torch.from_numpy(fixed.decode(words, bits)).to(weighted)
     return Sum(values, sum(records))
-
-
-def fraction_bits(weighted: Tensor) -> int:
-    """Return the fraction bits b of a sum of n_k g_k, with clients in the first dimension."""
-    exponent = math.frexp(float(weighted.abs().max()))[1] + SPARE
-    return min(WORD - (len(weighted) - 1).bit_length() - exponent, MAX_BITS)
 
 
 def single_label(leak: Leak) -> int:

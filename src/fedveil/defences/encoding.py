@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from fedveil.errors import ModelMismatch
-from fedveil.graph.plan import read_state
+from fedveil.graph.plan import ModelState
 from fedveil.scheme.messages import SAME_CODE, check_trainable, match_model
 from fedveil.scheme.recover import check_finite, check_tensors
 from fedveil.wire import Packed, Tensors, Values, add_prefix, check_fields, strip_prefix
@@ -54,7 +54,7 @@ def unpack_model(model: nn.Module, values: Values, tensors: Tensors) -> nn.Modul
     found = check_fields("broadcast", values, {"trainable": list[str], "training": list[str]})
     trainable, training = set(found["trainable"]), set(found["training"])
     parameters, buffers = strip_prefix("parameter", tensors), strip_prefix("buffer", tensors)
-    inside = read_state(model)
+    inside = ModelState.read(model)
     match_model(inside, parameters, buffers, complete=True)
     check_trainable(found["trainable"], parameters)
     strange = sorted(training - {path for path, _ in inside.modes})

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -110,16 +110,17 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
 class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
     """Broadcasts the model itself: in one process nothing needs to be copied."""
 
-    round_type: ClassVar[type[PlainRound]] = PlainRound
-
-    def __init__(self, model: nn.Module, rounding: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, rounding: int | None = None, round_type: type[PlainRound] = PlainRound
+    ) -> None:
         up = encoding.count_bytes(encoding.template(model).values())
         self.figures = {"bytes_down": encoding.count_bytes([*model.parameters(), *model.buffers()]), "bytes_up": up}
         self._noise = None if rounding is None else torch.Generator().manual_seed(rounding)
+        self._round_type = round_type
 
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> PlainRound:
         """Broadcast the model."""
-        return self.round_type(model, self.figures, self._noise)
+        return self._round_type(model, self.figures, self._noise)
 
 
 def average(updates: Sequence[PlainUpdate], weights: Sequence[float], figures: Mapping[str, float]) -> Aggregate:
@@ -163,9 +164,7 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
             delta = slope(self.loss, outputs, samples.targets, self.axis) * share
         return PlainUpdate(compute_gradients(broadcast, [outputs], [delta]), buffers)
 
-    def accumulate(
-        self, broadcast: nn.Module, total: PlainUpdate | None, update: PlainUpdate
-    ) -> tuple[nn.Module, PlainUpdate]:
+    def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
         """Sum gradients; statistics continue from where the last batch left them."""
         return accumulate(broadcast, total, update)
 

@@ -135,9 +135,9 @@ class PPDL(Plain):
         """How the model, selected numbers and buffers are encoded."""
         return PPDLCodec(self.fraction)
 
-    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "PPDLServer":
-        """Prepare the server for a run."""
-        return PPDLServer(model)
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PlainServer:
+        """Prepare the server for a run, whose rounds measure uploads."""
+        return PlainServer(model, round_type=PPDLRound)
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "PPDLClient":
         """Prepare clients for a run."""
@@ -226,12 +226,6 @@ class PPDLRound(PlainRound):
         if first.clipped is not None:
             figures["clipped"] = statistics.fmean(bool(m.clipped) for m in found)
         return replace(result, error=change / size if size else 0.0, figures=figures)
-
-
-class PPDLServer(PlainServer):
-    """Broadcasts the model, and measures uploads."""
-
-    round_type = PPDLRound
 
 
 def _norm(flat: Tensor) -> float:

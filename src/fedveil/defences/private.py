@@ -16,6 +16,7 @@ from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Entropy, Loss
 from fedveil.scheme.noise import check_range
 from fedveil.scheme.outputs import compute_outputs
+from fedveil.wire import Tensors
 
 LEAST, MOST = 1e-30, 1e30  # of clip: squares and products stay far inside float64
 
@@ -172,43 +173,38 @@ class PrivateRound(DefenceRound[B, U]):
         like, clip = results[0].gradients, self._settings.clip
         flat = [torch.cat([one.gradients[name].reshape(-1).double() for name in like]) for one in results]
         shorts = [clip_vector(own, clip, f"client {position}") for position, own in enumerate(flat)]
-        total = torch.stack([short for short, _, _ in shorts]).sum(0)
-        self._count(len(results))  # before the noise is drawn, in case that is interrupted
-        total = self._add_noise(total)
+        gradients = self._add_noise(torch.stack([short for short, _, _ in shorts]).sum(0), len(results), like)
         figures = {key: sum(one.figures.get(key, 0.0) for one in results) / len(results) for key in results[0].figures}
         figures["dp_clipped"] = sum(cut for _, _, cut in shorts) / len(results)
         size = sum(size for _, size, _ in shorts)
         wrong = sum(one.error * size for one, (_, size, _) in zip(results, shorts, strict=True))
-        gradients, figures = split_vector(total / len(results), like), figures | self._spent()
-        return Aggregate(gradients, {}, wrong / size if size else 0.0, figures)
+        return Aggregate(gradients, {}, wrong / size if size else 0.0, figures | self._spent())
 
     def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
         """Add noise to the mean of gradients that clients have clipped themselves, under secure aggregation."""
-        like = mean.gradients
-        total = clients * torch.cat([gradient.reshape(-1).double() for gradient in like.values()])
-        self._count(clients)
-        total = self._add_noise(total)
-        gradients, figures = split_vector(total / clients, like), {**mean.figures, **self._spent()}
-        return Aggregate(gradients, {}, mean.error, figures, mean.notes)
+        total = clients * torch.cat([gradient.reshape(-1).double() for gradient in mean.gradients.values()])
+        gradients = self._add_noise(total, clients, mean.gradients)
+        return Aggregate(gradients, {}, mean.error, {**mean.figures, **self._spent()}, mean.notes)
 
     def release(self, *, reuse: bool = False) -> None:
         """Drop the inner secret."""
         self.inner.release(reuse=reuse)
 
-    def _count(self, updates: int) -> None:
-        """Count the round for its members, if all of them are in the sum; else for everyone."""
-        known = self._members is not None and len(self._members) == updates
-        self._accountant.count(self._members if known else None)
-
     def _spent(self) -> dict[str, float]:
         return {"epsilon": self._accountant.epsilon()} if self._settings.noise else {}
 
-    def _add_noise(self, total: Tensor) -> Tensor:
-        settings = self._settings
-        if not settings.noise:
-            return total
-        drawn = torch.from_numpy(settings.entropy.normal(len(total))).to(total.device)
-        return total + (settings.noise * settings.clip) * drawn
+    def _add_noise(self, total: Tensor, clients: int, like: Mapping[str, Tensor]) -> Tensors:
+        """Return a sum of gradients with noise, divided by the number of clients.
+
+        The round counts for its members if all of them are in the sum, else for everyone; and before the noise is
+        drawn, in case that is interrupted.
+        """
+        known, settings = self._members is not None and len(self._members) == clients, self._settings
+        self._accountant.count(self._members if known else None)
+        if settings.noise:
+            drawn = torch.from_numpy(settings.entropy.normal(len(total))).to(total.device)
+            total = total + (settings.noise * settings.clip) * drawn
+        return split_vector(total / clients, like)
 
 
 def find_moving_buffers(model: nn.Module, example: Inputs) -> list[str]:

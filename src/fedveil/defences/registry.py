@@ -1,6 +1,6 @@
 """All defences, one record each: its class and its settings.
 
-Nothing is import_object before it is used. Another package registers its defences as entry points in the group
+Nothing is imported before it is used. Another package registers its defences as entry points in the group
 "fedveil.defences", or they are named as `package.module:Name`.
 """
 
@@ -37,18 +37,13 @@ class Record:
     attackers: str | None = None  # its attackers, if another package has them: a `fedveil.attacks.registry.Attackers`
 
 
-_VEIL = ("groups", "additive", "multiplicative", "permute", "min_coverage", "decoys", "keep_noise")
+_VEIL = {n: n for n in ("groups", "additive", "multiplicative", "permute", "min_coverage", "decoys", "keep_noise")}
 _PPDL = {"ppdl": "setting", "fraction": "fraction", "sigma": "sigma"}
 _SPN = {"spn_weight": "weight", "spn_bits": "bits", "lr": "lr"}
 _HERE = "fedveil.defences"
 BUILT_IN = (
     Record("plain", "no defence: clients get the model and send gradients", f"{_HERE}.plain:Plain"),
-    Record(
-        "veil",
-        "one-time noise on the model, removed from what clients send",
-        f"{_HERE}.veil:Veil",
-        {name: name for name in _VEIL},
-    ),
+    Record("veil", "one-time noise on the model, removed from what clients send", f"{_HERE}.veil:Veil", _VEIL),
     Record("ppdl", "clients clip, select and add noise to their gradients", f"{_HERE}.ppdl:PPDL.from_setting", _PPDL),
     Record("dbcl", "clients train on a random sketch of the weights", f"{_HERE}.dbcl:DBCL", {"sketch": "q"}),
     Record("spn", "a private head at every client (our re-implementation)", f"{_HERE}.spn:SPN", _SPN),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedveil.checks import check_count
 from fedveil.defences.encoding import copy_buffers
 from fedveil.defences.interface import Samples
-from fedveil.defences.plain import Plain, PlainClient, PlainServer, PlainUpdate, compute_gradients
+from fedveil.defences.plain import P, Plain, PlainClient, PlainServer, PlainUpdate, compute_gradients
 from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import AnalysisError, BadArgument
 from fedveil.graph.export import export
@@ -142,9 +142,7 @@ class SPNClient(PlainClient):
         self._heads[client] = PrivateHead(own.head.to(like), own.codes.to(like))
         return self._heads[client]
 
-    def accumulate(
-        self, broadcast: nn.Module, total: PlainUpdate | None, update: PlainUpdate
-    ) -> tuple[nn.Module, PlainUpdate]:
+    def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
         """Sum both gradients; the head does not change before the end of the round."""
         if isinstance(total, SPNUpdate) and isinstance(update, SPNUpdate):
             update = replace(update, step=total.step + update.step)

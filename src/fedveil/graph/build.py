@@ -1,7 +1,6 @@
 """Turn the constraints that a walk recorded into a plan."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,19 +9,7 @@ from torch import Tensor, nn
 from fedveil.errors import AnalysisError
 from fedveil.graph.head import Head
 from fedveil.graph.ledger import Ledger, Region
-from fedveil.graph.plan import (
-    Axis,
-    Entry,
-    Layout,
-    ModelState,
-    Plan,
-    Pool,
-    Reason,
-    SlotRange,
-    Slots,
-    TensorPart,
-    read_state,
-)
+from fedveil.graph.plan import Axis, Entry, Layout, ModelState, Plan, Pool, Reason, SlotRange, Slots, TensorPart
 from fedveil.graph.solve import Orders, Scales, components, ranks, solve_orders, solve_scales
 from fedveil.graph.units import Dims, Symmetry, compress, factor_along, varying_dims
 from fedveil.graph.walk import Walk
@@ -32,11 +19,11 @@ POOLED = 2**15  # elements of the largest tensor that goes into the pool
 
 def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collection[str] = ()) -> Plan:
     """Turn the constraints that the walk recorded into a plan."""
-    ledger, name, state = walk.ledger, type(model).__name__, read_state(model)
+    ledger, name, state = walk.ledger, type(model).__name__, ModelState.read(model)
     scales, orders = solve_scales(ledger), solve_orders(ledger)
     layout, builder = _lay_out(name, state, walk.used), _SlotBuilder(scales, orders)
     pieces = {e.name: [builder.add(region) for region in ledger.regions.get(e.name, ())] for e in layout.entries}
-    pool = build_pool([e for e in layout.entries if e.shape.numel() <= POOLED], pieces, layout.device)
+    pool = Pool.build([e for e in layout.entries if e.shape.numel() <= POOLED], pieces, layout.device)
     pins = {Reason(own.where, own.why): None for own in ledger.limits if not own.symmetry and own.where != "output"}
     axes, known = _build_axes(ledger, scales), _find_known_names(state.parameters, layout, public)
     solved = scales.symmetries, orders, builder.finish()
@@ -128,23 +115,6 @@ class _SlotBuilder:
         unit, power = map(np.concatenate, zip(*self._scale_columns, strict=True))
         columns = map(np.concatenate, zip(*self._order_columns, strict=True))
         return Slots(int(self._scales.classes.max()) + 1, unit, power, *columns)
-
-
-def build_pool(entries: Sequence[Entry], pieces: Mapping[str, Sequence[TensorPart]], device: torch.device) -> Pool:
-    """Put tensors into one flat vector, with the slots of each element."""
-    pooled, length = [], 0
-    for entry in entries:
-        pooled.append(replace(entry, start=length, stop=length + entry.shape.numel()))
-        length = pooled[-1].stop
-    parts = [(entry, piece) for entry in pooled for piece in pieces.get(entry.name, ())]
-    depths = (max([1, *[len(piece.scale) for _, piece in parts]]), max([1, *[len(piece.order) for _, piece in parts]]))
-    scale, order = (torch.zeros((depth, length), dtype=torch.int32) for depth in depths)
-    for entry, piece in parts:
-        for rows, ranges in ((scale, piece.scale), (order, piece.order)):
-            for row, own in zip(rows, ranges, strict=False):
-                slots = torch.arange(own.first, own.first + torch.Size(own.shape).numel()).reshape(own.shape)
-                piece.part(row[entry.start : entry.stop]).copy_(slots.expand(piece.shape))
-    return Pool(tuple(pooled), scale.to(device), order.to(device), torch.arange(length, device=device))
 
 
 def _build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fedveil.graph.units import Dims, Symmetry, varying_dims
 
 if TYPE_CHECKING:
-    from fedveil.graph.plan import Plan, Reason, TensorPart
+    from fedveil.graph.plan import Plan, TensorPart
 
 Mask = NDArray[np.bool_]
 KINDS = ("scaled", "signed", "moved")
@@ -117,10 +117,6 @@ def _find_products(plan: "Plan", part: "TensorPart", secret: Mask) -> set[frozen
 def as_dict(plan: "Plan") -> dict[str, object]:
     """Return the plan in plain values, as `fedveil inspect --json` prints it."""
     layout, head = plan.layout, plan.head
-
-    def as_dicts(reasons: Sequence["Reason"]) -> list[dict[str, str]]:
-        return [reason._asdict() for reason in reasons]
-
     return {
         "model": plan.model_name,
         "parameters": layout.parameters,
@@ -133,10 +129,10 @@ def as_dict(plan: "Plan") -> dict[str, object]:
         "outputs": head.outputs if head else None,
         "tail": head.tail if head else None,
         "axes": [
-            {**vars(axis), "symmetry": axis.symmetry.words, "limited_by": as_dicts(axis.limited_by)}
+            {**vars(axis), "symmetry": axis.symmetry.words, "limited_by": [own._asdict() for own in axis.limited_by]}
             for axis in plan.axes
         ],
-        "pinned": as_dicts(plan.pinned),
+        "pinned": [reason._asdict() for reason in plan.pinned],
         "unused": list(layout.unused),
     }
 

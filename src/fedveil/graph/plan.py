@@ -9,8 +9,8 @@ by broadcasting and gathered dim by dim.
 """
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
@@ -38,25 +38,25 @@ class ModelState:
     homes: dict[str, list[Home]]
     modes: tuple[tuple[str, bool], ...]
 
-
-def read_state(model: nn.Module) -> ModelState:
-    """Read a model in one pass, in the order of named_modules; a tensor is listed under its first name."""
-    parameters, buffers, modes = dict[str, Tensor](), dict[str, Tensor](), list[tuple[str, bool]]()
-    homes: dict[int, list[Home]] = {}
-    named: dict[str, list[Home]] = {}
-    for path, module in model.named_modules():
-        modes.append((path, module.training))
-        prefix = f"{path}." if path else ""
-        for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
-            for name, tensor in own.items():
-                if tensor is None:
-                    continue
-                known = homes.get(id(tensor))
-                if known is None:
-                    found[prefix + name] = tensor
-                    known = homes[id(tensor)] = named[prefix + name] = []
-                known.append((own, name))
-    return ModelState(parameters, buffers, named, tuple(modes))
+    @classmethod
+    def read(cls, model: nn.Module) -> "ModelState":
+        """Read a model in one pass, in the order of named_modules; a tensor is listed under its first name."""
+        parameters, buffers, modes = dict[str, Tensor](), dict[str, Tensor](), list[tuple[str, bool]]()
+        homes: dict[int, list[Home]] = {}
+        named: dict[str, list[Home]] = {}
+        for path, module in model.named_modules():
+            modes.append((path, module.training))
+            prefix = f"{path}." if path else ""
+            for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
+                for name, tensor in own.items():
+                    if tensor is None:
+                        continue
+                    known = homes.get(id(tensor))
+                    if known is None:
+                        found[prefix + name] = tensor
+                        known = homes[id(tensor)] = named[prefix + name] = []
+                    known.append((own, name))
+        return cls(parameters, buffers, named, tuple(modes))
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,11 @@ class TensorPart:
     scale: tuple[SlotRange, ...]
     order: tuple[SlotRange, ...]
 
+    @cached_property
+    def contiguous(self) -> bool:
+        """Whether its elements are contiguous."""
+        return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
+
     def part(self, flat: Tensor) -> Tensor:
         """Return this part of a tensor's flat elements, which may have leading dims."""
         ahead = flat.dim() - 1
@@ -210,6 +215,25 @@ class Pool:
     scale: Tensor
     order: Tensor
     arange: Tensor
+
+    @classmethod
+    def build(
+        cls, entries: Sequence[Entry], pieces: Mapping[str, Sequence[TensorPart]], device: torch.device
+    ) -> "Pool":
+        """Put tensors into one flat vector, with the slots of each element."""
+        pooled, length = [], 0
+        for entry in entries:
+            pooled.append(replace(entry, start=length, stop=length + entry.shape.numel()))
+            length = pooled[-1].stop
+        parts = [(entry, piece) for entry in pooled for piece in pieces.get(entry.name, ())]
+        depths = (max([1, *[len(own.scale) for _, own in parts]]), max([1, *[len(own.order) for _, own in parts]]))
+        scale, order = (torch.zeros((depth, length), dtype=torch.int32) for depth in depths)
+        for entry, piece in parts:
+            for rows, ranges in ((scale, piece.scale), (order, piece.order)):
+                for row, own in zip(rows, ranges, strict=False):
+                    slots = torch.arange(own.first, own.first + torch.Size(own.shape).numel()).reshape(own.shape)
+                    piece.part(row[entry.start : entry.stop]).copy_(slots.expand(piece.shape))
+        return cls(tuple(pooled), scale.to(device), order.to(device), torch.arange(length, device=device))
 
     def factors(self, slots: Tensor) -> Tensor:
         """Return the factor of each element."""
@@ -352,7 +376,7 @@ class Plan:
 
 def check_model(plan: Plan, model: nn.Module) -> ModelState:
     """Read a model, or refuse it if it is not the one that was analysed."""
-    state, layout = read_state(model), plan.layout
+    state, layout = ModelState.read(model), plan.layout
     fix = "analyse the model again after changing it"
     parameters = layout.trainable + layout.frozen
     for entries, tensors in ((parameters, state.parameters), (layout.buffers, state.buffers)):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.inputs import AtLayer, Inputs, call, count
-from fedveil.graph.plan import ModelState, read_state
+from fedveil.graph.plan import ModelState
+from fedveil.graph.units import factor_along
 from fedveil.scheme.losses import OF_CLASSES, USERS, Loss, sample_weights
 from fedveil.scheme.messages import SAME_CODE, Broadcast, PublicHead, Update, match_model, select_row
 from fedveil.scheme.outputs import head_axis, slope
@@ -39,10 +40,8 @@ def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False
 def move_head(model: nn.Module, head: PublicHead, noise: Tensor) -> None:
     """Add one number per output to all weights of a model's head, and to its bias, in place."""
     weight = model.get_parameter(head.weight)
-    shape = [1] * weight.dim()
-    shape[head.dim] = -1
     with torch.no_grad():
-        weight.add_(noise.reshape(shape))
+        weight.add_(factor_along(noise, head.dim, weight.dim()))
         if head.bias and head.noisy_bias:
             model.get_parameter(head.bias).add_(noise)
 
@@ -52,7 +51,7 @@ def check_broadcast(model: nn.Module, broadcast: Broadcast) -> ModelState:
 
     Parameters that forward does not read are not sent; all buffers are.
     """
-    inside = read_state(model)
+    inside = ModelState.read(model)
     buffers = select_row(broadcast.buffers, 0) if broadcast.continued else broadcast.buffers
     match_model(inside, broadcast.parameters, buffers, complete=False)
     training = tuple([path for path, mode in inside.modes if mode])
@@ -264,10 +263,8 @@ class _BatchRun:
         def correct(output: Tensor) -> Tensor:
             _check_outputs(head, output)
             y, alpha = torch.split_with_sizes(output, [output.shape[head.axis] - 1, 1], head.axis)
-            shape = [1] * y.dim()
-            shape[head.axis] = -1
-            noise = head.noise(y)
-            return torch.cat([y - noise[number].view(shape) * alpha for number in numbers])
+            noises, axis = head.noise(y), head.axis % y.dim()
+            return torch.cat([y - factor_along(noises[number], axis, y.dim()) * alpha for number in numbers])
 
         with AtLayer(self.values[head.weight], correct) as layer:
             outputs: Tensor = call(self.model, self.inputs)

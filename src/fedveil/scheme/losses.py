@@ -113,7 +113,10 @@ def sample_weights(outputs: Tensor, weights: Tensor | None, loss: Loss | None = 
 
 @dataclass(frozen=True)
 class NamedLoss(Loss):
-    """A loss that is sent by its name: a sum over outputs, by default each compared with its own target number."""
+    """A loss that is sent by its name: a sum over outputs, by default each compared with its own target number.
+
+    Its settings are the fields of a dataclass; most have none.
+    """
 
     def settings(self) -> Values:
         """Return its fields."""
@@ -127,18 +130,10 @@ class NamedLoss(Loss):
         """Sum the terms of each sample."""
         return self._terms(outputs, targets).flatten(1).sum(1)
 
-    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the derivative that is written out for this loss."""
-        return self._slope(outputs, targets)
-
     @abstractmethod
     def _terms(self, y: Tensor, target: Tensor) -> Tensor: ...
 
-    @abstractmethod
-    def _slope(self, y: Tensor, target: Tensor) -> Tensor: ...
 
-
-@dataclass(frozen=True)
 class SquaredError(NamedLoss):
     """Half the squared distance (paper, Eq. 6)."""
 
@@ -147,11 +142,11 @@ class SquaredError(NamedLoss):
     def _terms(self, y: Tensor, target: Tensor) -> Tensor:
         return (y - target).square() / 2
 
-    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
-        return y - target
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return y - target."""
+        return outputs - targets
 
 
-@dataclass(frozen=True)
 class BinaryCrossEntropy(NamedLoss):
     """Cross-entropy of independent yes/no outputs, given as logits; targets from 0 to 1."""
 
@@ -160,11 +155,11 @@ class BinaryCrossEntropy(NamedLoss):
     def _terms(self, y: Tensor, target: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(y, target, reduction="none")
 
-    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
-        return torch.sigmoid(y) - target
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return sigmoid(y) - target."""
+        return torch.sigmoid(outputs) - targets
 
 
-@dataclass(frozen=True)
 class LogCosh(NamedLoss):
     """log cosh (y - target): squared error near 0, absolute error far away, smooth everywhere."""
 
@@ -174,11 +169,11 @@ class LogCosh(NamedLoss):
         x = y - target
         return x + F.softplus(-2 * x) - math.log(2)  # cannot overflow
 
-    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
-        return torch.tanh(y - target)
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return tanh(y - target)."""
+        return torch.tanh(outputs - targets)
 
 
-@dataclass(frozen=True)
 class Poisson(NamedLoss):
     """Negative log likelihood of counts whose rate is exp(output), without the constant log(target!)."""
 
@@ -187,11 +182,11 @@ class Poisson(NamedLoss):
     def _terms(self, y: Tensor, target: Tensor) -> Tensor:
         return y.exp() - target * y
 
-    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
-        return y.exp() - target
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return exp(y) - target."""
+        return outputs.exp() - targets
 
 
-@dataclass(frozen=True)
 class AbsoluteError(NamedLoss):
     """Sum of |y - target|."""
 
@@ -200,8 +195,9 @@ class AbsoluteError(NamedLoss):
     def _terms(self, y: Tensor, target: Tensor) -> Tensor:
         return (y - target).abs()
 
-    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
-        return (y - target).sign()
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sign of y - target."""
+        return (outputs - targets).sign()
 
 
 @dataclass(frozen=True)
@@ -218,11 +214,11 @@ class Huber(NamedLoss):
     def _terms(self, y: Tensor, target: Tensor) -> Tensor:
         return F.huber_loss(y, target, reduction="none", delta=self.delta)
 
-    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
-        return (y - target).clamp(-self.delta, self.delta)
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return y - target, clipped to delta."""
+        return (outputs - targets).clamp(-self.delta, self.delta)
 
 
-@dataclass(frozen=True)
 class ClassLoss(NamedLoss):
     """A loss that compares classes with one another."""
 
@@ -231,7 +227,6 @@ class ClassLoss(NamedLoss):
         return one_hot(targets, outputs)
 
 
-@dataclass(frozen=True)
 class Hinge(ClassLoss):
     """Sum over the other classes of max(0, 1 - y_target + y_other); targets are class indices or one-hot rows.
 
@@ -246,9 +241,10 @@ class Hinge(ClassLoss):
     def _terms(self, y: Tensor, target: Tensor) -> Tensor:
         return self._margins(y, target).relu()
 
-    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
-        inside = (self._margins(y, target) > 0).to(y.dtype)
-        return inside - target * inside.sum(-1, keepdim=True)
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return 1 for each other class inside the margin, and minus their number for the target."""
+        inside = (self._margins(outputs, targets) > 0).to(outputs.dtype)
+        return inside - targets * inside.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -292,9 +288,10 @@ class CrossEntropy(ClassLoss):
     def _terms(self, y: Tensor, target: Tensor) -> Tensor:
         return -self._weigh(target) * y.log_softmax(-1)
 
-    def _slope(self, y: Tensor, target: Tensor) -> Tensor:
-        wanted = self._weigh(target)
-        return y.softmax(-1) * wanted.sum(-1, keepdim=True) - wanted
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return softmax(y) - target, for weighted targets."""
+        wanted = self._weigh(targets)
+        return outputs.softmax(-1) * wanted.sum(-1, keepdim=True) - wanted
 
 
 class AutogradLoss(Loss):

@@ -14,29 +14,24 @@ FADING = 0.5  # of what a row was, per round
 
 
 @torch.no_grad()
-def _unscale_passes(secret: Recovery, update: Update) -> Tensors:
+def _unscale(secret: Recovery, passes: Tensors) -> Tensors:
     """Return R times each pass, by name and with one row per pass, in the order of the true model."""
-    transform, count = secret.transform, len(secret.coefficients)
-    found: Tensors = {}
+    transform, found = secret.transform, dict[str, Tensor]()
     for group in transform.group(secret.plan.layout.trainable):
-        flat = torch.cat([update.passes[entry.name].reshape(count, -1) for entry in group.entries], 1)
+        own = [passes[entry.name] for entry in group.entries]
+        flat = torch.cat([rows.reshape(len(rows), -1) for rows in own], 1)
         transform.multiply(group, flat)
         rows = [transform.restore_order(group, row) for row in flat]
         found |= {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     return found
 
 
-@torch.no_grad()
 def _find_factors(secret: Recovery) -> Tensors:
     """Return R of each trainable tensor, in the order of the true model."""
-    transform, layout = secret.transform, secret.plan.layout
-    found: Tensors = {}
-    for group in transform.group(layout.trainable):
-        size = sum(entry.shape.numel() for entry in group.entries)
-        ones = torch.ones(1, size, dtype=layout.dtype, device=layout.device)
-        transform.multiply(group, ones)
-        found |= transform.restore_order(group, ones[0])
-    return found
+    layout = secret.plan.layout
+    ones = torch.ones(1, dtype=layout.dtype, device=layout.device)
+    found = _unscale(secret, {entry.name: ones.expand(1, *entry.shape) for entry in layout.trainable})
+    return {name: rows[0] for name, rows in found.items()}
 
 
 def smooth(now: Tensor, last: Tensor | None) -> Tensor:
@@ -53,7 +48,7 @@ def expect_passes(secret: Recovery, update: Update, last: Mapping[str, Tensor] |
     """Predict the next round's passes before its factors are applied; `last` is the previous prediction."""
     scales = [_input_scale(secret) ** -power for power in _alpha_powers(secret)]
     found = {}
-    for name, own in _unscale_passes(secret, update).items():
+    for name, own in _unscale(secret, update.passes).items():
         scale = own.new_tensor(scales).view(-1, *[1] * (own.dim() - 1))
         found[name] = smooth(own * scale, last[name] if last else None)
     return found

@@ -100,11 +100,11 @@ class Transform:
             out.copy_(source)
         for piece in pieces:
             indices = self._find_indices(piece)
-            if indices and _is_contiguous(piece) and torch.Size(piece.shape[: indices[0][0]]).numel() == 1:
+            if indices and piece.contiguous and torch.Size(piece.shape[: indices[0][0]]).numel() == 1:
                 self._apply_rows(piece, indices, source, out, scratch)
                 continue
             if indices is None:
-                part = source.index_select(0, self._find_sources(piece)).view(piece.shape)
+                part = source.index_select(0, self._find_sources(piece, len(source))).view(piece.shape)
             else:
                 part = piece.part(source)
                 for dim, index in indices:
@@ -175,7 +175,7 @@ class Transform:
             sources = self.sources[first.start : stop] - first.start if first.start else self.sources[:stop]
             return unflatten(torch.empty_like(flat).scatter_(0, sources, flat), group.entries)
         pieces = [piece for piece in self.plan.pieces.get(first.name, []) if piece.order]
-        if len(pieces) == 1 and _is_contiguous(pieces[0]) and torch.Size(pieces[0].shape).numel() == len(flat):
+        if len(pieces) == 1 and pieces[0].contiguous and torch.Size(pieces[0].shape).numel() == len(flat):
             return {first.name: self._restore_piece(pieces[0], flat).view(first.shape)}
         result = flat.clone() if pieces else flat
         for piece in pieces:
@@ -204,7 +204,8 @@ class Transform:
         indices = self._find_indices(piece)
         part = piece.part(flat)
         if indices is None:
-            moved = torch.empty_like(flat).index_copy_(0, self._find_sources(piece), part.reshape(-1))
+            sources = self._find_sources(piece, len(flat))
+            moved = torch.empty_like(flat).index_copy_(0, sources, part.reshape(-1))
             return piece.part(moved)
         for dim, index in indices:
             back = torch.empty_like(index)
@@ -224,13 +225,9 @@ class Transform:
             found.append((dims[0], index))
         return sorted(found, key=lambda pair: pair[0])
 
-    def _find_sources(self, piece: TensorPart) -> Tensor:
-        """Return the index from which each element of a piece comes."""
-        index = torch.full((1,) * len(piece.shape), piece.offset, device=self.shift.device)
-        for dim, (size, step) in enumerate(zip(piece.shape, piece.strides, strict=True)):
-            view = [1] * len(piece.shape)
-            view[dim] = -1
-            index = index + torch.arange(size, device=index.device).reshape(view) * step
+    def _find_sources(self, piece: TensorPart, elements: int) -> Tensor:
+        """Return the index from which each element of a piece comes, in a tensor with this number of elements."""
+        index = piece.part(torch.arange(elements, device=self.shift.device))
         for spread in piece.order:
             index = index + spread.select(self.shift)
         return index.flatten()
@@ -245,13 +242,3 @@ def _select(part: Tensor, dim: int, index: Tensor, out: Tensor | None = None) ->
         return torch.index_select(rows, 0, index, out=target).view(part.shape)
     columns = (index.unsqueeze(1) * inner + torch.arange(inner, device=index.device)).flatten()
     return torch.gather(rows, 1, columns.expand(ahead, -1), out=target).view(part.shape)
-
-
-def _is_contiguous(piece: TensorPart) -> bool:
-    """Whether the elements of a piece are contiguous."""
-    step = 1
-    for size, stride in zip(reversed(piece.shape), reversed(piece.strides), strict=True):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True
