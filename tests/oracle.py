@@ -6,6 +6,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 import fedveil
 from fedveil.graph.inputs import call, each, tensors
@@ -17,18 +18,14 @@ def squared_error(outputs, targets):
     return 0.5 * (outputs - targets).pow(2).reshape(len(outputs), -1).sum(1).mean()
 
 
-<<<<<<< HEAD
-def in_dtype(inputs, dtype):
-=======
-def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
+def contrastive(outputs, targets):
     """Samples of a batch with the same target together, all others apart."""
     near = (outputs.unsqueeze(0) - outputs.unsqueeze(1)).square().sum(2)
     same = (targets.unsqueeze(0) == targets.unsqueeze(1)).to(outputs.dtype)
     return (same * near + (1 - same) * (1 - near).relu()).mean()
 
 
-def in_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
->>>>>>> w-core
+def in_dtype(inputs, dtype):
     """The same inputs, floating ones in another dtype."""
     return each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
@@ -51,23 +48,19 @@ def errors(found, true):
     }
 
 
-<<<<<<< HEAD
-def worst(found, true):
-=======
-def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+def flat(tensors):
     """All tensors as one vector."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
 
 
-def assert_close(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> None:
+def assert_close(found, true):
     """Compare with 1e-9 of each gradient; where terms cancel (a bias before a norm), with 1e-12 of all gradients."""
     total = torch.stack([g.norm() for g in true.values()]).norm()
     for name, g in true.items():
         assert (found[name] - g).norm() <= 1e-9 * g.norm() + 1e-12 * total, name
 
 
-def worst(found: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> float:
->>>>>>> w-core
+def worst(found, true):
     """The largest error of a parameter."""
     return max(errors(found, true).values())
 
@@ -87,25 +80,21 @@ def built(build, seed=0, dtype=torch.float64):
         return build().to(dtype)
 
 
-<<<<<<< HEAD
-_PLANS = WeakKeyDictionary()
-=======
 class Network(nn.Module):
     """Layers and parameters by name, and a forward that is a function of the network and its inputs."""
 
-    def __init__(self, run: Callable[..., object], **parts: nn.Module | nn.Parameter) -> None:
+    def __init__(self, run, **parts):
         super().__init__()
         self.run = run
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, *args: object, **kwargs: object) -> object:
+    def forward(self, *args, **kwargs):
         """Call the function."""
         return self.run(self, *args, **kwargs)
 
 
-_PLANS: WeakKeyDictionary[nn.Module, dict[object, fedveil.Plan]] = WeakKeyDictionary()
->>>>>>> w-core
+_PLANS = WeakKeyDictionary()
 
 
 def planned(model, inputs):
