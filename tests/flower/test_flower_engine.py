@@ -22,7 +22,7 @@ from fedveil.federation import Federation
 from fedveil.federation.protocol import Ask, read
 from fedveil.flower import Server, client_app
 from fedveil.flower.engine import FlowerTransport
-from fedveil.flower.wrapping import COMMON, RECORD, unwrap, unwrap_own, wrap
+from fedveil.flower.wrapping import COMMON, RECORD, unwrap, wrap
 from fedveil.scheme.recover import Recovery
 
 DATA = parts()
@@ -56,7 +56,7 @@ def content(make):
 
 def sent(change):
     """A fault of the answer's bytes as one of the message."""
-    return content(lambda old: wrap(change(unwrap(old, "answer"))))
+    return content(lambda old: wrap(change(unwrap(old, "answer")[0])))
 
 
 def altered(**changes):
@@ -203,7 +203,7 @@ def test_too_few_answers_repeat_the_round_with_a_new_secret():
     server = server_of(faults, min_answers=2)
     server.fit(rounds=1)
     for message in server.engine.transport.grid.sent:
-        found = read(unwrap(message.content, "ask"), Ask)
+        found = read(unwrap(message.content, "ask")[0], Ask)
         tokens.append((found.token, found.values["round"], found.round))
     assert len({token for token, _, _ in tokens}) == len({secret for _, secret, _ in tokens}) == 3
     assert {number for _, _, number in tokens} == {0}
@@ -335,10 +335,10 @@ def test_settings_that_cannot_be_are_refused(options, text):
 
 
 def test_a_message_carries_bytes_for_one_node_beside_those_for_all():
-    grid = LocalGrid(
-        lambda message, context: Message(content=wrap(unwrap_own(message.content, "ask")), reply_to=message), 2
-    )
-    found = dict(FlowerTransport(grid).ask(b"all", {100: b"a", 101: b""}, label="0", timeout=1.0))
+    def echo(message, context):
+        return Message(content=wrap(unwrap(message.content, "ask")[1]), reply_to=message)
+
+    found = dict(FlowerTransport(LocalGrid(echo, 2)).ask(b"all", {100: b"a", 101: b""}, label="0", timeout=1.0))
     assert found == {100: b"a", 101: b""}
 
 

@@ -35,7 +35,7 @@ class Telling(Own):
     told = None
 
     def make_model(self):
-        from fedveil.nvflare.transport import transport
+        from fedveil.nvflare.client import transport
 
         self.told = transport().value
         return super().make_model()

@@ -37,7 +37,7 @@ def found():
         "share key": masks.share_key(PAIR, SALT, "c0", "c1"),
         "share label": masks.share_label(SALT, "c0", "c1"),
         "commitment": masks.commitment(SEED, SALT),
-        "share hash": masks.ShareHash(SALT, "c0")(SEED, 1),
+        "share hash": masks.share_hash(SALT, "c0", 1, SEED),
         "stream, first words": stream[:4].astype("<u8").tobytes(),
         "stream, across pieces": stream[-4:].astype("<u8").tobytes(),
         "hello, signed": Hello.signed_bytes("a run", "c0", b"k" * 32),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.secagg.shares import PRIME, WIDTH, join, join_seed, split, split_seed
+from fedveil.secagg.masks import PRIME, WIDTH, join, join_seed, split, split_seed
 
 SEEDS = [bytes(32), b"\xff" * 32, secrets.token_bytes(32)]
 

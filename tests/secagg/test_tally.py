@@ -8,8 +8,8 @@ from tests.secagg.group import DIGEST, SIZE, Attempt, Group, reveal_all, settle_
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import Conduct, Tally, masks, threshold
+from fedveil.secagg.masks import PRIME, WIDTH, split_seed
 from fedveil.secagg.messages import Reveal, RevealReply, SettleReply, Upload
-from fedveil.secagg.shares import PRIME, WIDTH, split_seed
 
 
 def off_by_one(share):
@@ -93,7 +93,7 @@ def test_without_hashes_and_commitments_a_wrong_share_would_be_taken_for_the_see
         object.__setattr__(sent, "commitments", (bytes(32),) * 4)
         object.__setattr__(sent, "hashes", (bytes(32),) * 4)
     monkeypatch.setattr(masks, "commitment", lambda seed, context: bytes(32))
-    monkeypatch.setattr(masks.ShareHash, "__call__", lambda *parts: bytes(32))
+    monkeypatch.setattr(masks, "share_hash", lambda *parts: bytes(32))
     for name, data in answers.items():
         a.tally.take_reveal_reply(name, data)
     with pytest.raises(Aborted) as caught:
@@ -109,7 +109,7 @@ def another_polynomial(sent, group, opening, dealer):
         kept = turn.state.runs[group.run]
         pairs = party._pair_secrets(kept, kept.current)
     sealed = [masks.seal(shares[k], pairs[n], sent.context, dealer, n) for k, n in enumerate(names) if n != dealer]
-    hashes = [masks.ShareHash(sent.context, dealer)(shares[k], k) for k in range(len(names))]
+    hashes = [masks.share_hash(sent.context, dealer, k, shares[k]) for k in range(len(names))]
     return replace(sent, sealed=tuple(sealed), hashes=tuple(hashes))
 
 

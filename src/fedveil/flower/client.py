@@ -12,7 +12,7 @@ from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.client import ClientSession, ClientState, Data, hide_failures, load_private, save_private
 from fedveil.federation.protocol import LastAsk
-from fedveil.flower.wrapping import unwrap, unwrap_own, wrap
+from fedveil.flower.wrapping import unwrap, wrap
 from fedveil.records.sources import Given
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
@@ -76,7 +76,7 @@ def answer(
             policy=own_policy(),
             state=_load_state(context, file),
         )
-        reply = session.reply(unwrap(message.content, "ask"), unwrap_own(message.content, "ask"))
+        reply = session.reply(*unwrap(message.content, "ask"))
     _save_state(session.state, context, file)
     return Message(content=wrap(reply), reply_to=message)
 

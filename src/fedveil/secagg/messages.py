@@ -16,8 +16,7 @@ import numpy as np
 from fedveil.errors import BadArgument
 from fedveil.secagg.fixed import CHECKS, HIGHEST, LOWEST, Words
 from fedveil.secagg.identity import KEY, SIGNATURE, check_member_name
-from fedveil.secagg.masks import LABEL, SEALED, WORD, fields
-from fedveil.secagg.shares import SEED, WIDTH
+from fedveil.secagg.masks import LABEL, SEALED, SEED, WIDTH, WORD, fields
 
 FORMAT = 2
 HASH = 32
@@ -57,10 +56,8 @@ class Hello:
     def from_values(cls, values: object) -> "Hello":
         """Invert `values`; raise BadArgument for anything else."""
         found = _Fields("hello", values)
-        key, signature = found.raw("key", KEY), found.raw("signature", SIGNATURE)
-        return cls(
-            check_run_name("hello", found.get("run")), check_member_name("hello", found.get("name")), key, signature
-        )
+        run, name = check_run_name("hello", found.get("run")), check_member_name("hello", found.get("name"))
+        return cls(run, name, found.raw("key", KEY), found.raw("signature", SIGNATURE))
 
 
 @dataclass(frozen=True)
@@ -318,10 +315,10 @@ class _Fields:
     def names(self, name: str) -> tuple[str, ...]:
         """Return distinct names; the caller checks that they are members."""
         found = self.get(name)
-        if type(found) is not list or len(found) > MOST_MEMBERS:
-            raise BadArgument(self._kind, f"{name} must be a list of names")
-        if not all(type(item) is str for item in found) or len(set(found)) != len(found):
-            raise BadArgument(self._kind, f"{name} must be a list of distinct names")
+        if type(found) is not list or len(found) > MOST_MEMBERS or not all(type(item) is str for item in found):
+            raise BadArgument(self._kind, f"{name} must be a list of at most {MOST_MEMBERS:,} names")
+        if len(set(found)) != len(found):
+            raise BadArgument(self._kind, f"{name} must be distinct")
         return tuple(found)
 
     def settle(self) -> Settle:

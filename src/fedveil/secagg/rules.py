@@ -36,7 +36,7 @@ REASONS = {
     "step": "a step of settling was skipped or repeated",
     "members": "the members left are not a subset of the last ones, or do not include the client",
     "signatures": "too few members have signed the same list of members",
-    "busy": "another process uses the client's memory",
+    "busy": "another thread or process uses the client's memory",
     "share": "the shares of a client's seed do not match",
     "sum": "the masks do not cancel",
 }

@@ -16,8 +16,8 @@ app = ClientApp()
 @app.train()
 def train(message, context):
     part, config = int(context.node_config["partition-id"]), context.run_config
-    kind = before(config, part, unwrap(message.content, "ask"))
+    kind = before(config, part, unwrap(message.content, "ask")[0])
     make = (lambda: parts()[part]) if config["net"] != "resnet20" else (lambda: images(part))
     ready = Path(config["out"]) / f"{part}.safetensors"
     reply = answer(message, context, make_model(config), lambda: cache_records(ready, make))
-    return Message(content=wrap(after(kind, unwrap(reply.content, "answer"))), reply_to=message)
+    return Message(content=wrap(after(kind, unwrap(reply.content, "answer")[0])), reply_to=message)
