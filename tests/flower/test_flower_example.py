@@ -49,6 +49,12 @@ def test_the_example_trains_under_every_defence(apps, tmp_path, monkeypatch, def
     names = {"metrics.jsonl", "model.safetensors", "report.html", "summary.json", ".lock"}
     names |= {"checkpoint.pt", "checkpoint.previous.pt", "best.safetensors"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    if defence == "veil":  # the report states what is perturbed
+        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+        assert sum(summary[kind] for kind in ("scaled", "signed", "moved", "bare")) == pytest.approx(1)
+        page = (tmp_path / "out" / "report.html").read_text()
+        assert "What the veil perturbs" in page
+        assert f"{100 * summary['scaled']:.1f} %" in page
 
 
 def test_the_example_reads_bank_and_goes_on_from_its_checkpoint(apps, tmp_path, monkeypatch):
