@@ -1,6 +1,7 @@
 """Real Flower processes on loopback, each in a process group of its own, all ended when the test ends."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,6 +33,12 @@ def wait_until(true, seconds, what):
     while not true():
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
         time.sleep(0.1)
+
+
+def commands(page):
+    """The shell blocks of the first section of a page, step by step."""
+    section = (ROOT / "docs" / page).read_text().split("## From nothing")[1].split("\n## ")[0]
+    return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
 
 
 def group_alive(group):

@@ -16,7 +16,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedvei
 from flwr.app import Context, RecordDict
 from tests.data.making import bank_row, bank_text
 from tests.flower.grid import LocalGrid
-from tests.flower.processes import BIN, ROOT, Deployment, free_port, mentions, wait_until
+from tests.flower.processes import BIN, ROOT, Deployment, commands, free_port, mentions, wait_until
 
 EXAMPLE = ROOT / "examples" / "flower_app"
 
@@ -97,16 +97,9 @@ def test_certificates_are_made_once_and_name_their_hosts(tmp_path):
     assert "holds certificates already" in again.stderr
 
 
-def commands():
-    """The page's shell blocks, step by step."""
-    page = (ROOT / "docs" / "flower.md").read_text()
-    section = page.split("## From nothing")[1].split("\n## ")[0]
-    return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
-
-
 @pytest.mark.slow
 def test_the_pages_commands_train_over_tls(tmp_path):
-    install, *steps = commands()[:6]
+    install, *steps = commands("flower.md")[:6]
     assert "flower-supernode" in steps[3]
     assert "pip install" in install
     exports = [line for line in install.splitlines() if line.startswith("export")]

@@ -8,21 +8,9 @@ pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedv
 
 from safetensors.torch import load_file
 from tests.deployed.eavesdropping import Ear, listen
-from tests.deployed.results import MLP, error, records
-from tests.deployed.serving import adam
-from tests.deployed.task import make_model, parts
+from tests.deployed.results import error, one_process, records
 from tests.nvflare.processes import Flare
 from tests.oracle import worst
-
-from fedveil.defences import Plain, Veil
-from fedveil.federation import Federation
-
-
-def one_process(defence, rounds):
-    data = parts()[:3]
-    run = Federation(make_model(MLP), data, defence, adam, loss="squared_error", batch_size=32, whole_shard=True)
-    run.fit(rounds=rounds)
-    return run.model.state_dict()
 
 
 def test_veiled_rounds_in_the_simulator_are_plain_ones_of_one_process(tmp_path):
@@ -44,8 +32,7 @@ def test_fifty_rounds_over_mtls_give_the_model_of_one_process(defence, tmp_path)
         for part in range(3):
             flare.start_client(part)
         flare.run(tmp_path / "out", rounds=50, defence=defence)
-    expected = one_process(Plain() if defence == "plain" else Veil(groups=3, additive=100.0), 50)
-    assert worst(load_file(tmp_path / "out" / "model.safetensors"), expected) < 1e-6
+    assert worst(load_file(tmp_path / "out" / "model.safetensors"), one_process(defence, 50)) < 1e-6
 
 
 @pytest.mark.slow

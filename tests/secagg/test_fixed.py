@@ -27,13 +27,6 @@ def test_an_exponent_is_that_of_the_largest_magnitude_and_8(largest, wanted):
     assert largest < 2.0 ** (wanted - 8) or largest == 0 or wanted < -1000
 
 
-@pytest.mark.parametrize("n", CLIENTS)
-def test_values_that_fixed_point_holds_come_back(n):
-    b = bits(n, 0)
-    values = np.array([0.0, 1.0, -1.0, 0.5, -0.25, 2.0**-b, -(2.0**-b), 0.75 - 2.0**-b])
-    assert np.array_equal(decode(encode(values, b), b), values)
-
-
 @given(
     n=st.sampled_from(CLIENTS),
     e=st.integers(-30, 30),
