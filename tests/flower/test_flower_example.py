@@ -16,7 +16,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedvei
 from flwr.app import Context, RecordDict
 from tests.data.making import bank_row, bank_text
 from tests.flower.grid import LocalGrid
-from tests.flower.processes import BIN, ROOT, Deployment, commands, free_port, mentions, wait_until
+from tests.flower.processes import BIN, ROOT, commands, free_port, mentions, wait_until
 
 EXAMPLE = ROOT / "examples" / "flower_app"
 
@@ -66,19 +66,6 @@ def test_the_example_reads_bank_and_goes_on_from_its_checkpoint(apps, tmp_path, 
     assert [record["round"] for record in found] == [1, 2, 3, 4, 5]
     assert all("mse" in record for record in found)
     assert len(list((tmp_path / ".cache" / "fedveil" / "flower").glob("bank-*.safetensors"))) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("simulation", [True, False], ids=["simulation", "deployment"])
-def test_flwr_runs_the_example(tmp_path, simulation):
-    out = tmp_path / "out"
-    with Deployment(tmp_path / "flwr", simulation=simulation) as deployment:
-        for part in [] if simulation else range(3):
-            deployment.start_node(part)
-        deployment.run(out, app=EXAMPLE, wait=False, data="digits", rounds=3)
-        deployment.wait(out, 300, "report.html")
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [record["answers"] for record in found] == [3] * 3
 
 
 def test_certificates_are_made_once_and_name_their_hosts(tmp_path):

@@ -94,9 +94,8 @@ class Opening:
 
     def values(self) -> JsonObject:
         """Return the fields as JSON values, to travel in another message."""
-        own: JsonObject = {"run": self.run, "round": self.round, "attempt": self.attempt}
-        own |= {"exponents": list(self.exponents), "rows": list(self.rows), "checks": self.checks}
-        return own | {"roster": [hello.values() for hello in self.roster]}
+        rest = {"exponents": list(self.exponents), "rows": list(self.rows)}
+        return vars(self) | rest | {"roster": [hello.values() for hello in self.roster]}
 
     @classmethod
     def from_values(cls, values: object) -> "Opening":
@@ -204,7 +203,7 @@ class SealedShares:
     @classmethod
     def from_bytes(cls, data: bytes, count: int) -> "SealedShares":
         """Decode the shares of `count` dealers."""
-        body = unpack(data, "sealed", count * (SEALED + HASH))[1]
+        _, body = unpack(data, "sealed", count * (SEALED + HASH))
         return cls(_cut(body[: count * SEALED], SEALED), _cut(body[count * SEALED :], HASH))
 
 
@@ -255,8 +254,7 @@ class Reveal:
     def from_bytes(cls, data: bytes) -> "Reveal":
         """Decode the message."""
         head, body = unpack(data, "reveal")
-        signatures = head.cut_by_name("signers", body, SIGNATURE)
-        return cls(head.settle(), signatures)
+        return cls(head.settle(), head.cut_by_name("signers", body, SIGNATURE))
 
 
 @dataclass(frozen=True, repr=False)
@@ -275,8 +273,7 @@ class RevealReply:
     def from_bytes(cls, data: bytes) -> "RevealReply":
         """Decode the message."""
         head, body = unpack(data, "revealed")
-        shares = head.cut_by_name("dealers", body, WIDTH)
-        return cls(head.raw("context", HASH), shares)
+        return cls(head.raw("context", HASH), head.cut_by_name("dealers", body, WIDTH))
 
 
 class _Fields:

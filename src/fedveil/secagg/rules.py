@@ -93,8 +93,8 @@ def needs_new_key(run: RunMemory, policy: Policy, now: int) -> bool:
 
 def check_budget(state: State, run: RunMemory, policy: Policy, day: int) -> None:
     """Require that the client may help to open another sum."""
-    limits = {"run": (run.sums, policy.max_sums_per_run), "day": (state.sums_on(day), policy.max_sums_per_day)}
-    for what, (count, most) in limits.items():
+    limits = (run.sums, policy.max_sums_per_run, "run"), (state.sums_on(day), policy.max_sums_per_day, "day")
+    for count, most, what in limits:
         if count >= most:
             raise Aborted("policy", "opening", f"this client opens at most {most:,} sums per {what}")
 

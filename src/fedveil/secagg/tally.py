@@ -14,7 +14,7 @@ without decoding.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from itertools import combinations
+from itertools import chain, combinations
 from typing import NamedTuple
 
 from fedveil.errors import Aborted, BadArgument
@@ -71,10 +71,8 @@ class Conduct:
         for accuser, dealers in complaints.items():
             if len(dealers) > most:
                 self.exclude(accuser, f"it complained about the shares of {len(dealers)} of {n} members")
-        against = Counter(
-            dealer for accuser, dealers in complaints.items() if accuser not in self._excluded for dealer in dealers
-        )
-        for dealer, count in against.items():
+        believed = [dealers for accuser, dealers in complaints.items() if accuser not in self._excluded]
+        for dealer, count in Counter(chain.from_iterable(believed)).items():
             if count > most:
                 self.exclude(dealer, f"{count} of {n} members complained about its shares")
 
@@ -240,15 +238,9 @@ class Tally:
             raise BadArgument("revealed", f"{name} has already revealed")
         reply = RevealReply.from_bytes(data)
         self._check_context("revealed", name, reply.context)
-        index = self._index[name]
-        right = {
-            dealer: share
-            for dealer, share in reply.shares.items()
-            if dealer in self._uploads
-            and masks.share_hash(self._context, dealer, index, share) == self._uploads[dealer].hashes[index]
-        }
+        right = {dealer: share for dealer, share in reply.shares.items() if self._was_dealt(dealer, name, share)}
         self._revealed[name] = {dealer: share for dealer, share in right.items() if masks.is_field_element(share)}
-        for dealer in [dealer for dealer in right if dealer not in self._revealed[name]]:
+        for dealer in right.keys() - self._revealed[name].keys():
             self.conduct.exclude(dealer, "a share that it dealt is not an element of the field")
         if right.keys() != set(self.survivors) - self._complaints.get(name, set()):
             self._exclude("revealed", name, "it did not reveal the shares that it was dealt and did not dispute")
@@ -306,6 +298,11 @@ class Tally:
     def _holders(self, dealer: str, left: list[str]) -> int:
         """Count the members of `left` that can use their share of a dealer's seed."""
         return sum(dealer not in self._complaints.get(name, ()) for name in left)
+
+    def _was_dealt(self, dealer: str, name: str, share: bytes) -> bool:
+        """Tell whether a share matches the hash that its dealer gave for this member."""
+        upload, index = self._uploads.get(dealer), self._index[name]
+        return upload is not None and masks.share_hash(self._context, dealer, index, share) == upload.hashes[index]
 
     def _differs(self, one: str, other: str) -> bool:
         ours, theirs = self._uploads[one].commitments, self._uploads[other].commitments
