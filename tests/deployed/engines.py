@@ -100,7 +100,7 @@ class Nvflare(Deployed):
     strangers_end = False
 
     def make(self):
-        return Flare(self.home / "flare")
+        return Flare(self.home / "flare", started=())
 
     def restart_server(self):
         self.start_server()

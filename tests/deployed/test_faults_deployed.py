@@ -23,41 +23,41 @@ RESUMES = "ends, and resumes by submitting again"
 BY_ITSELF = "ends, and fedveil.nvflare.submit submits it again by itself"
 
 
-def kill_work(deployed, out, rounds):
-    deployed.run(out, rounds=rounds, timeout=deployed.timeout, work=3.0, wait=False)
+def submit(deployed, out, rounds, work=0.0, **config):
+    deployed.run(out, rounds=rounds, timeout=deployed.timeout, work=work, wait=False, **config)
+
+
+def kill_work(deployed, *run):
+    submit(deployed, *run, work=3.0)
     deployed.await_work(1, 1)
     deployed.kill_work(1)
 
 
-def kill_site(deployed, out, rounds):
-    deployed.run(out, rounds=rounds, timeout=deployed.timeout, work=3.0, wait=False)
+def kill_site(deployed, *run, **config):
+    submit(deployed, *run, work=3.0, **config)
     deployed.await_work(1, 1)
     deployed.kill_client(1)
 
 
-def restart_site(deployed, out, rounds):
-    config = {"min_answers": 3, "attempts": 20, "patience": deployed.patience}  # the round waits for it
-    deployed.run(out, rounds=rounds, timeout=deployed.timeout, work=3.0, wait=False, **config)
-    deployed.await_work(1, 1)
-    deployed.kill_client(1)
+def restart_site(deployed, *run):
+    kill_site(deployed, *run, min_answers=3, attempts=20, patience=deployed.patience)  # the round waits for it
     deployed.start_client(1)
 
 
-def straggle(deployed, out, rounds):
-    late = deployed.timeout + 10.0
-    deployed.run(out, rounds=rounds, timeout=deployed.timeout, faults="1:1:late", late=late, work=1.0, wait=False)
+def straggle(deployed, *run):
+    submit(deployed, *run, work=1.0, faults="1:1:late", late=deployed.timeout + 10.0)
 
 
-def garble(deployed, out, rounds):
-    deployed.run(out, rounds=rounds, timeout=deployed.timeout, faults="1:1:garbage", wait=False)
+def garble(deployed, *run):
+    submit(deployed, *run, faults="1:1:garbage")
 
 
-def distrust(deployed, out, rounds):
-    deployed.run(out, rounds=rounds, timeout=deployed.timeout, wait_for=2, wait=False)
+def distrust(deployed, *run):
+    submit(deployed, *run, wait_for=2)
 
 
-def kill_server(deployed, out, rounds):
-    deployed.run(out, rounds=rounds, timeout=deployed.timeout, work=1.0, wait=False)
+def kill_server(deployed, *run):
+    submit(deployed, *run, work=1.0)
     deployed.await_work(0, 2)
     deployed.kill_server()
     deployed.restart_server()

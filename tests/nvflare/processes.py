@@ -37,9 +37,13 @@ class Flare(Processes):
     """A server and its sites, site-1 for the first part; no code travels. `home` holds kits and logs.
 
     `proxies` are called with the server's port, one for each site; they return the port to connect to, without TLS.
+    As a context it starts the server and the sites in `started`, all of them by default; in the simulator neither.
     """
 
-    def __init__(self, home, *, sites=3, packages=("tests",), proxies=(), server_environment=None):
+    def __init__(
+        self, home, *, sites=3, started=None, simulator=False, packages=("tests",), proxies=(), server_environment=None
+    ):
+        self.to_start, self.simulator = range(sites) if started is None else started, simulator
         self.home, self.port, self.sites = Path(home), free_port(), sites
         self.processes, self.started, self.server_environment = {}, [], server_environment
         self.home.mkdir(parents=True, exist_ok=True)
@@ -93,20 +97,20 @@ class Flare(Processes):
         for pid in ours:
             os.kill(pid, signal.SIGKILL)
 
-    def run(self, out, *, wait=True, within=300.0, simulator=False, **config):
+    def run(self, out, *, wait=True, within=300.0, **config):
         """Submit the test app; waits for done.json, which it writes at its end."""
         out.mkdir(parents=True, exist_ok=True)
         values = {"out": str(out), **{key.replace("_", "-"): value for key, value in config.items()}}
         assert set(values) <= set(DEFAULTS)
-        process = self.submit("tests.nvflare.app.job", DEFAULTS | values, simulator=simulator)
+        process = self.submit("tests.nvflare.app.job", DEFAULTS | values)
         if wait:
             self.wait(out, within)
             assert process.wait(120) == 0, self.logs()
         return process
 
-    def submit(self, module, config, *, simulator=False):
+    def submit(self, module, config):
         """Run a module that takes a kit, or a folder for the simulator, and a configuration."""
-        where = self.home / "simulator" if simulator else self.kits / ADMIN
+        where = self.home / "simulator" if self.simulator else self.kits / ADMIN
         return self.start("job", sys.executable, "-m", module, where, json.dumps(config))
 
     def _of(self, name):
@@ -122,7 +126,10 @@ class Flare(Processes):
         self.processes.pop(name).wait(30)
 
     def __enter__(self):
-        self.start_server()
+        if not self.simulator:
+            self.start_server()
+            for part in self.to_start:
+                self.start_client(part)
         return self
 
     def __exit__(self, *_):

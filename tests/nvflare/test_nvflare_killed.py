@@ -20,18 +20,15 @@ TENTHS = range(2, ROUNDS + 1, 2)  # one of them, and the last, are evaluations
 @pytest.mark.slow
 def test_a_job_that_is_killed_at_every_tenth_is_whole_in_the_end(tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
-    flare = Flare(tmp_path / "flare", sites=2)
-    try:
-        flare.run(whole, simulator=True, **HOW)
+    with Flare(tmp_path / "flare", sites=2, simulator=True) as flare:
+        flare.run(whole, **HOW)
         for kill_at in TENTHS:
-            flare.run(out, wait=False, simulator=True, kill_at=kill_at, **HOW)
+            flare.run(out, wait=False, kill_at=kill_at, **HOW)
             flare.wait(out, file=f"killed-{kill_at}")
             flare.stop()  # the sites of that job
             saved = checkpoint.load(out / "checkpoint.pt")["round"] if (out / "checkpoint.pt").exists() else 0
             assert kill_at - EVERY <= saved <= kill_at  # behind by an interval at most
-        flare.run(out, simulator=True, **HOW)
-    finally:
-        flare.stop()
+        flare.run(out, **HOW)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == list(range(1, ROUNDS + 1))
     evaluated = [line["round"] for line in lines if line.get("evaluated")]

@@ -46,8 +46,6 @@ def test_twenty_rounds_with_one_client_killed_and_back(tmp_path):
     tap.mkdir()
     (tmp_path / "marks").mkdir()
     with Flare(tmp_path / "flare", sites=4) as flare:
-        for part in range(4):
-            flare.start_client(part)
         config = {"keys": str(tmp_path / "keys"), "tap": str(tap), "marks": str(tmp_path / "marks")}
         job = flare.run(out, rounds=ROUNDS, wait_for=4, work=0.3, timeout=10.0, wait=False, **config)
         wait_until((tmp_path / "marks" / "1-5").exists, 200, "client 1 in round 5")
@@ -67,7 +65,7 @@ def test_the_example_takes_keys_from_each_sites_environment(tmp_path):
     home, out = tmp_path / "keys", tmp_path / "out"
     make_keys(home)
     own = {"FEDVEIL_IDENTITY": str(home / "server.key"), "FEDVEIL_ROSTER": str(home / "roster")}
-    with Flare(tmp_path / "flare", sites=4, server_environment=own) as flare:
+    with Flare(tmp_path / "flare", sites=4, started=(), server_environment=own) as flare:
         for part in range(4):
             files = {"FEDVEIL_IDENTITY": str(home / f"site-{part + 1}.key"), "FEDVEIL_ROSTER": str(home / "roster")}
             flare.start_client(part, **files)
