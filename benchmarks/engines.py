@@ -102,21 +102,17 @@ class OnFlare:
     def __init__(self, folder: Path, simulator: bool) -> None:
         from tests.nvflare.processes import Flare
 
-        self.simulator = simulator
-        self.deployment: Any = Flare(folder / "flare", sites=CLIENTS, packages=("benchmarks",))
+        self.deployment: Any = Flare(folder / "flare", sites=CLIENTS, simulator=simulator, packages=("benchmarks",))
 
     def __enter__(self) -> Run:
-        if not self.simulator:
-            self.deployment.start_server()
-            for part in range(CLIENTS):
-                self.deployment.start_client(part)
+        self.deployment.__enter__()
         return self.run
 
     def run(self, net: str, out: Path, pairs: int) -> Pairs:
         """Submit the job and wait for what it writes."""
         out.mkdir(parents=True)
         config = {"net": net, "loss": "squared_error", "pairs": pairs, "out": str(out)}
-        self.deployment.submit("benchmarks.flare_app", config, simulator=self.simulator)
+        self.deployment.submit("benchmarks.flare_app", config)
         self.deployment.wait(out, 60.0 + 5.0 * pairs)
         return written(out)
 

@@ -3,69 +3,46 @@
 import os
 import signal
 import subprocess
-from abc import ABC, abstractmethod
 
 from tests.flower.processes import LOOP, SCRIPT, Deployment, wait_until
 from tests.nvflare.processes import Flare
 
 
-class Deployed(ABC):
-    """A server and its clients 0, 1 and 2 on this machine, over TLS. As a context it starts the server."""
+class Deployed:
+    """A server and its clients 0, 1 and 2 on this machine, over TLS. As a context it starts the server.
+
+    What is not here is that of `deployment`, whose processes they are.
+    """
 
     timeout: float  # seconds after which a round goes on without a client; several times what one takes
     patience = 300.0  # seconds in which a site that was started again is known again
     strangers_end = True  # whether a site with a wrong certificate gives up
+    deployment = None
 
     def __init__(self, home):
         self.home, self.marks = home, home / "marks"
         self.marks.mkdir(parents=True)
 
+    def __getattr__(self, name):
+        return getattr(self.deployment, name)
+
     def __enter__(self):
-        self.start()
+        self.deployment = self.make()
+        self.deployment.__enter__()
         return self
 
     def __exit__(self, *_):
-        self.stop()
+        self.deployment.__exit__()
 
-    @abstractmethod
-    def start(self):
-        """Start the server, which knows three clients."""
-
-    @abstractmethod
-    def stop(self):
-        """End every process."""
-
-    @abstractmethod
-    def start_client(self, part):
-        """Start a client's site, also one that was killed."""
-
-    @abstractmethod
-    def kill_client(self, part):
-        """Kill a client's site, with all its processes."""
-
-    @abstractmethod
-    def client_with_wrong_certificate(self, part):
-        """Start a site with certificates of another federation; returns its process."""
-
-    @abstractmethod
     def run(self, out, *, wait=True, **config):
         """Submit the test app with other values than `DEFAULTS` of serving.py; resume what is in `out`."""
+        self.deployment.run(out, wait=False, marks=str(self.marks), **config)
+        if wait:
+            self.wait(out)
 
-    @abstractmethod
     def wait(self, out):
         """Wait until the run has written done.json."""
-
-    @abstractmethod
-    def kill_server(self):
-        """Kill the server with all its processes."""
-
-    @abstractmethod
-    def restart_server(self):
-        """Start it again, with what it kept on disk."""
-
-    @abstractmethod
-    def logs(self):
-        """The end of every process's log."""
+        self.deployment.wait(out, 600)
 
     def await_work(self, part, number):
         """Wait until a client has begun to work on a round."""
@@ -85,46 +62,34 @@ class Flower(Deployed):
 
     timeout = 45.0
 
-    def start(self):
-        keys, strangers = self.home / "keys", self.home / "strangers"
-        for folder in (keys, strangers):
-            subprocess.run([SCRIPT, folder, "3"], check=True, capture_output=True)
+    def make(self):
+        for folder in ("keys", "strangers"):
+            subprocess.run([SCRIPT, self.home / folder, "3"], check=True, capture_output=True)
         options = ["--database", self.home / "link.db"]
-        self.deployment = Deployment(self.home / "flwr", tls=keys, options=options)
-        self.deployment.__enter__()
-        for part in range(3):
-            self.deployment.flwr("supernode", "register", keys / f"node{part}.pub", "lab")
+        return Deployment(self.home / "flwr", tls=self.home / "keys", options=options)
 
-    def stop(self):
-        self.deployment.__exit__()
+    def __enter__(self):
+        super().__enter__()
+        for part in range(3):
+            self.flwr("supernode", "register", self.home / "keys" / f"node{part}.pub", "lab")
+        return self
 
     def start_client(self, part):
-        self.deployment.start_node(part, loop=LOOP)
+        self.start_node(part, loop=LOOP)
 
     def kill_client(self, part):
-        self.deployment.kill(f"node{part}")
+        self.kill(f"node{part}")
 
     def client_with_wrong_certificate(self, part):
         keys = self.home / "strangers"
         trust = ["--root-certificates", keys / "ca.crt", "--auth-supernode-private-key", keys / f"node{part}"]
-        return self.deployment.start_node(part, trust=trust)
-
-    def run(self, out, *, wait=True, **config):
-        self.deployment.run(out, wait=False, marks=str(self.marks), **config)
-        if wait:
-            self.wait(out)
-
-    def wait(self, out):
-        self.deployment.wait(out, 600)
+        return self.start_node(part, trust=trust)
 
     def kill_server(self):
-        self.deployment.kill("link")
+        self.kill("link")
 
     def restart_server(self):
-        self.deployment.start_link()
-
-    def logs(self):
-        return self.deployment.logs()
+        self.start_link()
 
 
 class Nvflare(Deployed):
@@ -134,36 +99,11 @@ class Nvflare(Deployed):
     patience = 10.0  # a site that was started again takes part in the next job only, and this one should end
     strangers_end = False
 
-    def start(self):
-        self.deployment = Flare(self.home / "flare")
-        self.deployment.start_server()
-
-    def stop(self):
-        self.deployment.stop()
-
-    def start_client(self, part):
-        self.deployment.start_client(part)
-
-    def kill_client(self, part):
-        self.deployment.kill_client(part)
-
-    def client_with_wrong_certificate(self, part):
-        return self.deployment.client_with_wrong_certificate(part)
-
-    def run(self, out, *, wait=True, **config):
-        self.deployment.run(out, wait=wait, marks=str(self.marks), **config)
-
-    def wait(self, out):
-        self.deployment.wait(out)
-
-    def kill_server(self):
-        self.deployment.kill_server()
+    def make(self):
+        return Flare(self.home / "flare", started=())
 
     def restart_server(self):
-        self.deployment.start_server()
-
-    def logs(self):
-        return self.deployment.logs()
+        self.start_server()
 
 
 ENGINES = {"flower": Flower, "nvflare": Nvflare}

@@ -1,15 +1,10 @@
 """Clients that misbehave as the run's configuration says: the same faults for the test app of every engine."""
 
-import dataclasses
 import os
 import time
 from pathlib import Path
 
-import torch
-
-from fedveil.federation.protocol import Answer, Ask, read, write
-
-FOR_EVER = 3600.0
+from fedveil.federation.protocol import Ask, read
 
 
 def kind_of_fault(config, part, number):
@@ -32,10 +27,6 @@ def before(config, part, sent):
     kind = kind_of_fault(config, part, number)
     if kind == "raise":
         raise RuntimeError("this client fails")
-    if kind == "crash":
-        os._exit(1)
-    if kind == "sleep":
-        time.sleep(FOR_EVER)
     if kind == "late":
         time.sleep(float(config["late"]))
     return kind
@@ -43,11 +34,4 @@ def before(config, part, sent):
 
 def after(kind, reply):
     """The bytes of an answer as a client with this fault sends them."""
-    if kind == "garbage":
-        return b"garbage"
-    if kind not in ("nan", "stale"):
-        return reply
-    found = read(reply, Answer)
-    tensors = {name: t * torch.nan if t.is_floating_point() else t for name, t in found.tensors.items()}
-    changes = {"nan": {"tensors": tensors}, "stale": {"round": found.round - 1}}
-    return write(dataclasses.replace(found, **changes[kind]))
+    return b"garbage" if kind == "garbage" else reply

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tests.deployed.task import images, make_model, parts
+from tests.deployed.task import make_model, parts
 
 from fedveil.data import from_records
 from fedveil.defences import Plain, Veil
@@ -117,10 +117,9 @@ def record(server, config, out):
 def serve(make_server, config):
     """Train from the last checkpoint on; `make_server` takes what every `RemoteServer` takes after its connection."""
     out = Path(config["out"])
-    data = parts()[0] if config["net"] != "resnet20" else images(0)
     server = make_server(
         make_model(config),
-        data[0][:2],
+        parts()[0][0][:2],
         defence_of(config),
         adam,
         loss="squared_error",

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from fedveil.models import mlp, resnet
+from fedveil.models import mlp
 
 SIZES = (60, 40, 50, 30)
 
@@ -13,8 +13,6 @@ def make_model(config):
     """The same values wherever it is built."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if config["net"] == "resnet20":
-            return resnet(20, 3, 10)
         return mlp(64, 10, hidden=32).to(torch.float32 if config["net"] == "mlp32" else torch.float64)
 
 
@@ -26,9 +24,3 @@ def parts():
     ends = torch.tensor([0, *SIZES]).cumsum(0).tolist()
     rows = [slice(a, b) for a, b in itertools.pairwise(ends)]
     return [(data.train.inputs[r].double(), data.train.targets[r]) for r in rows]
-
-
-def images(part):
-    """CIFAR-like noise, for what a ResNet costs."""
-    generator = torch.Generator().manual_seed(part)
-    return torch.randn(64, 3, 32, 32, generator=generator), torch.randint(0, 10, (64,), generator=generator)

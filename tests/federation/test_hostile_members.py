@@ -11,8 +11,8 @@ from tests.oracle import worst
 from fedveil.errors import TooFewAnswers
 from fedveil.federation.progress import describe_round
 from fedveil.secagg import Hello, Party, masks, threshold
+from fedveil.secagg.masks import PRIME, SEED, WIDTH, split_seed
 from fedveil.secagg.messages import RevealReply, SettleReply, Upload
-from fedveil.secagg.shares import PRIME, SEED, WIDTH, split_seed
 
 ROUNDS = 4
 SIZES = (30, 20, 25, 13, 28, 17, 22, 11, 26, 19)
@@ -35,7 +35,7 @@ def with_shares(party, sent, names, shares):
     return replace(
         sent,
         sealed=tuple(masks.seal(shares[k], pairs[n], sent.context, party.name, n) for k, n in others),
-        hashes=tuple(masks.ShareHash(sent.context, party.name)(shares[k], k) for k in range(len(names))),
+        hashes=tuple(masks.share_hash(sent.context, party.name, k, shares[k]) for k in range(len(names))),
     )
 
 

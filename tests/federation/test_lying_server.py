@@ -22,7 +22,7 @@ from fedveil.errors import FedveilError
 from fedveil.federation import secure_client
 from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.protocol import Ask, MaskedAnswer, Step, read, write
-from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party, rules, shares, signed
+from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party, rules, signed
 from fedveil.secagg.memory import RunMemory
 from fedveil.secagg.messages import RevealReply, SealedShares, Settle, SettleReply, Upload, context
 from fedveil.secagg.signed import Digest, sign
@@ -75,7 +75,7 @@ class Tape:
     def __init__(self, patch):
         self.draw = random.Random(0)
         patch.setattr(masks.os, "urandom", self.bytes)
-        patch.setitem(shares.split.__kwdefaults__, "draw", self.draw.randrange)
+        patch.setitem(masks.split.__kwdefaults__, "draw", self.draw.randrange)
         patch.setattr(party, "X25519PrivateKey", self)
 
     def bytes(self, count):

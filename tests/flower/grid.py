@@ -32,16 +32,8 @@ class LocalGrid(Grid):
 
     def __init__(self, app, nodes, run_config=None, faults=None):
         self.app, self.faults, self.down = app, faults or {}, set()
-        self.contexts = {
-            100 + k: Context(
-                run_id=1,
-                node_id=100 + k,
-                node_config={"partition-id": k, "num-partitions": nodes},
-                state=RecordDict(),
-                run_config=run_config or {},
-            )
-            for k in range(nodes)
-        }
+        configs = {100 + k: {"partition-id": k, "num-partitions": nodes} for k in range(nodes)}
+        self.contexts = {n: Context(1, n, own, RecordDict(), run_config or {}) for n, own in configs.items()}
         self.counts = {node: itertools.count() for node in self.contexts}
         self.sent, self.replies = [], {}
 

@@ -1,6 +1,7 @@
 """Real Flower processes on loopback, each in a process group of its own, all ended when the test ends."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +35,12 @@ def wait_until(true, seconds, what):
         time.sleep(0.1)
 
 
+def commands(page):
+    """The shell blocks of the first section of a page, step by step."""
+    section = (ROOT / "docs" / page).read_text().split("## From scratch")[1].split("\n## ")[0]
+    return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+
+
 def group_alive(group):
     try:
         os.killpg(group, 0)
@@ -42,7 +49,30 @@ def group_alive(group):
     return True
 
 
-class Deployment:
+class Processes:
+    """Processes by name, each in a process group of its own; `home` holds their logs."""
+
+    cwd = None
+
+    def start(self, name, *command, environment=None):
+        with (self.home / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [str(BIN / command[0]), *map(str, command[1:])], cwd=self.cwd, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment | (environment or {}),
+            )  # fmt: skip
+        return self.processes[name]
+
+    def wait(self, out, within=300.0, file="done.json"):
+        try:
+            wait_until((out / file).exists, within, f"{file} in {out}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
+
+    def logs(self):
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.home.glob("*.log")))
+
+
+class Deployment(Processes):
     """A SuperLink and its SuperNodes; `home` is Flower's and holds logs."""
 
     def __init__(self, home, *, simulation=False, tls=None, options=()):
@@ -67,15 +97,6 @@ class Deployment:
             "RAY_DEDUP_LOGS": "0",
             "PATH": f"{BIN}:{os.environ['PATH']}",
         }
-
-    def start(self, name, *command):
-        log = (self.home / f"{name}.log").open("ab")
-        self.processes[name] = subprocess.Popen(
-            [str(BIN / command[0]), *map(str, command[1:])],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, start_new_session=True,
-        )  # fmt: skip
-        log.close()
-        return self.processes[name]
 
     def start_link(self):
         trust = ["--insecure"]
@@ -119,15 +140,6 @@ class Deployment:
         self.flwr("run", app, "lab", "-c", words, *more)
         if wait:
             self.wait(out, within)
-
-    def wait(self, out, within=300.0, file="done.json"):
-        try:
-            wait_until((out / file).exists, within, f"{file} in {out}")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.logs()}") from None
-
-    def logs(self):
-        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.home.glob("*.log")))
 
     def kill(self, name, sign=signal.SIGKILL):
         process = self.processes.pop(name)

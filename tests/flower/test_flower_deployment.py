@@ -5,20 +5,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
 
 from safetensors.torch import load_file
 from tests.deployed.eavesdropping import Ear, listen
-from tests.deployed.kills import HOW, check_end, check_kill
-from tests.deployed.results import answered, error, kinds, records
-from tests.deployed.task import make_model, parts
+from tests.deployed.results import answered, error, one_process, records
 from tests.flower.processes import LOOP, SCRIPT, Deployment, mentions, wait_until
 from tests.oracle import worst
-
-from fedveil.defences import Plain, Veil
-from fedveil.federation import Federation
 
 pytestmark = pytest.mark.slow
 needs_keys = pytest.mark.skipif(
@@ -45,17 +39,7 @@ def test_twenty_rounds_give_the_model_of_one_process(where, defence, tmp_path):
             deployment.start_node(part)
         deployment.run(out, rounds=20, defence=defence, within=900)
     assert [record["answers"] for record in records(out)] == [3] * 20
-    own = Federation(
-        make_model({"net": "mlp"}),
-        parts()[:3],
-        Plain() if defence == "plain" else Veil(groups=3, additive=100.0),
-        lambda p: torch.optim.Adam(p, 1e-2),
-        loss="squared_error",
-        batch_size=32,
-        whole_shard=True,
-    )
-    own.fit(rounds=20)
-    assert worst(load_file(out / "model.safetensors"), own.model.state_dict()) < 1e-6
+    assert worst(load_file(out / "model.safetensors"), one_process(defence, 20)) < 1e-6
 
 
 def test_nothing_that_supernodes_receive_holds_a_secret_or_predicts(tmp_path):
@@ -68,31 +52,6 @@ def test_nothing_that_supernodes_receive_holds_a_secret_or_predicts(tmp_path):
         finally:
             deployment.__exit__()
             [ear.close() for ear in ears]
-
-
-def test_bad_updates_cost_their_client_the_round(tmp_path):
-    out = tmp_path / "out"
-    with Deployment(tmp_path / "flwr") as deployment:
-        for part in range(3):
-            deployment.start_node(part)
-        deployment.run(out, rounds=4, faults="0:0:nan 1:1:stale 2:2:raise", timeout=90.0, within=600)
-    assert kinds(out) == [["not finite"], ["stale"], ["engine error"], []]
-    assert answered(out) == [(1, 2), (0, 2), (0, 1), (0, 1, 2)]
-    assert error(out) < 1e-9
-
-
-def test_a_run_whose_server_is_killed_twice_ends_as_if_it_had_not_been(tmp_path):
-    out, whole, how = tmp_path / "out", tmp_path / "whole", HOW | {"rounds": 6, "evaluate_every": 2}
-    with Deployment(tmp_path / "flwr") as deployment:
-        for part in range(2):
-            deployment.start_node(part, parts=2)
-        deployment.run(whole, **how)
-        for kill_at in (3, 5):
-            deployment.run(out, wait=False, kill_at=kill_at, **how)
-            deployment.wait(out, file=f"killed-{kill_at}")
-            check_kill(out, kill_at, every=2)
-        deployment.run(out, **how)
-    check_end(out, whole, rounds=6, every=2)
 
 
 @needs_keys

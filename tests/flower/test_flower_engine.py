@@ -2,7 +2,6 @@
 
 import gc
 import re
-import time
 
 import pytest
 import torch
@@ -12,17 +11,16 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedvei
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from tests import faults
 from tests.flower.grid import LocalGrid, parts
-from tests.flower.test_flower_server import adam, app_of, net, normed, values
+from tests.flower.test_flower_server import adam, app_of, net, values
 from tests.oracle import worst
 
-from fedveil import Limits
-from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
+from fedveil.defences import PPDL
 from fedveil.errors import BadArgument, Diverged, TooFewAnswers
 from fedveil.federation import Federation
 from fedveil.federation.protocol import Ask, read
 from fedveil.flower import Server, client_app
 from fedveil.flower.engine import FlowerTransport
-from fedveil.flower.wrapping import COMMON, RECORD, unwrap, unwrap_own, wrap
+from fedveil.flower.wrapping import COMMON, RECORD, unwrap, wrap
 from fedveil.scheme.recover import Recovery
 
 DATA = parts()
@@ -56,7 +54,7 @@ def content(make):
 
 def sent(change):
     """A fault of the answer's bytes as one of the message."""
-    return content(lambda old: wrap(change(unwrap(old, "answer"))))
+    return content(lambda old: wrap(change(unwrap(old, "answer")[0])))
 
 
 def altered(**changes):
@@ -71,10 +69,7 @@ FLOWERS_OWN = {
     "silence": (lambda reply, message: [], "silent: no answer within 0.3 s"),
     "cannot be inflated": (lambda reply, message: [ValueError("bad object")], "unreadable: ValueError: bad object"),
     "nothing in it": (content(lambda _: RecordDict()), "malformed: answer: this message is not Fedveil's"),
-    "not an array": (
-        content(lambda _: RecordDict({RECORD: ConfigRecord({COMMON: b""})})),
-        "malformed: answer: this mess",
-    ),
+    "not an array": (content(lambda _: RecordDict({RECORD: ConfigRecord({COMMON: b""})})), "malformed: answer: this"),
     "another node's": (lambda r, m: [_from(r, 102)], "foreign: the answer comes from node 102"),
 }
 FAULTS = FLOWERS_OWN | {name: (sent(change), text) for name, (change, text) in faults.FAULTS.items()}
@@ -100,39 +95,6 @@ def test_a_fault_costs_its_node_the_round_and_nobody_else(name, defence):
     assert server.history.records[-1]["answers"] == 3
 
 
-@pytest.mark.parametrize(
-    "make", [Plain, Veil, DBCL, lambda: PPDL(0.3), SPN], ids=["plain", "veil", "dbcl", "ppdl", "spn"]
-)
-@pytest.mark.parametrize("name", ["nan", "other shape", "other dtype", "text", "missing"])
-def test_every_defence_checks_what_it_is_sent(make, name):
-    data = parts(classes=4)
-    server = server_of({(101, 0): FAULTS[name][0]}, make(), data)
-    server.fit(rounds=1)
-    assert server.history.records[0]["answers"] == 2
-
-
-@pytest.mark.parametrize("defence", ["plain", "veil"])
-@pytest.mark.parametrize("bad", [torch.zeros(3).long(), torch.zeros(()).int()], ids=["shape", "dtype"])
-def test_a_counter_of_another_shape_is_refused(defence, bad):
-    name = "buffer/1.num_batches_tracked"
-    server = server_of({(101, 0): altered(tensors=lambda t: {**t, name: bad})}, defence, build=normed)
-    server.fit(rounds=1)
-    assert server.history.records[0]["answers"] == 2
-    assert "num_batches_tracked" in server.history.records[0]["faults"][0]
-
-
-@pytest.mark.parametrize("defence", ["plain", "veil"])
-@pytest.mark.parametrize("size", [1e4, 1e20, 1e30])
-def test_finite_numbers_without_measure_are_refused(defence, size):
-    scaled = altered(tensors=lambda t: {n: v * size if v.is_floating_point() else v for n, v in t.items()})
-    server = server_of({(101, 0): scaled}, defence)
-    server.fit(rounds=2)
-    first, second = server.history.records
-    assert first["faults"][0].startswith("client 101: refused: its gradient has norm")
-    assert (first["answers"], first["records"], second["answers"]) == (2, 55, 3)
-    assert "faults" not in second
-
-
 @pytest.mark.parametrize("prefix", ["passes/", "buffer/", "junk/", ""])
 @pytest.mark.parametrize("count", [1, 10_000])
 def test_tensors_without_numbers_are_counted_before_they_are_read(prefix, count):
@@ -141,29 +103,6 @@ def test_tensors_without_numbers_are_counted_before_they_are_read(prefix, count)
     server.fit(rounds=1)
     (fault,) = server.history.records[0]["faults"]
     assert re.search("was not asked for" if count == 1 else "bytes, too many for|tensors, more than", fault)
-
-
-def test_a_claim_of_records_has_no_more_than_its_share():
-    server = server_of({(101, 0): altered(records=10**12)}, "plain")
-    server.fit(rounds=1)
-    assert server.history.records[0]["capped"] == [101]
-    data = [DATA[0], DATA[2], DATA[1]]
-    shares = [0.5 * 30 / 55, 0.5 * 25 / 55, 0.5]
-    run = Federation(net(), data, "plain", adam, loss="squared_error", whole_shard=True, limits=Limits(max_share=1.0))
-    run.clients.claim_records = lambda client: round(shares[client] * 11_000_000)
-    run.fit(rounds=1)
-    assert worst(values(server.model), values(run.model)) < 1e-5
-
-
-def test_a_rule_combines_what_nodes_send():
-    flipped = altered(tensors=lambda t: {n: -8 * v for n, v in t.items()})
-    good = server_of({}, "plain", limits=Limits("median"))
-    bad = server_of({(101, 0): flipped}, "veil", limits=Limits("median"))
-    mean = server_of({(101, 0): flipped}, "veil")
-    for server in (good, bad, mean):
-        server.fit(rounds=1)
-    apart = [worst(values(server.model), values(good.model)) for server in (bad, mean)]
-    assert apart[0] < apart[1]
 
 
 @pytest.mark.parametrize("places", [[10**6], [-1], [0, 0], [[0]]])
@@ -203,23 +142,13 @@ def test_too_few_answers_repeat_the_round_with_a_new_secret():
     server = server_of(faults, min_answers=2)
     server.fit(rounds=1)
     for message in server.engine.transport.grid.sent:
-        found = read(unwrap(message.content, "ask"), Ask)
+        found = read(unwrap(message.content, "ask")[0], Ask)
         tokens.append((found.token, found.values["round"], found.round))
     assert len({token for token, _, _ in tokens}) == len({secret for _, secret, _ in tokens}) == 3
     assert {number for _, _, number in tokens} == {0}
     assert server.history.records[0]["attempts"] == 3
     assert len(server.history.records[0]["faults"]) == 4
     assert worst(values(server.model), engine([0, 1, 2])) < 1e-9
-
-
-def test_a_round_that_never_gets_its_answers_ends_in_time_and_says_why():
-    server = server_of({(100 + k, n): lambda r, m: [] for k in range(2) for n in range(9)}, min_answers=2)
-    began = time.monotonic()
-    with pytest.raises(TooFewAnswers, match=r"(?s)round 0: fewer than 2 valid replies after 3 .*silent"):
-        server.fit(rounds=1)
-    assert time.monotonic() - began < 3 * 0.3 + 2
-    assert not secrets_alive()
-    assert worst(values(server.model), values(net())) == 0
 
 
 def test_nodes_that_vanish_and_come_back_cost_only_the_rounds_they_miss():
@@ -230,13 +159,6 @@ def test_nodes_that_vanish_and_come_back_cost_only_the_rounds_they_miss():
     server.engine.transport.grid.contexts[100] = away
     server.fit(rounds=3)
     assert [record["records"] for record in server.history.records] == [75, 45, 75]
-
-
-def test_participation_asks_some_nodes_and_others_in_another_round():
-    server = server_of(data=parts((10,) * 6), participation=0.5)
-    server.fit(rounds=4)
-    assert [record["asked"] for record in server.history.records] == [3] * 4
-    assert len({message.metadata.dst_node_id for message in server.engine.transport.grid.sent}) > 3
 
 
 def test_messages_live_as_long_as_their_round():
@@ -259,23 +181,7 @@ def test_no_secret_outlives_its_round(name):
     with pytest.raises((TooFewAnswers, Diverged)):
         server.fit(rounds=1)
     assert not secrets_alive()
-
-
-def test_a_run_that_becomes_nan_or_infinite_stops_and_keeps_no_secret():
-    grid = LocalGrid(app_of(DATA), 3)
-    server = Server(
-        grid,
-        net(),
-        DATA[0][0][:2],
-        "veil",
-        lambda p: torch.optim.SGD(p, 1e200),
-        loss="squared_error",
-        attempts=1,
-        pause=0.0,
-    )
-    with pytest.raises(Diverged, match=r"(?s)round \d+: training diverged.*Fix: lower the learning rate"):
-        server.fit(rounds=50)
-    assert not secrets_alive()
+    assert worst(values(server.model), values(net())) == 0
 
 
 def test_a_client_refuses_what_is_old_and_what_it_has_answered():
@@ -311,22 +217,11 @@ def test_a_restarted_server_goes_on_from_its_checkpoint_with_the_clients_that_ar
     assert worst(values(second.model), values(whole.model)) < 1e-9
 
 
-def test_a_client_with_another_network_is_reported_by_name():
-    def wider():
-        return torch.nn.Sequential(torch.nn.Linear(6, 11), torch.nn.ReLU(), torch.nn.Linear(11, 4)).double()
-
-    for defence in ("plain", "veil", "dbcl"):
-        server = server_of(defence=defence, app=app_of(DATA, wider), attempts=1)
-        with pytest.raises(TooFewAnswers, match="ModelMismatch"):
-            server.fit(rounds=1)
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"min_answers": 0}, "min_answers must be an integer of at least 1, got 0"),
         ({"timeout": float("inf")}, "(?s)timeout must be a finite number above 0, got inf.*timeout=600, in seconds"),
-        ({"participation": 0.0}, "participation must be above 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options, text):
@@ -335,10 +230,10 @@ def test_settings_that_cannot_be_are_refused(options, text):
 
 
 def test_a_message_carries_bytes_for_one_node_beside_those_for_all():
-    grid = LocalGrid(
-        lambda message, context: Message(content=wrap(unwrap_own(message.content, "ask")), reply_to=message), 2
-    )
-    found = dict(FlowerTransport(grid).ask(b"all", {100: b"a", 101: b""}, label="0", timeout=1.0))
+    def echo(message, context):
+        return Message(content=wrap(unwrap(message.content, "ask")[1]), reply_to=message)
+
+    found = dict(FlowerTransport(LocalGrid(echo, 2)).ask(b"all", {100: b"a", 101: b""}, label="0", timeout=1.0))
     assert found == {100: b"a", 101: b""}
 
 

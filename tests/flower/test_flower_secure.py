@@ -4,13 +4,12 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
 
-from tests.flower.grid import LocalGrid, parts
-from tests.flower.test_flower_server import adam, net, values
+from tests.flower.grid import parts
+from tests.flower.test_flower_server import in_engine, net, on_flower, values
 from tests.oracle import worst
 
 from fedveil.errors import BadArgument
-from fedveil.federation import Federation
-from fedveil.flower import Server, answer, client_app
+from fedveil.flower import answer, client_app
 from fedveil.secagg import Identity, Memory, Party, Policy, Roster, environment
 
 DATA = parts((30, 20, 25, 15))
@@ -27,52 +26,23 @@ def identities():
     return found, Roster({own.name: own.public() for own in found})
 
 
-def trained(app, roster, rounds=3):
-    server = Server(
-        LocalGrid(app, 4),
-        net(),
-        DATA[0][0][:2],
-        "veil",
-        adam,
-        loss="squared_error",
-        secure_aggregation=roster,
-        identity=SERVER,
-        batch_size=8,
-        timeout=5.0,
-    )
-    server.fit(rounds=rounds)
-    return server
-
-
-def plain(rounds=3):
-    run = Federation(net(), DATA, "plain", adam, loss="squared_error", batch_size=8, whole_shard=True)
-    run.fit(rounds=rounds)
-    return values(run.model)
-
-
-def test_nodes_that_stay_keep_a_party():
+@pytest.mark.parametrize("stay", [True, False])
+def test_nodes_keep_their_party_or_go_on_from_its_file(stay, tmp_path):
+    """Stock SuperNodes do not stay: nothing but files is left from one message to the next."""
     found, roster = identities()
 
-    def party(context):
-        return Party(found[int(context.node_config["partition-id"])], roster, policy=POLICY)
-
-    server = trained(client_app(lambda _: net(), data_of, party=party), roster)
-    assert [record["answers"] for record in server.history.records] == [4] * 3
-    assert worst(values(server.model), plain()) < 1e-6
-
-
-def test_a_process_for_every_message_goes_on_from_its_file(tmp_path):
-    """As stock SuperNodes do it: nothing but files is left from one message to the next."""
-    found, roster = identities()
+    def party(context, memory=None):
+        return Party(found[int(context.node_config["partition-id"])], roster, memory, policy=POLICY)
 
     def app(message, context):
-        part = int(context.node_config["partition-id"])
-        party = Party(found[part], roster, Memory(tmp_path / f"{part}.memory"), policy=POLICY)
-        return answer(message, context, net(), DATA[part], party=party)
+        own = party(context, Memory(tmp_path / f"{context.node_id}.memory"))
+        return answer(message, context, net(), data_of(context), party=own)
 
-    server = trained(app, roster)
+    app = client_app(lambda _: net(), data_of, party=party) if stay else app
+    options = {"secure_aggregation": roster, "identity": SERVER, "batch_size": 8, "timeout": 5.0}
+    server = on_flower("veil", DATA, app=app, rounds=3, **options)
     assert [record["answers"] for record in server.history.records] == [4] * 3
-    assert worst(values(server.model), plain()) < 1e-6
+    assert worst(values(server.model), values(in_engine("plain", DATA, rounds=3, batch_size=8).model)) < 1e-6
 
 
 def test_the_environment_names_a_nodes_files_and_no_job_does(tmp_path, monkeypatch):

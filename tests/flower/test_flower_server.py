@@ -17,6 +17,7 @@ from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil, dbcl
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
 from fedveil.federation.client import ClientState
+from fedveil.federation.evaluate import slice_inputs
 from fedveil.flower import Server, client, client_app
 from fedveil.models import mlp
 
@@ -47,17 +48,18 @@ def values(model):
     return {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
 
 
-def on_flower(defence, data, build=net, app=None, rounds=ROUNDS, **options):
+def on_flower(defence, data, build=net, app=None, rounds=ROUNDS, example=None, **options):
     grid = LocalGrid(app or app_of(data, build), len(data))
-    server = Server(
-        grid, build(), data[0][0][:2], defence, adam, schedule=falling, **{"loss": "squared_error", **options}
-    )
+    options = {"loss": "squared_error", "schedule": falling, **options}
+    example = slice_inputs(data[0][0], 0, 2) if example is None else example
+    server = Server(grid, build(), example, defence, adam, **options)
     server.fit(rounds=rounds)
     return server
 
 
 def in_engine(defence, data, build=net, rounds=ROUNDS, **options):
-    run = Federation(build(), data, defence, adam, schedule=falling, fuse=False, **{"loss": "squared_error", **options})
+    options = {"loss": "squared_error", "schedule": falling, "whole_shard": True, "fuse": False, **options}
+    run = Federation(build(), data, defence, adam, **options)
     run.fit(rounds=rounds)
     return run
 
@@ -71,7 +73,7 @@ def in_engine(defence, data, build=net, rounds=ROUNDS, **options):
 def test_whole_shards_over_flower_are_those_of_the_engine(make, build):
     data = parts()
     ours = on_flower(make(), data, build, batch_size=8)
-    theirs = in_engine(make(), data, build, batch_size=8, whole_shard=True)
+    theirs = in_engine(make(), data, build, batch_size=8)
     assert worst(values(ours.model), values(theirs.model)) < 1e-9
     assert ours.optimizer.param_groups[0]["lr"] == theirs.optimizer.param_groups[0]["lr"] == 1e-2 / 4
 
@@ -81,7 +83,7 @@ def test_differential_privacy_on_top_is_the_servers(inner):
     """Clipped, with every client counting alike; without noise, so that two runs can be compared."""
     data = parts()
     ours = on_flower(Private(inner(), 0.1, 0.0), data)
-    theirs = in_engine(Private(Plain(), 0.1, 0.0), data, whole_shard=True)
+    theirs = in_engine(Private(Plain(), 0.1, 0.0), data)
     assert worst(values(ours.model), values(theirs.model)) < 1e-9
     assert ours.history.records[0]["dp_clipped"] == 1
     assert ours.defence_server.accountant.rounds == ROUNDS
@@ -96,15 +98,13 @@ def test_noise_for_privacy_reaches_the_model_and_is_accounted_for():
     assert worst(values(loud.model), values(quiet.model)) > 1e-3
     spent = [record["epsilon"] for record in loud.history.records]
     assert spent == sorted(set(spent))
-    assert spent[-1] == pytest.approx(
-        in_engine(Private(Plain(), 0.1, 2.0), data, whole_shard=True).defence_server.accountant.epsilon()
-    )
+    assert spent[-1] == pytest.approx(in_engine(Private(Plain(), 0.1, 2.0), data).defence_server.accountant.epsilon())
 
 
 def test_batches_over_flower_are_those_of_the_engine():
     data = parts((30, 21, 24))
     ours = on_flower("veil", data, whole_shard=False, batch_size=8, rounds_per_epoch=4, seed=3, rounds=9)
-    theirs = in_engine("plain", data, batch_size=8, seed=3, rounds=9)
+    theirs = in_engine("plain", data, whole_shard=False, batch_size=8, seed=3, rounds=9)
     assert theirs.rounds_per_epoch == 4
     assert worst(values(ours.model), values(theirs.model)) < 1e-9
 
@@ -113,7 +113,7 @@ def test_batches_over_flower_are_those_of_the_engine():
 def test_class_indices_and_other_losses_travel(loss):
     data = parts(classes=4)
     ours = on_flower("veil", data, loss=loss)
-    theirs = in_engine("plain", data, loss=loss, whole_shard=True)
+    theirs = in_engine("plain", data, loss=loss)
     assert worst(values(ours.model), values(theirs.model)) < 1e-4  # the tolerance of nodes, over 5 rounds of Adam
 
 
@@ -125,7 +125,7 @@ def own_loss(outputs, targets):
 def test_a_loss_of_the_users_own_is_given_to_both_sides(defence):
     data = parts()
     ours = on_flower(defence, data, loss=own_loss, app=app_of(data, loss=own_loss))
-    theirs = in_engine("plain", data, loss=own_loss, whole_shard=True)
+    theirs = in_engine("plain", data, loss=own_loss)
     assert worst(values(ours.model), values(theirs.model)) < 1e-4
     with pytest.raises(Exception, match="is the server's own function"):
         on_flower(defence, data, loss=own_loss, attempts=1)
@@ -140,7 +140,7 @@ def test_dbcl_over_flower_is_that_of_the_engine(monkeypatch):
 
     monkeypatch.setattr(dbcl.np.random, "default_rng", same_in_both)
     ours = on_flower(DBCL(), data, batch_size=8)
-    theirs = in_engine(DBCL(), data, batch_size=8, whole_shard=True)
+    theirs = in_engine(DBCL(), data, batch_size=8)
     assert len(drawn) == 2 * ROUNDS
     assert worst(values(ours.model), values(theirs.model)) < 1e-9
 
@@ -201,7 +201,7 @@ def test_a_client_may_insist_on_its_own_noise():
 def test_single_precision_travels_as_such():
     data = parts(dtype=torch.float32)
     ours = on_flower("veil", data, lambda: net().float())
-    theirs = in_engine("plain", data, lambda: net().float(), whole_shard=True)
+    theirs = in_engine("plain", data, lambda: net().float())
     assert worst(values(ours.model), values(theirs.model)) < 1e-4  # Adam divides 1e-7 by gradients that are near 0
     record = ours.history.records[-1]
     count = sum(p.numel() for p in net().parameters())

@@ -10,12 +10,10 @@ import time
 from pathlib import Path
 
 from tests.deployed.serving import DEFAULTS
-from tests.flower.processes import free_port, listening, wait_until
+from tests.flower.processes import BIN, ROOT, Processes, free_port, listening, wait_until
 
 from fedveil.nvflare import configure
 
-ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 ADMIN = "admin@lab.org"
 PROJECT = """
 api_version: 3
@@ -35,13 +33,17 @@ builders:
 """
 
 
-class Flare:
+class Flare(Processes):
     """A server and its sites, site-1 for the first part; no code travels. `home` holds kits and logs.
 
     `proxies` are called with the server's port, one for each site; they return the port to connect to, without TLS.
+    As a context it starts the server and the sites in `started`, all of them by default; in the simulator neither.
     """
 
-    def __init__(self, home, *, sites=3, packages=("tests",), proxies=(), server_environment=None):
+    def __init__(
+        self, home, *, sites=3, started=None, simulator=False, packages=("tests",), proxies=(), server_environment=None
+    ):
+        self.to_start, self.simulator = range(sites) if started is None else started, simulator
         self.home, self.port, self.sites = Path(home), free_port(), sites
         self.processes, self.started, self.server_environment = {}, [], server_environment
         self.home.mkdir(parents=True, exist_ok=True)
@@ -49,9 +51,7 @@ class Flare:
         for kit in self.kits.iterdir():
             if kit.name != ADMIN:
                 configure(kit, *packages)
-        resources = (
-            self.kits / "localhost" / "local" / "resources.json"
-        )  # FLARE's servers share a folder of jobs in /tmp
+        resources = self.kits / "localhost" / "local" / "resources.json"  # by default servers share a folder in /tmp
         resources.write_text(resources.read_text().replace("/tmp/nvflare/", f"{self.home}/store/"))
 
     @property
@@ -60,16 +60,13 @@ class Flare:
         quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
         return {**os.environ, **quiet, "PYTHONPATH": path, "PATH": f"{BIN}:{os.environ['PATH']}"}
 
+    @property
+    def cwd(self):
+        return self.home
+
     def start(self, name, *command, environment=None):
-        with (self.home / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                list(map(str, command)),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=self.environment | (environment or {}),
-                cwd=self.home,
-            )  # fmt: skip
-        self.started.append(self.processes[name])
-        return self.processes[name]
+        self.started.append(super().start(name, *command, environment=environment))
+        return self.started[-1]
 
     def start_server(self):
         command = self.kits / "localhost" / "startup" / "sub_start.sh", "--once"
@@ -100,30 +97,21 @@ class Flare:
         for pid in ours:
             os.kill(pid, signal.SIGKILL)
 
-    def run(self, out, *, wait=True, within=300.0, simulator=False, **config):
+    def run(self, out, *, wait=True, within=300.0, **config):
         """Submit the test app; waits for done.json, which it writes at its end."""
         out.mkdir(parents=True, exist_ok=True)
         values = {"out": str(out), **{key.replace("_", "-"): value for key, value in config.items()}}
         assert set(values) <= set(DEFAULTS)
-        process = self.submit("tests.nvflare.app.job", DEFAULTS | values, simulator=simulator)
+        process = self.submit("tests.nvflare.app.job", DEFAULTS | values)
         if wait:
             self.wait(out, within)
             assert process.wait(120) == 0, self.logs()
         return process
 
-    def submit(self, module, config, *, simulator=False):
+    def submit(self, module, config):
         """Run a module that takes a kit, or a folder for the simulator, and a configuration."""
-        where = self.home / "simulator" if simulator else self.kits / ADMIN
+        where = self.home / "simulator" if self.simulator else self.kits / ADMIN
         return self.start("job", sys.executable, "-m", module, where, json.dumps(config))
-
-    def wait(self, out, within=300.0, file="done.json"):
-        try:
-            wait_until((out / file).exists, within, f"{file} in {out}")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.logs()}") from None
-
-    def logs(self):
-        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.home.glob("*.log")))
 
     def _of(self, name):
         """Processes whose command names a kit."""
@@ -138,7 +126,10 @@ class Flare:
         self.processes.pop(name).wait(30)
 
     def __enter__(self):
-        self.start_server()
+        if not self.simulator:
+            self.start_server()
+            for part in self.to_start:
+                self.start_client(part)
         return self
 
     def __exit__(self, *_):

@@ -9,9 +9,9 @@ pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedv
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessageType
 from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
-from tests.federation.test_rounds import SITES, engine, net, parts
+from tests.federation.test_rounds import engine, net, parts
 from tests.nvflare.sites import CERTIFIED, Own
-from tests.nvflare.test_nvflare_rounds import ask_of, server_of
+from tests.nvflare.test_nvflare_rounds import ask_of, clients_of, server_of
 from tests.nvflare.theft import crafted, holds, stolen
 from tests.oracle import worst
 
@@ -36,10 +36,6 @@ class Watched(Own):
         return super().load_data(site)
 
 
-def watched(*names):
-    return {name: Watched(net, own, k) for k, (name, own) in enumerate(zip(names, parts(), strict=True))}
-
-
 def peer(server, caller, target):
     """The proxy of a site that another site of the job has."""
     (found,) = (proxy for proxy in server.cells[caller].app.client_proxies if proxy.name == target)
@@ -50,7 +46,7 @@ def peer(server, caller, target):
 def test_a_site_reads_no_record_of_another(caller, caplog):
     bare = ClientSession(net(), parts()[0], client=0).reply(crafted(net()))
     assert holds(parts()[0], stolen(bare, net()))  # what the attack reads where it gets an answer
-    clients = watched(*SITES)
+    clients = clients_of(Watched)
     server = server_of(clients=clients)
     assert peer(server, caller, "site-1").answer(crafted(net()), b"") == REFUSAL
     assert clients["site-1"].done == []
@@ -102,7 +98,7 @@ def test_a_refused_call_neither_waits_nor_replaces_a_message_of_the_server():
 
 @pytest.mark.parametrize("method", ["answer", "ready"])
 def test_a_site_that_bears_the_servers_name_is_not_taken_for_it(method, caplog):
-    clients = watched("site-1", "server", "site-3")
+    clients = clients_of(Watched, ("site-1", "server", "site-3"))
     server = server_of(clients=clients)
     found = getattr(peer(server, "server", "site-1"), method)(*([crafted(net()), b""] if method == "answer" else []))
     assert found == REFUSAL
@@ -111,13 +107,13 @@ def test_a_site_that_bears_the_servers_name_is_not_taken_for_it(method, caplog):
 
 
 def test_a_callers_name_cannot_write_lines_of_its_own_to_the_log(caplog):
-    server = server_of(clients=watched("site-1", "site-2\n\x1b[31mall is well", "site-3"))
+    server = server_of(clients=clients_of(Watched, ("site-1", "site-2\n\x1b[31mall is well", "site-3")))
     assert peer(server, "site-2\n\x1b[31mall is well", "site-1").ready() == REFUSAL
     assert "refused a call by site-2  [31mall is well: " in caplog.text
 
 
 def test_a_connection_that_goes_past_the_server_makes_nobody_the_server(caplog):
-    clients = watched(*SITES)
+    clients = clients_of(Watched)
     server = server_of(clients=clients, how=CERTIFIED)
     server.cells["site-1"].process.core_cell._add_adhoc_connector("site-2.job", "tcp://localhost:1")
     assert server.proxies[0].answer(crafted(net()), b"") == REFUSAL

@@ -2,32 +2,21 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedveil[nvflare]'")
 
-from tests.flower.processes import BIN, free_port, wait_until
+from tests.flower.processes import BIN, ROOT, commands, free_port, wait_until
 from tests.nvflare.processes import naming
-
-ROOT = Path(__file__).parents[2]
-
-
-def commands():
-    """The page's shell blocks, step by step."""
-    page = (ROOT / "docs" / "nvflare.md").read_text()
-    section = page.split("## From scratch")[1].split("\n## ")[0]
-    return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
 
 
 @pytest.mark.slow
 def test_the_pages_commands_train_over_mtls(tmp_path):
-    install, *steps = commands()
+    install, *steps = commands("nvflare.md")
     assert "pip install" in install
     example = tmp_path / "examples" / "nvflare_app"
     shutil.copytree(ROOT / "examples" / "nvflare_app", example)

@@ -8,29 +8,15 @@ pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedv
 
 from safetensors.torch import load_file
 from tests.deployed.eavesdropping import Ear, listen
-from tests.deployed.results import MLP, error, records
-from tests.deployed.serving import adam
-from tests.deployed.task import make_model, parts
+from tests.deployed.results import error, one_process, records
 from tests.nvflare.processes import Flare
 from tests.oracle import worst
 
-from fedveil.defences import Plain, Veil
-from fedveil.federation import Federation
-
-
-def one_process(defence, rounds):
-    data = parts()[:3]
-    run = Federation(make_model(MLP), data, defence, adam, loss="squared_error", batch_size=32, whole_shard=True)
-    run.fit(rounds=rounds)
-    return run.model.state_dict()
-
 
 def test_veiled_rounds_in_the_simulator_are_plain_ones_of_one_process(tmp_path):
-    flare, out = Flare(tmp_path, sites=2), tmp_path / "out"
-    try:
-        flare.run(out, rounds=5, wait_for=2, simulator=True)
-    finally:
-        flare.stop()
+    out = tmp_path / "out"
+    with Flare(tmp_path, sites=2, simulator=True) as flare:
+        flare.run(out, rounds=5, wait_for=2)
     assert error(out) < 1e-6
     found = records(out)
     assert [(r["answers"], r["records"]) for r in found] == [(2, 100)] * 5
@@ -41,11 +27,8 @@ def test_veiled_rounds_in_the_simulator_are_plain_ones_of_one_process(tmp_path):
 @pytest.mark.parametrize("defence", ["plain", "veil"])
 def test_fifty_rounds_over_mtls_give_the_model_of_one_process(defence, tmp_path):
     with Flare(tmp_path) as flare:
-        for part in range(3):
-            flare.start_client(part)
         flare.run(tmp_path / "out", rounds=50, defence=defence)
-    expected = one_process(Plain() if defence == "plain" else Veil(groups=3, additive=100.0), 50)
-    assert worst(load_file(tmp_path / "out" / "model.safetensors"), expected) < 1e-6
+    assert worst(load_file(tmp_path / "out" / "model.safetensors"), one_process(defence, 50)) < 1e-6
 
 
 @pytest.mark.slow
@@ -56,22 +39,16 @@ def test_nothing_that_sites_receive_holds_a_secret_or_predicts(tmp_path):
         ears.append(Ear(port))
         return ears[-1].port
 
-    flare = Flare(tmp_path / "flare", proxies=[ear] * 3)
     try:
-        flare.start_server()
-        for part in range(3):
-            flare.start_client(part)
-        listen(lambda out, **config: flare.run(out, **config), tmp_path, ears)
+        with Flare(tmp_path / "flare", proxies=[ear] * 3) as flare:
+            listen(flare.run, tmp_path, ears)
     finally:
-        flare.stop()
         [one.close() for one in ears]
 
 
 @pytest.mark.slow
 def test_what_a_client_raises_does_not_reach_the_server(tmp_path):
     with Flare(tmp_path) as flare:
-        for part in range(3):
-            flare.start_client(part)
         flare.run(tmp_path / "out", rounds=3, faults="1:1:raise")
     faults = [fault for record in records(tmp_path / "out") for fault in record.get("faults", [])]
     assert faults == ["client site-2: raised: RuntimeError on the site; its stderr has the traceback"]
@@ -82,7 +59,7 @@ def test_what_a_client_raises_does_not_reach_the_server(tmp_path):
 
 @pytest.mark.slow
 def test_a_site_that_forbids_code_runs_installed_classes_only(tmp_path):
-    with Flare(tmp_path) as flare:
+    with Flare(tmp_path, started=()) as flare:
         for part in range(3):
             rights = flare.kits / f"site-{part + 1}" / "local" / "authorization.json"
             found = json.loads(rights.with_suffix(".json.default").read_text())

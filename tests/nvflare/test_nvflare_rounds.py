@@ -22,8 +22,12 @@ from fedveil.nvflare.engine import FlareTransport
 SECRET = "record 17 is 4.25"
 
 
+def clients_of(kind=Own, names=SITES):
+    return {name: kind(net, own, k) for k, (name, own) in enumerate(zip(names, parts(), strict=True))}
+
+
 def server_of(faults=None, defence="veil", clients=None, turn=None, how=SIMULATED, **options):
-    clients = clients or {name: Own(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
+    clients = clients or clients_of()
     proxies, cells, signal = sites(clients, faults, turn, how)
     options = {"timeout": 60.0, "pause": 0.0, "attempts": 3, "patience": 0.2, "batch_size": 8, **options}
     server = LoopbackServer(
@@ -135,8 +139,7 @@ class Refusing(Own):
 
 def test_what_a_client_raises_stays_on_its_site(capsys, caplog):
     caplog.set_level("DEBUG")
-    clients = {name: Own(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
-    server = server_of(clients=clients | {"site-2": Broken(net, None, 1), "site-3": Refusing(net, None, 2)})
+    server = server_of(clients=clients_of() | {"site-2": Broken(net, None, 1), "site-3": Refusing(net, None, 2)})
     server.fit(rounds=1)
     texts = sorted(server.history.records[0]["faults"])
     assert texts[0] == "client site-2: raised: ValueError on the site; its stderr has the traceback"
@@ -192,8 +195,7 @@ def test_private_state_outlives_the_job_in_a_file_of_the_site(tmp_path):
         folder = tmp_path / "node"
 
     def server():
-        clients = {name: Keeping(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
-        return server_of(defence=SPN(), clients=clients, turn=threading.Lock())
+        return server_of(defence=SPN(), clients=clients_of(Keeping), turn=threading.Lock())
 
     server().fit(rounds=1)
     files = sorted((tmp_path / "node").iterdir())
@@ -211,6 +213,5 @@ def test_private_state_outlives_the_job_in_a_file_of_the_site(tmp_path):
 
 
 def test_sites_are_asked_in_the_order_of_their_names():
-    clients = {name: Own(net, own, k) for k, (name, own) in enumerate(zip(SITES, parts(), strict=True))}
-    server = server_of(clients=dict(reversed(clients.items())))
+    server = server_of(clients=dict(reversed(clients_of().items())))
     assert server.engine.members() == list(SITES)

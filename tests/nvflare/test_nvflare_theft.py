@@ -14,13 +14,13 @@ pytestmark = pytest.mark.slow
 REFUSAL = "'refused: only the server of this job may call this site'"
 
 
-def rob(flare, home, attack, simulator=False):
+def rob(flare, home, attack):
     """Let the second of two sites attack the first in round 0; returns what it got, by names of files."""
     out, loot = home / "out", home / "loot"
     loot.mkdir()
     out.mkdir()
     config = DEFAULTS | {"out": str(out), "wait-for": 2, "loot": str(loot), "attack": attack}
-    process = flare.submit("tests.nvflare.app.job", config, simulator=simulator)
+    process = flare.submit("tests.nvflare.app.job", config)
     flare.wait(out)
     assert process.wait(120) == 0, flare.logs()
     assert [(record["answers"], "faults" in record) for record in records(out)] == [(2, False)] * 2
@@ -35,11 +35,8 @@ def gain(found):
 
 
 def test_a_site_asks_another_in_the_simulator(tmp_path):
-    flare = Flare(tmp_path / "flare", sites=2)
-    try:
-        found = rob(flare, tmp_path, "ask", simulator=True)
-    finally:
-        flare.stop()
+    with Flare(tmp_path / "flare", sites=2, simulator=True) as flare:
+        found = rob(flare, tmp_path, "ask")
     assert found == {"answer": REFUSAL, "ready": REFUSAL}
 
 
@@ -49,8 +46,6 @@ def test_a_site_asks_another_in_the_simulator(tmp_path):
 )
 def test_a_site_asks_another_over_mtls_in_its_own_name_and_in_the_servers(attack, gains, tmp_path):
     with Flare(tmp_path / "flare", sites=2) as flare:
-        for part in range(2):
-            flare.start_client(part)
         found = rob(flare, tmp_path, attack)
         log = (tmp_path / "flare" / "site-1.log").read_text()
     assert found == gains

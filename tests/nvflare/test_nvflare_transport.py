@@ -35,7 +35,7 @@ class Telling(Own):
     told = None
 
     def make_model(self):
-        from fedveil.nvflare.transport import transport
+        from fedveil.nvflare.client import transport
 
         self.told = transport().value
         return super().make_model()
@@ -85,26 +85,18 @@ def test_a_site_that_allows_connections_to_others_answers_nobody(caplog):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_deployment_takes_part_in_secure_aggregation_as_its_transport_allows(kind, tmp_path):
     make_keys(tmp_path / "keys")
-    out, told, proxies = tmp_path / "out", tmp_path / "told", []
+    out, told = tmp_path / "out", tmp_path / "told"
     out.mkdir()
     told.mkdir()
-    if kind == "insecure":
-        proxies = [lambda port: port] * 4  # provisions without TLS
-    flare = Flare(tmp_path / "flare", sites=4, proxies=proxies)
+    proxies = [lambda port: port] * 4 if kind == "insecure" else []  # provisions without TLS
     config = DEFAULTS | {"out": str(out), "wait-for": 4, "keys": str(tmp_path / "keys"), "told": str(told)}
-    try:
-        if kind != "simulator":
-            flare.start_server()
-            for part in range(4):
-                flare.start_client(part)
-        flare.submit("tests.nvflare.app.job", config, simulator=kind == "simulator")
+    with Flare(tmp_path / "flare", sites=4, simulator=kind == "simulator", proxies=proxies) as flare:
+        flare.submit("tests.nvflare.app.job", config)
         if kind == "insecure":
             log = tmp_path / "flare" / "localhost.log"
             wait_until(lambda: log.exists() and REFUSAL in log.read_text(), 200, "the refusal")
         else:
             flare.wait(out)
             assert [record["answers"] for record in records(out)] == [4, 4]
-    finally:
-        flare.stop()
     expected = {} if kind == "insecure" else dict.fromkeys([f"site-{part + 1}" for part in range(4)], kind)
     assert {file.name: file.read_text() for file in told.iterdir()} == expected

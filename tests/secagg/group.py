@@ -117,15 +117,15 @@ def summed(vectors, names):
 
 
 class Attempt:
-    """An attempt of n clients that have uploaded."""
+    """An attempt of n clients, or of a group, all of whom have uploaded but the last `absent`."""
 
-    def __init__(self, n, change=None, conduct=None):
-        self.group = Group(n)
+    def __init__(self, n, change=None, conduct=None, absent=0):
+        self.group = n if isinstance(n, Group) else Group(n)
         self.opening, self.vectors = self.group.opening(), self.group.vectors(SIZE)
         self.sent = self.group.uploads(self.opening, self.vectors)
         self.tally = Tally(self.opening, DIGEST, self.group.roster, conduct)
-        for name, data in self.sent.items():
-            upload = Upload.from_bytes(data, n, SIZE)
+        for name in self.group.names[: len(self.sent) - absent]:
+            upload = Upload.from_bytes(self.sent[name], len(self.sent), SIZE)
             self.tally.take_upload(name, (change(name, upload) if change else upload).to_bytes())
 
     def revealed(self, gone=()):

@@ -6,8 +6,8 @@ from tests.secagg.group import upload
 
 from fedveil.errors import BadArgument, FedveilError
 from fedveil.secagg import masks, threshold
+from fedveil.secagg.masks import join_seed
 from fedveil.secagg.messages import Reveal, RevealReply, SealedShares, Settle, SettleReply, Upload, context
-from fedveil.secagg.shares import join_seed
 
 
 class Hostile:

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from tests.secagg.group import DIGEST, Group, summed, upload, words
+from tests.secagg.group import DIGEST, Group, attempt, settle_all, summed, upload, words
 from tests.secagg.hostile import refuses
 
 from fedveil.errors import Aborted, BadArgument
@@ -19,37 +19,22 @@ class Restarted(Group):
 
     def __init__(self, n, folder):
         super().__init__(n)
-        self.folder = folder
-        self.parties = Restarting(self)
-        self.hellos = {name: self.parties[name].hello(self.run) for name in self.names}
-
-
-class Restarting:
-    def __init__(self, group):
-        self.group = group
+        self.folder, self.parties = folder, self
+        self.hellos = {name: self[name].hello(self.run) for name in self.names}
 
     def __getitem__(self, name):
-        return Party(self.group.identities[name], self.group.roster, Memory(self.group.folder / f"{name}.json"))
+        return Party(self.identities[name], self.roster, Memory(self.folder / f"{name}.json"))
 
 
 def test_a_new_process_for_every_message_gives_the_same_sum(tmp_path):
     group = Restarted(4, tmp_path)
     opening, vectors = group.opening(), group.vectors()
-    tally = Tally(opening, DIGEST, group.roster)
-    for name, data in group.uploads(opening, vectors).items():
-        tally.take_upload(name, data)
-    for gone in ({"c2"}, set()):
-        common, own = tally.settle()
-        for name in set(own) - gone:
-            tally.take_settle_reply(name, group.parties[name].settle(common, own[name]))
-    message = tally.reveal()
-    for name in tally.survivors:
-        tally.take_reveal_reply(name, group.parties[name].reveal(message))
+    tally = attempt(group, opening, group.uploads(opening, vectors), {"c2": "settle"})
     assert np.array_equal(tally.total(), summed(vectors, ("c0", "c1", "c3")))
     assert refuses(upload, group.parties["c0"], opening, DIGEST, vectors["c0"]) == "attempt"
     again = group.opening(round=0)
     assert refuses(upload, group.parties["c0"], again, DIGEST, vectors["c0"]) == "round"
-    assert refuses(group.parties["c0"].reveal, message) == "attempt"
+    assert refuses(group.parties["c0"].reveal, tally.reveal()) == "attempt"
 
 
 def test_the_file_is_for_its_owner_alone(tmp_path):
@@ -67,20 +52,18 @@ def test_nothing_leaves_that_could_not_be_written(tmp_path, monkeypatch, step):
     group = Restarted(4, tmp_path)
     opening, vectors = group.opening(), group.vectors()
     tally = Tally(opening, DIGEST, group.roster)
-    calls = {"hello": lambda: group.parties["c0"].hello("another run")}
-    if step != "hello":
-        sent = group.uploads(opening, vectors)
-        later = group.opening()
-        calls["upload"] = lambda: upload(group.parties["c0"], later, DIGEST, vectors["c0"])
-        for name, data in sent.items():
-            tally.take_upload(name, data)
-        common, own = tally.settle()
-        calls["settle"] = lambda: group.parties["c0"].settle(common, own["c0"])
-        if step == "reveal":
-            for name in own:
-                tally.take_settle_reply(name, group.parties[name].settle(common, own[name]))
-            message = tally.reveal()
-            calls["reveal"] = lambda: group.parties["c0"].reveal(message)
+    for name, data in group.uploads(opening, vectors).items():
+        tally.take_upload(name, data)
+    if step == "reveal":
+        settle_all(group, tally)
+    common, own = tally.settle() if step == "settle" else (b"", {})
+    later = group.opening()
+    calls = {
+        "hello": lambda: group.parties["c0"].hello("another run"),
+        "upload": lambda: upload(group.parties["c0"], later, DIGEST, vectors["c0"]),
+        "settle": lambda: group.parties["c0"].settle(common, own["c0"]),
+        "reveal": lambda: group.parties["c0"].reveal(tally.reveal()),
+    }
     before = (tmp_path / "c0.json").read_text()
 
     def full(*arguments):
@@ -151,15 +134,15 @@ def test_a_damaged_memory_is_refused(tmp_path, text):
         Memory.from_bytes(text.encode())
 
 
-@pytest.mark.parametrize("change", ["key", "own", "attempt"])
-def test_a_memory_with_a_damaged_value_is_refused(change):
+def test_a_memory_with_a_damaged_value_is_refused():
     group = Group(4)
     group.uploads(group.opening(), group.vectors())
-    state = json.loads(group.memories["c0"].to_bytes())
-    kept = state["runs"][group.run]
-    {"own": kept["current"]}.get(change, kept)[change] = "abc"
-    with pytest.raises(BadArgument, match="damaged"):
-        Memory.from_bytes(json.dumps(state).encode())
+    for change in ("key", "own", "attempt"):
+        state = json.loads(group.memories["c0"].to_bytes())
+        kept = state["runs"][group.run]
+        {"own": kept["current"]}.get(change, kept)[change] = "abc"
+        with pytest.raises(BadArgument, match="damaged"):
+            Memory.from_bytes(json.dumps(state).encode())
 
 
 def test_a_memory_is_not_pickled_and_shows_nothing():

@@ -5,8 +5,7 @@ import logging
 import traceback
 
 import pytest
-from tests.secagg.group import DIGEST, Attempt, Group, settle_all, upload
-from tests.secagg.hostile import Hostile
+from tests.secagg.group import DIGEST, Attempt, settle_all, upload
 
 from fedveil.errors import FedveilError
 from fedveil.secagg import Identity, Memory, Party, Tally, masks, messages
@@ -71,7 +70,7 @@ def test_the_search_finds_what_is_planted():
 
 def test_no_object_shows_a_secret(planted):
     a = Attempt(4)
-    group, opening, tally, texts = a.group, a.opening, a.tally, []
+    group, tally, texts = a.group, a.tally, []
     for data in a.sent.values():
         texts += everything_said(messages.Upload.from_bytes(data, 4, 3))
     common, own = tally.settle()
@@ -84,12 +83,10 @@ def test_no_object_shows_a_secret(planted):
             texts += everything_said(turn) + everything_said(turn.state.runs[group.run])
             texts += everything_said(turn.state.runs[group.run].current) + everything_said(turn.state.runs)
     settle_all(group, tally)
-    message = tally.reveal()
-    for name in tally.survivors:
-        data = group.parties[name].reveal(message)
+    for name, data in a.revealed().items():
         texts += everything_said(messages.RevealReply.from_bytes(data))
         tally.take_reveal_reply(name, data)
-    for thing in (tally, *group.parties.values(), *group.memories.values(), *group.identities.values(), opening):
+    for thing in (tally, *group.parties.values(), *group.memories.values(), *group.identities.values(), a.opening):
         texts += everything_said(thing)
     assert len(planted) > 50
     assert len(texts) > 100
@@ -98,12 +95,8 @@ def test_no_object_shows_a_secret(planted):
 
 def test_no_error_or_log_line_shows_a_secret(planted, caplog, tmp_path, capfd):
     caplog.set_level(logging.DEBUG)
-    group = Group(4)
-    vectors, opening = group.vectors(), group.opening()
-    server = Hostile(group, opening)
-    for name in group.names:
-        server.upload(name, DIGEST, vectors[name])
-    texts = []
+    a, texts = Attempt(4), []
+    group = a.group
 
     def fails(call, *arguments):
         try:
@@ -113,12 +106,11 @@ def test_no_error_or_log_line_shows_a_secret(planted, caplog, tmp_path, capfd):
         else:
             raise AssertionError("it did not fail")
 
-    tally = Tally(opening, DIGEST, group.roster)
-    sent = {name: upload.to_bytes() for name, upload in server.sent.items()}
-    for name, data in sent.items():
+    tally = Tally(a.opening, DIGEST, group.roster)
+    for name, data in a.sent.items():
         fails(tally.take_upload, name, data[:-1])
         fails(tally.take_upload, name, b"\xff" * 8 + data)
-        fails(upload, group.parties[name], opening, DIGEST, vectors[name])
+        fails(upload, group.parties[name], a.opening, DIGEST, a.vectors[name])
         tally.take_upload(name, data)
     common, own = tally.settle()
     for name in group.names:
@@ -156,27 +148,17 @@ def test_no_error_or_log_line_shows_a_secret(planted, caplog, tmp_path, capfd):
 
 def test_clients_send_no_key_and_no_seed_in_the_clear(planted):
     """M2 holds seeds and shares encrypted only; M4 holds pair seeds with those outside only."""
-    group = Group(4)
-    opening, vectors = group.opening(), group.vectors()
-    sent = group.uploads(opening, vectors)
+    a = Attempt(4, absent=1)
+    group, tally = a.group, a.tally
     known = planted | keys_of(group)
-    assert not [name for name, secret in known.items() if any(secret in data for data in sent.values())]
-    tally = Tally(opening, DIGEST, group.roster)
-    for name in group.names[:3]:
-        tally.take_upload(name, sent[name])
-    common, own = tally.settle()
+    assert not [name for name, secret in known.items() if any(secret in data for data in a.sent.values())]
     seeds = {name: masks.agree(key_for(group, name), group.hellos["c3"].key) for name in group.names[:3]}
-    for name in group.names[:3]:
-        data = group.parties[name].settle(common, own[name])
+    for name, data in a.answers(*tally.settle()).items():
         opened = {secret for secret in planted.values() if len(secret) == 32 and secret in data}
         assert opened == {masks.pair_seed(seeds[name], tally._context, name, "c3")}
         tally.take_settle_reply(name, data)
-    message = tally.reveal()
-    for name in group.names[:3]:
-        data = group.parties[name].reveal(message)
-        assert not [
-            label for label, secret in (planted | keys_of(group)).items() if len(secret) == 32 and secret in data
-        ]
+    for data in a.revealed().values():
+        assert not any(len(secret) == 32 and secret in data for secret in (planted | keys_of(group)).values())
 
 
 def key_for(group, name):

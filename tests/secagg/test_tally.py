@@ -8,8 +8,8 @@ from tests.secagg.group import DIGEST, SIZE, Attempt, Group, reveal_all, settle_
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import Conduct, Tally, masks, threshold
-from fedveil.secagg.messages import Reveal, RevealReply, SettleReply, Upload
-from fedveil.secagg.shares import PRIME, WIDTH, split_seed
+from fedveil.secagg.masks import PRIME, WIDTH, split_seed
+from fedveil.secagg.messages import Reveal, RevealReply, SettleReply
 
 
 def off_by_one(share):
@@ -20,26 +20,42 @@ def flipped(data, at=0):
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
+def settle_with(a, name, change):
+    """All settle; one of them answers with another M4."""
+    while not a.tally.has_agreement():
+        common, own = a.tally.settle()
+        for member, data in a.answers(common, own).items():
+            if member == name:
+                data = change(SettleReply.from_bytes(data, len(a.group.names) - len(own))).to_bytes()
+            a.tally.take_settle_reply(member, data)
+
+
+def reveal_with(a, liars, change, gone=()):
+    """All reveal; liars do it with other shares, which excludes them."""
+    for name, data in a.revealed(gone).items():
+        if name in liars:
+            found = RevealReply.from_bytes(data)
+            data = replace(found, shares=change(dict(found.shares))).to_bytes()
+            with pytest.raises(BadArgument, match=f"{name} is excluded: it did not reveal the shares"):
+                a.tally.take_reveal_reply(name, data)
+        else:
+            a.tally.take_reveal_reply(name, data)
+    assert set(a.tally.conduct.excluded) == set(liars)
+
+
+@pytest.mark.parametrize("lie", ["wrong", "missing"])
 @pytest.mark.parametrize("dealer", range(4))
 @pytest.mark.parametrize("holder", range(4))
-def test_a_wrong_share_is_left_out_and_its_holder_excluded(dealer, holder):
-    for others in (3, 2):  # holders besides: t = 3, so that one can be spared, or none
+def test_a_wrong_or_missing_share_is_left_out_and_its_holder_excluded(dealer, holder, lie):
+    def change(shares):
+        share = shares.pop(f"c{dealer}")
+        return shares if lie == "missing" else shares | {f"c{dealer}": off_by_one(share)}
+
+    for gone in ((), (f"c{(holder + 1) % 4}",)):  # t = 3, so that one holder can be spared, or none
         a = Attempt(4)
         settle_all(a.group, a.tally)
-        answers = a.revealed()
-        if others == 2:
-            del answers[f"c{(holder + 1) % 4}"]
-        wrong = RevealReply.from_bytes(answers[f"c{holder}"])
-        shares = dict(wrong.shares) | {f"c{dealer}": off_by_one(wrong.shares[f"c{dealer}"])}
-        answers[f"c{holder}"] = RevealReply(wrong.context, shares).to_bytes()
-        for name, data in answers.items():
-            if name == f"c{holder}":
-                with pytest.raises(BadArgument, match=f"{name} is excluded: it did not reveal the shares"):
-                    a.tally.take_reveal_reply(name, data)
-            else:
-                a.tally.take_reveal_reply(name, data)
-        assert list(a.tally.conduct.excluded) == [f"c{holder}"]
-        if others == 3:
+        reveal_with(a, [f"c{holder}"], change, gone)
+        if not gone:
             assert a.exact()
         else:
             with pytest.raises(Aborted, match="1 of 4 self seeds are lost") as caught:
@@ -47,38 +63,11 @@ def test_a_wrong_share_is_left_out_and_its_holder_excluded(dealer, holder):
             assert caught.value.reason == "share"
 
 
-@pytest.mark.parametrize("left_out", [True, False])
-def test_a_share_that_is_not_revealed_excludes_its_holder_unless_it_complained(left_out):
-    a = Attempt(4)
-    settle_all(a.group, a.tally)
-    answers = a.revealed()
-    found = RevealReply.from_bytes(answers["c0"])
-    shares = {name: share for name, share in found.shares.items() if name != "c1" or not left_out}
-    data = RevealReply(found.context, shares).to_bytes()
-    if left_out:
-        with pytest.raises(BadArgument, match="c0 is excluded"):
-            a.tally.take_reveal_reply("c0", data)
-    else:
-        a.tally.take_reveal_reply("c0", data)
-    for name in ("c1", "c2", "c3"):
-        a.tally.take_reveal_reply(name, answers[name])
-    assert a.exact()
-    assert set(a.tally.conduct.excluded) == ({"c0"} if left_out else set())
-
-
 def test_two_wrong_revealers_of_ten_are_named_and_the_sum_opens():
     """Any choice of shares by trial would need one without both of them; their hashes tell at once."""
     a = Attempt(10)
     settle_all(a.group, a.tally)
-    for name, data in a.revealed().items():
-        if name in ("c0", "c1"):
-            found = RevealReply.from_bytes(data)
-            data = RevealReply(found.context, {d: off_by_one(share) for d, share in found.shares.items()}).to_bytes()
-            with pytest.raises(BadArgument, match="is excluded"):
-                a.tally.take_reveal_reply(name, data)
-        else:
-            a.tally.take_reveal_reply(name, data)
-    assert set(a.tally.conduct.excluded) == {"c0", "c1"}
+    reveal_with(a, ["c0", "c1"], lambda shares: {dealer: off_by_one(share) for dealer, share in shares.items()})
     assert a.exact()
 
 
@@ -93,7 +82,7 @@ def test_without_hashes_and_commitments_a_wrong_share_would_be_taken_for_the_see
         object.__setattr__(sent, "commitments", (bytes(32),) * 4)
         object.__setattr__(sent, "hashes", (bytes(32),) * 4)
     monkeypatch.setattr(masks, "commitment", lambda seed, context: bytes(32))
-    monkeypatch.setattr(masks.ShareHash, "__call__", lambda *parts: bytes(32))
+    monkeypatch.setattr(masks, "share_hash", lambda *parts: bytes(32))
     for name, data in answers.items():
         a.tally.take_reveal_reply(name, data)
     with pytest.raises(Aborted) as caught:
@@ -101,76 +90,52 @@ def test_without_hashes_and_commitments_a_wrong_share_would_be_taken_for_the_see
     assert caught.value.reason == "sum"  # the first word is the last line of defence
 
 
-def another_polynomial(sent, group, opening, dealer):
+def another_polynomial(sent, group, dealer):
     """Shares of another seed, with their right hashes and proper encryption; the commitment stays."""
-    names, party = opening.names, group.parties[dealer]
+    names, party = group.names, group.parties[dealer]
     shares = split_seed(b"\x01" * 32, threshold(len(names)), len(names))
     with group.memories[dealer].turn() as turn:
         kept = turn.state.runs[group.run]
         pairs = party._pair_secrets(kept, kept.current)
     sealed = [masks.seal(shares[k], pairs[n], sent.context, dealer, n) for k, n in enumerate(names) if n != dealer]
-    hashes = [masks.ShareHash(sent.context, dealer)(shares[k], k) for k in range(len(names))]
+    hashes = [masks.share_hash(sent.context, dealer, k, shares[k]) for k in range(len(names))]
     return replace(sent, sealed=tuple(sealed), hashes=tuple(hashes))
 
 
 @pytest.mark.parametrize("n", [4, 5, 10])
 def test_a_dealer_of_another_polynomial_is_named_and_excluded(n):
     group = Group(n)
-    opening, vectors, conduct = group.opening(), group.vectors(SIZE), Conduct()
-    tally = Tally(opening, DIGEST, group.roster, conduct)
-    for name, data in group.uploads(opening, vectors).items():
-        upload = Upload.from_bytes(data, n, SIZE)
-        tally.take_upload(
-            name, (another_polynomial(upload, group, opening, name) if name == "c1" else upload).to_bytes()
-        )
-    settle_all(group, tally)
-    message = tally.reveal()
-    for name in tally.survivors:
-        data = group.parties[name].reveal(message)
-        if name == "c1":  # it has kept its share of the seed that it committed to
-            with pytest.raises(BadArgument, match="is excluded"):
-                tally.take_reveal_reply(name, data)
-        else:
-            tally.take_reveal_reply(name, data)
+    a = Attempt(group, lambda name, sent: another_polynomial(sent, group, name) if name == "c1" else sent)
+    settle_all(a.group, a.tally)
+    reveal_with(a, ["c1"], lambda shares: shares)  # it has kept its share of the seed that it committed to
     with pytest.raises(Aborted, match=r"1 of \d+ self seeds are lost; c1 lied"):
-        tally.total()
-    assert set(conduct.excluded) == {"c1"}
+        a.tally.total()
+    assert set(a.tally.conduct.excluded) == {"c1"}
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_a_wrong_pair_seed_counts_as_no_answer_and_the_members_shrink(place):
-    """c9, c8 and c7 did not upload; one client opens a wrong seed with one of them."""
-    group = Group(10)
-    opening, vectors = group.opening(), group.vectors(SIZE)
-    sent = group.uploads(opening, vectors)
-    for liar in ("c0", "c4", "c6"):
-        group.restore(kept := group.snapshot())
-        tally = Tally(opening, DIGEST, group.roster)
-        for name in group.names[: 10 - 3 + (place < 2)]:
-            tally.take_upload(name, sent[name])
-        common, own = tally.settle()
-        outside = 10 - len(own)
-        for name in own:
-            data = group.parties[name].settle(common, own[name])
-            if name == liar:
-                answer = SettleReply.from_bytes(data, outside)
-                seeds = list(answer.seeds)
-                seeds[place % outside] = flipped(seeds[place % outside], 31)
-                data = replace(answer, seeds=tuple(seeds)).to_bytes()
-                with pytest.raises(BadArgument, match=f"{liar} is excluded: a pair seed that it opened"):
-                    tally.take_settle_reply(name, data)
-            else:
-                tally.take_settle_reply(name, data)
-        assert not tally.has_agreement()
-        if outside == 3:
-            with pytest.raises(Aborted, match="6 of 10 clients are left: at least 7"):
-                tally.settle()
+@pytest.mark.parametrize("liar", ["c0", "c4", "c6"])
+@pytest.mark.parametrize(("absent", "place"), [(2, 0), (2, 1), (3, 2)])
+def test_a_wrong_pair_seed_counts_as_no_answer_and_the_members_shrink(liar, absent, place):
+    """c9, c8 and perhaps c7 did not upload; one client opens a wrong seed with one of them."""
+    a = Attempt(10, absent=absent)
+    common, own = a.tally.settle()
+    for name, data in a.answers(common, own).items():
+        if name == liar:
+            answer = SettleReply.from_bytes(data, absent)
+            seeds = list(answer.seeds)
+            seeds[place] = flipped(seeds[place], 31)
+            with pytest.raises(BadArgument, match=f"{liar} is excluded: a pair seed that it opened"):
+                a.tally.take_settle_reply(name, replace(answer, seeds=tuple(seeds)).to_bytes())
         else:
-            settle_all(group, tally)
-            reveal_all(group, tally)
-            assert liar not in tally.survivors
-            assert np.array_equal(tally.total(), summed(vectors, tally.survivors))
-        group.restore(kept)
+            a.tally.take_settle_reply(name, data)
+    assert not a.tally.has_agreement()
+    if absent == 3:
+        with pytest.raises(Aborted, match="6 of 10 clients are left: at least 7"):
+            a.tally.settle()
+    else:
+        a.finish()
+        assert liar not in a.tally.survivors
+        assert a.exact()
 
 
 def with_other_commitments(*partners):
@@ -296,28 +261,20 @@ def test_a_dealer_about_whom_more_complain_than_may_lie_is_excluded(n, receivers
     assert a.exact()
 
 
-def settle_with_complaints(a, accuser, dealers):
-    """All settle; one of them says that it cannot use the shares of these dealers."""
-    while not a.tally.has_agreement():
-        common, own = a.tally.settle()
-        for name in own:
-            data = a.group.parties[name].settle(common, own[name])
-            answer = SettleReply.from_bytes(data, len(a.group.names) - len(own))
-            if name == accuser and answer.step == 0:
-                data = replace(answer, failed=tuple(dealers)).to_bytes()
-            a.tally.take_settle_reply(name, data)
+def accuse(dealers):
+    """Say that one cannot use the shares of these dealers."""
+    return lambda answer: replace(answer, failed=tuple(dealers)) if answer.step == 0 else answer
 
 
 @pytest.mark.parametrize(("n", "accused"), [(4, 1), (5, 1), (10, 3)])
 def test_an_accuser_of_no_more_than_may_lie_costs_nobody_the_round(n, accused):
     a = Attempt(n)
-    settle_with_complaints(a, "c0", a.group.names[1 : accused + 1])
-    message = a.tally.reveal()
-    for name in a.tally.survivors:
-        found = RevealReply.from_bytes(a.group.parties[name].reveal(message))
-        lost = a.group.names[1 : accused + 1] if name == "c0" else ()
-        shares = {dealer: share for dealer, share in found.shares.items() if dealer not in lost}
-        a.tally.take_reveal_reply(name, RevealReply(found.context, shares).to_bytes())
+    lost = a.group.names[1 : accused + 1]
+    settle_with(a, "c0", accuse(lost))
+    for name, data in a.revealed().items():
+        found = RevealReply.from_bytes(data)
+        shares = {d: share for d, share in found.shares.items() if name != "c0" or d not in lost}
+        a.tally.take_reveal_reply(name, replace(found, shares=shares).to_bytes())
     assert a.tally.survivors == tuple(a.group.names)
     assert not a.tally.conduct.excluded
     assert a.exact()
@@ -326,7 +283,7 @@ def test_an_accuser_of_no_more_than_may_lie_costs_nobody_the_round(n, accused):
 @pytest.mark.parametrize(("n", "accused"), [(4, 2), (4, 3), (5, 2), (5, 4), (10, 4), (10, 9)])
 def test_an_accuser_of_more_than_may_lie_is_excluded_and_the_accused_stay(n, accused):
     a = Attempt(n)
-    settle_with_complaints(a, "c0", a.group.names[1 : accused + 1])
+    settle_with(a, "c0", accuse(a.group.names[1 : accused + 1]))
     reveal_all(a.group, a.tally)
     assert a.tally.survivors == tuple(a.group.names[1:])
     assert list(a.tally.conduct.excluded) == ["c0"]
@@ -376,12 +333,7 @@ def test_a_late_answer_of_a_dropped_client_does_not_count():
 
 def test_a_wrong_signature_excludes_its_member():
     a = Attempt(5)  # t = 4
-    while not a.tally.has_agreement():
-        common, own = a.tally.settle()
-        for name, data in a.answers(common, own).items():
-            if name == "c2":
-                data = replace(SettleReply.from_bytes(data, 5 - len(own)), signature=bytes(64)).to_bytes()
-            a.tally.take_settle_reply(name, data)
+    settle_with(a, "c2", lambda answer: replace(answer, signature=bytes(64)))
     reveal_all(a.group, a.tally)
     assert len(Reveal.from_bytes(a.tally.reveal()).signatures) == 4
     assert a.tally.conduct.excluded == {"c2": "its signature on the members is wrong"}

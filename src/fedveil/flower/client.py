@@ -12,12 +12,12 @@ from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.client import ClientSession, ClientState, Data, hide_failures, load_private, save_private
 from fedveil.federation.protocol import LastAsk
-from fedveil.flower.wrapping import unwrap, unwrap_own, wrap
+from fedveil.flower.wrapping import unwrap, wrap
 from fedveil.records.sources import Given
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
 from fedveil.secagg.environment import own_party, own_policy
-from fedveil.wire import Values, from_bytes, to_bytes
+from fedveil.wire import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
@@ -76,7 +76,7 @@ def answer(
             policy=own_policy(),
             state=_load_state(context, file),
         )
-        reply = session.reply(unwrap(message.content, "ask"), unwrap_own(message.content, "ask"))
+        reply = session.reply(*unwrap(message.content, "ask"))
     _save_state(session.state, context, file)
     return Message(content=wrap(reply), reply_to=message)
 
@@ -124,8 +124,11 @@ def client_app(
 
 
 def _load_state(context: Context, file: Path | None) -> ClientState:
-    last = context.state.get(LAST)
-    private = load_private(file) if file is not None else _load_from_context(context)
+    last, record = context.state.get(LAST), context.state.get(PRIVATE)
+    private = load_private(file)
+    if file is None and isinstance(record, ConfigRecord):
+        values, tensors = from_bytes(cast(bytes, record["state"]), "state")
+        private = values | tensors
     if not isinstance(last, ConfigRecord):
         return ClientState(None, private)
     return ClientState(LastAsk(str(last["session"]), int(str(last["round"])), str(last["token"])), private)
@@ -138,14 +141,6 @@ def _save_state(state: ClientState, context: Context, file: Path | None) -> None
         _save_to_context(state.private, context)
     if state.last is not None:
         context.state[LAST] = ConfigRecord(vars(state.last))
-
-
-def _load_from_context(context: Context) -> Values:
-    record = context.state.get(PRIVATE)
-    if not isinstance(record, ConfigRecord):
-        return {}
-    values, tensors = from_bytes(cast(bytes, record["state"]), "state")
-    return values | tensors
 
 
 def _save_to_context(private: Mapping[str, object], context: Context) -> None:

@@ -13,15 +13,7 @@ if TYPE_CHECKING:
     from fedveil.nvflare.kits import configure
     from fedveil.nvflare.server import Server
 else:
-    __getattr__ = lazily(
-        __name__,
-        {
-            "Client": "client",
-            "Server": "server",
-            "configure": "kits",
-            **dict.fromkeys(("Job", "simulate", "submit"), "jobs"),
-        },
-        needs="nvflare",
-    )
+    _HOMES = {"Client": "client", "Server": "server", "configure": "kits"}
+    __getattr__ = lazily(__name__, _HOMES | dict.fromkeys(("Job", "simulate", "submit"), "jobs"), needs="nvflare")
 
 __all__ = ["Client", "Job", "Server", "configure", "simulate", "submit"]

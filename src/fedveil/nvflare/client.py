@@ -1,4 +1,4 @@
-"""The client's side: an object that FLARE keeps on a site for the duration of a job."""
+"""The client's side: an object that FLARE keeps on a site during a job; who may call it, and over which connection."""
 
 import logging
 import sys
@@ -6,16 +6,20 @@ import threading
 import traceback
 import zlib
 from abc import ABC, abstractmethod
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
+from nvflare.apis.fl_constant import FLContextKey
 from nvflare.collab import collab
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
+from nvflare.fuel.f3.cellnet.identity import is_mtls_connection
 from torch import nn
 
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import FedveilError
 from fedveil.federation.client import ClientSession, ClientState, load_private, save_private
 from fedveil.federation.engines import clean
-from fedveil.nvflare.transport import connects_directly, decline_direct_connections, require_secure_transport
 from fedveil.records.sources import Given
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
@@ -24,6 +28,66 @@ from fedveil.secagg.environment import own_party, own_policy
 LOG = logging.getLogger("fedveil.nvflare")
 SERVER = "server"  # FLARE's name for the server of a job, in the simulator and in every deployment
 REFUSAL = "refused: only the server of this job may call this site"
+
+
+class InsecureTransport(FedveilError):
+    """A client in secure aggregation whose connection to the server is not secure."""
+
+
+class ConnectionSecurity(Enum):
+    """How a site reaches the server of its job."""
+
+    SIMULATOR = "simulator"  # processes of one machine, without certificates
+    MTLS = "mTLS"  # to the server itself, and both sides show a certificate of the project
+    INSECURE = "insecure"  # any other: clear, TLS with a certificate of the server only, through a relay
+
+
+def transport() -> ConnectionSecurity:
+    """Return how the site of the current call reaches the server.
+
+    FLARE's SECURE_MODE does not show it: it is also set in a project with `connection_security: clear`. The settings of
+    the connection do. TLS without certificates of the sites is not enough: FLARE's server then accepts the name that a
+    connection claims, and routes replies by that name. Behind a relay the job has no connection to the server, and
+    relays do not check who sent a message.
+    """
+    if collab.fl_ctx.get_prop(FLContextKey.SIMULATE_MODE, False):
+        return ConnectionSecurity.SIMULATOR
+    connector = _cell().bb_ext_connector
+    secure = connector is not None and is_mtls_connection(connector.get_connection_params())
+    return ConnectionSecurity.MTLS if secure and not connects_directly() else ConnectionSecurity.INSECURE
+
+
+def require_secure_transport() -> None:
+    """Refuse a connection that others can read or open in the server's name; the simulator is exempt."""
+    if transport() is ConnectionSecurity.INSECURE:
+        what = "this client takes part in secure aggregation, and its connection to the server is not mTLS"
+        fix = "provision with `connection_security: mtls`, without relays"
+        raise InsecureTransport("FLARE", what, fix)
+
+
+def connects_directly() -> bool:
+    """Return whether this site's job has connections to cells other than the server's, or accepts them.
+
+    They are never secure, and the other end chooses its name: it may call itself the server.
+    """
+    cell = _cell()
+    return bool(cell.connector_manager.adhoc_allowed or any(cell.adhoc_connectors.values()))
+
+
+def decline_direct_connections() -> None:
+    """Let the job's process open no connection that a message invites it to.
+
+    FLARE opens one for any participant that requests it in a header, even if its settings forbid such connections.
+    """
+    _cell().add_incoming_filter("*", "*", _remove_invitation)
+
+
+def _remove_invitation(message: Any) -> None:
+    message.remove_header(MessageHeaderKey.CONN_URL)
+
+
+def _cell() -> Any:
+    return collab.fl_ctx.get_engine().get_cell().core_cell
 
 
 def called_by_server() -> bool:

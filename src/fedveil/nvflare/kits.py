@@ -24,20 +24,17 @@ def configure(kit: Path, *packages: str) -> Path:
     """
     local = Path(kit) / "local"
     found: dict[str, Any] = {"format_version": 2}
-    for name in NAMES:
-        if (local / name).exists():
-            try:
-                found = dict(json.loads((local / name).read_text()))
-            except (OSError, ValueError, TypeError) as error:
-                raise BadArgument(str(local / name), f"cannot be read: {error}", "provision the kit again") from error
-            break
+    if file := next((local / name for name in NAMES if (local / name).exists()), None):
+        try:
+            found = dict(json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise BadArgument(str(file), f"cannot be read: {error}", "provision the kit again") from error
     found["allow_log_streaming"] = False
     if packages:
         for package in packages:
             if not all(part.isidentifier() for part in package.split(".")):
-                raise BadArgument(
-                    "packages", f"{package!r} is not the name of a package", "use a name such as bank_flare"
-                )
+                what = f"{package!r} is not the name of a package"
+                raise BadArgument("packages", what, "use a name such as bank_flare")
         listed = found.get("class_allow_list", DEFAULT_CLASS_ALLOW_LIST)
         own = ("nvflare.collab.", *(f"{package}." for package in packages))
         found["class_allow_list"] = list(dict.fromkeys([*listed, *own]))

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from nvflare.collab.api.proxy import Proxy
 
 from fedveil.federation.remote import RemoteServer
+from fedveil.nvflare.client import decline_direct_connections
 from fedveil.nvflare.engine import FlareTransport
-from fedveil.nvflare.transport import decline_direct_connections
 
 
 class Server(RemoteServer[Sequence[Proxy]]):

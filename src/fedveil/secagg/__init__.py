@@ -15,7 +15,7 @@ per run and seeds derived for every attempt.
                                                                                  Tally.total
 
 `rules` and `policy` hold what a client refuses and what it is promised, `masks` what is derived from which secret, and
-`conduct` who is excluded. Messages come from one server, whose signature `signed` checks.
+`tally.Conduct` who is excluded. Messages come from one server, whose signature `signed` checks.
 
 Not promised: anything against crafted models that are sent to all clients alike, against differences of sums over
 different members, or against poisoning: a hostile client can spoil the sum. Nor is anything promised to a client whose
@@ -23,7 +23,6 @@ disk is restored to an earlier state: it still has its key, but has forgotten ho
 """
 
 from fedveil.errors import Aborted
-from fedveil.secagg.conduct import Conduct
 from fedveil.secagg.fixed import bits, decode, encode, exponent
 from fedveil.secagg.identity import Identity, Roster
 from fedveil.secagg.memory import Memory
@@ -31,7 +30,7 @@ from fedveil.secagg.messages import Hello, Opening
 from fedveil.secagg.party import Party
 from fedveil.secagg.policy import Policy
 from fedveil.secagg.rules import LEAST, REASONS, colluders, threshold
-from fedveil.secagg.tally import Tally
+from fedveil.secagg.tally import Conduct, Tally
 
 __all__ = [
     "LEAST",

@@ -79,8 +79,7 @@ def bits(n: int, exponent: int) -> int:
 
 def scale(values: Floats, bits: int) -> Floats:
     """Return rint(x 2^b) as float64, exact but for the rounding; values must be finite."""
-    scaled = values * 2.0**bits if -1000 < bits < 1000 else np.ldexp(values, bits)
-    return np.asarray(np.rint(scaled, out=scaled))
+    return np.asarray(np.rint(np.ldexp(values, bits)))
 
 
 def fits(integers: Floats) -> bool:

@@ -139,12 +139,6 @@ class Roster:
     def __repr__(self) -> str:
         return f"Roster({', '.join(self.names)})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Roster) and self._members == other._members
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._members.items()))
-
     @classmethod
     def read(cls, path: Path) -> "Roster":
         """Read a text file with one member per line, a name and a public key in hex; # begins a comment.

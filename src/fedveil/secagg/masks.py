@@ -1,4 +1,4 @@
-"""Keys, seeds and commitments derived from secrets, and the streams that mask a vector.
+"""Keys, seeds and commitments derived from secrets, shares of a seed, and the streams that mask a vector.
 
     pair       = X25519 of two members, agreed once per run
     s_kj       = HKDF-SHA256(pair, salt = context, info = ("mask", both names in order))
@@ -10,11 +10,18 @@ The context is a hash over everything that the clients of a round must have in c
 attempt, roster, exponents and the entire broadcast. Two clients whose broadcasts differ in one bit have masks that do
 not cancel, and no mask or key occurs twice. A seed is committed to and expanded under different labels, so that a
 commitment says nothing about the stream.
+
+Self seeds are shared as in Shamir (1979): any t of n shares give the secret, t - 1 of them say nothing about it. The
+secret is the value at 0 of a polynomial of degree t - 1 over GF(p) whose other coefficients are uniform; the share of
+member x = 1 .. n is its value at x. p = 2^521 - 1 holds any 32-byte seed in one element. A wrong share gives some other
+secret, which may also be below 2^256: only the dealer's commitment tells, and `Tally` compares it.
 """
 
 import hashlib
 import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -24,11 +31,13 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from fedveil.errors import Aborted
+from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg.fixed import Words
-from fedveil.secagg.shares import SEED, WIDTH
 
 LABEL = "fedveil secagg 1"
+SEED = 32  # bytes of a seed
+PRIME = 2**521 - 1  # size of the field of shares
+WIDTH = 66  # bytes of a share
 NONCE, TAG = 12, 16
 SEALED = NONCE + WIDTH + TAG  # bytes of an encrypted share
 PIECE = 2**15  # words processed at a time: they and their stream stay in the cache
@@ -56,6 +65,15 @@ def agree(own: X25519PrivateKey, key: bytes) -> bytes:
         return own.exchange(X25519PublicKey.from_public_bytes(key))
     except ValueError:  # a point of small order
         raise Aborted("roster", "roster", "a member's key is of small order") from None
+
+
+def proper_key(key: bytes) -> bool:
+    """Tell whether an X25519 key can agree on a secret: a point of small order cannot."""
+    try:
+        agree(X25519PrivateKey.generate(), key)
+    except Aborted:
+        return False
+    return True
 
 
 def pair_seed(pair: bytes, context: bytes, one: str, other: str) -> bytes:
@@ -101,26 +119,74 @@ def commitment(seed: bytes, context: bytes) -> bytes:
     return hashlib.sha256(fields(LABEL, "commitment", context, seed)).digest()
 
 
-class ShareHash:
-    """The hash that binds a dealer to the share that it dealt, and the receiver to the share that it reveals."""
-
-    def __init__(self, context: bytes, dealer: str) -> None:
-        self._start = hashlib.sha256(fields(LABEL, "share hash", context, dealer))
-
-    def __call__(self, share: bytes, index: int) -> bytes:
-        """Hash the share for the member at an index of the roster."""
-        found = self._start.copy()
-        found.update(index.to_bytes(8, "big") + share)
-        return found.digest()
+def share_hash(context: bytes, dealer: str, index: int, share: bytes) -> bytes:
+    """Return the hash that binds a dealer to the share that it dealt to the member at an index, and that member too."""
+    return hashlib.sha256(fields(LABEL, "share hash", context, dealer) + index.to_bytes(8, "big") + share).digest()
 
 
-def proper_key(key: bytes) -> bool:
-    """Tell whether an X25519 key can agree on a secret: a point of small order cannot."""
-    try:
-        agree(X25519PrivateKey.generate(), key)
-    except Aborted:
-        return False
-    return True
+def split(
+    secret: int, t: int, n: int, *, prime: int = PRIME, draw: Callable[[int], int] = secrets.randbelow
+) -> list[int]:
+    """Return the shares at 1 .. n.
+
+    Args:
+        secret: an element of GF(prime).
+        t: number of shares that give it back.
+        n: number of shares.
+        prime: size of the field; above n.
+        draw: returns a uniform integer below its argument, from the operating system.
+    """
+    if not 1 <= t <= n < prime or not 0 <= secret < prime:
+        raise BadArgument("split", f"t must be between 1 and n, and n and the secret below the prime, got t={t}, n={n}")
+    coefficients = [secret, *(draw(prime) for _ in range(t - 1))]
+    return [_evaluate(coefficients, x, prime) for x in range(1, n + 1)]
+
+
+def _evaluate(coefficients: list[int], x: int, prime: int) -> int:
+    y = 0
+    for coefficient in reversed(coefficients):
+        y = (y * x + coefficient) % prime
+    return y
+
+
+@lru_cache(maxsize=64)
+def weights(points: tuple[int, ...], prime: int = PRIME) -> tuple[int, ...]:
+    """Return the factors of the shares at these points: the Lagrange polynomials at 0."""
+    found = []
+    for own in points:
+        above = below = 1
+        for other in points:
+            if other != own:
+                above, below = above * other % prime, below * (other - own) % prime
+        found.append(above * pow(below, -1, prime) % prime)
+    return tuple(found)
+
+
+def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
+    """Return the secret of the polynomial through these shares, keyed by their points."""
+    return sum(w * y for w, y in zip(weights(tuple(shares), prime), shares.values(), strict=True)) % prime
+
+
+def split_seed(seed: bytes, t: int, n: int) -> list[bytes]:
+    """Return the shares of a 32-byte seed at 1 .. n."""
+    if len(seed) != SEED:
+        raise BadArgument("split_seed", f"a seed has {SEED} bytes, got {len(seed)}")
+    return [share.to_bytes(WIDTH, "big") for share in split(int.from_bytes(seed, "big"), t, n)]
+
+
+def join_seed(shares: Mapping[int, bytes]) -> bytes:
+    """Return the seed from t shares, keyed by their points; abort if they are not shares of a seed."""
+    if not all(is_field_element(share) for share in shares.values()):
+        raise Aborted("share", "join_seed", "a share is not an element of the field")
+    secret = join({point: int.from_bytes(share, "big") for point, share in shares.items()})
+    if secret >= 2 ** (8 * SEED):
+        raise Aborted("share", "join_seed", "the shares do not belong to one seed: at least one of them is wrong")
+    return secret.to_bytes(SEED, "big")
+
+
+def is_field_element(share: bytes) -> bool:
+    """Tell whether bytes are an element of the field in its one encoding."""
+    return len(share) == WIDTH and int.from_bytes(share, "big") < PRIME
 
 
 def keystream(seed: bytes, buffer: bytearray) -> Fill:

@@ -17,9 +17,10 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from filelock import FileLock, Timeout
@@ -27,8 +28,8 @@ from filelock import FileLock, Timeout
 from fedveil.errors import Aborted, BadArgument
 from fedveil.files import OWNER, refusals, write_whole
 from fedveil.secagg.identity import KEY, check_member_name, read_private_file
+from fedveil.secagg.masks import WIDTH
 from fedveil.secagg.messages import HASH, JsonObject
-from fedveil.secagg.shares import WIDTH
 
 FORMAT = 2
 MOST_RUNS = 1024  # runs in a memory, tombstones included
@@ -154,15 +155,11 @@ def short_digest(data: bytes) -> str:
     return hashlib.sha256(data).digest()[:SHORT].hex()
 
 
-class Turn:
-    """The memory while one call uses it: changes take effect once they are written."""
+class Turn(NamedTuple):
+    """The memory while one call uses it: changes take effect once they are written, on disk if there is a file."""
 
-    def __init__(self, memory: "Memory", state: State) -> None:
-        self._memory, self.state = memory, state
-
-    def write(self) -> None:
-        """Store all changes, on disk if the memory has a file."""
-        self._memory._write(_to_text(self.state))
+    state: State
+    write: Callable[[], None]
 
 
 class Memory:
@@ -173,9 +170,7 @@ class Memory:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path
-        self._text = ""
-        self._lock = threading.Lock()
+        self._path, self._text, self._lock = path, "", threading.Lock()
 
     def __repr__(self) -> str:
         return "Memory()"
@@ -199,30 +194,24 @@ class Memory:
     @contextlib.contextmanager
     def turn(self) -> Iterator[Turn]:
         """Lock the memory for one call; unwritten changes are lost. Abort if it is in use elsewhere."""
-        if not self._lock.acquire(blocking=False):
-            raise Aborted("busy", "memory", "another thread uses this client's memory")
+        release = self._acquire()
         try:
-            with self._lock_file():
-                yield Turn(self, _from_text(str(self._path or "memory"), self._load_text()))
+            state = _from_text(str(self._path or "memory"), self._load_text())
+            yield Turn(state, lambda: self._write(_to_text(state)))
         finally:
-            self._lock.release()
+            release()
 
-    @contextlib.contextmanager
-    def _lock_file(self) -> Iterator[None]:
-        if self._path is None:
-            yield
-            return
-        with refusals(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self._path.with_name(self._path.name + ".lock"), timeout=0, mode=OWNER)
-            try:
+    def _acquire(self) -> Callable[[], None]:
+        """Lock the memory, against other processes if it has a file, and return a function that releases it."""
+        if self._path is not None:
+            with refusals(self._path), contextlib.suppress(Timeout):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                lock = FileLock(self._path.with_name(self._path.name + ".lock"), timeout=0, mode=OWNER)
                 lock.acquire()
-            except Timeout:
-                raise Aborted("busy", "memory", "another process uses this client's memory") from None
-        try:
-            yield
-        finally:
-            lock.release()
+                return lock.release
+        elif self._lock.acquire(blocking=False):
+            return self._lock.release
+        raise Aborted("busy", "memory", "another thread or process uses this client's memory")
 
     def _load_text(self) -> str:
         if self._path is None:
@@ -265,11 +254,10 @@ def _from_text(where: str, text: str) -> State:
 
 
 def _run_from(values: JsonObject) -> RunMemory:
-    now = values["current"]
     counts = {name: int(values[name]) for name in ("created", "uses", "attempt", "round", "revealed", "sums")}
-    server = _bytes(values["server"], KEY) if values["server"] else b""
-    key = _bytes(values["key"], KEY) if values["key"] else b""
-    return RunMemory(key, **counts, server=server, current=None if now is None else _current_from(now))
+    key, server = (_bytes(values[name], KEY) if values[name] else b"" for name in ("key", "server"))
+    current = None if values["current"] is None else _current_from(values["current"])
+    return RunMemory(key, **counts, server=server, current=current)
 
 
 def _current_from(now: JsonObject) -> Current:

@@ -16,8 +16,7 @@ import numpy as np
 from fedveil.errors import BadArgument
 from fedveil.secagg.fixed import CHECKS, HIGHEST, LOWEST, Words
 from fedveil.secagg.identity import KEY, SIGNATURE, check_member_name
-from fedveil.secagg.masks import LABEL, SEALED, WORD, fields
-from fedveil.secagg.shares import SEED, WIDTH
+from fedveil.secagg.masks import LABEL, SEALED, SEED, WIDTH, WORD, fields
 
 FORMAT = 2
 HASH = 32
@@ -57,10 +56,8 @@ class Hello:
     def from_values(cls, values: object) -> "Hello":
         """Invert `values`; raise BadArgument for anything else."""
         found = _Fields("hello", values)
-        key, signature = found.raw("key", KEY), found.raw("signature", SIGNATURE)
-        return cls(
-            check_run_name("hello", found.get("run")), check_member_name("hello", found.get("name")), key, signature
-        )
+        run, name = check_run_name("hello", found.get("run")), check_member_name("hello", found.get("name"))
+        return cls(run, name, found.raw("key", KEY), found.raw("signature", SIGNATURE))
 
 
 @dataclass(frozen=True)
@@ -97,9 +94,8 @@ class Opening:
 
     def values(self) -> JsonObject:
         """Return the fields as JSON values, to travel in another message."""
-        own: JsonObject = {"run": self.run, "round": self.round, "attempt": self.attempt}
-        own |= {"exponents": list(self.exponents), "rows": list(self.rows), "checks": self.checks}
-        return own | {"roster": [hello.values() for hello in self.roster]}
+        rest = {"exponents": list(self.exponents), "rows": list(self.rows)}
+        return vars(self) | rest | {"roster": [hello.values() for hello in self.roster]}
 
     @classmethod
     def from_values(cls, values: object) -> "Opening":
@@ -207,7 +203,7 @@ class SealedShares:
     @classmethod
     def from_bytes(cls, data: bytes, count: int) -> "SealedShares":
         """Decode the shares of `count` dealers."""
-        body = unpack(data, "sealed", count * (SEALED + HASH))[1]
+        _, body = unpack(data, "sealed", count * (SEALED + HASH))
         return cls(_cut(body[: count * SEALED], SEALED), _cut(body[count * SEALED :], HASH))
 
 
@@ -258,8 +254,7 @@ class Reveal:
     def from_bytes(cls, data: bytes) -> "Reveal":
         """Decode the message."""
         head, body = unpack(data, "reveal")
-        signatures = head.cut_by_name("signers", body, SIGNATURE)
-        return cls(head.settle(), signatures)
+        return cls(head.settle(), head.cut_by_name("signers", body, SIGNATURE))
 
 
 @dataclass(frozen=True, repr=False)
@@ -278,8 +273,7 @@ class RevealReply:
     def from_bytes(cls, data: bytes) -> "RevealReply":
         """Decode the message."""
         head, body = unpack(data, "revealed")
-        shares = head.cut_by_name("dealers", body, WIDTH)
-        return cls(head.raw("context", HASH), shares)
+        return cls(head.raw("context", HASH), head.cut_by_name("dealers", body, WIDTH))
 
 
 class _Fields:
@@ -318,10 +312,10 @@ class _Fields:
     def names(self, name: str) -> tuple[str, ...]:
         """Return distinct names; the caller checks that they are members."""
         found = self.get(name)
-        if type(found) is not list or len(found) > MOST_MEMBERS:
-            raise BadArgument(self._kind, f"{name} must be a list of names")
-        if not all(type(item) is str for item in found) or len(set(found)) != len(found):
-            raise BadArgument(self._kind, f"{name} must be a list of distinct names")
+        if type(found) is not list or len(found) > MOST_MEMBERS or not all(type(item) is str for item in found):
+            raise BadArgument(self._kind, f"{name} must be a list of at most {MOST_MEMBERS:,} names")
+        if len(set(found)) != len(found):
+            raise BadArgument(self._kind, f"{name} must be distinct")
         return tuple(found)
 
     def settle(self) -> Settle:

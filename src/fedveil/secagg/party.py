@@ -23,7 +23,6 @@ from fedveil.secagg.identity import Identity, Roster
 from fedveil.secagg.memory import Current, Memory, RunMemory, State, short_digest
 from fedveil.secagg.messages import Hello, Opening, Reveal, RevealReply, Settle, SettleReply, Upload, context
 from fedveil.secagg.policy import Policy
-from fedveil.secagg.shares import is_field_element, split_seed
 
 DAY = 86_400  # seconds
 
@@ -69,7 +68,6 @@ class Party:
         self._memory, self.policy, self._clock = memory or Memory(), policy or Policy(), clock
         self._verified: set[Hello] = set()
         self._agreed: dict[tuple[bytes, bytes], bytes] = {}  # keyed by own private and the other's public key
-        self._public: dict[bytes, bytes] = {}  # public by private key, of the one used last
         self._channels: dict[str, bytes] = {}  # keys of the server's tags, by run
         self._masked: Words = np.empty(0, np.uint64)  # reused in every round: new memory costs more than the masks
 
@@ -168,7 +166,7 @@ class Party:
         with self._memory.turn() as turn:
             run = self._check_opening(turn.state, opening)
             own, names = masks.new_seed(), opening.names
-            shares = split_seed(own, rules.threshold(len(names)), len(names))
+            shares = masks.split_seed(own, rules.threshold(len(names)), len(names))
             keys = tuple(hello.key for hello in opening.roster)
             about, share = digest if subject is None else subject, shares[names.index(self.name)]
             run.current = Current(bound, opening.round, about, names, keys, share, members=names)
@@ -198,10 +196,10 @@ class Party:
             index, count = opening.names.index(self.name), len(others)
             del others[index]
             seeds = {k: masks.pair_seed(pairs[name], bound, self.name, name) for k, name in others.items()}
-            shares, own, share_hash = ticket._shares, ticket._own, masks.ShareHash(bound, self.name)
+            shares, own = ticket._shares, ticket._own
             sealed = tuple(masks.seal(shares[k], pairs[name], bound, self.name, name) for k, name in others.items())
             commitments = tuple(masks.commitment(seeds.get(k, own), bound) for k in range(count))
-            hashes = tuple(share_hash(shares[k], k) for k in range(count))
+            hashes = tuple(masks.share_hash(bound, self.name, k, shares[k]) for k in range(count))
             if self._masked.size != words.size:
                 self._masked = np.empty(words.size, np.uint64)
             masks.mask(words, own, index, seeds, self._masked)
@@ -275,7 +273,6 @@ class Party:
     def _forget_secrets(self) -> None:
         """Drop everything derived from keys that may be gone."""
         self._agreed.clear()
-        self._public.clear()
         self._channels.clear()
 
     def _check_opening(self, state: State, opening: Opening) -> RunMemory:
@@ -287,9 +284,7 @@ class Party:
         rules.check_key(run, self.policy, now)
         rules.check_roster_size(len(opening.roster), self.policy)
         rules.check_roster(opening, self._roster, self._verified)
-        if run.key not in self._public:
-            self._public = {run.key: run.public()}
-        rules.check_membership(opening, self.name, self._public[run.key])
+        rules.check_membership(opening, self.name, run.public())
         rules.check_attempt(run, opening)
         rules.check_round(run, opening)
         rules.check_budget(state, run, self.policy, now // DAY)
@@ -316,8 +311,8 @@ class Party:
         dealt, found = messages.SealedShares.from_bytes(own, len(dealers)), {}
         for dealer, sealed, known in zip(dealers, dealt.shares, dealt.hashes, strict=True):
             share = masks.unseal(sealed, pairs[dealer], settle.context, dealer, self.name)
-            if share is None or not is_field_element(share):
+            if share is None or not masks.is_field_element(share):
                 continue
-            if masks.ShareHash(settle.context, dealer)(share, index) == known:
+            if masks.share_hash(settle.context, dealer, index, share) == known:
                 found[dealer] = share
         return found

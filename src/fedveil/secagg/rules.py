@@ -36,7 +36,7 @@ REASONS = {
     "step": "a step of settling was skipped or repeated",
     "members": "the members left are not a subset of the last ones, or do not include the client",
     "signatures": "too few members have signed the same list of members",
-    "busy": "another process uses the client's memory",
+    "busy": "another thread or process uses the client's memory",
     "share": "the shares of a client's seed do not match",
     "sum": "the masks do not cancel",
 }
@@ -93,8 +93,8 @@ def needs_new_key(run: RunMemory, policy: Policy, now: int) -> bool:
 
 def check_budget(state: State, run: RunMemory, policy: Policy, day: int) -> None:
     """Require that the client may help to open another sum."""
-    limits = {"run": (run.sums, policy.max_sums_per_run), "day": (state.sums_on(day), policy.max_sums_per_day)}
-    for what, (count, most) in limits.items():
+    limits = (run.sums, policy.max_sums_per_run, "run"), (state.sums_on(day), policy.max_sums_per_day, "day")
+    for count, most, what in limits:
         if count >= most:
             raise Aborted("policy", "opening", f"this client opens at most {most:,} sums per {what}")
 

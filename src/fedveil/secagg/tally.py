@@ -12,17 +12,92 @@ members. A share that matches its hash is either right or its dealer's lie, so u
 without decoding.
 """
 
-from itertools import combinations
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain, combinations
 from typing import NamedTuple
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import masks
-from fedveil.secagg.conduct import Conduct
 from fedveil.secagg.fixed import Words
 from fedveil.secagg.identity import Roster
 from fedveil.secagg.messages import Opening, Reveal, RevealReply, SealedShares, Settle, SettleReply, Upload, context
-from fedveil.secagg.rules import LEAST, threshold
-from fedveil.secagg.shares import is_field_element, join_seed
+from fedveil.secagg.rules import LEAST, liars, threshold
+
+Pair = tuple[str, str]  # in the order of names
+
+
+class Conduct:
+    """The members' conduct in a run, as the server knows it: who lied, and who disagrees with whom.
+
+    A member is excluded for the rest of the run, by name and with a reason, once it is proven to have lied, provided
+    that at most `rules.liars(n)` members lie, which is how many may drop out.
+
+        evidence    a signature, pair seed or share that does not match the member's own hash, commitment or key
+        complaints  by more than liars(n) members about one dealer, or by one accuser about more than liars(n) dealers
+        disputes    about the seed of a pair, with more than liars(n) partners over the run
+
+    A single complaint or dispute proves nothing: either side may be lying. A complaint costs only the accuser's share.
+    Of a disputed pair one member is left out of the attempt; they take turns, so that a liar costs an honest member at
+    most every other round.
+    """
+
+    def __init__(self) -> None:
+        self._excluded: dict[str, str] = {}
+        self._partners: dict[str, set[str]] = {}
+        self._most = 1  # liars tolerated in the largest attempt
+        self._left_out: Counter[str] = Counter()  # how often a dispute kept a member out
+
+    def __repr__(self) -> str:
+        return f"Conduct(excluded={self._excluded!r})"
+
+    @property
+    def excluded(self) -> Mapping[str, str]:
+        """The members that lied, with the reason."""
+        return dict(self._excluded)
+
+    def exclude(self, name: str, why: str) -> None:
+        """Exclude a member that is proven to have lied; the first reason stays."""
+        self._excluded.setdefault(name, why)
+
+    def judge_complaints(self, complaints: Mapping[str, Collection[str]], n: int) -> None:
+        """Exclude accusers and dealers that must be lying if there are at most `liars(n)` liars.
+
+        Args:
+            complaints: the dealers whose shares each member of an attempt could not use.
+            n: number of members of the attempt.
+        """
+        most = liars(n)
+        for accuser, dealers in complaints.items():
+            if len(dealers) > most:
+                self.exclude(accuser, f"it complained about the shares of {len(dealers)} of {n} members")
+        believed = [dealers for accuser, dealers in complaints.items() if accuser not in self._excluded]
+        for dealer, count in Counter(chain.from_iterable(believed)).items():
+            if count > most:
+                self.exclude(dealer, f"{count} of {n} members complained about its shares")
+
+    def settle_disputes(self, pairs: Iterable[Pair], n: int) -> set[str]:
+        """Record the disputed pairs of an attempt and return the members that are left out of it.
+
+        Of each pair it is the member that was left out less often so far; in a tie, the one with more disputes. If the
+        number of disputes alone decided, two liars could keep an honest member out of every round.
+        """
+        disputed = {(min(pair), max(pair)) for pair in pairs}
+        self._most = most = max(self._most, liars(n))  # partners add up over attempts, also with fewer members
+        for one, other in disputed:
+            self._partners.setdefault(one, set()).add(other)
+            self._partners.setdefault(other, set()).add(one)
+        for name, partners in self._partners.items():
+            if len(partners) > most:
+                self.exclude(name, f"the seeds of its pairs differ from those of {len(partners)} members")
+        out = {name for name in self._excluded if any(name in pair for pair in disputed)}
+        while left := sorted(pair for pair in disputed if not out & set(pair)):
+            counts = Counter(name for pair in left for name in pair)
+            worst = max(counts.values())
+            pair = next(pair for pair in left if worst in (counts[pair[0]], counts[pair[1]]))
+            out.add(min(pair, key=lambda name: (self._left_out[name], -counts[name], name == pair[0])))
+        self._left_out.update(out)
+        return out
 
 
 class SettleMessage(NamedTuple):
@@ -52,7 +127,6 @@ class Tally:
         self._threshold = threshold(len(self._names))
         self._context, self._size, self._attempt = context(opening, digest), opening.size, opening.attempt
         self._uploads: dict[str, Upload] = {}
-        self._hashes: dict[str, masks.ShareHash] = {}
         self._settle: Settle | None = None
         self._replies: dict[str, SettleReply] = {}  # to the last step
         self._disputing: set[str] = set()
@@ -83,7 +157,6 @@ class Tally:
         upload = Upload.from_bytes(data, len(self._names), self._size)
         self._check_context("upload", name, upload.context)
         self._uploads[name] = upload
-        self._hashes[name] = masks.ShareHash(self._context, name)
 
     def settle(self) -> SettleMessage:
         """Return M3 for all members that are left."""
@@ -165,14 +238,9 @@ class Tally:
             raise BadArgument("revealed", f"{name} has already revealed")
         reply = RevealReply.from_bytes(data)
         self._check_context("revealed", name, reply.context)
-        index = self._index[name]
-        right = {
-            dealer: share
-            for dealer, share in reply.shares.items()
-            if dealer in self._hashes and self._hashes[dealer](share, index) == self._uploads[dealer].hashes[index]
-        }
-        self._revealed[name] = {dealer: share for dealer, share in right.items() if is_field_element(share)}
-        for dealer in [dealer for dealer in right if dealer not in self._revealed[name]]:
+        right = {dealer: share for dealer, share in reply.shares.items() if self._was_dealt(dealer, name, share)}
+        self._revealed[name] = {dealer: share for dealer, share in right.items() if masks.is_field_element(share)}
+        for dealer in right.keys() - self._revealed[name].keys():
             self.conduct.exclude(dealer, "a share that it dealt is not an element of the field")
         if right.keys() != set(self.survivors) - self._complaints.get(name, set()):
             self._exclude("revealed", name, "it did not reveal the shares that it was dealt and did not dispute")
@@ -202,7 +270,7 @@ class Tally:
         if len(shares) < self._threshold:
             return None
         try:
-            seed = join_seed({at: shares[at] for at in sorted(shares)[: self._threshold]})
+            seed = masks.join_seed({at: shares[at] for at in sorted(shares)[: self._threshold]})
             if masks.commitment(seed, self._context) == self._uploads[name].commitments[self._index[name]]:
                 return seed
         except Aborted:
@@ -230,6 +298,11 @@ class Tally:
     def _holders(self, dealer: str, left: list[str]) -> int:
         """Count the members of `left` that can use their share of a dealer's seed."""
         return sum(dealer not in self._complaints.get(name, ()) for name in left)
+
+    def _was_dealt(self, dealer: str, name: str, share: bytes) -> bool:
+        """Tell whether a share matches the hash that its dealer gave for this member."""
+        upload, index = self._uploads.get(dealer), self._index[name]
+        return upload is not None and masks.share_hash(self._context, dealer, index, share) == upload.hashes[index]
 
     def _differs(self, one: str, other: str) -> bool:
         ours, theirs = self._uploads[one].commitments, self._uploads[other].commitments

@@ -6,7 +6,7 @@ import torch
 from nvflare.collab import collab
 from tests.deployed.misbehaving import after, before
 from tests.deployed.serving import serve
-from tests.deployed.task import images, make_model, parts
+from tests.deployed.task import make_model, parts
 
 from fedveil.nvflare import Client, Server
 from fedveil.secagg.environment import load_party
@@ -26,7 +26,7 @@ class TestClient(Client):
         return make_model(self.config)
 
     def load_data(self, site):
-        return parts()[self.number(site)] if self.config["net"] != "resnet20" else images(self.number(site))
+        return parts()[self.number(site)]
 
     def number(self, site):
         return int(site.rpartition("-")[2]) - 1

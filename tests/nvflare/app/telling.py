@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.nvflare.app.sites import TestClient
 
-from fedveil.nvflare.transport import transport
+from fedveil.nvflare.client import transport
 
 
 class Telling(TestClient):
