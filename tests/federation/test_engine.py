@@ -171,11 +171,7 @@ def test_divergence_stops_with_the_round_and_a_way_out(defence):
         ([], {}, "there are no clients"),
         (parts((3, 0)), {}, "client 1: there are no records"),
         ([(torch.zeros(3, 6), torch.zeros(2, 4))], {}, "client 0: there are 3 records in inputs and 2 targets"),
-        (
-            [*parts((3,)), (torch.zeros(3, 5), torch.zeros(3, 4))],
-            {},
-            r"client 1: inputs is float of shape \(5,",
-        ),
+        ([*parts((3,)), (torch.zeros(3, 5), torch.zeros(3, 4))], {}, r"client 1: inputs is float of shape \(5,"),
         ([(torch.full((3, 6), torch.nan), torch.zeros(3, 4))], {}, "client 0, record 0: inputs hold NaN"),
         (parts(), {"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
         (parts(), {"participation": 0.0}, "participation must be above 0"),

@@ -261,11 +261,7 @@ def test_a_share_of_the_members_is_a_roster_of_its_own():
         (PPDL(0.3), {}, "ppdl is not linear"),
         (DBCL(), {}, "dbcl is not linear"),
         (SPN(), {}, "SPN .* is not linear"),
-        (
-            Private(Veil(), 1.0, 1.0),
-            {},
-            "differential privacy clips recovered gradients, and with veil",
-        ),
+        (Private(Veil(), 1.0, 1.0), {}, "differential privacy clips recovered gradients, and with veil"),
         (Veil(multiplicative=1e4), {}, "leave too few digits"),
         ("veil", {"limits": Limits("median")}, "limits and aggregation rules judge single updates"),
     ],

@@ -199,10 +199,7 @@ LISTED = Records(*pairs()[0])
         (DataLoader(LISTED, sampler=RandomSampler(range(20), replacement=True)), "by a RandomSampler, which"),
         (DataLoader(LISTED, sampler=RandomSampler(LISTED, num_samples=2)), "by a RandomSampler, which"),
         (DataLoader(LISTED, batch_sampler=[[0, 1]]), "by a list, which"),
-        (
-            DataLoader(LISTED, collate_fn=len),
-            "do not make a batch of inputs and targets",
-        ),
+        (DataLoader(LISTED, collate_fn=len), "do not make a batch of inputs and targets"),
         (DataLoader(LISTED, collate_fn=lambda items: {"x": items}), "does not end with a tensor of targets"),
     ],
 )

@@ -34,13 +34,7 @@ class FaultKind(StrEnum):
     ABORTED = "aborted"
 
 
-WRONG_REPLIES = {
-    FaultKind.MALFORMED,
-    FaultKind.REFUSED,
-    FaultKind.NOT_FINITE,
-    FaultKind.STALE,
-    FaultKind.UNREADABLE,
-}
+WRONG_REPLIES = {FaultKind.MALFORMED, FaultKind.REFUSED, FaultKind.NOT_FINITE, FaultKind.STALE, FaultKind.UNREADABLE}
 
 
 @dataclass(frozen=True)
