@@ -7,7 +7,7 @@ import torch
 from tests.oracle import built, squared_error, worst
 from torch import nn
 
-from fedveil import Entropy, errors
+from fedveil import Entropy
 from fedveil.defences import Plain, Veil
 from fedveil.federation import Federation
 from fedveil.federation.local import LocalEngine
@@ -117,28 +117,12 @@ def test_every_record_is_taken_once_an_epoch_in_another_order():
     assert not torch.equal(*epochs)
 
 
-def test_clients_of_a_round_are_chosen_by_seed_and_number():
-    shards = Federation(net(), parts((5,) * 10), "plain", batch_size=4, seed=3).shards
-    rounds = [tuple(shards.choose_clients(number, 0.3)) for number in range(200)]
-    assert {len(set(chosen)) for chosen in rounds} == {3}
-    assert rounds == [tuple(shards.choose_clients(number, 0.3)) for number in range(200)]
-    assert set(range(10)) == {client for chosen in rounds for client in chosen}
-
-
 def test_a_hundred_clients_of_one_record_each_train():
     model = net()
     Federation(model, parts((1,) * 100), veil(), sgd).fit(rounds=2)
     plain = net()
     Federation(plain, parts((1,) * 100), "plain", sgd).fit(rounds=2)
     assert worst(values(model), values(plain)) < 1e-9
-
-
-def test_class_indices_are_one_hot_targets_and_accuracy_is_measured():
-    data = parts(classes=4)
-    history = Federation(net(), data, "veil", sgd).fit(2, test=data[0])
-    assert [record["round"] for record in history.records] == [1, 2]
-    assert 0 <= history.last["accuracy"] <= 1
-    assert len(history.curve("accuracy")) == 2
 
 
 def test_the_best_model_is_kept():
@@ -150,61 +134,39 @@ def test_the_best_model_is_kept():
     assert set(state) == set(federation.model.state_dict())
 
 
-def test_the_schedule_steps_once_an_epoch():
-    federation = Federation(
-        net(), parts(), "plain", sgd, batch_size=8, schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)
-    )
-    federation.fit(2)
-    assert federation.optimizer.param_groups[0]["lr"] == 0.1 / 4
-
-
-@pytest.mark.parametrize("defence", ["plain", "veil"])
-def test_divergence_stops_with_the_round_and_a_way_out(defence):
-    federation = Federation(net(), parts(), defence, lambda p: torch.optim.SGD(p, 1e200))
-    with pytest.raises(errors.Diverged, match=r"(?s)round \d+: training diverged: .* NaN or infinity.*Fix: lower the"):
-        federation.fit(rounds=50)
-
-
-@pytest.mark.parametrize(
-    ("clients", "options", "text"),
-    [
-        ([], {}, "there are no clients"),
-        (parts((3, 0)), {}, "client 1: there are no records"),
-        ([(torch.zeros(3, 6), torch.zeros(2, 4))], {}, "client 0: there are 3 records in inputs and 2 targets"),
-        ([*parts((3,)), (torch.zeros(3, 5), torch.zeros(3, 4))], {}, r"client 1: inputs is float of shape \(5,"),
-        ([(torch.full((3, 6), torch.nan), torch.zeros(3, 4))], {}, "client 0, record 0: inputs hold NaN"),
-        (parts(), {"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
-        (parts(), {"participation": 0.0}, "participation must be above 0"),
-        (parts(), {"defence": "moat"}, "there is no defence 'moat'"),
-        (
-            [(torch.zeros(2, 6).double(), torch.tensor([0, 4]))],
-            {},
-            "classes are from 0 to 4, the model has outputs 0 to 3",
-        ),
-    ],
-)
-def test_federations_that_cannot_be_are_refused(clients, options, text):
-    with pytest.raises(errors.BadArgument, match=text):
-        Federation(net(), clients, **options)
-
-
 def test_a_rounding_control_parts_from_plain_by_rounding():
     control, plain = trained(net, Plain(rounding=1)), trained(net, "plain")
     assert 0 < worst(control, plain) < 1e-13
 
 
+class Keeping(LocalEngine):
+    """Keeps the first broadcast with copies of its values, and who took part in each round."""
+
+    def __init__(self, own):
+        super().__init__(own.client, own.shards, own.dtype, whole_shard=False, fused=False)
+        self.kept, self.chosen = None, []
+
+    def updates(self, broadcast, clients, number):
+        self.chosen.append(tuple(clients))
+        self.kept = self.kept or (broadcast, {k: v.clone() for k, v in broadcast.parameters.items()})
+        return super().updates(broadcast, clients, number)
+
+
 def test_a_broadcast_that_a_subclass_keeps_is_not_overwritten():
-    class Keeping(LocalEngine):
-        kept = None
-
-        def updates(self, broadcast, clients, number):
-            self.kept = self.kept or (broadcast, {k: v.clone() for k, v in broadcast.parameters.items()})
-            return super().updates(broadcast, clients, number)
-
     data = [(torch.randn(8, 300), torch.randn(8, 4)) for _ in range(2)]
     run = Federation(mlp(300, 4, hidden=200), data, Veil(), batch_size=4)
-    own = run.clients
-    run.use_engine(Keeping(own.client, own.shards, own.dtype, whole_shard=False, fused=False))
+    run.use_engine(Keeping(run.clients))
     run.fit(rounds=3)
     broadcast, copies = run.clients.kept
     assert all(torch.equal(broadcast.parameters[name], value) for name, value in copies.items())
+
+
+def test_clients_of_a_round_are_chosen_by_seed_and_number():
+    runs = [Federation(net(), parts((5,) * 10), "plain", participation=0.3, seed=seed) for seed in (3, 3, 4)]
+    for run in runs:
+        run.use_engine(Keeping(run.clients))
+        run.fit(rounds=50)
+    first, again, other = (run.clients.chosen for run in runs)
+    assert first == again != other
+    assert {len(set(chosen)) for chosen in first} == {3}
+    assert set(range(10)) == {client for chosen in first for client in chosen}

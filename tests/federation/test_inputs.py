@@ -1,7 +1,5 @@
 """Federations whose models take more than one tensor: the same run as with one."""
 
-import json
-
 import pytest
 import torch
 from tests.forms import FORMS, Apart, Whole, Words, network, pooled_descent, records, reformed
@@ -9,11 +7,9 @@ from tests.oracle import built, worst
 from torch import nn
 
 from fedveil import Entropy, Federation
-from fedveil.data import Data, DataPart
 from fedveil.defences import Veil
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import predict
-from fedveil.runs.folder import record_run
 
 RATE = 0.1
 
@@ -94,18 +90,6 @@ def test_answers_come_in_batches_and_in_order():
         torch.testing.assert_close(predict(model, inputs, batch_size=batch_size), model(**inputs).detach())
 
 
-@pytest.mark.parametrize("form", ["tuple", "dict"])
-def test_a_resumed_run_ends_as_if_it_had_not_stopped(form, tmp_path):
-    kind, change = FORMS[form]
-    clients = reformed(records(), change)
-    run(kind, clients, rounds=4).save(tmp_path)
-    second = Federation(network(kind), clients, "plain", sgd, batch_size=8)
-    second.resume(tmp_path)
-    second.fit(rounds=9)
-    straight = values(run(kind, clients, rounds=9))
-    assert all(torch.equal(tensor, straight[name]) for name, tensor in values(second).items())
-
-
 def test_keys_in_another_order_are_the_same_form():
     clients = words()
     inputs, targets = clients[1]
@@ -115,18 +99,6 @@ def test_keys_in_another_order_are_the_same_form():
     for federation in runs:
         federation.fit(rounds=3)
     assert worst(values(runs[1]), values(runs[0])) < 1e-13
-
-
-def test_a_run_of_such_records_writes_its_folder_and_page(tmp_path):
-    parts = words()
-    as_float = [({"ids": x["ids"], "numbers": x["numbers"].float()}, y) for x, y in parts]
-    data = Data("words", DataPart(*as_float[0]), DataPart(*as_float[1]), classes=tuple("abcd"))
-    federation = Federation(built(Words, dtype=torch.float32), as_float, "plain", sgd, loss="cross_entropy")
-    summary = record_run(federation, tmp_path, data, {"clients": 3, "model": "words"}, "-", rounds=2)
-    assert 0 <= summary.metrics["accuracy"] <= 1
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-    assert "Answers on the test data" in (tmp_path / "report.html").read_text()
-    assert json.loads((tmp_path / "summary.json").read_text())["rounds"] == 2
 
 
 def test_a_parameter_that_a_form_leaves_unused_keeps_its_value():
