@@ -151,6 +151,13 @@ def test_auc_is_scikit_learns(ties):
     assert "auc" not in metrics(torch.randn(9, 3), torch.arange(9) % 3)
 
 
+def test_binary_targets_count_as_right_or_wrong():
+    outputs, targets = torch.tensor([[1.0], [-2.0], [3.0], [-1.0]]), torch.tensor([1.0, 0, 0, 0])
+    found = metrics(outputs, targets, find_loss("binary_cross_entropy"))
+    expected = nn.functional.binary_cross_entropy_with_logits(outputs[:, 0].double(), targets.double())
+    assert (found["accuracy"], found["loss"]) == (0.75, pytest.approx(float(expected), rel=1e-12))
+
+
 def test_a_schedule_that_waits_is_resumed_with_what_it_saw(tmp_path):
     def federation():
         return Federation(
