@@ -398,21 +398,6 @@ def keys_in(party):
     return [run for run, kept in json.loads(party._memory.to_bytes())["runs"].items() if kept["key"]]
 
 
-def test_a_client_that_restarts_after_its_key_died_continues_with_its_counters():
-    clock, known = Clock(), parties()
-    hellos = [party.hello("a run") for party in known.values()]
-    first = known["site-0"]
-    late = Party(first._identity, first._roster, first._memory, policy=POLICY, clock=clock)
-    clock.now = 4e9
-    heard(ask_of(linear(), opening_for(hellos, attempt=7)), first, record())
-    late.sweep()
-    again = late.hello("a run")
-    assert again.key != hellos[0].key
-    old, new = (ask_of(linear(), opening_for([again, *hellos[1:]], attempt=attempt)) for attempt in (7, 8))
-    assert heard(old, late, record()).reason == "attempt"
-    assert read_kind(heard(new, late, record())) == "maskedanswer"
-
-
 def test_a_full_memory_refuses_new_runs_and_forgets_none(monkeypatch):
     monkeypatch.setattr("fedveil.secagg.memory.MOST_RUNS", 3)
     identity = Identity.new("a")

@@ -128,13 +128,6 @@ def test_what_evaluation_would_refuse_is_refused_before_the_first_round(loss, fo
     assert federation.round == 0
 
 
-def test_a_shape_that_torch_refuses_is_named_before_the_first_round():
-    federation = Federation(sigmoid(), [(X, YES)], "plain", loss=nn.BCELoss(reduction="none"))
-    with pytest.raises(BadArgument, match=r"^test data: targets: shape is \(\d+, 2\)"):
-        federation.fit(1, test=(X, YES.repeat(1, 2)))
-    assert federation.round == 0
-
-
 def test_a_loss_that_compares_samples_may_need_more_than_two():
     def ranked(outputs, targets):
         if len(outputs) < 5:
