@@ -9,7 +9,7 @@ import fedveil
 from fedveil.models import mlp
 
 SOURCE = Path(fedveil.__file__).parent
-MAX_FILES = 20  # lower it when modules are merged; it must not grow
+MAX_FILES = 17  # lower it when modules are merged; it must not grow
 
 
 def trace_files(call):

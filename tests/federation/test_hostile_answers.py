@@ -17,7 +17,7 @@ from fedveil.errors import FedveilError
 from fedveil.federation.client import ClientSession
 from fedveil.federation.limits import aggregate, limits_for
 from fedveil.federation.protocol import Ask, read, write
-from fedveil.federation.remote import decode_answer, read_answer
+from fedveil.federation.remote import decode_answer
 from fedveil.models import mlp
 from fedveil.scheme.losses import find_loss
 
@@ -68,16 +68,13 @@ class Round:
 
     def step(self, answers):
         """How far the round moves the model with a learning rate of 1, and who was refused."""
-        taken, refused = {}, set()
+        replies, refused = [], set()
         for client, data in answers.items():
             try:
-                answer = read_answer(data, self.ask, self.model)
-                taken[client] = decode_answer(answer, self.codec, self.round, self.model, client, client)
+                replies.append(decode_answer(data, self.ask, self.codec, self.round, self.model, client, client)[0])
             except FedveilError:
                 refused.add(client)
-
-        updates, claims = {c: own.update for c, own in taken.items()}, {c: own.records for c, own in taken.items()}
-        outcome = aggregate(self.round, updates, claims, self.model, self.limits)
+        outcome = aggregate(self.round, replies, self.model, self.limits)
         assert outcome.result is not None
         before = dict(self.model.named_buffers())
         changes = {"parameters": list(outcome.result.gradients.values()), "buffers": [], "counters": []}

@@ -183,15 +183,6 @@ def test_a_run_is_not_resumed_with_fewer_epochs(tmp_path):
     assert (tmp_path / "run/config.json").read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("values", "loss"),
-    [({"data": "digits", "train_size": 60}, "cross_entropy"), ({"data": "diabetes"}, "squared_error")],
-)
-def test_the_loss_that_suits_the_data_is_written_down(tmp_path, values, loss):
-    train(config_of(**values, epochs=1, hidden=4, clients=2), tmp_path / "run")
-    assert json.loads((tmp_path / "run/config.json").read_text())["training"]["loss"] == loss
-
-
 def test_a_run_stops_early_with_patience_and_its_page_counts_the_rounds(tmp_path):
     summary = train(config_of(**SMALL, epochs=50, lr=1e-30, patience=2), tmp_path / "run")
     assert summary.rounds == 3 * 2  # of the first epoch and two that are no better

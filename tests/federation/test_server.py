@@ -1,7 +1,6 @@
 """Training as users expect it: optimizers, schedules, early stopping, callbacks, divergence, mistakes."""
 
 import copy
-import json
 import logging
 import math
 
@@ -12,7 +11,7 @@ from sklearn.metrics import roc_auc_score
 from tests.oracle import built
 from tests.small import Records
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedveil import Federation, Limits, errors
@@ -127,16 +126,6 @@ def test_every_callback_gets_every_record():
     assert first == second == history.records
 
 
-def test_a_folder_may_be_a_string(tmp_path):
-    folder = str(tmp_path / "run")
-    federation = Federation(net(), [data()], "plain", sgd)
-    federation.fit(2, folder=folder)
-    federation.save(folder)
-    again = Federation(net(), [data()], "plain", sgd)
-    again.resume(folder)
-    assert again.round == federation.round
-
-
 @pytest.mark.parametrize("ties", [False, True])
 def test_auc_is_scikit_learns(ties):
     generator = torch.Generator().manual_seed(1)
@@ -156,31 +145,6 @@ def test_binary_targets_count_as_right_or_wrong():
     found = metrics(outputs, targets, find_loss("binary_cross_entropy"))
     expected = nn.functional.binary_cross_entropy_with_logits(outputs[:, 0].double(), targets.double())
     assert (found["accuracy"], found["loss"]) == (0.75, pytest.approx(float(expected), rel=1e-12))
-
-
-def test_a_schedule_that_waits_is_resumed_with_what_it_saw(tmp_path):
-    def federation():
-        return Federation(
-            net(),
-            [data()],
-            "plain",
-            lambda p: torch.optim.SGD(p, 1e-30),
-            schedule=lambda o: ReduceLROnPlateau(o, patience=1),
-        )
-
-    federation().fit(3, test=data(), folder=tmp_path)
-    second = federation()
-    second.resume(tmp_path)
-    assert second.fit(4, test=data()).records[-1]["lr"] == pytest.approx(1e-31)
-
-
-def test_a_cosine_over_rounds_ends_at_nothing():
-    federation = Federation(
-        net(), [data()], "plain", sgd, schedule=lambda o: CosineAnnealingLR(o, 6), schedule_every="round", batch_size=8
-    )
-    records = federation.fit(2).records
-    assert federation.optimizer.param_groups[0]["lr"] < 1e-12
-    assert json.dumps([record.to_dict() for record in records])
 
 
 DEFENCES = {"plain": Plain, "veil": Veil, "private": lambda: Private(Plain(), 1.0, 0.0)}

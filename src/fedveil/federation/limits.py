@@ -11,12 +11,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import check_choice, check_count, check_fraction, check_positive
 from fedveil.defences.clipping import split_vector
-from fedveil.defences.interface import AnyDefence, B, DefenceRound, U
+from fedveil.defences.interface import AnyDefence, AnyRound, B, DefenceRound, U
 from fedveil.errors import BadArgument, ExcessiveUpdate, NonFiniteUpdate, UpdateRefused
 from fedveil.federation.aggregators import RULES
-from fedveil.federation.engines import Member
+from fedveil.federation.engines import AnyReply, Member
 from fedveil.federation.history import RoundRecord
-from fedveil.scheme.result import Aggregate, Note
+from fedveil.scheme.result import Aggregate
 
 MEAN = "mean"
 AGGREGATORS = (MEAN, *RULES)
@@ -126,27 +126,17 @@ def bounded_shares(records: Sequence[float], most: float) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The result of a round's updates, and which of them were refused or capped."""
+    """The result of a round's updates, and which of them were refused."""
 
-    result: Aggregate | None  # None if too few are left
+    result: Aggregate | None  # None if too few are left; its notes name clients that count for less than they claimed
     refused: dict[Member, UpdateRefused]  # by client
-    capped: tuple[Member, ...]  # clients that count for less than they claimed
-
-    def recorded(self, faults: Sequence[str]) -> Aggregate:
-        """Return the result with notes for the round's record."""
-        assert self.result is not None
-        notes: dict[str, Note] = {"faults": list(faults)} if faults else {}
-        notes |= {"capped": list(self.capped)} if self.capped else {}
-        return dataclasses.replace(self.result, notes=notes)
 
 
 def aggregate(
-    own_round: DefenceRound[B, U],
-    updates: Mapping[Member, U],
-    claims: Mapping[Member, int],
+    own_round: AnyRound,
+    replies: Sequence[AnyReply],
     model: nn.Module,
     limits: Limits,
-    *,
     past: Sequence[RoundRecord] = (),
     left_out: int = 0,
     least: int = 1,
@@ -155,20 +145,21 @@ def aggregate(
 
     Args:
         own_round: the round whose broadcast the updates answer.
-        updates: by client.
-        claims: number of records that each client claims.
+        replies: of the clients, each with an update and the number of records that it claims.
         model: the server's, as it was broadcast.
         limits: bounds on each client.
         past: records of the rounds so far.
         left_out: number of clients that were refused earlier in this round.
         least: minimum number of updates.
     """
-    judged = dict(zip(updates, judge(own_round, list(updates.values()), model, limits, past), strict=True))
+    clients, claims = [reply.members[0] for reply in replies], {reply.members[0]: reply.records for reply in replies}
+    found = judge(own_round, [reply.update for reply in replies], model, limits, past)
+    judged = dict(zip(clients, found, strict=True))
     refused = {client: one for client, one in judged.items() if isinstance(one, UpdateRefused)}
     kept = {client: one for client, one in judged.items() if isinstance(one, Aggregate)}
     out = left_out + len(refused)
     if len(kept) < max(least, limits.needed(out)):
-        return Outcome(None, refused, ())
+        return Outcome(None, refused)
     records = {client: limits.records(client, claims[client]) for client in kept}
     shares = bounded_shares(list(records.values()), limits.max_share if len(kept) >= FEWEST else 1.0)
     whole_share = [own / sum(records.values()) for own in records.values()]
@@ -176,8 +167,9 @@ def aggregate(
     private = own_round.combine(list(kept.values()))
     result = private or combine(list(kept.values()), shares, limits, model)
     capped = [c for c, less in zip(kept, lower, strict=True) if less or records[c] < claims[c]]
-    counted = limits.aggregator == MEAN and private is None
-    return Outcome(result, refused, tuple(capped) if counted else ())
+    if capped and limits.aggregator == MEAN and private is None:
+        result = dataclasses.replace(result, notes={**result.notes, "capped": capped})
+    return Outcome(result, refused)
 
 
 def judge(

@@ -90,18 +90,8 @@ class LocalEngine(Generic[B, U]):
 
     def updates(self, broadcast: B, clients: Sequence[int], number: int) -> list[U]:
         """Compute each client's update in a round."""
-        return [
-            compute_update(
-                self.client,
-                broadcast,
-                self.shards,
-                self.dtype,
-                client=client,
-                number=number,
-                whole_shard=self.whole_shard,
-            )
-            for client in clients
-        ]
+        own, shards, dtype, whole = self.client, self.shards, self.dtype, self.whole_shard
+        return [compute_update(own, broadcast, shards, dtype, client, number, whole) for client in clients]
 
     def claim_records(self, client: int) -> int:
         """Return the number of records that a client claims."""
@@ -230,21 +220,11 @@ class Federation(Server):
             check_boolean(where, name, value)
         clients = list_clients(clients)
         sources = check_sources([as_source(f"client {number}", client) for number, client in enumerate(clients)])
-        output = one_output(
-            model, sources[0].take(range(min(2, len(sources[0]))))[0]
-        )  # refuses records that do not fit
-        super().__init__(
-            model,
-            defence,
-            optimizer,
-            schedule=schedule,
-            schedule_every=schedule_every,
-            clip_norm=clip_norm,
-            loss=usual_loss(model, sources) if loss is None else loss,
-            limits=limits,
-            policy=RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0),
-            seed=seed,
-        )
+        inputs, _ = sources[0].take(range(min(2, len(sources[0]))))
+        output = one_output(model, inputs)  # refuses records that do not fit
+        loss = usual_loss(model, sources) if loss is None else loss
+        policy = RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0)
+        super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         size = choose_batch_size(clients, batch_size, BATCH_SIZE)
         self.shards = make_shards(model, self.loss, sources, size, seed, self.dtype)
         warn_of_activation(model, self.loss, output)

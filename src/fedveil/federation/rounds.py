@@ -155,25 +155,13 @@ class ClearRound:
         self, own_round: AnyRound, replies: Sequence[AnyReply], limits: Limits, left_out: int, faults: FaultLog
     ) -> Aggregate | None:
         """Aggregate the updates that the limits allow; the others become faults."""
-        updates = {reply.members[0]: reply.update for reply in replies}
-        claims = {reply.members[0]: reply.records for reply in replies}
-        outcome = aggregate(
-            own_round,
-            updates,
-            claims,
-            self._model,
-            limits,
-            past=self._history.records,
-            left_out=left_out,
-            least=self.min_answers,
-        )
+        past = self._history.records
+        outcome = aggregate(own_round, replies, self._model, limits, past, left_out, self.min_answers)
         for member, error in outcome.refused.items():
             faults.add(describe_refusal(member, error))
         if outcome.result is None:
             return None
-        notes = {**outcome.result.notes, **({"capped": list(outcome.capped)} if outcome.capped else {})}
-        counted = [reply for reply in replies if reply.members[0] not in outcome.refused]
-        return self._count(dataclasses.replace(outcome.result, notes=notes), counted)
+        return self._count(outcome.result, [reply for reply in replies if reply.members[0] not in outcome.refused])
 
     def _count(self, result: Aggregate, replies: Sequence[AnyReply]) -> Aggregate:
         """Add the numbers of replies and of records, which are of interest if clients are elsewhere."""
