@@ -1,9 +1,12 @@
-"""Whatever ends a run, its last complete round is on disk; and what a resumed run continues, compares and refuses."""
+"""Whatever ends a run, its last complete round is on disk; what a resumed run continues, compares and refuses."""
 
+import copy
 import itertools
 import logging
 import os
+import pickle
 import signal
+import threading
 import time
 
 import pytest
@@ -34,14 +37,14 @@ from tests.federation.kept import (
 )
 from tests.oracle import worst
 from tests.sessions import watch
-from tests.small import adam, net, pairs
+from tests.small import adam, federation, net, pairs
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 import fedveil
 from fedveil.defences import Plain, Private, Veil
-from fedveil.errors import BadArgument, Diverged, TooFewAnswers
+from fedveil.errors import BadArgument, Diverged, FedveilError, TooFewAnswers
 from fedveil.federation import Federation, checkpoint
 from fedveil.models import mlp
 
@@ -396,3 +399,70 @@ def test_no_secret_is_in_a_checkpoint(tmp_path):
 
 def is_number(leaf):
     return isinstance(leaf, torch.Tensor | int | float)
+
+
+def elsewhere(call):
+    """What a call raises in another thread; None if it does not."""
+    found = []
+
+    def work():
+        try:
+            found.append(call())
+        except BaseException as error:
+            found[:] = [error]
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return found[0] if isinstance(found[0], BaseException) else None
+
+
+@pytest.mark.parametrize("make", [Plain, Veil])
+def test_three_others_are_refused_while_one_trains_and_its_rounds_stay_right(tmp_path, make):
+    run, alone, seen = federation(make()), federation(make()), []
+    run.fit(rounds=1, folder=tmp_path / "before")
+    alone.fit(rounds=4)
+
+    def disturb(record):
+        if not seen:
+            calls = (run.step, lambda: run.fit(rounds=9), lambda: run.save(tmp_path / "other"))
+            seen.extend(elsewhere(call) for call in (*calls, lambda: run.resume(tmp_path / "before")))
+
+    run.fit(rounds=4, on_round=disturb)
+    assert len(seen) == 4
+    for error in seen:
+        assert isinstance(error, FedveilError)
+        assert "Federation: another thread is using it" in str(error)
+        assert "Fix: wait until it is done" in str(error)
+    assert not (tmp_path / "other").exists()
+    assert [record["round"] for record in run.history.records] == [1, 2, 3, 4]
+    assert run.round == alone.round
+    assert elsewhere(run.step) is None  # nobody is inside any more
+    assert run.round == 5
+
+
+def test_a_thread_that_failed_lets_the_next_one_in_and_callbacks_may_call_what_they_like(tmp_path):
+    run = federation()
+
+    def stop(record):
+        run.save(tmp_path)
+        run.step()
+        assert isinstance(elsewhere(run.step), FedveilError)  # still, after the calls inside have returned
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(rounds=3, on_round=stop)
+    assert elsewhere(run.step) is None
+    assert run.round == 3
+
+
+def test_a_copy_is_used_by_another_thread():
+    run, copies = federation(), []
+
+    def keep(record):
+        copies.extend([copy.deepcopy(run), pickle.loads(pickle.dumps(run))])
+        assert [elsewhere(other.step) for other in copies] == [None, None]
+        assert isinstance(elsewhere(run.step), FedveilError)
+
+    run.fit(rounds=1, on_round=keep)
+    assert [run.round, *(other.round for other in copies)] == [1, 2, 2]
