@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from tests.asks import net, normed
 from tests.mutations import MUTATIONS
 from tests.oracle import built
-from torch import nn
 
 from fedveil import Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
@@ -18,19 +18,10 @@ from fedveil.federation.client import ClientSession
 from fedveil.federation.limits import aggregate, limits_for
 from fedveil.federation.protocol import Ask, read, write
 from fedveil.federation.remote import decode_answer
-from fedveil.models import mlp
 from fedveil.scheme.losses import find_loss
 
 CLIENTS, WRONG = 7, 3  # in each round, that many send what was mutated
 SIZES = (12, 8, 10, 9, 11, 10, 8)
-
-
-def net():
-    return mlp(6, 4, hidden=10)
-
-
-def normed():
-    return nn.Sequential(nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 4))
 
 
 DEFENCES = {

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from tests.configs import config_of
+from tests.federation.secured import net, normed
 from tests.forms import FORMS, Apart, Whole, Words, network, pooled_descent, records, reformed
 from tests.oracle import built, squared_error, worst
 from tests.sessions import Session
@@ -27,14 +28,6 @@ def parts(sizes=(20, 33, 7), classes=None):
     if classes:
         return [(x, torch.randint(0, classes, (len(x),), generator=generator)) for x in inputs]
     return [(x, torch.randn(len(x), 4, generator=generator, dtype=torch.float64)) for x in inputs]
-
-
-def net():
-    return built(lambda: mlp(6, 4, hidden=10))
-
-
-def normed():
-    return built(lambda: nn.Sequential(nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 4)))
 
 
 def veil(seed=0, **noise):

@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -215,8 +216,6 @@ def test_a_stranger_whom_the_servers_roster_has_stops_every_client():
 
 
 def test_fewer_than_three_are_refused():
-    with pytest.raises(BadArgument, match="at least 3"):
-        one_process("veil", data=parts((10, 10)), secure_aggregation=True)
     server = server_of("veil", attempts=1)
     server.engine.transport.down = {"site-0", "site-1", "site-2"}
     with pytest.raises(TooFewAnswers, match="only 2 of 3 clients are present"):
@@ -255,10 +254,26 @@ def test_a_share_of_the_members_is_a_roster_of_its_own():
     ],
 )
 def test_what_needs_single_updates_is_refused(defence, options, text):
+    for start in (partial(one_process, secure_aggregation=True), server_of):
+        with pytest.raises(BadArgument, match=text):
+            start(defence, **options)
+
+
+def averaging():
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 4)).double()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"data": parts((10, 10))}, "at least 3"),
+        ({"build": averaging}, r"1 averages over all batches \(momentum=None\)"),
+        ({"limits": Limits()}, "limits and aggregation rules judge single updates"),  # the default of other servers
+    ],
+)
+def test_what_one_process_cannot_sum_is_refused(options, text):
     with pytest.raises(BadArgument, match=text):
-        one_process(defence, secure_aggregation=True, **options)
-    with pytest.raises(BadArgument, match=text):
-        server_of(defence, **options)
+        one_process("veil", secure_aggregation=True, **options)
 
 
 @pytest.mark.parametrize("noise", [0.0, 1.0])
@@ -294,14 +309,6 @@ def test_no_client_counts_more_than_the_clip_whoever_contributes_nothing(absent,
         words[3][1] = records % 2**64
     mean = sums.aggregate(session.round, np.sum(words, 0), opening).gradients["weight"]
     assert 4 * float(mean.norm()) == pytest.approx(clip, rel=1e-9)
-
-
-def test_statistics_without_momentum_are_refused():
-    def build():
-        return built(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=None), nn.Linear(5, 4)))
-
-    with pytest.raises(BadArgument, match=r"1 averages over all batches \(momentum=None\)"):
-        one_process("plain", build=build, secure_aggregation=True)
 
 
 class Boastful(Party):
@@ -392,11 +399,6 @@ def test_words_and_back():
         spoilt = {**update, "buffer/mean": torch.full((5,), wrong)}
         assert packing.pack(spoilt, 3, opening).tolist() == [1] + [0] * (opening.size - 1)
     json.dumps(opening.values())
-
-
-def test_limits_that_are_asked_for_in_one_process_are_refused_and_not_left_out():
-    with pytest.raises(BadArgument, match="limits and aggregation rules judge single updates"):
-        Federation(net(), parts(), "veil", adam, secure_aggregation=True, limits=Limits())
 
 
 def test_a_class_derived_from_plain_has_to_say_that_its_gradients_can_be_clipped():

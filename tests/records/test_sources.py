@@ -6,6 +6,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from tests.federation.test_local import values
 from tests.forms import Apart, network
 from tests.oracle import built, worst
 from tests.small import Records
@@ -27,10 +28,6 @@ def pairs(classes=None, sizes=(20, 13)):
 
 def small_mlp():
     return built(lambda: mlp(6, 4, hidden=8))
-
-
-def values(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def trained(clients, defence="plain", *, test=None, model=None, rounds=5, **options):

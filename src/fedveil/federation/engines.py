@@ -68,9 +68,8 @@ def describe_refusal(member: Member, error: Exception) -> Fault:
     if isinstance(error, BadArgument):
         return Fault(member, FaultKind.MALFORMED, f"{error.where}: {error.what}")
     if isinstance(error, FedveilError):
-        kinds = {StaleUpdate: FaultKind.STALE, NonFiniteUpdate: FaultKind.NOT_FINITE}
-        kind = next((kinds[known] for known in kinds if isinstance(error, known)), FaultKind.REFUSED)
-        return Fault(member, kind, error.what)
+        other = FaultKind.NOT_FINITE if isinstance(error, NonFiniteUpdate) else FaultKind.REFUSED
+        return Fault(member, FaultKind.STALE if isinstance(error, StaleUpdate) else other, error.what)
     return Fault(member, FaultKind.MALFORMED, f"{type(error).__name__}: {error}")
 
 
@@ -92,13 +91,10 @@ class Traffic:
 
     def figures(self) -> dict[str, float]:
         """Return the figures for the round's record; those per client are averages."""
-        found: dict[str, float] = {"bytes_total": self.down + self.up}
-        found["bytes_down"], found["bytes_up"] = round(self.down / self.asked), round(self.up / self.asked)
-        if self.exchanges > 1:
-            found["exchanges"] = self.exchanges
-        if self.seconds_work:
-            found["seconds_work"] = self.seconds_work
-        return found
+        down, up = round(self.down / self.asked), round(self.up / self.asked)
+        found = {"bytes_total": self.down + self.up, "bytes_down": down, "bytes_up": up}
+        further = {"exchanges": self.exchanges if self.exchanges > 1 else 0, "seconds_work": self.seconds_work}
+        return found | {name: value for name, value in further.items() if value}
 
 
 @dataclass(frozen=True, eq=False)

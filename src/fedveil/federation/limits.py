@@ -162,11 +162,10 @@ def aggregate(
         return Outcome(None, refused)
     records = {client: limits.records(client, claims[client]) for client in kept}
     shares = bounded_shares(list(records.values()), limits.max_share if len(kept) >= FEWEST else 1.0)
-    whole_share = [own / sum(records.values()) for own in records.values()]
-    lower = [own < before - 1e-12 for own, before in zip(shares, whole_share, strict=True)]
+    due = {client: own / sum(records.values()) - 1e-12 for client, own in records.items()}
     private = own_round.combine(list(kept.values()))
     result = private or combine(list(kept.values()), shares, limits, model)
-    capped = [c for c, less in zip(kept, lower, strict=True) if less or records[c] < claims[c]]
+    capped = [c for c, own in zip(kept, shares, strict=True) if own < due[c] or records[c] < claims[c]]
     if capped and limits.aggregator == MEAN and private is None:
         result = dataclasses.replace(result, notes={**result.notes, "capped": capped})
     return Outcome(result, refused)
@@ -201,11 +200,10 @@ def judge(
 def _norms(found: Aggregate, model: nn.Module) -> dict[str, float]:
     """Return the norm of each kind in `NORMS`, except kinds that the model does not have."""
     before = dict(model.named_buffers())
-    floating = [name for name in found.buffers if before[name].is_floating_point()]
-    parts: dict[str, list[Tensor]] = {"update_norm": list(found.gradients.values())}
-    parts["buffer_norm"] = [found.buffers[name].double() - before[name].double() for name in floating]
-    others = found.buffers.keys() - set(floating)
-    parts["counter_norm"] = [found.buffers[name].double() - before[name].double() for name in others]
+    parts = {"update_norm": list(found.gradients.values()), "buffer_norm": [], "counter_norm": []}
+    for name, buffer in found.buffers.items():
+        kind = "buffer_norm" if before[name].is_floating_point() else "counter_norm"
+        parts[kind].append(buffer.double() - before[name].double())
     return {key: norm(tensors) for key, tensors in parts.items() if tensors}
 
 

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import check_boolean
 from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound, B, DefenceClient, Samples, U
+from fedveil.defences.registry import find_codec
 from fedveil.defences.state import State
 from fedveil.errors import BadArgument, NonFiniteUpdate
 from fedveil.federation import checkpoint
@@ -236,26 +237,17 @@ class Federation(Server):
         self._example = self.shards.example
         self.defence_server = self.defence.server(model, self._example, self.loss)
         client = self.defence.client(model, self._example, self.loss)
-        self.clients = LocalEngine(client, self.shards, self.dtype, whole_shard=whole_shard, fused=fused)
-        self.engine = self.clients
+        self.use_engine(LocalEngine(client, self.shards, self.dtype, whole_shard=whole_shard, fused=fused))
         taking_part = max(1, round(participation * len(sources)))
         if limits is not None and taking_part < limits.needed():
             what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
             raise BadArgument(where, f"{what}, not {taking_part}", "use more clients, or a smaller hostile=")
         if secure_aggregation:
-            self._start_secure(self.clients, taking_part)
-        else:
-            self.rounds = ClearRound(self.engine, model, self.history, self.limits, self.policy.min_answers)
+            from fedveil.secagg import threshold
 
-    def _start_secure(self, engine: LocalEngine[B, U], taking_part: int) -> None:
-        from fedveil.federation.secure_round import SecureRound
-        from fedveil.federation.sums import Sums, check_combination
-        from fedveil.secagg import threshold
-
-        check_combination(self.defence, self.model, self.limits)
-        threshold(taking_part)  # refuses too few
-        sums = Sums(self.defence, engine.client, self.model, self._example, sum(self.shards.sizes))
-        self.rounds = SecureRound(engine, sums, engine.create_parties(sums.codec), Entropy().token(), 1)
+            roster = self.clients.create_parties(find_codec(self.defence))
+            self._start_secure(client, self._example, roster, Entropy().token(), sum(self.shards.sizes))
+            threshold(taking_part)  # refuses too few
 
     def use_engine(self, engine: LocalEngine[B, U]) -> None:
         """Replace the clients, for example by hostile ones; not under secure aggregation."""

@@ -2,10 +2,10 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fedveil.checks import check_count, check_integer
 from fedveil.errors import BadArgument
@@ -101,13 +101,11 @@ def refuse_single(model: nn.Module, shards: Shards) -> None:
 
 def _find_layer(model: nn.Module, shards: Shards, client: int) -> str | None:
     """Return the layer that rejects a single record in its current mode; None if there is none."""
-    entered = [""]
+    entered, paths = [""], {module: path for path, module in model.named_modules()}
     inputs, _ = shards.take(torch.arange(shards.starts[client], shards.starts[client] + 1))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for path, module in model.named_modules():
-            hook = module.register_forward_pre_hook(lambda *_, path=path: entered.append(path))
-            stack.callback(hook.remove)
+    hook = register_module_forward_pre_hook(lambda module, _: entered.append(paths.get(module, entered[-1])))
+    with hook, torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             compute_outputs(model, inputs, buffers)
         except ValueError as error:

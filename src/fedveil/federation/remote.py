@@ -289,22 +289,14 @@ class RemoteServer(Server, Generic[C]):
                 what = "secure aggregation needs the roster of members and this server's signing key"
                 fix = f"set {ROSTER} and {IDENTITY}, or pass secure_aggregation=Roster.read(...) and identity=..."
                 raise BadArgument(where, what, fix)
-            self._start_secure(engine, example, known)
+            client = self.defence.client(model, example, self.loss)
+            self._start_secure(client, example, known, engine.session)
         if self.defence_server.plan is not None:
             LOG.info("of the model's values, %s", shares_in_words(self.defence_server.plan))
 
     @abstractmethod
     def _connect(self, connection: C) -> Transport:
         """Return the transport to the clients."""
-
-    def _start_secure(self, engine: RemoteEngine, example: Inputs, roster: Roster) -> None:
-        from fedveil.federation.secure_round import SecureRound
-        from fedveil.federation.sums import Sums, check_combination
-
-        check_combination(self.defence, self.model, self.limits)
-        client = self.defence.client(self.model, example, self.loss)
-        sums = Sums(self.defence, client, self.model, example)
-        self.rounds = SecureRound(engine, sums, roster, engine.session, self.policy.min_answers)
 
     @property
     def rounds_per_epoch(self) -> int:

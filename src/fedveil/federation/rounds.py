@@ -90,7 +90,8 @@ class RoundKind(Protocol):
     answered: float
 
     def select(self, number: int, members: list[Member]) -> list[Member]:
-        """Return the clients that may be asked in this attempt."""
+        """Return the clients that may be asked in this attempt, by default all of them."""
+        return members
 
     def collect(
         self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog, observer: Observer | None
@@ -98,10 +99,11 @@ class RoundKind(Protocol):
         """Ask clients once; return the result of their replies, or None if there are too few."""
 
     def close(self) -> None:
-        """End the run."""
+        """End the run; by default nothing is left behind."""
+        return
 
 
-class ClearRound:
+class ClearRound(RoundKind):
     """A round whose updates the server sees one by one.
 
     Args:
@@ -118,10 +120,6 @@ class ClearRound:
         self.engine, self._model, self._history, self._limits = engine, model, history, limits
         self.min_answers, self.answered = min_answers, 0.0
         self.least = limits.needed() if limits else 1
-
-    def select(self, number: int, members: list[Member]) -> list[Member]:
-        """Return all of them."""
-        return members
 
     def collect(
         self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog, observer: Observer | None
@@ -169,9 +167,6 @@ class ClearRound:
             return result
         counts = {"answers": len(replies), "records": sum(reply.records for reply in replies)}
         return dataclasses.replace(result, figures={**result.figures, **counts})
-
-    def close(self) -> None:
-        """Do nothing: no keys are left behind."""
 
 
 def _name_sender(error: NonFiniteUpdate, replies: Sequence[AnyReply]) -> str:

@@ -8,13 +8,14 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fedveil.checks import check_choice, check_count, check_positive
-from fedveil.defences.interface import AnyDefence, AnyServer, Defence
+from fedveil.defences.interface import AnyClient, AnyDefence, AnyServer, Defence
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, NonFiniteUpdate, TooFewAnswers
 from fedveil.federation.engines import Engine, FaultKind, Member
@@ -38,12 +39,16 @@ from fedveil.federation.state import (
 )
 from fedveil.federation.targets import attribute_targets
 from fedveil.graph.analyse import refuse_wrapped
+from fedveil.graph.inputs import Inputs
 from fedveil.locks import locked
 from fedveil.records.shards import generator
 from fedveil.records.sources import Given, Source
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
 from fedveil.scheme.result import Aggregate, Note
+
+if TYPE_CHECKING:
+    from fedveil.secagg import Roster
 
 SCALE = "scale inputs and targets, or change the loss or the model: before the first step it is not the learning rate"
 NOT_RESTORED = "the model in memory has the values after the step"
@@ -110,6 +115,17 @@ class Server(StoredServer):
     @abstractmethod
     def rounds_per_epoch(self) -> int:
         """The number of rounds in which the largest client sees each of its records once."""
+
+    def _start_secure(
+        self, client: AnyClient, example: Inputs, roster: "Roster", session: str, records: int | None = None
+    ) -> None:
+        """Use secure aggregation; refuse what it cannot be combined with."""
+        from fedveil.federation.secure_round import SecureRound
+        from fedveil.federation.sums import Sums, check_combination
+
+        check_combination(self.defence, self.model, self.limits)
+        sums = Sums(self.defence, client, self.model, example, records)
+        self.rounds = SecureRound(self.engine, sums, roster, session, self.policy.min_answers)
 
     def close(self) -> None:
         """Release the connection after the last round; under secure aggregation clients forget the run's keys."""

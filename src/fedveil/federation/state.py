@@ -157,12 +157,6 @@ def checksum_records(shards: Shards, key: bytes) -> str | None:
     return found.hexdigest()
 
 
-def list_changes(before: Setting, now: Setting) -> list[str]:
-    """Return the names of the settings that differ, as far as both are known."""
-    known = [name for name in before if before[name] is not None and now.get(name) is not None]
-    return [name for name in known if before[name] != now[name]]
-
-
 class StoredServer(ABC):
     """The part of a server that is saved: model, optimizer, schedule, defence, round, records, best model."""
 
@@ -303,7 +297,9 @@ class StoredServer(ABC):
 
     def _compare(self, folder: Path, state: CheckpointState) -> None:
         """Remember which settings changed, and warn about them."""
-        self.changed = list_changes(state["setting"], self.setting())
+        before, now = state["setting"], self.setting()
+        known = [name for name in before if None not in (before[name], now.get(name))]
+        self.changed = [name for name in known if before[name] != now[name]]
         if self.changed:
             what = f"the run in {folder} was trained with a different setting ({', '.join(self.changed)})"
             LOG.warning("fedveil: %s; its history and best model now mix both", what)
