@@ -195,7 +195,7 @@ class ClientSession:
         def work() -> Words:
             model = copy.deepcopy(self._model)  # traces of this forward pass must not show in a later answer
             (_, tensors), records, _ = self._update(task, model, {}, party.policy.min_records)
-            return encode_words(tensors, records, admission.opening, admission.clip)
+            return encode_words(tensors, records, admission.ticket.opening, admission.clip)
 
         upload = party.upload(admission.ticket, contribute(admission, work))
         return write(MaskedAnswer(ask.round, ask.token, ask.defence, {"upload": as_tensor(upload)}))

@@ -35,6 +35,7 @@ class FaultKind(StrEnum):
 
 
 WRONG_REPLIES = {FaultKind.MALFORMED, FaultKind.REFUSED, FaultKind.NOT_FINITE, FaultKind.STALE, FaultKind.UNREADABLE}
+"""Faults after which asking a client again in the same round would only delay the others."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,6 @@ class Fault:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", clean(self.text))
-
-    @property
-    def is_wrong_reply(self) -> bool:
-        """Whether the client replied, but wrongly: asking it again in this round would only delay the others."""
-        return self.kind in WRONG_REPLIES
 
     def __str__(self) -> str:
         who = SERVER if self.member == SERVER else f"client {self.member}"

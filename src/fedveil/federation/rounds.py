@@ -12,7 +12,7 @@ from torch import nn
 from fedveil.checks import check_count, check_fraction, check_positive
 from fedveil.defences.interface import AnyRound
 from fedveil.errors import NonFiniteUpdate
-from fedveil.federation.engines import AnyReply, Engine, Fault, Member, describe_refusal
+from fedveil.federation.engines import WRONG_REPLIES, AnyReply, Engine, Fault, Member, describe_refusal
 from fedveil.federation.history import History
 from fedveil.federation.limits import Limits, aggregate
 from fedveil.scheme.result import Aggregate
@@ -71,7 +71,7 @@ class FaultLog:
     @property
     def wrong_members(self) -> set[Member]:
         """The clients that replied wrongly."""
-        return {fault.member for fault in self.faults if fault.is_wrong_reply}
+        return {fault.member for fault in self.faults if fault.kind in WRONG_REPLIES}
 
     def texts(self) -> list[str]:
         """Return the faults as text, for the round's record."""
