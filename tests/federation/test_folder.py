@@ -164,6 +164,20 @@ def test_a_run_that_ended_before_its_first_round_blocks_nobody(tmp_path, monkeyp
         train(config, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--data", "digits", "--model", "cnn", "--defence", "nothing"],
+        ["attack", "gradients", "--data", "diabetes", "--defence", "plain"],
+        ["compare", "--data", "csv", "--path", "nowhere.csv", "--target", "y"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_command_that_is_refused_leaves_no_folder(tmp_path, words, capsys):
+    assert main([*words, "--out", str(tmp_path / "a" / "b"), "--epochs", "1"]) == 2, capsys.readouterr()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_folders_that_were_there_before_stay(tmp_path):
     (tmp_path / "a").mkdir()
     for folder in ("a", "a/b"):

@@ -310,9 +310,14 @@ def test_resuming_in_another_setting_says_what_is_other(tmp_path, caplog, change
     assert f"was trained with a different setting ({', '.join(other.changed)})" in caplog.text
 
 
-def test_a_missing_checkpoint_and_one_of_another_optimizer_or_model_are_refused(tmp_path):
+def test_a_checkpoint_that_is_missing_broken_or_of_another_optimizer_or_model_is_refused(tmp_path):
     with pytest.raises(BadArgument, match="there is no checkpoint here"):
         make().resume(tmp_path)
+    for broken in (b"", b"garbage", b"PK\x03\x04 half a file"):
+        (tmp_path / LAST).write_bytes(broken)
+        with pytest.raises(BadArgument, match=r"checkpoint.pt: the checkpoint cannot be read"):
+            make().resume(tmp_path)
+    (tmp_path / LAST).unlink()
     make().fit(rounds=3, folder=tmp_path)
     with pytest.raises(BadArgument, match="of the optimizer 'Adam', not 'SGD'"):
         make(sgd()).resume(tmp_path)
