@@ -10,14 +10,26 @@ from fedveil.models import mlp
 SMALL = {"defence": "plain", "clients": 2, "hidden": 4, "layers": 2, "train_size": 60, "batch_size": 15}
 
 
-def federation(defence=None):
-    """Two clients, the same at every call."""
-    generator = torch.Generator().manual_seed(0)
-    data = [(torch.randn(n, 3, generator=generator), torch.randn(n, 2, generator=generator)) for n in (12, 8)]
+def adam(parameters):
+    return torch.optim.Adam(parameters, 1e-2)
+
+
+def pairs(*sizes, seed=0):
+    """Records of clients: three inputs and two targets each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(n, 3, generator=generator), torch.randn(n, 2, generator=generator)) for n in sizes]
+
+
+def net():
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = mlp(3, 2, hidden=4, layers=2)
-    return Federation(model, data, defence or Plain(), lambda p: torch.optim.Adam(p, 1e-2), batch_size=4)
+        return mlp(3, 2, hidden=4, layers=2)
+
+
+def federation(defence=None, optimizer=adam, *, size=1.0, **options):
+    """Two clients, the same at every call; `size` scales their targets."""
+    clients = [(inputs, size * targets) for inputs, targets in pairs(12, 8)]
+    return Federation(net(), clients, defence or Plain(), optimizer, batch_size=4, **options)
 
 
 class Records(Dataset):

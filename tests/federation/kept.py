@@ -1,50 +1,33 @@
 """A small run, what may break it half-way, and how it should end."""
 
 import torch
+from tests.small import Records, adam, federation, pairs
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from fedveil.federation import Federation, checkpoint
-from fedveil.models import mlp
+from fedveil.federation import checkpoint
 
 ROUNDS, EVERY = 12, 4
-
-
-LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
-
-
-def records_of(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, 3, generator=generator), torch.randn(count, 2, generator=generator)
-
-
-TEST = records_of(10, 9)
-
-
+LAST, PREVIOUS = checkpoint.LAST, checkpoint.PREVIOUS
+TEST = pairs(10, seed=9)[0]
 HOW = {"rounds": ROUNDS, "test": TEST, "evaluate_every": EVERY}
-
-
-def net():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return mlp(3, 2, hidden=4, layers=2)
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, 1e-2)
 
 
 def halving(optimizer):
     return StepLR(optimizer, 5, 0.5)
 
 
-def make(optimizer=adam, schedule=halving, defence="plain", size=1.0):
-    clients = [(inputs, size * targets) for inputs, targets in (records_of(12, 1), records_of(8, 2))]
-    how = {"schedule": schedule, "schedule_every": "round", "batch_size": 4}
-    return Federation(net(), clients, defence, optimizer, **how)
+def make(optimizer=adam, schedule=halving, defence=None, size=1.0):
+    return federation(defence, optimizer, size=size, schedule=schedule, schedule_every="round")
+
+
+def make_resumed(folder, **how):
+    run = make(**how)
+    run.resume(folder)
+    return run
 
 
 def round_in(folder, name=LAST):
-    return checkpoint.load(folder / name)["round"]
+    return checkpoint.load(folder / name)["round"] if (folder / name).exists() else 0
 
 
 def told(run):
@@ -58,7 +41,7 @@ def equal(one, other):
 
 
 def check_whole(folder, **how):
-    """Resume what is in the folder; it must end as a run that nothing has happened to."""
+    """Resume the run in the folder; it must end like a run that was not interrupted."""
     whole, again = make(**how), make(**how)
     whole.fit(**HOW)
     again.fit(**HOW, folder=folder, resume=True)
@@ -66,39 +49,58 @@ def check_whole(folder, **how):
     assert told(again) == told(whole)
     assert [number for number, _ in again.history.curve("mse")] == list(range(EVERY, ROUNDS + 1, EVERY))
     assert again.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
-    return again
 
 
-def make_resumed(folder):
-    run = make()
-    run.resume(folder)
-    return run
+def stop_at(number, error=KeyboardInterrupt):
+    def end(record):
+        if record["round"] == number:
+            raise error
+
+    return end
 
 
 class HalfWay(torch.optim.SGD):
-    """An optimiser whose fifth step is interrupted when the first parameter has moved, and its state with it."""
+    """An optimizer whose fifth step is interrupted when the first parameter has moved, and its state with it."""
 
     steps = 0
 
     def step(self, closure=None):
         self.steps += 1
         if self.steps == 5:
-            _, *others = [p for group in self.param_groups for p in group["params"]]
-            kept = [p.grad for p in others]
-            for parameter in others:
+            for parameter in self.param_groups[0]["params"][1:]:
                 parameter.grad = None
             super().step()
-            for parameter, gradient in zip(others, kept, strict=True):
-                parameter.grad = gradient
             raise KeyboardInterrupt
         return super().step()
 
 
-HalfWay.__name__ = torch.optim.SGD.__name__  # so that plain SGD may resume its run
+class Stubborn(HalfWay):
+    """Its first restoration is interrupted, too."""
+
+    restored = 0
+
+    def load_state_dict(self, state_dict):
+        self.restored += 1
+        if self.restored == 1:
+            raise KeyboardInterrupt
+        super().load_state_dict(state_dict)
 
 
-def sgd(kind):
+for kind in (HalfWay, Stubborn):
+    kind.__name__ = torch.optim.SGD.__name__  # so that plain SGD may resume its run
+
+
+def sgd(kind=torch.optim.SGD):
     return lambda parameters: kind(parameters, 1e-2, momentum=0.9)
+
+
+class Struck(StepLR):
+    """A schedule whose sixth step is interrupted when it has been made."""
+
+    def step(self, epoch=None):
+        super().step()
+        if self.last_epoch == 6:
+            raise KeyboardInterrupt
 
 
 class Plateau(ReduceLROnPlateau):
@@ -114,9 +116,14 @@ def impatient(kind):
     return lambda optimizer: kind(optimizer, patience=0, threshold=10.0)
 
 
-def stop_at(number):
-    def end(record):
-        if record["round"] == number:
-            raise KeyboardInterrupt
+class Interrupted(Records):
+    """Test data whose reading is interrupted after some records."""
 
-    return end
+    def __init__(self, reads):
+        super().__init__(*TEST)
+        self.reads = reads
+
+    def __getitem__(self, row):
+        if self.read + 1 == self.reads:
+            raise KeyboardInterrupt
+        return super().__getitem__(row)

@@ -49,24 +49,11 @@ def roster_of(known):
 
 def server_of(defence="veil", faults=None, build=net, known=None, sizes=SIZES, **options):
     """A server whose clients are those of `known`, one for each size."""
-    known = known or parties()
-    data = parts(sizes)
-    names = [f"site-{k}" for k in range(len(sizes))]
-    members = {
-        name: member(build, own, k, known.get(name)) for k, (name, own) in enumerate(zip(names, data, strict=True))
-    }
-    options = {
-        "loss": "squared_error",
-        "timeout": 1.0,
-        "pause": 0.0,
-        "attempts": 4,
-        "patience": 0.2,
-        "batch_size": 8,
-        "secure_aggregation": roster_of(known),
-        "identity": SERVER,
-        **options,
-    }
-    return LoopbackServer(Loopback(members, faults), build(), data[0][0][:2], defence, adam, **options)
+    known, data = known or parties(), parts(sizes)
+    members = {f"site-{k}": member(build, own, k, known.get(f"site-{k}")) for k, own in enumerate(data)}
+    options = {"secure_aggregation": roster_of(known), "identity": SERVER, **options}
+    how = {"loss": "squared_error", "timeout": 1.0, "pause": 0.0, "attempts": 4, "patience": 0.2, "batch_size": 8}
+    return LoopbackServer(Loopback(members, faults), build(), data[0][0][:2], defence, adam, **how | options)
 
 
 def plain_of(rounds, clients=None, build=net, sizes=SIZES, **options):

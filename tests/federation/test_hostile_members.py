@@ -22,14 +22,14 @@ def flipped(data):
     return bytes([data[0] ^ 1]) + data[1:]
 
 
-def with_shares_of(party, sent, names, seed):
-    """An upload with shares of another seed, whose hashes are right."""
-    return with_shares(party, sent, names, split_seed(seed, threshold(len(names)), len(names)))
+def current_run(turn):
+    return next(kept for kept in turn.state.runs.values() if kept.current is not None)
 
 
 def with_shares(party, sent, names, shares):
+    """An upload with other shares, whose hashes are right."""
     with party._memory.turn() as turn:
-        kept = next(kept for kept in turn.state.runs.values() if kept.current is not None)
+        kept = current_run(turn)
         pairs = party._pair_secrets(kept, kept.current)
     others = [(place, name) for place, name in enumerate(names) if name != party.name]
     return replace(
@@ -39,10 +39,16 @@ def with_shares(party, sent, names, shares):
     )
 
 
+KINDS = {}
+
+
 class Liar(Party):
     """Changes what it sends; `victims` are those whom its lies are about."""
 
     victims = 1
+
+    def __init_subclass__(cls):
+        KINDS[cls.__name__] = cls
 
     def others(self, names):
         return [name for name in names if name != self.name][-self.victims :]
@@ -54,6 +60,27 @@ class Liar(Party):
 
     def lie_in_upload(self, sent, names):
         return sent
+
+    def sign_key(self, run, key):
+        return Hello(run, self.name, key, self._identity.sign(Hello.signed_bytes(run, self.name, key)))
+
+    def change_reply(self, data, **changes):
+        """A reply to a settle with other values."""
+        outside = (len(data) - 8 - int.from_bytes(data[:8], "little") - 64) // SEED
+        return replace(SettleReply.from_bytes(data, outside), **changes).to_bytes()
+
+    def complain(self, message, own, choose):
+        """A reply that says that the shares of some dealers cannot be used; they are forgotten."""
+        data = Party.settle(self, message, own)
+        if not own:
+            return data
+        with self._memory.turn() as turn:
+            current = current_run(turn).current
+            dealers = choose(current.members)
+            for dealer in dealers:
+                current.shares.pop(dealer, None)
+            turn.write()
+        return self.change_reply(data, failed=tuple(dealers))
 
 
 class BadHello(Liar):
@@ -68,7 +95,7 @@ class SmallKey(Liar):
 
     def hello(self, run, server=b""):
         super().hello(run, server)
-        return Hello(run, self.name, bytes(32), self._identity.sign(Hello.signed_bytes(run, self.name, bytes(32))))
+        return self.sign_key(run, bytes(32))
 
 
 class CopiedKey(Liar):
@@ -84,11 +111,7 @@ class CopiedKey(Liar):
 
     def hello(self, run, server=b""):
         found, key = super().hello(run, server), getattr(self, "copied", None)
-        return (
-            found
-            if key is None
-            else Hello(run, self.name, key, self._identity.sign(Hello.signed_bytes(run, self.name, key)))
-        )
+        return found if key is None else self.sign_key(run, key)
 
 
 class OutsideTheField(Liar):
@@ -103,16 +126,7 @@ class Complaining(Liar):
     """It says that it cannot use a share of another member's."""
 
     def settle(self, message, own=b""):
-        data = super().settle(message, own)
-        if not own:
-            return data
-        outside = (len(data) - 8 - int.from_bytes(data[:8], "little") - 64) // SEED
-        with self._memory.turn() as turn:
-            current = next(kept.current for kept in turn.state.runs.values() if kept.current is not None)
-            for dealer in self.others(current.members):
-                current.shares.pop(dealer, None)
-            turn.write()
-        return replace(SettleReply.from_bytes(data, outside), failed=tuple(self.others(current.members))).to_bytes()
+        return self.complain(message, own, self.others)
 
 
 class ComplainingOfAll(Complaining):
@@ -124,18 +138,27 @@ class ComplainingOfAll(Complaining):
 class WrongCommitment(Liar):
     """It commits to another self seed than it deals shares of."""
 
+    def others(self, names):
+        return [self.name]
+
     def lie_in_upload(self, sent, names):
-        place = names.index(self.name)
         found = list(sent.commitments)
-        found[place] = flipped(found[place])
+        for name in self.others(names):
+            found[names.index(name)] = flipped(found[names.index(name)])
         return replace(sent, commitments=tuple(found))
+
+
+class WrongPairCommitment(WrongCommitment):
+    """It commits to another seed of one pair than it masks with."""
+
+    others = Liar.others
 
 
 class OtherPolynomial(Liar):
     """It deals shares of another seed than it masks with and commits to."""
 
     def lie_in_upload(self, sent, names):
-        return with_shares_of(self, sent, names, bytes([1]) * SEED)
+        return with_shares(self, sent, names, split_seed(bytes([1]) * SEED, threshold(len(names)), len(names)))
 
 
 class BadShares(Liar):
@@ -153,16 +176,6 @@ class BadSharesForAll(BadShares):
     """Nobody can decrypt its shares."""
 
     victims = 99
-
-
-class WrongPairCommitment(Liar):
-    """It commits to another seed of one pair than it masks with."""
-
-    def lie_in_upload(self, sent, names):
-        found = list(sent.commitments)
-        for name in self.others(names):
-            found[names.index(name)] = flipped(found[names.index(name)])
-        return replace(sent, commitments=tuple(found))
 
 
 class Disputing(Liar):
@@ -205,9 +218,7 @@ class WrongSignature(Liar):
     """It signs another list of members than it was shown."""
 
     def settle(self, message, own=b""):
-        data = super().settle(message, own)
-        outside = (len(data) - 8 - int.from_bytes(data[:8], "little") - 64) // SEED
-        return replace(SettleReply.from_bytes(data, outside), signature=bytes(64)).to_bytes()
+        return self.change_reply(super().settle(message, own), signature=bytes(64))
 
 
 class WrongRevealer(Liar):
@@ -226,27 +237,6 @@ class Silent(Liar):
         raise RuntimeError("silent")
 
 
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        BadHello,
-        SmallKey,
-        CopiedKey,
-        OutsideTheField,
-        Complaining,
-        ComplainingOfAll,
-        WrongCommitment,
-        OtherPolynomial,
-        BadShares,
-        BadSharesForAll,
-        WrongPairCommitment,
-        Disputing,
-        DisputingWithAll,
-        WrongSignature,
-        WrongRevealer,
-        Silent,
-    )
-}
 UNDECIDED = {"Complaining", "BadShares", "Disputing", "Silent"}  # either side may be lying, or nobody
 LOST = {"WrongCommitment", "OtherPolynomial"}  # noticed only when shares are opened: that round's sum is lost
 
@@ -295,7 +285,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "hostile"), [(4, 1), pytest.param(5, 1, marks=SLOW), pytest.param(10, 1, marks=SLOW), (10, 2)]
 )
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", list(KINDS))
 def test_the_run_goes_to_its_end_and_proven_liars_are_named(name, n, hostile):
     server, inside = trained(KINDS[name], n, hostile)
     liars, honest = {f"site-{k}" for k in range(hostile)}, {f"site-{k}" for k in range(hostile, n)}
@@ -307,14 +297,13 @@ def test_the_run_goes_to_its_end_and_proven_liars_are_named(name, n, hostile):
     assert set().union(*[record.get("excluded", {}) for record in records]) == excluded
     lost = [record["round"] for record in records if "skipped" in record]
     assert lost == ([1] if name in LOST else [])
-    if (
-        name not in UNDECIDED and name != "CopiedKey"
-    ):  # a signature is checked in every other attempt, and does no harm until then
-        assert all(set(members) == honest for members in inside[2 if name == "WrongSignature" else 1 :])
+    if name not in UNDECIDED | {"CopiedKey"}:
+        first = 2 if name == "WrongSignature" else 1  # which is checked in every other attempt, and harmless until then
+        assert all(set(members) == honest for members in inside[first:])
     elif name == "Disputing":  # of a disputed pair one is left out, in turn
         assert all(len(members) >= n - hostile for members in inside)
         assert sum(honest <= set(members) for members in inside) == ROUNDS // 2
-    elif name == "CopiedKey" or name == "Silent":  # its first lie is its second hello
+    elif name in ("CopiedKey", "Silent"):  # its first lie is its second hello
         assert all(set(members) == honest for members in inside)
     else:
         assert all(honest <= set(members) for members in inside)
@@ -323,32 +312,17 @@ def test_the_run_goes_to_its_end_and_proven_liars_are_named(name, n, hostile):
 class Plotting(Disputing):
     """Three that share their lies: a new dispute in every attempt, and complaints about the same three dealers."""
 
-    plan = (
-        ("site-0", "site-3"),
-        ("site-0", "site-4"),
-        ("site-0", "site-5"),
-        ("site-1", "site-6"),
-        ("site-1", "site-7"),
-    )
+    plan = ((0, 3), (0, 4), (0, 5), (1, 6), (1, 7))
 
     def admit(self, opening, *rest):
         ticket = super().admit(opening, *rest)
         liar, victim = self.plan[(opening.attempt - 1) % len(self.plan)]
-        self.wrong = [victim] if liar == self.name else []
+        self.wrong = [f"site-{victim}"] if f"site-{liar}" == self.name else []
         return ticket
 
     def settle(self, message, own=b""):
-        data = super().settle(message, own)
-        if not own:
-            return data
-        outside = (len(data) - 8 - int.from_bytes(data[:8], "little") - 64) // SEED
-        with self._memory.turn() as turn:
-            current = next(kept.current for kept in turn.state.runs.values() if kept.current is not None)
-            dealers = [name for name in current.members if name not in ("site-0", "site-1", "site-2")][:3]
-            for dealer in dealers:
-                current.shares.pop(dealer, None)
-            turn.write()
-        return replace(SettleReply.from_bytes(data, outside), failed=tuple(dealers)).to_bytes()
+        with lying(self):
+            return self.complain(message, own, lambda names: [name for name in names if name > "site-2"][:3])
 
 
 def test_three_of_ten_that_share_their_lies_cost_attempts_and_not_the_run():

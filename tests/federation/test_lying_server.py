@@ -26,7 +26,7 @@ from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Rost
 from fedveil.secagg.memory import RunMemory
 from fedveil.secagg.messages import RevealReply, SealedShares, Settle, SettleReply, Upload, context
 from fedveil.secagg.signed import Digest, sign
-from fedveil.wire import as_bytes, as_tensor, read_kind
+from fedveil.wire import as_bytes, read_kind
 
 NAMES = ("site-0", "site-1", "site-2", "site-3", "site-4")
 VICTIM = NAMES[0]
@@ -37,8 +37,6 @@ IDENTITIES = {name: Identity.new(name) for name in NAMES}
 ROSTER = Roster({name: identity.public() for name, identity in IDENTITIES.items()})
 LIMITS = {"min_members": 4, "max_sums_per_run": 4, "max_sums_per_day": 6, "key_rounds": 5, "key_hours": 2}
 POLICY = Policy(server=SERVER.public(), min_records=2, **LIMITS)
-
-
 SIGNERS = ("stranger", "member", "nobody")
 ROSTERS = ("four", "three", "two", "without", "twice", "forged", "old key")
 FAULTS = ("exponent", "rows", "checks", "size", "batch", "stale", "model")
@@ -53,10 +51,6 @@ def crash():
     raise MemoryError("the record with number 17 does not fit")
 
 
-def leave():
-    sys.exit("a record ended the process")
-
-
 INPUTS = torch.linspace(-1, 1, 24).reshape(6, 4).double()
 LABELS = torch.tensor([0, 1, 0, 1, 0, 1])
 RECORDS = {
@@ -65,7 +59,7 @@ RECORDS = {
     "huge values": lambda: (INPUTS * 1e300, LABELS),
     "classes that the model does not have": lambda: (INPUTS, LABELS + 7),
     "a loader that crashes": crash,
-    "a loader that ends the process": leave,
+    "a loader that ends the process": lambda: sys.exit("a record ended the process"),
 }
 
 
@@ -120,16 +114,8 @@ def public_part(answer, n):
     size = 2 + sum(ROWS) + 2 * len(ROWS)
     found = read(answer, MaskedAnswer)
     sent = Upload.from_bytes(as_bytes("answer", found.tensors, "upload"), n, size)
-    return (
-        found.round,
-        found.token,
-        found.defence,
-        sent.context,
-        sent.commitments,
-        sent.hashes,
-        sent.sealed,
-        len(answer),
-    )
+    public = found.round, found.token, found.defence, len(answer)
+    return *public, sent.context, sent.commitments, sent.hashes, sent.sealed
 
 
 class Known:
@@ -204,7 +190,7 @@ class LyingServer(RuleBasedStateMachine):
     @rule(run=st.sampled_from(RUNS), signer=st.sampled_from(["server", "server", "stranger", "member", "nobody"]))
     def say_hello(self, run, signer):
         body = b"c" * 16 + self.key.public_key().public_bytes_raw()
-        said = self.send(write(Step(run, "hello", {"body": as_tensor(body)})), signer)
+        said = self.send(write(Step.make(run, "hello", body)), signer)
         if signer != "server":
             return self.refused(said, ("server",))
         if run in self.ended:
@@ -217,8 +203,7 @@ class LyingServer(RuleBasedStateMachine):
             if old is not None:
                 new = self.runs[run]
                 new.attempt, new.round, new.revealed, new.sums = old.attempt, old.round, old.revealed, old.sums
-        body = as_bytes("step", read(said, Step).tensors, "body")
-        hello = Hello.from_values(secure_client.json.loads(body))
+        hello = Hello.from_values(secure_client.json.loads(read(said, Step).body))
         assert ROSTER.verifies(VICTIM, hello.signature, Hello.signed_bytes(run, VICTIM, hello.key))
         assert self.runs[run].key in (None, hello.key)
         self.runs[run].key = hello.key
@@ -232,9 +217,7 @@ class LyingServer(RuleBasedStateMachine):
     def end_a_run(self, run, signer, unlikely):
         if unlikely:
             return
-        said = self.send(
-            write(Step(run, "end", {"body": as_tensor(b"")})), signer, run=run if run in self.runs else None
-        )
+        said = self.send(write(Step.make(run, "end", b"")), signer, run=run if run in self.runs else None)
         if signer != "server" or (isinstance(said, FedveilError) and run in self.runs and self.outlived(run)):
             self.refused(said, ("server",))  # a tag under a key that is gone proves nothing
         elif run in self.runs:
@@ -307,9 +290,7 @@ class LyingServer(RuleBasedStateMachine):
         self.last = (run, round_, self.tokens)
 
     def roster(self, run, kind):
-        own = self.hellos.get(run) or (
-            self.clients[0].party._identity and Hello(run, VICTIM, bytes(range(32)), bytes(64))
-        )
+        own = self.hellos.get(run) or Hello(run, VICTIM, bytes(range(32)), bytes(64))
         others = [party.hello(run) for party in self.others.values()]
         if kind == "without":
             return others
@@ -381,24 +362,18 @@ class LyingServer(RuleBasedStateMachine):
         members = tuple(now["names"]) if now and lie == "all again" else members
         members += ("zoe",) if lie == "a stranger" else ()
         count = max(0, len(members) - 1)
-        extra = {
-            "right": SealedShares((bytes(94),) * count, (bytes(32),) * count).to_bytes(),
-            "short": b"x" * 9,
-            "none": b"",
-        }[own]
+        right = SealedShares((bytes(94),) * count, (bytes(32),) * count).to_bytes()
+        extra = {"right": right, "short": b"x" * 9, "none": b""}[own]
         message = Settle(bound, step, members).to_bytes()
-        said = self.send(
-            write(Step(run, "settle", {"body": as_tensor(message)})), signer, own=extra, run=run if known else None
-        )
+        step_message = write(Step.make(run, "settle", message))
+        said = self.send(step_message, signer, own=extra, run=run if known else None)
         allowed = signer == "server" and now is not None and step == now["step"] + 1
         allowed = allowed and set(members) <= set(now["members"]) and VICTIM in members
         allowed = allowed and (now["step"] < 0 or len(members) < len(now["members"]))
         allowed = allowed and len(members) >= threshold(len(now["names"])) and (step > 0 or own == "right")
         if not allowed:
             return self.refused(said)
-        answer = SettleReply.from_bytes(
-            as_bytes("step", read(said, Step).tensors, "body"), len(now["names"]) - len(members)
-        )
+        answer = SettleReply.from_bytes(read(said, Step).body, len(now["names"]) - len(members))
         assert ROSTER.verifies(VICTIM, answer.signature, Settle(bound, step, members).signed_bytes())
         now["step"], now["members"] = step, members
         return None
@@ -413,30 +388,23 @@ class LyingServer(RuleBasedStateMachine):
         signatures = lie if lie in ("one fewer", "none", "of another list") else "enough"
         known = self.runs.get(run)
         now = known.current if known else None
-        told = (
-            now
-            or self.past.get(run)
-            or {"context": bytes(32), "members": NAMES, "names": NAMES, "step": 0, "subject": b""}
-        )
+        nothing = {"context": bytes(32), "members": NAMES, "names": NAMES, "step": 0, "subject": b""}
+        told = now or self.past.get(run) or nothing
         members = told["members"][:-1] if other == "members" else told["members"]
         settle = Settle(told["context"], max(0, told["step"]) + (other == "step"), tuple(members))
         needed = threshold(len(told["names"])) - 1
         signers = [name for name in members if name != VICTIM][: needed - (signatures == "one fewer")]
-        covered = (
-            replace(settle, step=settle.step + 1).signed_bytes()
-            if signatures == "of another list"
-            else settle.signed_bytes()
-        )
+        covered = replace(settle, step=settle.step + (signatures == "of another list")).signed_bytes()
         signed = {name: IDENTITIES[name].sign(covered) for name in signers if signatures != "none"}
         data = party.Reveal(settle, signed).to_bytes()
-        message = write(Step(run, "reveal", {"body": as_tensor(data)}))
+        message = write(Step.make(run, "reveal", data))
         said = self.send(message, signer, run=run if known else None)
         allowed = signer == "server" and now is not None and now["step"] >= 0 and not other and signatures == "enough"
         allowed = allowed and known.sums < POLICY.max_sums_per_run and self.sums_today() < POLICY.max_sums_per_day
         allowed = allowed and self.opened.get(now["subject"], set(members)) == set(members)
         if not allowed:
             return self.refused(said)
-        found = RevealReply.from_bytes(as_bytes("step", read(said, Step).tensors, "body"))
+        found = RevealReply.from_bytes(read(said, Step).body)
         assert set(found.shares) <= set(members)
         today = self.now // 86_400
         self.day = today, self.sums_today() + 1
@@ -486,29 +454,19 @@ def nothing(*arguments):
     return None
 
 
+RULES = ("attempt", "round", "roster", "membership", "roster_size", "key", "step", "members", "survivors")
 SAFEGUARDS = {
-    "signature": (signed, "admit", lambda server, channels, digest, own: own[65 if own[:1] == b"s" else 33 :]),
-    "attempt": (rules, "check_attempt", nothing),
-    "round": (rules, "check_round", nothing),
-    "roster": (rules, "check_roster", nothing),
-    "own key": (rules, "check_membership", nothing),
-    "members": (rules, "check_roster_size", nothing),
-    "key's end": (rules, "check_key", nothing),
-    "steps": (rules, "check_step", nothing),
-    "nobody back": (rules, "check_members", nothing),
-    "enough left": (rules, "check_survivors", nothing),
-    "signatures": (rules, "check_signatures", nothing),
-    "budget": (rules, "check_budget", nothing),
-    "same members": (rules, "check_same_members", nothing),
-    "once": (RunMemory, "forget_attempt", nothing),
-    "one form of reply": (secure_client, "contribute", lambda admitted, work: work()),
+    **{f"check_{name}": (rules, nothing) for name in (*RULES, "signatures", "budget", "same_members")},
+    "admit": (signed, lambda server, channels, digest, own: own[65 if own[:1] == b"s" else 33 :]),
+    "forget_attempt": (RunMemory, nothing),
+    "contribute": (secure_client, lambda admitted, work: work()),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAFEGUARDS)
 def test_without_a_safeguard_the_lies_are_noticed(name, monkeypatch, capfd):
-    module, function, instead = SAFEGUARDS[name]
-    monkeypatch.setattr(module, function, instead)
+    module, instead = SAFEGUARDS[name]
+    monkeypatch.setattr(module, name, instead)
     with pytest.raises(BaseException):  # noqa: B017, PT011  (several failures come as a group, and an exit is one)
         lies(200, 30, phases=[Phase.generate], report_multiple_bugs=False)

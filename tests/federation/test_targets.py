@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from tests.asks import INPUTS, OUTPUTS, RECORDS, ask_of
-from tests.engines import Loopback, LoopbackServer, member
-from tests.oracle import built
+from tests.asks import OUTPUTS, ask_of
 from tests.small import Records
 from torch import nn
 
 from fedveil import Federation
 from fedveil.errors import BadArgument
-from fedveil.federation.client import ClientSession
 from fedveil.models import mlp
 
 SIZE = 12
@@ -137,30 +134,11 @@ def test_models_records_and_losses_that_do_not_fit_are_refused_at_once(model, cl
         Federation(model, [client], **options)
 
 
-def client(model, targets):
-    return ClientSession(model, (remote_inputs(len(targets)), targets), client=0).reply
-
-
-def remote_inputs(size):
-    return torch.randn(size, INPUTS, generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("kind", ["veil, decoys", "ppdl", "spn"])
 def test_a_client_elsewhere_checks_its_own_targets_against_the_loss_that_it_is_asked_for(kind):
-    message, honest = ask_of(kind)
-    bad = torch.rand(RECORDS, OUTPUTS, generator=torch.Generator().manual_seed(2))
+    message, client = ask_of(kind)
+    bad = torch.rand(len(client.records[1]), OUTPUTS, generator=torch.Generator().manual_seed(2))
+    client.records = client.records[0], bad
     with pytest.raises(BadArgument, match=r"^this client: targets: cross_entropy expects probabilities") as caught:
-        client(honest.model, bad)(message)
+        client.reply(message)
     assert not any(f"{value:.3f}" in str(caught.value) for value in bad.flatten().tolist())
-
-
-def test_a_server_elsewhere_is_told_why_a_client_does_not_train():
-    def net():
-        return built(lambda: mlp(INPUTS, 1)).float()
-
-    sites = {"site": member(net, (remote_inputs(SIZE), NUMBERS), 0)}
-    server = LoopbackServer(
-        Loopback(sites), net(), remote_inputs(2), "plain", loss="cross_entropy", timeout=60.0, pause=0.0, min_answers=1
-    )
-    with pytest.raises(Exception, match="this client: targets: cross_entropy compares classes"):
-        server.fit(rounds=1)

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
 
-from tests.federation.test_inputs import words
+from tests.federation.test_local import words
 from tests.federation.test_positions import draw, pixelwise
 from tests.flower.test_flower_server import in_engine, on_flower, values
 from tests.forms import FORMS, Words, network, records, reformed

@@ -9,7 +9,7 @@ pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedv
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessageType
 from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
-from tests.federation.test_rounds import engine, net, parts
+from tests.federation.test_remote import engine, net, parts
 from tests.nvflare.sites import CERTIFIED, Own
 from tests.nvflare.test_nvflare_rounds import ask_of, clients_of, server_of
 from tests.nvflare.theft import crafted, holds, stolen

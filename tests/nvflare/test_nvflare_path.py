@@ -10,7 +10,7 @@ pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedv
 from tests.federation.secured import NAMES, SERVER, net, parties, parts, roster_of
 from tests.nvflare.sites import Own
 from tests.nvflare.test_nvflare_rounds import server_of
-from tests.test_call_paths import SOURCE
+from tests.test_house import SOURCE
 
 MAX_FILES = 40  # the aim is 30; lower it when modules are merged, it must not grow
 

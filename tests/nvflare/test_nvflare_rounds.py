@@ -10,7 +10,7 @@ pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedv
 from nvflare.collab.api.exceptions import RunAborted
 from tests.engines import LoopbackServer
 from tests.faults import FAULTS
-from tests.federation.test_rounds import SITES, adam, engine, net, parts
+from tests.federation.test_remote import SITES, adam, engine, net, parts
 from tests.nvflare.sites import SIMULATED, Own, sites
 from tests.oracle import worst
 

@@ -1,15 +1,20 @@
 """Records in every form that users have train the same model; other objects are refused."""
 
+import copy
+
 import numpy as np
 import pandas
 import pytest
 import torch
+from tests.federation.test_local import values
+from tests.forms import Apart, network
 from tests.oracle import built, worst
 from tests.small import Records
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 from fedveil import Federation, errors
+from fedveil.errors import BadArgument
 from fedveil.models import mlp
 
 
@@ -23,10 +28,6 @@ def pairs(classes=None, sizes=(20, 13)):
 
 def small_mlp():
     return built(lambda: mlp(6, 4, hidden=8))
-
-
-def values(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def trained(clients, defence="plain", *, test=None, model=None, rounds=5, **options):
@@ -166,7 +167,11 @@ def second(item):
 
 
 TABLE = pandas.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"]})
+
+
 SPARSE = torch.eye(6).to_sparse()
+
+
 LISTED = Records(*pairs()[0])
 
 
@@ -199,10 +204,7 @@ LISTED = Records(*pairs()[0])
         (DataLoader(LISTED, sampler=RandomSampler(range(20), replacement=True)), "by a RandomSampler, which"),
         (DataLoader(LISTED, sampler=RandomSampler(LISTED, num_samples=2)), "by a RandomSampler, which"),
         (DataLoader(LISTED, batch_sampler=[[0, 1]]), "by a list, which"),
-        (
-            DataLoader(LISTED, collate_fn=len),
-            "do not make a batch of inputs and targets",
-        ),
+        (DataLoader(LISTED, collate_fn=len), "do not make a batch of inputs and targets"),
         (DataLoader(LISTED, collate_fn=lambda items: {"x": items}), "does not end with a tensor of targets"),
     ],
 )
@@ -211,7 +213,55 @@ def test_records_that_cannot_be_trained_on_are_refused(client, text):
         Federation(small_mlp(), [client], "plain").fit(rounds=2)
 
 
-@pytest.mark.parametrize("clients", [{"a": pairs()[0]}, LISTED, torch.zeros(3, 6), TABLE, "client"])
-def test_the_records_of_one_client_are_not_a_list_of_clients(clients):
-    with pytest.raises(errors.BadArgument, match=f"clients is a {type(clients).__name__}, not a list of clients"):
-        Federation(small_mlp(), clients)
+def as_dict(x):
+    return {"b": x[:, 2:], "a": x[:, :2]}
+
+
+def changed(number, change):
+    """Two clients with dicts of two tensors, of which one is changed."""
+    clients = [(as_dict(inputs), targets) for inputs, targets in pairs(sizes=(4, 5))]
+    inputs, targets = clients[number]
+    clients[number] = (change(inputs), targets)
+    return clients
+
+
+def with_value(place, value):
+    def change(inputs):
+        inputs = copy.deepcopy(inputs)
+        inputs["b"][place] = value
+        return inputs
+
+    return change
+
+
+TENSOR = pairs(sizes=(4,))[0]
+
+
+TUPLE = (TENSOR[0][:, :2], TENSOR[0][:, 2:]), TENSOR[1]
+
+
+@pytest.mark.parametrize(
+    ("clients", "text"),
+    [
+        (changed(1, lambda x: {"a": x["a"], "b": x["b"][:3]}), r"client 1: there are 3 records in inputs\['b'\] and 5"),
+        (changed(0, lambda x: {**x, "b": torch.tensor(1.0)}), r"client 0: there are 0 records in inputs\['b'\]"),
+        (changed(1, lambda x: {"a": x["a"]}), r"client 1: inputs\['b'\] is missing, that of client 0 is float of sh"),
+        (changed(1, lambda x: {**x, "c": x["a"]}), r"client 1: inputs\['c'\] is float .*, that of client 0 is missing"),
+        (changed(1, lambda x: {**x, "b": x["a"]}), r"client 1: inputs\['b'\] is float of shape \(2,\), .*\(4,\)"),
+        (changed(1, lambda x: {**x, "b": x["b"].long()}), r"client 1: inputs\['b'\] is integer of .*0 is float of"),
+        (changed(1, lambda x: {**x, "b": None}), r"client 1: inputs\['b'\] is None, that of client 0 is float"),
+        (changed(0, lambda x: {**x, "b": {1, 2}}), r"client 0: inputs\['b'\] is a set, not a tensor"),
+        (changed(1, with_value((2, 1), torch.nan)), r"client 1, record 2: inputs\['b'\] hold NaN or infinity"),
+        (changed(0, with_value((3, 0), torch.inf)), r"client 0, record 3: inputs\['b'\] hold NaN or infinity"),
+        (changed(0, lambda x: {}), "client 0: inputs, a dict, hold no tensor"),
+        (changed(0, lambda x: 3), "client 0: inputs, a int, hold no tensor"),
+        ([TENSOR, TUPLE], "client 1: inputs is missing, that of client 0 is float"),
+        ([TUPLE, TENSOR], r"client 1: inputs\[0\] is missing, that of client 0 is float"),
+    ],
+)
+@pytest.mark.parametrize("classes", [False, True], ids=["numbers", "classes"])
+def test_inputs_that_do_not_belong_together_are_named_before_the_model_is_called(clients, text, classes):
+    if classes:  # for these Federation asks the model for the shape of its outputs
+        clients = [(inputs, targets.argmax(1)) for inputs, targets in clients]
+    with pytest.raises(BadArgument, match=text):
+        Federation(network(Apart), clients, "plain")

@@ -37,17 +37,10 @@ Data = Given | Callable[[], Given]
 
 
 def compute_update(
-    own: DefenceClient[B, U],
-    broadcast: B,
-    shards: Shards,
-    dtype: torch.dtype,
-    *,
-    client: int,
-    number: int,
-    whole_shard: bool,
+    own: DefenceClient[B, U], broadcast: B, shards: Shards, dtype: torch.dtype, client: int, number: int, whole: bool
 ) -> U:
     """Compute what a client uploads in round `number`: for its next batch, or for all its records in batches."""
-    if not whole_shard:
+    if not whole:
         samples = Samples(*shards.take(shards.rows(client, number)))
         return own.upload(own.step(broadcast, samples, client), client)
     total: U | None = None
@@ -202,7 +195,7 @@ class ClientSession:
         def work() -> Words:
             model = copy.deepcopy(self._model)  # traces of this forward pass must not show in a later answer
             (_, tensors), records, _ = self._update(task, model, {}, party.policy.min_records)
-            return encode_words(tensors, records, admission.opening, admission.clip)
+            return encode_words(tensors, records, admission.ticket.opening, admission.clip)
 
         upload = party.upload(admission.ticket, contribute(admission, work))
         return write(MaskedAnswer(ask.round, ask.token, ask.defence, {"upload": as_tensor(upload)}))
@@ -242,9 +235,7 @@ class ClientSession:
         if private:
             own.restore(0, private)
         with hide_failures():
-            update = compute_update(
-                own, task.broadcast, shards, task.dtype, client=0, number=ask.round, whole_shard=ask.whole_shard
-            )
+            update = compute_update(own, task.broadcast, shards, task.dtype, 0, ask.round, ask.whole_shard)
         return task.codec.encode_update(update), shards.sizes[0], own.state(0)
 
     def _prepare(self, task: _Task, model: nn.Module, least: int) -> Shards:

@@ -34,13 +34,8 @@ class FaultKind(StrEnum):
     ABORTED = "aborted"
 
 
-WRONG_REPLIES = {
-    FaultKind.MALFORMED,
-    FaultKind.REFUSED,
-    FaultKind.NOT_FINITE,
-    FaultKind.STALE,
-    FaultKind.UNREADABLE,
-}
+WRONG_REPLIES = {FaultKind.MALFORMED, FaultKind.REFUSED, FaultKind.NOT_FINITE, FaultKind.STALE, FaultKind.UNREADABLE}
+"""Faults after which asking a client again in the same round would only delay the others."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +48,6 @@ class Fault:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", clean(self.text))
-
-    @property
-    def is_wrong_reply(self) -> bool:
-        """Whether the client replied, but wrongly: asking it again in this round would only delay the others."""
-        return self.kind in WRONG_REPLIES
 
     def __str__(self) -> str:
         who = SERVER if self.member == SERVER else f"client {self.member}"
@@ -74,9 +64,8 @@ def describe_refusal(member: Member, error: Exception) -> Fault:
     if isinstance(error, BadArgument):
         return Fault(member, FaultKind.MALFORMED, f"{error.where}: {error.what}")
     if isinstance(error, FedveilError):
-        kinds = {StaleUpdate: FaultKind.STALE, NonFiniteUpdate: FaultKind.NOT_FINITE}
-        kind = next((kinds[known] for known in kinds if isinstance(error, known)), FaultKind.REFUSED)
-        return Fault(member, kind, error.what)
+        other = FaultKind.NOT_FINITE if isinstance(error, NonFiniteUpdate) else FaultKind.REFUSED
+        return Fault(member, FaultKind.STALE if isinstance(error, StaleUpdate) else other, error.what)
     return Fault(member, FaultKind.MALFORMED, f"{type(error).__name__}: {error}")
 
 
@@ -98,13 +87,10 @@ class Traffic:
 
     def figures(self) -> dict[str, float]:
         """Return the figures for the round's record; those per client are averages."""
-        found: dict[str, float] = {"bytes_total": self.down + self.up}
-        found["bytes_down"], found["bytes_up"] = round(self.down / self.asked), round(self.up / self.asked)
-        if self.exchanges > 1:
-            found["exchanges"] = self.exchanges
-        if self.seconds_work:
-            found["seconds_work"] = self.seconds_work
-        return found
+        down, up = round(self.down / self.asked), round(self.up / self.asked)
+        found = {"bytes_total": self.down + self.up, "bytes_down": down, "bytes_up": up}
+        further = {"exchanges": self.exchanges if self.exchanges > 1 else 0, "seconds_work": self.seconds_work}
+        return found | {name: value for name, value in further.items() if value}
 
 
 @dataclass(frozen=True, eq=False)

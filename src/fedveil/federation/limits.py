@@ -11,12 +11,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import check_choice, check_count, check_fraction, check_positive
 from fedveil.defences.clipping import split_vector
-from fedveil.defences.interface import AnyDefence, B, DefenceRound, U
+from fedveil.defences.interface import AnyDefence, AnyRound, B, DefenceRound, U
 from fedveil.errors import BadArgument, ExcessiveUpdate, NonFiniteUpdate, UpdateRefused
 from fedveil.federation.aggregators import RULES
-from fedveil.federation.engines import Member
+from fedveil.federation.engines import AnyReply, Member
 from fedveil.federation.history import RoundRecord
-from fedveil.scheme.result import Aggregate, Note
+from fedveil.scheme.result import Aggregate
 
 MEAN = "mean"
 AGGREGATORS = (MEAN, *RULES)
@@ -126,27 +126,17 @@ def bounded_shares(records: Sequence[float], most: float) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The result of a round's updates, and which of them were refused or capped."""
+    """The result of a round's updates, and which of them were refused."""
 
-    result: Aggregate | None  # None if too few are left
+    result: Aggregate | None  # None if too few are left; its notes name clients that count for less than they claimed
     refused: dict[Member, UpdateRefused]  # by client
-    capped: tuple[Member, ...]  # clients that count for less than they claimed
-
-    def recorded(self, faults: Sequence[str]) -> Aggregate:
-        """Return the result with notes for the round's record."""
-        assert self.result is not None
-        notes: dict[str, Note] = {"faults": list(faults)} if faults else {}
-        notes |= {"capped": list(self.capped)} if self.capped else {}
-        return dataclasses.replace(self.result, notes=notes)
 
 
 def aggregate(
-    own_round: DefenceRound[B, U],
-    updates: Mapping[Member, U],
-    claims: Mapping[Member, int],
+    own_round: AnyRound,
+    replies: Sequence[AnyReply],
     model: nn.Module,
     limits: Limits,
-    *,
     past: Sequence[RoundRecord] = (),
     left_out: int = 0,
     least: int = 1,
@@ -155,29 +145,30 @@ def aggregate(
 
     Args:
         own_round: the round whose broadcast the updates answer.
-        updates: by client.
-        claims: number of records that each client claims.
+        replies: of the clients, each with an update and the number of records that it claims.
         model: the server's, as it was broadcast.
         limits: bounds on each client.
         past: records of the rounds so far.
         left_out: number of clients that were refused earlier in this round.
         least: minimum number of updates.
     """
-    judged = dict(zip(updates, judge(own_round, list(updates.values()), model, limits, past), strict=True))
+    clients, claims = [reply.members[0] for reply in replies], {reply.members[0]: reply.records for reply in replies}
+    found = judge(own_round, [reply.update for reply in replies], model, limits, past)
+    judged = dict(zip(clients, found, strict=True))
     refused = {client: one for client, one in judged.items() if isinstance(one, UpdateRefused)}
     kept = {client: one for client, one in judged.items() if isinstance(one, Aggregate)}
     out = left_out + len(refused)
     if len(kept) < max(least, limits.needed(out)):
-        return Outcome(None, refused, ())
+        return Outcome(None, refused)
     records = {client: limits.records(client, claims[client]) for client in kept}
     shares = bounded_shares(list(records.values()), limits.max_share if len(kept) >= FEWEST else 1.0)
-    whole_share = [own / sum(records.values()) for own in records.values()]
-    lower = [own < before - 1e-12 for own, before in zip(shares, whole_share, strict=True)]
+    due = {client: own / sum(records.values()) - 1e-12 for client, own in records.items()}
     private = own_round.combine(list(kept.values()))
     result = private or combine(list(kept.values()), shares, limits, model)
-    capped = [c for c, less in zip(kept, lower, strict=True) if less or records[c] < claims[c]]
-    counted = limits.aggregator == MEAN and private is None
-    return Outcome(result, refused, tuple(capped) if counted else ())
+    capped = [c for c, own in zip(kept, shares, strict=True) if own < due[c] or records[c] < claims[c]]
+    if capped and limits.aggregator == MEAN and private is None:
+        result = dataclasses.replace(result, notes={**result.notes, "capped": capped})
+    return Outcome(result, refused)
 
 
 def judge(
@@ -209,11 +200,10 @@ def judge(
 def _norms(found: Aggregate, model: nn.Module) -> dict[str, float]:
     """Return the norm of each kind in `NORMS`, except kinds that the model does not have."""
     before = dict(model.named_buffers())
-    floating = [name for name in found.buffers if before[name].is_floating_point()]
-    parts: dict[str, list[Tensor]] = {"update_norm": list(found.gradients.values())}
-    parts["buffer_norm"] = [found.buffers[name].double() - before[name].double() for name in floating]
-    others = found.buffers.keys() - set(floating)
-    parts["counter_norm"] = [found.buffers[name].double() - before[name].double() for name in others]
+    parts = {"update_norm": list(found.gradients.values()), "buffer_norm": [], "counter_norm": []}
+    for name, buffer in found.buffers.items():
+        kind = "buffer_norm" if before[name].is_floating_point() else "counter_norm"
+        parts[kind].append(buffer.double() - before[name].double())
     return {key: norm(tensors) for key, tensors in parts.items() if tensors}
 
 

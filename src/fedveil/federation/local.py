@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import check_boolean
 from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound, B, DefenceClient, Samples, U
+from fedveil.defences.registry import find_codec
 from fedveil.defences.state import State
 from fedveil.errors import BadArgument, NonFiniteUpdate
 from fedveil.federation import checkpoint
@@ -90,18 +91,8 @@ class LocalEngine(Generic[B, U]):
 
     def updates(self, broadcast: B, clients: Sequence[int], number: int) -> list[U]:
         """Compute each client's update in a round."""
-        return [
-            compute_update(
-                self.client,
-                broadcast,
-                self.shards,
-                self.dtype,
-                client=client,
-                number=number,
-                whole_shard=self.whole_shard,
-            )
-            for client in clients
-        ]
+        own, shards, dtype, whole = self.client, self.shards, self.dtype, self.whole_shard
+        return [compute_update(own, broadcast, shards, dtype, client, number, whole) for client in clients]
 
     def claim_records(self, client: int) -> int:
         """Return the number of records that a client claims."""
@@ -230,21 +221,11 @@ class Federation(Server):
             check_boolean(where, name, value)
         clients = list_clients(clients)
         sources = check_sources([as_source(f"client {number}", client) for number, client in enumerate(clients)])
-        output = one_output(
-            model, sources[0].take(range(min(2, len(sources[0]))))[0]
-        )  # refuses records that do not fit
-        super().__init__(
-            model,
-            defence,
-            optimizer,
-            schedule=schedule,
-            schedule_every=schedule_every,
-            clip_norm=clip_norm,
-            loss=usual_loss(model, sources) if loss is None else loss,
-            limits=limits,
-            policy=RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0),
-            seed=seed,
-        )
+        inputs, _ = sources[0].take(range(min(2, len(sources[0]))))
+        output = one_output(model, inputs)  # refuses records that do not fit
+        loss = usual_loss(model, sources) if loss is None else loss
+        policy = RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0)
+        super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         size = choose_batch_size(clients, batch_size, BATCH_SIZE)
         self.shards = make_shards(model, self.loss, sources, size, seed, self.dtype)
         warn_of_activation(model, self.loss, output)
@@ -256,26 +237,17 @@ class Federation(Server):
         self._example = self.shards.example
         self.defence_server = self.defence.server(model, self._example, self.loss)
         client = self.defence.client(model, self._example, self.loss)
-        self.clients = LocalEngine(client, self.shards, self.dtype, whole_shard=whole_shard, fused=fused)
-        self.engine = self.clients
+        self.use_engine(LocalEngine(client, self.shards, self.dtype, whole_shard=whole_shard, fused=fused))
         taking_part = max(1, round(participation * len(sources)))
         if limits is not None and taking_part < limits.needed():
             what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
             raise BadArgument(where, f"{what}, not {taking_part}", "use more clients, or a smaller hostile=")
         if secure_aggregation:
-            self._start_secure(self.clients, taking_part)
-        else:
-            self.rounds = ClearRound(self.engine, model, self.history, self.limits, self.policy.min_answers)
+            from fedveil.secagg import threshold
 
-    def _start_secure(self, engine: LocalEngine[B, U], taking_part: int) -> None:
-        from fedveil.federation.secure_round import SecureRound
-        from fedveil.federation.sums import Sums, check_combination
-        from fedveil.secagg import threshold
-
-        check_combination(self.defence, self.model, self.limits)
-        threshold(taking_part)  # refuses too few
-        sums = Sums(self.defence, engine.client, self.model, self._example, sum(self.shards.sizes))
-        self.rounds = SecureRound(engine, sums, engine.create_parties(sums.codec), Entropy().token(), 1)
+            roster = self.clients.create_parties(find_codec(self.defence))
+            self._start_secure(client, self._example, roster, Entropy().token(), sum(self.shards.sizes))
+            threshold(taking_part)  # refuses too few
 
     def use_engine(self, engine: LocalEngine[B, U]) -> None:
         """Replace the clients, for example by hostile ones; not under secure aggregation."""

@@ -1,7 +1,7 @@
 """The server's optimizer and learning-rate schedule, from the arguments that users pass."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,56 +12,45 @@ from fedveil.errors import BadArgument
 WHERE = "Federation"
 Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer] | torch.optim.Optimizer
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler] | LRScheduler
-FACTORY = "optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
+FACTORY = "use optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
+COSINE = "use schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)"
+T = TypeVar("T")
+A = TypeVar("A")
 
 
-@contextmanager
-def _refuse_failures(name: str, fix: str) -> Iterator[None]:
-    """Refuse settings that torch rejects: a negative learning rate, text, a missing argument."""
+def _create(name: str, given: T | Callable[[A], T], kind: type[T], argument: A, fix: str) -> T:
+    """Return the object given, or the one that a factory creates; refuse settings that torch rejects."""
+    if isinstance(given, kind):
+        return given
+    if not callable(given):
+        raise BadArgument(WHERE, f"{name} is {given!r}", fix)
     try:
-        yield
+        found = given(argument)
     except (TypeError, ValueError) as error:
-        raise BadArgument(
-            WHERE, f"{name}= cannot be created: {error}", f"pass all its settings, as in {fix}"
-        ) from error
+        raise BadArgument(WHERE, f"{name}= cannot be created: {error}", f"pass all its settings: {fix}") from error
+    if not isinstance(found, kind):
+        raise BadArgument(WHERE, f"{name} created a {type(found).__name__}, not a {kind.__name__}", fix)
+    return found
 
 
 def make_optimizer(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
     """Return the optimizer that a factory creates for these parameters, or the one given, if it is for them."""
-    if isinstance(given, torch.optim.Optimizer):
-        found = given
-    elif callable(given):
-        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-        with _refuse_failures("optimizer", FACTORY):
-            found = given(trained)
-    else:
-        raise BadArgument(WHERE, f"optimizer is {given!r}", f"use {FACTORY}, or an optimizer of the model's parameters")
-    if not isinstance(found, torch.optim.Optimizer):
-        raise BadArgument(
-            WHERE, f"optimizer created a {type(found).__name__}, not a torch.optim.Optimizer", f"use {FACTORY}"
-        )
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    found = _create("optimizer", given, torch.optim.Optimizer, trained, FACTORY)
     ours = {id(parameter) for parameter in parameters.values()}
     if any(id(parameter) not in ours for group in found.param_groups for parameter in group["params"]):
         what = "the optimizer has parameters that are not this model's"
-        raise BadArgument(WHERE, what, f"create it after the last change of the model, or use {FACTORY}")
+        raise BadArgument(WHERE, what, f"create it after the last change of the model, or {FACTORY}")
     return found
 
 
 def make_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     """Return the schedule that a factory creates for the optimizer, or the one given, if it is for it."""
-    fix = "use schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)"
-    found = given
     if given is None:
         return None
-    if not isinstance(given, LRScheduler) and not callable(given):
-        raise BadArgument(WHERE, f"schedule is {given!r}", fix)
-    if not isinstance(given, LRScheduler):
-        with _refuse_failures("schedule", fix):
-            found = given(optimizer)
-    if not isinstance(found, LRScheduler):
-        raise BadArgument(WHERE, f"schedule created a {type(found).__name__}, not a learning-rate schedule", fix)
+    found = _create("schedule", given, LRScheduler, optimizer, COSINE)
     if found.optimizer is not optimizer:
-        raise BadArgument(WHERE, "the schedule is of another optimizer", f"pass that optimizer, too, or {fix}")
+        raise BadArgument(WHERE, "the schedule is of another optimizer", f"pass that optimizer, too, or {COSINE}")
     return found
 
 

@@ -2,15 +2,15 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fedveil.checks import check_count, check_integer
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import metrics, move_inputs, predict_source
-from fedveil.federation.targets import attribute_targets, describe, first_line, target_maker, try_model
+from fedveil.federation.targets import attribute_targets, describe, refuse_failure, target_maker, try_model
 from fedveil.records.inputs import Batch, Inputs, join_batches
 from fedveil.records.shards import MemoryShards, Shards, StreamShards
 from fedveil.records.sources import Given, Rows, Source, as_source, check_range, check_sources
@@ -78,20 +78,10 @@ def read_held_out(
         target_maker(model, loss, (inputs, targets))(source.targets if isinstance(source, Rows) else targets)
         if couples_samples(loss) or (isinstance(loss, USERS) and isinstance(source, Rows)):
             outputs, targets = predict_source(model, source)
-        _try_loss(loss, outputs, targets.to(outputs.device), head_axis(model))
-    return source
-
-
-def _try_loss(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> None:
-    """Compute the metrics as after a round; refuse targets for which the loss fails."""
-    try:
-        metrics(outputs, targets, loss, axis=axis)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, BadArgument):
-            raise
         what = f"{loss.name} does not accept them ({describe(targets)}) for outputs ({describe(outputs)})"
-        fix = "use targets in the form of the clients' targets, or correct the loss"
-        raise BadArgument("targets", f"{what}: {first_line(error)}", fix) from error
+        with refuse_failure("targets", what, "use targets in the form of the clients' targets, or correct the loss"):
+            metrics(outputs, targets.to(outputs.device), loss, axis=head_axis(model))  # as after a round
+    return source
 
 
 def refuse_single(model: nn.Module, shards: Shards) -> None:
@@ -111,13 +101,11 @@ def refuse_single(model: nn.Module, shards: Shards) -> None:
 
 def _find_layer(model: nn.Module, shards: Shards, client: int) -> str | None:
     """Return the layer that rejects a single record in its current mode; None if there is none."""
-    entered = [""]
+    entered, paths = [""], {module: path for path, module in model.named_modules()}
     inputs, _ = shards.take(torch.arange(shards.starts[client], shards.starts[client] + 1))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for path, module in model.named_modules():
-            hook = module.register_forward_pre_hook(lambda *_, path=path: entered.append(path))
-            stack.callback(hook.remove)
+    hook = register_module_forward_pre_hook(lambda module, _: entered.append(paths.get(module, entered[-1])))
+    with hook, torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             compute_outputs(model, inputs, buffers)
         except ValueError as error:

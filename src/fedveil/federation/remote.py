@@ -1,8 +1,9 @@
 """A federation whose clients are on other machines: messages over any transport, and the server on them."""
 
+import itertools
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -39,6 +40,7 @@ from fedveil.secagg.signed import Digest
 from fedveil.wire import as_bytes
 
 LOG = logging.getLogger("fedveil.rounds")
+R = TypeVar("R")
 C = TypeVar("C")  # what an engine of another package gives its server: Flower's grid, FLARE's sites
 
 
@@ -84,15 +86,14 @@ class RemoteEngine:
         self, transport: Transport, server: Server, identity: Identity | None, whole_shard: bool, batch_size: int
     ) -> None:
         self.transport, self._server, self._identity = transport, server, identity
-        self._whole_shard, self._batch_size = whole_shard, batch_size
         self.codec, self.session = find_codec(server.defence), Entropy().token()
         base = server.defence.base  # what travels; privacy on top is the server's
         record = find_record(base)
         if record is None:
             fix = "register it in the entry-point group fedveil.defences of your package"
             raise BadArgument(type(server).__name__, f"clients cannot find the defence {base.name}", fix)
-        self._name = record.name
-        self._settings = {name: getattr(base, name) for name in base.remote_settings}
+        settings, loss = {name: getattr(base, name) for name in base.remote_settings}, server.loss
+        self._task = record.name, settings, loss.name, loss.settings(), whole_shard, batch_size, server.seed
         self.traffic = Traffic()
 
     def start_round(self) -> None:
@@ -105,10 +106,14 @@ class RemoteEngine:
 
     def ask(self, number: int, own_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
         """Send the broadcast of a round; yield a reply or a fault for each client."""
-        ask = self._make_ask(number, own_round)
-        own = dict.fromkeys(members, b"")
-        for position, (member, reply) in enumerate(self._send(write(ask), own, None, str(number))):
-            yield reply if isinstance(reply, Fault) else self._decode(own_round, ask, member, reply, position)
+        ask, model, positions = self._make_ask(number, own_round), self._server.model, itertools.count()
+
+        def decode(member: Member, data: bytes) -> AnyReply:
+            reply, seconds = decode_answer(data, ask, self.codec, own_round, model, member, next(positions))
+            self.traffic.seconds_work = max(self.traffic.seconds_work, seconds)
+            return reply
+
+        return self._send(write(ask), dict.fromkeys(members, b""), None, str(number), decode)
 
     def ask_masked(
         self, number: int, own_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
@@ -118,20 +123,27 @@ class RemoteEngine:
         message = write(ask)
         digest = Digest.compute(message).combine()
 
-        def take() -> Iterator[tuple[Member, bytes] | Fault]:
-            own = dict.fromkeys(members, b"")
-            for member, reply in self._send(message, own, channels, f"{number} upload", digest=digest):
-                yield reply if isinstance(reply, Fault) else self._read_upload(ask, member, reply)
+        def decode(member: Member, data: bytes) -> tuple[Member, bytes]:
+            answer = read(data, MaskedAnswer, 1)
+            check_exchange(answer, ask)
+            return member, as_bytes("answer", answer.tensors, "upload")
 
-        return digest, take()
+        own = dict.fromkeys(members, b"")
+        return digest, self._send(message, own, channels, f"{number} upload", decode, digest=digest)
 
     def take_step(
         self, step: Step, own: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
         """Send a step of secure aggregation; yield the bodies of the replies."""
+
+        def decode(member: Member, data: bytes) -> tuple[Member, bytes]:
+            found = read(data, Step, 1)
+            if (found.session, found.step) != (step.session, step.step):
+                raise BadArgument("step", "it answers another step")
+            return member, found.body
+
         label = f"{self._server.round} {step.step}"
-        for member, reply in self._send(write(step), own, channels, label, timeout=timeout):
-            yield reply if isinstance(reply, Fault) else self._read_body(step, member, reply)
+        return self._send(write(step), own, channels, label, decode, timeout=timeout)
 
     def close(self) -> None:
         """Release the connection."""
@@ -143,10 +155,11 @@ class RemoteEngine:
         own: Mapping[Member, bytes],
         channels: Channels | None,
         label: str,
+        decode: Callable[[Member, bytes], R],
         *,
         timeout: float | None = None,
         digest: bytes | None = None,
-    ) -> Iterator[tuple[Member, bytes | Fault]]:
+    ) -> Iterator[R | Fault]:
         """Exchange messages once: with tags if there are channels, otherwise signed if this server has a key."""
         if channels is not None:
             digest = digest or Digest.compute(common).combine()
@@ -157,69 +170,30 @@ class RemoteEngine:
         self.traffic.count_down([len(common) + len(extra) for extra in own.values()])
         seconds = self._server.policy.timeout if timeout is None else timeout
         for member, reply in self.transport.ask(common, own, label=label, timeout=seconds):
-            if not isinstance(reply, Fault):
-                self.traffic.up += len(reply)
-            yield member, reply
+            if isinstance(reply, Fault):
+                yield reply
+                continue
+            self.traffic.up += len(reply)
+            try:
+                found: R | Fault = decode(member, reply)
+            except Exception as error:  # nothing that a client sends may end the run
+                found = describe_refusal(member, error)
+            yield found
 
     def _make_ask(self, number: int, own_round: AnyRound, terms: SecureTerms | None = None) -> Ask:
-        server = self._server
-        values, tensors = self.codec.encode_broadcast(own_round.broadcast)
-        return Ask(
-            self.session,
-            number,
-            Entropy().token(),
-            self._name,
-            self._settings,
-            server.loss.name,
-            server.loss.settings(),
-            self._whole_shard,
-            self._batch_size,
-            server.seed,
-            terms.values() if terms else {},
-            values,
-            tensors,
-        )
-
-    def _decode(self, own_round: AnyRound, ask: Ask, member: Member, data: bytes, position: int) -> AnyReply | Fault:
-        try:
-            answer = read_answer(data, ask, self._server.model)
-            reply = decode_answer(answer, self.codec, own_round, self._server.model, member, position)
-        except Exception as error:  # nothing that a client sends may end the run
-            return describe_refusal(member, error)
-        self.traffic.seconds_work = max(self.traffic.seconds_work, answer.seconds)
-        return reply
-
-    def _read_upload(self, ask: Ask, member: Member, data: bytes) -> tuple[Member, bytes] | Fault:
-        try:
-            answer = read(data, MaskedAnswer, 1)
-            check_exchange(answer, ask)
-            return member, as_bytes("answer", answer.tensors, "upload")
-        except Exception as error:  # nothing that a client sends may end the run
-            return describe_refusal(member, error)
-
-    def _read_body(self, step: Step, member: Member, data: bytes) -> tuple[Member, bytes] | Fault:
-        try:
-            found = read(data, Step, 1)
-            if (found.session, found.step) != (step.session, step.step):
-                raise BadArgument("step", "it answers another step")
-            return member, found.body
-        except Exception as error:  # nothing that a client sends may end the run
-            return describe_refusal(member, error)
-
-
-def read_answer(data: bytes, ask: Ask, model: nn.Module) -> Answer:
-    """Return the answer to this ask; any other is refused."""
-    answer = read(data, Answer, max_tensors(model))
-    check_exchange(answer, ask)
-    return answer
+        packed = self.codec.encode_broadcast(own_round.broadcast)
+        secure = terms.values() if terms else {}
+        return Ask(self.session, number, Entropy().token(), *self._task, secure, *packed)
 
 
 def decode_answer(
-    answer: Answer, codec: AnyCodec, own_round: AnyRound, model: nn.Module, member: Member, position: int
-) -> AnyReply:
-    """Return the reply of the client at a position; an update that cannot be aggregated is refused."""
+    data: bytes, ask: Ask, codec: AnyCodec, own_round: AnyRound, model: nn.Module, member: Member, position: int
+) -> tuple[AnyReply, float]:
+    """Return a client's reply to this ask and the seconds of its work; an update that cannot be used is refused."""
+    answer = read(data, Answer, max_tensors(model))
+    check_exchange(answer, ask)
     update = codec.decode_update(own_round.base, model, answer.values, answer.tensors, position)
-    return Reply((member,), update, answer.records)
+    return Reply((member,), update, answer.records), answer.seconds
 
 
 class RemoteServer(Server, Generic[C]):
@@ -294,18 +268,8 @@ class RemoteServer(Server, Generic[C]):
             raise BadArgument(where, what, 'use loss="cross_entropy" for classes, loss="squared_error" for numbers')
         if secure_aggregation and limits == Limits():
             limits = None
-        super().__init__(
-            model,
-            defence,
-            optimizer,
-            schedule=schedule,
-            schedule_every=schedule_every,
-            clip_norm=clip_norm,
-            loss=loss,
-            limits=limits,
-            policy=RoundPolicy(participation, min_answers, wait_for, timeout, patience, attempts, pause),
-            seed=seed,
-        )
+        policy = RoundPolicy(participation, min_answers, wait_for, timeout, patience, attempts, pause)
+        super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         if self.defence.repeatable:
             what = f"{self.defence.name} draws from a test seed, and this server talks to a network"
             raise BadArgument(where, what, "leave entropy= and seed= out of the defence")
@@ -325,22 +289,14 @@ class RemoteServer(Server, Generic[C]):
                 what = "secure aggregation needs the roster of members and this server's signing key"
                 fix = f"set {ROSTER} and {IDENTITY}, or pass secure_aggregation=Roster.read(...) and identity=..."
                 raise BadArgument(where, what, fix)
-            self._start_secure(engine, example, known)
+            client = self.defence.client(model, example, self.loss)
+            self._start_secure(client, example, known, engine.session)
         if self.defence_server.plan is not None:
             LOG.info("of the model's values, %s", shares_in_words(self.defence_server.plan))
 
     @abstractmethod
     def _connect(self, connection: C) -> Transport:
         """Return the transport to the clients."""
-
-    def _start_secure(self, engine: RemoteEngine, example: Inputs, roster: Roster) -> None:
-        from fedveil.federation.secure_round import SecureRound
-        from fedveil.federation.sums import Sums, check_combination
-
-        check_combination(self.defence, self.model, self.limits)
-        client = self.defence.client(self.model, example, self.loss)
-        sums = Sums(self.defence, client, self.model, example)
-        self.rounds = SecureRound(engine, sums, roster, engine.session, self.policy.min_answers)
 
     @property
     def rounds_per_epoch(self) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from fedveil.checks import check_count, check_fraction, check_positive
 from fedveil.defences.interface import AnyRound
 from fedveil.errors import NonFiniteUpdate
-from fedveil.federation.engines import AnyReply, Engine, Fault, Member, describe_refusal
+from fedveil.federation.engines import WRONG_REPLIES, AnyReply, Engine, Fault, Member, describe_refusal
 from fedveil.federation.history import History
 from fedveil.federation.limits import Limits, aggregate
 from fedveil.scheme.result import Aggregate
@@ -71,7 +71,7 @@ class FaultLog:
     @property
     def wrong_members(self) -> set[Member]:
         """The clients that replied wrongly."""
-        return {fault.member for fault in self.faults if fault.is_wrong_reply}
+        return {fault.member for fault in self.faults if fault.kind in WRONG_REPLIES}
 
     def texts(self) -> list[str]:
         """Return the faults as text, for the round's record."""
@@ -90,7 +90,8 @@ class RoundKind(Protocol):
     answered: float
 
     def select(self, number: int, members: list[Member]) -> list[Member]:
-        """Return the clients that may be asked in this attempt."""
+        """Return the clients that may be asked in this attempt, by default all of them."""
+        return members
 
     def collect(
         self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog, observer: Observer | None
@@ -98,10 +99,11 @@ class RoundKind(Protocol):
         """Ask clients once; return the result of their replies, or None if there are too few."""
 
     def close(self) -> None:
-        """End the run."""
+        """End the run; by default nothing is left behind."""
+        return
 
 
-class ClearRound:
+class ClearRound(RoundKind):
     """A round whose updates the server sees one by one.
 
     Args:
@@ -118,10 +120,6 @@ class ClearRound:
         self.engine, self._model, self._history, self._limits = engine, model, history, limits
         self.min_answers, self.answered = min_answers, 0.0
         self.least = limits.needed() if limits else 1
-
-    def select(self, number: int, members: list[Member]) -> list[Member]:
-        """Return all of them."""
-        return members
 
     def collect(
         self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog, observer: Observer | None
@@ -155,25 +153,13 @@ class ClearRound:
         self, own_round: AnyRound, replies: Sequence[AnyReply], limits: Limits, left_out: int, faults: FaultLog
     ) -> Aggregate | None:
         """Aggregate the updates that the limits allow; the others become faults."""
-        updates = {reply.members[0]: reply.update for reply in replies}
-        claims = {reply.members[0]: reply.records for reply in replies}
-        outcome = aggregate(
-            own_round,
-            updates,
-            claims,
-            self._model,
-            limits,
-            past=self._history.records,
-            left_out=left_out,
-            least=self.min_answers,
-        )
+        past = self._history.records
+        outcome = aggregate(own_round, replies, self._model, limits, past, left_out, self.min_answers)
         for member, error in outcome.refused.items():
             faults.add(describe_refusal(member, error))
         if outcome.result is None:
             return None
-        notes = {**outcome.result.notes, **({"capped": list(outcome.capped)} if outcome.capped else {})}
-        counted = [reply for reply in replies if reply.members[0] not in outcome.refused]
-        return self._count(dataclasses.replace(outcome.result, notes=notes), counted)
+        return self._count(outcome.result, [reply for reply in replies if reply.members[0] not in outcome.refused])
 
     def _count(self, result: Aggregate, replies: Sequence[AnyReply]) -> Aggregate:
         """Add the numbers of replies and of records, which are of interest if clients are elsewhere."""
@@ -181,9 +167,6 @@ class ClearRound:
             return result
         counts = {"answers": len(replies), "records": sum(reply.records for reply in replies)}
         return dataclasses.replace(result, figures={**result.figures, **counts})
-
-    def close(self) -> None:
-        """Do nothing: no keys are left behind."""
 
 
 def _name_sender(error: NonFiniteUpdate, replies: Sequence[AnyReply]) -> str:

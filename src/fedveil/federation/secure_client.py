@@ -18,7 +18,7 @@ from fedveil.errors import Aborted, BadArgument
 from fedveil.federation.protocol import Ask, SecureTerms, Step
 from fedveil.federation.sums import Words, no_words
 from fedveil.scheme.messages import MOST_PASSES
-from fedveil.secagg import Opening, Party, Policy, signed
+from fedveil.secagg import Party, Policy, signed
 from fedveil.secagg.identity import KEY
 from fedveil.secagg.party import Ticket
 from fedveil.secagg.signed import Digest
@@ -35,11 +35,6 @@ class Admission(NamedTuple):
     party: Party
     ticket: Ticket
     clip: float | None  # with differential privacy, the maximum norm of a client's gradient
-
-    @property
-    def opening(self) -> Opening:
-        """The opening of the attempt."""
-        return self.ticket.opening
 
 
 def authenticate(digest: Digest, own: bytes, party: Party | None, policy: Policy | None) -> bytes:
@@ -113,7 +108,7 @@ def contribute(admission: Admission, work: Callable[[], Words]) -> Words:
         raise
     except BaseException:  # SystemExit too
         _print_failure("this client contributes nothing to the sum, because of this error:")
-        return no_words(admission.opening)
+        return no_words(admission.ticket.opening)
 
 
 def _check_records(count: Callable[[], int], policy: Policy) -> None:

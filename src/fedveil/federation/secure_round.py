@@ -4,7 +4,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -42,11 +42,14 @@ class Greeting:
         return f"Greeting({self.hello.name!r})"  # not the key
 
 
+@dataclass
 class _Attempt:
     """One attempt to add up: who takes part under which name, and whether clients have begun to reveal."""
 
-    def __init__(self, names: Mapping[str, Member], opening: Opening, tally: Tally) -> None:
-        self.names, self.opening, self.tally, self.revealing = names, opening, tally, False
+    names: Mapping[str, Member]
+    opening: Opening
+    tally: Tally
+    revealing: bool = False
 
 
 class SecureRound:
@@ -139,23 +142,18 @@ class SecureRound:
         terms = SecureTerms(opening, self.sums.clip)
         digest, uploads = self.engine.ask_masked(number, own_round, present, terms, self._channels(present))
         attempt = _Attempt(names, opening, Tally(opening, digest, self._roster, self.conduct))
-        for found in uploads:
-            if isinstance(found, Fault):
-                self._doubt(found, faults)
-                continue
-            member, upload = found
+        for member, upload in self._receive(uploads, faults):
             self._take(member, partial(attempt.tally.take_upload, self._name(member), upload), faults)
         return attempt
 
     def _make_opening(
         self, number: int, order: Sequence[str], names: Mapping[str, Member], own_round: AnyRound
     ) -> Opening:
-        hellos = []
         for name in order:
             known = self._greetings[names[name]]
             self._greetings[names[name]] = replace(known, uses=known.uses + 1)
-            hellos.append(known.hello)
-        return Opening(self._session, number, self._attempt, tuple(hellos), *self.sums.layout(own_round))
+        hellos = tuple(self._greetings[names[name]].hello for name in order)
+        return Opening(self._session, number, self._attempt, hellos, *self.sums.layout(own_round))
 
     def _open(self, attempt: _Attempt, faults: FaultLog) -> Words:
         """Settle until all who are left agree, then reveal; return the sum."""
@@ -179,12 +177,8 @@ class SecureRound:
         """Send a step to the clients named in `own`; clients whose reply does not count have dropped out."""
         wanted = {attempt.names[name]: extra for name, extra in own.items()}
         message = Step.make(self._session, step, common)
-        for found in self.engine.take_step(message, wanted, self._channels(wanted)):
-            if isinstance(found, Fault):
-                self._doubt(found, faults)
-            else:
-                member, body = found
-                self._take(member, partial(take, self._name(member), body), faults)
+        for member, body in self._receive(self.engine.take_step(message, wanted, self._channels(wanted)), faults):
+            self._take(member, partial(take, self._name(member), body), faults)
 
     def _decode(self, own_round: AnyRound, total: Words | None, opening: Opening, why: str) -> Aggregate:
         """Return the gradient; nothing if there is no sum, or if a client has spoilt it."""
@@ -202,15 +196,10 @@ class SecureRound:
         if new:
             challenge = secrets.token_bytes(CHALLENGE)
             step = Step.make(self._session, "hello", challenge + self._key.public_key().public_bytes_raw())
-            for found in self.engine.take_step(step, dict.fromkeys(new, b""), None):
-                if isinstance(found, Fault):
-                    self._doubt(found, faults)
-                    continue
-                member, body = found
+            for member, body in self._receive(self.engine.take_step(step, dict.fromkeys(new, b""), None), faults):
                 hello = self._take(member, partial(self._check_hello, member, body, challenge), faults)
                 if hello is not None:
-                    channel = signed.channel(self._key, hello.key, self._session)
-                    self._greetings[member] = Greeting(hello, channel)
+                    self._greetings[member] = Greeting(hello, signed.channel(self._key, hello.key, self._session))
                     self._doubtful.discard(member)
         fresh = [member for member in members if member in self._greetings and member not in self._doubtful]
         return [m for m in fresh if self._greetings[m].uses < RENEWAL and not self._is_excluded(m)]
@@ -253,16 +242,21 @@ class SecureRound:
     def _channels(self, members: Sequence[Member] | Mapping[Member, bytes]) -> dict[Member, bytes]:
         return {member: self._greetings[member].channel for member in members}
 
-    def _doubt(self, fault: Fault, faults: FaultLog) -> None:
-        """Record a fault of the engine; its client is greeted again, since it may have lost its key."""
-        faults.add(fault)
-        self._doubtful.add(fault.member)
+    def _receive(
+        self, replies: Iterable[tuple[Member, bytes] | Fault], faults: FaultLog
+    ) -> Iterator[tuple[Member, bytes]]:
+        """Record the engine's faults; their clients are greeted again, since they may have lost their keys."""
+        for found in replies:
+            if isinstance(found, Fault):
+                faults.add(found)
+                self._doubtful.add(found.member)
+            else:
+                yield found
 
     def _take(self, member: Member, take: Callable[[], Found], faults: FaultLog) -> Found | None:
         """Return the result of `take`; if it refuses the reply, record a fault and return None."""
         try:
             return take()
         except Exception as error:  # nothing that a client sends may end the run
-            found = describe_refusal(member, error)
-            faults.add(replace(found, kind=FaultKind.MALFORMED))
+            faults.add(replace(describe_refusal(member, error), kind=FaultKind.MALFORMED))
             return None

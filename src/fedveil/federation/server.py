@@ -8,13 +8,14 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fedveil.checks import check_choice, check_count, check_positive
-from fedveil.defences.interface import AnyDefence, AnyServer, Defence
+from fedveil.defences.interface import AnyClient, AnyDefence, AnyServer, Defence
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, NonFiniteUpdate, TooFewAnswers
 from fedveil.federation.engines import Engine, FaultKind, Member
@@ -38,12 +39,16 @@ from fedveil.federation.state import (
 )
 from fedveil.federation.targets import attribute_targets
 from fedveil.graph.analyse import refuse_wrapped
+from fedveil.graph.inputs import Inputs
 from fedveil.locks import locked
 from fedveil.records.shards import generator
 from fedveil.records.sources import Given, Source
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
 from fedveil.scheme.result import Aggregate, Note
+
+if TYPE_CHECKING:
+    from fedveil.secagg import Roster
 
 SCALE = "scale inputs and targets, or change the loss or the model: before the first step it is not the learning rate"
 NOT_RESTORED = "the model in memory has the values after the step"
@@ -64,14 +69,13 @@ class Server(StoredServer):
         model: nn.Module,
         defence: str | AnyDefence,
         optimizer: Optimizer,
-        *,
-        schedule: Schedule | None = None,
-        schedule_every: str = "epoch",
-        clip_norm: float | None = None,
+        schedule: Schedule | None,
+        schedule_every: str,
+        clip_norm: float | None,
         loss: str | Loss | Function,
-        limits: Limits | None = None,
+        limits: Limits | None,
         policy: RoundPolicy,
-        seed: int = 0,
+        seed: int,
     ) -> None:
         where = type(self).__name__
         refuse_wrapped(where, model)
@@ -96,16 +100,11 @@ class Server(StoredServer):
         self.clip_norm = None if clip_norm is None else check_positive(where, "clip_norm", clip_norm)
         policy.check(where)
         self.policy, self.seed, self._started = policy, seed, False
-        self.round = 0
-        self.best: tuple[float, dict[str, Tensor]] | None = None
-        self.history = History()
-        self.changed = list[str]()
+        self.round, self.best, self.history, self.changed = 0, None, History(), []
         self._alone = OneThread(where)
-        self._run = secrets.token_bytes(16)
-        self._behind = False
+        self._run, self._behind = secrets.token_bytes(16), False
         self._undoable = False  # an interrupted round is undone
-        self._before: Snapshot | None = None
-        self._saved: tuple[object, ...] | None = None
+        self._before = self._saved = None
 
     def __repr__(self) -> str:
         name, size = type(self.model).__name__, sum(parameter.numel() for parameter in self._parameters.values())
@@ -116,6 +115,17 @@ class Server(StoredServer):
     @abstractmethod
     def rounds_per_epoch(self) -> int:
         """The number of rounds in which the largest client sees each of its records once."""
+
+    def _start_secure(
+        self, client: AnyClient, example: Inputs, roster: "Roster", session: str, records: int | None = None
+    ) -> None:
+        """Use secure aggregation; refuse what it cannot be combined with."""
+        from fedveil.federation.secure_round import SecureRound
+        from fedveil.federation.sums import Sums, check_combination
+
+        check_combination(self.defence, self.model, self.limits)
+        sums = Sums(self.defence, client, self.model, example, records)
+        self.rounds = SecureRound(self.engine, sums, roster, session, self.policy.min_answers)
 
     def close(self) -> None:
         """Release the connection after the last round; under secure aggregation clients forget the run's keys."""
@@ -146,10 +156,8 @@ class Server(StoredServer):
         self.engine.start_round()
         for attempt in range(1, policy.attempts + 1):
             members = self._choose_members(faults, deadline)
-            began = time.perf_counter()
-            stable = self.engine.stable
-            own_round = self.defence_server.start_round(self.model, members if stable else None)
-            reuse = False
+            began, reuse = time.perf_counter(), False
+            own_round = self.defence_server.start_round(self.model, members if self.engine.stable else None)
             try:
                 result = self.rounds.collect(self.round, own_round, members, faults, on_exchange)
                 reuse = on_exchange is None and self.engine.keeps_nothing
@@ -188,8 +196,7 @@ class Server(StoredServer):
             time.sleep(min(POLL, policy.patience))
         self._started = True
         if faults.faults:
-            wrong = faults.wrong_members
-            others = [member for member in members if member not in wrong]
+            others = [member for member in members if member not in faults.wrong_members]
             members = others if len(others) >= policy.min_answers else members
         count = max(policy.min_answers, round(policy.participation * len(members)))
         if count < len(members):
@@ -354,12 +361,11 @@ class Server(StoredServer):
 
     def _check_monitor(self, test: Source | None, patience: int | None) -> None:
         """Refuse to wait for better metrics if nothing is evaluated."""
-        waiting = "patience" if patience is not None else "ReduceLROnPlateau"
         if patience is not None:
             check_count("fit", "patience", patience)
         if test is None and (patience is not None or isinstance(self.schedule, ReduceLROnPlateau)):
-            fix = "pass test data: fit(..., test=test)"
-            raise BadArgument("fit", f"{waiting} needs a metric, and there are no test data", fix)
+            what = "ReduceLROnPlateau" if patience is None else "patience"
+            raise BadArgument("fit", f"{what} needs a metric, and there are no test data", "pass test=test to fit")
 
     def has_stalled(self, patience: int | None) -> bool:
         """Whether the last `patience` evaluations brought no improvement."""
@@ -377,8 +383,7 @@ class Server(StoredServer):
         outputs, targets = predict_source(self.model, test)
         with attribute_targets(test.who):
             found = metrics(outputs, targets, self.loss, axis=head_axis(self.model))
-        name = deciding_metric(found)
-        value = found[name]
+        value = found[name := deciding_metric(found)]
         if math.isnan(value):
             raise self._divergence(f"{name} is NaN, although the test data are finite", LOWER)
         if self._undoable:

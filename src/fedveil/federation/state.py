@@ -118,16 +118,11 @@ class Snapshot:
 
     def __init__(self, server: "StoredServer") -> None:
         self.begun = False  # whether restoring has begun
-        self.round, self._best, self._records = server.round, server.best, list(server.history.records)
+        self.round, self._best, self.records = server.round, server.best, list(server.history.records)
         changing = [value for value in server.model.parameters() if value.requires_grad]
         self._tensors = [(value, value.detach().clone()) for value in (*changing, *server.model.buffers())]
         self._optimizer = _copy_state(server.optimizer.state_dict())
         self._schedule = _copy_state(server.schedule.state_dict()) if server.schedule else None
-
-    @property
-    def count(self) -> int:
-        """The number of records."""
-        return len(self._records)
 
     def restore(self, server: "StoredServer") -> None:
         """Restore everything; may be called again if it is interrupted."""
@@ -139,7 +134,7 @@ class Snapshot:
         if server.schedule and self._schedule is not None:
             server.schedule.load_state_dict(_copy_state(self._schedule))
         server.round, server.best = self.round, self._best
-        server.history.records[:] = self._records
+        server.history.records[:] = self.records
 
 
 def checksum_records(shards: Shards, key: bytes) -> str | None:
@@ -155,12 +150,6 @@ def checksum_records(shards: Shards, key: bytes) -> str | None:
         for values in torch.split(leaf.detach().reshape(-1), CHUNK):
             found.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def list_changes(before: Setting, now: Setting) -> list[str]:
-    """Return the names of the settings that differ, as far as both are known."""
-    known = [name for name in before if before[name] is not None and now.get(name) is not None]
-    return [name for name in known if before[name] != now[name]]
 
 
 class StoredServer(ABC):
@@ -303,7 +292,9 @@ class StoredServer(ABC):
 
     def _compare(self, folder: Path, state: CheckpointState) -> None:
         """Remember which settings changed, and warn about them."""
-        self.changed = list_changes(state["setting"], self.setting())
+        before, now = state["setting"], self.setting()
+        known = [name for name in before if None not in (before[name], now.get(name))]
+        self.changed = [name for name in known if before[name] != now[name]]
         if self.changed:
             what = f"the run in {folder} was trained with a different setting ({', '.join(self.changed)})"
             LOG.warning("fedveil: %s; its history and best model now mix both", what)
@@ -333,7 +324,7 @@ class StoredServer(ABC):
         before = self._before
         if before is None:
             return
-        complete = self.round > before.round and len(self.history.records) > before.count
+        complete = self.round > before.round and len(self.history.records) > len(before.records)
         if diverged or before.begun or not complete:
             before.restore(self)
         self._before = None

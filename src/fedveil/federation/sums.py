@@ -211,13 +211,14 @@ class Sums:
             template = {name: own for name, own in template.items() if name.startswith("gradient/")}
         self.packing = packing = Packing.from_tensors(template)
         if self.clip is not None:  # what is clipped to it always fits
-            return RowFormat((_clipped_exponent(self.clip),) * len(packing.rows), packing.rows, False)
+            exponent = min(max(math.frexp(self.clip)[1] + 1, LOWEST), HIGHEST)
+            return RowFormat((exponent,) * len(packing.rows), packing.rows, False)
         if self._expected is None:
             self._expect_first(own_round)
-        if self._expected is None:
-            return RowFormat((min(FIRST_EXPONENT + self.wider, HIGHEST),) * len(packing.rows), packing.rows, True)
-        sizes = _find_ranges(own_round).bound(self._expected)
-        exponents = packing.choose_exponents(sizes, self._records, self.wider)
+        exponents = (min(FIRST_EXPONENT + self.wider, HIGHEST),) * len(packing.rows)
+        if self._expected is not None:
+            sizes = _find_ranges(own_round).bound(self._expected)
+            exponents = packing.choose_exponents(sizes, self._records, self.wider)
         return RowFormat(exponents, packing.rows, True)
 
     def _expect_first(self, own_round: AnyRound) -> None:
@@ -275,8 +276,3 @@ def _draw_like(like: Tensor, draw: torch.Generator) -> Tensor:
         return like
     size = float(like.double().square().mean().sqrt())
     return ((size if 0 < size < math.inf else 1.0) * torch.randn(like.shape, generator=draw)).to(like)
-
-
-def _clipped_exponent(clip: float) -> int:
-    """Return the exponent of numbers that are at most `clip`."""
-    return min(max(math.frexp(clip)[1] + 1, LOWEST), HIGHEST)

@@ -41,6 +41,18 @@ def attribute_targets(who: str) -> Iterator[None]:
         raise BadArgument(f"{who}: targets", error.what, error.fix) from error
 
 
+@contextmanager
+def refuse_failure(where: str, what: str, fix: str) -> Iterator[None]:
+    """Turn an error of a model or a loss into a refusal with its first line."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, BadArgument):
+            raise
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadArgument(where, f"{what}: {first}", fix) from error
+
+
 def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
     """Return the name of the default loss for these records: for classes, which are integers, or for quantities.
 
@@ -108,14 +120,10 @@ def try_model(model: nn.Module, inputs: Inputs, who: str, fix: str, like: Inputs
         like: clients' inputs, which the error also describes.
     """
     first = next(model.parameters())
-    try:
+    what = f"{type(model).__name__} does not accept them ({_describe_inputs(inputs)})"
+    what += "" if like is None else f", the clients' are {_describe_inputs(like)}"
+    with refuse_failure(who, what, fix):
         return predict(model, move_inputs(slice_inputs(inputs, 0, 2), first.device, first.dtype))
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, BadArgument):
-            raise
-        what = f"{type(model).__name__} does not accept them ({_describe_inputs(inputs)})"
-        what += "" if like is None else f", the clients' are {_describe_inputs(like)}"
-        raise BadArgument(who, f"{what}: {first_line(error)}", fix) from error
 
 
 def describe(tensor: Tensor) -> str:
@@ -125,11 +133,6 @@ def describe(tensor: Tensor) -> str:
 
 def _describe_inputs(inputs: Inputs) -> str:
     return ", ".join(f"{path}: {describe(tensor)}" for path, tensor in name_tensors(inputs).items())
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> Tensor:
@@ -183,10 +186,8 @@ def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | Non
     if not floats:
         return
     if targets.shape != outputs.shape and not _has_positions(targets, outputs):
-        form = f"{targets.dtype} of shape {tuple(targets.shape)}"
-        what = (
-            f"they are {form}, and {loss.name} expects class indices, or probabilities of shape {tuple(outputs.shape)}"
-        )
+        wanted = f"class indices, or probabilities of shape {tuple(outputs.shape)}"
+        what = f"they are {targets.dtype} of shape {tuple(targets.shape)}, and {loss.name} expects {wanted}"
         column = "[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else ""
         integers = bool((targets == targets.round()).all())
         quantities = f"use {QUANTITIES}, and a model with one output per quantity"

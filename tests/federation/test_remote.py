@@ -1,32 +1,21 @@
 """The server's side of rounds with clients elsewhere, over an engine in this process."""
 
+from functools import partial
+
 import pytest
-import torch
 from tests.engines import Loopback, LoopbackServer, member
 from tests.faults import FAULTS, altered
-from tests.oracle import built, worst
+from tests.federation import secured
+from tests.federation.secured import adam, net
+from tests.oracle import worst
 
 from fedveil import Federation, Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
 from fedveil.errors import BadArgument, TooFewAnswers
 from fedveil.federation.engines import Fault, FaultKind
-from fedveil.models import mlp
 
 SITES = ("site-1", "site-2", "site-3")
-SIZES = (30, 20, 25)
-
-
-def net():
-    return built(lambda: mlp(6, 4, hidden=10))
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, 1e-2)
-
-
-def parts():
-    draw = torch.Generator().manual_seed(0)
-    return [(torch.randn(n, 6, generator=draw).double(), torch.randint(4, (n,), generator=draw)) for n in SIZES]
+parts = partial(secured.parts, (30, 20, 25))
 
 
 def server_of(faults=None, defence="veil", **options):
@@ -38,9 +27,8 @@ def server_of(faults=None, defence="veil", **options):
 
 
 def engine(clients, defence="plain", rounds=1):
-    run = Federation(
-        net(), [parts()[k] for k in clients], defence, adam, loss="squared_error", whole_shard=True, batch_size=8
-    )
+    how, data = {"loss": "squared_error", "whole_shard": True, "batch_size": 8}, parts()
+    run = Federation(net(), [data[k] for k in clients], defence, adam, **how)
     run.fit(rounds=rounds)
     return run.model.state_dict()
 
