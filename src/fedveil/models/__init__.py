@@ -1,7 +1,15 @@
 """The paper's networks. The rest of Fedveil does not depend on them and takes any nn.Module."""
 
-from fedveil.models.dense import densenet
-from fedveil.models.residual import resnet
-from fedveil.models.sequential import cnn, lenet, mlp
+from typing import TYPE_CHECKING
+
+from fedveil.lookup import lazily
+
+if TYPE_CHECKING:
+    from fedveil.models.dense import densenet
+    from fedveil.models.residual import resnet
+    from fedveil.models.sequential import cnn, lenet, mlp
+else:
+    _HOMES = dict.fromkeys(("cnn", "lenet", "mlp"), "sequential")
+    __getattr__ = lazily(__name__, _HOMES | {"densenet": "dense", "resnet": "residual"})
 
 __all__ = ["cnn", "densenet", "lenet", "mlp", "resnet"]
