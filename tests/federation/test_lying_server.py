@@ -22,10 +22,10 @@ from fedveil.errors import FedveilError
 from fedveil.federation import secure_client
 from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.protocol import Ask, MaskedAnswer, Step, read, write
-from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party, rules, signed
+from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party, rules
+from fedveil.secagg.identity import Digest, channel_key, sign_message, tag_message
 from fedveil.secagg.memory import RunMemory
 from fedveil.secagg.messages import RevealReply, SealedShares, Settle, SettleReply, Upload, context
-from fedveil.secagg.signed import Digest, sign
 from fedveil.wire import as_bytes, read_kind
 
 NAMES = ("site-0", "site-1", "site-2", "site-3", "site-4")
@@ -154,10 +154,11 @@ class LyingServer(RuleBasedStateMachine):
         if signer == "nobody":
             return own
         if self.steps % 2 or run not in self.hellos:
-            return sign({"server": SERVER, "stranger": STRANGER, "member": IDENTITIES["site-1"]}[signer], message, own)
+            known = {"server": SERVER, "stranger": STRANGER, "member": IDENTITIES["site-1"]}
+            return sign_message(known[signer], message, own)
         private = self.key if signer != "stranger" else X25519PrivateKey.from_private_bytes(b"s" * 32)
         key = self.hellos[run].key if signer != "member" else self.others["site-1"].hello(run).key
-        return signed.tag(signed.channel(private, key, run), Digest.compute(message).combine(), own)
+        return tag_message(channel_key(private, key, run), Digest.compute(message).combine(), own)
 
     def send(self, message, signer="server", own=b"", records=False, n=5, run=None):
         """Send a message to both clients; returns what both of them said."""
@@ -457,7 +458,7 @@ def nothing(*arguments):
 RULES = ("attempt", "round", "roster", "membership", "roster_size", "key", "step", "members", "survivors")
 SAFEGUARDS = {
     **{f"check_{name}": (rules, nothing) for name in (*RULES, "signatures", "budget", "same_members")},
-    "admit": (signed, lambda server, channels, digest, own: own[65 if own[:1] == b"s" else 33 :]),
+    "admit_message": (party, lambda server, channels, digest, own: own[65 if own[:1] == b"s" else 33 :]),
     "forget_attempt": (RunMemory, nothing),
     "contribute": (secure_client, lambda admitted, work: work()),
 }

@@ -31,7 +31,7 @@ from fedveil.wire import Packed, as_tensor, read_kind
 
 if TYPE_CHECKING:
     from fedveil.secagg import Party, Policy
-    from fedveil.secagg.signed import Digest
+    from fedveil.secagg.identity import Digest
 
 Data = Given | Callable[[], Given]
 
@@ -167,7 +167,7 @@ class ClientSession:
     def _authenticate(self, message: bytes, own: bytes) -> "tuple[Digest, bytes]":
         """Check the server's signature or tag on a message; return its digest, and the bytes for this client alone."""
         from fedveil.federation.secure_client import authenticate
-        from fedveil.secagg.signed import Digest
+        from fedveil.secagg.identity import Digest
 
         digest = Digest.compute(message)
         return digest, authenticate(digest, own, self.party, self._policy)

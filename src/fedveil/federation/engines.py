@@ -103,7 +103,7 @@ class Reply(Generic[U]):
 
 
 AnyReply = Reply[Any]  # type: ignore[explicit-any]
-Channels = Mapping[Member, bytes]  # the keys of tags, by client (`fedveil.secagg.signed`)
+Channels = Mapping[Member, bytes]  # the keys of tags, by client (`fedveil.secagg.identity`)
 
 
 class Engine(Protocol):

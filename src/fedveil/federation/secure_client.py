@@ -18,10 +18,9 @@ from fedveil.errors import Aborted, BadArgument
 from fedveil.federation.protocol import Ask, SecureTerms, Step
 from fedveil.federation.sums import Words, no_words
 from fedveil.scheme.messages import MOST_PASSES
-from fedveil.secagg import Party, Policy, signed
-from fedveil.secagg.identity import KEY
+from fedveil.secagg import Party, Policy
+from fedveil.secagg.identity import KEY, Digest, admit_message
 from fedveil.secagg.party import Ticket
-from fedveil.secagg.signed import Digest
 from fedveil.wire import read_layout
 
 CHALLENGE = 16  # bytes of a greeting, which the reply signs
@@ -49,7 +48,7 @@ def authenticate(digest: Digest, own: bytes, party: Party | None, policy: Policy
     if party is not None:
         return party.authenticate(digest.combine(), own)
     if policy is not None and policy.server is not None:
-        return signed.admit(policy.server, (), digest.combine(), own)
+        return admit_message(policy.server, (), digest.combine(), own)
     return own
 
 
