@@ -18,8 +18,18 @@ from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.plan import Plan, check_model
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.messages import Broadcast, PublicHead, Update
-from fedveil.scheme.noise import Entropy, HeadNoise, NoiseSettings, Reals, UnitNoise, draw_head, draw_units
-from fedveil.scheme.offsets import Fit, anchor, draw_candidates
+from fedveil.scheme.noise import (
+    Entropy,
+    Fit,
+    HeadNoise,
+    NoiseSettings,
+    Reals,
+    UnitNoise,
+    anchor,
+    draw_candidates,
+    draw_head,
+    draw_units,
+)
 from fedveil.scheme.recover import Recovery, blank_update, check_updates, recover, refuse_non_finite, smooth
 from fedveil.scheme.result import Aggregate, recover_each
 from fedveil.scheme.transform import BufferPool, Transform
