@@ -321,7 +321,7 @@ def bound_passes(secret: Recovery, passes: Mapping[str, Tensor]) -> dict[str, li
 
 
 def _alpha_powers(secret: Recovery) -> list[int]:
-    """Return the power of alpha, the sum of the head's inputs, in each pass: 1 in sigma~, 2 in beta (`passes`)."""
+    """Return the power of alpha, the sum of the head's inputs, in each pass: 1 in sigma~, 2 in beta (`client`)."""
     count = len(secret.coefficients)
     if secret.plan.head is None or secret.decoys:
         return [0] * count
