@@ -142,6 +142,26 @@ def are_moderate(tensors: Iterable[Tensor]) -> bool:
     return float(torch.stack(torch._foreach_norm(floats)).max()) <= limit
 
 
+def select_floats(tensors: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the floating-point tensors that are not empty."""
+    found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.numel()}
+    return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+
+
+def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first of some floating-point tensors that holds NaN or infinity; None if all are finite.
+
+    One norm per tensor is enough, unless the squares of finite numbers overflow: a few microseconds in every round.
+    """
+    if not tensors:
+        return None
+    with torch.no_grad():
+        norms = torch.stack(torch._foreach_norm(list(tensors.values()))).tolist()
+    if math.isfinite(sum(norms)):
+        return None
+    return next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
+
+
 def bound_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
     """Return the largest magnitude in each tensor, as its only row."""
     return {name: [float(tensor.abs().max()) if tensor.numel() else 0.0] for name, tensor in tensors.items()}
