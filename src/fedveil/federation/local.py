@@ -19,11 +19,10 @@ from fedveil.errors import BadArgument, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import StateTag
 from fedveil.federation.client import compute_update
-from fedveil.federation.engines import AnyReply, Channels, Fault, Member, Reply
 from fedveil.federation.limits import Limits
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.prepare import make_shards, read_held_out, refuse_single
-from fedveil.federation.protocol import SecureTerms, Step
+from fedveil.federation.protocol import AnyReply, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.federation.state import RECORDS, CheckpointState, Setting, checksum_records

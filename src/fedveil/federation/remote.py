@@ -13,17 +13,23 @@ from fedveil.checks import check_count
 from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound
 from fedveil.defences.registry import find_codec, find_record
 from fedveil.errors import BadArgument
-from fedveil.federation.engines import AnyReply, Channels, Fault, Member, Reply, Traffic, describe_refusal
 from fedveil.federation.evaluate import move_inputs
 from fedveil.federation.limits import Limits
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.protocol import (
     Answer,
+    AnyReply,
     Ask,
+    Channels,
+    Fault,
     MaskedAnswer,
+    Member,
+    Reply,
     SecureTerms,
     Step,
+    Traffic,
     check_exchange,
+    describe_refusal,
     max_tensors,
     read,
     write,

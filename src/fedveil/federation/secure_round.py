@@ -14,9 +14,18 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedveil import secagg
 from fedveil.defences.interface import AnyRound
 from fedveil.errors import BadArgument, UpdateRefused
-from fedveil.federation.engines import SERVER, Engine, Fault, FaultKind, Member, describe_refusal
-from fedveil.federation.protocol import SecureTerms, Step
-from fedveil.federation.rounds import FaultLog, Observer
+from fedveil.federation.protocol import (
+    SERVER,
+    Engine,
+    Fault,
+    FaultKind,
+    FaultLog,
+    Member,
+    SecureTerms,
+    Step,
+    describe_refusal,
+)
+from fedveil.federation.rounds import Observer
 from fedveil.federation.secure_client import CHALLENGE
 from fedveil.federation.sums import Sums, Words
 from fedveil.scheme.result import Aggregate, Note

@@ -19,14 +19,14 @@ from fedveil.checks import check_choice, check_count, check_positive
 from fedveil.defences.interface import AnyClient, AnyDefence, AnyServer, Defence
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, TooFewAnswers
-from fedveil.federation.engines import Engine, FaultKind, Member
 from fedveil.federation.evaluate import better, deciding_metric, metrics, predict_source
 from fedveil.federation.fitting import Callback, FitPlan, check_monitor, list_callbacks
 from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, make_optimizer, make_schedule, plateau_value
 from fedveil.federation.prepare import read_held_out
-from fedveil.federation.rounds import FaultLog, Observer, RoundKind, RoundPolicy
+from fedveil.federation.protocol import Engine, FaultKind, FaultLog, Member
+from fedveil.federation.rounds import Observer, RoundKind, RoundPolicy
 from fedveil.federation.state import LOG, LOWER, Folder, Snapshot, StoredServer, find_non_finite_state
 from fedveil.federation.targets import attribute_targets
 from fedveil.graph.analyse import refuse_wrapped
