@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import nn
 
 from fedveil.errors import FedveilError
-from fedveil.federation import secure_client
+from fedveil.federation import client as client_module
 from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.protocol import Ask, MaskedAnswer, Step, read, write
 from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party, rules
@@ -204,7 +204,7 @@ class LyingServer(RuleBasedStateMachine):
             if old is not None:
                 new = self.runs[run]
                 new.attempt, new.round, new.revealed, new.sums = old.attempt, old.round, old.revealed, old.sums
-        hello = Hello.from_values(secure_client.json.loads(read(said, Step).body))
+        hello = Hello.from_values(client_module.json.loads(read(said, Step).body))
         assert ROSTER.verifies(VICTIM, hello.signature, Hello.signed_bytes(run, VICTIM, hello.key))
         assert self.runs[run].key in (None, hello.key)
         self.runs[run].key = hello.key
@@ -280,7 +280,7 @@ class LyingServer(RuleBasedStateMachine):
         known.attempt, known.round, known.uses = attempt, round_, known.uses + 1
         names = tuple(hello.name for hello in hellos)
         bound = context(opening, Digest.compute(message).combine())
-        subject = secure_client.digest_subject(ask, message, Digest.compute(message).body)
+        subject = client_module.digest_subject(ask, message, Digest.compute(message).body)
         known.current = {"context": bound, "names": names, "members": names, "step": -1, "subject": subject}
         if fault == "model":
             assert isinstance(said, FedveilError)
@@ -460,7 +460,7 @@ SAFEGUARDS = {
     **{f"check_{name}": (rules, nothing) for name in (*RULES, "signatures", "budget", "same_members")},
     "admit_message": (party, lambda server, channels, digest, own: own[65 if own[:1] == b"s" else 33 :]),
     "forget_attempt": (RunMemory, nothing),
-    "contribute": (secure_client, lambda admitted, work: work()),
+    "contribute": (client_module, lambda admitted, work: work()),
 }
 
 

@@ -25,6 +25,7 @@ MAX_SEED = 2**64
 MAX_SECONDS = 1e9
 MAX_PER_TENSOR = 4  # tensors in an ask or an answer for each of the model's
 MAX_ASK_HEAD = 2**22  # bytes of an ask's values: a roster of 10,000 members takes most of it
+CHALLENGE = 16  # bytes of a greeting under secure aggregation, which the reply signs
 MAX_RECORDED = 20  # faults in the record of a round
 MAX_TEXT = 200  # characters of a client's text
 SERVER = "server"  # in place of a member, for faults of an attempt as a whole

@@ -15,6 +15,7 @@ from fedveil import secagg
 from fedveil.defences.interface import AnyRound
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.federation.protocol import (
+    CHALLENGE,
     SERVER,
     Engine,
     Fault,
@@ -26,7 +27,6 @@ from fedveil.federation.protocol import (
     describe_refusal,
 )
 from fedveil.federation.rounds import Observer
-from fedveil.federation.secure_client import CHALLENGE
 from fedveil.federation.sums import Sums, Words
 from fedveil.scheme.result import Aggregate, Note
 from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally
