@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.timing import table
-from fedveil.scheme.offsets import anchor
+from fedveil.scheme.noise import anchor
 
 HEADS = [
     (1, 50, 1),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedveil.scheme.messages import Broadcast, PublicHead
-from fedveil.scheme.offsets import column_weights
+from fedveil.scheme.noise import column_weights
 
 GAMMA = (0.5, 2.0)  # between which the size of the public offset is drawn, by default
 FINER = 8.0  # how much smaller than V the base must be to have finer digits

@@ -28,14 +28,14 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from benchmarks.timing import Timings, compare, interleave, machine, table, verdict
 from fedveil.secagg import Identity, Memory, Opening, Party, Policy, Roster, Tally, bits
 from fedveil.secagg.fixed import Words, encode_rows
-from fedveil.secagg.signed import admit, tag
+from fedveil.secagg.identity import admit_message, tag_message
 
 SIZES, CLIENTS = (270_000, 2_700_000), (4, 10, 50)
 MOST_TIME, MOST_BYTES = 1.5, 2.05
 PIECE = 2**15
 DIGEST = hashlib.sha256(b"broadcast").digest()
 KEY = bytes(32)
-TAGGED = tag(KEY, DIGEST)
+TAGGED = tag_message(KEY, DIGEST)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def serve(case: Case, settled: Sequence[Mapping[str, bytes]], revealed: Mapping[
 def take_part(case: Case, asked: Sequence[tuple[bytes, ...]]) -> None:
     """All that a client does in an attempt without dropouts; messages are hashed in any case."""
     for _ in range(3):
-        admit(KEY, [KEY], DIGEST, TAGGED)
+        admit_message(KEY, [KEY], DIGEST, TAGGED)
     upload(case)
     remember(case, "c0", case.after["c0"])  # the shares that the others hold are of the first upload
     case.parties["c0"].settle(*asked[0])

@@ -3,7 +3,7 @@
 import itertools
 
 from fedveil.federation.client import ClientSession
-from fedveil.federation.engines import Fault, FaultKind
+from fedveil.federation.protocol import Fault, FaultKind
 from fedveil.federation.remote import RemoteServer
 
 

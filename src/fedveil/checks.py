@@ -56,6 +56,13 @@ def check_positive(where: str, name: str, value: object, fix: str | None = None)
     return float(value)
 
 
+def check_range(where: str, name: str, value: object, least: float, most: float, fix: str | None = None) -> float:
+    """Check that a value is a number within a range."""
+    if not is_number(value) or not least <= value <= most:
+        raise BadArgument(where, f"{name} must be a number from {least:g} to {most:g}, got {value!r}", fix)
+    return float(value)
+
+
 def check_fraction(where: str, name: str, value: object, fix: str | None = None) -> float:
     """Check that a value is above 0 and at most 1."""
     if not is_number(value) or not 0 < value <= 1:

@@ -19,13 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import nn
 
 from fedveil.errors import FedveilError
-from fedveil.federation import secure_client
+from fedveil.federation import client as client_module
 from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.protocol import Ask, MaskedAnswer, Step, read, write
-from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party, rules, signed
+from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party, rules
+from fedveil.secagg.identity import Digest, channel_key, sign_message, tag_message
 from fedveil.secagg.memory import RunMemory
 from fedveil.secagg.messages import RevealReply, SealedShares, Settle, SettleReply, Upload, context
-from fedveil.secagg.signed import Digest, sign
 from fedveil.wire import as_bytes, read_kind
 
 NAMES = ("site-0", "site-1", "site-2", "site-3", "site-4")
@@ -154,10 +154,11 @@ class LyingServer(RuleBasedStateMachine):
         if signer == "nobody":
             return own
         if self.steps % 2 or run not in self.hellos:
-            return sign({"server": SERVER, "stranger": STRANGER, "member": IDENTITIES["site-1"]}[signer], message, own)
+            known = {"server": SERVER, "stranger": STRANGER, "member": IDENTITIES["site-1"]}
+            return sign_message(known[signer], message, own)
         private = self.key if signer != "stranger" else X25519PrivateKey.from_private_bytes(b"s" * 32)
         key = self.hellos[run].key if signer != "member" else self.others["site-1"].hello(run).key
-        return signed.tag(signed.channel(private, key, run), Digest.compute(message).combine(), own)
+        return tag_message(channel_key(private, key, run), Digest.compute(message).combine(), own)
 
     def send(self, message, signer="server", own=b"", records=False, n=5, run=None):
         """Send a message to both clients; returns what both of them said."""
@@ -203,7 +204,7 @@ class LyingServer(RuleBasedStateMachine):
             if old is not None:
                 new = self.runs[run]
                 new.attempt, new.round, new.revealed, new.sums = old.attempt, old.round, old.revealed, old.sums
-        hello = Hello.from_values(secure_client.json.loads(read(said, Step).body))
+        hello = Hello.from_values(client_module.json.loads(read(said, Step).body))
         assert ROSTER.verifies(VICTIM, hello.signature, Hello.signed_bytes(run, VICTIM, hello.key))
         assert self.runs[run].key in (None, hello.key)
         self.runs[run].key = hello.key
@@ -279,7 +280,7 @@ class LyingServer(RuleBasedStateMachine):
         known.attempt, known.round, known.uses = attempt, round_, known.uses + 1
         names = tuple(hello.name for hello in hellos)
         bound = context(opening, Digest.compute(message).combine())
-        subject = secure_client.digest_subject(ask, message, Digest.compute(message).body)
+        subject = client_module.digest_subject(ask, message, Digest.compute(message).body)
         known.current = {"context": bound, "names": names, "members": names, "step": -1, "subject": subject}
         if fault == "model":
             assert isinstance(said, FedveilError)
@@ -457,9 +458,9 @@ def nothing(*arguments):
 RULES = ("attempt", "round", "roster", "membership", "roster_size", "key", "step", "members", "survivors")
 SAFEGUARDS = {
     **{f"check_{name}": (rules, nothing) for name in (*RULES, "signatures", "budget", "same_members")},
-    "admit": (signed, lambda server, channels, digest, own: own[65 if own[:1] == b"s" else 33 :]),
+    "admit_message": (party, lambda server, channels, digest, own: own[65 if own[:1] == b"s" else 33 :]),
     "forget_attempt": (RunMemory, nothing),
-    "contribute": (secure_client, lambda admitted, work: work()),
+    "contribute": (client_module, lambda admitted, work: work()),
 }
 
 

@@ -12,7 +12,7 @@ from tests.oracle import worst
 from fedveil import Federation, Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
 from fedveil.errors import BadArgument, TooFewAnswers
-from fedveil.federation.engines import Fault, FaultKind
+from fedveil.federation.protocol import Fault, FaultKind
 
 SITES = ("site-1", "site-2", "site-3")
 parts = partial(secured.parts, (30, 20, 25))

@@ -14,8 +14,8 @@ from fedveil.errors import FedveilError
 from fedveil.federation.client import ClientSession
 from fedveil.federation.protocol import Ask, Step, read, write
 from fedveil.secagg import Identity, Opening, Party, Policy, Roster
+from fedveil.secagg.identity import sign_message
 from fedveil.secagg.memory import State, short_digest
-from fedveil.secagg.signed import sign
 from fedveil.wire import as_tensor, read_kind
 
 PIXELS = 16
@@ -51,7 +51,7 @@ def opening_for(hellos, exponent=0, attempt=1, number=0, run="a run", rows=(2, 2
 
 def heard(message, party, data, model=None, own=None, signer=SERVER):
     """What a client answers, or the error that it raises."""
-    own = sign(signer, message) if own is None else own
+    own = sign_message(signer, message) if own is None else own
     try:
         return ClientSession(model or linear(), data, client=0, party=party).reply(message, own)
     except FedveilError as error:
@@ -279,10 +279,10 @@ def test_a_plain_client_may_pin_its_server_too():
     data, message = record(), ask_of(linear())
     policy = Policy(server=SERVER.public())
     stranger = Identity.new("server")
-    for own in (b"", sign(stranger, message), sign(SERVER, message + b" ")):
+    for own in (b"", sign_message(stranger, message), sign_message(SERVER, message + b" ")):
         with pytest.raises(FedveilError, match="is not signed by the server"):
             ClientSession(linear(), data, client=0, policy=policy).reply(message, own)
-    found = ClientSession(linear(), data, client=0, policy=policy).reply(message, sign(SERVER, message))
+    found = ClientSession(linear(), data, client=0, policy=policy).reply(message, sign_message(SERVER, message))
     assert read_kind(found) == "answer"
 
 

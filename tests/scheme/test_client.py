@@ -1,12 +1,14 @@
-"""A client refuses a broadcast that is not for its model, batches without a gradient, and modes that lose digits."""
+"""A client refuses what it cannot compute exactly; the perceptron's side-by-side passes are autograd's."""
 
 import pytest
 import torch
-from tests.oracle import batch, built, perturb
+from tests.oracle import batch, built, perturb, plain, veiled_round, worst
 from torch import nn
 
 import fedveil
 from fedveil import errors
+from fedveil.models import mlp
+from fedveil.scheme.client import find_links
 
 
 @pytest.fixture
@@ -52,3 +54,68 @@ def test_batches_that_do_not_fit_are_refused(model, broadcast, change, text):
 def test_modes_without_exact_gradients_are_refused(model, broadcast, mode):
     with mode(), pytest.raises(errors.BadArgument, match=r"(?s)client_step: torch\.(inf|aut).*Fix: call it outside"):
         fedveil.client_step(model, broadcast, *batch((5,), 3))
+
+
+class Same(nn.Sequential):
+    """A subclass, which takes the general path."""
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("frozen", [(), (0,), (2, 6)])
+def test_a_chain_gives_the_passes_that_autograd_gives(bias, groups, frozen):
+    chain = built(lambda: mlp(5, 4, layers=3, hidden=7, bias=bias))
+    for number in frozen:
+        chain[number].requires_grad_(False)
+    general = Same(*chain)
+    inputs, targets = batch((5,), 4)
+    names = {name for name, _ in chain.named_parameters()}
+    assert find_links(chain, inputs, names) == ["0", None, "2", None, "4", None, "6"]
+    assert find_links(general, inputs, names) is None
+    broadcast = perturb(chain, fedveil.analyse(chain, inputs), groups=groups).broadcast
+    found, expected = (fedveil.client_step(net, broadcast, inputs, targets) for net in (chain, general))
+    assert list(found.passes) == list(expected.passes)
+    for number in range(groups + 2):
+        passes, truth = ({name: stack[number] for name, stack in u.passes.items()} for u in (found, expected))
+        assert worst(passes, truth) < 1e-9  # a float64 rounding error, and the 1e-6 floor of a pass that is 0
+
+
+def hooked():
+    model = mlp(5, 4)
+    model[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4)), (2, 5)),
+        (nn.Sequential(nn.Sequential(nn.Linear(5, 5)), nn.ReLU(), nn.Linear(5, 4)), (2, 5)),
+        (nn.Linear(5, 4), (2, 5)),
+        (mlp(5, 4), (2, 3, 5)),
+        (hooked(), (2, 5)),
+    ],
+)
+def test_other_networks_and_inputs_take_the_general_path(model, shape):
+    assert find_links(model, torch.zeros(shape), set(model.state_dict())) is None
+
+
+def twice():
+    layer = nn.Linear(5, 5)
+    return nn.Sequential(layer, nn.ReLU(), layer, nn.ReLU(), nn.Linear(5, 4))
+
+
+def shared(name):
+    def build():
+        model = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 4))
+        setattr(model[2], name, getattr(model[0], name))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("build", [twice, shared("weight"), shared("bias")], ids=["module", "weight", "bias"])
+def test_a_stack_that_shares_a_module_or_a_tensor_is_exact(build):
+    model = built(build)
+    inputs, targets = batch((5,), 4)
+    assert worst(veiled_round(model, inputs, targets, seed=0).gradients, plain(model, inputs, targets)[0]) < 1e-9

@@ -15,8 +15,7 @@ from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.losses import sample_weights
 from fedveil.scheme.outputs import compute_outputs, head_axis, slope
-from fedveil.scheme.ranges import smooth
-from fedveil.scheme.recover import are_moderate, check_finite
+from fedveil.scheme.recover import are_moderate, bound_magnitudes, check_finite, smooth
 from fedveil.wire import Packed, Tensors, Values, strip_prefix
 
 
@@ -190,11 +189,6 @@ def compute_gradients(model: nn.Module, outputs: Sequence[Tensor], cotangents: S
         found = torch.autograd.grad(roots, list(trainable.values()), slopes, allow_unused=True)
     pairs = zip(trainable.items(), found, strict=True)
     return {name: torch.zeros_like(p) if gradient is None else gradient for (name, p), gradient in pairs}
-
-
-def bound_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return the largest magnitude in each tensor, as its only row."""
-    return {name: [float(tensor.abs().max()) if tensor.numel() else 0.0] for name, tensor in tensors.items()}
 
 
 class PlainCodec(Codec[nn.Module, PlainUpdate]):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedveil.checks import check_choice, check_fraction, is_number
+from fedveil.checks import check_choice, check_fraction, check_range, is_number
 from fedveil.defences.clipping import split_vector
 from fedveil.defences.encoding import count_bytes, trainable_tensors
 from fedveil.defences.plain import AnyPlainRound, Plain, PlainClient, PlainCodec, PlainRound, PlainServer, PlainUpdate
@@ -23,7 +23,6 @@ from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.messages import LARGEST
-from fedveil.scheme.noise import check_range
 from fedveil.wire import Packed, Tensors, Values, add_prefix
 
 MEDIAN_ROUNDS = 100

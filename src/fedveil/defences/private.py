@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fedveil.checks import is_number
+from fedveil.checks import check_range, is_number
 from fedveil.defences.accountant import Accountant, import_library
 from fedveil.defences.clipping import clip_vector, split_vector
 from fedveil.defences.encoding import copy_buffers
@@ -14,7 +14,6 @@ from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Entropy, Loss
-from fedveil.scheme.noise import check_range
 from fedveil.scheme.outputs import compute_outputs
 from fedveil.wire import Tensors
 

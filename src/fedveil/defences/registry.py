@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fedveil.checks import check_choice
@@ -116,7 +117,7 @@ def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
     secrets follow from a seed is refused.
     """
     check_choice(ASK, "defence", name, names())  # never imports what a server names
-    kind = _find_class(find(name))
+    kind = _find_class(name, find(name).target)
     own = vars(kind)  # not inherited: each class has to allow servers to ask for it, and list what they may set
     if not {"codec", "remote_settings"} & own.keys():
         raise BadArgument(ASK, f"servers may not ask for {name}", "define codec or remote_settings in its class")
@@ -157,24 +158,26 @@ def find_record(defence: object) -> Record | None:
     records = [*_KNOWN.values(), *(find(name) for name in list_installed(GROUP))]
     for kind in type(defence).__mro__[:-1]:
         for record in records:
-            if _import_target(record) is kind:
+            if _import_target(record.target) is kind:
                 return record
     return None
 
 
-def _import_target(record: Record) -> object:
+def _import_target(target: str) -> object:
     """Import what a record names; a class method stands for its class."""
-    target = import_object(record.target, "a defence", EXAMPLE)
-    return getattr(target, "__self__", target)
+    found = import_object(target, "a defence", EXAMPLE)
+    return getattr(found, "__self__", found)
 
 
-def _find_class(record: Record) -> "type[AnyDefence]":
+@lru_cache(maxsize=64)
+def _find_class(name: str, target: str) -> "type[AnyDefence]":
+    """Return the class that a record names; a client needs it in every round."""
     from fedveil.defences.interface import Defence
 
-    kind = _import_target(record)
+    kind = _import_target(target)
     if not isinstance(kind, type) or not issubclass(kind, Defence):
-        what = f"{record.target} is neither a class that derives from Defence nor a class method of one"
-        raise BadArgument(record.name, what, "register the class, so that clients can build it")
+        what = f"{target} is neither a class that derives from Defence nor a class method of one"
+        raise BadArgument(name, what, "register the class, so that clients can build it")
     return kind
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedveil.checks import check_count
+from fedveil.checks import check_count, check_range
 from fedveil.defences.encoding import copy_buffers
 from fedveil.defences.interface import Samples
 from fedveil.defences.plain import P, Plain, PlainClient, PlainServer, PlainUpdate, compute_gradients
@@ -20,7 +20,6 @@ from fedveil.graph.inputs import Inputs, record_calls
 from fedveil.scheme import Entropy, Loss
 from fedveil.scheme.losses import sample_weights
 from fedveil.scheme.messages import LARGEST
-from fedveil.scheme.noise import check_range
 from fedveil.scheme.outputs import compute_outputs
 
 MOST_BITS = 2**10  # of a code: a client draws and stores one number per bit and feature

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Ranges, Samples
-from fedveil.defences.plain import bound_magnitudes
 from fedveil.defences.state import State, StateValue, read_state
 from fedveil.graph import Plan, analyse
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, Perturbation, Update, VeilSession
-from fedveil.scheme.client import check_broadcast, client_step, client_view
+from fedveil.scheme.client import client_step, client_view
 from fedveil.scheme.losses import Function
-from fedveil.scheme.ranges import bound_passes, bound_rounding, expect_passes
+from fedveil.scheme.messages import check_broadcast
+from fedveil.scheme.perturbation import bound_passes, bound_rounding, expect_passes
+from fedveil.scheme.recover import bound_magnitudes
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 
 HeadMode = Literal["linear", "exposed"]

@@ -1,15 +1,22 @@
-"""A client: it checks a message, computes its update and answers, whatever engine carries the messages."""
+"""A client: it checks a message, computes its update and answers, whatever engine carries the messages.
 
+Under secure aggregation admission comes first, and then only the masked words depend on a client's records. A server
+may ask with any model, exponents and members. So whatever goes wrong once records are touched, the reply has the same
+form: the update does not count (`no_words`), and the reason goes to the client's own stderr.
+"""
+
+import contextlib
 import copy
 import dataclasses
+import hashlib
+import json
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -18,21 +25,37 @@ from torch.utils.data import Dataset
 from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, Samples, U
 from fedveil.defences.registry import build_for_client, find_codec, find_record, refuse_repeatable
 from fedveil.defences.state import State
-from fedveil.errors import BadArgument, FedveilError
+from fedveil.errors import Aborted, BadArgument, FedveilError
 from fedveil.federation import checkpoint
 from fedveil.federation.prepare import make_shards
-from fedveil.federation.protocol import Answer, Ask, LastAsk, MaskedAnswer, Step, max_tensors, read, refuse_old, write
+from fedveil.federation.protocol import (
+    CHALLENGE,
+    Answer,
+    Ask,
+    LastAsk,
+    MaskedAnswer,
+    SecureTerms,
+    Step,
+    max_tensors,
+    read,
+    refuse_old,
+    write,
+)
 from fedveil.files import make_folder
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Given, Source, as_source, check_sources
 from fedveil.scheme.losses import Function, Loss, find_loss
-from fedveil.scheme.messages import known_loss
-from fedveil.wire import Packed, as_tensor, read_kind
+from fedveil.scheme.messages import MOST_PASSES, known_loss
+from fedveil.wire import Packed, as_tensor, read_kind, read_layout
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a client without secure aggregation imports nothing of it
+    from fedveil.federation.sums import Words
     from fedveil.secagg import Party, Policy
-    from fedveil.secagg.signed import Digest
+    from fedveil.secagg.identity import Digest
+    from fedveil.secagg.party import Ticket
 
+MAX_WORDS = MOST_PASSES + 2  # per value of the model: its passes or candidates, buffers, check words
+UNUSABLE = "this client's records cannot be used, or are too few for its policy; its own log says which"
 Data = Given | Callable[[], Given]
 
 
@@ -77,7 +100,7 @@ def save_private(file: Path, state: State) -> None:
     checkpoint.save(file, state)
 
 
-@contextmanager
+@contextlib.contextmanager
 def hide_failures() -> Iterator[None]:
     """Replace an unexpected error of a model or a defence by a refusal that says nothing about the records.
 
@@ -165,17 +188,21 @@ class ClientSession:
         return answer
 
     def _authenticate(self, message: bytes, own: bytes) -> "tuple[Digest, bytes]":
-        """Check the server's signature or tag on a message; return its digest, and the bytes for this client alone."""
-        from fedveil.federation.secure_client import authenticate
-        from fedveil.secagg.signed import Digest
+        """Check the server's mark on a message; return its digest, and the bytes for this client alone.
+
+        A party requires a server that its policy names; the policy of a client without a party may name one.
+        """
+        from fedveil.secagg.identity import Digest, admit_message
 
         digest = Digest.compute(message)
-        return digest, authenticate(digest, own, self.party, self._policy)
+        if self.party is not None:
+            own = self.party.authenticate(digest.combine(), own)
+        elif self._policy is not None and self._policy.server is not None:
+            own = admit_message(self._policy.server, (), digest.combine(), own)
+        return digest, own
 
     def _take_step(self, message: bytes, own: bytes) -> bytes:
         """Reply to a step of secure aggregation."""
-        from fedveil.federation.secure_client import take_step
-
         _, own = self._authenticate(message, own)
         step = read(message, Step)
         body = take_step(step, own, self.party, lambda: len(_read_source(self._data)))
@@ -183,8 +210,7 @@ class ClientSession:
 
     def _answer_masked(self, ask: Ask, message: bytes, digest: "Digest | None") -> bytes:
         """Answer an ask under secure aggregation. Whatever happens once records are touched, only masked words tell."""
-        from fedveil.federation.secure_client import admit, contribute
-        from fedveil.federation.sums import Words, encode_words
+        from fedveil.federation.sums import encode_words
 
         admission = admit(ask, message, digest, self.party, self._model)
         task, party = self._decode(ask), admission.party
@@ -192,7 +218,7 @@ class ClientSession:
             what = f"{task.defence.name} is not linear, and its updates cannot be summed under masks"
             raise BadArgument("ask", what)
 
-        def work() -> Words:
+        def work() -> "Words":
             model = copy.deepcopy(self._model)  # traces of this forward pass must not show in a later answer
             (_, tensors), records, _ = self._update(task, model, {}, party.policy.min_records)
             return encode_words(tensors, records, admission.ticket.opening, admission.clip)
@@ -257,3 +283,105 @@ def _read_source(data: Data) -> Source:
     except FedveilError as error:  # its text may contain values of records, and refusals travel to the server
         print(f"fedveil: {error}", file=sys.stderr)
         raise BadArgument("this client", "its records cannot be used; its own log says why") from None
+
+
+class Admission(NamedTuple):
+    """An ask in which a client takes part."""
+
+    party: "Party"
+    ticket: "Ticket"
+    clip: float | None  # with differential privacy, the maximum norm of a client's gradient
+
+
+def take_step(step: Step, own: bytes, party: "Party | None", count_records: Callable[[], int]) -> bytes:
+    """Return the body of the reply to a step of secure aggregation other than the upload."""
+    from fedveil.secagg.identity import KEY
+
+    if party is None:
+        what = "this client takes no part in secure aggregation"
+        raise BadArgument("step", what, "read docs/secure-aggregation.md")
+    body = step.body
+    if step.step == "hello":
+        _check_records(count_records, party.policy)  # before any model arrives
+        challenge, server = body[:CHALLENGE], body[CHALLENGE:]
+        if len(challenge) != CHALLENGE or len(server) != KEY:
+            raise BadArgument("step", "a greeting consists of a challenge and the server's key")
+        hello = party.hello(step.session, server)
+        return json.dumps(hello.values() | {"proof": party.prove(hello, challenge).hex()}).encode()
+    if step.step == "settle":
+        return party.settle(body, own)
+    if step.step == "reveal":
+        return party.reveal(body)
+    if step.step == "end":
+        party.end(step.session)
+        return b""
+    raise BadArgument("step", f"there is no step {step.step[:20]!a}")
+
+
+def admit(ask: Ask, message: bytes, digest: "Digest | None", party: "Party | None", model: nn.Module) -> Admission:
+    """Check an ask under secure aggregation, and store its admission, before anything is computed."""
+    if party is None or digest is None:
+        what = "the server asks for secure aggregation, and this client has no identity for it"
+        raise BadArgument("ask", what, "run fedveil keys new NAME, and get a roster (docs/secure-aggregation.md)")
+    if not ask.secure:
+        what = "this client requires secure aggregation, and the server asks for its update in the clear"
+        raise BadArgument("ask", what, "set secure_aggregation=True on the server")
+    terms = SecureTerms.from_values(ask.secure)
+    opening = terms.opening
+    if (ask.session, ask.round) != (opening.run, opening.round):
+        raise BadArgument("ask", "its run and round are not those of its opening")
+    if opening.checks == (terms.clip is not None):
+        raise BadArgument("ask", "sums have check words unless updates are clipped")
+    tensors = [*model.parameters(), *model.buffers()]
+    if opening.size > MAX_WORDS * (sum(tensor.numel() for tensor in tensors) + len(tensors) + 1):
+        raise BadArgument("ask", f"it asks for {opening.size:,} words, too many for this model")
+    if not ask.whole_shard and ask.batch_size < party.policy.min_records:
+        what = f"batches of {ask.batch_size} records are too small: the minimum of this client's policy is "
+        raise Aborted("policy", "ask", what + str(party.policy.min_records))
+    ticket = party.admit(opening, digest.combine(), digest_subject(ask, message, digest.body))
+    return Admission(party, ticket, terms.clip)
+
+
+def contribute(admission: Admission, work: "Callable[[], Words]") -> "Words":
+    """Return the words of a client's update; if anything goes wrong, those of a client that contributes nothing."""
+    from fedveil.federation.sums import no_words
+
+    try:
+        return work()
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # SystemExit too
+        _print_failure("this client contributes nothing to the sum, because of this error:")
+        return no_words(admission.ticket.opening)
+
+
+def _check_records(count: Callable[[], int], policy: "Policy") -> None:
+    """Refuse to take part with records that cannot be used or are too few; the server gets one text for all reasons."""
+    try:
+        records = count()
+        if records < policy.min_records:
+            raise Aborted("policy", "records", f"{records} records are fewer than min_records = {policy.min_records}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        _print_failure("this client takes no part in secure aggregation:")
+        raise Aborted("policy", "records", UNUSABLE) from None
+
+
+def _print_failure(what: str) -> None:
+    """Print the exception being handled to stderr, not to a logger, whose records engines may send to the server.
+
+    If stderr cannot be written, nothing happens: otherwise the server would learn that there was something to write.
+    """
+    with contextlib.suppress(Exception):
+        print(f"fedveil: {what}", file=sys.stderr)
+        traceback.print_exc(file=sys.stderr)
+
+
+def digest_subject(ask: Ask, message: bytes, body: bytes) -> bytes:
+    """Return the digest of what a sum is about, the broadcast: two sums on one subject can be subtracted.
+
+    The batch is not included: whatever batch is asked for, it may be all of a client's records.
+    """
+    about = [ask.defence, ask.settings, ask.loss, ask.loss_settings, ask.values, read_layout(message)]
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode() + body).digest()

@@ -14,8 +14,8 @@ from fedveil.defences.clipping import split_vector
 from fedveil.defences.interface import AnyDefence, AnyRound, B, DefenceRound, U
 from fedveil.errors import BadArgument, ExcessiveUpdate, NonFiniteUpdate, UpdateRefused
 from fedveil.federation.aggregators import RULES
-from fedveil.federation.engines import AnyReply, Member
 from fedveil.federation.history import RoundRecord
+from fedveil.federation.protocol import AnyReply, Member
 from fedveil.scheme.result import Aggregate
 
 MEAN = "mean"

@@ -18,12 +18,11 @@ from fedveil.defences.state import State
 from fedveil.errors import BadArgument, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import StateTag
-from fedveil.federation.client import compute_update
-from fedveil.federation.engines import AnyReply, Channels, Fault, Member, Reply
+from fedveil.federation.client import compute_update, take_step
 from fedveil.federation.limits import Limits
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.prepare import make_shards, read_held_out, refuse_single
-from fedveil.federation.protocol import SecureTerms, Step
+from fedveil.federation.protocol import AnyReply, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.federation.state import RECORDS, CheckpointState, Setting, checksum_records
@@ -144,8 +143,6 @@ class LocalEngine(Generic[B, U]):
         self, step: Step, own: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
         """Let the clients' parties reply to a step of secure aggregation."""
-        from fedveil.federation.secure_client import take_step
-
         for member, extra in own.items():
             yield member, take_step(step, extra, self._parties[member], lambda: 1)
 

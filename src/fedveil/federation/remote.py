@@ -13,17 +13,23 @@ from fedveil.checks import check_count
 from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound
 from fedveil.defences.registry import find_codec, find_record
 from fedveil.errors import BadArgument
-from fedveil.federation.engines import AnyReply, Channels, Fault, Member, Reply, Traffic, describe_refusal
 from fedveil.federation.evaluate import move_inputs
 from fedveil.federation.limits import Limits
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.protocol import (
     Answer,
+    AnyReply,
     Ask,
+    Channels,
+    Fault,
     MaskedAnswer,
+    Member,
+    Reply,
     SecureTerms,
     Step,
+    Traffic,
     check_exchange,
+    describe_refusal,
     max_tensors,
     read,
     write,
@@ -34,9 +40,9 @@ from fedveil.graph.coverage import shares_in_words
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
-from fedveil.secagg import Identity, Roster, signed
+from fedveil.secagg import Identity, Roster
 from fedveil.secagg.environment import IDENTITY, ROSTER, server_files
-from fedveil.secagg.signed import Digest
+from fedveil.secagg.identity import Digest, sign_message, tag_message
 from fedveil.wire import as_bytes
 
 LOG = logging.getLogger("fedveil.rounds")
@@ -163,9 +169,9 @@ class RemoteEngine:
         """Exchange messages once: with tags if there are channels, otherwise signed if this server has a key."""
         if channels is not None:
             digest = digest or Digest.compute(common).combine()
-            own = {member: signed.tag(channels[member], digest, extra) for member, extra in own.items()}
+            own = {member: tag_message(channels[member], digest, extra) for member, extra in own.items()}
         elif self._identity is not None:
-            marks = {extra: signed.sign(self._identity, common, extra) for extra in dict.fromkeys(own.values())}
+            marks = {extra: sign_message(self._identity, common, extra) for extra in dict.fromkeys(own.values())}
             own = {member: marks[extra] for member, extra in own.items()}
         self.traffic.count_down([len(common) + len(extra) for extra in own.values()])
         seconds = self._server.policy.timeout if timeout is None else timeout

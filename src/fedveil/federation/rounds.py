@@ -1,7 +1,6 @@
 """Rounds: how often they are attempted, and how replies become one result without secure aggregation."""
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,15 +11,13 @@ from torch import nn
 from fedveil.checks import check_count, check_fraction, check_positive
 from fedveil.defences.interface import AnyRound
 from fedveil.errors import NonFiniteUpdate
-from fedveil.federation.engines import WRONG_REPLIES, AnyReply, Engine, Fault, Member, describe_refusal
 from fedveil.federation.history import History
 from fedveil.federation.limits import Limits, aggregate
+from fedveil.federation.protocol import AnyReply, Engine, Fault, FaultLog, Member, describe_refusal
 from fedveil.scheme.result import Aggregate
 
 Observer = Callable[[Any, Sequence[Any]], object]  # type: ignore[explicit-any]
 """Called with the broadcast of a round and the updates that answer it (one update if clients are fused)."""
-LOG = logging.getLogger("fedveil.rounds")
-MAX_RECORDED = 20  # faults in the record of a round
 FUSED = "the pass that all clients share"
 
 
@@ -55,27 +52,6 @@ class RoundPolicy:
             check_count(where, "wait_for", self.wait_for)
         for name in ("timeout", "patience"):
             check_positive(where, name, getattr(self, name), f"set {name}=600, in seconds")
-
-
-class FaultLog:
-    """The faults of a round, over all its attempts."""
-
-    def __init__(self, number: int) -> None:
-        self._round, self.faults = number, list[Fault]()
-
-    def add(self, fault: Fault) -> None:
-        """Record a fault, and log it."""
-        LOG.warning("round %d: %s", self._round, fault)
-        self.faults.append(fault)
-
-    @property
-    def wrong_members(self) -> set[Member]:
-        """The clients that replied wrongly."""
-        return {fault.member for fault in self.faults if fault.kind in WRONG_REPLIES}
-
-    def texts(self) -> list[str]:
-        """Return the faults as text, for the round's record."""
-        return [str(fault) for fault in self.faults[:MAX_RECORDED]]
 
 
 class RoundKind(Protocol):

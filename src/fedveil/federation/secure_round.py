@@ -14,14 +14,23 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedveil import secagg
 from fedveil.defences.interface import AnyRound
 from fedveil.errors import BadArgument, UpdateRefused
-from fedveil.federation.engines import SERVER, Engine, Fault, FaultKind, Member, describe_refusal
-from fedveil.federation.protocol import SecureTerms, Step
-from fedveil.federation.rounds import FaultLog, Observer
-from fedveil.federation.secure_client import CHALLENGE
+from fedveil.federation.protocol import (
+    CHALLENGE,
+    SERVER,
+    Engine,
+    Fault,
+    FaultKind,
+    FaultLog,
+    Member,
+    SecureTerms,
+    Step,
+    describe_refusal,
+)
+from fedveil.federation.rounds import Observer
 from fedveil.federation.sums import Sums, Words
 from fedveil.scheme.result import Aggregate, Note
-from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally, signed
-from fedveil.secagg.identity import SIGNATURE
+from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally
+from fedveil.secagg.identity import SIGNATURE, channel_key, tag_message
 from fedveil.secagg.masks import proper_key
 from fedveil.secagg.policy import Policy
 
@@ -199,7 +208,7 @@ class SecureRound:
             for member, body in self._receive(self.engine.take_step(step, dict.fromkeys(new, b""), None), faults):
                 hello = self._take(member, partial(self._check_hello, member, body, challenge), faults)
                 if hello is not None:
-                    self._greetings[member] = Greeting(hello, signed.channel(self._key, hello.key, self._session))
+                    self._greetings[member] = Greeting(hello, channel_key(self._key, hello.key, self._session))
                     self._doubtful.discard(member)
         fresh = [member for member in members if member in self._greetings and member not in self._doubtful]
         return [m for m in fresh if self._greetings[m].uses < RENEWAL and not self._is_excluded(m)]
@@ -224,7 +233,7 @@ class SecureRound:
         if not proper_key(hello.key):
             self.conduct.exclude(hello.name, "its key is of small order")
             raise BadArgument("hello", f"the key of {hello.name} is of small order")
-        tag = signed.tag(signed.channel(self._key, hello.key, self._session), proof)
+        tag = tag_message(channel_key(self._key, hello.key, self._session), proof)
         if not hmac.compare_digest(shown[SIGNATURE:], tag):
             self.conduct.exclude(hello.name, "it does not own the key that it shows")
             raise BadArgument("hello", f"{hello.name} does not own the key that it shows")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import secrets
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,26 +18,16 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from fedveil.checks import check_choice, check_count, check_positive
 from fedveil.defences.interface import AnyClient, AnyDefence, AnyServer, Defence
 from fedveil.defences.registry import build
-from fedveil.errors import BadArgument, NonFiniteUpdate, TooFewAnswers
-from fedveil.federation.engines import Engine, FaultKind, Member
+from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, TooFewAnswers
 from fedveil.federation.evaluate import better, deciding_metric, metrics, predict_source
-from fedveil.federation.fitting import Callback, FitPlan, list_callbacks
+from fedveil.federation.fitting import Callback, FitPlan, check_monitor, list_callbacks
 from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, make_optimizer, make_schedule, plateau_value
 from fedveil.federation.prepare import read_held_out
-from fedveil.federation.rounds import FaultLog, Observer, RoundKind, RoundPolicy
-from fedveil.federation.state import (
-    LOG,
-    LOWER,
-    Folder,
-    OneThread,
-    Snapshot,
-    StoredServer,
-    find_non_finite,
-    find_non_finite_state,
-    select_floats,
-)
+from fedveil.federation.protocol import Engine, FaultKind, FaultLog, Member
+from fedveil.federation.rounds import Observer, RoundKind, RoundPolicy
+from fedveil.federation.state import LOG, LOWER, Folder, Snapshot, StoredServer, find_non_finite_state
 from fedveil.federation.targets import attribute_targets
 from fedveil.graph.analyse import refuse_wrapped
 from fedveil.graph.inputs import Inputs
@@ -45,6 +36,7 @@ from fedveil.records.shards import generator
 from fedveil.records.sources import Given, Source
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
+from fedveil.scheme.recover import find_non_finite, select_floats
 from fedveil.scheme.result import Aggregate, Note
 
 if TYPE_CHECKING:
@@ -55,6 +47,24 @@ NOT_RESTORED = "the model in memory has the values after the step"
 RESTORED = "the model in memory has the values before the step, the last finite ones"
 MAX_SHOWN = 5  # faults in an error
 POLL = 0.5  # seconds between two looks for clients that are missing
+
+
+class OneThread:
+    """A lock that refuses a second thread. The first may enter again, as callbacks do; a copy of the lock is free."""
+
+    def __init__(self, where: str) -> None:
+        self._where, self._lock = where, threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            fix = "wait until it is done, or create a federation with its own model for each thread"
+            raise FedveilError(self._where, "another thread is using it", fix)
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type["OneThread"], tuple[str]]:
+        return OneThread, (self._where,)
 
 
 class Server(StoredServer):
@@ -294,7 +304,7 @@ class Server(StoredServer):
             if interval is not None:
                 check_count("fit", name, interval, least, f"set {name} to a number of rounds")
         held_out = None if test is None else self._read_test(test)
-        self._check_monitor(held_out, patience)
+        check_monitor(self.schedule, held_out, patience)
         if resume and home is None:
             raise BadArgument("fit", "resume=True needs the folder of the run", "pass folder=, too")
         last = rounds if rounds is not None else epochs * self.rounds_per_epoch
@@ -358,14 +368,6 @@ class Server(StoredServer):
             unit, more = ("epochs", self.round // self.rounds_per_epoch) if in_epochs else ("rounds", self.round)
             what = f"{unit} count from the start, and round {self.round} is done already"
             LOG.warning("fedveil: fit trains nothing: %s; fit(%s=%d) trains more", what, unit, more + 1)
-
-    def _check_monitor(self, test: Source | None, patience: int | None) -> None:
-        """Refuse to wait for better metrics if nothing is evaluated."""
-        if patience is not None:
-            check_count("fit", "patience", patience)
-        if test is None and (patience is not None or isinstance(self.schedule, ReduceLROnPlateau)):
-            what = "ReduceLROnPlateau" if patience is None else "patience"
-            raise BadArgument("fit", f"{what} needs a metric, and there are no test data", "pass test=test to fit")
 
     def has_stalled(self, patience: int | None) -> bool:
         """Whether the last `patience` evaluations brought no improvement."""

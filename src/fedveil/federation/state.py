@@ -3,12 +3,11 @@
 import hashlib
 import json
 import logging
-import math
 import os
 import signal
-import threading
 from abc import ABC
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NotRequired, TypedDict, TypeVar, cast
@@ -21,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fedveil.defences.interface import AnyDefence, AnyServer
 from fedveil.defences.state import State
-from fedveil.errors import BadArgument, Diverged, FedveilError
+from fedveil.errors import BadArgument, Diverged
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import StateTag
 from fedveil.federation.history import History, RoundRecord
@@ -29,6 +28,7 @@ from fedveil.locks import locked
 from fedveil.plain_json import parse_json
 from fedveil.records.shards import MemoryShards, Shards
 from fedveil.scheme.losses import Loss
+from fedveil.scheme.recover import find_non_finite, select_floats
 from fedveil.signals import handle
 
 LOG = logging.getLogger("fedveil")
@@ -53,44 +53,6 @@ class CheckpointState(TypedDict):
     setting: dict[str, object]
     records: str  # JSON: torch pickles a long list slowly
     private: NotRequired[list[int]]  # clients in this process that have a private state
-
-
-class OneThread:
-    """A lock that refuses a second thread. The first may enter again, as callbacks do; a copy of the lock is free."""
-
-    def __init__(self, where: str) -> None:
-        self._where, self._lock = where, threading.RLock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            fix = "wait until it is done, or create a federation with its own model for each thread"
-            raise FedveilError(self._where, "another thread is using it", fix)
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type["OneThread"], tuple[str]]:
-        return OneThread, (self._where,)
-
-
-def select_floats(tensors: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return the floating-point tensors that are not empty."""
-    found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.numel()}
-    return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
-
-
-def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first of some floating-point tensors that holds NaN or infinity; None if all are finite.
-
-    One norm per tensor is enough, unless the squares of finite numbers overflow: a few microseconds in every round.
-    """
-    if not tensors:
-        return None
-    with torch.no_grad():
-        norms = torch.stack(torch._foreach_norm(list(tensors.values()))).tolist()
-    if math.isfinite(sum(norms)):
-        return None
-    return next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
 
 
 def find_non_finite_state(optimizer: StateDict) -> str | None:
@@ -167,7 +129,7 @@ class StoredServer(ABC):
     best: tuple[float, dict[str, Tensor]] | None
     history: History
     changed: list[str]  # settings that differ from those of the resumed run
-    _alone: OneThread
+    _alone: AbstractContextManager[None]  # refuses a second thread
     _run: bytes  # identifies this run's checkpoints
     _behind: bool  # the last checkpoint on disk is bad, and the one before was used
     _before: Snapshot | None  # of a round or an evaluation that is not complete

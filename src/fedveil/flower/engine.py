@@ -8,7 +8,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedveil.errors import BadArgument
-from fedveil.federation.engines import Fault, FaultKind, Member
+from fedveil.federation.protocol import Fault, FaultKind, Member
 from fedveil.flower.wrapping import unwrap, wrap
 
 MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between two looks for replies

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from nvflare.collab.api.exceptions import CollabCallError, RunAborted
 from nvflare.collab.api.proxy import Proxy
 
-from fedveil.federation.engines import Fault, FaultKind, Member
+from fedveil.federation.protocol import Fault, FaultKind, Member
 
 LOG = logging.getLogger("fedveil.nvflare")
 PROBE_TIMEOUT, PROBE_PAUSE = 5.0, 2.0  # seconds: for the reply of a site that was away, and between two probes

@@ -3,12 +3,12 @@
 `pack` turns them into plain values and tensors, which `fedveil.wire` serialises, and `unpack` is its inverse.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedveil.checks import check_choice, is_number
 from fedveil.errors import BadArgument, ModelMismatch
@@ -303,3 +303,26 @@ class Update:
         """Invert `pack`."""
         passes, buffers = _split_tensors("Update.unpack", values, tensors, "passes", "buffer")
         return cls(**check_fields("Update.unpack", values, _UPDATE), passes=passes, buffers=buffers)
+
+
+def check_broadcast(model: nn.Module, broadcast: Broadcast) -> ModelState:
+    """Read the model, or refuse it if its tensors or modes differ from the broadcast's.
+
+    Parameters that forward does not read are not sent; all buffers are.
+    """
+    inside = ModelState.read(model)
+    buffers = select_row(broadcast.buffers, 0) if broadcast.continued else broadcast.buffers
+    match_model(inside, broadcast.parameters, buffers, complete=False)
+    training = tuple([path for path, mode in inside.modes if mode])
+    if training != broadcast.training:
+        _refuse_modes(model, training, broadcast.training)
+    return inside
+
+
+def _refuse_modes(model: nn.Module, own: Sequence[str], sent: Sequence[str]) -> NoReturn:
+    differing = sorted(set(own) ^ set(sent))
+    if not differing:
+        raise ModelMismatch("broadcast", "it lists modules in training mode twice or in another order", SAME_CODE)
+    path, mode = differing[0][:80], "train" if differing[0] in sent else "eval"
+    fix = f"call model.get_submodule({path!r}).{mode}()" if path else f"call model.{mode}()"
+    raise ModelMismatch(path or type(model).__name__, f"the broadcast is for a model in {mode} mode here", fix)

@@ -20,6 +20,7 @@ from fedveil.wire import Tensors
 LARGEST = sys.float_info.max
 MOST_SAMPLES = 2**53  # counted exactly in float64
 DROP = "drop this client from the round; lower the learning rate if all clients are affected"
+FADING = 0.5  # of what a row was, per round
 TensorForm = tuple[torch.Size, torch.dtype]
 
 
@@ -139,6 +140,41 @@ def are_moderate(tensors: Iterable[Tensor]) -> bool:
         return True
     limit = math.sqrt(min(torch.finfo(dtype).max for dtype in {tensor.dtype for tensor in floats}))
     return float(torch.stack(torch._foreach_norm(floats)).max()) <= limit
+
+
+def select_floats(tensors: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the floating-point tensors that are not empty."""
+    found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.numel()}
+    return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+
+
+def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first of some floating-point tensors that holds NaN or infinity; None if all are finite.
+
+    One norm per tensor is enough, unless the squares of finite numbers overflow: a few microseconds in every round.
+    """
+    if not tensors:
+        return None
+    with torch.no_grad():
+        norms = torch.stack(torch._foreach_norm(list(tensors.values()))).tolist()
+    if math.isfinite(sum(norms)):
+        return None
+    return next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
+
+
+def bound_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Return the largest magnitude in each tensor, as its only row."""
+    return {name: [float(tensor.abs().max()) if tensor.numel() else 0.0] for name, tensor in tensors.items()}
+
+
+def smooth(now: Tensor, last: Tensor | None) -> Tensor:
+    """Enlarge each row until its largest number is at least half of the last: sums of a round may cancel by chance."""
+    if last is None:
+        return now
+    sizes, before = now.abs().flatten(1).amax(1), FADING * last.abs().flatten(1).amax(1)
+    grown = torch.where((sizes > 0) & (before > sizes), before / sizes, torch.ones_like(sizes))
+    shape = (-1, *[1] * (now.dim() - 1))
+    return torch.where((sizes > 0).view(shape), now * grown.view(shape), FADING * last)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ per run and seeds derived for every attempt.
                                                                                  Tally.total
 
 `rules` and `policy` hold what a client refuses and what it is promised, `masks` what is derived from which secret, and
-`tally.Conduct` who is excluded. Messages come from one server, whose signature `signed` checks.
+`tally.Conduct` who is excluded. Messages come from one server, whose signature `identity` checks.
 
 Not promised: anything against crafted models that are sent to all clients alike, against differences of sums over
 different members, or against poisoning: a hostile client can spoil the sum. Nor is anything promised to a client whose

@@ -17,9 +17,9 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.secagg import masks, messages, rules, signed
+from fedveil.secagg import masks, messages, rules
 from fedveil.secagg.fixed import Words
-from fedveil.secagg.identity import Identity, Roster
+from fedveil.secagg.identity import TAGGED, Identity, Roster, admit_message, channel_key, tag_message
 from fedveil.secagg.memory import Current, Memory, RunMemory, State, short_digest
 from fedveil.secagg.messages import Hello, Opening, Reveal, RevealReply, Settle, SettleReply, Upload, context
 from fedveil.secagg.policy import Policy
@@ -113,13 +113,13 @@ class Party:
         if hello.run not in self._channels:
             self._load_channels()
         covered = hello.proof(challenge)
-        return self._identity.sign(covered) + signed.tag(self._channels[hello.run], covered)
+        return self._identity.sign(covered) + tag_message(self._channels[hello.run], covered)
 
     def authenticate(self, digest: bytes, own: bytes) -> bytes:
         """Check the server's mark on a message and return the bytes for this client alone.
 
         Args:
-            digest: digest of the bytes that all clients get (`signed.Digest`).
+            digest: digest of the bytes that all clients get (`identity.Digest`).
             own: the bytes that arrived for this client alone.
         """
         if self.policy.server is None:
@@ -127,17 +127,17 @@ class Party:
             fix = "run fedveil keys policy KEY_FILE --server HEX (docs/secure-aggregation.md)"
             raise BadArgument("policy", what, fix)
         try:
-            return signed.admit(self.policy.server, self._channels.values(), digest, own)
+            return admit_message(self.policy.server, self._channels.values(), digest, own)
         except Aborted:
-            if own[:1] != signed.TAGGED:
+            if own[:1] != TAGGED:
                 raise
             self._load_channels()  # this object may be new, or another process may have replaced a key
-            return signed.admit(self.policy.server, self._channels.values(), digest, own)
+            return admit_message(self.policy.server, self._channels.values(), digest, own)
 
     def _load_channels(self) -> None:
         with self._memory.turn() as turn:
             runs = {run: known for run, known in turn.state.runs.items() if known.server and known.key}
-            self._channels = {run: signed.channel(known.private(), known.server, run) for run, known in runs.items()}
+            self._channels = {run: channel_key(known.private(), known.server, run) for run, known in runs.items()}
 
     def end(self, run: str) -> None:
         """Forget the key of a run, and never accept the run again."""
