@@ -58,7 +58,7 @@ def test_twenty_rounds_with_one_client_killed_and_back(tmp_path):
     assert survivors[-1] == (0, 1, 2, 3)
     assert all(record["answers"] == len(who) for record, who in zip(found, survivors, strict=True))
     assert worst(load_file(out / "model.safetensors"), expected(survivors, limits=None)) < 1e-6
-    assert {read_kind(file.read_bytes()) for file in tap.iterdir()} == {"masked", "step"}
+    assert {read_kind(file.read_bytes()) for file in tap.iterdir()} == {"maskedanswer", "step"}
 
 
 def test_the_example_takes_keys_from_each_sites_environment(tmp_path):

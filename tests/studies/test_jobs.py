@@ -116,7 +116,7 @@ LONG = """
 import sys
 from pathlib import Path
 from fedveil.studies.jobs import StudyJob, run_jobs
-from test_jobs import Number, Square, Wait
+from tests.studies.test_jobs import Number, Square, Wait
 
 if __name__ == "__main__":
     log, folder, workers = sys.argv[1:]
@@ -140,7 +140,7 @@ def kill_while_it_waits(tmp_path, workers):
     script = tmp_path / "long.py"
     script.write_text(LONG)
     root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
     words = [sys.executable, script, tmp_path / "log", tmp_path / "jobs", str(workers)]
     run = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": paths})
     try:
