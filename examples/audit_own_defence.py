@@ -1,8 +1,8 @@
 # %% [markdown]
-"""# Audit a defence of your own: it looks safe, and is not.
+"""# Audit your own defence: it looks safe, but is not.
 
 - Shows: a defence in forty lines, lossless by construction, and what `fedveil audit` makes of it.
-- Who attacks: a client. Published attacks take the model as received, adaptive ones try to undo the defence first.
+- Who attacks: a client. Published attacks use the model as received; adaptive ones first try to remove the noise.
 - Needs: `pip install fedveil`
 - Last line: `the model: LEAK`
 """
@@ -29,9 +29,9 @@ from fedveil.studies.study import gather, publish
 """## The defence
 
 In every round the server draws a public direction *r* and a secret number *s*, and adds *s r* to the bias of the last
-layer. What clients receive answers one class or two, whatever the image. For squared error, a client's gradient on that
-network is the true gradient plus *s* times the gradient of the outputs along *r*. It sends both, and the server
-subtracts: the model is trained as if there were no defence.
+layer. The model that clients receive predicts only one or two classes, whatever the image. For squared error, a
+client's gradient on that network is the true gradient plus *s* times the gradient of the outputs along *r*. It sends
+both, and the server subtracts: the model is trained as if there were no defence.
 """
 
 
@@ -39,7 +39,7 @@ subtracts: the model is trained as if there were no defence.
 class Shifted(Plain):
     """Adds a secret multiple of a public direction to the outputs; for squared error and clients in one process."""
 
-    linear = False  # updates have two parts: secure aggregation, which adds up plain ones, is not for them
+    linear = False  # updates have two parts, and secure aggregation adds up only plain ones
 
     def server(self, model, example, loss):
         """Prepare the server for a run."""
@@ -50,7 +50,7 @@ class Shifted(Plain):
         return _Client(model, loss)
 
 
-class _Server(PlainServer):  # shifts the outputs of each broadcast by another secret number
+class _Server(PlainServer):  # shifts the outputs of each broadcast by a new secret number
     def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "_Round":
         network, secret = copy.deepcopy(model), secrets.SystemRandom().gauss(0, 100)
         network.direction = torch.randn_like(network[-1].bias)
@@ -58,7 +58,7 @@ class _Server(PlainServer):  # shifts the outputs of each broadcast by another s
         return _Round(network, secret)
 
 
-class _Client(PlainClient):  # sends the gradient of its loss, and that of its outputs along the direction
+class _Client(PlainClient):  # sends the gradient of its loss, and the gradient of its outputs along the direction
     def step(self, broadcast: nn.Module, samples: Samples, client: int = 0) -> tuple:
         update, outputs = super().step(broadcast, samples), broadcast(samples.inputs)
         share = 1 / len(outputs) if samples.weights is None else samples.weights[:, None]
@@ -79,9 +79,9 @@ class _Round(DefenceRound):  # subtracts the effect of the shift
 # %% [markdown]
 """## The audit
 
-It trains a federation under the defence and one without, takes the place of one of the clients, and attacks. Nobody
-wrote these attackers for `Shifted`: *broadcasts averaged* takes the mean of six broadcasts, *outputs calibrated* fits
-an affine map of the outputs with the client's own labels. From a terminal, with the class in `my_module.py`:
+The audit trains one federation with the defence and one without, plays the part of a client, and attacks. The attackers
+were not written for `Shifted`: *broadcasts averaged* takes the mean of six broadcasts, *outputs calibrated* fits an
+affine map of the outputs with the client's own labels. From a terminal, with the class in `my_module.py`:
 `fedveil audit --data digits --train-size 300 --clients 2 --loss squared_error --defence my_module:Shifted`.
 """
 
@@ -99,7 +99,7 @@ for attacker, figures in {**found, "(undefended)": results["undefended"].attacke
 # %% [markdown]
 """## The verdict
 
-The strongest attacker decides. A published attack near chance says nothing: it does not try to undo the defence.
+The strongest attacker decides. A published attack near chance proves nothing: it does not try to remove the noise.
 `examples/own_defence` has the same defence as a package, with an attacker written for it; `docs/audit.md` explains how
 to read an audit.
 """

@@ -1,12 +1,12 @@
-"""A training loop of your own: the calls of one round, with everything around them in your hands.
+"""A custom training loop: you make the calls of each round yourself.
 
 - Shows: analyse, perturb, client_step and recover in place of a Federation; your own loss function.
-- Who attacks: nobody here. What is protected: clients receive a perturbed model, and never `model` itself.
+- Who attacks: nobody here. What is protected: clients receive a perturbed model, never `model` itself.
 - Needs: pip install fedveil
-- Last line: test accuracy 94.7 %; recovered and plain gradient differ by 5e-07 of its length
+- Last line: test accuracy 94.7 %; relative error of the recovered gradient 5e-07
 
-`fedveil.Federation` does the same in one call. Write a loop if yours does something else: clients that come and go,
-several models, a transport of your own.
+`fedveil.Federation` does the same in one call. Write your own loop if you need something else: clients that
+come and go, several models, a custom transport.
 """
 
 import torch
@@ -17,7 +17,7 @@ from fedveil.data import load, split
 
 
 def margin(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss, one value per record: the true class should be ahead of every other by 1."""
+    """Return one loss per record: the true class should be ahead of every other by 1."""
     true = outputs.gather(1, targets[:, None])
     return (1 + outputs - true).relu().pow(2).sum(1)
 
@@ -37,14 +37,14 @@ for number in range(60):
     # The server perturbs the model with new noise. All clients receive the same broadcast.
     perturbation = session.perturb(model)
 
-    # Each client works on the broadcast. Of `model` it needs the architecture only; its values are ignored.
+    # Each client works on the broadcast. It uses only the architecture of `model`; the values are ignored.
     updates = [fedveil.client_step(model, perturbation.broadcast, inputs, targets) for inputs, targets in batches]
 
     # The server removes the noise. What is left is the gradient of plain training.
     found = perturbation.recover(updates).gradients
     perturbation.release()
 
-    # To compare, what nobody could compute in a real federation: the gradient of all batches on the true model.
+    # For comparison, compute what nobody could in a real federation: the gradient of all batches on the true model.
     pooled = [torch.cat(parts) for parts in zip(*batches, strict=True)]
     true = torch.autograd.grad(margin(model(pooled[0]), pooled[1]).mean(), list(model.parameters()))
     flat_true = torch.cat([gradient.flatten() for gradient in true])
@@ -55,8 +55,8 @@ for number in range(60):
         parameter.grad = found[name]
     optimizer.step()
     if number % 10 == 0:
-        print(f"round {number}: recovered and plain gradient differ by {error:.0e} of its length")
+        print(f"round {number}: relative error of the recovered gradient {error:.0e}")
 
 with torch.no_grad():
     accuracy = (model(data.test.inputs).argmax(1) == data.test.targets).float().mean()
-print(f"test accuracy {100 * accuracy:.1f} %; recovered and plain gradient differ by {error:.0e} of its length")
+print(f"test accuracy {100 * accuracy:.1f} %; relative error of the recovered gradient {error:.0e}")

@@ -1,12 +1,12 @@
-"""Deployment: server and two sites as separate processes over NVIDIA FLARE.
+"""Deployment: a server and two sites as separate processes over NVIDIA FLARE.
 
 - Shows: what a deployed federation consists of: a class for the server, a class for the sites, and a job.
-- Who attacks: nobody here. What is protected: sites receive a perturbed model; their records stay there.
+- Who attacks: nobody here. What is protected: sites receive a perturbed model; their records never leave them.
 - Needs: pip install 'fedveil[nvflare]'
 - Last line: 40 rounds with 2 sites, each in a separate process: test accuracy 95.0 %
 
-Here FLARE's simulator starts the processes, without certificates. docs/nvflare.md goes on to three machines with mTLS:
-the classes stay as they are, and `submit(job, kit, user)` takes the place of `simulate`.
+Here FLARE's simulator starts the processes, without certificates. docs/nvflare.md continues with a deployment with
+mTLS: the classes stay the same, and `submit(job, kit, user)` replaces `simulate`.
 """
 
 import sys
@@ -30,19 +30,19 @@ SITES, ROUNDS = 2, 40
 
 
 def network() -> nn.Module:
-    """What server and sites agree on; a site fills it with the perturbed values that it receives."""
+    """Build the network that server and sites agree on; a site fills it with the perturbed values it receives."""
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
 class Site(Client):
-    """A site: its network and its records, which stay there."""
+    """A site: its network, and its records, which never leave it."""
 
     def make_model(self) -> nn.Module:
-        """The network."""
+        """Build the network."""
         return network()
 
     def load_data(self, site: str) -> tuple[Tensor, Tensor]:
-        """The records of site-1, site-2 ...: here its part of digits, elsewhere what the site has on its disk."""
+        """Load the records of site-1, site-2 ...: here a part of digits, in practice the site's own files."""
         data = load("digits")
         return data.train.take(split(data, SITES)[int(site.removeprefix("site-")) - 1])
 
@@ -55,7 +55,7 @@ class Trainer:
 
     @collab.main
     def run(self) -> None:
-        """What FLARE calls when all sites are there."""
+        """Train; FLARE calls this once all sites are connected."""
         data, model = load("digits"), network()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         inputs = data.test.inputs[:2]
@@ -75,7 +75,7 @@ def main() -> None:
     print(f"{ROUNDS} rounds with {SITES} sites, each in a separate process: test accuracy {accuracy:.1f} %")
 
 
-if __name__ == "__main__":  # FLARE imports these classes in every process, so they need a module with a name
+if __name__ == "__main__":  # FLARE imports these classes in every process, so they need an importable module
     import deployment
 
     deployment.main()

@@ -1,7 +1,7 @@
 # %% [markdown]
-"""# Image classification: plain training and a veil end in the same model.
+"""# Image classification: plain training and a veil give the same model.
 
-- Shows: five clients train a small CNN on handwritten digits, once plain and once under a veil, from the same start.
+- Shows: five clients train a small CNN on handwritten digits, once plain and once under a veil, from the same weights.
 - Who attacks: a client that uses the model as it receives it, and one that first removes the public part of the noise.
 - Needs: `pip install fedveil`
 - Last line: `accuracy: plain 98.3 %, veil 98.3 %; the same answer for 100.0 % of the test images`
@@ -20,8 +20,8 @@ from fedveil.report import Picture
 # %% [markdown]
 """## The clients
 
-1,438 images of 8 x 8 pixels are shared among five clients. A Dirichlet split gives each of them a different mixture,
-as hospitals and banks have it: most clients hardly see some of the digits. Another 359 images are kept for testing.
+1,438 images of 8 x 8 pixels are divided among five clients. A Dirichlet split gives each of them a different mixture,
+as with real hospitals or banks: most clients hardly see some of the digits. Another 359 images are for testing.
 """
 
 # %%
@@ -41,7 +41,7 @@ removes the noise from the gradients that come back.
 
 # %%
 def train(defence: str) -> fedveil.Federation:
-    """A trained federation; all start from the same weights."""
+    """Train a federation, always from the same initial weights."""
     torch.manual_seed(0)
     first = nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
     model = nn.Sequential(*first, nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
@@ -60,9 +60,9 @@ for (number, without), (_, under) in list(curves)[::2]:
 """## What a client has
 
 A client never receives the server's model. We broadcast once more and look at what arrives. As received, the model is
-of no use. But the noise on the last layer has a public part, and a client that subtracts it gets nearly all answers
-back: **a veil is no guarantee** (`docs/threat-model.md`). The picture shows the answers of the three models: one row
-for each true digit, one column for each answer.
+useless. But the noise on the last layer has a public part, and a client that subtracts it recovers nearly all
+predictions: **a veil is not a guarantee** (`docs/threat-model.md`). The picture shows the predictions of the three
+models: one row for each true digit, one column for each predicted digit.
 """
 
 # %%
@@ -73,24 +73,24 @@ views = {
     "as received by a client": fedveil.client_view(veil.model, broadcast),
     "public offset removed": fedveil.client_view(veil.model, broadcast, centred=True),
 }
-own_round.release()  # the secret of this broadcast, as after every round
+own_round.release()  # drop the secret of this broadcast, as after every round
 
 
 def answers(model: nn.Module) -> Tensor:
-    """The digit that a model takes each test image for."""
+    """Return the digit that a model predicts for each test image."""
     with torch.no_grad():
         return model(data.test.inputs).argmax(1)
 
 
 def confusion(model: nn.Module) -> Tensor:
-    """Shares of the answers, one row for each true digit."""
+    """Return the fractions of the predictions, with one row for each true digit."""
     counts = torch.bincount(10 * data.test.targets + answers(model), minlength=100).view(10, 10)
     return counts / counts.sum(1, keepdim=True)
 
 
 for name, model in views.items():
     print(f"{name}: {100 * (answers(model) == data.test.targets).float().mean():.1f} % right")
-if hasattr(builtins, "__IPYTHON__"):  # in a notebook: the three as pictures, dark where answers are
+if hasattr(builtins, "__IPYTHON__"):  # in a notebook: show all three as images, darker for more predictions
     from IPython.display import Image, display
 
     shares = torch.cat([nn.functional.pad(confusion(model), (1, 1, 1, 1), value=0.1) for model in views.values()], 1)
@@ -98,10 +98,10 @@ if hasattr(builtins, "__IPYTHON__"):  # in a notebook: the three as pictures, da
     display(Image(Picture(pixels.shape[1], pixels.shape[0], 1, pixels.numpy().tobytes()).to_png()))
 
 # %% [markdown]
-"""## How equal the two models are
+"""## How similar the two models are
 
 Removing the noise is exact up to rounding in float32. Rounding errors grow during training, as they do between plain
-runs on two machines. Even after 180 rounds the two models give the same answers.
+runs on two machines. Even after 180 rounds the two models make the same predictions.
 """
 
 # %%

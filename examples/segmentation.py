@@ -1,9 +1,9 @@
-"""Segmentation: a small U-Net says for every pixel whether it is background, disc or cross.
+"""Segmentation: a small U-Net classifies every pixel as background, disc or cross.
 
-- Shows: a class per pixel, skip connection, BatchNorm, DataLoaders as clients, a schedule; plain and under a veil.
+- Shows: a class per pixel, a skip connection, BatchNorm, DataLoaders as clients, a schedule; plain and with a veil.
 - Who attacks: nobody here. What is protected: clients compute on a perturbed network, never on the model.
 - Needs: pip install fedveil
-- Last line: mean IoU: plain 0.89, veil 0.89; pixels right: plain 98.0 %, veil 98.0 %
+- Last line: mean IoU: plain 0.89, veil 0.89; pixel accuracy: plain 98.0 %, veil 98.0 %
 """
 
 import torch
@@ -13,16 +13,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import fedveil
 
 SIDE, CLASSES, EPOCHS = 20, ("background", "disc", "cross"), 8
-RANGES = (4, 16), (4, 16), (3, 6)  # of a shape's row, column and size
+RANGES = (4, 16), (4, 16), (3, 6)  # ranges of a shape's row, column and size
 
 
 def block(channels: int, out: int) -> nn.Module:
-    """Convolution, normalisation, ReLU."""
+    """Return a convolution, a normalisation and a ReLU."""
     return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
 
 
 class UNet(nn.Module):
-    """Down, up again, and the fine features beside the coarse ones."""
+    """A U-Net with one level: fine features are concatenated with upsampled coarse ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class UNet(nn.Module):
         self.head = nn.Sequential(block(16, 16), nn.Conv2d(16, len(CLASSES), 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """One number per class and pixel: (n, classes, height, width)."""
+        """Return one logit per class and pixel: (n, classes, height, width)."""
         fine = self.fine(images)
         return self.head(torch.cat([fine, self.coarse(fine)], 1))
 
 
 def shapes(count: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noisy images with a disc and, over it, a cross; and the class of every pixel."""
+    """Draw noisy images of a disc with a cross on top, and return them with the class of every pixel."""
     rows, columns = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
     classes = torch.zeros(count, SIDE, SIDE, dtype=torch.long)
     for label in (1, 2):
@@ -51,7 +51,7 @@ def shapes(count: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def mean_iou(answers: Tensor, classes: Tensor) -> float:
-    """Intersection over union of answers and truth, averaged over the classes."""
+    """Return the intersection over union of predictions and truth, averaged over the classes."""
     pairs = [(answers == label, classes == label) for label in range(len(CLASSES))]
     return sum(float((found & true).sum() / (found | true).sum()) for found, true in pairs) / len(pairs)
 
@@ -68,9 +68,9 @@ for defence in ("plain", "veil"):
     federation = fedveil.Federation(model, clients, defence, optimizer, schedule=schedule)
     history = federation.fit(EPOCHS, test=(images, classes))
     with torch.no_grad():
-        answers = model.eval()(images).argmax(1)  # BatchNorm with the statistics of training
+        answers = model.eval()(images).argmax(1)  # BatchNorm uses its running statistics
     iou.append(f"{defence} {mean_iou(answers, classes):.2f}")
     right.append(f"{defence} {100 * history.last['accuracy']:.1f} %")
-for truth, answer in zip(classes[0], answers[0], strict=True):  # the first test image: true classes, the veil's answers
+for truth, answer in zip(classes[0], answers[0], strict=True):  # the first test image: true and predicted classes
     print("   ".join("".join(".o+"[label] for label in row) for row in (truth, answer)))
-print(f"mean IoU: {', '.join(iou)}; pixels right: {', '.join(right)}")
+print(f"mean IoU: {', '.join(iou)}; pixel accuracy: {', '.join(right)}")

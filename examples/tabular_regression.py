@@ -1,7 +1,7 @@
-"""Regression on a table: from a CSV file to an error in the target's own units.
+"""Regression on a table: from a CSV file to an error in the target's original units.
 
-- Shows: three clinics predict the progression of diabetes from a file with missing values and a column of categories.
-- Who attacks: nobody here. With one output, a veil hides how large a prediction is, but not which of two is larger.
+- Shows: three clinics predict the progression of diabetes from a file with missing values and a categorical column.
+- Who attacks: nobody here. With one output, a veil hides the size of predictions, but not their ranking.
 - Needs: pip install fedveil
 - Last line: RMSE on new patients: plain 55.7, veil 55.7; always predicting the mean 70.3
 
@@ -21,7 +21,7 @@ from fedveil.data import Data, load, split
 
 
 def write_patients(path: Path) -> None:
-    """A file as users have it: some measurements are missing, and sex is a word."""
+    """Write a realistic file: some measurements are missing, and sex is a word."""
     patients = load_diabetes(scaled=False)
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
@@ -30,12 +30,12 @@ def write_patients(path: Path) -> None:
             cells = [str(value) for value in measured]
             cells[1] = "female" if measured[1] == 1 else "male"
             if number % 50 == 0:
-                cells[2] = ""  # nobody measured the body mass index
+                cells[2] = ""  # the body mass index was not measured
             rows.writerow([*cells, progression])
 
 
 def train(defence: str, data: Data) -> float:
-    """The root mean squared error on new patients, in units of the target."""
+    """Train a model and return its root mean squared error on new patients, in the target's units."""
     clinics = [data.train.take(rows) for rows in split(data, 3)]
     torch.manual_seed(0)  # plain and veil start from the same weights
     model = nn.Sequential(nn.Linear(data.train.inputs.shape[1], 16), nn.ReLU(), nn.Linear(16, data.outputs))

@@ -1,6 +1,6 @@
 """Text classification: is it praise? An LSTM and a transformer learn that "the film was hardly good" is not.
 
-- Shows: nn.Embedding, nn.LSTM and nn.TransformerEncoderLayer, plain and under a veil, and how much of them it perturbs.
+- Shows: nn.Embedding, nn.LSTM and nn.TransformerEncoderLayer, plain and under a veil, and their coverage.
 - Who attacks: nobody here. What is protected: clients compute on perturbed embeddings and layers, never on the model.
 - Needs: pip install fedveil
 - Last line: accuracy: LSTM plain 100.0 %, veil 100.0 %; transformer plain 100.0 %, veil 100.0 %
@@ -18,11 +18,11 @@ THINGS = ("film", "book", "song", "meal", "hotel", "teacher", "phone", "garden",
 NEGATIONS, DEGREES = ("not", "never", "hardly"), ("", "very", "rather", "truly")
 GOOD = ("good", "great", "lovely", "clever", "funny", "warm", "brilliant", "charming")
 BAD = ("bad", "awful", "boring", "weak", "rude", "cold", "terrible", "clumsy")
-LENGTH = 10  # words of the longest sentence
+LENGTH = 10  # number of words in the longest sentence
 
 
 def sentence(chance: random.Random) -> tuple[str, int]:
-    """A sentence, and 1 if it is praise."""
+    """Return a random sentence, and 1 if it is praise."""
     praise, negated = chance.random() < 0.5, chance.random() < 0.5
     start, negation = chance.choice(OPENINGS).format(chance.choice(THINGS)), chance.choice(NEGATIONS) * negated
     words = start, negation, chance.choice(DEGREES), chance.choice(GOOD if praise != negated else BAD)
@@ -30,7 +30,7 @@ def sentence(chance: random.Random) -> tuple[str, int]:
 
 
 class Lstm(nn.Module):
-    """Reads word by word; the last state decides."""
+    """An LSTM that classifies by its last state."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Lstm(nn.Module):
 
 
 class Transformer(nn.Module):
-    """One block with four heads; the mean over positions decides."""
+    """A transformer block with four heads that classifies by the mean over positions."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
 
 
 chance = random.Random(0)
-praise = dict(sentence(chance) for _ in range(1500))  # a sentence that comes twice is there once
+praise = dict(sentence(chance) for _ in range(1500))  # duplicates are dropped
 number = {word: place for place, word in enumerate(["", *sorted(set(" ".join(praise).split()))])}
 ids = torch.tensor([[0] * (LENGTH - len(s.split())) + [number[word] for word in s.split()] for s in praise])
 targets = torch.tensor([*praise.values()])
@@ -65,7 +65,7 @@ test, clients = (ids[:400], targets[:400]), [(ids[k::3], targets[k::3]) for k in
 
 
 def accuracy(network: type[nn.Module], defence: str) -> str:
-    """Of a network that three clients have trained, on sentences that none of them has."""
+    """Train a network with three clients and return its accuracy on sentences that none of them has."""
     torch.manual_seed(0)  # plain and veil start from the same weights
     model = network(len(number))
     federation = fedveil.Federation(model, clients, defence, torch.optim.Adam(model.parameters(), lr=1e-2))
@@ -75,6 +75,6 @@ def accuracy(network: type[nn.Module], defence: str) -> str:
 networks = {"LSTM": Lstm, "transformer": Transformer}
 for name, network in networks.items():
     shares = fedveil.analyse(network(len(number)), ids[:2]).shares
-    print(f"{name}, shares of the values:", ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares.items()))
+    print(f"{name}, coverage:", ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares.items()))
 told = [f"{name} plain {accuracy(own, 'plain')}, veil {accuracy(own, 'veil')}" for name, own in networks.items()]
 print(f"accuracy: {'; '.join(told)}")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that a TLS federation with authenticated nodes needs: a CA, the SuperLink's certificate, one key per node.
+# Create what a TLS federation with authenticated nodes needs: a CA, the SuperLink's certificate and one key per node.
 #   ./make_certificates.sh FOLDER NODES [HOST ...]
-# HOST: names or IP addresses under which nodes reach the SuperLink; localhost and 127.0.0.1 are always among them.
+# HOST: names or IP addresses by which nodes reach the SuperLink; localhost and 127.0.0.1 are always included.
 set -euo pipefail
 umask 077
 folder=${1:?usage: make_certificates.sh FOLDER NODES [HOST ...]}
@@ -10,7 +10,7 @@ shift 2
 mkdir -p "$folder"
 cd "$folder"
 if [ -e ca.key ]; then
-    echo "$folder holds certificates already: remove it, or name another folder" >&2
+    echo "$folder already holds certificates: remove it, or name another folder" >&2
     exit 1
 fi
 names="DNS:localhost,IP:127.0.0.1"
@@ -31,5 +31,5 @@ for ((node = 0; node < nodes; node++)); do
     ssh-keygen -q -t ecdsa -b 384 -N "" -C "node $node" -f "node$node"
 done
 chmod 644 ca.crt server.crt ./*.pub
-echo "made in $folder: ca.crt (for everybody), server.crt and server.key (SuperLink), node0 ... (one for each node)"
-echo "keep ca.key off the network: whoever has it can be your SuperLink"
+echo "created in $folder: ca.crt (for everyone), server.crt and server.key (SuperLink), node0 ... (one for each node)"
+echo "keep ca.key off the network: anyone who has it can impersonate your SuperLink"

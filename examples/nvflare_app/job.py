@@ -22,13 +22,13 @@ def main(
     user: str = "admin@lab.org",
     installed: bool = False,
 ) -> None:
-    """Train.
+    """Train in the simulator or in a deployment.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         kit: the startup kit of the user who submits; without one the job runs in the simulator.
         user: that user's name.
-        installed: bank_flare is installed on the server and the sites, and no code travels with the job.
+        installed: bank_flare is installed on the server and the sites, so no code is sent with the job.
     """
     out = str(Path(settings.out).absolute())
     values = asdict(settings) | {"out": out}

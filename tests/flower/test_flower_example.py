@@ -81,7 +81,7 @@ def test_certificates_are_made_once_and_name_their_hosts(tmp_path):
     subprocess.run(check, check=True, capture_output=True)
     again = subprocess.run([script, keys, "2"], capture_output=True, text=True, check=False)
     assert again.returncode == 1
-    assert "holds certificates already" in again.stderr
+    assert "already holds certificates" in again.stderr
 
 
 @pytest.mark.slow

@@ -11,5 +11,5 @@ app = ClientApp()
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Answer a round."""
+    """Answer one round."""
     return answer(message, context, make_model(context.run_config), lambda: load_part(context))

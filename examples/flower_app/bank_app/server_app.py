@@ -21,7 +21,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Train, from the last checkpoint if there is one, and write the run's folder."""
+    """Train, resuming from the last checkpoint if there is one, and write the run's folder."""
     config, out = context.run_config, Path(str(context.run_config["out"]))
     rounds, lr, decay = int(config["rounds"]), float(config["lr"]), float(config["weight-decay"])
     data = load(str(config["data"]), path=Path(str(config["path"])) if config["path"] else None)

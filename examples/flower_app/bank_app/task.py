@@ -25,8 +25,8 @@ def make_model(config: Any) -> nn.Module:
 def load_part(context: Context) -> tuple[Tensor, Tensor]:
     """Load the records of this node.
 
-    The node's config says where they are: path="..." for its data, partition-id=0 num-partitions=3 to take a part of
-    one common file, cache="..." for a folder in which they are kept ready to use.
+    The node's config says where they are: path="..." for its data, partition-id=0 num-partitions=3 to take part of a
+    shared file, cache="..." for a folder in which they are kept ready to use.
     """
     node, config = context.node_config, context.run_config
     path, name = str(node.get("path", config["path"])), str(config["data"])

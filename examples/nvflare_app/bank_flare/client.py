@@ -15,13 +15,13 @@ class BankClient(Client):
         self.settings = settings
 
     def make_model(self) -> nn.Module:
-        """The network."""
+        """Build the network."""
         return make_model(Settings(**self.settings))
 
     def load_data(self, site: str) -> tuple[Tensor, Tensor]:
-        """The records."""
+        """Load the site's records."""
         return load_part(Settings(**self.settings), site)
 
     def number(self, site: str) -> int:
-        """As in the one-process federation, so that batches have the same order."""
+        """Return the client's index in the one-process federation, so that batches have the same order."""
         return part_of(site)

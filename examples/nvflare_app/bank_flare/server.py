@@ -14,14 +14,14 @@ from fedveil.runs.folder import record_run
 
 
 class BankServer:
-    """Trains, from the last checkpoint if there is one, and writes the run's folder."""
+    """Trains, resuming from the last checkpoint if there is one, and writes the run's folder."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
 
     @collab.main
     def run(self) -> None:
-        """What FLARE calls when all sites are there."""
+        """Train; FLARE calls this once all sites are connected."""
         asked = Settings(**self.settings)
         out, epochs = Path(asked.out), max(1, asked.rounds // asked.rounds_per_epoch)
         data = load(asked.data)

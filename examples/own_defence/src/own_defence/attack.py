@@ -1,4 +1,4 @@
-"""An attacker of our own: it knows how the defence works, and needs no labels."""
+"""An adaptive attacker: it knows how the defence works, and needs no labels."""
 
 import copy
 import dataclasses

@@ -1,11 +1,11 @@
-"""A toy defence: what a client gets answers wrongly, and still the server has the true gradient.
+"""A toy defence: the model that clients receive predicts wrongly, yet the server obtains the true gradient.
 
 In every round the server draws a direction r, which it sends, and a number s, which it keeps, and adds s r to the bias
-of the last layer. For squared error, 0.5 |u - y|^2, a client that gets u + s r computes
+of the last layer. For squared error, 0.5 |u - y|^2, a client that sees u + s r computes
 
     gradient with slope u + s r - y  =  true gradient + s (gradient with slope r)
 
-It sends both gradients, and the server subtracts. No accuracy is lost, and the model as received is of no use.
+It sends both gradients, and the server subtracts. No accuracy is lost, and the model as received is useless.
 """
 
 import copy
@@ -25,13 +25,13 @@ from fedveil.scheme.losses import Loss, sample_weights
 
 
 def last_bias(model: nn.Module) -> Tensor:
-    """The bias of the model's last Linear."""
+    """Return the bias of the model's last Linear."""
     return [module for module in model.modules() if isinstance(module, nn.Linear)][-1].bias
 
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """What clients get: a network with shifted outputs, and in which direction they are shifted."""
+    """A broadcast: a network with shifted outputs, and the direction of the shift."""
 
     network: nn.Module
     direction: Tensor
@@ -39,7 +39,7 @@ class Sent:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What clients send: the gradient of their loss, and that of their outputs along the direction."""
+    """A client's update: the gradient of its loss, and the gradient of its outputs along the direction."""
 
     update: PlainUpdate
     along: PlainUpdate
@@ -78,7 +78,7 @@ class ShiftedServer(DefenceServer[Sent, Answer]):
         self._chance = torch.Generator().manual_seed(secrets.randbits(63))
 
     def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "ShiftedRound":
-        """Copy the model, and shift the outputs of the copy."""
+        """Copy the model and shift the outputs of the copy."""
         network = copy.deepcopy(model)
         bias = last_bias(network)
         direction = torch.randn(bias.shape, generator=self._chance).to(bias)
@@ -89,7 +89,7 @@ class ShiftedServer(DefenceServer[Sent, Answer]):
 
 
 class ShiftedRound(DefenceRound[Sent, Answer]):
-    """A broadcast, and the secret number that it was made with."""
+    """A broadcast, and the secret number used to create it."""
 
     def __init__(self, broadcast: Sent, secret: float) -> None:
         self.broadcast, self._secret = broadcast, secret
