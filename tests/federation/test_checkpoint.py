@@ -106,7 +106,7 @@ def cut_off(path):
     ("spoil", "text"),
     [
         (cut_off, r"checkpoint.pt: .*damaged.*; .*checkpoint.previous.pt is bad, too"),
-        (make_infinite, r"(?s)of a run that diverged.*Fix: start the run again with a lower"),
+        (make_infinite, r"(?s)from a run that diverged.*Fix: start the run again with a lower"),
     ],
 )
 def test_with_two_bad_checkpoints_the_run_is_refused_by_name(tmp_path, spoil, text):

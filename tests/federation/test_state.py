@@ -319,7 +319,7 @@ def test_a_checkpoint_that_is_missing_broken_or_of_another_optimizer_or_model_is
             make().resume(tmp_path)
     (tmp_path / LAST).unlink()
     make().fit(rounds=3, folder=tmp_path)
-    with pytest.raises(BadArgument, match="of the optimizer 'Adam', not 'SGD'"):
+    with pytest.raises(BadArgument, match="with the optimizer 'Adam', not 'SGD'"):
         make(sgd()).resume(tmp_path)
     with pytest.raises(BadArgument, match="for another model or optimizer"):
         Federation(mlp(3, 2, hidden=3), pairs(4), "plain").resume(tmp_path)

@@ -48,7 +48,7 @@ NO_RUN = StateTag()
 
 
 class Damaged(BadArgument):
-    """A checkpoint that differs from what was written."""
+    """A checkpoint that cannot be read, or differs from the one that was written."""
 
 
 def save(path: Path, state: Mapping[str, object], tag: StateTag = NO_RUN) -> None:

@@ -121,7 +121,7 @@ def try_model(model: nn.Module, inputs: Inputs, who: str, fix: str, like: Inputs
     """
     first = next(model.parameters())
     what = f"{type(model).__name__} does not accept them ({_describe_inputs(inputs)})"
-    what += "" if like is None else f", the clients' are {_describe_inputs(like)}"
+    what += "" if like is None else f"; the clients' are {_describe_inputs(like)}"
     with refuse_failure(who, what, fix):
         return predict(model, move_inputs(slice_inputs(inputs, 0, 2), first.device, first.dtype))
 

@@ -76,8 +76,8 @@ def check_roster_size(n: int, policy: Policy) -> None:
     """Require a roster that is large enough for the client's policy."""
     least = max(LEAST, policy.min_members)
     if n < least or colluders(n) < policy.colluders:
-        what = f"{n} members are too few: at least {least}, and enough to withstand {policy.colluders} colluders"
-        raise Aborted("few", "opening", what)
+        what = f"at least {least} are needed, and enough to withstand {policy.colluders} colluders"
+        raise Aborted("few", "opening", f"{n} members are too few: {what}")
 
 
 def check_key(run: RunMemory, policy: Policy, now: int) -> None:
@@ -163,7 +163,8 @@ def check_survivors(current: Current, members: Collection[str], name: str) -> No
         raise Aborted("members", "settle", "it does not include this client")
     least = threshold(len(current.names))
     if len(members) < least:
-        raise Aborted("few", "settle", f"{len(members)} of {len(current.names)} members are left: at least {least}")
+        what = f"{len(members)} of {len(current.names)} members are left: at least {least} are needed"
+        raise Aborted("few", "settle", what)
 
 
 def check_agreement(current: Current, reveal: Reveal, roster: Roster, name: str) -> None:
@@ -181,4 +182,4 @@ def check_signatures(current: Current, reveal: Reveal, roster: Roster, name: str
         if other != name and other in reveal.signatures and good < least:
             good += roster.verifies(other, reveal.signatures[other], text)
     if good < least:
-        raise Aborted("signatures", "reveal", f"{good} members have signed it: at least {least}")
+        raise Aborted("signatures", "reveal", f"{good} members have signed it: at least {least} are needed")

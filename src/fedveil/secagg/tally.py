@@ -119,7 +119,7 @@ class Tally:
 
     def __init__(self, opening: Opening, digest: bytes, roster: Roster, conduct: Conduct | None = None) -> None:
         if len(opening.roster) < LEAST:
-            raise Aborted("few", "opening", f"{len(opening.roster)} members are too few: at least {LEAST}")
+            raise Aborted("few", "opening", f"{len(opening.roster)} members are too few: at least {LEAST} are needed")
         self._names, self._roster, self.conduct = opening.names, roster, conduct or Conduct()
         if len(set(self._names)) != len(self._names):
             raise Aborted("roster", "opening", "it names a member twice")
@@ -168,7 +168,7 @@ class Tally:
             replied = [name for name in self._settle.members if name in self._replies]
             members, step = self._recoverable_members(replied), self._settle.step + 1
         if len(members) < self._threshold:
-            what = f"{len(members)} of {len(self._names)} clients are left: at least {self._threshold}"
+            what = f"{len(members)} of {len(self._names)} clients are left: at least {self._threshold} are needed"
             raise Aborted("few", "settle", what, "start a new attempt")
         self._settle, self._replies, self._signatures = Settle(self._context, step, tuple(members)), {}, {}
         own = {name: self._dealt_to(name, members) if step == 0 else b"" for name in members}
@@ -250,8 +250,8 @@ class Tally:
         if self._reveal is None:
             raise BadArgument("total", "nothing has been revealed yet", "call reveal()")
         if len(self._revealed) < self._threshold:
-            what = f"{len(self._revealed)} of {len(self._names)} clients have revealed: at least {self._threshold}"
-            raise Aborted("few", "reveal", what)
+            what = f"{len(self._revealed)} of {len(self._names)} clients have revealed"
+            raise Aborted("few", "reveal", f"{what}: at least {self._threshold} are needed")
         members = self.survivors
         own = [seed for name in members if (seed := self._own_seed(name)) is not None]
         if len(own) < len(members):
