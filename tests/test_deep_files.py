@@ -26,7 +26,7 @@ TEXTS = {
     "objects.json": '{"a":' * DEEP + "1" + "}" * DEEP,
     "within.json": '{"data": {"labels": ' + "[" * 800 + "]" * 800 + "}}",
 }
-LEVELS = "nested in more than 100 levels"
+LEVELS = "nested more than 100 levels deep"
 
 
 @pytest.mark.parametrize("name", TEXTS)

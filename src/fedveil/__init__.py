@@ -1,6 +1,6 @@
 """Train one model across organisations on a perturbed copy, and measure what that hides."""
 
-TYPE_CHECKING = False  # typing's, without an import: the working directory comes off the path in __main__ only
+TYPE_CHECKING = False  # without importing typing: only __main__ removes the working directory from the path
 
 if TYPE_CHECKING:
     from fedveil.defences import Veil
@@ -45,7 +45,7 @@ __all__ = [
     "load_model",
 ]
 
-_HOMES = {"FedveilError": "errors", "Veil": "defences", "load_model": "runs.folder"}  # those of no other: scheme
+_HOMES = {"FedveilError": "errors", "Veil": "defences", "load_model": "runs.folder"}  # all other names: scheme
 _HOMES |= dict.fromkeys(("Federation", "History", "Limits"), "federation")
 _HOMES |= dict.fromkeys(("Plan", "Symmetry", "analyse"), "graph")
 

@@ -1,4 +1,4 @@
-"""`python -m fedveil` is `fedveil`: the working directory, which Python puts first on the import path, comes off it."""
+"""Run `fedveil` as `python -m fedveil`, without the working directory that Python puts first on the import path."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Checks of arguments, with one wording for each kind of mistake. Each returns its value, or raises BadArgument."""
+"""Argument checks, with one wording for each kind of mistake. Each returns the value, or raises BadArgument."""
 
 import difflib
 import math
@@ -9,7 +9,7 @@ from fedveil.errors import BadArgument
 
 
 def check_choice(where: str, name: str, value: str, allowed: Iterable[str]) -> str:
-    """Check that a value is one of a few words; otherwise name the nearest.
+    """Check that a value is one of the allowed words; otherwise suggest the closest.
 
     >>> check_choice("load", "task", "regression", ("classification", "regression"))
     'regression'

@@ -1,15 +1,15 @@
-"""Every error that Fedveil raises on purpose.
+"""All errors that Fedveil raises on purpose.
 
 FedveilError
 ├── BadArgument          a value that no call of this kind accepts (also a ValueError)
 ├── AnalysisError        the model cannot be veiled
 │   ├── NotTraceable     torch.export cannot follow its forward
-│   ├── HeadNotLinear    no Linear or convolution of it can take additive noise
+│   ├── HeadNotLinear    none of its Linear layers or convolutions can take additive noise
 │   ├── NothingToVeil    every axis is pinned: a veil would change nothing
 │   └── TooLittleCovered less of it can be perturbed than required
 ├── ModelMismatch        a model is not the one that was analysed or broadcast
 ├── Diverged             training became NaN or infinite
-├── TooFewAnswers        too few clients of a round sent a valid reply in all attempts
+├── TooFewAnswers        too few clients sent a valid reply in a round, in all attempts
 ├── Aborted              secure aggregation stopped rather than reveal an update; has a reason
 └── UpdateRefused        an update that must not be aggregated; says which client and which tensor
     ├── StaleUpdate      made for another round
@@ -17,14 +17,14 @@ FedveilError
     ├── IncompleteUpdate a tensor is missing
     ├── MisshapenUpdate  a tensor has the wrong shape or dtype
     ├── NonFiniteUpdate  a tensor holds NaN or infinity
-    └── ExcessiveUpdate  larger than a bound of the round allows
+    └── ExcessiveUpdate  exceeds a bound of the round
 
 Messages read *where: what: why. Fix: how.* No message ever holds a secret value.
 """
 
 
 class FedveilError(Exception):
-    """The root of the tree."""
+    """The base class of all errors that Fedveil raises on purpose."""
 
     def __init__(self, where: str, what: str, fix: str | None = None) -> None:
         self.where = where
@@ -47,7 +47,7 @@ class NotTraceable(AnalysisError):
 
 
 class HeadNotLinear(AnalysisError):
-    """No Linear or convolution of the model can take additive noise."""
+    """None of the model's Linear layers or convolutions can take additive noise."""
 
 
 class NothingToVeil(AnalysisError):
@@ -67,14 +67,14 @@ class Diverged(FedveilError):
 
 
 class TooFewAnswers(FedveilError):
-    """Too few clients of a round sent a valid reply."""
+    """Too few clients sent a valid reply in a round."""
 
 
 class Aborted(FedveilError):
     """Secure aggregation stopped rather than reveal an update.
 
     Attributes:
-        reason: one word out of `fedveil.secagg.REASONS`, for programs; the message says the same in a sentence.
+        reason: a key of `fedveil.secagg.REASONS`, for programs; the message explains it.
     """
 
     def __init__(self, reason: str, where: str, what: str, fix: str | None = None) -> None:
@@ -87,24 +87,24 @@ class UpdateRefused(FedveilError):
 
 
 class StaleUpdate(UpdateRefused):
-    """Made for another round."""
+    """An update that was made for another round."""
 
 
 class ForeignUpdate(UpdateRefused):
-    """Made for another model."""
+    """An update that was made for another model."""
 
 
 class IncompleteUpdate(UpdateRefused):
-    """A tensor is missing."""
+    """An update without one of its tensors."""
 
 
 class MisshapenUpdate(UpdateRefused):
-    """A tensor has the wrong shape or dtype."""
+    """An update with a tensor of the wrong shape or dtype."""
 
 
 class NonFiniteUpdate(UpdateRefused):
-    """A tensor holds NaN or infinity."""
+    """An update with a tensor that holds NaN or infinity."""
 
 
 class ExcessiveUpdate(UpdateRefused):
-    """Larger than a bound of the round allows."""
+    """An update that exceeds a bound of the round."""

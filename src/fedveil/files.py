@@ -1,4 +1,4 @@
-"""Atomic files, and errors of the operating system as FedveilErrors."""
+"""Atomic writes, and operating-system errors as FedveilErrors."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ _FIX = "choose another folder, free space on the disk, or change permissions"
 
 @contextlib.contextmanager
 def refusals(path: Path | str, action: str = "written", fix: str = _FIX) -> Iterator[None]:
-    """Turn errors of the operating system (read-only, full disk, a file in place of a folder) into a FedveilError."""
+    """Turn operating-system errors (read-only, disk full, a file instead of a folder) into a FedveilError."""
     try:
         yield
     except OSError as error:
@@ -27,13 +27,13 @@ def refusals(path: Path | str, action: str = "written", fix: str = _FIX) -> Iter
 
 @contextlib.contextmanager
 def require_memory(where: str, what: str, fix: str, needed: int | None = None) -> Iterator[None]:
-    """Raise a FedveilError that says how much memory is needed, if there is less.
+    """Raise a FedveilError that says how much memory is needed, if there is not enough.
 
     Args:
         where: as in errors.
-        what: what needs the memory; a plural noun.
+        what: a plural noun: the objects that need the memory.
         fix: as in errors.
-        needed: number of bytes, if known: more than the machine has are refused before they are allocated.
+        needed: number of bytes, if known; if the machine has fewer, nothing is allocated.
     """
     if needed is not None and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise _lack_of_memory(where, what, fix, needed)
@@ -63,13 +63,13 @@ def make_folder(path: Path, mode: int = 0o777) -> Path:
 def write_whole(
     path: Path, content: str | bytes | Callable[[IO[bytes]], object], mode: int = 0o666, *, new: bool = False
 ) -> Path:
-    """Write a file atomically and durably: readers find the old one or the new one, also after a crash.
+    """Write a file atomically and durably: readers find either the old or the new file, even after a crash.
 
     Args:
-        path: of the file; its folder is created.
+        path: path of the file; its folder is created.
         content: text, bytes, or a function that writes to an open file.
         mode: permissions; the umask applies.
-        new: refuse to replace a file; of two concurrent writers only one succeeds.
+        new: refuse to replace an existing file; of two concurrent writers, only one succeeds.
     """
     make_folder(path.parent)
     half = temporary_name(path)
@@ -98,7 +98,7 @@ def write_whole(
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a temporary name beside a file that will replace it."""
+    """Return a temporary path beside a file that it will replace."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}{PART}")
 
 
@@ -113,6 +113,6 @@ def flush_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove incomplete files of killed processes; only the caller may write there."""
+    """Remove incomplete files left by killed processes; only the caller may write there."""
     for half in folder.glob(f".*{PART}"):
         half.unlink(missing_ok=True)

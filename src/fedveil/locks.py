@@ -1,4 +1,4 @@
-"""One writer per folder: a lock of the operating system, which a killed process releases, and who holds it."""
+"""One writer per folder: an operating-system lock, which is released if the process is killed, and its holder."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ HELD: ContextVar[frozenset[tuple[int, Path]]] = ContextVar("held", default=froze
 def locked(folder: Path) -> Iterator[None]:
     """Reserve a folder for this thread while it writes there; may be nested.
 
-    A folder that was created for it and is empty at the end is removed again.
+    A folder that was created for this purpose and is empty at the end is removed again.
     """
     key = os.getpid(), folder.resolve()
     if key in HELD.get():
@@ -52,15 +52,15 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse links in place of our files: they may point to any file of the user."""
+    """Refuse links instead of our files: they may point to any of the user's files."""
     for path in (folder / LOCK, folder / HOLDER):
         if path.is_symlink():
             fix = "remove it, or choose another folder"
-            raise BadArgument(str(path), "it is a link, not a file of this folder", fix)
+            raise BadArgument(str(path), "it is a link, not a file in this folder", fix)
 
 
 def _sign(path: Path) -> None:
-    """Write who holds the lock to a new file; an existing file of this name is not written to."""
+    """Write the lock's holder to a new file; an existing file with this name is not written to."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:
         json.dump(_own_name(), file)
@@ -85,7 +85,7 @@ def _holder(folder: Path) -> str:
 
 
 def _leave(folder: Path, made: Sequence[Path]) -> None:
-    """Remove the name of the holder, and folders that were created in vain."""
+    """Remove the holder's file, and folders that were created but not used."""
     with contextlib.suppress(OSError):
         (folder / HOLDER).unlink(missing_ok=True)
         if folder in made and [path.name for path in folder.iterdir()] == [LOCK]:

@@ -1,4 +1,4 @@
-"""Objects by name: those of users' packages, entry points of installed packages, and names imported on first use."""
+"""Find objects by name: in users' packages, among entry points, and as names that are imported on first use."""
 
 import difflib
 import importlib
@@ -16,8 +16,8 @@ def import_object(spec: str, kind: str, example: str) -> object:
     """Return the object that `package.module:name` names.
 
     Args:
-        spec: as the user wrote it.
-        kind: what it should be, such as "a model", for messages.
+        spec: the specification, as the user wrote it.
+        kind: the kind of object for messages, such as "a model".
         example: a valid spec.
     """
     path, _, name = spec.partition(":")
@@ -25,7 +25,7 @@ def import_object(spec: str, kind: str, example: str) -> object:
         raise BadArgument(spec, f"{kind} is named as package.module:name", f"use {example}")
     if "/" in path or path.endswith(".py"):
         dotted = ".".join(Path(path).with_suffix("").parts).lstrip(".")
-        what = f"{path} is a file, and {kind} is named as package.module:name"
+        what = f"{path} is a file, but {kind} is named as package.module:name"
         raise BadArgument(spec, what, f"use {dotted}:{name}, and run where `import {dotted}` works")
     if path.partition(".")[0] != "fedveil":
         _search_working_directory()
@@ -42,7 +42,7 @@ def import_object(spec: str, kind: str, example: str) -> object:
 
 
 def _search_working_directory() -> None:
-    """Find packages of the working directory too, after all others: no file in it hides an installed module."""
+    """Find packages in the working directory too, after all others, so that no file in it hides an installed module."""
     here = str(Path.cwd())
     if not {here, ""} & set(sys.path):
         sys.path.append(here)
@@ -60,7 +60,7 @@ def lazily(package: str, homes: Mapping[str, str], needs: str | None = None) -> 
     Args:
         package: the package.
         homes: the module of each name.
-        needs: a package that the modules import, and that comes with the extra of the package's name.
+        needs: a package that the modules import, and that the extra with the package's name installs.
     """
 
     def find(name: str) -> object:

@@ -1,4 +1,4 @@
-"""JSON without NaN and infinity, which every program reads; JSON and TOML of users' files, however damaged."""
+"""Write JSON without NaN and infinity, which every program reads; read JSON and TOML files, even damaged ones."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fedveil.errors import BadArgument
 from fedveil.files import refusals
 
-DEEPEST = 100  # levels of nested values: more than any file of ours has, and far from Python's limit
+DEEPEST = 100  # levels of nesting: more than any of our files has, and far below Python's limit
 Value = TypeVar("Value")
 
 
@@ -18,8 +18,8 @@ def to_json(value: Any, indent: int | None = None, *, exact: bool = False) -> st
     """Return a value as JSON.
 
     Args:
-        value: what `json.dumps` takes.
-        indent: spaces before nested values; all on one line by default.
+        value: any value that `json.dumps` accepts.
+        indent: number of spaces per level; by default, everything is on one line.
         exact: write infinity and NaN as text such as "inf", which pydantic reads back as a number; by default as null.
 
     >>> to_json({"loss": math.inf, "rounds": 3}), to_json([math.nan, -math.inf], exact=True)
@@ -42,7 +42,7 @@ def _replace_infinite(value: Any, exact: bool) -> Any:
 
 
 def parse_json(where: str, text: str) -> Any:
-    """Return the value of a JSON text; `where` names it in errors.
+    """Parse a JSON text; `where` names it in errors.
 
     >>> parse_json("config.json", "[1, 2")
     Traceback (most recent call last):
@@ -53,19 +53,19 @@ def parse_json(where: str, text: str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value of a JSON file; a BadArgument names a file that cannot be read."""
+    """Read a JSON file; raise BadArgument with its name if it cannot be read."""
     return _parse(str(path), "JSON", lambda: json.loads(path.read_text()))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file; a BadArgument names a file that cannot be read."""
+    """Read a TOML file; raise BadArgument with its name if it cannot be read."""
     return _parse(str(path), "TOML", lambda: tomllib.loads(path.read_text()))
 
 
 def _parse(where: str, form: str, parse: Callable[[], Value]) -> Value:
-    deep = BadArgument(where, f"its values are nested in more than {DEEPEST} levels", "flatten them")
+    deep = BadArgument(where, f"its values are nested more than {DEEPEST} levels deep", "flatten them")
     try:
-        with refusals(where, "read", f"name a {form} file that is there and can be read"):
+        with refusals(where, "read", f"name a {form} file that exists and can be read"):
             value = parse()
     except RecursionError:
         raise deep from None

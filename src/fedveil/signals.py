@@ -1,4 +1,4 @@
-"""Signals: another handler for a moment, and the SIGTERM of `kill`, Slurm and Docker as an exception."""
+"""Signals: temporary handlers, and the SIGTERM of `kill`, Slurm and Docker as an exception."""
 
 import contextlib
 import signal
@@ -17,7 +17,7 @@ class Termination(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def handle(number: signal.Signals, handler: Handler) -> Iterator[None]:
-    """Handle a signal in another way; only the main thread gets signals, and nothing happens in others."""
+    """Replace the handler of a signal temporarily; only in the main thread, since others get no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

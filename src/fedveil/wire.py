@@ -12,10 +12,10 @@ from torch import Tensor
 from fedveil.errors import BadArgument
 
 FORMAT = 2
-MAX_HEAD, MAX_ENTRY = 2**16, 2**10  # bytes of a message's values, and of a tensor's name, shape and offset
-MAX_TEXT = 2**10  # characters of text among the values
-MAX_NESTED = 2**14  # lists and dicts among the values: a roster of 10,000 members has as many
-MAX_DIGITS = 20  # of an integer among the values: 64 bits
+MAX_HEAD, MAX_ENTRY = 2**16, 2**10  # bytes for a message's values, and for a tensor's name, shape and offset
+MAX_TEXT = 2**10  # characters in a text value
+MAX_NESTED = 2**14  # lists and dicts among the values: enough for a roster of 10,000 members
+MAX_DIGITS = 20  # in an integer value: 64 bits
 HEAD_PATTERN = re.compile(rb'\{"__metadata__":\{"fedveil":"\{\\"format\\": \d+, \\"kind\\": \\"(\w+)\\"')
 Values = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -30,14 +30,14 @@ def to_bytes(kind: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def from_bytes(data: bytes, kind: str, most: int | None = None, head: int = MAX_HEAD) -> Packed:
-    """Decode a message of a kind; anything else is refused, and nothing in it is executed.
+    """Decode a message of the given kind; refuse anything else. No code in it is executed.
 
     Args:
         data: the message.
         kind: expected kind.
-        most: maximum number of tensors; more are refused before they are read, and so are longer heads and integers of
-            more than 64 bits. None for a trusted message.
-        head: maximum number of bytes of its values, if `most` is given.
+        most: maximum number of tensors. Messages with more are refused before they are read, as are those with a larger
+            head or integers of more than 64 bits. None for a trusted message.
+        head: maximum number of bytes for the values, if `most` is given.
     """
     size = int.from_bytes(data[:8], "little")
     if most is not None and len(data) > size > head + MAX_ENTRY * most:
@@ -53,7 +53,7 @@ def from_bytes(data: bytes, kind: str, most: int | None = None, head: int = MAX_
             raise BadArgument(kind, f"it has {len(names) - 1} tensors, more than {most}")
         text = names["__metadata__"]["fedveil"]
         top = json.loads(text) if most is None else _BOUNDED.decode(text)
-        loaded = load(data)  # checks all sizes; in any order
+        loaded = load(data)  # checks all sizes; the order is arbitrary
         tensors = {name: loaded[name] for name in names if name in loaded}
         found = top["kind"], top["format"]
         values = dict(top["values"])
@@ -85,7 +85,7 @@ def read_kind(data: bytes) -> str:
 
 
 def read_layout(data: bytes) -> dict[str, Any]:
-    """Return names, dtypes, shapes and offsets of the tensors in a message that was decoded before."""
+    """Return the names, dtypes, shapes and offsets of the tensors in a message that has already been decoded."""
     size = int.from_bytes(data[:8], "little")
     return {name: entry for name, entry in json.loads(data[8 : 8 + size]).items() if name != "__metadata__"}
 
@@ -104,7 +104,7 @@ def as_bytes(where: str, tensors: Mapping[str, Tensor], name: str) -> bytes:
 
 
 def check_fields(where: str, values: Mapping[str, Any], wanted: Mapping[str, Any]) -> Values:
-    """Return the wanted values by name; refuse values of another type, and text of more than `MAX_TEXT` characters.
+    """Return the wanted values by name; refuse values of the wrong type, and text longer than `MAX_TEXT` characters.
 
     >>> check_fields("answer", {"round": 3, "names": ["a"]}, {"round": int, "names": list[str]})
     {'round': 3, 'names': ['a']}
@@ -133,6 +133,6 @@ def add_prefix(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def strip_prefix(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return those whose names have the prefix, without it; the inverse of `add_prefix`."""
+    """Return the tensors whose names have the prefix, under names without it; invert `add_prefix`."""
     start = prefix + "/"
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

@@ -239,7 +239,7 @@ def test_every_defence_trains_with_it_and_a_resumed_run_has_spent_the_same(tmp_p
     assert not again.clients.fused
     assert history.curve("epsilon") == whole.history.curve("epsilon")
     assert all(torch.isfinite(p).all() for p in again.model.parameters())
-    with pytest.raises(errors.BadArgument, match=r"the checkpoint is of the defence '.*\+dp', not"):
+    with pytest.raises(errors.BadArgument, match=r"the checkpoint was written with the defence '.*\+dp', not"):
         federation(make()).resume(tmp_path)
 
 

@@ -18,7 +18,7 @@ def fitted(**options):
 def test_a_misspelt_metric_is_refused_with_those_that_there_are():
     history = fitted(test=PAIR)
     assert len(history.curve("accuracy")) == 2
-    with pytest.raises(KeyError, match=r"acuracy: no record has it; there are accuracy, auc, .*error.*loss"):
+    with pytest.raises(KeyError, match=r"acuracy: no record has it; known: accuracy, auc, .*error.*loss"):
         history.curve("acuracy")
 
 

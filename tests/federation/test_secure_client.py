@@ -230,7 +230,7 @@ def test_an_ask_is_of_the_run_and_round_of_its_opening():
     known, hellos = secured()
     for changes in ({"number": 1}, {"session": "another run"}):
         found = heard(ask_of(linear(), opening_for(hellos), **changes), known["site-0"], record())
-        assert "its run and round are not those of its opening" in str(found)
+        assert "its run and round differ from those of its opening" in str(found)
 
 
 class Caching(nn.Module):

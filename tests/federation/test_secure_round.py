@@ -231,7 +231,7 @@ def test_members_that_stay_away_cost_nothing_while_enough_are_left():
     assert [record["answers"] for record in server.history.records] == [5, 4, 3, 5]  # three of a roster of four
     assert [record["exchanges"] for record in server.history.records] == [4, 3, 3, 3]
     server.engine.transport.down = {"site-1", "site-2", "site-3"}
-    with pytest.raises(TooFewAnswers, match="2 clients are present, and secure aggregation needs at least 3"):
+    with pytest.raises(TooFewAnswers, match="2 clients are present, but secure aggregation needs at least 3"):
         server.fit(rounds=5)
 
 
@@ -248,9 +248,9 @@ def test_a_share_of_the_members_is_a_roster_of_its_own():
         (PPDL(0.3), {}, "ppdl is not linear"),
         (DBCL(), {}, "dbcl is not linear"),
         (SPN(), {}, "SPN .* is not linear"),
-        (Private(Veil(), 1.0, 1.0), {}, "differential privacy clips recovered gradients, and with veil"),
+        (Private(Veil(), 1.0, 1.0), {}, "differential privacy clips recovered gradients, but with veil"),
         (Veil(multiplicative=1e4), {}, "leave too few digits"),
-        ("veil", {"limits": Limits("median")}, "limits and aggregation rules judge single updates"),
+        ("veil", {"limits": Limits("median")}, "limits and aggregation rules need individual updates"),
     ],
 )
 def test_what_needs_single_updates_is_refused(defence, options, text):
@@ -268,7 +268,7 @@ def averaging():
     [
         ({"data": parts((10, 10))}, "at least 3"),
         ({"build": averaging}, r"1 averages over all batches \(momentum=None\)"),
-        ({"limits": Limits()}, "limits and aggregation rules judge single updates"),  # the default of other servers
+        ({"limits": Limits()}, "limits and aggregation rules need individual updates"),  # the default of other servers
     ],
 )
 def test_what_one_process_cannot_sum_is_refused(options, text):
@@ -324,7 +324,7 @@ def test_a_client_that_spoils_the_sum_costs_rounds_and_not_the_run():
     server = server_of("veil", known=parties(kinds={"site-2": Boastful}))
     before = copy.deepcopy(floats(server.model))
     server.fit(rounds=2)
-    assert all("records together" in record["skipped"] for record in server.history.records)
+    assert all("records in total" in record["skipped"] for record in server.history.records)
     assert worst(floats(server.model), before) == 0
 
 
@@ -393,7 +393,7 @@ def test_words_and_back():
         assert error <= rounding["passes/w"][row] + 2**-52 * update["passes/w"][row].abs().max()
     assert torch.equal(mean["buffer/count"], update["buffer/count"])
     assert mean["buffer/mean"].dtype == torch.float32
-    with pytest.raises(ModelMismatch, match="the server expects 4 rows, and this client's update has 5"):
+    with pytest.raises(ModelMismatch, match="the server expects 4 rows, but this client's update has 5"):
         packing.pack(update, 3, replace(opening, rows=packing.rows[:-1]))
     for wrong in (float("nan"), float("inf")):
         spoilt = {**update, "buffer/mean": torch.full((5,), wrong)}

@@ -96,7 +96,7 @@ def test_a_plateau_of_a_rising_metric_is_refused_for_numbers():
 def test_waiting_for_progress_needs_test_data(options):
     schedule = None if options else (lambda o: ReduceLROnPlateau(o))
     federation = Federation(net(), [data()], "plain", sgd, schedule=schedule)
-    with pytest.raises(errors.BadArgument, match=r"(?s)needs a metric, and there are no test data.*test=test"):
+    with pytest.raises(errors.BadArgument, match=r"(?s)needs a metric, but there are no test data.*test=test"):
         federation.fit(1, **options)
 
 
@@ -228,7 +228,7 @@ def test_so_it_is_under_limits_and_secure_aggregation(options):
 def test_where_clients_share_a_pass_none_of_them_is_named():
     run = Federation(small(), huge(4, 3), "plain")
     text = r"(?s)^round 0: training diverged: the pass that all clients share: .*Fix: scale inputs and targets"
-    with pytest.raises(Diverged, match=text) as caught:  # before the first step it is not the learning rate
+    with pytest.raises(Diverged, match=text) as caught:  # before the first step, the learning rate is not the cause
         run.fit(rounds=20)
     assert "client 0" not in str(caught.value)
 
@@ -305,7 +305,7 @@ REFUSED = {
     "a foreign optimizer": (lambda: federation(optimizer=sgd(seeded().parameters())), "that are not this model's"),
     "a name for a schedule": (lambda: federation(schedule="cosine"), "schedule is 'cosine'"),
     "no schedule": (lambda: federation(schedule=lambda o: 0.1), "schedule created a float"),
-    "a foreign schedule": (lambda: federation(schedule=StepLR(sgd(seeded().parameters()), 1)), "of another optimizer"),
+    "a foreign schedule": (lambda: federation(schedule=StepLR(sgd(seeded().parameters()), 1)), "for another optimizer"),
     "an unknown interval": (lambda: federation(schedule_every="batch"), "there is no schedule_every 'batch'"),
     "a norm of 0": (lambda: federation(clip_norm=0.0), "clip_norm must be a finite number above 0"),
     "an empty batch": (lambda: federation(batch_size=0), "batch_size must be an integer of at least 1, got 0"),
@@ -316,7 +316,7 @@ REFUSED = {
     "callbacks by name": (lambda: federation().fit(1, on_round=["print"]), "on_round is 'print'"),
     "one-hot integers": (
         lambda: federation([(X, nn.functional.one_hot(Y, 2))]),
-        r"(?s)want class indices of shape \(40,\).*targets.argmax\(-1\)",
+        r"(?s)class indices need shape \(40,\).*targets.argmax\(-1\)",
     ),
 }
 

@@ -307,7 +307,7 @@ def test_resuming_in_another_setting_says_what_is_other(tmp_path, caplog, change
     other.resume(tmp_path)
     assert change in other.changed
     assert set(other.changed) <= {change, "records"}  # other numbers of records are other records
-    assert f"was trained with a different setting ({', '.join(other.changed)})" in caplog.text
+    assert f"was trained with different settings ({', '.join(other.changed)})" in caplog.text
 
 
 def test_a_checkpoint_that_is_missing_broken_or_of_another_optimizer_or_model_is_refused(tmp_path):
@@ -319,9 +319,9 @@ def test_a_checkpoint_that_is_missing_broken_or_of_another_optimizer_or_model_is
             make().resume(tmp_path)
     (tmp_path / LAST).unlink()
     make().fit(rounds=3, folder=tmp_path)
-    with pytest.raises(BadArgument, match="of the optimizer 'Adam', not 'SGD'"):
+    with pytest.raises(BadArgument, match="with the optimizer 'Adam', not 'SGD'"):
         make(sgd()).resume(tmp_path)
-    with pytest.raises(BadArgument, match="of another model or optimizer"):
+    with pytest.raises(BadArgument, match="for another model or optimizer"):
         Federation(mlp(3, 2, hidden=3), pairs(4), "plain").resume(tmp_path)
 
 

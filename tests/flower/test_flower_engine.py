@@ -68,7 +68,7 @@ FLOWERS_OWN = {
     "crashed": (error(8), "engine error: 8"),
     "silence": (lambda reply, message: [], "silent: no answer within 0.3 s"),
     "cannot be inflated": (lambda reply, message: [ValueError("bad object")], "unreadable: ValueError: bad object"),
-    "nothing in it": (content(lambda _: RecordDict()), "malformed: answer: this message is not Fedveil's"),
+    "nothing in it": (content(lambda _: RecordDict()), "malformed: answer: this message is not from fedveil"),
     "not an array": (content(lambda _: RecordDict({RECORD: ConfigRecord({COMMON: b""})})), "malformed: answer: this"),
     "another node's": (lambda r, m: [_from(r, 102)], "foreign: the answer comes from node 102"),
 }
@@ -133,7 +133,7 @@ def test_an_answer_of_the_round_before_is_stale_even_if_it_quotes_this_rounds_me
     faults = {(101, 0): keep, (101, 1): lambda reply, message: [Message(content=kept[0], reply_to=message)]}
     server = server_of(faults)
     server.fit(rounds=2)
-    assert "stale: it belongs to another exchange, of round 0" in server.history.records[1]["faults"][0]
+    assert "stale: it belongs to another exchange, in round 0" in server.history.records[1]["faults"][0]
 
 
 def test_too_few_answers_repeat_the_round_with_a_new_secret():
@@ -189,7 +189,7 @@ def test_a_client_refuses_what_is_old_and_what_it_has_answered():
     server.fit(rounds=2)
     old, new = (next(m for m in server.engine.transport.grid.sent if m.metadata.group_id == str(n)) for n in (0, 1))
     texts = [server.engine.transport.grid._handle(message)[0].error.reason for message in (old, new)]
-    assert "the ask is for round 0, and it has answered a later one" in texts[0]
+    assert "the ask is for round 0, but it has already answered a later one" in texts[0]
     assert "it has already answered this ask of round 1" in texts[1]
 
 

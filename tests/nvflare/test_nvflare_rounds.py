@@ -209,7 +209,7 @@ def test_private_state_outlives_the_job_in_a_file_of_the_site(tmp_path):
     files[0].write_bytes(b"damaged")
     third = server()
     third.fit(rounds=1)
-    assert "it is damaged, its checksum differs" in third.history.records[0]["faults"][0]
+    assert "it is damaged (its checksum differs)" in third.history.records[0]["faults"][0]
 
 
 def test_sites_are_asked_in_the_order_of_their_names():

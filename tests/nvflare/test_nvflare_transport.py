@@ -26,7 +26,7 @@ KINDS = {
     ],
 }
 CASES = [(kind, how) for kind, cases in KINDS.items() for how in cases]
-REFUSAL = "InsecureTransport: FLARE: this client takes part in secure aggregation, and its connection to the server is"
+REFUSAL = "InsecureTransport: FLARE: this client takes part in secure aggregation, but its connection to the server is"
 
 
 class Telling(Own):

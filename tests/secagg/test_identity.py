@@ -44,9 +44,9 @@ def test_a_roster_comes_back(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("alice", "line 1: a line is a name and a public key"),
-        (f"\nalice {KEY[:-1]}", "line 2: a line is a name and a public key"),
-        (f"alice {KEY} more", "a line is a name and a public key"),
+        ("alice", "line 1: a line must hold a name and a public key"),
+        (f"\nalice {KEY[:-1]}", "line 2: a line must hold a name and a public key"),
+        (f"alice {KEY} more", "a line must hold a name and a public key"),
         (f"al/ice {KEY}", "line 1: a member's name has"),
         (f"alice {KEY}\nalice {'cd' * 32}", "line 2: alice is listed twice"),
         (f"alice {KEY}\nbob {KEY}", "two members have the same public key"),

@@ -1,7 +1,7 @@
 """Rules that combine clients' vectors when some clients may be hostile.
 
 Each rule takes the clients' vectors as rows and `hostile`, the number of rows that may be arbitrary, and returns one
-vector. All clients count the same: a hostile client could claim any weight.
+vector. All clients have the same weight: a hostile client could claim any weight.
 
 - Median and trimmed mean of each coordinate: Yin, Chen, Kannan, Bartlett, "Byzantine-Robust Distributed Learning:
   Towards Optimal Statistical Rates", ICML 2018.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 WEISZFELD, CLIPPINGS = 32, 5  # maximum number of steps
-SMOOTHING = 1e-6  # of a median distance: rows nearer than this have no more weight
+SMOOTHING = 1e-6  # of the median distance: rows nearer than this get no additional weight
 
 
 def distances(rows: Tensor, centre: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def distances(rows: Tensor, centre: Tensor) -> Tensor:
 
 
 def median(rows: Tensor, hostile: int) -> Tensor:
-    """Return the median of each coordinate; the mean of the middle two of an even number."""
+    """Return the median of each coordinate; for an even number of rows, the mean of the middle two."""
     ordered, middle = rows.sort(0).values, len(rows) // 2
     return ordered[middle] if len(rows) % 2 else ordered[middle - 1 : middle + 1].mean(0)
 
@@ -57,8 +57,8 @@ def geometric_median(rows: Tensor, hostile: int) -> Tensor:
 def centred_clipping(rows: Tensor, hostile: int) -> Tensor:
     """Move a centre by the mean of the rows' differences from it, each clipped to their median norm; repeat.
 
-    Differs from the paper: it starts at the round's median, not at the last round's result, so that a resumed run needs
-    no further state; and the radius is the median distance, not a setting.
+    Unlike the paper's, it starts at the round's median, not at the last round's result, so that a resumed run needs no
+    further state; and the radius is the median distance, not a setting.
     """
     centre = median(rows, hostile)
     for _ in range(CLIPPINGS):
@@ -70,7 +70,7 @@ def centred_clipping(rows: Tensor, hostile: int) -> Tensor:
 
 
 def clipped_mean(rows: Tensor, hostile: int) -> Tensor:
-    """Return the mean of the rows, clipped to their median norm."""
+    """Return the mean of the rows, each clipped to their median norm."""
     lengths = distances(rows, torch.zeros_like(rows[0]))
     middle = lengths.sort().values[(len(rows) - 1) // 2]
     return (torch.where(lengths > middle, middle / lengths, torch.ones_like(lengths)).to(rows)[:, None] * rows).mean(0)
@@ -105,7 +105,7 @@ class AggregationRule:
         return 2 * hostile + self.beyond
 
     def most(self, rows: int) -> int:
-        """Return how many of the rows may be hostile."""
+        """Return the maximum number of rows that may be hostile."""
         return max(0, (rows - self.beyond) // 2)
 
 

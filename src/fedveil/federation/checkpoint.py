@@ -1,7 +1,7 @@
 """Checkpoint files: written atomically, with a checksum, and without secrets (a resumed round draws new noise).
 
-A file is a magic number, the SHA-256 of everything after it, the run and the round that it belongs to, and what torch
-writes. Nothing is parsed before the checksum has been compared.
+A file consists of a magic number, the SHA-256 of everything after it, the run and the round that it belongs to, and the
+output of torch.save. Nothing is parsed before the checksum has been compared.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ MAGIC = b"FEDVEIL3"
 DIGEST = hashlib.sha256().digest_size
 TAG = struct.Struct("<16sQ")
 START = len(MAGIC) + DIGEST
-INTERVAL_SECONDS = 60.0  # maximum between two checkpoints, apart from the duration of a round
+INTERVAL_SECONDS = 60.0  # maximum between two checkpoints, plus the duration of a round
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 MODEL, BEST = "model.safetensors", "best.safetensors"  # values of the last and of the best model
-ROUND = "round"  # in their metadata
+ROUND = "round"  # key in their metadata
 RESTORE = "restore it from a copy, or start the run again"
 Content = dict[str, Any]  # type: ignore[explicit-any]  # what torch.load returns: plain values and tensors
 
 
 class StateTag(NamedTuple):
-    """The run that a state belongs to, by 16 random bytes, and its round."""
+    """The run that a state belongs to, as 16 random bytes, and its round."""
 
     run: bytes = bytes(16)
     round: int = 0
@@ -48,7 +48,7 @@ NO_RUN = StateTag()
 
 
 class Damaged(BadArgument):
-    """A checkpoint that differs from what was written."""
+    """A checkpoint that cannot be read, or differs from the one that was written."""
 
 
 def save(path: Path, state: Mapping[str, object], tag: StateTag = NO_RUN) -> None:
@@ -62,7 +62,7 @@ def save(path: Path, state: Mapping[str, object], tag: StateTag = NO_RUN) -> Non
 
 
 def save_values(path: Path, state: Mapping[str, Tensor], number: int) -> None:
-    """Write a model's values and the run's round as safetensors; values that it uses twice are written twice."""
+    """Write a model's values and the run's round as safetensors; shared tensors are written separately."""
     values = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
     write_whole(path, save_tensors(values, {ROUND: str(number)}))
 
@@ -75,7 +75,7 @@ def round_of_values(path: Path) -> int:
 
 
 def read(path: Path, device: torch.device = CPU) -> tuple[StateTag, Content]:
-    """Return a state and its tag; nothing in it is executed."""
+    """Return a state and its tag; no code in the file is executed."""
     content = _read_bytes(path)
     tag = _verify(path, content)
     try:
@@ -85,13 +85,13 @@ def read(path: Path, device: torch.device = CPU) -> tuple[StateTag, Content]:
     except Exception as error:
         raise Damaged(str(path), f"the checkpoint cannot be read: {error}", "start the run again") from error
     if version != FORMAT:
-        what = f"the checkpoint has format {version!r}, and this version of fedveil reads format {FORMAT}"
+        what = f"the checkpoint has format {version!r}, but this version of fedveil reads format {FORMAT}"
         raise BadArgument(str(path), what, "resume with the version that wrote it")
     return tag, state
 
 
 def load(path: Path, device: torch.device = CPU, tag: StateTag | None = None) -> Content:
-    """Return a state; with a tag, refuse one of another run or round."""
+    """Return a state; if a tag is given, refuse a state of another run or round."""
     found, state = read(path, device)
     if tag is not None and found != tag:
         raise Damaged(str(path), "it belongs to another run or round", RESTORE)
@@ -113,7 +113,7 @@ def _verify(path: Path, content: bytes) -> StateTag:
     body = memoryview(content)[START:]
     complete = content[: len(MAGIC)] == MAGIC and len(body) > TAG.size
     if not complete or hashlib.sha256(body).digest() != content[len(MAGIC) : START]:
-        raise Damaged(str(path), "the checkpoint cannot be read: it is damaged, its checksum differs", RESTORE)
+        raise Damaged(str(path), "the checkpoint cannot be read: it is damaged (its checksum differs)", RESTORE)
     return StateTag(*TAG.unpack_from(body))
 
 
@@ -150,14 +150,14 @@ def save_last(
 ) -> set[int]:
     """Write a run's checkpoint, and keep the last good one beside it; return the rounds of both.
 
-    At every moment there is a good one. The older one belongs to the same run and to an earlier round.
+    A good checkpoint exists at every moment. The older one belongs to the same run and to an earlier round.
 
     Args:
-        folder: of the run.
-        state: to write.
-        tag: of the state.
-        bad: the last checkpoint on disk is not good, although its checksum may be right.
-        durable: every state counts: the older one may be of the same round.
+        folder: the run's folder.
+        state: the state to write.
+        tag: the state's tag.
+        bad: the last checkpoint on disk is bad, although its checksum may be correct.
+        durable: every state counts: the older checkpoint may be from the same round.
     """
     last, previous = folder / LAST, folder / PREVIOUS
     older = None if bad else verified_tag(last)
@@ -174,7 +174,7 @@ def save_last(
 
 
 def _keep_as(last: Path, previous: Path) -> None:
-    """Give the file a second name; `last` exists all the time."""
+    """Give the file a second name; `last` exists at all times."""
     half = temporary_name(previous)
     try:
         os.link(last, half)
@@ -182,7 +182,7 @@ def _keep_as(last: Path, previous: Path) -> None:
         write_whole(previous, last.read_bytes(), OWNER)
         return
     os.replace(half, previous)
-    with contextlib.suppress(FileNotFoundError):  # if both names were of one file, nothing was replaced
+    with contextlib.suppress(FileNotFoundError):  # if both names referred to one file, nothing was replaced
         half.unlink()
 
 
@@ -192,7 +192,7 @@ def found_in(folder: Path) -> list[Path]:
 
 
 def save_for(path: Path, key: str, state: Mapping[str, object]) -> None:
-    """Write a state with the key of the work that made it."""
+    """Write a state with the key of the work that produced it."""
     save(path, {"key": key, **state})
 
 

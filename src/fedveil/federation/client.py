@@ -1,8 +1,8 @@
 """A client: it checks a message, computes its update and answers, whatever engine carries the messages.
 
-Under secure aggregation admission comes first, and then only the masked words depend on a client's records. A server
-may ask with any model, exponents and members. So whatever goes wrong once records are touched, the reply has the same
-form: the update does not count (`no_words`), and the reason goes to the client's own stderr.
+Under secure aggregation, an ask is admitted first; after that, only the masked words depend on the client's records. A
+server may send any model, exponents and members. So if anything goes wrong after records have been read, the reply
+keeps its form: the update does not count (`no_words`), and the reason is written to the client's own stderr.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.messages import MOST_PASSES, known_loss
 from fedveil.wire import Packed, as_tensor, read_kind, read_layout
 
-if TYPE_CHECKING:  # a client without secure aggregation imports nothing of it
+if TYPE_CHECKING:  # a client without secure aggregation does not import it
     from fedveil.federation.sums import Words
     from fedveil.secagg import Party, Policy
     from fedveil.secagg.identity import Digest
@@ -62,7 +62,7 @@ Data = Given | Callable[[], Given]
 def compute_update(
     own: DefenceClient[B, U], broadcast: B, shards: Shards, dtype: torch.dtype, client: int, number: int, whole: bool
 ) -> U:
-    """Compute what a client uploads in round `number`: for its next batch, or for all its records in batches."""
+    """Compute a client's upload in round `number`, from its next batch or from all its records, batch by batch."""
     if not whole:
         samples = Samples(*shards.take(shards.rows(client, number)))
         return own.upload(own.step(broadcast, samples, client), client)
@@ -78,10 +78,10 @@ def compute_update(
 
 @dataclass(frozen=True, eq=False)
 class ClientState:
-    """A client's memory from one ask to the next; nobody else sees it."""
+    """The state that a client keeps from one ask to the next; nobody else sees it."""
 
     last: LastAsk | None = None
-    private: State = field(default_factory=dict)  # of the defence: SPN's head, PPDL's source of noise
+    private: State = field(default_factory=dict)  # the defence's state: SPN's head, PPDL's source of noise
 
 
 def load_private(file: Path | None) -> State:
@@ -102,9 +102,9 @@ def save_private(file: Path, state: State) -> None:
 
 @contextlib.contextmanager
 def hide_failures() -> Iterator[None]:
-    """Replace an unexpected error of a model or a defence by a refusal that says nothing about the records.
+    """Replace an unexpected error in a model or a defence with a refusal that reveals nothing about the records.
 
-    The error itself goes to stderr and stays the cause: its text may contain values of records.
+    The error itself, whose text may contain values of records, is printed to stderr and kept as the cause.
     """
     try:
         yield
@@ -113,7 +113,7 @@ def hide_failures() -> Iterator[None]:
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         what = f"this client cannot answer: {type(error).__name__}"
-        raise BadArgument("ask", what, "read the cause in the client's log") from error
+        raise BadArgument("ask", what, "look for the cause in the client's log") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,25 +125,25 @@ class _Task:
     defence: AnyDefence
     loss: Loss
     broadcast: object
-    dtype: torch.dtype  # that travels, and that the client computes in
+    dtype: torch.dtype  # of the broadcast, and of the client's computation
 
 
 class ClientSession:
     """A client of a server on another machine.
 
-    Nothing is read, loaded or computed before the server's signature is checked, if the client's policy names a server.
-    Under secure aggregation nothing is computed before the ask is admitted, and the admission is stored.
+    If the client's policy names a server, nothing is read, loaded or computed before the server's signature is checked.
+    Under secure aggregation, nothing is computed before the ask is admitted and the admission is stored.
 
     Args:
-        model: gives the architecture; its values are ignored and not changed.
+        model: determines the architecture; its values are neither used nor changed.
         data: the client's records in any form that `fedveil.Federation` accepts, or a function that loads them, called
             once a message has been checked.
         client: index of this client, which determines the order of its batches.
-        defence: use these settings of a defence, whatever the server asks for.
+        defence: a defence whose settings are used, whatever settings the server asks for.
         loss: the server's custom loss function, if its loss has no name.
-        party: the client's part in secure aggregation, the same object for a whole run. With one, an ask without secure
-            aggregation is refused: a server cannot switch it off.
-        policy: which server a client without a `party` answers; a party has its own.
+        party: the client's side of secure aggregation, the same object for a whole run. With a party, an ask without
+            secure aggregation is refused: a server cannot switch it off.
+        policy: determines which server a client without a `party` answers; a party has its own policy.
         state: the client's state after its last answer.
     """
 
@@ -163,7 +163,7 @@ class ClientSession:
         self._model, self._data, self._client = model, data, client
         self._defence, self._loss = defence, None if loss is None else find_loss(loss)
         self.party, self._policy = party, policy
-        self._prepared: tuple[object, Shards] | None = None  # with the settings for which records were prepared
+        self._prepared: tuple[object, Shards] | None = None  # settings, and the records prepared for them
 
     def reply(self, message: bytes, own: bytes = b"") -> bytes:
         """Answer a message.
@@ -188,7 +188,7 @@ class ClientSession:
         return answer
 
     def _authenticate(self, message: bytes, own: bytes) -> "tuple[Digest, bytes]":
-        """Check the server's mark on a message; return its digest, and the bytes for this client alone.
+        """Check the server's signature or tag on a message; return its digest, and the bytes for this client alone.
 
         A party requires a server that its policy names; the policy of a client without a party may name one.
         """
@@ -209,13 +209,13 @@ class ClientSession:
         return write(Step.make(step.session, step.step, body))
 
     def _answer_masked(self, ask: Ask, message: bytes, digest: "Digest | None") -> bytes:
-        """Answer an ask under secure aggregation. Whatever happens once records are touched, only masked words tell."""
+        """Answer an ask under secure aggregation. Once records have been read, only masked words show what happens."""
         from fedveil.federation.sums import encode_words
 
         admission = admit(ask, message, digest, self.party, self._model)
         task, party = self._decode(ask), admission.party
         if not task.defence.linear:
-            what = f"{task.defence.name} is not linear, and its updates cannot be summed under masks"
+            what = f"{task.defence.name} is not linear, so its updates cannot be summed under masks"
             raise BadArgument("ask", what)
 
         def work() -> "Words":
@@ -237,13 +237,13 @@ class ClientSession:
         return _Task(ask, codec, defence, loss, broadcast, parameters[0].dtype)
 
     def _find_defence(self, ask: Ask) -> AnyDefence:
-        """Return the client's defence: of the kind that the server asks for, and not one for tests."""
+        """Return the client's defence; refuse one of another kind than the server's, or with test entropy."""
         own = self._defence
         if own is None:
             return build_for_client(ask.defence, ask.settings)
         record = find_record(own)
         if record is None or record.name != ask.defence:
-            raise BadArgument("answer", f"the server's defence is {ask.defence!r}, this client requires {own.name!r}")
+            raise BadArgument("answer", f"the server asks for {ask.defence!r}, but this client requires {own.name!r}")
         refuse_repeatable("answer", own)
         return own
 
@@ -255,7 +255,7 @@ class ClientSession:
         return write(Answer(ask.round, ask.token, ask.defence, records, seconds, values, tensors)), private
 
     def _update(self, task: _Task, model: nn.Module, private: State, least: int = 2) -> tuple[Packed, int, State]:
-        """Compute an update from batches of at least `least` records; return it encoded, its records, private state."""
+        """Compute an update from batches of at least `least` records; return it with its records and private state."""
         ask, shards = task.ask, self._prepare(task, model, max(2, least))
         own = task.defence.client(model, shards.example, task.loss)
         if private:
@@ -265,7 +265,7 @@ class ClientSession:
         return task.codec.encode_update(update), shards.sizes[0], own.state(0)
 
     def _prepare(self, task: _Task, model: nn.Module, least: int) -> Shards:
-        """Return the records as the loss and the ask need them; kept until an ask needs them in another form."""
+        """Return the records in the form that the loss and the ask need; they are kept until another form is needed."""
         ask = task.ask
         form = (ask.loss, repr(ask.loss_settings), ask.batch_size, ask.seed, task.dtype, least)
         if self._prepared is None or self._prepared[0] != form:
@@ -276,7 +276,7 @@ class ClientSession:
 
 
 def _read_source(data: Data) -> Source:
-    """Return the client's records; refuse those that cannot be used, without a word about their values."""
+    """Return the client's records; refuse unusable ones without revealing their values."""
     given = data if isinstance(data, Dataset) or not callable(data) else data()
     try:
         return check_sources([as_source("this client", given)])[0]
@@ -286,7 +286,7 @@ def _read_source(data: Data) -> Source:
 
 
 class Admission(NamedTuple):
-    """An ask in which a client takes part."""
+    """An ask that a client has admitted."""
 
     party: "Party"
     ticket: "Ticket"
@@ -315,28 +315,28 @@ def take_step(step: Step, own: bytes, party: "Party | None", count_records: Call
     if step.step == "end":
         party.end(step.session)
         return b""
-    raise BadArgument("step", f"there is no step {step.step[:20]!a}")
+    raise BadArgument("step", f"unknown step {step.step[:20]!a}")
 
 
 def admit(ask: Ask, message: bytes, digest: "Digest | None", party: "Party | None", model: nn.Module) -> Admission:
     """Check an ask under secure aggregation, and store its admission, before anything is computed."""
     if party is None or digest is None:
-        what = "the server asks for secure aggregation, and this client has no identity for it"
+        what = "the server asks for secure aggregation, but this client has no identity for it"
         raise BadArgument("ask", what, "run fedveil keys new NAME, and get a roster (docs/secure-aggregation.md)")
     if not ask.secure:
-        what = "this client requires secure aggregation, and the server asks for its update in the clear"
+        what = "this client requires secure aggregation, but the server asks for its update in the clear"
         raise BadArgument("ask", what, "set secure_aggregation=True on the server")
     terms = SecureTerms.from_values(ask.secure)
     opening = terms.opening
     if (ask.session, ask.round) != (opening.run, opening.round):
-        raise BadArgument("ask", "its run and round are not those of its opening")
+        raise BadArgument("ask", "its run and round differ from those of its opening")
     if opening.checks == (terms.clip is not None):
-        raise BadArgument("ask", "sums have check words unless updates are clipped")
+        raise BadArgument("ask", "a sum must have check words exactly if updates are not clipped")
     tensors = [*model.parameters(), *model.buffers()]
     if opening.size > MAX_WORDS * (sum(tensor.numel() for tensor in tensors) + len(tensors) + 1):
         raise BadArgument("ask", f"it asks for {opening.size:,} words, too many for this model")
     if not ask.whole_shard and ask.batch_size < party.policy.min_records:
-        what = f"batches of {ask.batch_size} records are too small: the minimum of this client's policy is "
+        what = f"batches of {ask.batch_size} records are too small: the minimum in this client's policy is "
         raise Aborted("policy", "ask", what + str(party.policy.min_records))
     ticket = party.admit(opening, digest.combine(), digest_subject(ask, message, digest.body))
     return Admission(party, ticket, terms.clip)
@@ -356,7 +356,7 @@ def contribute(admission: Admission, work: "Callable[[], Words]") -> "Words":
 
 
 def _check_records(count: Callable[[], int], policy: "Policy") -> None:
-    """Refuse to take part with records that cannot be used or are too few; the server gets one text for all reasons."""
+    """Refuse to take part with records that cannot be used or are too few; the server sees one text for all reasons."""
     try:
         records = count()
         if records < policy.min_records:
@@ -371,7 +371,7 @@ def _check_records(count: Callable[[], int], policy: "Policy") -> None:
 def _print_failure(what: str) -> None:
     """Print the exception being handled to stderr, not to a logger, whose records engines may send to the server.
 
-    If stderr cannot be written, nothing happens: otherwise the server would learn that there was something to write.
+    Errors while writing to stderr are ignored: otherwise the server would learn that there was something to write.
     """
     with contextlib.suppress(Exception):
         print(f"fedveil: {what}", file=sys.stderr)
@@ -379,9 +379,9 @@ def _print_failure(what: str) -> None:
 
 
 def digest_subject(ask: Ask, message: bytes, body: bytes) -> bytes:
-    """Return the digest of what a sum is about, the broadcast: two sums on one subject can be subtracted.
+    """Return the digest of a sum's subject, the broadcast: two sums on the same subject can be subtracted.
 
-    The batch is not included: whatever batch is asked for, it may be all of a client's records.
+    The batch is not included: any batch that is asked for may be all of a client's records.
     """
     about = [ask.defence, ask.settings, ask.loss, ask.loss_settings, ask.values, read_layout(message)]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode() + body).digest()

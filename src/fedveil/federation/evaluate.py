@@ -29,12 +29,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def slice_inputs(inputs: Inputs, start: int, stop: int | None) -> Inputs:
-    """Return the inputs of some records, in the same form."""
+    """Return the inputs of a range of records, in the same form."""
     return inputs[start:stop] if isinstance(inputs, Tensor) else each(lambda tensor: tensor[start:stop], inputs)
 
 
 def move_inputs(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
-    """Move inputs to a device, and floats to a dtype if one is given; integers keep their dtype."""
+    """Move inputs to a device, and cast floats to a dtype if one is given; integers keep their dtype."""
     return each(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None), inputs)
 
 
@@ -72,8 +72,8 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
     shape of the outputs, or class indices in that shape without its class axis; if shapes do not determine that axis,
     as for outputs (n, c, c), it is `axis`, by default the last. With several positions per record, as in segmentation,
     accuracy is the fraction of correct positions. The loss is included, unless it is squared error, which MSE already
-    shows; it is the only metric for other targets, which a custom loss may have. Our losses are computed in float64,
-    custom losses in the dtype of the outputs, as in training.
+    shows; for other targets, which a custom loss may accept, it is the only metric. Built-in losses are computed in
+    float64, custom losses in the dtype of the outputs, as in training.
     """
     if isinstance(loss, BinaryCrossEntropy):
         asked = match_targets(outputs, targets)
@@ -101,7 +101,7 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
 
 
 def area(scores: Tensor, positive: Tensor) -> dict[str, float]:
-    """Return the area under the ROC curve, P(positive's score > negative's); empty if one of the two is missing."""
+    """Return the area under the ROC curve, P(positive's score > negative's); empty if either class is missing."""
     yes, no = scores[positive].double(), scores[~positive].double().sort().values
     if not (len(yes) and len(no)):
         return {}
@@ -115,5 +115,5 @@ def deciding_metric(found: Mapping[str, float]) -> str:
 
 
 def better(name: str, new: float, old: float | None) -> bool:
-    """Whether a metric improved: errors should fall, all others rise."""
+    """Return whether a metric improved: errors should fall, all others rise."""
     return old is None or (new < old if name in ("mse", "loss") else new > old)

@@ -20,33 +20,33 @@ Callback = Callable[[RoundRecord], object]
 class FitPlan:
     """The arguments of `fit`, checked."""
 
-    last: int  # round
+    last: int  # number of the last round
     every: int  # rounds between evaluations or, without test data, between checkpoints
     test: Source | None
     patience: int | None
     callbacks: Sequence[Callback]
     folder: Path | None
     checkpoint_every: int  # rounds; 0 for no additional checkpoints
-    durable: bool  # every round must be on disk
+    durable: bool  # every round must be saved to disk
     saved: float = field(default_factory=time.monotonic)  # time of the last checkpoint
 
     def evaluates(self, number: int) -> bool:
-        """Whether the model is evaluated after a round."""
+        """Return whether the model is evaluated after a round."""
         return self.test is not None and self.ends_interval(number)
 
     def ends_interval(self, number: int) -> bool:
-        """Whether a round ends an interval, or the run."""
+        """Return whether a round ends an interval, or the run."""
         return number % self.every == 0 or number >= self.last
 
     def saves(self, number: int) -> bool:
-        """Whether a checkpoint is due after a round."""
+        """Return whether a checkpoint is due after a round."""
         requested = self.checkpoint_every > 0 and number % self.checkpoint_every == 0
         late = time.monotonic() - self.saved >= checkpoint.INTERVAL_SECONDS
         return self.durable or requested or late or self.ends_interval(number)
 
 
 def list_callbacks(given: Callback | Sequence[Callback] | None) -> list[Callback]:
-    """Return the callbacks as a list; refuse whatever cannot be called."""
+    """Return the callbacks as a list; refuse objects that cannot be called."""
     calls = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     for call in calls:
         if call is not None and not callable(call):
@@ -56,9 +56,9 @@ def list_callbacks(given: Callback | Sequence[Callback] | None) -> list[Callback
 
 
 def check_monitor(schedule: LRScheduler | None, test: Source | None, patience: int | None) -> None:
-    """Refuse to wait for better metrics if nothing is evaluated."""
+    """Refuse settings that monitor a metric if nothing is evaluated."""
     if patience is not None:
         check_count("fit", "patience", patience)
     if test is None and (patience is not None or isinstance(schedule, ReduceLROnPlateau)):
         what = "ReduceLROnPlateau" if patience is None else "patience"
-        raise BadArgument("fit", f"{what} needs a metric, and there are no test data", "pass test=test to fit")
+        raise BadArgument("fit", f"{what} needs a metric, but there are no test data", "pass test=test to fit")

@@ -19,15 +19,15 @@ class RoundRecord(Mapping[str, Value]):
     """The record of one round; `record["accuracy"]` is short for `record.metrics["accuracy"]`.
 
     Attributes:
-        round: from 1.
-        epoch: how often the largest client has seen its records.
+        round: number of the round, from 1.
+        epoch: how often the largest client has gone through its records.
         error: estimated relative error of the recovered gradient.
         lr: learning rate of the step.
         seconds: since the start of the run.
-        evaluated: whether the metrics are there; None if no evaluation was due.
-        metrics: of the test data.
-        figures: further figures: clients' replies, bytes, epsilon.
-        notes: faults, clients whose weight was capped, why there was no step.
+        evaluated: whether the metrics are available; None if no evaluation was due.
+        metrics: metrics on the test data.
+        figures: further numbers, such as counts of replies, bytes and epsilon.
+        notes: faults, clients whose weight was capped, or the reason why no step was taken.
     """
 
     round: int
@@ -41,7 +41,7 @@ class RoundRecord(Mapping[str, Value]):
     notes: Mapping[str, Note] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Value]:
-        """Return all values by name, without nesting: a line of metrics.jsonl."""
+        """Return all values by name in a flat dict: a line of metrics.jsonl."""
         found: dict[str, Value] = {"round": self.round, "epoch": self.epoch, "error": self.error, "lr": self.lr}
         found |= {**self.figures, **self.notes, "seconds": self.seconds, **self.metrics}
         return found if self.evaluated is None else {**found, "evaluated": self.evaluated}
@@ -72,12 +72,12 @@ class History:
         return f"History({len(self.records)} rounds{metrics})"
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Return (round, value) of a metric or a figure, for the rounds that have it."""
+        """Return the pairs (round, value) of a metric or a figure, for the rounds that have it."""
         points = [(record.round, record[name]) for record in self.records if name in record]
         if self.records and not points:
             known = ", ".join(sorted(self.names - {"round", "evaluated"}))
             evaluated = any(record.evaluated for record in self.records)
-            raise KeyError(f"{name}: no record has it; there are {known}" + ("" if evaluated else f"; {NO_EVALUATION}"))
+            raise KeyError(f"{name}: no record has it; known: {known}" + ("" if evaluated else f"; {NO_EVALUATION}"))
         return [(number, value) for number, value in points if isinstance(value, int | float)]
 
     @property

@@ -20,11 +20,11 @@ from fedveil.scheme.result import Aggregate
 
 MEAN = "mean"
 AGGREGATORS = (MEAN, *RULES)
-FEWEST = 3  # updates of which a median says anything about a single one
-REMEMBERED = 50  # rounds
+FEWEST = 3  # updates: with fewer, their median says nothing about a single update
+REMEMBERED = 50  # rounds whose norms bound later ones
 NORMS = {"update_norm": "gradient", "buffer_norm": "buffers", "counter_norm": "counters"}  # by key of a record
-"""The norms of an update: its gradient, and the changes of its floating-point and of its other buffers."""
-STATISTICS = 10.0  # how much further many batches move running statistics than one batch, with a momentum of 0.1
+"""The norms of an update: of its gradient, and of the changes to its floating-point and its other buffers."""
+STATISTICS = 10.0  # how much further many batches move running statistics than one batch does, with momentum 0.1
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class Limits:
     The noise is removed from each update separately, not once from their sum. An update that exceeds a bound is
     refused, and the round continues without it.
 
-    Guarantees: with the mean and at least three updates, no gradient counts whose norm is above `norm_factor` times the
-      largest median norm of this round and of the last 50, no client's weight is above `max_share`, and no change of
-      buffers counts whose norm is above ten times that bound for buffers. With another rule, up to `hostile` clients
-      may send anything. Counters never grow faster than `norm_factor` times their median.
-    Not guaranteed: anything, if half of the clients or more are hostile. Updates within the bounds may still be wrong;
-      the rules are for those (docs/hostile.md).
+    Guarantees: with the mean and at least three updates, the norm of every gradient that counts is at most
+      `norm_factor` times the largest median norm of this round and the last 50, no client's weight exceeds `max_share`,
+      and changes to buffers are bounded in the same way, at ten times the factor. With another rule, up to `hostile`
+      clients may send anything. Counters never grow faster than `norm_factor` times their median.
+    Not guaranteed: anything, if at least half of the clients are hostile. Updates within the bounds may still be wrong;
+      use a rule other than the mean against those (docs/hostile.md).
 
     Args:
-        aggregator: "mean", weighted by records, or a rule in which all clients count the same: "median",
+        aggregator: "mean", weighted by records, or a rule that weights all clients equally: "median",
             "trimmed-mean", "geometric-median", "centred-clipping", "clipped-mean", "krum", "multi-krum".
         hostile: number of hostile clients in a round that the rule must withstand.
-        max_records: maximum number of records that a client counts for, whatever it claims: one number for all clients,
-            or one for each (by index in one process, by node id over Flower, by site over FLARE). Clients that are not
-            listed count as they claim.
-        max_share: maximum weight of a client in the mean of at least three.
+        max_records: maximum number of records counted for a client, whatever it claims: one number for all clients, or
+            one for each (by index in one process, by node id over Flower, by site over FLARE). Clients that are not
+            listed are not limited.
+        max_share: maximum weight of a client in a mean over at least three.
         max_norm: maximum norm of an update.
         norm_factor: maximum norm of an update relative to the median, for the mean; rules need no such bound. None for
             no bound.
@@ -73,29 +73,29 @@ class Limits:
         if self.max_norm is not None:
             check_positive(where, "max_norm", self.max_norm)
         if self.norm_factor is not None and not check_positive(where, "norm_factor", self.norm_factor) >= 1:
-            raise BadArgument(where, f"norm_factor must be at least 1, got {self.norm_factor!r}", "norm_factor=10")
+            raise BadArgument(where, f"norm_factor must be at least 1, got {self.norm_factor!r}", "set norm_factor=10")
 
     def needed(self, refused: int = 0) -> int:
         """Return the minimum number of updates in a round, in addition to those that were refused."""
         return 1 if self.aggregator == MEAN else RULES[self.aggregator].needed(max(0, self.hostile - refused))
 
     def withstood(self, updates: int) -> int:
-        """Return how many of the remaining updates the rule assumes to be hostile: `hostile`, or as many as it can."""
+        """Return how many of the remaining updates the rule assumes to be hostile: `hostile`, or its maximum."""
         return 0 if self.aggregator == MEAN else min(self.hostile, RULES[self.aggregator].most(updates))
 
     def records(self, client: Member, claimed: int) -> int:
-        """Return the number of records that a client's claim counts for."""
+        """Return the number of records counted for a client that claims `claimed`."""
         known = self.max_records
         most = known.get(client) if isinstance(known, Mapping) else known
         return claimed if most is None else min(claimed, most)
 
 
 def limits_for(defence: AnyDefence, limits: Limits | None) -> Limits | None:
-    """Return the limits as they apply to a defence; refuse what cannot be combined."""
+    """Return the limits as they apply to a defence; refuse limits that it cannot be combined with."""
     if limits is not None and not isinstance(limits, Limits):
         what = f"limits is a {type(limits).__name__}"
         raise BadArgument(
-            "Limits", what, "use an object, such as limits=fedveil.Limits(aggregator='median', hostile=1)"
+            "Limits", what, "pass an instance, such as limits=fedveil.Limits(aggregator='median', hostile=1)"
         )
     if limits is None or defence.dp_clip is None:
         return limits
@@ -107,7 +107,7 @@ def limits_for(defence: AnyDefence, limits: Limits | None) -> Limits | None:
 
 
 def bounded_shares(records: Sequence[float], most: float) -> list[float]:
-    """Return each client's weight; if one would be above `most`, records above some number count for nobody.
+    """Return each client's weight; if one would exceed `most`, cap the number of records that any client counts for.
 
     >>> bounded_shares([10, 10, 80], 0.5)
     [0.25, 0.25, 0.5]
@@ -126,7 +126,7 @@ def bounded_shares(records: Sequence[float], most: float) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The result of a round's updates, and which of them were refused."""
+    """The result of a round's updates, and the updates that were refused."""
 
     result: Aggregate | None  # None if too few are left; its notes name clients that count for less than they claimed
     refused: dict[Member, UpdateRefused]  # by client
@@ -145,8 +145,8 @@ def aggregate(
 
     Args:
         own_round: the round whose broadcast the updates answer.
-        replies: of the clients, each with an update and the number of records that it claims.
-        model: the server's, as it was broadcast.
+        replies: the clients' replies, each with an update and the number of records that the client claims.
+        model: the server's model, as it was broadcast.
         limits: bounds on each client.
         past: records of the rounds so far.
         left_out: number of clients that were refused earlier in this round.
@@ -179,8 +179,8 @@ def judge(
     Args:
         own_round: the round whose broadcast the updates answer.
         updates: one per client.
-        model: the server's, as it was broadcast.
-        limits: bounds on each.
+        model: the server's model, as it was broadcast.
+        limits: bounds on each update.
         past: records of the rounds so far.
     """
     found = own_round.base.recover_each(updates)
@@ -192,7 +192,7 @@ def judge(
             judged.append(one)
             continue
         why = _refusal(f"client {position}", one, own, bounds, model)
-        seen = own if own_round.base is own_round else {}  # a norm without noise would tell about its client
+        seen = own if own_round.base is own_round else {}  # a norm without noise would leak information
         judged.append(why or dataclasses.replace(one, figures={**one.figures, **seen}))
     return judged
 
@@ -208,7 +208,7 @@ def _norms(found: Aggregate, model: nn.Module) -> dict[str, float]:
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
-    """Return the common norm of some tensors, in float64."""
+    """Return the joint norm of the tensors, in float64."""
     own = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
     return float(torch.linalg.vector_norm(torch.stack(own)))
 
@@ -227,7 +227,7 @@ def _bounds(
         own = [each[key] for each in lengths if key in each]
         recent = [record.figures[key] for record in past[-REMEMBERED:] if key in record.figures]
         reference = max([_median(own), *recent]) if own else 0.0
-        if reference:  # if most gradients are 0 there is no bound
+        if reference:  # if most gradients are zero, there is no bound
             bounds[key] = min(bounds[key], factor * limits.norm_factor * reference)
     if not bounds["buffer_norm"] < largest:  # the median client changed no buffers, up to rounding
         own_buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
@@ -236,7 +236,7 @@ def _bounds(
 
 
 def _median(values: Sequence[float]) -> float:
-    """Return the median; of an even number of values, the lower one."""
+    """Return the median; for an even number of values, the lower of the middle two."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
@@ -245,14 +245,14 @@ def _refusal(
 ) -> UpdateRefused | None:
     for key, length in lengths.items():
         if not math.isfinite(length):
-            return NonFiniteUpdate(client, f"its {NORMS[key]} overflow once the noise is removed")
+            return NonFiniteUpdate(client, f"overflow in its {NORMS[key]} once the noise is removed")
         if length > bounds[key]:
             what = "has norm" if key == "update_norm" else "change by"
             return ExcessiveUpdate(client, f"its {NORMS[key]} {what} {length:.3g}, above the bound {bounds[key]:.3g}")
     for path, module in model.named_modules():
         name = f"{path}.running_var" if path else "running_var"
         if isinstance(module, _NormBase) and name in found.buffers and float(found.buffers[name].min()) < 0:
-            return ExcessiveUpdate(client, f"buffer {name} is a variance, and negative")
+            return ExcessiveUpdate(client, f"buffer {name} is a variance, but negative")
     return None
 
 
@@ -263,7 +263,7 @@ def combine(found: Sequence[Aggregate], shares: Sequence[float], limits: Limits,
         found: results of `judge`, without refusals.
         shares: weight of each client in a mean.
         limits: the aggregation rule.
-        model: the server's, as it was broadcast.
+        model: the server's model, as it was broadcast.
     """
 
     def one(vectors: Sequence[Tensor]) -> Tensor:
@@ -278,7 +278,7 @@ def combine(found: Sequence[Aggregate], shares: Sequence[float], limits: Limits,
     before = dict(model.named_buffers())
     if limits.aggregator == MEAN:
         buffers = _combine_by_name([{name: own.buffers[name] for name in floating} for own in found], one)
-    else:  # of changes, since a rule may depend on the origin
+    else:  # combine changes, since a rule may depend on the origin
         buffers = _combine_by_name(
             [{name: own.buffers[name] - before[name] for name in floating} for own in found], one
         )
@@ -317,7 +317,7 @@ def _error(found: Sequence[Aggregate], shares: Sequence[float]) -> float:
 
 
 def _combine_figures(found: Sequence[Aggregate]) -> dict[str, float]:
-    """Return the mean of each figure over clients, and the median of norms."""
+    """Return the mean of each figure over the clients, but the median for norms."""
     combined = {}
     for key in found[0].figures:
         own = [each.figures[key] for each in found if key in each.figures]

@@ -1,4 +1,4 @@
-"""A federation in one process: an engine without messages, and the server on it."""
+"""A federation in one process: an engine without messages, and its server."""
 
 import hashlib
 import json
@@ -37,8 +37,8 @@ from fedveil.scheme.losses import Function, Loss, couples_samples
 if TYPE_CHECKING:
     from fedveil.secagg import Party, Roster
 
-BATCH_SIZE = 32  # records, by default
-SECURE_ATTEMPTS = 5  # under secure aggregation, where a sum may fail for no client's fault
+BATCH_SIZE = 32  # default number of records
+SECURE_ATTEMPTS = 5  # under secure aggregation, where a sum may fail through no client's fault
 
 
 @lru_cache(maxsize=16)
@@ -49,14 +49,14 @@ def _weights(sizes: tuple[int, ...], counts: tuple[int, ...], dtype: torch.dtype
 
 
 class LocalEngine(Generic[B, U]):
-    """Clients in this process. Messages are Python objects, and a client's exception is raised.
+    """Clients in this process. Messages are Python objects, and clients' exceptions are raised.
 
     Args:
-        client: the clients' part of the defence.
-        shards: their records.
-        dtype: of the model.
+        client: the clients' side of the defence.
+        shards: the clients' records.
+        dtype: the model's dtype.
         whole_shard: clients go through all their records in a round.
-        fused: the batches of all clients of a round go through one pass.
+        fused: the batches of all clients in a round go through one pass.
     """
 
     stream, stable, traffic = "clients", True, None
@@ -133,7 +133,7 @@ class LocalEngine(Generic[B, U]):
         for client, update in zip(clients, updates, strict=True):
             _, tensors = self._codec.encode_update(update)
             words = encode_words(tensors, self.claim_records(client), terms.opening, terms.clip)
-            if not words[1]:  # a remote client contributes nothing then; here nothing is hidden
+            if not words[1]:  # a remote client would contribute nothing; here nothing is hidden
                 what = "its update holds NaN or infinity, although the records are finite"
                 raise NonFiniteUpdate(f"client {client}", what)
             party = self._parties[client]
@@ -157,25 +157,25 @@ class Federation(Server):
     weights |D_k| / |D|, and its optimizer steps. The same seed gives every defence the same batches.
 
     Args:
-        model: the server's; trained in place.
+        model: the server's model; trained in place.
         clients: the records of each client: (inputs, targets) as tensors, NumPy arrays or pandas frames, a Dataset of
             (input, target) or (input, input, ..., target), or a DataLoader, whose dataset and collate_fn are used.
             Datasets are read batch by batch and need not fit into memory. Inputs are what forward accepts: a tensor, a
             tuple of arguments or a dict of keyword arguments (docs/inputs.md). Floats are cast to the model's dtype.
-        defence: its name ("plain", "veil", "ppdl", "dbcl", "spn", one of another package, or `package.module:Name`),
-            or a `fedveil.defences.Defence`.
-        optimizer: creates the server's optimizer from the parameters, as `torch.optim.Adam` does; or an optimizer of
-            this model's parameters.
-        schedule: creates a learning-rate schedule from the optimizer, or is one. `ReduceLROnPlateau` steps after every
-            evaluation, on the test loss or, with mode="max", on the accuracy.
+        defence: a name ("plain", "veil", "ppdl", "dbcl", "spn", one from another package, or `package.module:Name`), or
+            a `fedveil.defences.Defence`.
+        optimizer: a function that creates the server's optimizer from the parameters, such as `torch.optim.Adam`, or an
+            optimizer for this model's parameters.
+        schedule: a function that creates a learning-rate schedule from the optimizer, or a schedule.
+            `ReduceLROnPlateau` steps after every evaluation, on the test loss or, with mode="max", on the accuracy.
         schedule_every: "epoch" or "round": how often other schedules step.
         clip_norm: clip the gradient to this norm.
         batch_size: number of records that a client uses in a round; by default that of the clients' DataLoaders, or 32.
         loss: a name (see `fedveil.scheme.LOSSES`), a loss of fedveil or torch, a function (outputs, targets) -> one
-            value per sample, or a `BatchLoss` of the whole batch. By default cross-entropy for integer targets
-            (classes), squared error for floats; floats that are all 0 or 1 need a name. A loss that cannot learn from
-            the targets is refused (docs/losses.md). Targets may have positions (pixels, tokens): their losses are
-            summed, those of samples averaged.
+            value per sample, or a `BatchLoss` for the whole batch. By default cross-entropy for integer targets
+            (classes), squared error for floats; for floats that are all 0 or 1 the loss must be named. A loss that
+            cannot be trained on the targets is refused (docs/losses.md). Targets may have positions (pixels, tokens):
+            losses are summed over positions and averaged over samples.
         whole_shard: each client goes through all its records in a round, under the same noise, in batches.
         participation: fraction of the clients that take part in a round.
         limits: bounds on each client, and how clients' gradients are combined: `fedveil.Limits`. By default clients are
@@ -184,7 +184,7 @@ class Federation(Server):
             one process this serves to test it and to measure its cost.
         fuse: run the batches of all clients through one pass where no module and no loss couples samples; a model whose
             own code couples them needs fuse=False.
-        seed: of the order of records and the choice of clients.
+        seed: seed for the order of records and the choice of clients.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Federation(Server):
         clients = list_clients(clients)
         sources = check_sources([as_source(f"client {number}", client) for number, client in enumerate(clients)])
         inputs, _ = sources[0].take(range(min(2, len(sources[0]))))
-        output = one_output(model, inputs)  # refuses records that do not fit
+        output = one_output(model, inputs)  # refuses records that the model does not accept
         loss = usual_loss(model, sources) if loss is None else loss
         policy = RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
@@ -247,7 +247,7 @@ class Federation(Server):
             threshold(taking_part)  # refuses too few
 
     def use_engine(self, engine: LocalEngine[B, U]) -> None:
-        """Replace the clients, for example by hostile ones; not under secure aggregation."""
+        """Replace the clients, for example with hostile ones; not under secure aggregation."""
         self.engine = self.clients = engine
         self.rounds = ClearRound(engine, self.model, self.history, self.limits, self.policy.min_answers)
 
@@ -261,7 +261,7 @@ class Federation(Server):
         return read_held_out(test, self.model, self.loss, self.dtype, lambda: self.shards.example)
 
     def state(self) -> CheckpointState:
-        """Return the content of a checkpoint; about clients: their numbers of records, a checksum, who has a state."""
+        """Return the content of a checkpoint: of clients, record counts, a checksum, and which have a private state."""
         return {**super().state(), "private": sorted(self._private())}
 
     def setting(self) -> Setting:
@@ -304,7 +304,7 @@ class Federation(Server):
         return rounds
 
     def _private_states(self, folder: Path, tag: StateTag, state: CheckpointState) -> dict[int, State]:
-        """Return the private states of the checkpoint's round, of all clients that had one."""
+        """Return the private states in the checkpoint's round, for all clients that had one."""
         found = {}
         for client in state.get("private", []):
             path = _private_file(folder, client, state["round"])
@@ -316,7 +316,7 @@ class Federation(Server):
 
 
 def _couples_samples(model: nn.Module, loss: Loss) -> bool:
-    """Whether the loss, or a normalisation in training mode, depends on several samples of a batch together."""
+    """Return whether the loss, or a normalisation in training mode, couples the samples of a batch."""
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     return couples_samples(loss) or any(norm.training or norm.running_mean is None for norm in norms)
 

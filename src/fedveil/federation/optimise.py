@@ -19,7 +19,7 @@ A = TypeVar("A")
 
 
 def _create(name: str, given: T | Callable[[A], T], kind: type[T], argument: A, fix: str) -> T:
-    """Return the object given, or the one that a factory creates; refuse settings that torch rejects."""
+    """Return the given object, or the one that a factory creates; refuse settings that torch rejects."""
     if isinstance(given, kind):
         return given
     if not callable(given):
@@ -34,23 +34,23 @@ def _create(name: str, given: T | Callable[[A], T], kind: type[T], argument: A, 
 
 
 def make_optimizer(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer that a factory creates for these parameters, or the one given, if it is for them."""
+    """Return the optimizer that a factory creates for these parameters, or the given one if it is for them."""
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     found = _create("optimizer", given, torch.optim.Optimizer, trained, FACTORY)
     ours = {id(parameter) for parameter in parameters.values()}
     if any(id(parameter) not in ours for group in found.param_groups for parameter in group["params"]):
         what = "the optimizer has parameters that are not this model's"
-        raise BadArgument(WHERE, what, f"create it after the last change of the model, or {FACTORY}")
+        raise BadArgument(WHERE, what, f"create it after the last change to the model, or {FACTORY}")
     return found
 
 
 def make_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """Return the schedule that a factory creates for the optimizer, or the one given, if it is for it."""
+    """Return the schedule that a factory creates for the optimizer, or the given one if it is for this optimizer."""
     if given is None:
         return None
     found = _create("schedule", given, LRScheduler, optimizer, COSINE)
     if found.optimizer is not optimizer:
-        raise BadArgument(WHERE, "the schedule is of another optimizer", f"pass that optimizer, too, or {COSINE}")
+        raise BadArgument(WHERE, "the schedule is for another optimizer", f"pass that optimizer, too, or {COSINE}")
     return found
 
 
@@ -58,7 +58,7 @@ def plateau_value(schedule: ReduceLROnPlateau, found: Mapping[str, float]) -> fl
     """Return the metric that a plateau schedule monitors: one that should fall in mode "min", rise in mode "max"."""
     if schedule.mode == "max":
         if "accuracy" not in found:
-            what = 'mode="max" monitors accuracy, and this task has none'
+            what = 'mode="max" monitors accuracy, but this task has none'
             raise BadArgument("ReduceLROnPlateau", what, 'use mode="min"')
         return float(found["accuracy"])
     falling = next((name for name in ("loss", "mse") if name in found), None)

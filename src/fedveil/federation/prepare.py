@@ -24,15 +24,15 @@ TEST = "test data"
 def make_shards(
     model: nn.Module, loss: Loss, clients: Sequence[Source], batch_size: int, seed: int, dtype: torch.dtype
 ) -> Shards:
-    """Return the clients' records in the form that the model and the loss expect: in memory, if all of them are.
+    """Return the clients' records in the form that the model and the loss expect; in memory if all of them already are.
 
     Args:
         model: determines the device, and the shape of outputs.
         loss: determines the form of targets.
-        clients: their records, checked.
+        clients: the clients' records, already checked.
         batch_size: number of records that a client uses in a round.
-        seed: of their order.
-        dtype: of floating-point numbers.
+        seed: seed for the order of records.
+        dtype: dtype of floating-point numbers.
     """
     check_count(WHERE, "batch_size", batch_size)
     check_integer(WHERE, "seed", seed)
@@ -58,14 +58,14 @@ def read_held_out(
 ) -> Source:
     """Return test data as a source; refuse records that the model does not accept, and targets that the loss does not.
 
-    A custom loss is evaluated on all records in memory, as after a round. Of a stream, two records are read, or all if
-    the loss couples samples.
+    A custom loss is evaluated on all records in memory, as after a round. From a stream, two records are read, or all
+    if the loss couples samples.
 
     Args:
-        given: in any form that clients' records may have.
-        model: the server's.
+        given: the records, in any form that clients' records may have.
+        model: the server's model.
         loss: the clients' objective.
-        dtype: of floating-point numbers.
+        dtype: dtype of floating-point numbers.
         like: returns clients' inputs, if they are known.
     """
     source = check_sources([as_source(TEST, given)])[0]

@@ -1,4 +1,4 @@
-"""One line about a round, the same for every engine."""
+"""A one-line description of a round, the same for every engine."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ INTERVAL = 1.0  # seconds between two lines
 
 
 def describe_round(record: RoundRecord, rounds: int) -> str:
-    """Describe a round in one line: metrics, replies, where the time went, bytes, faults."""
+    """Describe a round in one line: metrics, replies, times, bytes and faults."""
     figures, notes = record.figures, record.notes
     parts = [f"round {record.round}/{rounds}", *(f"{name} {value:.4f}" for name, value in record.metrics.items())]
     if "answers" in figures:
@@ -33,9 +33,9 @@ def print_progress(
     """Return a callback that prints a line for a round: at intervals, after faults, and for the last round.
 
     Args:
-        rounds: number of rounds of the run.
+        rounds: number of rounds in the run.
         interval: minimum number of seconds between lines.
-        show: in place of print.
+        show: called with each line, instead of print.
     """
     last = -interval
 

@@ -1,7 +1,7 @@
-"""What passes between a server and its clients, whatever engine carries it.
+"""The messages between a server and its clients, and the interface of the engines that carry them.
 
-First the messages: frozen dataclasses, their one encoding, and their bounds. Then the engines: how a server reaches its
-clients, what valid replies hold, and what can go wrong with the others.
+Messages are frozen dataclasses with a single encoding and bounds. An engine reaches the clients, and yields their valid
+replies, and a fault for every other reply.
 """
 
 import logging
@@ -20,15 +20,15 @@ from fedveil.wire import MAX_HEAD, Tensors, Values, as_bytes, as_tensor, check_f
 if TYPE_CHECKING:
     from fedveil.secagg import Opening
 
-MAX_COUNT = 2**53  # of rounds and of records: exact in float64 and in every JSON parser
+MAX_COUNT = 2**53  # rounds or records: exact in float64 and in every JSON parser
 MAX_SEED = 2**64
 MAX_SECONDS = 1e9
-MAX_PER_TENSOR = 4  # tensors in an ask or an answer for each of the model's
+MAX_PER_TENSOR = 4  # tensors in an ask or an answer per tensor of the model
 MAX_ASK_HEAD = 2**22  # bytes of an ask's values: a roster of 10,000 members takes most of it
-CHALLENGE = 16  # bytes of a greeting under secure aggregation, which the reply signs
+CHALLENGE = 16  # bytes in a greeting under secure aggregation; the reply signs them
 MAX_RECORDED = 20  # faults in the record of a round
 MAX_TEXT = 200  # characters of a client's text
-SERVER = "server"  # in place of a member, for faults of an attempt as a whole
+SERVER = "server"  # used as the member in faults that concern a whole attempt
 Member = int | str  # a client, by its index in this process, its Flower node id or the name of its FLARE site
 LOG = logging.getLogger("fedveil.rounds")
 
@@ -46,7 +46,7 @@ class SecureTerms:
 
     @classmethod
     def from_values(cls, values: Values) -> "SecureTerms":
-        """Invert `values`; anything else is refused."""
+        """Invert `values`; refuse anything else."""
         from fedveil.secagg import Opening  # only clients that take part in secure aggregation need it
 
         clip = values.get("clip")
@@ -57,16 +57,16 @@ class SecureTerms:
 class Ask:
     """A broadcast and everything else that a client needs to answer it."""
 
-    session: str  # of the server's process: a restarted server has another
+    session: str  # identifies the server's process; a restarted server has a new one
     round: int  # from 0
-    token: str  # of the exchange; the answer quotes it
+    token: str  # identifies the exchange; the answer repeats it
     defence: str  # name in the registry
-    settings: Values  # of the defence, for the client's part
+    settings: Values  # settings of the defence that clients need
     loss: str  # its name
     loss_settings: Values  # see `Loss.settings`
-    whole_shard: bool  # all records of the client, or its next batch
+    whole_shard: bool  # use all records of the client, not only its next batch
     batch_size: int
-    seed: int  # of the order of records
+    seed: int  # for the order of records
     secure: Values  # `SecureTerms.values`; empty without secure aggregation
     values: Values
     tensors: Tensors
@@ -80,14 +80,14 @@ class Answer:
     token: str
     defence: str
     records: int  # |D_k|, the client's weight
-    seconds: float  # of the client's work, as it reports
+    seconds: float  # computing time, as the client reports it
     values: Values
     tensors: Tensors
 
 
 @dataclass(frozen=True, eq=False)
 class MaskedAnswer:
-    """A client's update under secure aggregation: masked words, without its records and its time."""
+    """A client's update under secure aggregation: masked words, without the number of records and the time."""
 
     round: int
     token: str
@@ -128,7 +128,7 @@ def write(message: Ask | Answer | MaskedAnswer | Step) -> bytes:
 
 
 def read(data: bytes, kind: type[Message], max_tensors: int | None = None) -> Message:
-    """Decode a message of a kind; anything else is refused, and so are more than `max_tensors` tensors."""
+    """Decode a message of the given kind; refuse anything else, and messages with more than `max_tensors` tensors."""
     where = kind.__name__.lower()
     head = MAX_ASK_HEAD if kind is Ask else MAX_HEAD
     values, tensors = from_bytes(data, where, 1 if kind is Step else max_tensors, head)
@@ -144,13 +144,13 @@ def read(data: bytes, kind: type[Message], max_tensors: int | None = None) -> Me
 
 
 def _check_ask(ask: Ask) -> None:
-    """Refuse integers out of range, and text that cannot be printed."""
+    """Refuse integers that are out of range, and unprintable text."""
     for name, least, end in (("round", 0, MAX_COUNT), ("batch_size", 1, MAX_COUNT), ("seed", 0, MAX_SEED)):
         if check_count("ask", name, getattr(ask, name), least) >= end:
             raise BadArgument("ask", f"{name} must be below {end}, got {getattr(ask, name)}")
     for name in ("session", "token", "defence", "loss"):
         if not getattr(ask, name).isprintable():
-            raise BadArgument("ask", f"{name} contains characters that cannot be printed")
+            raise BadArgument("ask", f"{name} contains unprintable characters")
 
 
 def max_tensors(model: nn.Module) -> int:
@@ -161,7 +161,7 @@ def max_tensors(model: nn.Module) -> int:
 def check_exchange(answer: Answer | MaskedAnswer, ask: Ask) -> None:
     """Server: refuse an answer to another ask."""
     if (answer.round, answer.token, answer.defence) != (ask.round, ask.token, ask.defence):
-        raise StaleUpdate("answer", f"it belongs to another exchange, of round {answer.round}")
+        raise StaleUpdate("answer", f"it belongs to another exchange, in round {answer.round}")
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,13 @@ class LastAsk:
 
 
 def refuse_old(ask: Ask, last: LastAsk | None) -> None:
-    """Client: refuse an earlier round of the server's session, and an ask that was answered before."""
+    """Client: refuse an ask that was already answered, or that is for an earlier round of the session."""
     if last is None or last.session != ask.session:
         return
     if last.token == ask.token:
         raise StaleUpdate("this client", f"it has already answered this ask of round {ask.round}")
     if ask.round < last.round:
-        raise StaleUpdate("this client", f"the ask is for round {ask.round}, and it has answered a later one")
+        raise StaleUpdate("this client", f"the ask is for round {ask.round}, but it has already answered a later one")
 
 
 class FaultKind(StrEnum):
@@ -188,7 +188,7 @@ class FaultKind(StrEnum):
 
     SILENT = "silent"
     UNREACHABLE = "unreachable"
-    ENGINE_ERROR = "engine error"  # the engine's own code is in the text
+    ENGINE_ERROR = "engine error"  # the text contains the engine's error code
     RAISED = "raised"
     UNREADABLE = "unreadable"
     MALFORMED = "malformed"
@@ -227,7 +227,7 @@ def clean(text: object) -> str:
 
 
 def describe_refusal(member: Member, error: Exception) -> Fault:
-    """Return the fault of a client whose reply raised this error; the text of other errors than ours is left out."""
+    """Return the fault of a client whose reply raised this error."""
     if isinstance(error, BadArgument):
         return Fault(member, FaultKind.MALFORMED, f"{error.where}: {error.what}")
     if isinstance(error, FedveilError):
@@ -250,7 +250,7 @@ class FaultLog:
 
     @property
     def wrong_members(self) -> set[Member]:
-        """The clients that replied wrongly."""
+        """The clients that sent a wrong reply."""
         return {fault.member for fault in self.faults if fault.kind in WRONG_REPLIES}
 
     def texts(self) -> list[str]:
@@ -260,13 +260,13 @@ class FaultLog:
 
 @dataclass
 class Traffic:
-    """The bytes of a round's exchanges."""
+    """The bytes sent and received in a round."""
 
     asked: int = 0  # clients
     exchanges: int = 0
     down: int = 0
     up: int = 0
-    seconds_work: float = field(default=0.0)  # of the slowest client, as it reports
+    seconds_work: float = field(default=0.0)  # computing time of the slowest client, as it reports it
 
     def count_down(self, sizes: Sequence[int]) -> None:
         """Count one exchange, from the sizes of its messages to clients."""
@@ -275,7 +275,7 @@ class Traffic:
         self.down += sum(sizes)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures for the round's record; those per client are averages."""
+        """Return the figures for the round's record; bytes_down and bytes_up are averages per client."""
         down, up = round(self.down / self.asked), round(self.up / self.asked)
         found = {"bytes_total": self.down + self.up, "bytes_down": down, "bytes_up": up}
         further = {"exchanges": self.exchanges if self.exchanges > 1 else 0, "seconds_work": self.seconds_work}
@@ -292,15 +292,15 @@ class Reply(Generic[U]):
 
 
 AnyReply = Reply[Any]  # type: ignore[explicit-any]
-Channels = Mapping[Member, bytes]  # the keys of tags, by client (`fedveil.secagg.identity`)
+Channels = Mapping[Member, bytes]  # the keys for tags, by client (`fedveil.secagg.identity`)
 
 
 class Engine(Protocol):
-    """Asks clients, and yields valid replies and faults. Whatever ends the engine itself is raised.
+    """Asks clients, and yields valid replies and faults. Errors that end the engine itself are raised.
 
     Attributes:
         stream: name of the random stream that chooses clients.
-        stable: whether a member is the same client in every round; otherwise privacy is accounted for all clients.
+        stable: whether a member is the same client in every round; if not, each round counts for all clients' privacy.
         keeps_nothing: whether no client holds a broadcast after its round, so that its memory can be reused.
     """
 
@@ -310,10 +310,10 @@ class Engine(Protocol):
 
     @property
     def traffic(self) -> Traffic | None:
-        """The bytes since the round began; None in one process."""
+        """The traffic since the round began; None if clients are in this process."""
 
     def start_round(self) -> None:
-        """Begin to count the traffic of a round."""
+        """Start counting the traffic of a round."""
 
     def members(self) -> list[Member]:
         """Return the clients that can be asked now, in a fixed order."""
@@ -329,13 +329,13 @@ class Engine(Protocol):
     def take_step(
         self, step: Step, own: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
-        """Send a step of secure aggregation, to each client with bytes for it alone; yield the bodies of the replies.
+        """Send a step of secure aggregation, with additional bytes for each client; yield the bodies of the replies.
 
         Args:
-            step: for all clients.
-            own: for each client.
-            channels: keys of the tags that authenticate it; None for a signature.
-            timeout: seconds, in place of the server's.
+            step: the message for all clients.
+            own: additional bytes for each client.
+            channels: keys for the tags that authenticate it; None for a signature.
+            timeout: in seconds; by default the server's.
         """
 
     def close(self) -> None:

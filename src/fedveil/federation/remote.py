@@ -1,4 +1,4 @@
-"""A federation whose clients are on other machines: messages over any transport, and the server on them."""
+"""A federation whose clients are on other machines: messages over any transport, and the server that uses them."""
 
 import itertools
 import logging
@@ -47,11 +47,11 @@ from fedveil.wire import as_bytes
 
 LOG = logging.getLogger("fedveil.rounds")
 R = TypeVar("R")
-C = TypeVar("C")  # what an engine of another package gives its server: Flower's grid, FLARE's sites
+C = TypeVar("C")  # the connection that another package gives its server: Flower's grid, FLARE's sites
 
 
 class Transport(Protocol):
-    """Carries bytes to clients and back. Whatever ends the transport itself is raised."""
+    """Carries bytes to clients and back. Errors that end the transport itself are raised."""
 
     def members(self) -> list[Member]:
         """Return the clients that can be asked now, in a fixed order."""
@@ -59,16 +59,16 @@ class Transport(Protocol):
     def ask(
         self, common: bytes, own: Mapping[Member, bytes], *, label: str, timeout: float
     ) -> Iterator[tuple[Member, bytes | Fault]]:
-        """Send `common` to the clients in `own`, each with bytes for it alone; yield replies and faults as they come.
+        """Send `common` to the clients in `own`, with additional bytes for each; yield replies and faults on arrival.
 
-        Every client that was asked is named at least once; after `timeout` seconds those that are missing are silent.
-        An iterator that is closed abandons the rest.
+        Every client that was asked is named at least once; those that are missing after `timeout` seconds are silent.
+        Closing the iterator abandons the rest.
 
         Args:
-            common: the same for all.
-            own: for each client; empty bytes if there is nothing.
-            label: of the exchange, for logs.
-            timeout: seconds.
+            common: bytes for all clients.
+            own: additional bytes for each client; may be empty.
+            label: name of the exchange in logs.
+            timeout: in seconds.
         """
 
     def close(self) -> None:
@@ -76,12 +76,12 @@ class Transport(Protocol):
 
 
 class RemoteEngine:
-    """Encodes asks, signs them, and decodes the replies that a transport brings.
+    """Encodes asks, signs them, and decodes the replies that a transport returns.
 
     Args:
         transport: carries the bytes.
-        server: whose rounds are carried.
-        identity: signs every message that no tag authenticates; None if clients accept any server.
+        server: the server whose rounds it carries.
+        identity: signs every message without a tag; None if clients accept any server.
         whole_shard: clients go through all their records in a round.
         batch_size: number of records that a client uses at a time.
     """
@@ -93,7 +93,7 @@ class RemoteEngine:
     ) -> None:
         self.transport, self._server, self._identity = transport, server, identity
         self.codec, self.session = find_codec(server.defence), Entropy().token()
-        base = server.defence.base  # what travels; privacy on top is the server's
+        base = server.defence.base  # the part that clients know; differential privacy on top is the server's
         record = find_record(base)
         if record is None:
             fix = "register it in the entry-point group fedveil.defences of your package"
@@ -103,7 +103,7 @@ class RemoteEngine:
         self.traffic = Traffic()
 
     def start_round(self) -> None:
-        """Begin to count the traffic of a round."""
+        """Start counting the traffic of a round."""
         self.traffic = Traffic()
 
     def members(self) -> list[Member]:
@@ -195,7 +195,7 @@ class RemoteEngine:
 def decode_answer(
     data: bytes, ask: Ask, codec: AnyCodec, own_round: AnyRound, model: nn.Module, member: Member, position: int
 ) -> tuple[AnyReply, float]:
-    """Return a client's reply to this ask and the seconds of its work; an update that cannot be used is refused."""
+    """Return a client's reply to this ask and its computing time in seconds; refuse an unusable update."""
     answer = read(data, Answer, max_tensors(model))
     check_exchange(answer, ask)
     update = codec.decode_update(own_round.base, model, answer.values, answer.tensors, position)
@@ -205,15 +205,15 @@ def decode_answer(
 class RemoteServer(Server, Generic[C]):
     """A federation whose clients are on other machines; each answers with a `fedveil.federation.client.ClientSession`.
 
-    One exchange of messages carries one round. A round uses the valid replies that arrive in time, if there are at
-    least `min_answers`, with |D_k| of those clients as weights. Otherwise it is repeated, with new noise.
+    Each round is one exchange of messages. It uses the valid replies that arrive in time, if there are at least
+    `min_answers`, weighted by the clients' |D_k|. Otherwise it is repeated with new noise.
     docs/flower.md lists what happens after each kind of fault.
 
     Args:
         connection: Flower's grid, or FLARE's `collab.clients`.
-        model: the server's; trained in place.
+        model: the server's model; trained in place.
         example: the inputs of at least two records, for the analysis of the model; values do not matter. They have the
-            form of the clients' inputs: a tensor, a tuple of arguments of forward or a dict of keyword arguments.
+            form of the clients' inputs: a tensor, a tuple of forward's arguments or a dict of its keyword arguments.
         defence: as for `fedveil.Federation`. One with test entropy or a seed is refused.
         optimizer: as for `fedveil.Federation`.
         schedule: as for `fedveil.Federation`; an epoch is `rounds_per_epoch` rounds.
@@ -222,8 +222,8 @@ class RemoteServer(Server, Generic[C]):
         loss: as for `fedveil.Federation`, but it must be named: the server does not see the clients' targets. A custom
             function must be passed to the clients, too.
         whole_shard: clients go through all their records in a round, so that few rounds are needed.
-        batch_size: number of records that a client uses at a time; without `whole_shard`, in a round.
-        rounds_per_epoch: for the schedule and for evaluation.
+        batch_size: number of records that a client uses at a time or, without `whole_shard`, in a round.
+        rounds_per_epoch: length of an epoch, for the schedule and for evaluation.
         participation: fraction of the clients that are asked in a round.
         limits: bounds on each client, and how updates are combined: `fedveil.Limits`. With None all finite updates
             count, and the noise is removed once, from their sum.
@@ -231,14 +231,14 @@ class RemoteServer(Server, Generic[C]):
         wait_for: the minimum number of clients before the first round; by default `min_answers`.
         timeout: seconds for an exchange; its messages expire after that.
         patience: seconds to wait for clients in a round before giving up.
-        attempts: exchanges of a round before giving up.
+        attempts: maximum number of attempts at a round before giving up.
         pause: seconds between attempts.
-        secure_aggregation: the server sees only sums of updates; clients need an identity, a roster and a policy
-            (docs/secure-aggregation.md). The roster, or True for the file that FEDVEIL_ROSTER names. It cannot be
-            combined with limits.
+        secure_aggregation: a roster, or True for the file that FEDVEIL_ROSTER names. The server then sees only sums of
+            updates; clients need an identity, a roster and a policy (docs/secure-aggregation.md). It cannot be combined
+            with limits.
         identity: the server's signing key: every message is signed, and clients whose policy names its public key
             answer no other server. By default the file that FEDVEIL_IDENTITY names. Secure aggregation needs one.
-        seed: of the order of clients' records and of the choice of clients.
+        seed: seed for the order of clients' records and for the choice of clients.
     """
 
     def __init__(
@@ -270,14 +270,14 @@ class RemoteServer(Server, Generic[C]):
     ) -> None:
         where = type(self).__name__
         if loss is None:
-            what = "no loss is named, and the server does not see the clients' targets"
+            what = "no loss is given, and the server does not see the clients' targets"
             raise BadArgument(where, what, 'use loss="cross_entropy" for classes, loss="squared_error" for numbers')
         if secure_aggregation and limits == Limits():
             limits = None
         policy = RoundPolicy(participation, min_answers, wait_for, timeout, patience, attempts, pause)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         if self.defence.repeatable:
-            what = f"{self.defence.name} draws from a test seed, and this server talks to a network"
+            what = f"{self.defence.name} draws from a test seed, but this server talks to a network"
             raise BadArgument(where, what, "leave entropy= and seed= out of the defence")
         self._epoch = check_count(where, "rounds_per_epoch", rounds_per_epoch)
         example = move_inputs(example, self.device)
@@ -306,5 +306,5 @@ class RemoteServer(Server, Generic[C]):
 
     @property
     def rounds_per_epoch(self) -> int:
-        """As given: the server does not know how many records clients have."""
+        """The number of rounds per epoch, as given: the server does not know how many records clients have."""
         return self._epoch

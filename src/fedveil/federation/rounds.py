@@ -1,4 +1,4 @@
-"""Rounds: how often they are attempted, and how replies become one result without secure aggregation."""
+"""Rounds: how often they are attempted, and how replies are combined without secure aggregation."""
 
 import dataclasses
 import time
@@ -31,7 +31,7 @@ class RoundPolicy:
         wait_for: the minimum number of clients before the first round; by default `min_answers`.
         timeout: seconds for an exchange of messages.
         patience: seconds to wait for clients in a round before giving up.
-        attempts: exchanges of a round before giving up.
+        attempts: maximum number of attempts at a round before giving up.
         pause: seconds between attempts.
     """
 
@@ -44,7 +44,7 @@ class RoundPolicy:
     pause: float = 2.0
 
     def check(self, where: str) -> None:
-        """Refuse values out of range."""
+        """Refuse values that are out of range."""
         check_fraction(where, "participation", self.participation)
         for name in ("min_answers", "attempts"):
             check_count(where, name, getattr(self, name))
@@ -75,16 +75,16 @@ class RoundKind(Protocol):
         """Ask clients once; return the result of their replies, or None if there are too few."""
 
     def close(self) -> None:
-        """End the run; by default nothing is left behind."""
+        """End the run; by default there is nothing to do."""
         return
 
 
 class ClearRound(RoundKind):
-    """A round whose updates the server sees one by one.
+    """A round in which the server sees each update.
 
     Args:
         engine: reaches the clients.
-        model: the server's.
+        model: the server's model.
         history: the rounds so far.
         limits: bounds on each client.
         min_answers: the minimum number of valid replies.
@@ -112,7 +112,7 @@ class ClearRound(RoundKind):
         if sum([len(reply.members) for reply in replies]) < self.min_answers:
             return None
         if len(replies) < len(members) or self.engine.traffic:
-            replies.sort(key=lambda reply: members.index(reply.members[0]))  # sums do not depend on who was first
+            replies.sort(key=lambda reply: members.index(reply.members[0]))  # sums must not depend on arrival
         updates = [reply.update for reply in replies]
         if observer:
             observer(own_round.broadcast, updates)
@@ -138,7 +138,7 @@ class ClearRound(RoundKind):
         return self._count(outcome.result, [reply for reply in replies if reply.members[0] not in outcome.refused])
 
     def _count(self, result: Aggregate, replies: Sequence[AnyReply]) -> Aggregate:
-        """Add the numbers of replies and of records, which are of interest if clients are elsewhere."""
+        """Add the numbers of replies and of records to the result, if clients are remote."""
         if self.engine.traffic is None:
             return result
         counts = {"answers": len(replies), "records": sum(reply.records for reply in replies)}
@@ -146,7 +146,7 @@ class ClearRound(RoundKind):
 
 
 def _name_sender(error: NonFiniteUpdate, replies: Sequence[AnyReply]) -> str:
-    """Return who sent the update that a defence refuses: a defence knows only its position among the updates."""
+    """Return the sender of an update that a defence refused; the defence knows only its position among the updates."""
     if len(replies) == 1 and len(replies[0].members) > 1:
         return FUSED
     known = {f"client {position}": f"client {reply.members[0]}" for position, reply in enumerate(replies)}

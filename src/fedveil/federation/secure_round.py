@@ -35,13 +35,13 @@ from fedveil.secagg.masks import proper_key
 from fedveil.secagg.policy import Policy
 
 RENEWAL = Policy.key_rounds  # attempts after which clients replace their keys, unless their policies say otherwise
-FAREWELL = 5.0  # seconds in which clients may confirm the end of the run
+FAREWELL = 5.0  # seconds that clients have to confirm the end of the run
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class Greeting:
-    """A client's key, the key of the tags on messages to it, and the number of attempts that used it."""
+    """A client's key, the key for the tags on messages to it, and the number of attempts that have used it."""
 
     hello: Hello
     channel: bytes
@@ -53,7 +53,7 @@ class Greeting:
 
 @dataclass
 class _Attempt:
-    """One attempt to add up: who takes part under which name, and whether clients have begun to reveal."""
+    """One attempt at a sum: who takes part, under which name, and whether clients have begun to reveal."""
 
     names: Mapping[str, Member]
     opening: Opening
@@ -62,11 +62,12 @@ class _Attempt:
 
 
 class SecureRound:
-    """The clients' keys and attempts in one run, their conduct, and what is known about the size of their numbers.
+    """The rounds of a run under secure aggregation: the clients' keys and conduct, the attempts, the format of sums.
 
-    A round takes three exchanges, and one more whenever a client drops out between them. Before the reveal, a round
-    that fails is repeated with new noise and new masks. Once clients were asked to reveal it never is: then its sum
-    is lost, and the model stays as it is. A client whose lie is proven is excluded for the run and named in the record.
+    A round takes three exchanges, and one more whenever a client drops out between them. If it fails before the reveal,
+    it is repeated with new noise and new masks. Once clients have been asked to reveal, it is never repeated: its sum
+    is lost, and the model stays unchanged. A client that is proven to have lied is excluded for the rest of the run and
+    named in the record.
 
     Args:
         engine: reaches the clients.
@@ -81,12 +82,12 @@ class SecureRound:
         self.min_answers, self.answered = min_answers, 0.0
         self.least = max(min_answers, secagg.LEAST)
         self.conduct = Conduct()
-        self._greetings: dict[Member, Greeting] = {}  # also of clients that are away
+        self._greetings: dict[Member, Greeting] = {}  # including clients that are absent now
         self._doubtful: set[Member] = set()  # clients that may have lost their key
-        self._quarrelling: set[Member] = set()  # in failed attempts of this round: left out if others are enough
+        self._quarrelling: set[Member] = set()  # in failed attempts of this round; left out if there are enough others
         self._round = -1
-        self._impostors: dict[Member, str] = {}  # clients without a proper hello, and why
-        self._noted: set[str] = set()  # excluded clients that a record names
+        self._impostors: dict[Member, str] = {}  # clients without a valid hello, and why
+        self._noted: set[str] = set()  # excluded clients that a record already names
         self._attempt = 0
         self._key = X25519PrivateKey.generate()
 
@@ -96,7 +97,7 @@ class SecureRound:
         return {str(member): why for member, why in self._impostors.items()} | dict(self.conduct.excluded)
 
     def select(self, number: int, members: list[Member]) -> list[Member]:
-        """Leave out excluded clients and, if the others are enough, those that quarrelled in this round."""
+        """Leave out excluded clients and, if there are enough others, those that quarrelled in this round."""
         if number != self._round:
             self._round, self._quarrelling = number, set()
         members = [member for member in members if not self._is_excluded(member)]
@@ -106,7 +107,7 @@ class SecureRound:
     def collect(
         self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog, observer: Observer | None
     ) -> Aggregate | None:
-        """Try once to open a sum; None if the attempt may be repeated. Nobody can observe single updates."""
+        """Try once to open a sum; return None if the round may be repeated. Individual updates cannot be observed."""
         attempt = self._start(number, own_round, members, faults)
         if attempt is None:
             return None
@@ -138,12 +139,12 @@ class SecureRound:
             list(self.engine.take_step(end, dict.fromkeys(members, b""), self._channels(members), FAREWELL))
 
     def _start(self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog) -> _Attempt | None:
-        """Ask clients for their masked updates; None if there are too few."""
+        """Ask clients for their masked updates; return None if there are too few clients."""
         present = self._greet(members, faults)
         names = {self._greetings[member].hello.name: member for member in present}
         needed = max(self.min_answers, secagg.threshold(max(len(names), secagg.LEAST)))
         if len(names) < needed:
-            text = f"{len(names)} clients are present, and secure aggregation needs at least {needed}"
+            text = f"{len(names)} clients are present, but secure aggregation needs at least {needed}"
             faults.add(Fault(SERVER, FaultKind.TOO_FEW, text))
             return None
         self._attempt += 1
@@ -165,7 +166,7 @@ class SecureRound:
         return Opening(self._session, number, self._attempt, hellos, *self.sums.layout(own_round))
 
     def _open(self, attempt: _Attempt, faults: FaultLog) -> Words:
-        """Settle until all who are left agree, then reveal; return the sum."""
+        """Settle until all remaining clients agree, then reveal; return the sum."""
         tally = attempt.tally
         while not tally.has_agreement():
             self._take_step(attempt, "settle", *tally.settle(), tally.take_settle_reply, faults)
@@ -183,14 +184,14 @@ class SecureRound:
         take: Callable[[str, bytes], None],
         faults: FaultLog,
     ) -> None:
-        """Send a step to the clients named in `own`; clients whose reply does not count have dropped out."""
+        """Send a step to the clients named in `own`; clients without a valid reply have dropped out."""
         wanted = {attempt.names[name]: extra for name, extra in own.items()}
         message = Step.make(self._session, step, common)
         for member, body in self._receive(self.engine.take_step(message, wanted, self._channels(wanted)), faults):
             self._take(member, partial(take, self._name(member), body), faults)
 
     def _decode(self, own_round: AnyRound, total: Words | None, opening: Opening, why: str) -> Aggregate:
-        """Return the gradient; nothing if there is no sum, or if a client has spoilt it."""
+        """Return the result of a sum; an empty one if there is no sum, or if a client has spoilt it."""
         if total is not None:
             try:
                 return self.sums.aggregate(own_round, total, opening)
@@ -214,7 +215,7 @@ class SecureRound:
         return [m for m in fresh if self._greetings[m].uses < RENEWAL and not self._is_excluded(m)]
 
     def _check_hello(self, member: Member, body: bytes, challenge: bytes) -> Hello:
-        """Return a client's hello, if it is its own; a client that returns as another member keeps its name."""
+        """Return a client's hello; refuse one that is not its own. A client may return as another member."""
         try:
             values = json.loads(body)
             hello, shown = Hello.from_values(values), bytes.fromhex(str(values.get("proof")))
@@ -254,7 +255,7 @@ class SecureRound:
     def _receive(
         self, replies: Iterable[tuple[Member, bytes] | Fault], faults: FaultLog
     ) -> Iterator[tuple[Member, bytes]]:
-        """Record the engine's faults; their clients are greeted again, since they may have lost their keys."""
+        """Record the engine's faults; the clients concerned are greeted again, since they may have lost their keys."""
         for found in replies:
             if isinstance(found, Fault):
                 faults.add(found)

@@ -42,15 +42,15 @@ from fedveil.scheme.result import Aggregate, Note
 if TYPE_CHECKING:
     from fedveil.secagg import Roster
 
-SCALE = "scale inputs and targets, or change the loss or the model: before the first step it is not the learning rate"
+SCALE = "scale inputs and targets, or change the loss or the model: the learning rate has had no effect yet"
 NOT_RESTORED = "the model in memory has the values after the step"
 RESTORED = "the model in memory has the values before the step, the last finite ones"
 MAX_SHOWN = 5  # faults in an error
-POLL = 0.5  # seconds between two looks for clients that are missing
+POLL = 0.5  # seconds between two checks for missing clients
 
 
 class OneThread:
-    """A lock that refuses a second thread. The first may enter again, as callbacks do; a copy of the lock is free."""
+    """A lock that refuses a second thread. The first may re-enter it, as callbacks do; a copy of the lock is free."""
 
     def __init__(self, where: str) -> None:
         self._where, self._lock = where, threading.RLock()
@@ -100,7 +100,7 @@ class Server(StoredServer):
         self.loss = find_loss(loss)
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        self._changing = select_floats({**trained, **self._buffers})  # in a step
+        self._changing = select_floats({**trained, **self._buffers})  # tensors that a step changes
         if (name := find_non_finite(select_floats({**self._parameters, **self._buffers}))) is not None:
             fix = "use finite values; a mask of -inf can be a bool tensor, or be created in forward"
             raise BadArgument(where, f"the model's {name} holds NaN or infinity", fix)
@@ -113,7 +113,7 @@ class Server(StoredServer):
         self.round, self.best, self.history, self.changed = 0, None, History(), []
         self._alone = OneThread(where)
         self._run, self._behind = secrets.token_bytes(16), False
-        self._undoable = False  # an interrupted round is undone
+        self._undoable = False  # whether an interrupted round is undone
         self._before = self._saved = None
 
     def __repr__(self) -> str:
@@ -129,7 +129,7 @@ class Server(StoredServer):
     def _start_secure(
         self, client: AnyClient, example: Inputs, roster: "Roster", session: str, records: int | None = None
     ) -> None:
-        """Use secure aggregation; refuse what it cannot be combined with."""
+        """Use secure aggregation; refuse settings that it cannot be combined with."""
         from fedveil.federation.secure_round import SecureRound
         from fedveil.federation.sums import Sums, check_combination
 
@@ -160,7 +160,7 @@ class Server(StoredServer):
             raise self._divergence(f"{error.where}: {error.what}", LOWER if self.round else SCALE) from error
 
     def exchange(self, on_exchange: Observer | None = None) -> Aggregate:
-        """Broadcast, collect and aggregate, again with new noise while too few replies are valid; no step is taken."""
+        """Broadcast, collect and aggregate, without a step; repeat with new noise while too few replies are valid."""
         policy, faults = self.policy, FaultLog(self.round)
         deadline = time.monotonic() + policy.patience
         self.engine.start_round()
@@ -194,7 +194,7 @@ class Server(StoredServer):
         return dataclasses.replace(result, figures=figures, notes=notes)
 
     def _choose_members(self, faults: FaultLog, deadline: float) -> list[Member]:
-        """Return the clients to ask, once enough are present: without those that replied wrongly, if others suffice."""
+        """Wait for enough clients; return those to ask, without senders of wrong replies if the others suffice."""
         policy = self.policy
         needed = policy.min_answers
         if not self._started:
@@ -239,7 +239,7 @@ class Server(StoredServer):
             self.schedule.step()
 
     def _apply(self, result: Aggregate) -> None:
-        """Step the optimizer, and replace the buffers; refuse a model that becomes infinite."""
+        """Step the optimizer, and replace the buffers; refuse a step after which the model is not finite."""
         for name, parameter in self._parameters.items():
             parameter.grad = result.gradients.get(name)
         if self.clip_norm is not None:
@@ -275,15 +275,15 @@ class Server(StoredServer):
         patience: int | None = None,
         on_round: Callback | Sequence[Callback] | None = None,
     ) -> History:
-        """Train up to `epochs` epochs, or `rounds` rounds, counted from the start of the run.
+        """Train for up to `epochs` epochs, or `rounds` rounds, counted from the start of the run.
 
-        There are no local epochs: clients compute gradients of a perturbed model, which only the server can step.
+        There are no local epochs: clients compute gradients of a perturbed model, which only the server can update.
 
         Args:
             epochs: how often the largest client goes through its records.
-            test: held-out records, in any form that clients may have; evaluated after each epoch.
-            rounds: in place of epochs.
-            evaluate_every: rounds, in place of an epoch.
+            test: held-out records, in any form that clients' records may have; evaluated after each epoch.
+            rounds: number of rounds, instead of epochs.
+            evaluate_every: number of rounds between evaluations, instead of an epoch.
             folder: where to save checkpoints and, at the end, the last and the best model (`fedveil.load_model`). A
                 checkpoint is written after each evaluation (without test data at the same interval), at least once a
                 minute, and at the end. After an exception or an interrupt it holds the last complete round; an
@@ -292,7 +292,7 @@ class Server(StoredServer):
             checkpoint_every: rounds between additional checkpoints. A durable defence saves after every round, for
                 privacy accounting.
             patience: stop after this number of evaluations without improvement.
-            on_round: called with each round's record; or several such functions.
+            on_round: a function that is called with each round's record, or several of them.
 
         Returns:
             One record per round, with metrics where the model was evaluated.
@@ -329,7 +329,7 @@ class Server(StoredServer):
         return self.history
 
     def _train(self, plan: FitPlan) -> None:
-        """Train up to the plan's last round; an evaluation that was interrupted comes first."""
+        """Train up to the plan's last round, after completing an evaluation that was interrupted."""
         records = self.history.records
         started = time.perf_counter() - (records[-1].seconds if records else 0.0)  # of a resumed run
         if plan.test is not None and records and records[-1].evaluated is False:
@@ -353,7 +353,7 @@ class Server(StoredServer):
             records[-1] = self._evaluate(plan.test, records[-1], started)
         self._before = None
         if plan.folder is not None and (plan.saves(self.round) or self.has_stalled(plan.patience)):
-            self.save(plan.folder)  # before anybody hears of the round: whatever follows, it counts
+            self.save(plan.folder)  # before anyone learns of the round: it counts, whatever follows
             plan.saved = time.monotonic()
         for call in plan.callbacks:
             call(records[-1])
@@ -363,14 +363,14 @@ class Server(StoredServer):
         return read_held_out(test, self.model, self.loss, self.dtype)
 
     def _warn_if_done(self, last: int, in_epochs: bool) -> None:
-        """Warn that a second call of fit trains nothing: it counts from the start, not from the last call."""
+        """Warn if a second call to fit trains nothing: it counts from the start, not from the last call."""
         if 0 < last <= self.round:
             unit, more = ("epochs", self.round // self.rounds_per_epoch) if in_epochs else ("rounds", self.round)
             what = f"{unit} count from the start, and round {self.round} is done already"
             LOG.warning("fedveil: fit trains nothing: %s; fit(%s=%d) trains more", what, unit, more + 1)
 
     def has_stalled(self, patience: int | None) -> bool:
-        """Whether the last `patience` evaluations brought no improvement."""
+        """Return whether the last `patience` evaluations brought no improvement."""
         records = self.history.records
         if patience is None or not records or not records[-1].evaluated:
             return False
@@ -381,7 +381,7 @@ class Server(StoredServer):
         return len(values) - 1 - best >= patience
 
     def _evaluate(self, test: Source, record: RoundRecord, started: float) -> RoundRecord:
-        """Return the record with the metrics of the test data; update the best model and a plateau schedule."""
+        """Return the record with the metrics on the test data; update the best model and a plateau schedule."""
         outputs, targets = predict_source(self.model, test)
         with attribute_targets(test.who):
             found = metrics(outputs, targets, self.loss, axis=head_axis(self.model))

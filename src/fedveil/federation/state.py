@@ -33,7 +33,7 @@ from fedveil.signals import handle
 
 LOG = logging.getLogger("fedveil")
 Folder = str | os.PathLike[str]
-Setting = Mapping[str, object]  # by its name in messages
+Setting = Mapping[str, object]  # values by their name in messages
 OPTIMIZER, RECORDS = "optimizer", "records"
 LOWER = "lower the learning rate; earlier checkpoints are still there"
 CHUNK = 2**20  # values that are hashed at once
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class CheckpointState(TypedDict):
-    """The content of a server's checkpoint: never a secret, and no record of a client."""
+    """The content of a server's checkpoint: no secrets, and no records of clients."""
 
     round: int
     model: dict[str, Tensor]
@@ -73,7 +73,7 @@ def _copy_state(state: T) -> T:
 
 
 class Snapshot:
-    """Parameters, buffers, optimizer, schedule, round and records of a server.
+    """A copy of a server's parameters, buffers, optimizer, schedule, round and records.
 
     The defence's state is not restored: a round whose noise was drawn counts for privacy even if it is undone.
     """
@@ -131,9 +131,9 @@ class StoredServer(ABC):
     changed: list[str]  # settings that differ from those of the resumed run
     _alone: AbstractContextManager[None]  # refuses a second thread
     _run: bytes  # identifies this run's checkpoints
-    _behind: bool  # the last checkpoint on disk is bad, and the one before was used
-    _before: Snapshot | None  # of a round or an evaluation that is not complete
-    _saved: tuple[object, ...] | None  # what was saved last
+    _behind: bool  # the last checkpoint on disk is bad, and the previous one was used
+    _before: Snapshot | None  # taken before a round or an evaluation that is not complete yet
+    _saved: tuple[object, ...] | None  # identifies the state that was saved last
 
     def state(self) -> CheckpointState:
         """Return the content of a checkpoint."""
@@ -154,7 +154,7 @@ class StoredServer(ABC):
         return {OPTIMIZER: optimizer, "loss": self.loss.name, "gradient clipping": self.clip_norm or 0.0}
 
     def save(self, folder: Folder) -> None:
-        """Write a checkpoint; the one before stays beside it."""
+        """Write a checkpoint; the previous one is kept beside it."""
         with self._alone:
             self._undo()
             self._check_state()
@@ -170,7 +170,7 @@ class StoredServer(ABC):
             raise self._divergence(f"{name} holds NaN or infinity, and such a model is not saved", LOWER)
 
     def _save(self, folder: Path) -> set[int]:
-        """Write a checkpoint; return the rounds of those that exist now."""
+        """Write a checkpoint; return the rounds of all checkpoints that exist now."""
         durable = self.defence.durable
         return checkpoint.save_last(folder, self.state(), self._tag, bad=self._behind, durable=durable)
 
@@ -181,7 +181,7 @@ class StoredServer(ABC):
     def resume(self, folder: Folder) -> None:
         """Continue from a folder's checkpoint: same data order and optimizer state, new secrets.
 
-        If it is damaged, or its model is not finite, the one before is used; a warning and the last record say so.
+        If it is damaged, or its model is not finite, the previous one is used; a warning and the last record say so.
         """
         damaged: list[checkpoint.Damaged] = []
         folder = Path(folder)
@@ -205,14 +205,14 @@ class StoredServer(ABC):
             return
         if len(damaged) == 1:
             raise damaged[0]
-        raise BadArgument(damaged[0].where, f"{damaged[0].what}; so is {damaged[1].where}", damaged[0].fix)
+        raise BadArgument(damaged[0].where, f"{damaged[0].what}; {damaged[1].where} is bad, too", damaged[0].fix)
 
     def _private_states(self, folder: Path, tag: StateTag, state: CheckpointState) -> dict[int, State]:
         """Return the private states of clients in this process, by client; remote clients keep their own."""
         return {}
 
     def _explain_fallback(self, path: Path, damaged: Sequence[checkpoint.Damaged]) -> None:
-        """Say that the checkpoint before the last one is used; the round between them counts for privacy."""
+        """Report that the previous checkpoint is used; the round between the two counts for privacy."""
         why = f"{damaged[0].where}: {damaged[0].what}" if damaged else f"there is no {checkpoint.LAST}"
         text = f"{why}; the run continues from {path.name}, round {self.round}"
         LOG.warning("fedveil: %s", text)
@@ -227,14 +227,14 @@ class StoredServer(ABC):
         wrote = {"defence": state["defence"]["name"], OPTIMIZER: state["setting"].get(OPTIMIZER, own[OPTIMIZER])}
         for name in own:
             if wrote[name] != own[name]:
-                what = f"the checkpoint is of the {name} {wrote[name]!r}, not {own[name]!r}"
+                what = f"the checkpoint was written with the {name} {wrote[name]!r}, not {own[name]!r}"
                 raise BadArgument(str(folder), what, f"resume with the {name} that wrote it")
         asked = self._first_rate()
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
-            raise BadArgument(str(folder), f"the checkpoint is of another model or optimizer: {error}") from error
+            raise BadArgument(str(folder), f"the checkpoint is for another model or optimizer: {error}") from error
         restored = self._first_rate()
         if None not in (restored, asked) and restored != asked:
             how = 'set federation.optimizer.param_groups[0]["lr"] after resume(folder), then call fit'
@@ -258,7 +258,7 @@ class StoredServer(ABC):
         known = [name for name in before if None not in (before[name], now.get(name))]
         self.changed = [name for name in known if before[name] != now[name]]
         if self.changed:
-            what = f"the run in {folder} was trained with a different setting ({', '.join(self.changed)})"
+            what = f"the run in {folder} was trained with different settings ({', '.join(self.changed)})"
             LOG.warning("fedveil: %s; its history and best model now mix both", what)
 
     def _first_rate(self) -> float | None:
@@ -282,7 +282,7 @@ class StoredServer(ABC):
             self.save(folder)
 
     def _undo(self, *, diverged: bool = False) -> None:
-        """Go back to the last complete state if a round or an evaluation was interrupted, or diverged."""
+        """Restore the last complete state if a round or an evaluation was interrupted or diverged."""
         before = self._before
         if before is None:
             return
@@ -292,7 +292,7 @@ class StoredServer(ABC):
         self._before = None
 
     def _save_on_failure(self, folder: Path, error: BaseException) -> None:
-        """Save the last complete state; if that fails, the error that ended the run is still the one that is raised."""
+        """Save the last complete state; a failure is only logged, so that the error that ended the run is raised."""
         try:
             with handle(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C must not stop the save
                 self._undo(diverged=isinstance(error, Diverged))
@@ -325,5 +325,5 @@ def _check_finite(path: Path, state: CheckpointState) -> None:
     """Refuse the state of a model that has diverged."""
     name = find_non_finite(select_floats(state["model"])) or find_non_finite_state(state["optimizer"])
     if name is not None:
-        what = f"the checkpoint is of a run that diverged: {name} holds NaN or infinity"
+        what = f"the checkpoint is from a run that diverged: {name} holds NaN or infinity"
         raise checkpoint.Damaged(str(path), what, "start the run again with a lower learning rate")

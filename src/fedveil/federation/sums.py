@@ -1,4 +1,4 @@
-"""Sums under secure aggregation: updates as words in fixed point, the ranges of their numbers, and the result."""
+"""Sums under secure aggregation: encode updates as fixed-point words, choose their ranges, and decode the result."""
 
 import dataclasses
 import math
@@ -26,17 +26,17 @@ from fedveil.secagg.fixed import HIGHEST, LARGEST, LOWEST, decode_rows, encode_r
 from fedveil.secagg.messages import HEAD
 from fedveil.wire import Tensors, add_prefix
 
-FIRST_EXPONENT = 24  # of rows about which nothing is known
-FIRST_RECORDS = 2**17  # that all clients are assumed to have together before the first sum shows it
-WIDER = 16  # bits of headroom that are added after a sum wrapped around
-SMALLEST = 2.0**-8  # of the largest number of a kind: rows that are smaller, perhaps by chance, get as much headroom
-MAX_FACTOR = 100.0  # of a veil: larger ones would cost more digits than float32 has
+FIRST_EXPONENT = 24  # for rows about which nothing is known yet
+FIRST_RECORDS = 2**17  # total over all clients, assumed until the first sum shows it
+WIDER = 16  # bits of headroom added after a sum has wrapped around
+SMALLEST = 2.0**-8  # of the largest number of a kind: smaller rows, perhaps small by chance, get this much headroom
+MAX_FACTOR = 100.0  # of a veil: larger factors would cost more digits than float32 has
 PASSES = "passes/"
 Words = NDArray[np.uint64]
 
 
 class RowFormat(NamedTuple):
-    """The rows of an update among the words; see `Opening`."""
+    """The layout of an update's rows in the words; see `Opening`."""
 
     exponents: tuple[int, ...]
     rows: tuple[int, ...]
@@ -45,12 +45,12 @@ class RowFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """The position of one tensor of an update among the words."""
+    """One tensor of an update, as it is packed into words."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: int  # each with its own exponent: one per pass
+    rows: int  # each with its own exponent: one per pass, otherwise a single row
 
     @property
     def size(self) -> int:
@@ -59,7 +59,7 @@ class PackedTensor:
 
     @property
     def kind(self) -> str:
-        """Passes, gradients, buffers or counters: numbers of one kind have similar sizes."""
+        """The kind of tensor (passes, gradient, buffer or counter); numbers of one kind have similar sizes."""
         return self.name.partition("/")[0] if self.dtype.is_floating_point else "counter"
 
 
@@ -82,12 +82,12 @@ class Packing:
         return tuple([part.size // part.rows if part.rows else 0 for part in self.parts for _ in range(part.rows)])
 
     def pack(self, tensors: Mapping[str, Tensor], records: int, opening: Opening) -> Words:
-        """Return a client's update times its records in fixed point.
+        """Return a client's update, multiplied by its number of records, in fixed point.
 
-        An update that is not finite, or too large to be scaled, contributes nothing: no records and zeros.
+        An update that is not finite, or too large to be scaled, contributes nothing: zero records and all zeros.
         """
         if self.rows != opening.rows:
-            what = f"the server expects {len(opening.rows)} rows, and this client's update has {len(self.rows)}"
+            what = f"the server expects {len(opening.rows)} rows, but this client's update has {len(self.rows)}"
             raise ModelMismatch("opening", what, "build the client's model with the same code as the server's")
         flat = [tensors[part.name].detach().cpu().double().reshape(-1) for part in self.parts]
         values = torch.cat(flat).numpy() if flat else np.zeros(0)
@@ -98,16 +98,16 @@ class Packing:
         return np.concatenate([np.array([1, records], np.uint64), found])
 
     def unpack(self, total: Words, opening: Opening) -> tuple[int, Tensors]:
-        """Return the records behind a sum of words, and the weighted mean of the updates, with counters rounded.
+        """Return the number of records in a sum of words, and the weighted mean of the updates, with counters rounded.
 
-        Clipped updates are divided by the number of clients: a word that a client chooses must not scale the others.
+        Clipped updates are divided by the number of clients: a word chosen by one client must not scale the others.
         """
         records = int(total[1] if opening.checks else total[0])  # clipped clients count once, whatever they claim
         if not records:
             what = "no client contributed to it: training has diverged, or all of them failed"
             raise Aborted("sum", "the sum", what, "look at the clients' logs")
         if not 1 <= records < 2**53:
-            raise Aborted("sum", "the sum", f"its clients have {records} records together", "look for a hostile client")
+            raise Aborted("sum", "the sum", f"its clients have {records} records in total", "look for a hostile client")
         values = decode_rows(total[HEAD:], opening.rows, row_bits(opening)) / records
         found, start = {}, 0
         for part in self.parts:
@@ -117,7 +117,7 @@ class Packing:
         return records, found
 
     def bound_rounding(self, exponents: Sequence[int], clients: int, records: int) -> dict[str, list[float]]:
-        """Bound the rounding error of each number of the mean, by row: half a unit for each client."""
+        """Bound the rounding error of each number in the mean, by row: half a unit per client."""
         rest, found = list(exponents), {}
         for part in self.parts:
             own, rest = rest[: part.rows], rest[part.rows :]
@@ -127,8 +127,8 @@ class Packing:
     def choose_exponents(self, sizes: Mapping[str, Sequence[float]], records: int, wider: int) -> tuple[int, ...]:
         """Return an exponent for each row, for a sum over `records` records whose mean has numbers of these sizes.
 
-        A row may be much smaller than in the next round, or 0. So it gets some headroom for the numbers that others of
-        its kind have: the same pass of other tensors, or other buffers.
+        A row may be zero, or much smaller than it will be in the next round. So it gets headroom for the numbers in
+        other rows of its kind: the same pass of other tensors, or other buffers.
         """
         rows = [(part.kind, row, size * records) for part in self.parts for row, size in enumerate(sizes[part.name])]
         largest: dict[tuple[str, int], float] = {}
@@ -152,11 +152,11 @@ def no_words(opening: Opening) -> Words:
 
 
 def check_combination(defence: AnyDefence, model: nn.Module, limits: Limits | None) -> None:
-    """Refuse what needs single updates, or does not follow from their sum."""
+    """Refuse settings that need individual updates, or whose result cannot be computed from a sum of updates."""
     where, alone = "secure_aggregation", "leave secure_aggregation out, or use plain or veil"
     inner = defence.base
     if defence.dp_clip is not None and not inner.clippable:
-        what = f"differential privacy clips recovered gradients, and with {inner.name} no client has its own"
+        what = f"differential privacy clips recovered gradients, but with {inner.name} no client can recover its own"
         raise BadArgument(where, what, "use plain, whose clients clip their own gradients")
     if not inner.linear:
         raise BadArgument(where, f"{inner.name} is not linear: the sum of its updates does not give its result", alone)
@@ -164,7 +164,7 @@ def check_combination(defence: AnyDefence, model: nn.Module, limits: Limits | No
         what = f"factors up to {inner.largest_factor:g} leave too few digits in fixed point"
         raise BadArgument(where, what, f"use multiplicative={MAX_FACTOR:g} or less")
     if limits is not None:
-        what = "limits and aggregation rules judge single updates, and the server sees only their sum"
+        what = "limits and aggregation rules need individual updates, but the server sees only their sum"
         raise BadArgument(where, what, "set limits=None")
     for path, module in model.named_modules():
         if isinstance(module, _NormBase) and module.training and module.momentum is None and module.track_running_stats:
@@ -173,7 +173,7 @@ def check_combination(defence: AnyDefence, model: nn.Module, limits: Limits | No
 
 
 def encode_words(tensors: Mapping[str, Tensor], records: int, opening: Opening, clip: float | None = None) -> Words:
-    """Client: return its update as words; with differential privacy clipped, and counted once whatever its records."""
+    """Client: encode an update as words; with differential privacy, clip it and count it as one record."""
     if clip is not None:
         if not all(bool(own.isfinite().all()) for own in tensors.values()):
             return no_words(opening)
@@ -184,14 +184,14 @@ def encode_words(tensors: Mapping[str, Tensor], records: int, opening: Opening, 
 
 
 class Sums:
-    """Server: chooses the format of sums from those before, and decodes them. Knows nothing about a single client.
+    """Server: choose the format of each sum from earlier sums, and decode it. Knows nothing about any single client.
 
     Args:
         defence: the run's defence.
         client: computes an update, to estimate the size of its numbers before the first round.
-        model: the server's.
+        model: the server's model.
         example: inputs for that estimate.
-        records: that all clients have together, if known.
+        records: total number of records of all clients, if known.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Sums:
         if self.clip is not None:
             template = {name: own for name, own in template.items() if name.startswith("gradient/")}
         self.packing = packing = Packing.from_tensors(template)
-        if self.clip is not None:  # what is clipped to it always fits
+        if self.clip is not None:  # clipped gradients always fit
             exponent = min(max(math.frexp(self.clip)[1] + 1, LOWEST), HIGHEST)
             return RowFormat((exponent,) * len(packing.rows), packing.rows, False)
         if self._expected is None:
@@ -222,7 +222,7 @@ class Sums:
         return RowFormat(exponents, packing.rows, True)
 
     def _expect_first(self, own_round: AnyRound) -> None:
-        """Estimate the numbers of the first round from a client's step on random records."""
+        """Estimate the size of the first round's numbers from a client's step on random records."""
         draw, device = torch.Generator().manual_seed(0), next(self.model.parameters()).device
         inputs = each(lambda like: _draw_like(like, draw), self._example)
         dense = torch.zeros_like(one_output(self.model, inputs))
@@ -232,14 +232,14 @@ class Sums:
             try:
                 with torch.random.fork_rng(devices=[]):
                     expected = _find_ranges(own_round).expect(self._client.step(own_round.broadcast, samples))
-            except Exception:  # the loss expects other targets
+            except Exception:  # the loss expects targets of another kind
                 continue
             if all(bool(own.isfinite().all()) for own in expected.values()):
                 self._expected = expected
                 return
 
     def aggregate(self, own_round: AnyRound, total: Words, opening: Opening) -> Aggregate:
-        """Return the round's result from the sum of its words; abort if it wrapped around, or contains nothing."""
+        """Return the round's result from the sum of its words; abort if the sum wrapped around or is empty."""
         assert self.packing is not None
         clients = len(opening.roster)
         wrapped = wrapped_rows(total[HEAD:], opening.rows) if opening.checks else []
@@ -265,13 +265,13 @@ class Sums:
 
 
 def _find_ranges(own_round: AnyRound) -> AnyRanges:
-    """Return the ranges of a linear defence's round."""
+    """Return the round of a linear defence as `Ranges`."""
     assert isinstance(own_round.base, Ranges)
     return own_round.base
 
 
 def _draw_like(like: Tensor, draw: torch.Generator) -> Tensor:
-    """Return normal numbers as large as the example's, whose values need not be typical; integers stay unchanged."""
+    """Draw normal numbers of the example's size, since its values need not be typical; integers stay unchanged."""
     if not like.is_floating_point() or not like.numel():
         return like
     size = float(like.double().square().mean().sqrt())

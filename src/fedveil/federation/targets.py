@@ -1,4 +1,4 @@
-"""Targets in the form that losses expect, and the default loss. Messages describe targets, but contain no values."""
+"""Targets in the form that losses expect, and the default loss. Messages describe targets without their values."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from fedveil.scheme.losses import (
 )
 from fedveil.scheme.outputs import are_classes, class_axis, head_axis, spread, without
 
-MAX_ROUNDING = 2.0**-8  # of a sum of probabilities in bfloat16
+MAX_ROUNDING = 2.0**-8  # in a sum of bfloat16 probabilities
 QUANTITIES = "loss='squared_error' for quantities"
 YES_NO = "loss='binary_cross_entropy' for 0 and 1"
 PER_CLASS = "a model with one output per class"
@@ -43,7 +43,7 @@ def attribute_targets(who: str) -> Iterator[None]:
 
 @contextmanager
 def refuse_failure(where: str, what: str, fix: str) -> Iterator[None]:
-    """Turn an error of a model or a loss into a refusal with its first line."""
+    """Turn an error in a model or a loss into a refusal that quotes its first line."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -54,10 +54,10 @@ def refuse_failure(where: str, what: str, fix: str) -> Iterator[None]:
 
 
 def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
-    """Return the name of the default loss for these records: for classes, which are integers, or for quantities.
+    """Return the name of the default loss for these records: for classes if targets are integers, else for quantities.
 
-    A single output with integers 0 and 1 is a binary classifier. Floats that are all 0 or 1 may be classes or
-    quantities, and are refused. Of a stream, only the first record is read.
+    A model with a single output and integer targets 0 and 1 is a binary classifier. Floats that are all 0 or 1 may be
+    classes or quantities, and are refused. From a stream, only the first record is read.
     """
     inputs, targets = sources[0].take([0])
     known = [source.targets for source in sources if isinstance(source, Rows)]
@@ -75,7 +75,7 @@ def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
         return "cross_entropy"
     if binary:
         return "binary_cross_entropy"
-    what = "targets are integers, and the model has one output: are they classes or quantities?"
+    what = "targets are integers, but the model has one output: are they classes or quantities?"
     fix = f"use {YES_NO}, floating-point targets for quantities, or {PER_CLASS}"
     raise BadArgument("Federation", what, fix)
 
@@ -83,10 +83,10 @@ def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
 def target_maker(model: nn.Module, loss: Loss, example: Batch, axis: int | None = None) -> Callable[[Tensor], Tensor]:
     """Return a function that turns class indices into one-hot rows in the shape of the model's outputs.
 
-    It refuses targets from which the loss cannot learn. A custom loss gets targets unchanged. Cross-entropy at several
-    positions of a record (pixels, tokens) keeps indices: one-hot targets would need as much memory as the outputs, and
-    indices show which axis of the outputs is the class axis. If shapes do not determine it, it is `axis`, by default
-    the axis that the model's last layer writes.
+    The function refuses targets that the loss cannot be trained on. A custom loss gets targets unchanged. Cross-entropy
+    at several positions of a record (pixels, tokens) keeps indices: one-hot targets would need as much memory as the
+    outputs, and indices show which axis of the outputs is the class axis. If shapes do not determine that axis, it is
+    `axis`, by default the axis that the model's last layer writes.
     """
     if isinstance(loss, USERS):
         return lambda targets: targets
@@ -113,21 +113,21 @@ def try_model(model: nn.Module, inputs: Inputs, who: str, fix: str, like: Inputs
     """Return the model's outputs for the first two records, in evaluation mode; refuse records for which it fails.
 
     Args:
-        model: in any mode.
-        inputs: of the records.
+        model: the model, in any mode.
+        inputs: the records' inputs.
         who: name of the records in the error.
-        fix: for the error.
+        fix: the fix that the error suggests.
         like: clients' inputs, which the error also describes.
     """
     first = next(model.parameters())
     what = f"{type(model).__name__} does not accept them ({_describe_inputs(inputs)})"
-    what += "" if like is None else f", the clients' are {_describe_inputs(like)}"
+    what += "" if like is None else f"; the clients' are {_describe_inputs(like)}"
     with refuse_failure(who, what, fix):
         return predict(model, move_inputs(slice_inputs(inputs, 0, 2), first.device, first.dtype))
 
 
 def describe(tensor: Tensor) -> str:
-    """Describe the dtype and the shape of one record."""
+    """Describe the dtype and shape of one record."""
     return f"{tensor.dtype} of shape {tuple(tensor.shape[1:])}"
 
 
@@ -136,7 +136,7 @@ def _describe_inputs(inputs: Inputs) -> str:
 
 
 def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> Tensor:
-    """Return integer targets in the form for outputs like the template."""
+    """Return integer targets in the form that fits outputs like the template."""
     if isinstance(loss, BinaryCrossEntropy):
         return loss.dense(targets, template)
     targets = targets.long()
@@ -144,8 +144,8 @@ def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> T
         wanted = " or ".join(sorted({str(tuple(without(template.shape, dim))) for dim in (-1, 1)}))
         fix = "use targets[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else f"use targets of shape {wanted}"
         if targets.shape == template.shape and is_binary(targets):
-            fix = f"use targets.argmax({class_axis(template, targets, axis)}) of one-hot rows, or targets.float()"
-        raise BadArgument("targets", f"shape is {tuple(targets.shape)}, want class indices of shape {wanted}", fix)
+            fix = f"use targets.argmax({class_axis(template, targets, axis)}) for one-hot rows, or targets.float()"
+        raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but class indices need shape {wanted}", fix)
     if not isinstance(loss, OF_CLASSES) or template.dim() < 3:
         return spread(targets, template, axis).contiguous()
     check_classes(targets, template.shape[class_axis(template, targets, axis)])
@@ -153,12 +153,12 @@ def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> T
 
 
 def check_loss(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | None = None) -> None:
-    """Refuse targets from which this loss cannot learn; a custom function accepts any targets.
+    """Refuse targets that the loss cannot be trained on; a custom function accepts any targets.
 
     Args:
         loss: the clients' objective.
-        targets: of all records.
-        outputs: of the same number of records; only their shape is used.
+        targets: the targets of all records.
+        outputs: outputs for the same number of records; only their shape is used.
         axis: the class axis, if shapes do not determine it.
     """
     if isinstance(loss, USERS):
@@ -177,32 +177,32 @@ def is_binary(targets: Tensor) -> bool:
 
 
 def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | None) -> None:
-    """Refuse a single output, and rows that are not a distribution."""
+    """Refuse a single output, and rows that are not probability distributions."""
     floats, place = targets.is_floating_point(), class_axis(outputs, targets, axis)
     if outputs.dim() < 2 or outputs.shape[place] < 2:
-        what = f"{loss.name} compares classes, and the model has one output: nothing can be learned"
+        what = f"{loss.name} compares classes, but the model has one output: nothing can be learned"
         fix = f"use {QUANTITIES}" if floats else f"use {PER_CLASS}, or {QUANTITIES} with targets.float()"
         raise BadArgument("targets", what, f"use {YES_NO}, {QUANTITIES}, or {PER_CLASS}" if is_binary(targets) else fix)
     if not floats:
         return
     if targets.shape != outputs.shape and not _has_positions(targets, outputs):
         wanted = f"class indices, or probabilities of shape {tuple(outputs.shape)}"
-        what = f"they are {targets.dtype} of shape {tuple(targets.shape)}, and {loss.name} expects {wanted}"
+        what = f"they are {targets.dtype} of shape {tuple(targets.shape)}, but {loss.name} expects {wanted}"
         column = "[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else ""
         integers = bool((targets == targets.round()).all())
         quantities = f"use {QUANTITIES}, and a model with one output per quantity"
         raise BadArgument("targets", what, f"use targets{column}.long() for classes" if integers else quantities)
     if isinstance(loss, Hinge) and not is_binary(targets):
-        what = "hinge expects one-hot rows, and there are values other than 0 and 1"
+        what = "hinge expects one-hot rows, but some values are not 0 or 1"
         raise BadArgument("targets", what, "use loss='cross_entropy'")
     if bool((targets < 0).any()) or bool(((targets.double().sum(place) - 1).abs() > MAX_ROUNDING).any()):
-        what = f"{loss.name} expects probabilities, and there are rows with negative values or a sum other than 1"
+        what = f"{loss.name} expects probabilities, but some rows have negative values or do not sum to 1"
         several = "loss='binary_cross_entropy' for several binary targets per record"
-        raise BadArgument("targets", what, f"use class indices or rows with the sum 1, {several}, or {QUANTITIES}")
+        raise BadArgument("targets", what, f"use class indices or rows that sum to 1, {several}, or {QUANTITIES}")
 
 
 def _has_positions(targets: Tensor, outputs: Tensor) -> bool:
-    """Return whether both have positions: sequences may be longer than those of the template."""
+    """Return whether both have positions; sequences may then be longer than the template's."""
     return targets.dim() == outputs.dim() > 2
 
 
@@ -210,7 +210,7 @@ def _check_probabilities(targets: Tensor, outputs: Tensor) -> None:
     if not _has_positions(targets, outputs):
         match_targets(outputs, targets)
     if targets.dtype != torch.bool and bool(((targets < 0) | (targets > 1)).any()):
-        what = "binary_cross_entropy expects targets from 0 to 1, and there are others"
+        what = "binary_cross_entropy expects targets from 0 to 1, but some are outside this range"
         raise BadArgument("targets", what, f"use {QUANTITIES}, or loss='cross_entropy' and {PER_CLASS}")
 
 
@@ -219,24 +219,24 @@ def _check_quantities(loss: Loss, targets: Tensor, outputs: Tensor) -> None:
     single = outputs[0].numel() == 1
     if not targets.is_floating_point():
         if single or targets.shape == outputs.shape:
-            what = f"they are {targets.dtype}, which means class indices, and {loss.name} compares quantities here"
+            what = f"they are {targets.dtype}, which means class indices, but {loss.name} compares quantities here"
             fix = "use targets.float() for quantities" + (f", or {YES_NO}" if single else "")
             raise BadArgument("targets", what, fix)
         return
     if not _has_positions(targets, outputs):
         match_targets(outputs, targets)
     if isinstance(loss, Poisson) and bool((targets < 0).any()):
-        what = "poisson expects counts, and there are negative targets"
+        what = "poisson expects counts, but some targets are negative"
         raise BadArgument("targets", what, f"use counts of at least 0, or {QUANTITIES}")
 
 
 def warn_of_activation(model: nn.Module, loss: Loss, outputs: Tensor) -> None:
-    """Warn about probabilities if the loss expects logits: it would apply the activation twice, and learn slowly."""
+    """Warn if the model outputs probabilities but the loss expects logits: the activation would be applied twice."""
     found, last = outputs.double(), list(model.modules())[-1]
     inside = bool(((found >= 0) & (found <= 1)).all())
     rows = bool(((found.sum(-1) - 1).abs() <= outputs.shape[-1] * torch.finfo(outputs.dtype).eps).all())
     softmax = isinstance(loss, CrossEntropy) and inside and rows
     if softmax or (isinstance(loss, BinaryCrossEntropy) and inside and isinstance(last, nn.Sigmoid)):
         layer = "softmax" if softmax else "sigmoid"
-        what = f"Federation: {loss.name} expects logits, and the model's outputs are probabilities already."
+        what = f"Federation: {loss.name} expects logits, but the model's outputs are already probabilities."
         warnings.warn(f"{what} Remove the {layer} at the end of the model.", UserWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""The client's side of a Flower app: from a message to its answer."""
+"""The client's side of a Flower app: it answers the server's messages."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,19 +39,19 @@ def answer(
     folder: Path | None = None,
     party: Party | None = None,
 ) -> Message:
-    """Answer a message of `fedveil.flower.Server`: the reply that a ClientApp returns.
+    """Answer a message from `fedveil.flower.Server`; return the reply for a ClientApp to return.
 
     Args:
-        message: the message of this round.
-        context: Flower's context; keeps the number of the last round and this client's private state.
-        model: gives the architecture; its values are ignored and not changed.
-        data: this client's (inputs, targets), or a function that loads them, called after the message was checked.
+        message: the message.
+        context: Flower's context; stores the number of the last round and this client's private state.
+        model: determines the architecture; its values are neither used nor changed.
+        data: this client's (inputs, targets), or a function that loads them, called once the message has been checked.
             Inputs have the form of the server's `example` (docs/inputs.md).
-        defence: use these settings (for example PPDL's noise), whatever the server asks for.
+        defence: a defence whose settings (for example PPDL's noise) are used, whatever settings the server asks for.
         loss: the server's custom loss function, if its loss has no name.
         client: the index of this client, which determines the order of its batches; by default the node's
             `partition-id`.
-        folder: keep private state (SPN's head, PPDL's noise generator) in this folder of the node in place of Flower's
+        folder: store private state (SPN's head, PPDL's noise generator) in this folder on the node, instead of Flower's
             context, which is lost when the SuperNode or the run ends.
         party: for secure aggregation, `fedveil.secagg.Party`; by default from FEDVEIL_IDENTITY, FEDVEIL_ROSTER and
             FEDVEIL_POLICY in the node's environment. A party without a memory on disk must live as long as the run.
@@ -93,8 +93,8 @@ def client_app(
     """Return a complete ClientApp.
 
     Args:
-        make_model: builds the network.
-        load_data: loads the records of a node.
+        make_model: builds the model.
+        load_data: loads a node's records.
         defence: see `answer`.
         loss: see `answer`.
         folder: see `answer`.
@@ -148,5 +148,5 @@ def _save_to_context(private: Mapping[str, object], context: Context) -> None:
     data = to_bytes("state", {name: value for name, value in private.items() if name not in tensors}, tensors)
     if len(data) > MAX_STATE:
         what = f"this client's private state has {len(data)} bytes; Flower's context holds at most {MAX_STATE}"
-        raise BadArgument("answer", what, "pass a folder of the node: answer(..., folder=Path(...))")
+        raise BadArgument("answer", what, "pass a folder on the node: answer(..., folder=Path(...))")
     context.state[PRIVATE] = ConfigRecord({"state": data})

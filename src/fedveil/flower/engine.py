@@ -1,4 +1,4 @@
-"""Flower's grid as a transport: send messages to nodes, collect replies, and name what goes wrong."""
+"""Flower's grid as a transport: send messages to nodes, collect their replies, and report faults."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +11,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation.protocol import Fault, FaultKind, Member
 from fedveil.flower.wrapping import unwrap, wrap
 
-MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between two looks for replies
+MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between two polls for replies
 POLL_FRACTION = 0.05  # of the time waited so far: the most that polling adds to a round
 
 
@@ -22,7 +22,7 @@ class FlowerTransport:
         self.grid = grid
 
     def members(self) -> list[Member]:
-        """Return the nodes that are connected."""
+        """Return the connected nodes."""
         return [*sorted(self.grid.get_node_ids())]
 
     def ask(
@@ -42,12 +42,12 @@ class FlowerTransport:
 
 
 def collect(grid: Grid, sent: Mapping[str, int], timeout: float) -> Iterator[tuple[Member, bytes | Fault]]:
-    """Yield the first reply or fault of each node as it arrives; nodes are silent after `timeout` seconds.
+    """Yield the first reply or fault of each node as it arrives; nodes without one after `timeout` seconds are silent.
 
     Args:
         grid: Flower's grid.
-        sent: the node of each message, by the message's id.
-        timeout: seconds.
+        sent: the node of each message, by message id.
+        timeout: in seconds.
     """
     start, pending = time.monotonic(), dict(sent)
     deadline = start + timeout
@@ -77,12 +77,12 @@ def _pull(grid: Grid, message: str, node: int) -> Iterable[Message | Fault]:
         return list(grid.pull_messages([message]))
     except httpx.HTTPError:
         raise  # the SuperLink has been gone for longer than Flower retries: not the node's fault
-    except Exception as error:  # Flower's decoder raises anything on garbage
+    except Exception as error:  # Flower's decoder may raise anything on malformed bytes
         return [Fault(node, FaultKind.UNREADABLE, f"{type(error).__name__}: {error}")]
 
 
 def _read_reply(node: int, reply: Message) -> bytes | Fault:
-    """Return the bytes of a reply, or a fault: an error of Flower, which the SuperLink may send, or another's reply."""
+    """Return the bytes of a reply; a fault for an error from Flower, or for the reply of another node."""
     if reply.has_error():
         return Fault(node, FaultKind.ENGINE_ERROR, f"{reply.error.code}: {reply.error.reason}")
     if reply.metadata.src_node_id != node:

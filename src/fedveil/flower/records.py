@@ -1,4 +1,4 @@
-"""A file in which a node keeps its records ready to use."""
+"""A file in which a node caches its records."""
 
 import hashlib
 from collections.abc import Callable
@@ -20,10 +20,10 @@ DIGEST = hashlib.sha256().digest_size
 
 
 def cache_records(path: Path, make: Callable[[], Batch]) -> Batch:
-    """Return (inputs, targets) from a file, or make them and write it: a SuperNode starts a process per message.
+    """Return (inputs, targets) from a file; create it if needed. Useful since a SuperNode starts a process per message.
 
     Args:
-        path: the file, in a folder of the node. One that is damaged, or that another version wrote, is written again.
+        path: the file, in a folder on the node. A file that is damaged or was written by another version is replaced.
         make: loads the records; called if the file cannot be used.
     """
     try:

@@ -1,4 +1,4 @@
-"""Bytes as the content of a Flower message: arrays, because Flower sends them in chunks, unlike a ConfigRecord."""
+"""Bytes as the content of a Flower message: in arrays, which Flower sends in chunks, unlike a ConfigRecord."""
 
 from flwr.app import Array, ArrayRecord, RecordDict
 
@@ -18,6 +18,6 @@ def unwrap(content: RecordDict, kind: str) -> tuple[bytes, bytes]:
     """Return the bytes for every node and those for this node alone; `kind` names the message in errors."""
     record = content.get(RECORD)
     if not isinstance(record, ArrayRecord) or COMMON not in record:
-        what, fix = "this message is not Fedveil's", "use fedveil.flower in both the server's and the client's app"
+        what, fix = "this message is not from fedveil", "use fedveil.flower in both the server's and the client's app"
         raise BadArgument(kind, what, fix)
     return record[COMMON].data, record[OWN].data if OWN in record else b""

@@ -1,4 +1,4 @@
-"""The client's side: an object that FLARE keeps on a site during a job; who may call it, and over which connection."""
+"""The client's side: an object that lives on a site during a job; who may call it, and over which connection."""
 
 import logging
 import sys
@@ -37,18 +37,18 @@ class InsecureTransport(FedveilError):
 class ConnectionSecurity(Enum):
     """How a site reaches the server of its job."""
 
-    SIMULATOR = "simulator"  # processes of one machine, without certificates
-    MTLS = "mTLS"  # to the server itself, and both sides show a certificate of the project
-    INSECURE = "insecure"  # any other: clear, TLS with a certificate of the server only, through a relay
+    SIMULATOR = "simulator"  # processes on one machine, without certificates
+    MTLS = "mTLS"  # directly to the server, and both sides present a certificate of the project
+    INSECURE = "insecure"  # anything else: clear text, TLS with only a server certificate, or a relay
 
 
 def transport() -> ConnectionSecurity:
     """Return how the site of the current call reaches the server.
 
-    FLARE's SECURE_MODE does not show it: it is also set in a project with `connection_security: clear`. The settings of
-    the connection do. TLS without certificates of the sites is not enough: FLARE's server then accepts the name that a
-    connection claims, and routes replies by that name. Behind a relay the job has no connection to the server, and
-    relays do not check who sent a message.
+    FLARE's SECURE_MODE does not show this: it is also set in a project with `connection_security: clear`. The settings
+    of the connection do. TLS without certificates for the sites is not enough: FLARE's server then accepts the name
+    that a connection claims, and routes replies by that name. Behind a relay the job has no connection to the server,
+    and relays do not check who sent a message.
     """
     if collab.fl_ctx.get_prop(FLContextKey.SIMULATE_MODE, False):
         return ConnectionSecurity.SIMULATOR
@@ -60,7 +60,7 @@ def transport() -> ConnectionSecurity:
 def require_secure_transport() -> None:
     """Refuse a connection that others can read or open in the server's name; the simulator is exempt."""
     if transport() is ConnectionSecurity.INSECURE:
-        what = "this client takes part in secure aggregation, and its connection to the server is not mTLS"
+        what = "this client takes part in secure aggregation, but its connection to the server is not mTLS"
         fix = "provision with `connection_security: mtls`, without relays"
         raise InsecureTransport("FLARE", what, fix)
 
@@ -68,16 +68,16 @@ def require_secure_transport() -> None:
 def connects_directly() -> bool:
     """Return whether this site's job has connections to cells other than the server's, or accepts them.
 
-    They are never secure, and the other end chooses its name: it may call itself the server.
+    Such connections are never secure, and the other end chooses its name: it may call itself the server.
     """
     cell = _cell()
     return bool(cell.connector_manager.adhoc_allowed or any(cell.adhoc_connectors.values()))
 
 
 def decline_direct_connections() -> None:
-    """Let the job's process open no connection that a message invites it to.
+    """Prevent the job's process from opening connections that a message requests.
 
-    FLARE opens one for any participant that requests it in a header, even if its settings forbid such connections.
+    FLARE opens one for any participant that requests it in a header, even if the settings forbid such connections.
     """
     _cell().add_incoming_filter("*", "*", _remove_invitation)
 
@@ -93,12 +93,12 @@ def _cell() -> Any:
 def called_by_server() -> bool:
     """Return whether the server of the job made the current call; other callers are logged.
 
-    FLARE names the caller by the origin of the message and its list of the job's participants, not by what the caller
-    claims, and sends the reply to that origin. Over mTLS a connection has the name of its certificate: only the server
-    gets the reply. The origin alone proves nothing: FLARE 2.9 lets a hostile site send a message in the
-    server's name, although it does not see the reply. Without mTLS, and in the simulator, anyone can claim the
-    server's name. A site with that name, or connections that bypass the server, make it worthless over mTLS, too; then
-    no caller is accepted as the server.
+    FLARE identifies the caller by the origin of the message and its list of the job's participants, not by what the
+    caller claims, and sends the reply to that origin. Over mTLS a connection has the name in its certificate, so only
+    the server gets the reply. The origin alone proves nothing: FLARE 2.9 lets a hostile site send a message in the
+    server's name, although it does not see the reply. Without mTLS, and in the simulator, anyone can claim the server's
+    name. If a site has that name, or connections bypass the server, the name is worthless over mTLS, too; then no
+    caller is accepted as the server.
     """
     caller = collab.caller
     if caller != SERVER:
@@ -114,20 +114,20 @@ def called_by_server() -> bool:
 
 
 class Client(ABC):
-    """The client on a site: derive from it to define how to build the network and how the site loads its records.
+    """The client on a site: subclass it to define how to build the model and how the site loads its records.
 
-    FLARE creates one on every site from the arguments of its constructor, which must be plain values that are stored as
-    attributes of the same names. Records are loaded once, in the first round, and stay in memory.
+    FLARE creates one on every site from its constructor's arguments, which must be plain values that are stored as
+    attributes with the same names. Records are loaded once, in the first round, and stay in memory.
     """
 
-    defence: AnyDefence | None = None  # use these settings of a defence, whatever the server asks for
+    defence: AnyDefence | None = None  # a defence whose settings are used, whatever the server asks for
     loss: Function | None = None  # the server's custom loss function, if its loss has no name
     folder: Path | None = None  # where private state (SPN's head, PPDL's noise) outlives the job
     party: Party | None = None  # for secure aggregation; by default from FEDVEIL_IDENTITY and FEDVEIL_ROSTER
 
     @abstractmethod
     def make_model(self) -> nn.Module:
-        """Return the network; its values are ignored."""
+        """Return the model; its values are ignored."""
 
     @abstractmethod
     def load_data(self, site: str) -> Given:
@@ -154,11 +154,11 @@ class Client(ABC):
 
     @collab.publish  # type: ignore[untyped-decorator]
     def answer(self, common: bytes, own: bytes) -> bytes | str:
-        """Answer a message of the server, or say why not. Other callers have no effect.
+        """Answer a message from the server, or say why not. Calls by others have no effect.
 
         FLARE sends tracebacks of exceptions to the server, and a traceback may contain records. So nothing is raised:
-        the server gets the text of Fedveil's errors, which contain none, and of others only the name. Tracebacks go to
-        this site's stderr, not to FLARE's logs, which may be streamed to the server.
+        the server gets the text of Fedveil's errors, which contain no records, but only the names of other errors.
+        Tracebacks go to this site's stderr, not to FLARE's logs, which may be streamed to the server.
         """
         if not called_by_server():
             return REFUSAL
@@ -188,7 +188,7 @@ class Client(ABC):
     def _start_session(self) -> ClientSession:
         party = self.party or own_party()
         if party is not None:
-            require_secure_transport()  # before the network is built
+            require_secure_transport()  # before the model is built
         return ClientSession(
             self.make_model(),
             self._records,

@@ -1,4 +1,4 @@
-"""FLARE's sites as a transport: one call per site and message, which ends in bytes, a refusal, an error or silence."""
+"""FLARE's sites as a transport: one call per site and message, whose outcome is bytes or a fault."""
 
 import logging
 import threading
@@ -12,13 +12,13 @@ from nvflare.collab.api.proxy import Proxy
 from fedveil.federation.protocol import Fault, FaultKind, Member
 
 LOG = logging.getLogger("fedveil.nvflare")
-PROBE_TIMEOUT, PROBE_PAUSE = 5.0, 2.0  # seconds: for the reply of a site that was away, and between two probes
-GRACE = 5.0  # seconds after the timeout of a call, within which FLARE itself reports it
+PROBE_TIMEOUT, PROBE_PAUSE = 5.0, 2.0  # seconds: for the reply to a probe, and between two probes
+GRACE = 5.0  # seconds after a call's timeout within which FLARE itself reports it
 Outcome = tuple[Member, bytes | Fault | RunAborted]
 
 
 class FlareTransport:
-    """The sites of a FLARE job, through the proxies in `collab.clients` of a job's main.
+    """The sites of a FLARE job, through the proxies in `collab.clients`.
 
     A site that is silent or cannot be reached is left out of further rounds until it replies to a probe. So a killed
     site costs one timeout, not one per round.
@@ -59,7 +59,7 @@ class FlareTransport:
             yield name, Fault(name, FaultKind.SILENT, f"no answer within {timeout:g} s")
 
     def close(self) -> None:
-        """Stop looking for sites that are away; FLARE ends the job."""
+        """Stop probing sites that are away; FLARE ends the job."""
         self._closed.set()
 
     def _call(self, name: Member, common: bytes, own: bytes, timeout: float) -> bytes | Fault | RunAborted:
@@ -72,7 +72,7 @@ class FlareTransport:
             if isinstance(error.cause, TimeoutError):
                 return Fault(name, FaultKind.SILENT, f"no answer within {timeout:g} s")
             return Fault(name, FaultKind.UNREACHABLE, str(error.cause))
-        except Exception as error:  # FLARE raises whatever garbage makes of its decoder
+        except Exception as error:  # FLARE's decoder may raise anything on malformed bytes
             return Fault(name, FaultKind.UNREADABLE, f"{type(error).__name__}: {error}")
         if isinstance(found, bytes):
             return found

@@ -1,4 +1,4 @@
-"""FLARE jobs: in the simulator, or submitted to a deployment, and submitted again if they end early."""
+"""FLARE jobs: run in the simulator, or submitted to a deployment and resubmitted if they end early."""
 
 import contextlib
 import tempfile
@@ -20,7 +20,7 @@ from fedveil.nvflare.kits import configure
 POLL = 1.0  # seconds
 LOGIN = 30.0  # seconds
 SLOW_START = 20.0  # seconds after which a job that has not started is reported
-LOST = (NoConnection, NoReply, SessionClosed, InternalError)  # raised if the server is down or starting
+LOST = (NoConnection, NoReply, SessionClosed, InternalError)  # raised while the server is down or starting
 
 
 class JobFailed(FedveilError):
@@ -31,12 +31,12 @@ class Job(CollabRecipe):  # type: ignore[misc]
     """A job: an object for the server, and one for the clients.
 
     Args:
-        name: of the job.
+        name: the job's name.
         server: an object with one method marked `@collab.main`, which creates a `fedveil.nvflare.Server` and trains.
         client: a `fedveil.nvflare.Client`.
         sites: number of sites that must be connected for the job to start.
         installed: the classes' packages are installed on the server and on every site, and no code is sent. Sites must
-            list them (docs/nvflare.md). By default their source files are sent; fedveil itself never is.
+            list them (docs/nvflare.md). By default, their source files are sent, but never those of fedveil.
         start_timeout: seconds within which every site must have started the job.
     """
 
@@ -57,7 +57,7 @@ class Job(CollabRecipe):  # type: ignore[misc]
 
     @staticmethod
     def _user_source_entries(objs: Sequence[object]) -> list[tuple[str, str | None]]:
-        """Return no single files: FLARE finds the classes' modules, and what they import, by itself."""
+        """Return no single files: FLARE itself finds the classes' modules and their imports."""
         return []
 
 
@@ -79,7 +79,7 @@ def submit(
     patience: float = 600.0,
     on_status: Callable[[str], None] = print,
 ) -> str:
-    """Submit a job to a deployment, wait for its end, and return its id.
+    """Submit a job to a deployment, wait until it ends, and return its id.
 
     FLARE ends a job when a client's process dies, and forgets it when the server does. The job is then submitted again,
     and its server continues from the checkpoint.
@@ -87,10 +87,10 @@ def submit(
     Args:
         job: the job.
         kit: startup kit of the user who submits it.
-        username: of that user.
+        username: that user's name.
         attempts: number of submissions before giving up.
         patience: seconds to wait for a server that cannot be reached.
-        on_status: called with a sentence after each change.
+        on_status: called with a line of text after each change.
     """
     check_count("submit", "attempts", attempts)
     admin = _Admin(kit, username, patience, on_status)
@@ -112,15 +112,15 @@ def submit(
 
 
 class _Admin:
-    """A session with FLARE's server that is opened again if it is lost."""
+    """A session with FLARE's server that is reopened if it is lost."""
 
     def __init__(self, kit: Path, username: str, patience: float, tell: Callable[[str], None]) -> None:
         self._kit, self._username, self._patience, self._tell = kit, username, patience, tell
         self._session: Any = None
-        self._sessions = 0  # that were opened
+        self._sessions = 0  # number of sessions opened so far
 
     def wait_for_end(self, job_id: str) -> str:
-        """Wait for the end of a job, and return its status. A restarted server still lists its old jobs as running."""
+        """Wait until a job ends, and return its status. A restarted server still lists its old jobs as running."""
         sessions, told, asked = self._sessions, "", time.monotonic()
         while not (status := str(self.do("get_job_status", job_id))).startswith("FINISHED"):
             if status == RunStatus.SUBMITTED and time.monotonic() - asked > SLOW_START:
@@ -137,7 +137,7 @@ class _Admin:
         return status
 
     def do(self, method: str, *arguments: str) -> Any:
-        """Call a method of the session; give up after `patience` seconds without a server."""
+        """Call a method of the session; give up if the server cannot be reached for `patience` seconds."""
         deadline, told = time.monotonic() + self._patience, False
         while True:
             try:

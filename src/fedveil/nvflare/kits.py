@@ -1,4 +1,4 @@
-"""Settings of a FLARE startup kit: which classes may run, and that logs stay on their site."""
+"""Settings of a FLARE startup kit: allow the classes of a job to run, and keep logs on their site."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,13 @@ from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
 
-NAMES = ("resources.json", "resources.json.default")  # FLARE reads the first that is there
+NAMES = ("resources.json", "resources.json.default")  # FLARE reads the first that exists
 
 
 def configure(kit: Path, *packages: str) -> Path:
     """Write the `local/resources.json` of a server or a site, and return its path.
 
-    A site then sends no logs to the server: FLARE streams errors by default, and logs of an application may contain
+    A site then sends no logs to the server: FLARE streams errors by default, and an application's logs may contain
     records.
 
     Args:

@@ -38,11 +38,11 @@ def as_tensor(where: str, kind: str, value: object) -> Tensor:
         A tensor is returned unchanged. Integers stay integers, and True and False stay bool. float16 becomes float32,
         unsigned integers wider than a byte become signed ones that hold them, Python's floats get torch's default
         dtype. A DataFrame gets the dtype that holds all its columns. Memory is shared with an array that torch can use
-        directly; one that is read-only, reversed or otherwise strided is copied. Open a file larger than memory with
-        ``numpy.load(file, mmap_mode="c")`` therefore, not with "r".
+        directly; one that is read-only, reversed or otherwise strided is copied. Therefore, open a file larger than
+        memory with ``numpy.load(file, mmap_mode="c")``, not with "r".
 
     Raises:
-        BadArgument: it is something else, holds text, dates or objects, or a frame has missing values; says where.
+        BadArgument: the value has another form, holds text, dates or objects, or is a frame with missing values.
 
     Example:
         >>> as_tensor("client 0", "inputs", np.arange(3)[::-1])
@@ -104,7 +104,7 @@ def _read_numbers(value: object) -> Array:
         array = np.asarray(value)
     except ValueError:
         raise _NotNumericError("its rows differ in length or shape", "use rows of one shape") from None
-    return np.asarray(value, dtype=object) if array.dtype.kind in "SU" else array  # one word makes all others words
+    return np.asarray(value, dtype=object) if array.dtype.kind in "SU" else array  # a string makes all text
 
 
 def _read_column(name: str, series: "Series") -> Array:
@@ -115,7 +115,7 @@ def _read_column(name: str, series: "Series") -> Array:
         first = f"row {row}" + ("" if label == row else f" (index {label})")
         why = f"{name} has {len(missing)} missing value{'s' * (len(missing) > 1)}, the first in {first}"
         raise _NotNumericError(why, NO_GAPS)
-    array: Array = series.to_numpy(dtype=getattr(series.dtype, "numpy_dtype", None))  # of nullable types such as Int64
+    array: Array = series.to_numpy(dtype=getattr(series.dtype, "numpy_dtype", None))  # for nullable types such as Int64
     _check_numeric(name, array)
     return array
 
@@ -150,4 +150,4 @@ def _from_array(array: Array) -> Tensor:
     try:
         return torch.from_numpy(array)
     except TypeError as error:
-        raise _NotNumericError(f"torch has no {array.dtype}", "use an array of float32, say") from error
+        raise _NotNumericError(f"torch has no {array.dtype}", "use another dtype, such as float32") from error

@@ -20,7 +20,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
 
 
 def name_leaves(inputs: object) -> dict[str, object]:
-    """Return everything that inputs hold by its path, such as "inputs", "inputs[0]" or "inputs['ids']"."""
+    """Return the leaves of the inputs by their path, such as "inputs", "inputs[0]" or "inputs['ids']"."""
     if isinstance(inputs, Tensor):
         return {"inputs": inputs}
     leaves, _ = pytree.tree_flatten_with_path(inputs)
@@ -33,24 +33,24 @@ def name_tensors(inputs: object) -> dict[str, Tensor]:
 
 
 def describe(tensor: Tensor, first: int = 0) -> str:
-    """Describe the kind and the shape of a tensor, without its first dimensions."""
+    """Describe the kind and shape of a tensor, without its first `first` dimensions."""
     return f"{'float' if tensor.is_floating_point() else 'integer'} of shape {tuple(tensor.shape[first:])}"
 
 
 def describe_forms(batch: Batch) -> dict[str, str]:
-    """Describe one record of every tensor of a batch by its path, and other leaves by their value."""
+    """Describe one record of every tensor in a batch, by path; other leaves are described by their value."""
     leaves = {**name_leaves(batch[0]), "targets": batch[1]}
     return {path: describe(leaf, 1) if isinstance(leaf, Tensor) else repr(leaf) for path, leaf in leaves.items()}
 
 
 def check_alike(who: str, own: Mapping[str, str], other: str, wanted: Mapping[str, str]) -> None:
-    """Refuse records of another structure, shape or kind of number than those of another owner.
+    """Refuse records whose structure, shape or kind of number differs from those of another owner.
 
     Args:
         who: the owner of the records, for messages.
         own: their forms, as `describe_forms` returns them.
         other: the owner of the records that they must match.
-        wanted: the forms of those.
+        wanted: the forms of the other owner's records.
     """
     for path in (*wanted, *own):
         found, like = (forms.get(path, "missing") for forms in (own, wanted))
@@ -60,7 +60,7 @@ def check_alike(who: str, own: Mapping[str, str], other: str, wanted: Mapping[st
 
 
 def join_batches(batches: Sequence[Batch]) -> Batch:
-    """Concatenate batches; leaves of their inputs that are not tensors are the same in all of them."""
+    """Concatenate batches; input leaves that are not tensors are taken from the first batch."""
     if len(batches) == 1:
         return batches[0]
     inputs = pytree.tree_map(

@@ -14,17 +14,17 @@ from fedveil.records.inputs import Batch, Inputs, join_batches, map_tensors
 from fedveil.records.sources import Source, check_finite
 
 Prepare = Callable[[str, Batch, Sequence[int]], Batch]
-"""Makes a batch of a client's records with these indices fit a model and its loss."""
+"""Converts a batch of a client's records, with these indices, to the form that a model and its loss expect."""
 
 
 def generator(*parts: object) -> torch.Generator:
-    """Return a random generator that depends on its parts alone, so that a run can be resumed."""
+    """Return a random generator that depends only on the arguments, so that a run can be resumed."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
 
 def count_batches(size: int, batch_size: int, least: int = 2) -> int:
-    """Count the batches of a client; a last one of fewer than `least` records joins the one before."""
+    """Count the batches of a client; a last batch with fewer than `least` records joins the previous one."""
     full, rest = divmod(size, batch_size)
     return max(1, full + (rest >= least))
 
@@ -33,8 +33,8 @@ def count_batches(size: int, batch_size: int, least: int = 2) -> int:
 class Shards(ABC):
     """All clients' records, one client after the other, and the rows that each client takes in each round.
 
-    The order of a client's records in an epoch depends on seed, client and epoch alone. `names` are the clients'
-    indices in the federation, where only some of them are here.
+    The order of a client's records in an epoch depends only on seed, client and epoch. `names` are the clients' indices
+    in the federation, if only some of its clients are here.
     """
 
     starts: tuple[int, ...]
@@ -42,15 +42,15 @@ class Shards(ABC):
     batch_size: int
     seed: int
     names: tuple[int, ...]
-    least: int = field(default=2, kw_only=True)  # records in a batch: statistics need two
+    least: int = field(default=2, kw_only=True)  # minimum number of records in a batch: statistics need two
 
     @abstractmethod
     def take(self, rows: Tensor) -> Batch:
-        """Return the records of these rows."""
+        """Return the records in these rows."""
 
     @property
     def rounds_per_epoch(self) -> int:
-        """Rounds until the largest client has seen each of its records."""
+        """The number of rounds until the largest client has used each of its records."""
         return self.batches(max(self.sizes))
 
     def batches(self, size: int) -> int:
@@ -86,7 +86,7 @@ class Shards(ABC):
 
     @property
     def example(self) -> Inputs:
-        """The inputs of two records, or of the only one."""
+        """The inputs of two records, or of one if there is only one."""
         return self.take(torch.arange(min(2, sum(self.sizes))))[0]
 
 
@@ -98,7 +98,7 @@ class MemoryShards(Shards):
     targets: Tensor
 
     def take(self, rows: Tensor) -> Batch:
-        """Return the records of these rows."""
+        """Return the records in these rows."""
         inputs, targets = self.inputs, self.targets
         rows = rows if targets.device.type == "cpu" else rows.to(targets.device)
         if isinstance(inputs, Tensor):  # the fast path of every round
@@ -114,9 +114,9 @@ class StreamShards(Shards):
     prepare: Prepare
 
     def take(self, rows: Tensor) -> Batch:
-        """Read and check the records of these rows."""
+        """Read and check the records in these rows."""
         owners, parts = torch.bucketize(rows, torch.tensor(self.starts[1:], dtype=torch.int64), right=True), []
-        for client in sorted(set(owners.tolist())):  # rows of a client follow one another
+        for client in sorted(set(owners.tolist())):  # a client's rows are contiguous
             numbers, source = (rows[owners == client] - self.starts[client]).tolist(), self.clients[client]
             batch = source.take(numbers)
             check_finite(source.who, batch, numbers)
@@ -132,5 +132,5 @@ _orders, _long_orders = lru_cache(maxsize=256)(_draw_order), lru_cache(maxsize=1
 
 
 def _order(seed: int, client: int, epoch: int, size: int, start: int) -> Tensor:
-    """Return the order of a client's records in an epoch; it takes 8 bytes per record, so few long ones are cached."""
+    """Return the order of a client's records in an epoch; at 8 bytes per record, only a few long ones are cached."""
     return (_orders if size <= 2**17 else _long_orders)(seed, client, epoch, size, start)

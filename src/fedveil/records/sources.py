@@ -1,4 +1,4 @@
-"""Sources of records, and checks of them: arrays and frames in memory, or a Dataset that is read batch by batch."""
+"""Sources of records, and their checks: arrays and frames in memory, or a Dataset that is read batch by batch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from fedveil.records.inputs import (
 )
 
 Given: TypeAlias = tuple[object, object] | Dataset[object] | DataLoader[object]
-"""Records of a client or for testing, in any form that users may have."""
+"""Records of a client or for testing, in any form that users may pass."""
 FORMS = "(inputs, targets) of tensors, NumPy arrays or pandas frames, a Dataset of (input, target), or a DataLoader"
 PLAIN = bool | int | float | str | None  # constants among the inputs
 ITEMS = "(input, target) or (input, input, ..., target)"
@@ -68,7 +68,7 @@ class Stream:
         return len(self.dataset)
 
     def take(self, rows: Sequence[int], *, check: bool = False) -> Batch:
-        """Read these records as one batch; with `check`, refuse one that differs from the first in shape or dtype."""
+        """Read these records as one batch; with `check`, refuse any that differs from the first in shape or dtype."""
         items = self._read_items(rows)
         if check and self.collate is default_collate:
             self._check_alike(rows, items)
@@ -91,7 +91,7 @@ class Stream:
                 self._check_alike(rows, items)
             first = ", ".join(map(str, rows[:3])) + (", ..." if len(rows) > 3 else "")
             why = str(error).splitlines()[0].rstrip(".")
-            what = f"records {first} do not make a batch of inputs and targets: {why}"
+            what = f"cannot collate records {first} into a batch of inputs and targets: {why}"
             fix = "use records of one shape, or a DataLoader whose collate_fn returns (inputs, targets)"
             raise BadArgument(self.who, what, fix) from error
         if not inputs or not isinstance(targets, Tensor):
@@ -119,7 +119,7 @@ def _is_pair(item: object) -> bool:
 
 
 def _join_arguments(inputs: Sequence[object]) -> Inputs:
-    """Return the only input, or several as a tuple of forward's arguments."""
+    """Return a single input as it is, several as a tuple of forward's arguments."""
     return cast(Inputs, inputs[0] if len(inputs) == 1 else tuple(inputs))
 
 
@@ -132,7 +132,7 @@ def _is_array(given: object) -> bool:
 
 
 def list_clients(given: object) -> list[Given]:
-    """Return the clients one by one; refuse the records of one client, whose batches or columns would become clients.
+    """Return a list of clients; refuse the records of a single client, whose batches or columns would become clients.
 
     Args:
         given: the sequence of clients that a user passes.
@@ -148,12 +148,12 @@ def as_source(who: str, given: object) -> Source:
     """Return a user's records as a source.
 
     Args:
-        who: their owner's name in messages, such as "client 0" or "test data".
+        who: the owner's name in messages, such as "client 0" or "test data".
         given: see `Given`. Arrays, frames and TensorDatasets stay in memory; other Datasets are read on demand. The
             order of batches differs from a DataLoader's, so that a resumed run continues with the next batch.
 
     Raises:
-        BadArgument: it has no such form.
+        BadArgument: the records have another form.
     """
     dataset, collate = given, default_collate
     if isinstance(given, DataLoader):
@@ -175,13 +175,13 @@ def as_source(who: str, given: object) -> Source:
 
 
 def _store(who: str, inputs: object, targets: object) -> Rows:
-    """Return a pair in memory as tensors; other leaves of the inputs are left to `check_form`."""
+    """Return a pair in memory as tensors; other leaves in the inputs are left to `check_form`."""
 
     def convert(path: pytree.KeyPath, leaf: object) -> object:
         if not _is_array(leaf):
             return leaf
         tensor = as_tensor(who, "inputs" + pytree.keystr(path), leaf)
-        return tensor.double() if is_frame(leaf) else tensor  # columns are features, also those of integers
+        return tensor.double() if is_frame(leaf) else tensor  # columns are features, even if they hold integers
 
     parts = targets if isinstance(targets, tuple | list) else ()
     if any(isinstance(part, Tensor | np.ndarray) and part.ndim for part in parts):
@@ -196,7 +196,7 @@ def _store(who: str, inputs: object, targets: object) -> Rows:
 
 
 def _check_loader(who: str, loader: DataLoader[object]) -> None:
-    """Refuse a DataLoader that does not give every record of a Dataset once."""
+    """Refuse a DataLoader that does not return every record of a Dataset exactly once."""
     sampler, dataset = loader.sampler, loader.dataset
     if not _has_index(dataset):
         what = f"{type(dataset).__name__} has no length or no records by index"
@@ -204,7 +204,7 @@ def _check_loader(who: str, loader: DataLoader[object]) -> None:
     shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)
     if loader.batch_size is None or not (shuffles or type(sampler) is SequentialSampler):
         kind = type(sampler if loader.batch_size else loader.batch_sampler or sampler).__name__
-        what = f"the DataLoader chooses its records by a {kind}, which would be ignored"
+        what = f"the DataLoader chooses its records with a {kind}, which would be ignored"
         raise BadArgument(who, what, "use a DataLoader over torch.utils.data.Subset(dataset, indices)")
 
 
@@ -215,14 +215,14 @@ def choose_batch_size(clients: Sequence[object], given: int | None, default: int
         return default if given is None else given
     if len(sizes) > 1 or None in sizes:
         what = f"the clients' DataLoaders have batches of {', '.join(map(str, sorted(sizes, key=str)))}"
-        raise BadArgument("Federation", what, "set batch_size=32, for all of them")
+        raise BadArgument("Federation", what, "set batch_size=32 for all of them")
     return cast(int, sizes.pop())
 
 
 def check_sources(sources: Sequence[Source]) -> list[Source]:
-    """Return the sources, with inputs in the structure of the first one's; refuse those that do not belong together.
+    """Return the sources, with inputs in the structure of the first source; refuse sources that do not match.
 
-    Records in memory are all checked, and the first two of a stream.
+    All records in memory are checked, but only the first two of a stream.
     """
     if not sources:
         raise BadArgument("Federation", "there are no clients", "give records: Federation(model, [(inputs, targets)])")
@@ -246,7 +246,7 @@ def check_sources(sources: Sequence[Source]) -> list[Source]:
 
 
 def check_form(who: str, batch: Batch) -> None:
-    """Refuse inputs without a tensor, leaves that are neither tensors nor constants, and tensors without a row each."""
+    """Refuse inputs without tensors, leaves other than tensors and constants, and tensors without a row per record."""
     inputs, targets = batch
     leaves = name_leaves(inputs)
     for path, leaf in leaves.items():

@@ -1,4 +1,4 @@
-"""Secure aggregation: a server adds the clients' vectors and sees nothing but the sum.
+"""Secure aggregation: a server adds up the clients' vectors and sees nothing but the sum.
 
 Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning (CCS 2017), with keys agreed once
 per run and seeds derived for every attempt.
@@ -14,12 +14,12 @@ per run and seeds derived for every attempt.
     M6  client   once: shares of b_k for k in V                                  Party.reveal   Tally.take_reveal_reply
                                                                                  Tally.total
 
-`rules` and `policy` hold what a client refuses and what it is promised, `masks` what is derived from which secret, and
-`tally.Conduct` who is excluded. Messages come from one server, whose signature `identity` checks.
+`rules` and `policy` define what a client refuses and what it is promised, `masks` what is derived from which secret,
+and `tally.Conduct` who is excluded. Messages come from one server, whose signature `identity` checks.
 
-Not promised: anything against crafted models that are sent to all clients alike, against differences of sums over
-different members, or against poisoning: a hostile client can spoil the sum. Nor is anything promised to a client whose
-disk is restored to an earlier state: it still has its key, but has forgotten how it used it.
+There is no protection against crafted models that are sent to all clients alike, against differences between sums over
+different members, or against poisoning: a hostile client can spoil the sum. Nor is a client protected whose disk is
+restored to an earlier state: it still has its key, but has forgotten how it was used.
 """
 
 from fedveil.errors import Aborted

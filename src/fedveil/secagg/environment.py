@@ -1,4 +1,4 @@
-"""A member's keys, roster and policy, from the files that environment variables name; no job names them."""
+"""A member's keys, roster and policy, from files named by environment variables, never by a job."""
 
 import os
 from pathlib import Path
@@ -13,15 +13,15 @@ IDENTITY, ROSTER, POLICY = "FEDVEIL_IDENTITY", "FEDVEIL_ROSTER", "FEDVEIL_POLICY
 
 
 def load_party(identity: Path, roster: Path, policy: Path | None = None) -> Party:
-    """Load a client's part in secure aggregation from the files of `fedveil keys` and the roster.
+    """Load a client's party in secure aggregation from the files of `fedveil keys` and the roster.
 
-    The keys of a run, and what must not be forgotten before it ends, are stored in a file beside the identity, so that
-    a restarted client can continue.
+    The keys of a run, and the state that must not be lost before it ends, are stored in a file beside the identity, so
+    that a restarted client can continue.
 
     Args:
-        identity: the file of `fedveil keys new`.
+        identity: the file written by `fedveil keys new`.
         roster: the file that lists who may take part.
-        policy: the file of `fedveil keys policy`; by default the one beside the identity.
+        policy: the file written by `fedveil keys policy`; by default the one beside the identity.
     """
     own = Policy.read(policy or identity.with_suffix(".policy"))
     memory = Memory(identity.with_suffix(".memory"))
@@ -31,7 +31,7 @@ def load_party(identity: Path, roster: Path, policy: Path | None = None) -> Part
 
 
 def own_party() -> Party | None:
-    """Return the party that this client's environment names; None without."""
+    """Return the party that this client's environment names; None if it names none."""
     identity, roster, policy = (os.environ.get(name) for name in (IDENTITY, ROSTER, POLICY))
     if not identity:
         return None
@@ -41,12 +41,12 @@ def own_party() -> Party | None:
 
 
 def own_policy() -> Policy | None:
-    """Return the policy that the environment of a client without secure aggregation names; None without."""
+    """Return the policy that the environment of a client without secure aggregation names; None if it names none."""
     path = os.environ.get(POLICY)
     return Policy.read(Path(path)) if path else None
 
 
 def server_files() -> tuple[Identity | None, Roster | None]:
-    """Return the server's signing key and the roster, as far as its environment names them."""
+    """Return the server's signing key and roster; None for each that its environment does not name."""
     identity, roster = os.environ.get(IDENTITY), os.environ.get(ROSTER)
     return Identity.load(Path(identity)) if identity else None, Roster.read(Path(roster)) if roster else None

@@ -1,6 +1,6 @@
 """Fixed point in Z_2^64: real numbers as integers that add without error, modulo 2^64.
 
-With b fractional bits a value x travels as rint(x 2^b) mod 2^64. For n clients and values below 2^e,
+With b fractional bits, a value x is sent as rint(x 2^b) mod 2^64. For n clients and values below 2^e,
 
     b = 62 - ceil(log2 n) - e
 
@@ -8,9 +8,9 @@ so that the sum of n values stays below 2^62: the sum of the integers is exact, 
 2^-(b+1) per element. `decode` then rounds the sum to float64, which adds at most 2^-53 of its magnitude.
 
 Nothing is saturated or refused. Reduction modulo 2^64 is linear, so whatever exponents a server chooses, the sum of
-the words is a function of the sum of the integers alone. Saturation is not linear: with a well-chosen exponent the sum
-would show the smallest client by itself. Nor may a client say that its values do not fit, since that would tell
-whoever chose the exponent one bit about its data.
+the words is a function of the sum of the integers alone. Saturation is not linear: with a well-chosen exponent, the sum
+would reveal the smallest client on its own. Nor may a client report that its values do not fit, since that would give
+whoever chose the exponent one bit of information about its data.
 
 Instead every row has two check words, which are linear too. With s_i the integers before their reduction, p = 2^31 - 1
 and r a fixed public vector of 15-bit integers, a client's check word is
@@ -19,8 +19,8 @@ and r a fixed public vector of 15-bit integers, a client's check word is
 
 The sum of these words modulo p is that of r_i times the true sums. If the sum of some s_i leaves [-2^63, 2^63), the
 opened row is off by m_i 2^64, and disagrees unless p divides sum_i r_i m_i: never if one element wrapped, and with
-probability 2^-30 for several. u hides the quotient by p, which is not a function of the sum. r is fixed: it guards
-against accidents; a client that wants to spoil a sum can do so anyway.
+probability 2^-30 for several. u hides the quotient by p, which is not a function of the sum. r is fixed, since it only
+guards against accidents: a client that wants to spoil a sum can do so anyway.
 """
 
 import math
@@ -47,7 +47,7 @@ LOWEST, HIGHEST = -32, 96
 """The range of exponents that clients accept."""
 
 LARGEST = 2.0**512
-"""The largest magnitude of a client's mean: scaled, it is still a float64."""
+"""The largest magnitude of a client's mean: it still fits a float64 after scaling."""
 
 CHECKS = 2
 """Check words per row."""
@@ -78,12 +78,12 @@ def bits(n: int, exponent: int) -> int:
 
 
 def scale(values: Floats, bits: int) -> Floats:
-    """Return rint(x 2^b) as float64, exact but for the rounding; values must be finite."""
+    """Return rint(x 2^b) as float64, exact except for the rounding; values must be finite."""
     return np.asarray(np.rint(np.ldexp(values, bits)))
 
 
 def fits(integers: Floats) -> bool:
-    """Tell whether reduction leaves all integers unchanged."""
+    """Return whether reduction leaves all integers unchanged."""
     return bool(np.abs(integers).max(initial=0.0) < 2.0**63)
 
 
@@ -91,7 +91,7 @@ def reduce(integers: Floats, small: bool | None = None) -> Words:
     """Reduce integers, stored as float64, modulo 2^64; `small` is `fits(integers)`, if known."""
     if fits(integers) if small is None else small:
         return integers.astype(np.int64).view(np.uint64)
-    rest = np.fmod(integers, 2.0**64)  # exact, and so are the next two lines: what is added has no smaller bits
+    rest = np.fmod(integers, 2.0**64)  # exact, as are the next two lines: the terms added have no smaller bits
     rest = np.where(rest >= 2.0**63, rest - 2.0**64, rest)
     rest = np.where(rest < -(2.0**63), rest + 2.0**64, rest)
     return rest.astype(np.int64).view(np.uint64)
@@ -137,12 +137,12 @@ def encode_rows(values: Floats, sizes: Sequence[int], bits: Sequence[int], n: in
 
 
 def decode_rows(total: Words, sizes: Sequence[int], bits: Sequence[int]) -> Floats:
-    """Return the sum of all rows' values from the sum of `encode_rows`; check words are skipped."""
+    """Return the sum of all rows' values from the sum of encoded words; check words are skipped."""
     return decode(total[: sum(sizes)], np.repeat(np.array(bits, np.int64), sizes))
 
 
 def wrapped_rows(total: Words, sizes: Sequence[int]) -> list[int]:
-    """Return the indices of the rows of a sum that wrapped around, as their check words tell."""
+    """Return the indices of the rows of a sum that wrapped around, according to their check words."""
     hashes, end = _Hashes(sizes), sum(sizes)
     for piece in _pieces(tuple(sizes)):
         hashes.add(piece, _residues(total[piece.own]))
@@ -175,7 +175,7 @@ def _pieces(sizes: tuple[int, ...]) -> tuple[_Piece, ...]:
 
 
 class _Hashes:
-    """Accumulates sum_i r_i s_i mod p of each row, for each vector r, from residues that come piece by piece."""
+    """Accumulates sum_i r_i s_i mod p of each row, for each vector r, from residues added piece by piece."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         total = max(sum(sizes), 1)

@@ -1,11 +1,11 @@
-"""Signing keys, the roster of those who may take part, and the server's mark on every message.
+"""Signing keys, the roster of members that may take part, and the server's mark on every message.
 
 A member creates an identity once (`fedveil keys new NAME`), keeps the file, and hands its roster line to the others
 through a channel that the server does not control. The roster is what keeps a server from inventing clients.
 
-A message to one client consists of bytes that all clients get and a few for this client alone. The mark, which a client
-checks before it looks at anything else, precedes the latter and covers both, so that the common bytes are identical for
-all clients, and masks are bound to their digest.
+A message to a client consists of bytes that all clients get and a few bytes for this client alone. The mark, which a
+client checks first, precedes the latter and covers both, so that the common bytes are identical for all clients, and
+masks are bound to their digest.
 
     signature   by the server's Ed25519 key, which the client's policy names
     tag         HMAC-SHA256 under a key that server and client agree on when the client says hello in reply to a signed
@@ -53,13 +53,13 @@ def check_member_name(where: str, name: object) -> str:
 
 
 def read_private_file(path: Path) -> str:
-    """Return the text of a file that only its owner can read or change; refuse any other."""
+    """Return the text of a file that only its owner can read or change; refuse any other file."""
     return _read_file(path, 0o077, "others can read or change this private file", f"chmod 600 {path}")
 
 
 def read_trusted_file(path: Path) -> str:
-    """Return the text of a file that only its owner can change; refuse any other."""
-    what = "others can change this file, which decides whom this machine trusts"
+    """Return the text of a file that only its owner can change; refuse any other file."""
+    what = "others can change this file, which determines whom this machine trusts"
     return _read_file(path, 0o022, what, f"chmod 644 {path}")
 
 
@@ -80,7 +80,7 @@ def _read_file(path: Path, forbidden: int, what: str, fix: str) -> str:
 
 
 def is_signature(key: Ed25519PublicKey | bytes, signature: bytes, message: bytes) -> bool:
-    """Tell whether the owner of a public key signed a message."""
+    """Return whether the owner of a public key signed a message."""
     try:
         public = Ed25519PublicKey.from_public_bytes(key) if isinstance(key, bytes) else key
         public.verify(signature, message)
@@ -109,7 +109,7 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> "Identity":
-        """Load a file that `save` wrote; refuse one that others can read."""
+        """Load a file written by `save`; refuse a file that others can read."""
         text = read_private_file(path)
         try:
             found = tomllib.loads(text)
@@ -163,7 +163,7 @@ class Roster:
         return cls(dict(_parse_members(str(path), read_trusted_file(path))))
 
     def write(self, path: Path) -> Path:
-        """Write the file that `read` reads."""
+        """Write a file for `read`."""
         lines = "".join(f"{name} {key.hex()}\n" for name, key in self._members.items())
         return write_whole(path, ROSTER + lines, 0o644)
 
@@ -179,7 +179,7 @@ class Roster:
         return self._members[name]
 
     def verifies(self, name: str, signature: bytes, message: bytes) -> bool:
-        """Tell whether a member of the roster signed a message; False for anyone else."""
+        """Return whether a member of the roster signed a message; False for anyone else."""
         try:
             if name not in self._keys:
                 self._keys[name] = Ed25519PublicKey.from_public_bytes(self._members[name])
@@ -196,7 +196,7 @@ def _parse_members(path: str, text: str) -> Iterator[tuple[str, bytes]]:
             continue
         where = f"{path}, line {number}"
         if len(words) != 2 or not HEX.fullmatch(words[1]):
-            raise BadArgument(where, "a line is a name and a public key of 64 hexadecimal digits")
+            raise BadArgument(where, "a line must hold a name and a public key of 64 hexadecimal digits")
         if check_member_name(where, words[0]) in seen:
             raise BadArgument(where, f"{words[0]} is listed twice")
         seen.add(words[0])
@@ -204,7 +204,7 @@ def _parse_members(path: str, text: str) -> Iterator[tuple[str, bytes]]:
 
 
 class Digest(NamedTuple):
-    """The digests of a message's head and of its tensors, which are hashed once."""
+    """The digests of a message's head and of its tensors, which are hashed only once."""
 
     head: bytes
     body: bytes
@@ -221,7 +221,7 @@ class Digest(NamedTuple):
 
 
 def channel_key(own: X25519PrivateKey, other: bytes, run: str) -> bytes:
-    """Return the key of the tags between the server and one client in a run."""
+    """Return the key for the tags between the server and one client in a run."""
     return derive(agree(own, other), b"", "server", run)
 
 
@@ -231,17 +231,17 @@ def sign_message(server: Identity, common: bytes, own: bytes = b"") -> bytes:
 
 
 def tag_message(key: bytes, digest: bytes, own: bytes = b"") -> bytes:
-    """Mark a message to one client with a tag under its channel key; `digest` is that of the common bytes."""
+    """Mark a message to one client with a tag under its channel key; `digest` is the digest of the common bytes."""
     return TAGGED + hmac.digest(key, _covered_bytes(digest, own), "sha256") + own
 
 
 def admit_message(server: bytes, channels: Iterable[bytes], digest: bytes, own: bytes) -> bytes:
-    """Return the bytes behind the mark; abort if the mark is not the server's.
+    """Return the bytes after the mark; abort if the mark is not the server's.
 
     Args:
         server: the server's public key.
-        channels: keys of the tags of the runs that the client takes part in.
-        digest: of the bytes that all clients get.
+        channels: keys for the tags in the runs that the client takes part in.
+        digest: digest of the bytes that all clients get.
         own: the bytes that arrived for this client alone.
     """
     kind, size = own[:1], SIGNATURE if own[:1] == SIGNED else TAG

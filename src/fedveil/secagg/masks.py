@@ -13,8 +13,8 @@ commitment says nothing about the stream.
 
 Self seeds are shared as in Shamir (1979): any t of n shares give the secret, t - 1 of them say nothing about it. The
 secret is the value at 0 of a polynomial of degree t - 1 over GF(p) whose other coefficients are uniform; the share of
-member x = 1 .. n is its value at x. p = 2^521 - 1 holds any 32-byte seed in one element. A wrong share gives some other
-secret, which may also be below 2^256: only the dealer's commitment tells, and `Tally` compares it.
+member x = 1 .. n is its value at x. With p = 2^521 - 1, one element holds any 32-byte seed. A wrong share gives some
+other secret, which may also be below 2^256: only the dealer's commitment shows it, and `Tally` compares the two.
 """
 
 import hashlib
@@ -49,13 +49,13 @@ Seeds = Iterable[bytes]
 
 
 def fields(*parts: bytes | str | int) -> bytes:
-    """Encode parts as bytes, each preceded by its length: different lists of parts give different bytes."""
+    """Encode fields as bytes, each preceded by its length: different lists of fields give different bytes."""
     raw = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     return b"".join(len(part).to_bytes(8, "big") + part for part in raw)
 
 
 def derive(secret: bytes, salt: bytes, *info: bytes | str | int) -> bytes:
-    """Derive 32 bytes from a secret, different ones for each salt and info."""
+    """Derive 32 bytes from a secret, different for each salt and info."""
     return HKDF(SHA256(), SEED, salt, fields(LABEL, *info)).derive(secret)
 
 
@@ -68,7 +68,7 @@ def agree(own: X25519PrivateKey, key: bytes) -> bytes:
 
 
 def proper_key(key: bytes) -> bool:
-    """Tell whether an X25519 key can agree on a secret: a point of small order cannot."""
+    """Return whether a secret can be agreed with an X25519 key: not if it is a point of small order."""
     try:
         agree(X25519PrivateKey.generate(), key)
     except Aborted:
@@ -99,7 +99,7 @@ def seal(share: bytes, pair: bytes, context: bytes, sender: str, receiver: str) 
 
 
 def unseal(sealed: bytes, pair: bytes, context: bytes, sender: str, receiver: str) -> bytes | None:
-    """Decrypt a share; None if it was not encrypted by this sender to this receiver in this attempt."""
+    """Decrypt a share; return None if it was not encrypted by this sender for this receiver in this attempt."""
     if len(sealed) != SEALED:
         return None
     key = AESGCM(share_key(pair, context, sender, receiver))
@@ -115,7 +115,7 @@ def new_seed() -> bytes:
 
 
 def commitment(seed: bytes, context: bytes) -> bytes:
-    """Return the hash that binds a client to a seed without showing it."""
+    """Return the hash that binds a client to a seed without revealing it."""
     return hashlib.sha256(fields(LABEL, "commitment", context, seed)).digest()
 
 
@@ -131,7 +131,7 @@ def split(
 
     Args:
         secret: an element of GF(prime).
-        t: number of shares that give it back.
+        t: number of shares needed to recover it.
         n: number of shares.
         prime: size of the field; above n.
         draw: returns a uniform integer below its argument, from the operating system.
@@ -151,7 +151,7 @@ def _evaluate(coefficients: list[int], x: int, prime: int) -> int:
 
 @lru_cache(maxsize=64)
 def weights(points: tuple[int, ...], prime: int = PRIME) -> tuple[int, ...]:
-    """Return the factors of the shares at these points: the Lagrange polynomials at 0."""
+    """Return the weights of the shares at these points: the Lagrange polynomials at 0."""
     found = []
     for own in points:
         above = below = 1
@@ -185,12 +185,12 @@ def join_seed(shares: Mapping[int, bytes]) -> bytes:
 
 
 def is_field_element(share: bytes) -> bool:
-    """Tell whether bytes are an element of the field in its one encoding."""
+    """Return whether bytes encode an element of the field, in its only valid encoding."""
     return len(share) == WIDTH and int.from_bytes(share, "big") < PRIME
 
 
 def keystream(seed: bytes, buffer: bytearray) -> Fill:
-    """Return a function that writes the next words of PRG(seed) to the buffer; they hold until the next call."""
+    """Return a function that writes the next words of PRG(seed) to the buffer; they are valid until the next call."""
     encryptor = Cipher(algorithms.AES(derive(seed, b"", "stream")), modes.CTR(bytes(16))).encryptor()
     words = np.frombuffer(buffer, WORD, PIECE)
 
@@ -204,7 +204,7 @@ def keystream(seed: bytes, buffer: bytearray) -> Fill:
 def add_streams(
     start: Words, plus: Seeds = (), minus: Seeds = (), also: Sequence[Words] = (), out: Words | None = None
 ) -> Words:
-    """Add PRG of some seeds to a vector, subtract PRG of others and add further vectors, modulo 2^64, in one pass.
+    """Add the streams of some seeds to a vector, subtract those of others, and add further vectors, modulo 2^64.
 
     Args:
         start: the vector; not modified.

@@ -1,16 +1,16 @@
-"""A client's memory from one message to the next: its key for each run, how it was used, and the sums it opened.
+"""A client's memory between messages: its key for each run, how the key was used, and the sums that it opened.
 
 The X25519 key and the last attempt are stored together: a key without its counter would mask twice with the same
-streams. Both are written before a reply leaves, so that a client that is killed and restarted refuses what it has
-already answered. Counters of a run only grow, also when its key is replaced.
+streams. Both are written before a reply is sent, so that a client that is killed and restarted refuses messages that it
+has already answered. A run's counters only grow, even when its key is replaced.
 
 Keys expire. A key is replaced after some rounds or hours (`Policy`), and one past its lifetime is removed, while the
 counters of its run stay. A run that has ended leaves a tombstone: its name is never accepted again. The table of runs
 is bounded, and a full one refuses new runs rather than forget old ones.
 
-Differs from the protocol on paper: the memory also holds the attempt in progress (shares, members left), since a client
-may be a new process for every message. Only one process at a time may use it: two at once could be shown two lists of
-members.
+Unlike in the published protocol, the memory also holds the attempt in progress (shares, members left), since a client
+may be a new process for every message. Only one process may use it at a time: two at once could be shown different
+lists of members.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Current:
     Attributes:
         context: context of the attempt.
         round: round of the federation.
-        subject: digest of what the sum is about: the broadcast, and which records take part.
+        subject: digest of the sum's subject: the broadcast, and which records take part.
         names: all who take part, in the order of the roster.
         keys: their X25519 keys.
         own: the client's share of its own seed.
@@ -138,11 +138,11 @@ class State:
             self.ended.append(short_digest(run.encode()))
 
     def has_tombstone(self, run: str) -> bool:
-        """Tell whether a run has ended."""
+        """Return whether a run has ended."""
         return short_digest(run.encode()) in self.ended
 
     def is_full(self) -> bool:
-        """Tell whether the table of runs is full."""
+        """Return whether the table of runs is full."""
         return len(self.runs) + len(self.ended) >= MOST_RUNS
 
     def sums_on(self, day: int) -> int:
@@ -151,12 +151,12 @@ class State:
 
 
 def short_digest(data: bytes) -> str:
-    """Return a digest in the form in which it is stored."""
+    """Return a digest as it is stored: shortened, in hex."""
     return hashlib.sha256(data).digest()[:SHORT].hex()
 
 
 class Turn(NamedTuple):
-    """The memory while one call uses it: changes take effect once they are written, on disk if there is a file."""
+    """The memory while one call uses it; changes take effect once they are written, to disk if there is a file."""
 
     state: State
     write: Callable[[], None]
@@ -166,7 +166,7 @@ class Memory:
     """A client's memory, in a file that only its owner can read or in this process; its repr shows nothing.
 
     Args:
-        path: path of the file; without one, the memory ends with the process, and the next process has a new key.
+        path: path of the file; without one, the memory is lost when the process ends, and the next has a new key.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -184,7 +184,7 @@ class Memory:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Memory":
-        """Restore a memory in this process from the bytes of `to_bytes`."""
+        """Restore a memory in this process from the result of `to_bytes`."""
         memory = cls()
         with contextlib.suppress(UnicodeDecodeError):
             memory._text = data.decode("ascii")
@@ -211,7 +211,7 @@ class Memory:
                 return lock.release
         elif self._lock.acquire(blocking=False):
             return self._lock.release
-        raise Aborted("busy", "memory", "another thread or process uses this client's memory")
+        raise Aborted("busy", "memory", "another thread or process is using this client's memory")
 
     def _load_text(self) -> str:
         if self._path is None:

@@ -1,8 +1,8 @@
 """The messages of the protocol, as typed values and as bytes. Nothing is pickled; sizes are checked before reading.
 
-A message is the length of its head (8 bytes), the head (JSON, padded to a multiple of 8 bytes), and raw bytes whose
-number follows from the head and the roster. Malformed messages raise BadArgument. Secrets travel in M2 (encrypted), M4
-and M6 (opened on purpose); those messages have no repr.
+A message consists of the length of its head (8 bytes), the head (JSON, padded to a multiple of 8 bytes), and raw bytes
+whose number follows from the head and the roster. Malformed messages raise BadArgument. Secrets are sent in M2
+(encrypted), M4 and M6 (opened on purpose); those messages have no repr.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ class Opening:
         round: round of the federation.
         attempt: strictly increasing over a run.
         roster: the M0s of those who take part; a member's index is its position here.
-        exponents: exponent of the fixed point of each row.
+        exponents: fixed-point exponent of each row.
         rows: number of values in each row.
         checks: whether check words follow the rows.
     """
@@ -93,7 +93,7 @@ class Opening:
         return tuple(hello.name for hello in self.roster)
 
     def values(self) -> JsonObject:
-        """Return the fields as JSON values, to travel in another message."""
+        """Return the fields as JSON values, to be sent in another message."""
         rest = {"exponents": list(self.exponents), "rows": list(self.rows)}
         return vars(self) | rest | {"roster": [hello.values() for hello in self.roster]}
 
@@ -116,7 +116,7 @@ class Opening:
 def context(opening: Opening, digest: bytes) -> bytes:
     """Hash the opening and H = SHA-256(M1): masks, keys, shares and signatures of an attempt are bound to the result.
 
-    Differs from the protocol on paper, which binds H alone. The opening is included so that clients with different
+    Unlike the published protocol, which binds H alone, this includes the opening, so that clients with different
     rosters have nothing in common even if the bytes that the caller hashed did not contain the roster.
     """
     if type(digest) is not bytes or len(digest) != HASH:
@@ -131,7 +131,7 @@ class Upload:
 
     Attributes:
         context: context of the attempt.
-        commitments: in the order of the roster; to the self seed at the client's own index, elsewhere to pair seeds.
+        commitments: to the self seed at the client's own index, elsewhere to pair seeds; in the order of the roster.
         hashes: hashes of the shares, in the order of the roster.
         sealed: encrypted shares in the order of the roster, without the client's own.
         words: y_k.
@@ -160,7 +160,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Settle:
-    """M3, the part for all: the members that the sum is over."""
+    """M3, the part for all: the members whose vectors are summed."""
 
     context: bytes
     step: int
@@ -259,7 +259,7 @@ class Reveal:
 
 @dataclass(frozen=True, repr=False)
 class RevealReply:
-    """M6: shares of the self seeds of the members that the sum is over, by dealer."""
+    """M6: shares of the self seeds of the members whose vectors are summed, by dealer."""
 
     context: bytes
     shares: Mapping[str, bytes]
@@ -277,7 +277,7 @@ class RevealReply:
 
 
 class _Fields:
-    """The fields of a JSON object that arrived; every accessor raises BadArgument unless its field is well-formed."""
+    """The fields of a received JSON object; every accessor raises BadArgument unless its field is well-formed."""
 
     def __init__(self, kind: str, values: object) -> None:
         if type(values) is not dict:
@@ -289,7 +289,7 @@ class _Fields:
         return self._values.get(name)
 
     def raw(self, name: str, size: int) -> bytes:
-        """Return bytes that travel as lower-case hex."""
+        """Return bytes that are sent as lower-case hex."""
         text = self.get(name)
         if type(text) is not str or len(text) != 2 * size or not set(text) <= set("0123456789abcdef"):
             raise BadArgument(self._kind, f"{name} must be {size} bytes in hex")
@@ -338,7 +338,7 @@ def pack(kind: str, values: JsonObject, body: Iterable[bytes | memoryview] = ())
 
 
 def unpack(data: bytes, kind: str, size: int | None = None) -> tuple[_Fields, memoryview]:
-    """Return the head and the raw bytes of a message of a kind; there must be `size` raw bytes, if given."""
+    """Return the head and the raw bytes of a message of this kind; if `size` is given, require that many raw bytes."""
     if type(data) is not bytes or len(data) < 8:
         raise BadArgument(kind, "it is not a message")
     start = 8 + int.from_bytes(data[:8], "little")

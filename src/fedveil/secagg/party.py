@@ -1,4 +1,4 @@
-"""The client's side: it answers four messages, and refuses whatever could open a single client.
+"""The client's side: it answers four messages, and refuses any that could open a single client's update.
 
     hello   -> M0      its key for a run, signed
     admit   M1         checks the opening, and stores that it was admitted, before the client computes anything
@@ -6,7 +6,7 @@
     settle  M3 -> M4   agrees on the members left; opens its pair seeds with those who dropped out
     reveal  M5 -> M6   once: its shares of the self seeds of the members left
 
-It is independent of the transport. Every reply is recorded in its memory before it is returned.
+It is independent of the transport. Every reply is recorded in the client's memory before it is returned.
 """
 
 import time
@@ -45,10 +45,10 @@ class Party:
     """A client in secure aggregation.
 
     Args:
-        identity: its signing key.
+        identity: the client's signing key.
         roster: who may take part, from the client's own file; it must include the client.
         memory: the client's memory; by default it lasts as long as this object.
-        policy: the client's terms, which no server can change.
+        policy: the client's policy, which no server can change.
         clock: returns seconds since 1970.
     """
 
@@ -68,7 +68,7 @@ class Party:
         self._memory, self.policy, self._clock = memory or Memory(), policy or Policy(), clock
         self._verified: set[Hello] = set()
         self._agreed: dict[tuple[bytes, bytes], bytes] = {}  # keyed by own private and the other's public key
-        self._channels: dict[str, bytes] = {}  # keys of the server's tags, by run
+        self._channels: dict[str, bytes] = {}  # keys for the server's tags, by run
         self._masked: Words = np.empty(0, np.uint64)  # reused in every round: new memory costs more than the masks
 
     def __repr__(self) -> str:
@@ -80,11 +80,11 @@ class Party:
         return self._identity.name
 
     def hello(self, run: str, server: bytes = b"") -> Hello:
-        """Return M0, this client's key for a run: a new one on the first call, and when the last is due to be replaced.
+        """Return M0, this client's key for a run: a new key on the first call, and whenever the last one is due.
 
         Args:
             run: name of the run.
-            server: the server's X25519 key for the run, from which the key of its tags follows; empty if there is none.
+            server: the server's X25519 key for the run, from which the key for its tags is derived; may be empty.
         """
         messages.check_run_name("hello", run)
         with self._memory.turn() as turn:
@@ -116,14 +116,14 @@ class Party:
         return self._identity.sign(covered) + tag_message(self._channels[hello.run], covered)
 
     def authenticate(self, digest: bytes, own: bytes) -> bytes:
-        """Check the server's mark on a message and return the bytes for this client alone.
+        """Check the server's signature or tag on a message, and return the bytes for this client alone.
 
         Args:
             digest: digest of the bytes that all clients get (`identity.Digest`).
             own: the bytes that arrived for this client alone.
         """
         if self.policy.server is None:
-            what = "this client's policy names no server, and under secure aggregation it answers no other"
+            what = "this client's policy names no server, so it answers none under secure aggregation"
             fix = "run fedveil keys policy KEY_FILE --server HEX (docs/secure-aggregation.md)"
             raise BadArgument("policy", what, fix)
         try:
@@ -154,12 +154,12 @@ class Party:
                 turn.write()
 
     def admit(self, opening: Opening, digest: bytes, subject: bytes | None = None) -> Ticket:
-        """Check an opening and store that it was admitted; nothing may be computed for it before.
+        """Check an opening and store that it was admitted; nothing may be computed for it before that.
 
         Args:
             opening: as it arrived in M1.
             digest: SHA-256 of all the bytes of M1.
-            subject: 32-byte digest of what the sum is about: the broadcast, and which records take part; by default the
+            subject: 32-byte digest of the sum's subject: the broadcast, and which records take part; by default the
                 digest of M1.
         """
         bound = context(opening, digest)
@@ -251,7 +251,7 @@ class Party:
         return RevealReply(reveal.settle.context, shares).to_bytes()
 
     def _generate_key(self, state: State, run: str, now: int, server: bytes) -> None:
-        """Give a run a new key; its counters stay."""
+        """Give a run a new key, and keep its counters."""
         if run not in state.runs and state.is_full():
             fix = "remove the memory file when no run is in progress"
             raise Aborted("full", "hello", "the table of runs in this client's memory is full", fix)
@@ -261,7 +261,7 @@ class Party:
         self._forget_secrets()
 
     def _forget_old_keys(self, state: State, now: int) -> bool:
-        """Remove keys that have outlived the policy, but not their counters; tell whether there were any."""
+        """Remove keys that have outlived the policy, but not their counters; return whether there were any."""
         lifetime = 3600 * self.policy.key_hours
         old = [run for run in state.runs.values() if run.key and not 0 <= now - run.created < lifetime]
         for run in old:
@@ -271,7 +271,7 @@ class Party:
         return bool(old)
 
     def _forget_secrets(self) -> None:
-        """Drop everything derived from keys that may be gone."""
+        """Drop everything that was derived from keys that may be gone."""
         self._agreed.clear()
         self._channels.clear()
 

@@ -1,7 +1,7 @@
 """A client's own policy: which server it answers, and what it refuses regardless of the request.
 
 It is a TOML file next to the client's identity, written by the site (`fedveil keys policy`); no message changes it. It
-stops accidents and crude attacks. A server that changes the model slightly between two sums gets past it
+prevents accidents and crude attacks. A server that changes the model slightly between two sums can evade it
 (docs/secure-aggregation.md).
 """
 
@@ -19,7 +19,7 @@ TEXT = """# What this client requires of a server, and how often it answers. No 
 # public key of the server that this client answers (`fedveil keys show` on the server prints it)
 server = "{server}"
 
-# minimum number of own records behind an update
+# minimum number of this client's records in an update
 min_records = {min_records}
 
 # minimum number of members in the roster of a sum, and how many of the others may collude with the server
@@ -38,15 +38,15 @@ key_hours = {key_hours:g}
 
 @dataclass(frozen=True)
 class Policy:
-    """A client's terms.
+    """A client's policy.
 
     Attributes:
-        server: public key of the only server that it answers; with None it answers no message under secure aggregation.
-        min_records: minimum number of records behind an update, in the shard or in the batch that the server asks for.
+        server: public key of the only server that it answers; with None, it answers none under secure aggregation.
+        min_records: minimum number of records in an update: in the shard or the batch that the server asks for.
         min_members: minimum number of members in the roster of a sum.
-        colluders: number of other members that may collude with the server; rosters too small for it are refused.
-        max_sums_per_run: maximum number of sums of one run that it helps to open.
-        max_sums_per_day: maximum number of sums of all runs that it helps to open in a day (UTC, by its own clock).
+        colluders: number of other members that may collude with the server; rosters too small for this are refused.
+        max_sums_per_run: maximum number of sums that it helps to open in one run.
+        max_sums_per_day: maximum number of sums that it helps to open in a day, over all runs (UTC, by its own clock).
         key_rounds: number of rounds after which a run's key is replaced.
         key_hours: number of hours after which a run's key is replaced, by its own clock.
     """
@@ -94,7 +94,7 @@ class Policy:
             raise BadArgument(str(path), error.what, error.fix) from None
 
     def write(self, path: Path) -> Path:
-        """Write the file that `read` reads; refuse to replace a file."""
+        """Write a file for `read`; refuse to replace an existing file."""
         if self.server is None:
             raise BadArgument("Policy", "it names no server", "pass a public key: Policy(server=...)")
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"server": self.server.hex()}

@@ -1,15 +1,15 @@
 """The rules by which a client refuses a message. Each check raises Aborted, with its reason, or returns None.
 
 With n members of an attempt, t = max(3, floor(2n/3) + 1) of them must agree, and t shares open a self seed. Clients
-compute t themselves. If c of the others tell the server all they know, then only sums over at least t - c honest
-clients open, provided that c <= t - 2 and 2t > n + c. `colluders` is the largest such c: 1 for n = 4, 3 for n = 10.
+compute t themselves. If c of the others tell the server all they know, only sums over at least t - c honest clients can
+be opened, provided that c <= t - 2 and 2t > n + c. `colluders` is the largest such c: 1 for n = 4, 3 for n = 10.
 The proof, and a check over all strategies of a server with up to 6 clients, are in tests/secagg/test_promise.py.
 
-There are at least 3 members: with 2, each could subtract its own vector from the sum. With 3 nobody may drop out.
+There are at least 3 members: with 2, each could subtract its own vector from the sum. With 3, nobody may drop out.
 
-Differs from the protocol on paper: since the server chooses who takes part, it could put its colluders into a roster
-that is too small to withstand them (2 of 4 open a single client). A client's policy says how many colluders it must
-withstand, and smaller rosters are refused.
+One rule is not in the published protocol: since the server chooses who takes part, it could put its colluders into a
+roster that is too small to withstand them (2 of 4 open a single client). A client's policy says how many colluders a
+roster must withstand, and smaller rosters are refused.
 """
 
 from collections.abc import Collection
@@ -40,16 +40,16 @@ REASONS = {
     "share": "the shares of a client's seed do not match",
     "sum": "the masks do not cancel",
 }
-"""The reasons for which secure aggregation stops, keyed by `Aborted.reason`."""
+"""The reasons why secure aggregation stops, keyed by `Aborted.reason`."""
 
 
 def threshold(n: int) -> int:
-    """Return how many of n members must agree, and how many shares open a seed: over two thirds, and at least 3.
+    """Return how many of n members must agree, and how many shares open a seed: more than two thirds, at least 3.
 
     >>> [threshold(n) for n in (3, 4, 5, 10, 50)]
     [3, 3, 4, 7, 34]
     """
-    fix = f"use at least {LEAST} clients: of two, each could compute the other's vector from the sum"
+    fix = f"use at least {LEAST} clients: with two, each could compute the other's vector from the sum"
     return max(3, 2 * check_count("secure aggregation", "the number of clients", n, LEAST, fix) // 3 + 1)
 
 
@@ -64,7 +64,7 @@ def colluders(n: int) -> int:
 
 
 def liars(n: int) -> int:
-    """Return how many of n members may lie if liars are to be identified: as many as may drop out, at least 1.
+    """Return how many of n members may lie and still be identified: the number that may drop out, at least 1.
 
     >>> [liars(n) for n in (3, 4, 5, 10, 50)]
     [1, 1, 1, 3, 16]
@@ -76,8 +76,8 @@ def check_roster_size(n: int, policy: Policy) -> None:
     """Require a roster that is large enough for the client's policy."""
     least = max(LEAST, policy.min_members)
     if n < least or colluders(n) < policy.colluders:
-        what = f"{n} members are too few: at least {least}, and enough to withstand {policy.colluders} colluders"
-        raise Aborted("few", "opening", what)
+        what = f"at least {least} are needed, and enough to withstand {policy.colluders} colluders"
+        raise Aborted("few", "opening", f"{n} members are too few: {what}")
 
 
 def check_key(run: RunMemory, policy: Policy, now: int) -> None:
@@ -87,12 +87,12 @@ def check_key(run: RunMemory, policy: Policy, now: int) -> None:
 
 
 def needs_new_key(run: RunMemory, policy: Policy, now: int) -> bool:
-    """Tell whether a key is gone, or was used often enough or is old enough to be replaced."""
+    """Return whether a key is gone, or has been used so often, or is so old, that it must be replaced."""
     return not run.key or run.uses >= policy.key_rounds or not 0 <= now - run.created < 3600 * policy.key_hours
 
 
 def check_budget(state: State, run: RunMemory, policy: Policy, day: int) -> None:
-    """Require that the client may help to open another sum."""
+    """Require that the client's budget allows another sum."""
     limits = (run.sums, policy.max_sums_per_run, "run"), (state.sums_on(day), policy.max_sums_per_day, "day")
     for count, most, what in limits:
         if count >= most:
@@ -100,7 +100,7 @@ def check_budget(state: State, run: RunMemory, policy: Policy, day: int) -> None
 
 
 def check_same_members(state: State, subject: str, members: str) -> None:
-    """Refuse a second sum on the same broadcast over other members: the difference would show who is missing."""
+    """Refuse a second sum on the same broadcast over other members: the difference would reveal those missing."""
     if any(over != members for over in state.opened_members(subject)):
         what = "this client has opened a sum on the same broadcast over other members"
         raise Aborted("repeat", "reveal", what, "continue with the same members, or with another model")
@@ -136,7 +136,7 @@ def check_attempt(run: RunMemory, opening: Opening) -> None:
 
 
 def check_round(run: RunMemory, opening: Opening) -> None:
-    """Require a round that is not behind the last one and was not revealed: no two sums of one round open."""
+    """Require a round that is not behind the last one and was not revealed: a round opens at most one sum."""
     if opening.round <= run.revealed:
         raise Aborted("round", "opening", f"round {opening.round} is not above the one last revealed, {run.revealed}")
     if opening.round < run.round:
@@ -163,7 +163,8 @@ def check_survivors(current: Current, members: Collection[str], name: str) -> No
         raise Aborted("members", "settle", "it does not include this client")
     least = threshold(len(current.names))
     if len(members) < least:
-        raise Aborted("few", "settle", f"{len(members)} of {len(current.names)} members are left: at least {least}")
+        what = f"{len(members)} of {len(current.names)} members are left: at least {least} are needed"
+        raise Aborted("few", "settle", what)
 
 
 def check_agreement(current: Current, reveal: Reveal, roster: Roster, name: str) -> None:
@@ -181,4 +182,4 @@ def check_signatures(current: Current, reveal: Reveal, roster: Roster, name: str
         if other != name and other in reveal.signatures and good < least:
             good += roster.verifies(other, reveal.signatures[other], text)
     if good < least:
-        raise Aborted("signatures", "reveal", f"{good} members have signed it: at least {least}")
+        raise Aborted("signatures", "reveal", f"{good} members have signed it: at least {least} are needed")

@@ -1,14 +1,14 @@
-"""The server's side of one attempt: it adds vectors that it cannot read, and opens the sum over the survivors.
+"""The server's side of one attempt: it adds up vectors that it cannot read, and opens the sum over the survivors.
 
     take_upload ...  settle  take_settle_reply ... (again while members drop out)  reveal  take_reveal_reply ...  total
 
 It is independent of the transport and never waits: whoever has not replied when the next step begins has dropped out.
-A reply that does not count raises BadArgument, and its sender counts as dropped out; Aborted ends the attempt. Proven
-lies go to the run's `Conduct`.
+An invalid reply raises BadArgument, and its sender counts as dropped out; Aborted ends the attempt. Proven lies are
+recorded in the run's `Conduct`.
 
 Nobody is trusted: both ends of a pair must have committed to the same seed, an opened seed must match its commitment, a
 revealed share must match the hash that its dealer gave, and the first word of the sum must be the number of its
-members. A share that matches its hash is either right or its dealer's lie, so up to n - t wrong ones are discarded
+members. A share that matches its hash is either right or its dealer's lie, so up to n - t wrong shares are discarded
 without decoding.
 """
 
@@ -30,15 +30,15 @@ Pair = tuple[str, str]  # in the order of names
 class Conduct:
     """The members' conduct in a run, as the server knows it: who lied, and who disagrees with whom.
 
-    A member is excluded for the rest of the run, by name and with a reason, once it is proven to have lied, provided
-    that at most `rules.liars(n)` members lie, which is how many may drop out.
+    A member is excluded for the rest of the run, by name and with a reason, once it is proven to have lied. The proof
+    assumes that at most `rules.liars(n)` members lie, the number that may drop out.
 
         evidence    a signature, pair seed or share that does not match the member's own hash, commitment or key
         complaints  by more than liars(n) members about one dealer, or by one accuser about more than liars(n) dealers
         disputes    about the seed of a pair, with more than liars(n) partners over the run
 
     A single complaint or dispute proves nothing: either side may be lying. A complaint costs only the accuser's share.
-    Of a disputed pair one member is left out of the attempt; they take turns, so that a liar costs an honest member at
+    One member of a disputed pair is left out of the attempt; they take turns, so that a liar costs an honest member at
     most every other round.
     """
 
@@ -46,7 +46,7 @@ class Conduct:
         self._excluded: dict[str, str] = {}
         self._partners: dict[str, set[str]] = {}
         self._most = 1  # liars tolerated in the largest attempt
-        self._left_out: Counter[str] = Counter()  # how often a dispute kept a member out
+        self._left_out: Counter[str] = Counter()  # how often each member was left out because of a dispute
 
     def __repr__(self) -> str:
         return f"Conduct(excluded={self._excluded!r})"
@@ -77,13 +77,13 @@ class Conduct:
                 self.exclude(dealer, f"{count} of {n} members complained about its shares")
 
     def settle_disputes(self, pairs: Iterable[Pair], n: int) -> set[str]:
-        """Record the disputed pairs of an attempt and return the members that are left out of it.
+        """Record the disputed pairs of an attempt, and return the members that are left out of it.
 
-        Of each pair it is the member that was left out less often so far; in a tie, the one with more disputes. If the
-        number of disputes alone decided, two liars could keep an honest member out of every round.
+        From each pair, the member that was left out less often so far is left out; in a tie, the one with more
+        disputes. If the number of disputes alone decided, two liars could keep an honest member out of every round.
         """
         disputed = {(min(pair), max(pair)) for pair in pairs}
-        self._most = most = max(self._most, liars(n))  # partners add up over attempts, also with fewer members
+        self._most = most = max(self._most, liars(n))  # partners add up over attempts, even with fewer members
         for one, other in disputed:
             self._partners.setdefault(one, set()).add(other)
             self._partners.setdefault(other, set()).add(one)
@@ -101,14 +101,14 @@ class Conduct:
 
 
 class SettleMessage(NamedTuple):
-    """M3: the bytes for all members, and the bytes for each of them alone."""
+    """M3: the bytes for all members, and additional bytes for each of them."""
 
     common: bytes
     own: dict[str, bytes]
 
 
 class Tally:
-    """One attempt to add up.
+    """One attempt at a sum.
 
     Args:
         opening: as it was sent in M1.
@@ -119,7 +119,7 @@ class Tally:
 
     def __init__(self, opening: Opening, digest: bytes, roster: Roster, conduct: Conduct | None = None) -> None:
         if len(opening.roster) < LEAST:
-            raise Aborted("few", "opening", f"{len(opening.roster)} members are too few: at least {LEAST}")
+            raise Aborted("few", "opening", f"{len(opening.roster)} members are too few: at least {LEAST} are needed")
         self._names, self._roster, self.conduct = opening.names, roster, conduct or Conduct()
         if len(set(self._names)) != len(self._names):
             raise Aborted("roster", "opening", "it names a member twice")
@@ -130,7 +130,7 @@ class Tally:
         self._settle: Settle | None = None
         self._replies: dict[str, SettleReply] = {}  # to the last step
         self._disputing: set[str] = set()
-        self._signatures: dict[str, bytes] = {}  # on the last step, as far as they were checked
+        self._signatures: dict[str, bytes] = {}  # on the last step, those that were checked
         self._complaints: dict[str, set[str]] = {}  # dealers whose shares an accuser cannot use
         self._seeds: dict[tuple[int, int], bytes] = {}  # keyed by (survivor, dropout)
         self._reveal: Reveal | None = None
@@ -146,7 +146,7 @@ class Tally:
 
     @property
     def survivors(self) -> tuple[str, ...]:
-        """The members that the sum is over, as far as they are known."""
+        """The members whose vectors are summed, as far as they are known."""
         return self._settle.members if self._settle else tuple(name for name in self._names if name in self._uploads)
 
     def take_upload(self, name: str, data: bytes) -> None:
@@ -168,7 +168,7 @@ class Tally:
             replied = [name for name in self._settle.members if name in self._replies]
             members, step = self._recoverable_members(replied), self._settle.step + 1
         if len(members) < self._threshold:
-            what = f"{len(members)} of {len(self._names)} clients are left: at least {self._threshold}"
+            what = f"{len(members)} of {len(self._names)} clients are left: at least {self._threshold} are needed"
             raise Aborted("few", "settle", what, "start a new attempt")
         self._settle, self._replies, self._signatures = Settle(self._context, step, tuple(members)), {}, {}
         own = {name: self._dealt_to(name, members) if step == 0 else b"" for name in members}
@@ -197,7 +197,7 @@ class Tally:
         self._seeds |= seeds
 
     def has_agreement(self) -> bool:
-        """Tell whether all members left have agreed, and enough of them hold a share of each seed."""
+        """Return whether all remaining members have agreed, and enough of them hold a share of each seed."""
         if len(self._signatures) == self._threshold:
             return True
         if self._settle is None or len(self._replies) < len(self._settle.members):
@@ -215,7 +215,7 @@ class Tally:
         return self._reveal.to_bytes()
 
     def _check_signatures(self, settle: Settle) -> dict[str, bytes]:
-        """Return verified signatures of t members on M3; exclude whoever signed wrongly.
+        """Return verified signatures of t members on M3; exclude members whose signature is wrong.
 
         The first member to be checked changes with the attempt, so that over two attempts everyone is checked.
         """
@@ -232,7 +232,7 @@ class Tally:
         return self._signatures
 
     def take_reveal_reply(self, name: str, data: bytes) -> None:
-        """Take M6. Shares that match their hash count, even if others of the same member do not."""
+        """Take M6. Shares that match their hash count, even if other shares from the same member do not."""
         self._expect("revealed", name, self.survivors, self._reveal is not None)
         if name in self._revealed:
             raise BadArgument("revealed", f"{name} has already revealed")
@@ -246,12 +246,12 @@ class Tally:
             self._exclude("revealed", name, "it did not reveal the shares that it was dealt and did not dispute")
 
     def total(self) -> Words:
-        """Return the sum over `survivors`, modulo 2^64, once everything about it is checked."""
+        """Return the sum over `survivors`, modulo 2^64, after checking everything about it."""
         if self._reveal is None:
-            raise BadArgument("total", "nothing was revealed yet", "call reveal()")
+            raise BadArgument("total", "nothing has been revealed yet", "call reveal()")
         if len(self._revealed) < self._threshold:
-            what = f"{len(self._revealed)} of {len(self._names)} clients have revealed: at least {self._threshold}"
-            raise Aborted("few", "reveal", what)
+            what = f"{len(self._revealed)} of {len(self._names)} clients have revealed"
+            raise Aborted("few", "reveal", f"{what}: at least {self._threshold} are needed")
         members = self.survivors
         own = [seed for name in members if (seed := self._own_seed(name)) is not None]
         if len(own) < len(members):
@@ -279,7 +279,7 @@ class Tally:
         return None
 
     def _matching_members(self) -> list[str]:
-        """Return those who uploaded, without one of each pair whose commitments to their common seed differ."""
+        """Return the members that uploaded, without one of each pair whose commitments to their common seed differ."""
         left = [name for name in self._names if name in self._uploads]
         disputed = [pair for pair in combinations(left, 2) if self._differs(*pair)]
         self._disputing = {name for pair in disputed for name in pair}
@@ -287,7 +287,7 @@ class Tally:
         return [name for name in left if name not in out]
 
     def _recoverable_members(self, left: list[str]) -> list[str]:
-        """Return the members of `left` that were not proven to lie, and whose seed t of them can open."""
+        """Return the members of `left` that are not proven liars, and whose seed t of them can open."""
         if self._complaints:
             self.conduct.judge_complaints(self._complaints, len(self._names))
         left = [name for name in left if name not in self.conduct.excluded]
@@ -300,7 +300,7 @@ class Tally:
         return sum(dealer not in self._complaints.get(name, ()) for name in left)
 
     def _was_dealt(self, dealer: str, name: str, share: bytes) -> bool:
-        """Tell whether a share matches the hash that its dealer gave for this member."""
+        """Return whether a share matches the hash that its dealer gave for this member."""
         upload, index = self._uploads.get(dealer), self._index[name]
         return upload is not None and masks.share_hash(self._context, dealer, index, share) == upload.hashes[index]
 
