@@ -137,7 +137,9 @@ def test_a_weighted_mean_of_a_shard_needs_a_single_batch(defence):
     loss, data = nn.CrossEntropyLoss(weight=WEIGHT), parts(CLASSES, SIZES[2])
     found = round_gradient(net, loss, data, defence, whole_shard=True)
     assert worst(found, torch_gradient(net, loss, data)) < FLOAT64
-    with pytest.raises(BadArgument, match="divides by the weights of all samples, and this batch is a part of them"):
+    with pytest.raises(
+        BadArgument, match="divides by the weights of all samples, but this batch has only some of them"
+    ):
         round_gradient(net, loss, data, defence, batch_size=4, whole_shard=True)
 
 
@@ -222,5 +224,5 @@ def test_classes_of_tokens_on_the_last_axis_are_refused_under_a_veil():
     model = built(lambda: nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 3)))
     inputs, targets = torch.randn(5, 3, 2).double(), torch.randint(0, 3, (5, 3))
     broadcast = perturb(model, planned(model, inputs), nn.CrossEntropyLoss()).broadcast
-    with pytest.raises(BadArgument, match="takes classes on axis 1, and these outputs have them last"):
+    with pytest.raises(BadArgument, match="expects classes on axis 1, but these outputs have them last"):
         fedveil.client_step(model, broadcast, inputs, targets)

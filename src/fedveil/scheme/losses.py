@@ -71,7 +71,7 @@ def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.shape == outputs.shape[:1]:
         is_float = targets.is_floating_point()
         fix = f"{fix}, or targets.long() for classes" if is_float else f"use F.one_hot(targets, {wanted[-1]})"
-    raise BadArgument("targets", f"their shape is {tuple(targets.shape)}, that of the model's outputs {wanted}", fix)
+    raise BadArgument("targets", f"shape is {tuple(targets.shape)}, the model's outputs have {wanted}", fix)
 
 
 def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
